@@ -1,0 +1,68 @@
+# Every target does its own set-up: a fresh clone needs nothing but Python 3.11+ and make.
+# Every install goes through constraints.txt.
+
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help train test test-all test-gpu check format bundle lock clean
+.DEFAULT_GOAL := help
+
+help: ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+train: $(VENV)/.run ## train a small model on this machine and see it learn (a few minutes on two cores)
+	$(BIN)/rush train tiny
+
+test: $(VENV)/.dev ## the tests: under 15 minutes on two cores
+	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-all: $(VENV)/.dev ## the tests, with the slow ones
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu'
+
+# On a GPU machine without network the dependencies are there already; what is missing travels in bundle/.
+test-gpu: ## the GPU tests, with the Python at hand (no virtual environment, see `make bundle`)
+	PYTHONPATH=$(CURDIR)/bundle $(PYTHON) -m pytest -p no:cacheprovider -m gpu
+
+check: $(VENV)/.dev ## format, lint, types, import contracts, public names
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m pytest tests/test_public_names.py
+
+format: $(VENV)/.dev ## format and mend what can be mended
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# The wheels an offline Python 3.12 x86-64 machine with torch lacks, unpacked so that PYTHONPATH=bundle finds them.
+BUNDLE_PLATFORM ?= manylinux2014_x86_64
+BUNDLE_PYTHON   ?= 3.12
+BUNDLE_PACKAGES ?= pydantic pydantic-core typer annotated-types annotated-doc typing-inspection typing-extensions shellingham click rich plotly narwhals pytest-timeout
+bundle: ## gather the wheels an offline GPU machine lacks into bundle/
+	rm -rf bundle
+	$(PYTHON) -m pip install --quiet --target bundle --no-deps --only-binary=:all: \
+	  --platform $(BUNDLE_PLATFORM) --python-version $(BUNDLE_PYTHON) --implementation cp $(BUNDLE_PACKAGES)
+	@du -sh bundle
+
+lock: ## resolve every dependency anew and rewrite constraints.txt
+	$(PYTHON) scripts/lock.py
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rush needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 4; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Setting up $(VENV) (once, about a minute) ..."
+	$(BIN)/pip install --quiet -e .
+	touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
+	@echo "Setting up $(VENV) for development (once, about two minutes) ..."
+	$(BIN)/pip install --quiet -e '.[dev]'
+	touch $@ $(VENV)/.run
+
+clean: ## remove the virtual environment and caches (never runs/)
+	rm -rf $(VENV) bundle .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,60 @@
+"""Optimization Rush: measure, prove, tune and train language models on the machine you have.
+
+The names below are the whole public interface; they load on first use, so that `import rush` is quick.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rush.errors import DataError, Diverged, MachineError, RecipeError, RushError
+    from rush.folders import export_model, load_model, load_tokenizer
+    from rush.generate import generate
+    from rush.recipe import Recipe
+    from rush.recipe_io import load_recipe
+    from rush.train import train
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "DataError": "errors",
+    "Diverged": "errors",
+    "MachineError": "errors",
+    "Recipe": "recipe",
+    "RecipeError": "errors",
+    "RushError": "errors",
+    "export_model": "folders",
+    "generate": "generate",
+    "load_model": "folders",
+    "load_recipe": "recipe_io",
+    "load_tokenizer": "folders",
+    "train": "train",
+}
+
+__all__ = [
+    "DataError",
+    "Diverged",
+    "MachineError",
+    "Recipe",
+    "RecipeError",
+    "RushError",
+    "__version__",
+    "export_model",
+    "generate",
+    "load_model",
+    "load_recipe",
+    "load_tokenizer",
+    "train",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(import_module(f"rush.{_HOMES[name]}"), name)
+    raise AttributeError(f"module 'rush' has no attribute {name!r}; it offers {', '.join(__all__)}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,49 @@
+"""The errors a user can meet, each with its exit code.
+
+A message is one sentence or two for a person: what is wrong, what was found, what is allowed, what
+to do. The command line prints it without a traceback and leaves with `exit_code`. Our own broken
+invariants are plain `assert`s: they are bugs, and a traceback is the right answer to a bug.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class RushError(Exception):
+    """Something the user can understand and mend."""
+
+    exit_code = 1
+
+
+class RecipeError(RushError):
+    """The recipe, an override or an argument is wrong."""
+
+    exit_code = 2
+
+
+class DataError(RushError):
+    """A corpus, a tokenizer, a weight file or a checkpoint is missing, broken or does not fit."""
+
+    exit_code = 3
+
+
+class MachineError(RushError):
+    """This machine or its environment cannot do what was asked (memory, disk, device, a missing extra)."""
+
+    exit_code = 4
+
+
+class Diverged(RushError):
+    """The loss or a gradient stopped being a finite number."""
+
+    exit_code = 5
+
+
+def nearest(found: str, allowed: Iterable[str]) -> str:
+    """The tail of a message: the nearest allowed word if one is close, and the allowed words."""
+    names = sorted(allowed)
+    close = difflib.get_close_matches(found, names, n=1, cutoff=0.6)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}Allowed: {', '.join(names)}."

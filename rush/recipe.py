@@ -1,0 +1,231 @@
+"""The recipe: one TOML file that says everything about a run.
+
+The ladder varies it, the tuner writes it, the planner predicts it, the trainer runs it, so what was
+measured is what is trained. Every part is strict: a key that does not exist or a value of the wrong
+type is refused, with the nearest key that does. `Recipe.digest` names the content: two recipes with
+the same digest describe the same run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from rush.errors import RecipeError, nearest
+from rush.models import SIZES, Shape
+
+Knob = bool | int | float | str
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
+
+
+class Model(Part):
+    name: str
+    """A published size (see `rush recipes`); `shape` may change parts of it."""
+    init_from: str | None = None
+    """A run folder or a Hugging Face folder whose weights are the start; random weights without it."""
+    shape: dict[str, int | float | bool] = {}
+    """Fields of the shape to change, as in `model.shape.num_layers = 2`."""
+
+
+class Data(Part):
+    source: str = "python-stdlib"
+    """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hf:OWNER/NAME` for a dataset on the hub."""
+    files: list[str] = []
+    """Paths or globs of .txt, .py, .md, .jsonl or .parquet files; with a named source, local files in its schema."""
+    text_field: str = "text"
+    """The field that holds the text in JSONL and Parquet rows."""
+    tokenizer: str = "train"
+    """`train` (byte-level BPE on this corpus), `gpt2`, `llama-3`, or a path to a tokenizer.json or its folder."""
+    vocab_size: Positive | None = None
+    """Vocabulary of the trained tokenizer; the model's vocabulary without it."""
+    validation: Annotated[float, Field(gt=0, lt=0.5, allow_inf_nan=False)] = 0.01
+    """Share of documents held out, chosen by a hash of each document."""
+    limit: Positive | None = None
+    """Read at most this many documents."""
+    shuffle: bool = True
+    """Shuffle the samples anew each epoch, as a pure function of the seed."""
+
+
+class Objective(Part):
+    kind: Literal["lm"] = "lm"
+    """`lm`: predict the next token."""
+
+
+class Batch(Part):
+    micro: Positive
+    """Sequences per forward pass."""
+    sequence: Positive
+    """Tokens per sequence."""
+    total_tokens: Positive | None = None
+    """Tokens per optimizer step, over all devices; gradients accumulate up to it. One micro batch without it."""
+
+
+class Optimizer(Part):
+    kind: Literal["adamw"] = "adamw"
+    lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    """Decay of tensors with two or more dims; gains and biases never decay."""
+    clip: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    """Largest gradient norm; 0 switches clipping off."""
+
+
+class Schedule(Part):
+    kind: Literal["cosine", "constant"] = "cosine"
+    steps: Positive
+    """Optimizer steps in the whole run."""
+    warmup: NotNegative = 0
+    """Steps of linear warm-up."""
+    final: Fraction = 0.1
+    """Share of the learning rate that is left at the last step."""
+
+
+class Layout(Part):
+    ddp: Positive = 1
+    fsdp: Positive = 1
+    tp: Positive = 1
+    pp: Positive = 1
+    cp: Positive = 1
+
+
+class Run(Part):
+    seed: NotNegative = 1337
+    deterministic: bool = False
+    """Refuse algorithms whose result can differ from run to run."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    save_every: NotNegative = 0
+    """Steps between checkpoints; 0 saves at the end only."""
+    keep: Positive = 2
+    """Checkpoints kept besides the best one."""
+    validate_every: NotNegative = 0
+    """Steps between validations; 0 validates at the end only."""
+    validate_sequences: Positive = 64
+    """Sequences in each validation, always the same ones."""
+    sample_every: NotNegative = 0
+    """Steps between text samples; 0 samples at the end only."""
+    sample_prompt: str = "def "
+    sample_tokens: NotNegative = 100
+    tensorboard: bool = True
+    wandb: str | None = None
+    """A Weights & Biases project to log to; the key comes from the environment, never from a recipe."""
+
+
+class Recipe(Part):
+    """A complete description of a run."""
+
+    about: str = ""
+    """One line for people."""
+    model: Model
+    data: Data = Data()
+    objective: Objective = Objective()
+    batch: Batch
+    optimizer: Optimizer
+    schedule: Schedule
+    techniques: list[str | dict[str, Knob]] = []
+    """Names, or tables of a name with knobs: `{name = "compile", mode = "max-autotune"}`. Order does not matter."""
+    layout: Layout = Layout()
+    run: Run = Run()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Recipe:
+        if self.schedule.warmup > self.schedule.steps:
+            raise ValueError(
+                f"schedule.warmup is {self.schedule.warmup} but the run has only schedule.steps = "
+                f"{self.schedule.steps}; make the warm-up shorter or the run longer"
+            )
+        names = [name for name, _ in self.technique_uses()]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"techniques names {', '.join(twice)} more than once; name each one once")
+        return self
+
+    def technique_uses(self) -> list[tuple[str, dict[str, Knob]]]:
+        """The techniques with their knobs, as (name, knobs)."""
+        uses: list[tuple[str, dict[str, Knob]]] = []
+        for entry in self.techniques:
+            if isinstance(entry, str):
+                uses.append((entry, {}))
+                continue
+            name = entry.get("name")
+            if not isinstance(name, str):
+                raise ValueError(f'a technique table needs a name, as in {{name = "compile"}}; found {entry}')
+            uses.append((name, {key: value for key, value in entry.items() if key != "name"}))
+        return uses
+
+    def shape(self) -> Shape:
+        """The model's shape: the published one, with the changes this recipe asks for."""
+        if self.model.name not in SIZES:
+            raise RecipeError(
+                f"model.name is {self.model.name!r}, which is no model known here; {nearest(self.model.name, SIZES)}"
+            )
+        base = SIZES[self.model.name]
+        fields = {field.name: field for field in dataclasses.fields(Shape)}
+        changes: dict[str, Any] = {}
+        for key, value in self.model.shape.items():
+            known = getattr(base, key) if key in fields else None
+            if not isinstance(known, (bool, int, float)):
+                allowed = [name for name in fields if isinstance(getattr(base, name), (bool, int, float))]
+                raise RecipeError(f"model.shape.{key} is not part of a shape; {nearest(key, allowed)}")
+            if type(value) is not type(known) and not (isinstance(known, float) and type(value) is int):
+                raise RecipeError(
+                    f"model.shape.{key} is {value!r}; found {_kind(value)}, allowed: {_kind(known)} (as in {known!r})."
+                )
+            changes[key] = value
+        try:
+            return dataclasses.replace(base, **changes)
+        except RecipeError as error:
+            raise RecipeError(f"model.shape: {error}") from None
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that each see different samples."""
+        return self.layout.ddp * self.layout.fsdp
+
+    @property
+    def world(self) -> int:
+        """Ranks in all."""
+        layout = self.layout
+        return layout.ddp * layout.fsdp * layout.tp * layout.pp * layout.cp
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens per optimizer step."""
+        return self.batch.total_tokens or self.batch.micro * self.batch.sequence * self.data_ranks
+
+    @property
+    def accumulation(self) -> int:
+        """Micro batches per optimizer step on each data rank."""
+        per_pass = self.batch.micro * self.batch.sequence * self.data_ranks
+        whole, rest = divmod(self.step_tokens, per_pass)
+        if rest or not whole:
+            below = whole * per_pass
+            legal = f"{below:,} or {below + per_pass:,}" if below else f"{per_pass:,}"
+            raise RecipeError(
+                f"batch.total_tokens is {self.step_tokens:,}, which is not a multiple of batch.micro × batch.sequence "
+                f"× data ranks = {self.batch.micro} × {self.batch.sequence} × {self.data_ranks} = {per_pass:,}; "
+                f"the nearest allowed: {legal}."
+            )
+        return whole
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the content: equal for recipes that describe the same run, however they were written."""
+        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _kind(value: object) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    return {int: "a whole number", float: "a number", str: "a text"}.get(type(value), type(value).__name__)

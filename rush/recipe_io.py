@@ -1,0 +1,233 @@
+"""Recipes in and out: TOML files, names, dotted overrides, messages for people.
+
+A recipe is found by name (the ready ones in `recipes/`) or by path. An override is `key=value` with
+dots between the parts; the value is read as TOML, and as plain text where it is no TOML. A list
+takes `techniques+=compile` and `techniques-=compile` as well.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+
+from rush.errors import RecipeError, nearest
+from rush.recipe import Recipe
+
+_OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
+
+
+def recipe_folder() -> Path:
+    """Where the ready recipes live: inside an installed package, or beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "_recipes"
+    return installed if installed.is_dir() else package.parent / "recipes"
+
+
+def recipe_names() -> list[str]:
+    return sorted(path.stem for path in recipe_folder().glob("*.toml"))
+
+
+def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
+    """A recipe by name or path, with overrides applied; everything checked that needs no machine."""
+    tree = read_tree(name_or_path)
+    for override in overrides:
+        apply_override(tree, override)
+    return parse(tree)
+
+
+def read_tree(name_or_path: str) -> dict[str, Any]:
+    path = Path(name_or_path)
+    if path.suffix != ".toml" and "/" not in name_or_path:
+        path = recipe_folder() / f"{name_or_path}.toml"
+        if not path.is_file():
+            raise RecipeError(
+                f"there is no recipe named {name_or_path!r}; {nearest(name_or_path, recipe_names())} "
+                "A path to a .toml file works too."
+            )
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RecipeError(f"no recipe file at {path}; give an existing .toml file or one of the names that "
+                          "`rush recipes` lists.") from None  # fmt: skip
+    except IsADirectoryError:
+        raise RecipeError(f"{path} is a folder; a recipe is a .toml file.") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(f"{path} is not UTF-8 text (byte {error.start}); save the recipe as UTF-8.") from None
+    except PermissionError:
+        raise RecipeError(f"{path} may not be read by this user; change its permissions.") from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}.") from None
+
+
+def parse(tree: Mapping[str, Any]) -> Recipe:
+    """A checked recipe from a tree of plain values."""
+    try:
+        recipe = Recipe.model_validate(tree)
+    except ValidationError as error:
+        raise RecipeError(_explain(error)) from None
+    recipe.shape()
+    recipe.accumulation  # noqa: B018  (computing it is the check)
+    if recipe.batch.sequence > recipe.shape().context:
+        raise RecipeError(
+            f"batch.sequence is {recipe.batch.sequence} but {recipe.model.name} reads at most "
+            f"{recipe.shape().context} tokens; lower batch.sequence or raise model.shape.context."
+        )
+    return recipe
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """Change `tree` by one `key=value`, `key+=value` or `key-=value`."""
+    match = _OVERRIDE.match(override)
+    if not match:
+        raise RecipeError(f"the override {override!r} is not understood; write key=value, as in batch.micro=32.")
+    key, operator, text = match.groups()
+    value = _read_value(text.strip())
+    if operator == "=":
+        assign(tree, key, value)
+        return
+    node: Any = tree
+    for part in key.split("."):
+        node = node.get(part, []) if isinstance(node, dict) else None
+    if not isinstance(node, list):
+        raise RecipeError(f"{key}{operator} works on lists only, such as techniques; {key} is not one. Use {key}=.")
+    added = value if isinstance(value, list) else [value]
+    if operator == "+=":
+        assign(tree, key, [*node, *added])
+        return
+    for name in added:
+        kept = [entry for entry in node if (entry.get("name") if isinstance(entry, dict) else entry) != name]
+        if len(kept) == len(node):
+            raise RecipeError(f"{override!r}: {name!r} is not in {key}, which is {node}.")
+        node = kept
+    assign(tree, key, node)
+
+
+def assign(tree: dict[str, Any], key: str, value: Any) -> None:
+    """Set the dotted `key` in a tree of dicts."""
+    *parents, last = key.split(".")
+    for position, part in enumerate(parents):
+        tree = tree.setdefault(part, {})
+        if not isinstance(tree, dict):
+            raise RecipeError(f"{'.'.join(parents[: position + 1])} is a value, not a part with keys; found {key}.")
+    tree[last] = value
+
+
+def _read_value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """A copy with dotted keys changed; checked like any recipe."""
+    tree = recipe.model_dump(exclude_none=True)
+    for key, value in values.items():
+        assign(tree, key, value)
+    return parse(tree)
+
+
+def write_toml(recipe: Recipe) -> str:
+    """The fully resolved recipe as TOML; reading it back gives an equal recipe."""
+    tree = recipe.model_dump(exclude_none=True)
+    lines = [f"{key} = {_toml(value)}" for key, value in tree.items() if not isinstance(value, dict)]
+    for key, value in tree.items():
+        if isinstance(value, dict):
+            lines += ["", f"[{key}]"]
+            lines += [f"{name} = {_toml(item)}" for name, item in value.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, (int, float)):
+        return repr(value)
+    if isinstance(value, str):
+        return _toml_string(value)
+    if isinstance(value, list):
+        return f"[{', '.join(_toml(item) for item in value)}]"
+    assert isinstance(value, dict), value
+    pairs = (f"{_toml_key(key)} = {_toml(item)}" for key, item in value.items())
+    return "{" + ", ".join(pairs) + "}"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_string(key)
+
+
+def _toml_string(text: str) -> str:
+    escapes = {'"': '\\"', "\\": "\\\\", "\n": "\\n", "\t": "\\t", "\r": "\\r", "\b": "\\b", "\f": "\\f"}
+    safe = (escapes.get(c) or (f"\\u{ord(c):04x}" if ord(c) < 0x20 or c == "\x7f" else c) for c in text)
+    return f'"{"".join(safe)}"'
+
+
+def differences(old: Recipe, new: Recipe) -> list[str]:
+    """`key: old → new` for every key on which two recipes differ."""
+    flat_old, flat_new = _flat(old.model_dump()), _flat(new.model_dump())
+    keys = sorted(flat_old.keys() | flat_new.keys())
+    return [
+        f"{key}: {flat_old.get(key)!r} → {flat_new.get(key)!r}"
+        for key in keys
+        if flat_old.get(key) != flat_new.get(key)
+    ]
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, dict) and value:
+            flat |= _flat(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = value
+    return flat
+
+
+def _explain(error: ValidationError) -> str:
+    """The first thing wrong, as one sentence; the rest counted."""
+    problems = error.errors(include_url=False)
+    first = min(problems, key=lambda item: item["type"] != "extra_forbidden")
+    path = [str(part) for part in first["loc"]]
+    message = _sentence(first, path)
+    rest = len({tuple(item["loc"][:2]) for item in problems}) - 1
+    return message + (f" ({rest} more like it in this recipe.)" if rest else "")
+
+
+def _sentence(problem: Mapping[str, Any], path: list[str]) -> str:
+    kind, found = problem["type"], problem.get("input")
+    if path and path[0] == "techniques":
+        return f'techniques: found {found!r}; allowed: names, or tables such as {{name = "compile", mode = "default"}}.'
+    where = ".".join(path)
+    if kind == "extra_forbidden":
+        part = _part_at(path[:-1])
+        allowed = [name if len(path) == 1 else ".".join([*path[:-1], name]) for name in part.model_fields]
+        return f"{where} is not a key of a recipe; {nearest(where, allowed)}"
+    if kind == "missing":
+        return f"{where} is missing; add it to the recipe or give it as {where}=VALUE."
+    if kind == "value_error":
+        return f"{problem['ctx']['error']}."
+    if kind == "literal_error":
+        return f"{where} is {found!r}; allowed: {problem['ctx']['expected']}."
+    reason = re.sub(r"^Input should be ", "", problem["msg"])
+    if kind in ("model_type", "model_attributes_type"):
+        reason = f"a table with the keys {', '.join(_part_at(path).model_fields)}"
+    return f"{where} is {found!r} ({_kind_of(found)}); allowed: {reason}."
+
+
+def _kind_of(value: object) -> str:
+    names = {bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"}
+    return names.get(type(value), "a table")
+
+
+def _part_at(path: list[str]) -> type[BaseModel]:
+    part: type[BaseModel] = Recipe
+    for name in path:
+        annotation = part.model_fields[name].annotation
+        candidates = [annotation, *get_args(annotation)]
+        part = next(item for item in candidates if isinstance(item, type) and issubclass(item, BaseModel))
+    return part
