@@ -1,0 +1,232 @@
+"""The decoder both families share: embed, run the blocks, normalise, predict the next token.
+
+One forward serves training and inference: with labels it returns the summed loss, without them the
+logits. So whatever wraps a model (compile, DDP, FSDP) wraps one thing.
+
+A technique changes a model through its slots, per instance: `block.attention.core`,
+`block.attention.rotate`, the norms, `block.mlp` and its `activation`, `model.loss_head`, and the
+linear layers that `linears()` lists by role. The forward never asks which one it got.
+
+Shapes: b batch, t position, d hidden, v vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+
+from rush.errors import DataError
+from rush.models.initial import initial_values
+from rush.models.layers import KVCache, LayerCache, PlainLossHead, Rotary
+from rush.models.shape import Shape
+
+
+class Block(nn.Module):
+    """Attention, then an MLP; each reads a normalised copy of the residual stream and adds to it."""
+
+    def __init__(
+        self, attention_norm: nn.Module, attention: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
+    ) -> None:
+        super().__init__()
+        self.attention_norm = attention_norm
+        self.attention = attention
+        self.mlp_norm = mlp_norm
+        self.mlp = mlp
+
+    def forward(
+        self,
+        x_btd: Tensor,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        documents_bt: Tensor | None = None,
+        cache: LayerCache | None = None,
+        query_offset: int = 0,
+    ) -> Tensor:
+        x_btd = x_btd + self.attention(
+            self.attention_norm(x_btd),
+            rotary=rotary,
+            documents_bt=documents_bt,
+            cache=cache,
+            query_offset=query_offset,
+        )
+        out: Tensor = x_btd + self.mlp(self.mlp_norm(x_btd))
+        return out
+
+
+class Decoder(nn.Module):
+    """A causal language model. The families say how they embed and what their blocks are made of."""
+
+    block_linears: ClassVar[Mapping[str, str]]  # role -> the linear's name within a block
+
+    def __init__(self, shape: Shape, blocks: Sequence[Block], final_norm: nn.Module) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embedding = nn.Embedding(shape.vocab_size, shape.hidden)
+        self.blocks = nn.ModuleList(blocks)
+        self.final_norm = final_norm
+        self.head = nn.Linear(shape.hidden, shape.vocab_size, bias=False)
+        self.loss_head: nn.Module = PlainLossHead()
+        self.rotary: Rotary | None = None
+        self.tie_head()
+        self.register_state_dict_post_hook(_leave_out_tied_head)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_put_back_tied_head)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_post_hook(_tie_after_loading)  # type: ignore[no-untyped-call]
+
+    def embed(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
+        """Token ids to vectors; GPT-2 adds its learned positions here."""
+        x_btd: Tensor = self.embedding(tokens_bt)
+        return x_btd
+
+    def forward(
+        self,
+        tokens_bt: Tensor,
+        labels_bt: Tensor | None = None,
+        *,
+        positions_bt: Tensor | None = None,
+        documents_bt: Tensor | None = None,
+        cache: KVCache | None = None,
+    ) -> Tensor:
+        """fp32 logits [b, t, v]; or, given labels (already shifted, -100 ignored), the fp32 sum of their NLL.
+
+        Positions count on from the cache unless given. `documents_bt` numbers the document of each
+        token: attention stays within it (positions do not restart by themselves).
+        """
+        num_new = tokens_bt.shape[1]
+        offset = 0
+        if cache is not None:
+            assert not torch.is_grad_enabled(), (
+                "a cache is for inference: call the model under torch.no_grad()"
+            )
+            assert documents_bt is None, "a cache holds one document per row"
+            offset = cache.length
+            _check_length("the cache", offset + num_new, cache.capacity)
+        if positions_bt is None:
+            _check_length("the model", offset + num_new, self.shape.context)
+            positions_bt = torch.arange(offset, offset + num_new, device=tokens_bt.device)[None]
+
+        x_btd = self.embed(tokens_bt, positions_bt)
+        rotary = None if self.rotary is None else self.rotary(positions_bt)
+        for layer, block in enumerate(self.blocks):
+            x_btd = block(
+                x_btd,
+                rotary=rotary,
+                documents_bt=documents_bt,
+                cache=None if cache is None else cache.layers[layer],
+                query_offset=offset,
+            )
+        hidden_btd = self.final_norm(x_btd)
+        if cache is not None:
+            cache.length = offset + num_new
+
+        if labels_bt is None:
+            logits_btv: Tensor = self.head(hidden_btd).float()
+            return logits_btv
+        loss: Tensor = self.loss_head(hidden_btd, self.head.weight, labels_bt)
+        return loss
+
+    def linears(self) -> dict[str, list[tuple[str, nn.Linear]]]:
+        """The linear layers by role, with their qualified names: what LoRA, fp8 and sharding act on."""
+        found: dict[str, list[tuple[str, nn.Linear]]] = {}
+        for role, path in self.block_linears.items():
+            names = [f"blocks.{layer}.{path}" for layer in range(len(self.blocks))]
+            found[role] = [(name, _linear(self.get_submodule(name))) for name in names]
+        found["head"] = [("head", self.head)]
+        return found
+
+    def new_cache(self, batch: int, capacity: int) -> KVCache:
+        """An empty cache for `batch` rows of up to `capacity` tokens, where the weights are."""
+        weight = self.embedding.weight
+        return KVCache(self.shape, batch=batch, capacity=capacity, device=weight.device, dtype=weight.dtype)
+
+    @torch.no_grad()
+    def init_weights(self, seed: int) -> None:
+        """Fill every parameter with its initial value, a function of the seed and its name alone.
+
+        Parameters that a technique added are the technique's to fill.
+        """
+        parameters = dict(self.named_parameters())
+        for name, value in initial_values(self.shape, seed):
+            parameter = parameters[name]
+            assert parameter.shape == value.shape, f"{name}: {tuple(parameter.shape)} {tuple(value.shape)}"
+            parameter.copy_(value)
+        self.init_buffers()
+
+    def init_buffers(self) -> None:
+        """Compute the rotary frequencies where the weights are (after weights were assigned in place)."""
+        if self.rotary is not None:
+            self.rotary.fill(self.embedding.weight.device)
+
+    def tie_head(self) -> None:
+        """Let the head share the embedding's weight, if the shape says so."""
+        if self.shape.tied_head and self.head.weight is not self.embedding.weight:
+            self.head.weight = self.embedding.weight
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        # Leaving the meta device replaces each parameter by a new one, which would untie the head.
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.tie_head()
+        return self
+
+
+def check_tokens(shape: Shape, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> None:
+    """Refuse ids outside the vocabulary and rows longer than the context, before they reach a device.
+
+    Out-of-range ids on an accelerator end the process with an unreadable error, and checking them
+    there would wait for the device; so this is for whoever makes the batch, on the host.
+    """
+    ids = torch.as_tensor(tokens)
+    if ids.numel() == 0:
+        return
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise DataError(f"Token ids must be whole numbers: found {ids.dtype}.")
+    if ids.shape[-1] > shape.context:
+        raise DataError(
+            f"A row of {ids.shape[-1]} tokens is longer than the model's context of {shape.context}: "
+            f"cut it, or use a model with a longer context."
+        )
+    wrong = (ids < 0) | (ids >= shape.vocab_size)
+    if bool(wrong.any()):
+        where = wrong.nonzero()[0].tolist()
+        found = int(ids[tuple(where)])
+        place = f"position {where[-1]}" if len(where) == 1 else f"row {where[0]}, position {where[-1]}"
+        raise DataError(
+            f"Token id {found} at {place} is outside the vocabulary: allowed are 0 to "
+            f"{shape.vocab_size - 1}. Was the text tokenised for another model?"
+        )
+
+
+def _check_length(holder: str, length: int, limit: int) -> None:
+    if length > limit:
+        raise DataError(
+            f"{length} tokens are more than {holder} can hold: at most {limit}. Use shorter rows."
+        )
+
+
+def _linear(module: nn.Module) -> nn.Linear:
+    assert isinstance(module, nn.Linear), type(module)
+    return module
+
+
+# A tied head is one tensor under two names. Stored once, a checkpoint is as large as the model and holds
+# no two tensors that share memory (which safetensors refuses).
+
+
+def _leave_out_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+    assert isinstance(module, Decoder)
+    if module.shape.tied_head:
+        state.pop(f"{prefix}head.weight", None)
+
+
+def _put_back_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+    assert isinstance(module, Decoder)
+    embedding = state.get(f"{prefix}embedding.weight")
+    if module.shape.tied_head and embedding is not None:
+        state[f"{prefix}head.weight"] = embedding
+
+
+def _tie_after_loading(module: nn.Module, _incompatible: object) -> None:
+    assert isinstance(module, Decoder)
+    module.tie_head()

@@ -1,0 +1,73 @@
+"""GPT-2: learned positions, LayerNorm, GELU, biases, a head tied to the embedding.
+
+Queries, keys and values come from one fused linear layer, as published: its output is three equal
+parts, each the heads side by side. (The original applies dropout; today's single-pass pretraining
+does not, and neither do we.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import ClassVar
+
+from torch import Tensor, nn
+
+from rush.models.decoder import Block, Decoder
+from rush.models.layers import GeluMLP, LayerCache, LayerNorm, PlainAttention
+from rush.models.shape import Shape
+
+
+class FusedAttention(nn.Module):
+    """Self-attention whose queries, keys and values are one linear layer."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.head_dim = shape.head_dim
+        self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
+        self.core: nn.Module = PlainAttention()
+        self.out = nn.Linear(shape.hidden, shape.hidden)
+
+    def forward(
+        self,
+        x_btd: Tensor,
+        *,
+        rotary: tuple[Tensor, Tensor] | None = None,
+        documents_bt: Tensor | None = None,
+        cache: LayerCache | None = None,
+        query_offset: int = 0,
+    ) -> Tensor:
+        assert rotary is None, "GPT-2's positions are part of its embedding"
+        q_bhtd, k_bhtd, v_bhtd = (
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.qkv(x_btd).chunk(3, dim=-1)
+        )
+        if cache is not None:
+            k_bhtd, v_bhtd = cache.extend(k_bhtd, v_bhtd, query_offset)
+        o_bhtd = self.core(q_bhtd, k_bhtd, v_bhtd, documents_bt=documents_bt, query_offset=query_offset)
+        out: Tensor = self.out(o_bhtd.transpose(1, 2).flatten(2))
+        return out
+
+
+class GPT2(Decoder):
+    """The GPT-2 family."""
+
+    block_linears: ClassVar[Mapping[str, str]] = {
+        "qkv": "attention.qkv",
+        "attention_out": "attention.out",
+        "mlp_up": "mlp.up",
+        "mlp_down": "mlp.down",
+    }
+
+    def __init__(self, shape: Shape) -> None:
+        def norm() -> LayerNorm:
+            return LayerNorm(shape.hidden, shape.norm_eps)
+
+        blocks = [
+            Block(norm(), FusedAttention(shape), norm(), GeluMLP(shape)) for _ in range(shape.num_layers)
+        ]
+        super().__init__(shape, blocks, norm())
+        self.position_embedding = nn.Embedding(shape.context, shape.hidden)
+
+    def embed(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
+        x_btd: Tensor = self.embedding(tokens_bt) + self.position_embedding(positions_bt)
+        return x_btd

@@ -1,0 +1,229 @@
+"""The parts a decoder is made of, written as the papers write them.
+
+Nothing here is clever on purpose: attention scores are a full [query, key] matrix, logits a full fp32
+[token, vocabulary] matrix. That is the honest baseline techniques are measured against, and the
+reference they must agree with. Each part is a module in a named slot, so that a faster one can take
+the slot from outside without the model knowing.
+
+Shapes: b batch, t query position, s key position, h query heads, k key/value heads, d width of a
+head or of the residual stream, v vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rush.errors import DataError
+from rush.models.shape import RopeScaling, Shape
+
+IGNORED_LABEL = -100
+
+
+class LayerNorm(nn.Module):
+    """Centre and scale each vector, then a learned gain and offset. Statistics are kept in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+        self.bias = nn.Parameter(torch.empty(width))
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return F.layer_norm(x_btd, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """Scale each vector to unit mean square, then a learned gain. The scaling is done in fp32."""
+
+    def __init__(self, width: int, eps: float) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.empty(width))
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        wide = x_btd.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return self.weight * scaled.to(x_btd.dtype)
+
+
+class PlainAttention(nn.Module):
+    """Softmax attention with the whole score matrix in memory: the core other cores are compared with."""
+
+    def forward(
+        self,
+        q_bhtd: Tensor,
+        k_bksd: Tensor,
+        v_bksd: Tensor,
+        *,
+        documents_bt: Tensor | None = None,
+        query_offset: int = 0,
+    ) -> Tensor:
+        """Query t stands at key position t + query_offset, and sees the keys up to its own.
+
+        With `documents_bt` (ids of the key positions) it sees only those of its own document.
+        """
+        group = q_bhtd.shape[1] // k_bksd.shape[1]
+        k_bhsd, v_bhsd = k_bksd.repeat_interleave(group, dim=1), v_bksd.repeat_interleave(group, dim=1)
+        scores_bhts = q_bhtd @ k_bhsd.transpose(-1, -2) * q_bhtd.shape[-1] ** -0.5
+        num_queries, num_keys = scores_bhts.shape[-2:]
+        key_s = torch.arange(num_keys, device=q_bhtd.device)
+        query_t = torch.arange(query_offset, query_offset + num_queries, device=q_bhtd.device)
+        visible = (key_s[None, :] <= query_t[:, None])[None, None]
+        if documents_bt is not None:
+            asking = documents_bt[:, query_offset : query_offset + num_queries]
+            visible = visible & (asking[:, :, None] == documents_bt[:, None, :])[:, None]
+        # Every query sees at least its own key, so no row of the softmax is empty.
+        scores_bhts = scores_bhts.masked_fill(~visible, -math.inf)
+        weights_bhts = torch.softmax(scores_bhts, dim=-1, dtype=torch.float32).to(v_bhsd.dtype)
+        return weights_bhts @ v_bhsd
+
+
+class PlainLossHead(nn.Module):
+    """The summed next-token negative log-likelihood from full fp32 logits."""
+
+    def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
+        logits_btv = F.linear(hidden_btd, head_weight_vd).float()
+        return F.cross_entropy(
+            logits_btv.flatten(0, 1), labels_bt.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
+        )
+
+
+class GeluTanh(nn.Module):
+    """GELU in GPT-2's tanh form."""
+
+    def forward(self, up: Tensor) -> Tensor:
+        return F.gelu(up, approximate="tanh")
+
+
+class SwiGLU(nn.Module):
+    """One half of the wide layer, through SiLU, gates the other half."""
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        return F.silu(gate) * up
+
+
+class GeluMLP(nn.Module):
+    """GPT-2's MLP: widen, GELU, narrow, with biases."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.up = nn.Linear(shape.hidden, shape.intermediate)
+        self.activation = GeluTanh()
+        self.down = nn.Linear(shape.intermediate, shape.hidden)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activation(self.up(x_btd)))
+        return out
+
+
+class GatedMLP(nn.Module):
+    """Llama's MLP: two wide layers, one gating the other, then narrow, without biases."""
+
+    def __init__(self, shape: Shape) -> None:
+        super().__init__()
+        self.gate = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.up = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.activation = SwiGLU()
+        self.down = nn.Linear(shape.intermediate, shape.hidden, bias=False)
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        out: Tensor = self.down(self.activation(self.gate(x_btd), self.up(x_btd)))
+        return out
+
+
+def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
+    """Radians per position of each rotated pair, on the CPU in fp32, with Llama 3.1's stretching."""
+    exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
+    frequencies = 1.0 / theta**exponents
+    if scaling is None:
+        return frequencies
+    turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
+    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    blend = blend.clamp(0.0, 1.0)  # 0 below the low factor: fully slowed; 1 above the high one: kept
+    return (1 - blend) * frequencies / scaling.factor + blend * frequencies
+
+
+class Rotary(nn.Module):
+    """Cosines and sines for given positions: the angles by which queries and keys are turned.
+
+    The frequencies must stay fp32 whatever the weights become: at position 100,000 a bf16 frequency is
+    wrong by whole turns. They are therefore computed afresh on each move of the module, which also
+    fills them when a model leaves the meta device.
+    """
+
+    def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
+        super().__init__()
+        self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", torch.empty(head_dim // 2, dtype=torch.float32), persistent=False)
+        self.fill(self.frequencies.device)
+
+    def fill(self, device: torch.device) -> None:
+        self.frequencies = inverse_frequencies(self.head_dim, self.theta, self.scaling).to(device)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self.fill(self.frequencies.device)
+        return self
+
+    def forward(self, positions_bt: Tensor) -> tuple[Tensor, Tensor]:
+        angles = positions_bt[..., None].float() * self.frequencies
+        angles_btd = torch.cat((angles, angles), dim=-1)
+        return angles_btd.cos(), angles_btd.sin()
+
+
+class PlainRotate(nn.Module):
+    """Turn each pair (i, i + d/2) of every query and key by its position's angle, in fp32."""
+
+    def forward(
+        self, q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        cos, sin = cos_btd[:, None], sin_btd[:, None]
+        return _turn(q_bhtd, cos, sin), _turn(k_bktd, cos, sin)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().chunk(2, dim=-1)
+    turned = torch.cat((first, second), dim=-1) * cos + torch.cat((-second, first), dim=-1) * sin
+    return turned.to(x.dtype)
+
+
+class LayerCache:
+    """The keys and values one layer has seen, in memory set aside for the longest sequence."""
+
+    def __init__(self, keys_bksd: Tensor, values_bksd: Tensor) -> None:
+        self.keys_bksd, self.values_bksd = keys_bksd, values_bksd
+
+    def extend(self, k_bktd: Tensor, v_bktd: Tensor, start: int) -> tuple[Tensor, Tensor]:
+        """Write new keys and values at `start`; return all up to the new end."""
+        end = start + k_bktd.shape[2]
+        self.keys_bksd[:, :, start:end] = k_bktd
+        self.values_bksd[:, :, start:end] = v_bktd
+        return self.keys_bksd[:, :, :end], self.values_bksd[:, :, :end]
+
+
+class KVCache:
+    """What a model remembers of the tokens it has read, so that each is read once."""
+
+    def __init__(
+        self, shape: Shape, *, batch: int, capacity: int, device: torch.device | str, dtype: torch.dtype
+    ) -> None:
+        if capacity > shape.context:
+            raise DataError(
+                f"A cache of {capacity} tokens was asked for, but the model reads at most {shape.context}."
+            )
+        dims = (batch, shape.num_kv_heads, capacity, shape.head_dim)
+        self.capacity = capacity
+        self.length = 0
+        self.layers = [
+            LayerCache(
+                torch.zeros(dims, device=device, dtype=dtype), torch.zeros(dims, device=device, dtype=dtype)
+            )
+            for _ in range(shape.num_layers)
+        ]

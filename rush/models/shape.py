@@ -1,0 +1,220 @@
+"""What a model looks like: one frozen `Shape` per size, checked when it is made.
+
+A shape says everything that decides the tensors and the arithmetic of a decoder, and nothing about
+how it is trained. The two families differ in a few choices only: GPT-2 learns its positions, centres
+its norms and carries biases; Llama rotates queries and keys, shares each key/value head among
+several query heads, and gates its MLP. `SIZES` holds the published shapes under the names recipes
+use, next to two toy shapes for a laptop.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from rush.errors import RecipeError, nearest
+
+Family = Literal["gpt2", "llama"]
+FAMILIES: tuple[Family, ...] = ("gpt2", "llama")
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """Llama 3.1's stretching of slow rotary frequencies, so that a model reads past `original_context`.
+
+    A frequency that turns more than `high_freq_factor` times within the original context is kept, one
+    that turns less than `low_freq_factor` times is slowed by `factor`, and those between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_context: int
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_context"):
+            _positive(f"rope_scaling.{name}", getattr(self, name))
+        _whole("rope_scaling.original_context", self.original_context)
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise RecipeError(
+                f"rope_scaling.high_freq_factor must be greater than low_freq_factor: found "
+                f"{self.high_freq_factor} and {self.low_freq_factor}."
+            )
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The size of every part of a decoder. Widths are in numbers, `context` in tokens."""
+
+    family: Family
+    vocab_size: int
+    context: int
+    hidden: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate: int
+    norm_eps: float
+    tied_head: bool
+    rope_theta: float | None = None
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        if self.family not in FAMILIES:
+            raise RecipeError(
+                f"There is no model family {self.family!r}: {nearest(str(self.family), FAMILIES)}"
+            )
+        for name in (
+            "vocab_size",
+            "context",
+            "hidden",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "intermediate",
+        ):
+            _whole(name, getattr(self, name))
+        _positive("norm_eps", self.norm_eps)
+        if self.hidden % self.num_heads:
+            raise RecipeError(
+                f"num_heads must divide hidden: found {self.num_heads} heads for a hidden size of "
+                f"{self.hidden}. Allowed: {_divisors(self.hidden)}."
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise RecipeError(
+                f"num_kv_heads must divide num_heads: found {self.num_kv_heads} key/value heads for "
+                f"{self.num_heads} heads. Allowed: {_divisors(self.num_heads)}."
+            )
+        if self.family == "gpt2":
+            self._check_gpt2()
+        else:
+            self._check_llama()
+
+    def _check_gpt2(self) -> None:
+        if self.num_kv_heads != self.num_heads:
+            raise RecipeError(
+                f"GPT-2 has one key/value head per head: found num_kv_heads {self.num_kv_heads}, "
+                f"allowed {self.num_heads}. Grouped heads belong to the llama family."
+            )
+        if self.num_heads * self.head_dim != self.hidden:
+            raise RecipeError(
+                f"GPT-2's heads together are as wide as the hidden size: found head_dim {self.head_dim}, "
+                f"allowed {self.hidden // self.num_heads} ({self.hidden} / {self.num_heads})."
+            )
+        if self.rope_theta is not None or self.rope_scaling is not None:
+            raise RecipeError("GPT-2 learns its positions: leave out rope_theta and rope_scaling.")
+
+    def _check_llama(self) -> None:
+        if self.rope_theta is None:
+            raise RecipeError(
+                "A llama shape needs rope_theta, the base of its rotary positions (e.g. 500000.0)."
+            )
+        _positive("rope_theta", self.rope_theta)
+        if self.head_dim % 2:
+            raise RecipeError(
+                f"Rotary positions turn pairs of numbers, so head_dim must be even: found {self.head_dim}."
+            )
+
+
+def _whole(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise RecipeError(f"{name} must be a whole number of at least 1: found {value!r}.")
+
+
+def _positive(name: str, value: object) -> None:
+    if (
+        not isinstance(value, int | float)
+        or isinstance(value, bool)
+        or not math.isfinite(value)
+        or value <= 0
+    ):
+        raise RecipeError(f"{name} must be a finite number greater than 0: found {value!r}.")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+
+
+def gpt2_shape(
+    num_layers: int, hidden: int, num_heads: int, *, vocab_size: int = 50257, context: int = 1024
+) -> Shape:
+    """A GPT-2 of the published proportions: an MLP four times as wide as the hidden size, a tied head."""
+    return Shape(
+        family="gpt2",
+        vocab_size=vocab_size,
+        context=context,
+        hidden=hidden,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_heads,
+        head_dim=hidden // num_heads,
+        intermediate=4 * hidden,
+        norm_eps=1e-5,
+        tied_head=True,
+    )
+
+
+def llama_shape(
+    num_layers: int,
+    hidden: int,
+    num_heads: int,
+    num_kv_heads: int,
+    intermediate: int,
+    *,
+    tied_head: bool,
+    rope_factor: float,
+) -> Shape:
+    """A Llama 3.1 or 3.2: 128,256 tokens, and a context stretched from 8,192 to 131,072."""
+    return Shape(
+        family="llama",
+        vocab_size=128256,
+        context=131072,
+        hidden=hidden,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=hidden // num_heads,
+        intermediate=intermediate,
+        norm_eps=1e-5,
+        tied_head=tied_head,
+        rope_theta=500000.0,
+        rope_scaling=RopeScaling(
+            rope_factor, low_freq_factor=1.0, high_freq_factor=4.0, original_context=8192
+        ),
+    )
+
+
+SIZES: dict[str, Shape] = {
+    "tiny": gpt2_shape(4, 128, 4, vocab_size=2048, context=256),
+    "llama-tiny": Shape(
+        family="llama",
+        vocab_size=2048,
+        context=512,
+        hidden=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_dim=32,
+        intermediate=352,
+        norm_eps=1e-5,
+        tied_head=True,
+        rope_theta=10000.0,
+    ),
+    "gpt2-124m": gpt2_shape(12, 768, 12),
+    "gpt2-350m": gpt2_shape(24, 1024, 16),
+    "gpt2-774m": gpt2_shape(36, 1280, 20),
+    "gpt2-1.5b": gpt2_shape(48, 1600, 25),
+    "llama-3.2-1b": llama_shape(16, 2048, 32, 8, 8192, tied_head=True, rope_factor=32.0),
+    "llama-3.2-3b": llama_shape(28, 3072, 24, 8, 8192, tied_head=True, rope_factor=32.0),
+    "llama-3.1-8b": llama_shape(32, 4096, 32, 8, 14336, tied_head=False, rope_factor=8.0),
+}
+
+
+def shape_of(name: str) -> Shape:
+    """The shape of a named size, or a RecipeError that names the nearest one."""
+    if name not in SIZES:
+        raise RecipeError(f"There is no model size {name!r}: {nearest(name, SIZES)}")
+    return SIZES[name]
