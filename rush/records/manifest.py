@@ -1,0 +1,162 @@
+"""The seal of a checkpoint: which files it has, how long they are, and their SHA-256.
+
+The manifest is written last, so a folder with a manifest was once complete. It also carries a digest
+of its own content and has exactly one way of being written: a changed step, size, hash or metric, down
+to a single bit, no longer fits. This finds damage and careless edits. It is no signature: someone who
+recomputes the digest can forge one, which is why loading a checkpoint must never run code from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rush.errors import DataError
+from rush.records.files import json_safe, sha256_file
+
+MANIFEST_NAME = "manifest.json"
+FORMAT = "rush-checkpoint"
+FORMAT_VERSION = 1
+
+
+class CheckpointDamaged(DataError):
+    """A checkpoint is not what was sealed; the message names the file and what is wrong with it."""
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    size_bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint says of itself; `meta` is free (metrics, recipe hash, versions)."""
+
+    step: int
+    files: Mapping[str, FileEntry]
+    meta: Mapping[str, Any]
+
+    def render(self) -> str:
+        """The one text of this manifest, digest included."""
+        body: dict[str, Any] = {
+            "format": FORMAT,
+            "version": FORMAT_VERSION,
+            "step": self.step,
+            "files": {
+                name: {"size_bytes": entry.size_bytes, "sha256": entry.sha256}
+                for name, entry in sorted(self.files.items())
+            },
+            "meta": json_safe(dict(self.meta))[0],
+        }
+        body["digest"] = _digest(body)
+        return json.dumps(body, indent=2, allow_nan=False) + "\n"
+
+
+def describe_files(folder: Path) -> dict[str, FileEntry]:
+    """Size and SHA-256 of every file. A checkpoint is flat: anything but plain files is our bug."""
+    entries: dict[str, FileEntry] = {}
+    for path in sorted(folder.iterdir()):
+        assert stat.S_ISREG(path.lstat().st_mode), f"{path} is not a plain file"
+        entries[path.name] = FileEntry(path.stat().st_size, sha256_file(path))
+    return entries
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a checkpoint folder, or say in CheckpointDamaged why it cannot be trusted."""
+    path = folder / MANIFEST_NAME
+    if not folder.is_dir():
+        raise CheckpointDamaged(f"{folder}: there is no such checkpoint folder.")
+    if not path.is_file():
+        raise _damaged(folder, MANIFEST_NAME, "is missing")
+    try:
+        text = path.read_bytes().decode()
+        body = json.loads(text)
+    except OSError as error:
+        raise _damaged(folder, MANIFEST_NAME, f"cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise _damaged(folder, MANIFEST_NAME, f"is not valid JSON ({error})") from None
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise _damaged(folder, MANIFEST_NAME, f'does not say "format": "{FORMAT}"')
+    if body.get("version") != FORMAT_VERSION:
+        raise _damaged(
+            folder,
+            MANIFEST_NAME,
+            f"has format version {body.get('version')!r}, this rush reads {FORMAT_VERSION}",
+        )
+    if body.pop("digest", None) != _digest(body):
+        raise _damaged(folder, MANIFEST_NAME, "was changed after it was written (its digest does not fit)")
+    manifest = _from_body(folder, body)
+    if manifest.render() != text:
+        raise _damaged(
+            folder, MANIFEST_NAME, "was changed after it was written (its text is not as rush writes it)"
+        )
+    return manifest
+
+
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """The quick half of verification: the right files under the right name, with the right lengths."""
+    # The name of the folder says the step as well, because that is how the newest one is found.
+    if folder.resolve().name != folder_name(manifest.step):
+        raise _damaged(
+            folder,
+            MANIFEST_NAME,
+            f"is of step {manifest.step}, whose folder would be called {folder_name(manifest.step)}",
+        )
+    present = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
+    for name in sorted(manifest.files.keys() - present):
+        raise _damaged(folder, name, "is missing")
+    for name in sorted(present - manifest.files.keys()):
+        raise _damaged(folder, name, "does not belong to it (it is not in the manifest)")
+    for name, entry in manifest.files.items():
+        status = (folder / name).lstat()
+        if not stat.S_ISREG(status.st_mode):
+            raise _damaged(folder, name, "is not a plain file")
+        if status.st_size != entry.size_bytes:
+            raise _damaged(folder, name, f"has {status.st_size} bytes, the manifest says {entry.size_bytes}")
+
+
+def check_contents(folder: Path, manifest: Manifest) -> None:
+    """The thorough half: every byte, through SHA-256."""
+    for name, entry in manifest.files.items():
+        try:
+            found = sha256_file(folder / name)
+        except OSError as error:
+            raise _damaged(folder, name, f"cannot be read ({error.strerror})") from error
+        if found != entry.sha256:
+            raise _damaged(
+                folder,
+                name,
+                f"has other content than was saved (SHA-256 {found[:12]}…, not {entry.sha256[:12]}…)",
+            )
+
+
+def folder_name(step: int) -> str:
+    """`step-000123`: sorts by name up to a million steps, and by number beyond."""
+    assert step >= 0, f"negative step {step}"
+    return f"step-{step:06d}"
+
+
+def _digest(body: Mapping[str, Any]) -> str:
+    canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _from_body(folder: Path, body: Mapping[str, Any]) -> Manifest:
+    try:
+        files = {
+            str(name): FileEntry(int(row["size_bytes"]), str(row["sha256"]))
+            for name, row in body["files"].items()
+        }
+        return Manifest(step=int(body["step"]), files=files, meta=dict(body["meta"]))
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _damaged(folder, MANIFEST_NAME, f"lacks or misspells a field ({error!r})") from None
+
+
+def _damaged(folder: Path, name: str, problem: str) -> CheckpointDamaged:
+    return CheckpointDamaged(f"Checkpoint {folder} is damaged: {name} {problem}.")

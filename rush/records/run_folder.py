@@ -1,0 +1,100 @@
+"""Where the parts of a run lie, and the rules for opening a run folder.
+
+A new run never mixes with an old one: starting in a folder that already holds a run is refused, and so
+is resuming where there is none. Both are decided under the lock, so that two starts at the same moment
+cannot both find the folder empty.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from rush.errors import RecipeError
+from rush.records.checkpoints import CheckpointStore
+from rush.records.files import fsync_folder, remove_temporaries, writing
+from rush.records.lock import FolderLock
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """The names inside a run folder. Making one touches nothing on the disk."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> Path:
+        return self.path / "recipe.toml"
+
+    @property
+    def machine(self) -> Path:
+        return self.path / "machine.json"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def samples(self) -> Path:
+        return self.path / "samples.jsonl"
+
+    @property
+    def tokenizer(self) -> Path:
+        return self.path / "tokenizer"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def checkpoints(self) -> CheckpointStore:
+        return CheckpointStore(self.path / "checkpoints")
+
+    def holds_run(self) -> bool:
+        """Whether a run was started here: its recipe, its metrics or a checkpoint is there."""
+        return self.recipe.exists() or self.metrics.exists() or bool(self.checkpoints.steps())
+
+
+@contextlib.contextmanager
+def new_run(path: Path) -> Iterator[RunFolder]:
+    """A locked folder for a new run, created if need be; refused when it already holds one."""
+    if path.exists() and not path.is_dir():
+        raise RecipeError(f"{path} is a file, not a folder. Give --out a folder for the run.")
+    folder = RunFolder(path)
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        fsync_folder(path.parent)
+    with FolderLock(path):
+        if folder.holds_run():
+            raise RecipeError(
+                f"{path} already holds a run. Continue it with --resume, or choose another folder with --out."
+            )
+        _clean(folder)
+        yield folder
+
+
+@contextlib.contextmanager
+def resumed_run(path: Path) -> Iterator[RunFolder]:
+    """The locked folder of an interrupted run, with the litter of its crash removed."""
+    folder = existing_run(path)
+    with FolderLock(path):
+        _clean(folder)
+        yield folder
+
+
+def existing_run(path: Path) -> RunFolder:
+    """A run folder to look at (generate, export, report), without a lock."""
+    folder = RunFolder(path)
+    if not folder.recipe.is_file():
+        raise RecipeError(
+            f"{path} holds no run (there is no recipe.toml in it). "
+            "Give the folder of a run, or start a new one without --resume."
+        )
+    return folder
+
+
+def _clean(folder: RunFolder) -> None:
+    remove_temporaries(folder.path)
+    folder.checkpoints.clean()

@@ -1,0 +1,61 @@
+"""Writing a safetensors file one tensor at a time.
+
+The format is simple: eight bytes for the length of a JSON header, the header (for every tensor its dtype,
+shape and place), then the raw bytes. The library's own writer wants all tensors in host memory at once;
+here a tensor is fetched only when its turn comes, so saving a model that lives on an accelerator costs
+the memory of its largest tensor, not a second model. Reading stays with the library, which is good at it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from rush.records.files import writing
+
+ITEM_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E4M3": 1, "F8_E5M2": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TensorSource:
+    """A tensor to be written: its description now, its bytes (row-major, little-endian) when asked."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], memoryview]
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+
+
+def write_tensors(path: Path, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) -> None:
+    """Write a new safetensors file (not flushed to the disk: sealing the checkpoint does that)."""
+    # Widest items first, so that every tensor starts at a multiple of its item size.
+    order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
+    header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    offset = 0
+    for name in order:
+        source = tensors[name]
+        end = offset + source.size_bytes
+        header[name] = {"dtype": source.dtype, "shape": list(source.shape), "data_offsets": [offset, end]}
+        offset = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with writing(path), open(path, "xb") as file:
+        file.write(len(text).to_bytes(8, "little"))
+        file.write(text)
+        for name in order:
+            data = tensors[name].read()
+            assert data.nbytes == tensors[name].size_bytes, (
+                f"{name}: {data.nbytes} bytes, not {tensors[name].size_bytes}"
+            )
+            file.write(data)
