@@ -1,0 +1,212 @@
+"""Batches for training, in an order that is a formula and from a state that is three numbers.
+
+The samples of all epochs stand in one line, fixed by the seed. A step takes the next
+`samples_per_step` of it, cut into micro batches; with several ranks the micro batches are dealt out in
+turn, as cards are. So the line, and with it what a step learns from, does not depend on the number of
+ranks, the size of a micro batch or the number of workers; the state names a place in the line, and a
+run may be resumed with any of them changed.
+
+Workers are threads: building a batch is copying mapped memory, which Python does without holding its
+lock. Processes would have to be started, fed and buried, and their batches copied once more.
+Legend: b micro batch, t sequence.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rush.data.order import shuffled
+from rush.errors import DataError, MachineError, RecipeError
+
+IGNORED = -100  # a label that is no target
+
+
+class Windows(Protocol):
+    """What the loader needs of a dataset."""
+
+    def __len__(self) -> int: ...
+    def window(self, index: int) -> npt.NDArray[np.int64]: ...
+    def sample_name(self, index: int) -> str: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens_bt: torch.Tensor  # int64
+    labels_bt: torch.Tensor  # int64; labels_bt[b, t] is the token that follows tokens_bt[b, t]
+    samples: tuple[str, ...]  # names of the rows, for messages
+
+
+class Loader:
+    """Steps of micro batches for one rank. `state()` is the place of the next step in the line."""
+
+    def __init__(
+        self,
+        dataset: Windows,
+        samples_per_step: int,
+        micro: int,
+        seed: int,
+        shuffle: bool = True,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        pin: bool = False,
+    ) -> None:
+        _check_division(samples_per_step, micro, world)
+        if not 0 <= rank < world:
+            raise RecipeError(f"Rank {rank} of {world} does not exist; ranks count from 0.")
+        if workers < 0:
+            raise RecipeError(f"The number of loader workers is {workers}; it must be at least 0.")
+        if pin and not torch.cuda.is_available():
+            raise MachineError(
+                "Pinned memory was asked for, but there is no CUDA device. Switch pinning off."
+            )
+        if len(dataset) == 0:
+            raise DataError("The dataset has no window, so there is nothing to train on.")
+        self.dataset = dataset
+        self.samples_per_step = samples_per_step
+        self.micro = micro
+        self.seed = seed
+        self.shuffle = shuffle
+        self.rank = rank
+        self.world = world
+        self.pin = pin
+        self._place = 0  # samples before the next step, over all epochs
+        self._pool = ThreadPoolExecutor(workers, "rush-loader") if workers else None
+        self._ahead = 2 * workers
+        self._waiting: deque[tuple[int, Future[Batch]]] = deque()
+
+    def next_step(self) -> Iterator[Batch]:
+        """This rank's micro batches of the next step. The state moves on when this is called."""
+        start = self._place
+        self._place += self.samples_per_step
+        if self._pool is None:
+            return (self._batch(place) for place in self._places(start))
+        return self._prefetched(start, self._pool)
+
+    def state(self) -> dict[str, int]:
+        epoch, position = divmod(self._place, len(self.dataset))
+        return {"seed": self.seed, "epoch": epoch, "position": position}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue from a state: seed, epoch and position all come from it."""
+        if set(state) != {"seed", "epoch", "position"} or any(type(v) is not int for v in state.values()):
+            raise DataError(
+                f"Not a loader state: {dict(state)}. Expected whole numbers seed, epoch, position."
+            )
+        count = len(self.dataset)
+        if state["epoch"] < 0 or not 0 <= state["position"] < count:
+            raise DataError(
+                f"The loader state {dict(state)} does not fit this dataset of {count} windows. "
+                "The state belongs to other data or another sequence length."
+            )
+        self._drop_waiting()
+        self.seed = state["seed"]
+        self._place = state["epoch"] * count + state["position"]
+
+    def close(self) -> None:
+        """Stop the workers. Also done at the end of a `with` block."""
+        self._drop_waiting()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Loader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _places(self, start: int) -> range:
+        """First places of this rank's micro batches in the step that starts at `start`."""
+        return range(start + self.rank * self.micro, start + self.samples_per_step, self.world * self.micro)
+
+    def _prefetched(self, start: int, pool: ThreadPoolExecutor) -> Iterator[Batch]:
+        for place in self._places(start):
+            while self._waiting and self._waiting[0][0] != place:  # a step was left before its end
+                self._waiting.popleft()[1].cancel()
+            following = self._waiting[-1][0] if self._waiting else None
+            while len(self._waiting) <= self._ahead:
+                following = place if following is None else self._after(following)
+                self._waiting.append((following, pool.submit(self._batch, following)))
+            yield self._waiting.popleft()[1].result()
+
+    def _after(self, place: int) -> int:
+        """The place of this rank's micro batch after the one at `place`: ranks take turns."""
+        return place + self.world * self.micro
+
+    def _drop_waiting(self) -> None:
+        for _, future in self._waiting:
+            future.cancel()
+        self._waiting.clear()
+
+    def _batch(self, place: int) -> Batch:
+        indices = self._indices(np.arange(place, place + self.micro, dtype=np.int64))
+        batch = make_batch(self.dataset, indices)
+        if not self.pin:
+            return batch
+        return Batch(batch.tokens_bt.pin_memory(), batch.labels_bt.pin_memory(), batch.samples)
+
+    def _indices(self, places: npt.NDArray[np.int64]) -> list[int]:
+        count = len(self.dataset)
+        epochs, inside = np.divmod(places, count)
+        if not self.shuffle:
+            return [int(i) for i in inside]
+        indices = np.empty_like(inside)
+        for epoch in np.unique(epochs):
+            here = epochs == epoch
+            indices[here] = shuffled(inside[here], count, self.seed, int(epoch))
+        return [int(i) for i in indices]
+
+
+def make_batch(dataset: Windows, indices: list[int]) -> Batch:
+    windows = torch.from_numpy(np.stack([dataset.window(index) for index in indices]))
+    names = tuple(dataset.sample_name(index) for index in indices)
+    return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), names)
+
+
+def validation_batches(
+    dataset: Windows, micro: int, samples: int | None = None, *, rank: int = 0, world: int = 1
+) -> Iterator[Batch]:
+    """The first `samples` windows (or all), in order, once each; the same batches every time.
+
+    Every rank gets equally many batches of one shape, as collectives and compiled code need: rows
+    that fill up the last round carry no label, so they count for nothing.
+    """
+    count = len(dataset) if samples is None else min(samples, len(dataset))
+    for first in range(0, count, micro * world):
+        mine = first + rank * micro
+        rows = list(range(mine, min(mine + micro, count)))
+        batch = make_batch(dataset, rows + [0] * (micro - len(rows)))
+        batch.labels_bt[len(rows) :] = IGNORED
+        yield Batch(batch.tokens_bt, batch.labels_bt, batch.samples[: len(rows)])
+
+
+def _check_division(samples_per_step: int, micro: int, world: int) -> None:
+    if micro < 1 or world < 1 or samples_per_step < 1:
+        raise RecipeError(
+            f"batch.micro ({micro}), ranks ({world}) and samples per step ({samples_per_step}) "
+            "must each be at least 1."
+        )
+    if samples_per_step % (micro * world):
+        each, rest = divmod(samples_per_step, world)
+        legal = [str(m) for m in range(1, each + 1) if each % m == 0] if rest == 0 else []
+        advice = (
+            f"Legal values of batch.micro here: {', '.join(legal)}."
+            if legal
+            else f"{samples_per_step} samples cannot be shared by {world} ranks with any batch.micro."
+        )
+        above = -(-samples_per_step // (micro * world)) * micro * world
+        raise RecipeError(
+            f"A step of {samples_per_step} samples is not a whole number of micro batches of {micro} "
+            f"on {world} rank(s). {advice} Or make a step a multiple of {micro * world}, such as {above}."
+        )

@@ -1,0 +1,220 @@
+"""From a source to token shards, in parallel, and safe to interrupt.
+
+Everything that determines the result is in `Preparation`; its fingerprint names the folder, so a
+changed source, tokenizer or split is prepared anew and an unchanged one is found again. The work is
+divided as the source divides itself (`sources.plan_units`), and a unit that is done leaves a record. A
+killed preparation continues with the units that have none, and the manifest is written from the
+records at the very end: until then the folder holds parts, never a corpus that looks whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rush.data.pool import run_jobs
+from rush.data.published import find_tokenizer
+from rush.data.shards import SPLITS, Manifest, Shard, token_dtype, verify_shards, write_manifest
+from rush.data.sources import Unit, describe_source, plan_units, read_unit
+from rush.data.storage import folder_lock, remove_temporaries, writable
+from rush.data.tokenizer import Tokenizer, train_bpe
+from rush.data.units import UnitJob, read_record, split_of
+from rush.errors import DataError, RecipeError
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """What to prepare. `vocab_size` is the size to train, or the model's limit for a ready tokenizer."""
+
+    source: str = "python-stdlib"
+    files: tuple[str, ...] = ()
+    text_field: str = "text"
+    limit: int | None = None  # documents
+    tokenizer: str = "train"
+    vocab_size: int | None = None
+    validation: float = 0.01  # the fraction of documents held out
+    seed: int = 0
+    tokenizer_bytes: int = 64 << 20  # text a trained tokenizer is trained on
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.validation < 1:
+            raise RecipeError(
+                f"data.validation is {self.validation}; it is a fraction: at least 0, less than 1."
+            )
+        if self.tokenizer == "train" and self.vocab_size is None:
+            raise RecipeError("data.tokenizer is 'train', which needs a vocabulary size.")
+
+    def units(self) -> list[Unit]:
+        return plan_units(self.source, self.files, self.text_field, self.limit)
+
+    def describe(self) -> dict[str, Any]:
+        described = describe_source(self.source, self.files, self.text_field, self.limit)
+        return {"source": described, "validation": self.validation, "seed": self.seed}
+
+
+@dataclass(frozen=True)
+class Progress:
+    units: int
+    total_units: int
+    documents: int
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A preparation under way: its folder, its tokenizer (saved there) and the units it consists of."""
+
+    folder: Path
+    key: str
+    described: dict[str, Any]
+    tokenizer: Tokenizer
+    vocab_size: int
+    jobs: tuple[UnitJob, ...]
+
+    def missing(self) -> list[UnitJob]:
+        return [job for job in self.jobs if not job.done]
+
+
+def prepare(
+    preparation: Preparation,
+    cache: str | Path,
+    *,
+    workers: int | None = None,
+    progress: Callable[[Progress], None] | None = None,
+    force: bool = False,
+    wait: bool = True,
+) -> Path:
+    """Prepare, or find prepared, and return the folder. The same bytes for any number of workers.
+
+    `wait` stands in line while another process prepares the same folder, and then finds it done;
+    without it that is refused. `force` throws away what is there.
+    """
+    if workers is not None and workers < 1:
+        raise RecipeError(f"The number of workers is {workers}; it must be at least 1.")
+    key, tokenizer = fingerprint(preparation)
+    folder = folder_of(preparation, cache, key)
+    with writable(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with folder_lock(folder, wait=wait):
+            if force:
+                clear(folder)
+            if not (folder / "manifest.json").is_file():
+                workspace = open_workspace(preparation, folder, key, tokenizer)
+                _run(workspace, workers or os.cpu_count() or 1, progress)
+                finish(workspace)
+    verify_shards(folder)
+    return folder
+
+
+def fingerprint(preparation: Preparation) -> tuple[str, Tokenizer | None]:
+    """The key of all that determines the content, and the tokenizer unless it has to be trained."""
+    described: dict[str, Any] = preparation.describe()
+    limit = preparation.vocab_size
+    if preparation.tokenizer == "train":
+        tokenizer = None
+        described["train"] = [limit, preparation.tokenizer_bytes]
+    else:
+        tokenizer = find_tokenizer(preparation.tokenizer)
+        described["tokenizer"] = [tokenizer.sha256, tokenizer.eos_id, limit]
+        if limit is not None and tokenizer.vocab_size > limit:
+            raise DataError(
+                f"The tokenizer {preparation.tokenizer} has {tokenizer.vocab_size} entries, more than the "
+                f"vocabulary of {limit}. Choose a model with at least that vocabulary, or another tokenizer."
+            )
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(), tokenizer
+
+
+def folder_of(preparation: Preparation, cache: str | Path, key: str) -> Path:
+    label = preparation.source.removeprefix("hub:").strip("/").replace("/", "-").replace(":", "-")
+    return Path(cache).absolute() / f"{label}-{key[:16]}"
+
+
+def open_workspace(
+    preparation: Preparation, folder: Path, key: str, tokenizer: Tokenizer | None
+) -> Workspace:
+    """Sweep leftovers, settle the tokenizer, plan the units. Call it while holding the folder's lock."""
+    remove_temporaries(folder)
+    units = preparation.units()
+    saved = folder / "tokenizer"
+    if tokenizer is None and (saved / "tokenizer_config.json").is_file():
+        tokenizer = Tokenizer.load(saved)
+    elif tokenizer is None:
+        assert preparation.vocab_size is not None
+        tokenizer = train_bpe(_training_texts(preparation, units), preparation.vocab_size)
+    tokenizer.save(saved)
+    (folder / "units").mkdir(exist_ok=True)
+    vocab_size = preparation.vocab_size or tokenizer.vocab_size
+    jobs = tuple(
+        UnitJob(folder, unit, preparation.text_field, preparation.validation, preparation.seed, vocab_size)
+        for unit in units
+    )
+    return Workspace(folder, key, preparation.describe(), tokenizer, vocab_size, jobs)
+
+
+def _training_texts(preparation: Preparation, units: list[Unit]) -> Iterator[str]:
+    """Training documents, an equal share of bytes from every unit: the head of a corpus is not the corpus."""
+    share = preparation.tokenizer_bytes // len(units)
+    for unit in units:
+        used = 0
+        for document in read_unit(unit, preparation.text_field):
+            if split_of(document.text, preparation.seed, preparation.validation) == "train":
+                yield document.text
+                used += len(document.text.encode())
+            if used >= share:
+                break
+
+
+def _run(workspace: Workspace, workers: int, progress: Callable[[Progress], None] | None) -> None:
+    missing = workspace.missing()
+    written = [shard for job in workspace.jobs if job not in missing for shard in read_record(job)]
+    done = len(workspace.jobs) - len(missing)
+    _report(progress, done, len(workspace.jobs), written)
+    for shards in run_jobs(missing, workers):
+        done += 1
+        written.extend(shards)
+        _report(progress, done, len(workspace.jobs), written)
+
+
+def _report(progress: Callable[[Progress], None] | None, done: int, total: int, written: list[Shard]) -> None:
+    if progress is not None:
+        documents = sum(shard.documents for shard in written)
+        progress(Progress(done, total, documents, sum(shard.tokens for shard in written)))
+
+
+def finish(workspace: Workspace) -> Manifest:
+    """Gather the records into the manifest; from here on the folder counts as prepared."""
+    missing = workspace.missing()
+    if missing:
+        raise DataError(
+            f"{len(missing)} of {len(workspace.jobs)} units are not prepared (the first is "
+            f"{missing[0].unit.slices[0].path}). Run the preparation again; finished units are kept."
+        )
+    units = [read_record(job) for job in workspace.jobs]
+    shards = tuple(shard for split in SPLITS for unit in units for shard in unit if shard.split == split)
+    if not shards:
+        raise DataError("The corpus is empty: no document holds any text.")
+    manifest = Manifest(
+        dtype=token_dtype(workspace.vocab_size).str,
+        vocab_size=workspace.vocab_size,
+        eos_id=workspace.tokenizer.eos_id,
+        tokenizer_sha256=workspace.tokenizer.sha256,
+        key=workspace.key,
+        preparation=workspace.described,
+        shards=shards,
+    )
+    write_manifest(workspace.folder, manifest)
+    shutil.rmtree(workspace.folder / "units")
+    return manifest
+
+
+def clear(folder: Path) -> None:
+    """Forget a prepared folder. The manifest goes first: what is left is at worst unfinished."""
+    (folder / "manifest.json").unlink(missing_ok=True)
+    for name in ("units", "tokenizer", *SPLITS):
+        shutil.rmtree(folder / name, ignore_errors=True)

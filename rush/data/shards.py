@@ -1,0 +1,265 @@
+"""Tokens on disk: flat arrays that are mapped into memory, and a manifest that vouches for them.
+
+    FOLDER/manifest.json            written last: without it the folder does not count as prepared
+    FOLDER/tokenizer/               the tokenizer the ids belong to
+    FOLDER/train/00000.bin          token ids, little-endian uint16 or uint32, documents back to back,
+                                    each followed by the end-of-document token
+    FOLDER/train/00000.idx          two rows of int64: where each document starts in .bin (and the number
+                                    of tokens), where its name starts in .ids (and the number of bytes)
+    FOLDER/train/00000.ids          the documents' names, UTF-8, back to back
+
+Nothing is parsed to read a batch: the kernel pages in the bytes that are touched, and many processes
+share them. Opening checks names and sizes; `verify_shards(full=True)` reads every byte.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rush.data.storage import publish, sha256_file, temporary_name, write_whole
+from rush.errors import DataError
+
+FORMAT = "rush-tokens"
+VERSION = 1
+SPLITS = ("train", "validation")
+SUFFIXES = ("bin", "idx", "ids")
+_ADVICE = "Prepare the data again (rush data prepare --force), or restore the file."
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One array of tokens: its counts, and the size and SHA-256 of each of its three files."""
+
+    split: str
+    name: str
+    documents: int
+    tokens: int
+    text_bytes: int
+    bytes: dict[str, int]
+    sha256: dict[str, str]
+
+    def path(self, folder: Path, suffix: str) -> Path:
+        return folder / self.split / f"{self.name}.{suffix}"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    dtype: str
+    vocab_size: int
+    eos_id: int
+    tokenizer_sha256: str
+    key: str  # fingerprint of everything that determines the content
+    preparation: dict[str, Any]  # what was asked for: source, files, split, seed
+    shards: tuple[Shard, ...]
+
+    def of(self, split: str) -> tuple[Shard, ...]:
+        return tuple(shard for shard in self.shards if shard.split == split)
+
+    def documents(self, split: str) -> int:
+        return sum(shard.documents for shard in self.of(split))
+
+    def tokens(self, split: str) -> int:
+        return sum(shard.tokens for shard in self.of(split))
+
+    @property
+    def content_sha256(self) -> str:
+        """Names the tokens themselves, wherever they came from: equal for equal training data."""
+        sums = [(shard.split, shard.sha256["bin"], shard.sha256["idx"]) for shard in self.shards]
+        return hashlib.sha256(json.dumps([self.dtype, sums]).encode()).hexdigest()
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    return np.dtype("<u2") if vocab_size <= 1 << 16 else np.dtype("<u4")
+
+
+@dataclass
+class ShardWriter:
+    """Writes one shard. Until `finish`, its files have temporary names; an abandoned one leaves no shard."""
+
+    folder: Path
+    split: str
+    name: str
+    vocab_size: int
+    eos_id: int
+    starts: list[int] = field(default_factory=lambda: [0])
+    names: list[str] = field(default_factory=list)
+    text_bytes: int = 0
+    _file: IO[bytes] | None = None
+
+    def append(self, ids: Sequence[int], document: str, text_bytes: int) -> None:
+        tokens = np.asarray([*ids, self.eos_id], dtype=np.int64)
+        bad = np.flatnonzero((tokens < 0) | (tokens >= self.vocab_size))
+        if bad.size:
+            raise DataError(
+                f"Token id {tokens[bad[0]]} at position {bad[0]} of {document} "
+                f"(shard {self.split}/{self.name}, offset {self.starts[-1] + int(bad[0])}) "
+                f"is outside the vocabulary of {self.vocab_size}. "
+                "The tokenizer and the vocabulary size do not belong together."
+            )
+        if self._file is None:
+            self._target("bin").parent.mkdir(parents=True, exist_ok=True)
+            self._file = temporary_name(self._target("bin")).open("wb")
+        self._file.write(tokens.astype(token_dtype(self.vocab_size)).tobytes())
+        self.starts.append(self.starts[-1] + len(tokens))
+        self.names.append(document)
+        self.text_bytes += text_bytes
+
+    def finish(self) -> Shard | None:
+        """Publish the shard; None where it received no document."""
+        if self._file is None:
+            return None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        publish(temporary_name(self._target("bin")), self._target("bin"))
+        names = [name.encode() for name in self.names]
+        name_starts = np.cumsum([0, *map(len, names)])
+        write_whole(self._target("idx"), np.asarray([self.starts, name_starts], dtype="<i8").tobytes())
+        write_whole(self._target("ids"), b"".join(names))
+        return Shard(
+            split=self.split,
+            name=self.name,
+            documents=len(self.names),
+            tokens=self.starts[-1],
+            text_bytes=self.text_bytes,
+            bytes={suffix: self._target(suffix).stat().st_size for suffix in SUFFIXES},
+            sha256={suffix: sha256_file(self._target(suffix)) for suffix in SUFFIXES},
+        )
+
+    def abandon(self) -> None:
+        if self._file is not None and not self._file.closed:
+            self._file.close()
+            temporary_name(self._target("bin")).unlink(missing_ok=True)
+
+    def _target(self, suffix: str) -> Path:
+        return self.folder / self.split / f"{self.name}.{suffix}"
+
+
+@contextlib.contextmanager
+def shard_writers(folder: Path, name: str, vocab_size: int, eos_id: int) -> Iterator[dict[str, ShardWriter]]:
+    """A writer per split, abandoned together when something goes wrong."""
+    writers = {split: ShardWriter(folder, split, name, vocab_size, eos_id) for split in SPLITS}
+    try:
+        yield writers
+    finally:
+        for writer in writers.values():
+            writer.abandon()
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    body["splits"] = {
+        split: {"documents": manifest.documents(split), "tokens": manifest.tokens(split)} for split in SPLITS
+    }
+    body["content_sha256"] = manifest.content_sha256
+    body["sha256"] = _seal(body)
+    write_whole(folder / "manifest.json", (json.dumps(body, indent=1) + "\n").encode())
+
+
+def _seal(body: dict[str, Any]) -> str:
+    """A checksum of the manifest's own content, so that an edited manifest is noticed."""
+    content = {key: value for key, value in body.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a prepared folder, whole and unedited, or a DataError that says what is wrong."""
+    path = folder / "manifest.json"
+    if not path.is_file():
+        raise DataError(
+            f"{folder} is not prepared data: it has no manifest.json. The preparation was not run or not "
+            "finished; run it (again), finished parts are kept."
+        )
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: not valid JSON ({error}). {_ADVICE}") from error
+    if not isinstance(body, dict) or body.get("format") != FORMAT:
+        raise DataError(f"{path} is not a manifest of token shards (format {FORMAT!r}). {_ADVICE}")
+    if body.get("version") != VERSION:
+        raise DataError(
+            f"{path} has format version {body.get('version')!r}; this program reads {VERSION}. {_ADVICE}"
+        )
+    if body.get("sha256") != _seal(body):
+        raise DataError(
+            f"{path} was edited or damaged: its content does not match its own checksum. {_ADVICE}"
+        )
+    shards = tuple(Shard(**shard) for shard in body["shards"])
+    names = ("dtype", "vocab_size", "eos_id", "tokenizer_sha256", "key", "preparation")
+    return Manifest(**{name: body[name] for name in names}, shards=shards)
+
+
+def verify_shards(folder: Path, *, full: bool = False) -> Manifest:
+    """Check a prepared folder: every file present with its size; with `full`, every checksum and token id."""
+    manifest = read_manifest(folder)
+    for shard in manifest.shards:
+        for suffix in SUFFIXES:
+            path = shard.path(folder, suffix)
+            if not path.is_file():
+                raise DataError(f"{path} is missing. {_ADVICE}")
+            found, expected = path.stat().st_size, shard.bytes[suffix]
+            if found != expected:
+                raise DataError(f"{path} is damaged: {found} bytes, the manifest says {expected}. {_ADVICE}")
+    if full:
+        _verify_content(folder, manifest)
+    return manifest
+
+
+def _verify_content(folder: Path, manifest: Manifest) -> None:
+    tokenizer = folder / "tokenizer" / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise DataError(f"{tokenizer} is missing. {_ADVICE}")
+    if sha256_file(tokenizer) != manifest.tokenizer_sha256:
+        raise DataError(f"{tokenizer} is not the tokenizer these shards were made with. {_ADVICE}")
+    for shard in manifest.shards:
+        for suffix in SUFFIXES:
+            path = shard.path(folder, suffix)
+            if sha256_file(path) != shard.sha256[suffix]:
+                raise DataError(f"{path} is damaged: its content does not match its checksum. {_ADVICE}")
+        mapped = map_shard(folder, manifest, shard)
+        check_ids(mapped.tokens, manifest.vocab_size, shard.path(folder, "bin"), 0)
+        starts, index = mapped.starts, shard.path(folder, "idx")
+        if len(starts) != shard.documents + 1 or starts[0] != 0 or starts[-1] != shard.tokens:
+            raise DataError(f"{index} does not bound {shard.documents} documents. {_ADVICE}")
+        if (np.diff(starts) < 1).any() or (mapped.tokens[starts[1:] - 1] != manifest.eos_id).any():
+            raise DataError(f"{index}: a document does not end with the end token. {_ADVICE}")
+
+
+def check_ids(tokens: npt.NDArray[Any], vocab_size: int, path: Path, offset: int) -> None:
+    """Refuse ids an embedding has no row for: on a GPU they would end in an obscure device assertion."""
+    if tokens.size and int(tokens.max()) >= vocab_size:
+        bad = int(np.flatnonzero(tokens >= vocab_size)[0])
+        raise DataError(
+            f"{path}: token id {int(tokens[bad])} at offset {offset + bad} is outside the vocabulary "
+            f"of {vocab_size}. {_ADVICE}"
+        )
+
+
+@dataclass(frozen=True)
+class MappedShard:
+    """A shard's arrays, mapped: opening costs nothing, reading costs what is read."""
+
+    tokens: npt.NDArray[Any]
+    starts: npt.NDArray[np.int64]  # of documents in `tokens`, and its length
+    name_starts: npt.NDArray[np.int64]
+    names: npt.NDArray[np.uint8]
+
+    def document_name(self, document: int) -> str:
+        return bytes(self.names[self.name_starts[document] : self.name_starts[document + 1]]).decode()
+
+
+def map_shard(folder: Path, manifest: Manifest, shard: Shard) -> MappedShard:
+    index = np.memmap(shard.path(folder, "idx"), dtype="<i8", mode="r").reshape(2, -1)
+    tokens = np.memmap(shard.path(folder, "bin"), dtype=np.dtype(manifest.dtype), mode="r")
+    names = np.memmap(shard.path(folder, "ids"), dtype=np.uint8, mode="r")
+    return MappedShard(tokens, index[0], index[1], names)

@@ -1,0 +1,206 @@
+"""Where text comes from: files, the Python standard library, or a dataset on the Hugging Face hub.
+
+A source is opened in two moves. `plan_units` cuts it into units of work from file sizes alone, and
+`read_unit` reads one. A unit is what one worker takes, what becomes one shard, and what is not redone
+after an interruption; because the cut never depends on how many workers there are, neither does the
+result. `describe_source` is the cheap question asked first: is this still the corpus that was prepared?
+
+The default source, `python-stdlib`, is on every machine: some 12 MB of real text that needs no network.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import platform
+import sysconfig
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rush.data.hub import HubDataset, hub_slices, read_hub_slice
+from rush.data.readers import Document, Slice, cut_file, read_slice
+from rush.errors import DataError, MachineError, RecipeError, nearest
+
+MIN_UNIT_BYTES = 1 << 20
+MAX_UNIT_BYTES = 64 << 20
+UNITS_WANTED = 64
+
+# Ready entries: the text column and the published schema, so that local copies are read the same way.
+HUB_SOURCES = {
+    "fineweb-edu": HubDataset(
+        "HuggingFaceFW/fineweb-edu",
+        config="sample-10BT",
+        columns=(
+            "text", "id", "dump", "url", "file_path", "language", "language_score", "token_count", "score",
+            "int_score",
+        ),
+    ),
+    "redpajama": HubDataset(
+        "togethercomputer/RedPajama-Data-1T-Sample", columns=("text", "meta", "red_pajama_subset")
+    ),
+}  # fmt: skip
+LOCAL_SOURCES = ("files", "python-stdlib")
+
+# Not text a reader would call the library: its tests, what is installed beside it, what a build generated.
+_STDLIB_SKIPPED = frozenset(
+    {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled", "lib-dynload"}
+)
+
+
+@dataclass(frozen=True)
+class Unit:
+    index: int
+    slices: tuple[Slice, ...]
+
+
+def open_source(
+    source: str, files: Sequence[str] = (), text_field: str = "text", limit: int | None = None
+) -> Iterator[Document]:
+    """All documents of a source, in its one order; at most `limit` of them."""
+    for unit in plan_units(source, files, text_field, limit):
+        yield from read_unit(unit, text_field)
+
+
+def describe_source(
+    source: str, files: Sequence[str] = (), text_field: str = "text", limit: int | None = None
+) -> dict[str, Any]:
+    """What identifies a source without reading it: names, sizes and modification times."""
+    described: dict[str, Any] = {"source": source, "text_field": text_field, "limit": limit}
+    dataset = _hub_dataset(source, files)
+    if dataset is not None:
+        return described | {"dataset": dataset.name, "config": dataset.config, "split": dataset.split}
+    root = _stdlib_root() if source == "python-stdlib" else None
+    if root is not None:
+        described["python"] = platform.python_version()
+    described["files"] = [_describe_file(path, root) for path in _paths(source, files)]
+    return described
+
+
+def plan_units(
+    source: str, files: Sequence[str] = (), text_field: str = "text", limit: int | None = None
+) -> list[Unit]:
+    """Cut a source into units. A pure function of the files (and of the limit), never of the machine."""
+    if limit is not None and limit < 1:
+        raise RecipeError(
+            f"data.limit is {limit}; it counts documents and must be at least 1, or be left out."
+        )
+    dataset = _hub_dataset(source, files)
+    if dataset is not None:
+        return [Unit(i, (piece,)) for i, piece in enumerate(hub_slices(dataset, limit))]
+    paths = _paths(source, files)
+    total = sum(_stat(path).st_size for path in paths)
+    unit_bytes = min(max(total // UNITS_WANTED, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+    if source == "python-stdlib":
+        slices = [Slice("python", str(path), 0, _stat(path).st_size) for path in paths]
+    else:
+        slices = [piece for path in paths for piece in cut_file(path, unit_bytes)]
+    if limit is not None:
+        slices = list(_limited(slices, text_field, limit))
+    if not slices:
+        raise DataError(f"The corpus is empty: {len(paths)} file(s) with {total} bytes hold no document.")
+    return [Unit(i, tuple(group)) for i, group in enumerate(_grouped(slices, unit_bytes))]
+
+
+def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
+    for piece in unit.slices:
+        yield from read_hub_slice(piece, text_field) if piece.kind == "hub" else read_slice(piece, text_field)
+
+
+def _grouped(slices: Iterable[Slice], unit_bytes: int) -> Iterator[list[Slice]]:
+    """Neighbours together until they weigh enough: a thousand small files are not a thousand shards."""
+    group: list[Slice] = []
+    held = 0
+    for piece in slices:
+        group.append(piece)
+        # Parquet slices count row groups, not bytes, and are already of the wanted size.
+        held += unit_bytes if piece.kind == "parquet" else piece.stop - piece.start
+        if held >= unit_bytes:
+            yield group
+            group, held = [], 0
+    if group:
+        yield group
+
+
+def _limited(slices: Iterable[Slice], text_field: str, limit: int) -> Iterator[Slice]:
+    """The slices that hold the first `limit` documents. Counts by reading, and no further than needed."""
+    left = limit
+    for piece in slices:
+        count = sum(1 for _ in read_slice(replace(piece, take=left), text_field))
+        yield replace(piece, take=count)
+        left -= count
+        if left == 0:
+            return
+
+
+def _hub_dataset(source: str, files: Sequence[str]) -> HubDataset | None:
+    """The hub dataset meant, or None where the text is on this machine. Also refuses unknown names."""
+    if source.startswith("hub:"):
+        if files:
+            raise RecipeError("data.files is given, so data.source must be 'files', not a hub dataset.")
+        return HubDataset.parse(source.removeprefix("hub:"))
+    if source in HUB_SOURCES:
+        return None if files else HUB_SOURCES[source]
+    if source in LOCAL_SOURCES:
+        return None
+    allowed = [*LOCAL_SOURCES, *HUB_SOURCES, "hub:OWNER/NAME[:CONFIG[:SPLIT]]"]
+    raise RecipeError(f"Unknown data.source {source!r}: {nearest(source, allowed)}")
+
+
+def _paths(source: str, files: Sequence[str]) -> list[Path]:
+    if source == "python-stdlib":
+        if files:
+            raise RecipeError(
+                "data.source is 'python-stdlib' but data.files is given; set data.source='files'."
+            )
+        return _stdlib_files()
+    if not files:
+        raise RecipeError(
+            "data.source is 'files' but data.files is empty; give paths or patterns, "
+            "such as ['corpus/**/*.jsonl']."
+        )
+    found: dict[Path, None] = {}
+    for pattern in files:
+        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        matches = [match for match in matches if not os.path.isdir(match)]
+        if not matches:
+            hint = (
+                f" It is a folder: write {pattern.rstrip('/')}/**/*.jsonl." if os.path.isdir(pattern) else ""
+            )
+            raise DataError(f"data.files: nothing matches {pattern!r} (from {os.getcwd()}).{hint}")
+        found.update((Path(match).absolute(), None) for match in matches)
+    return list(found)
+
+
+def _stdlib_root() -> Path:
+    return Path(sysconfig.get_paths()["stdlib"])
+
+
+def _stdlib_files() -> list[Path]:
+    root = _stdlib_root()
+    relative = sorted(path.relative_to(root) for path in root.rglob("*.py"))
+    paths = [
+        root / path
+        for path in relative
+        if _STDLIB_SKIPPED.isdisjoint(path.parts[:-1]) and not path.name.startswith("_sysconfigdata")
+    ]
+    if not paths:
+        raise MachineError(
+            f"The Python standard library's sources are not on this machine (looked in {root}). "
+            "Install them, or set data.source='files' and data.files."
+        )
+    return paths
+
+
+def _describe_file(path: Path, root: Path | None) -> dict[str, Any]:
+    stat = _stat(path)
+    name = path.relative_to(root) if root is not None else path
+    return {"path": name.as_posix(), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+
+
+def _stat(path: Path) -> os.stat_result:
+    try:
+        return path.stat()
+    except OSError as error:
+        raise DataError(f"Cannot read {path}: {error.strerror}.") from error

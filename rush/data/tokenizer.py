@@ -1,0 +1,246 @@
+"""Text to numbers and back: a thin, careful wrapper over Hugging Face `tokenizers`.
+
+Three things are easy to get wrong and are settled here once. A `tokenizer.json` may carry truncation
+or padding left over from another training: both are switched off, a document is encoded whole. Nothing
+is added around a text; the end-of-document token is the shard writer's business. And a corpus may
+contain the letters `<|endoftext|>`: read as text (`specials=False`) they are ordinary characters, and
+cannot forge the end of a document.
+
+The offline default is a byte-level BPE trained on the corpus: it starts from the 256 bytes, so every
+possible text has an encoding that decodes to exactly itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from rush.data.chat import render
+from rush.data.storage import write_whole
+from rush.errors import DataError
+
+END_OF_TEXT = "<|endoftext|>"
+# What published tokenizers call the end of a text, for a tokenizer.json without its tokenizer_config.json.
+_END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "<|eot_id|>")
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """Load with `Tokenizer.load(path)`, find by name with `find_tokenizer`, train with `train_bpe`."""
+
+    json_text: str  # the content of tokenizer.json, which is the tokenizer
+    eos_token: str
+    bos_token: str | None = None
+    chat_template: str | None = None
+
+    @classmethod
+    def load(cls, path: str | Path) -> Tokenizer:
+        """From a folder in the Hugging Face layout, or a tokenizer.json (its neighbours are read too)."""
+        path = Path(path)
+        file = path / "tokenizer.json" if path.is_dir() else path
+        if not file.is_file():
+            raise DataError(
+                f"No tokenizer at {path}: {file} does not exist. Give a tokenizer.json or its folder."
+            )
+        json_text = _read_text(file)
+        core = _parse(json_text, str(file))
+        config = _read_config(file.parent)
+        template_file = file.parent / "chat_template.jinja"
+        template = _read_text(template_file) if template_file.is_file() else config.get("chat_template")
+        return cls(
+            json_text=json_text,
+            eos_token=_end_token(core, config, str(file)),
+            bos_token=_known_token(core, config, "bos_token", str(file)),
+            chat_template=_default_template(template),
+        )
+
+    def save(self, folder: str | Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json, as other libraries expect them."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        config = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "eos_token": self.eos_token,
+            "bos_token": self.bos_token,
+            "chat_template": self.chat_template,
+            "clean_up_tokenization_spaces": False,
+        }
+        config = {key: value for key, value in config.items() if value is not None}
+        write_whole(folder / "tokenizer.json", self.json_text.encode())
+        write_whole(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
+
+    @functools.cached_property
+    def _core(self) -> tokenizers.Tokenizer:
+        return _parse(self.json_text, "tokenizer.json")
+
+    @functools.cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """A second instance, because reading special tokens as text is a switch on the whole object."""
+        core = _parse(self.json_text, "tokenizer.json")
+        core.encode_special_tokens = True
+        return core
+
+    @functools.cached_property
+    def vocab_size(self) -> int:
+        """One more than the largest id: ids may have holes, and an embedding needs a row for each."""
+        return max(self._core.get_vocab(with_added_tokens=True).values()) + 1
+
+    @property
+    def eos_id(self) -> int:
+        found = self._core.token_to_id(self.eos_token)
+        assert found is not None
+        return int(found)
+
+    @property
+    def bos_id(self) -> int | None:
+        return None if self.bos_token is None else self._core.token_to_id(self.bos_token)
+
+    @functools.cached_property
+    def special_ids(self) -> dict[str, int]:
+        added = self._core.get_added_tokens_decoder()
+        return {token.content: id_ for id_, token in sorted(added.items()) if token.special}
+
+    @functools.cached_property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.json_text.encode()).hexdigest()
+
+    def encode(self, text: str, *, specials: bool = True) -> list[int]:
+        """Ids of a text, nothing added. `specials=False` reads names of special tokens as plain letters."""
+        core = self._core if specials else self._literal
+        return list(core.encode(text, add_special_tokens=False).ids)
+
+    def encode_documents(self, texts: Sequence[str]) -> list[list[int]]:
+        """Ids of many documents of a corpus, each as plain text. Faster than one by one."""
+        encoded = self._literal.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [one.ids for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._core.decode([int(i) for i in ids], skip_special_tokens=False)
+
+    def render_chat(self, messages: Sequence[dict[str, Any]], add_generation_prompt: bool = False) -> str:
+        """The conversation as text, by the tokenizer's own template (sandboxed)."""
+        if self.chat_template is None:
+            raise DataError(
+                "This tokenizer has no chat template (neither chat_template.jinja nor a chat_template in "
+                "tokenizer_config.json). Use an instruction-tuned model's tokenizer, or plain prompts."
+            )
+        return render(
+            self.chat_template,
+            messages,
+            add_generation_prompt,
+            bos_token=self.bos_token,
+            eos_token=self.eos_token,
+        )
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int, max_bytes: int | None = None) -> Tokenizer:
+    """A byte-level BPE over at most `max_bytes` of text, with exactly `vocab_size` entries."""
+    smallest = 256 + 1
+    if vocab_size < smallest:
+        raise DataError(
+            f"A byte-level vocabulary has at least {smallest} entries (256 bytes and {END_OF_TEXT}), "
+            f"but {vocab_size} was asked for."
+        )
+    core = tokenizers.Tokenizer(tokenizers.models.BPE())
+    core.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    core.train_from_iterator(_up_to(texts, max_bytes), trainer=trainer)
+    reached = core.get_vocab_size(with_added_tokens=True)
+    if reached != vocab_size:
+        raise DataError(
+            f"The corpus supports a vocabulary of {reached} ({reached - smallest} merges), but {vocab_size} "
+            f"was asked for. Use more text, or a vocabulary of at most {reached}."
+        )
+    return Tokenizer(core.to_str(), eos_token=END_OF_TEXT)
+
+
+def _up_to(texts: Iterable[str], max_bytes: int | None) -> Iterable[str]:
+    used = 0
+    for text in texts:
+        used += len(text.encode())
+        if max_bytes is not None and used > max_bytes:
+            return
+        yield text
+
+
+def _parse(json_text: str, name: str) -> tokenizers.Tokenizer:
+    try:
+        core = tokenizers.Tokenizer.from_str(json_text)
+    except Exception as error:  # the library raises bare Exception for every malformed file
+        raise DataError(
+            f"{name} is not a tokenizer.json of the tokenizers library ({str(error).splitlines()[0]})."
+        ) from error
+    core.no_truncation()
+    core.no_padding()
+    if not core.get_vocab(with_added_tokens=True):
+        raise DataError(f"{name} holds no vocabulary.")
+    return core
+
+
+def _read_text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"Cannot read the tokenizer file {file}: {error}.") from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    merged: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        file = folder / name
+        if not file.is_file():
+            continue
+        try:
+            content = json.loads(_read_text(file))
+        except json.JSONDecodeError as error:
+            raise DataError(f"{file}:{error.lineno}: not valid JSON ({error.msg}).") from error
+        if not isinstance(content, dict):
+            raise DataError(f"{file}: expected a JSON object, found {type(content).__name__}.")
+        merged |= content
+    return merged
+
+
+def _known_token(core: tokenizers.Tokenizer, config: dict[str, Any], key: str, name: str) -> str | None:
+    token = config.get(key)
+    content = token.get("content") if isinstance(token, dict) else token
+    if content is None:
+        return None
+    if core.token_to_id(content) is None:
+        raise DataError(
+            f"{name}: tokenizer_config.json names {content!r} as {key}, which the vocabulary lacks."
+        )
+    return str(content)
+
+
+def _end_token(core: tokenizers.Tokenizer, config: dict[str, Any], name: str) -> str:
+    declared = _known_token(core, config, "eos_token", name)
+    if declared is not None:
+        return declared
+    known = [token for token in _END_NAMES if core.token_to_id(token) is not None]
+    if not known:
+        raise DataError(
+            f"{name}: no end-of-text token. Put eos_token in the tokenizer_config.json beside it "
+            f"(looked for {', '.join(_END_NAMES)})."
+        )
+    return known[0]
+
+
+def _default_template(template: Any) -> str | None:
+    """Some tokenizers carry a list of named templates; the one called default is meant."""
+    if isinstance(template, list):
+        named = {entry["name"]: entry["template"] for entry in template}
+        template = named.get("default")
+    return None if template is None else str(template)

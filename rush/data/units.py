@@ -1,0 +1,88 @@
+"""One unit of preparation: read, split, tokenise, write its shards, then a record that it is done.
+
+Which split a document belongs to depends on its text and the seed, on nothing else: not on its place,
+nor on the number of workers. Copies of one document land on the same side, so validation never holds
+a text that was trained on.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rush.data.readers import Document
+from rush.data.shards import SPLITS, Shard, shard_writers
+from rush.data.sources import Unit, read_unit
+from rush.data.storage import write_whole
+from rush.data.tokenizer import Tokenizer
+
+BATCH_DOCUMENTS = 64
+
+
+@dataclass(frozen=True)
+class UnitJob:
+    """One unit of work, with all that a worker process or another machine needs to know."""
+
+    folder: Path
+    unit: Unit
+    text_field: str
+    validation: float
+    seed: int
+    vocab_size: int
+
+    @property
+    def record(self) -> Path:
+        return self.folder / "units" / f"{self.unit.index:05d}.json"
+
+    @property
+    def done(self) -> bool:
+        return self.record.is_file()
+
+
+def split_of(text: str, seed: int, validation: float) -> str:
+    """The side of the split a document belongs to."""
+    digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
+    return "validation" if int.from_bytes(digest, "little") < validation * 2.0**64 else "train"
+
+
+def run_unit(job: UnitJob) -> tuple[Shard, ...]:
+    tokenizer = _load_once(job.folder / "tokenizer")
+    documents = read_unit(job.unit, job.text_field)
+    return write_unit(job, tokenizer.eos_id, encoded_documents(documents, tokenizer))
+
+
+@functools.lru_cache(maxsize=1)
+def _load_once(folder: Path) -> Tokenizer:
+    return Tokenizer.load(folder)
+
+
+def encoded_documents(
+    documents: Iterable[Document], tokenizer: Tokenizer
+) -> Iterable[tuple[Document, list[int]]]:
+    """Documents with their token ids, encoded a batch at a time."""
+    documents = iter(documents)
+    while batch := list(itertools.islice(documents, BATCH_DOCUMENTS)):
+        encoded = tokenizer.encode_documents([document.text for document in batch])
+        yield from zip(batch, encoded, strict=True)
+
+
+def write_unit(
+    job: UnitJob, eos_id: int, documents: Iterable[tuple[Document, list[int]]]
+) -> tuple[Shard, ...]:
+    """Write a unit's documents into its shards, and then its record."""
+    with shard_writers(job.folder, f"{job.unit.index:05d}", job.vocab_size, eos_id) as writers:
+        for document, ids in documents:
+            writer = writers[split_of(document.text, job.seed, job.validation)]
+            writer.append(ids, document.id, len(document.text.encode()))
+        shards = tuple(shard for split in SPLITS if (shard := writers[split].finish()) is not None)
+    write_whole(job.record, json.dumps([asdict(shard) for shard in shards]).encode())
+    return shards
+
+
+def read_record(job: UnitJob) -> tuple[Shard, ...]:
+    return tuple(Shard(**shard) for shard in json.loads(job.record.read_bytes()))
