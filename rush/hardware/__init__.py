@@ -1,0 +1,27 @@
+"""This machine: what it is (`probe`), how fast it is (`ceilings`), what its maker promises (`catalog`)."""
+
+from __future__ import annotations
+
+from rush.hardware.catalog import CATALOG, Datasheet, datasheet_peak
+from rush.hardware.ceilings import Ceilings, ceilings, measured_matmul_rate
+from rush.hardware.machine import Cpu, Device, Link, Machine
+from rush.hardware.memory import memory_in_use, peak_memory_bytes, process_memory, reset_peak_memory
+from rush.hardware.probe import probe
+
+__all__ = [
+    "CATALOG",
+    "Ceilings",
+    "Cpu",
+    "Datasheet",
+    "Device",
+    "Link",
+    "Machine",
+    "ceilings",
+    "datasheet_peak",
+    "measured_matmul_rate",
+    "memory_in_use",
+    "peak_memory_bytes",
+    "probe",
+    "process_memory",
+    "reset_peak_memory",
+]

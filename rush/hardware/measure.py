@@ -1,0 +1,210 @@
+"""The stopwatch behind the ceilings: large matmuls and large copies, timed until a budget is used up.
+
+Data is random: on zeros a chip draws less power, keeps higher clocks and looks faster than it is. Shapes
+grow until the budget is spent, because speed is not known beforehand: bfloat16 on a CPU without
+instructions for it is hundreds of times slower than float32, and a fixed count of large matmuls would take
+hours there. CUDA work is timed by events on the device, CPU work by the clock. The first calls (library
+set-up, clocks ramping up) are not counted. Torch's global generators are left as they were: a run that
+measures must draw the same random numbers as one that found its ceilings in the cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from rush.hardware.ceilings import Sample
+
+DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
+
+_TORCH_DTYPES = {
+    "float32": torch.float32,
+    "tf32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8": torch.float8_e4m3fn,
+}
+# Rows, inner and columns of the product; the last are the shapes of an MLP, which training consists of.
+_CPU_SHAPES = (
+    (64, 64, 64),
+    (128, 128, 128),
+    (256, 256, 256),
+    (512, 512, 512),
+    (1024, 1024, 1024),
+    (2048, 768, 3072),
+)
+_CUDA_SHAPES = (
+    (1024, 1024, 1024),
+    (4096, 4096, 4096),
+    (8192, 8192, 8192),
+    (16384, 2048, 8192),
+    (16384, 8192, 2048),
+)
+_MAX_REPEATS = 30
+_MIN_REPEATS = 3
+
+
+def num_threads() -> int:
+    """How many threads torch computes with on the CPU."""
+    return torch.get_num_threads()
+
+
+def matmul(device: str, dtype: str, *, budget_s: float = 1.5) -> tuple[Sample, ...] | str:
+    """Timings of matmuls in `dtype` over a few shapes, or the reason why this device has none."""
+    assert dtype in DTYPES, f"unknown dtype {dtype!r}"
+    reason = _unsupported(device, dtype)
+    if reason is not None:
+        return reason
+    samples: list[Sample] = []
+    shapes = _CUDA_SHAPES if device == "cuda" else _CPU_SHAPES
+    deadline = time.perf_counter() + budget_s
+    with _precision(device, tf32=dtype == "tf32"), warnings.catch_warnings():
+        # How slow the detour is that torch warns of is just what is being measured.
+        warnings.filterwarnings("ignore", message="mkldnn_matmul failed")
+        for index, (rows, inner, columns) in enumerate(shapes):
+            flops = 2.0 * rows * inner * columns
+            remaining = deadline - time.perf_counter()
+            # At the rate of the last shape, is there time for this one, warm-up included?
+            if samples and (_MIN_REPEATS + 1) * flops / samples[-1].rate > remaining:
+                continue
+            if not _fits(device, 4 * (rows * inner + inner * columns + rows * columns)):
+                continue
+            product = _product(device, dtype, rows, inner, columns)
+            seconds = _time(product, device, budget_s=max(remaining, 0) / (len(shapes) - index))
+            samples.append(Sample(f"{rows}x{inner}x{columns}", flops, seconds))
+            del product
+    return tuple(samples)
+
+
+def bandwidth(device: str, *, budget_s: float = 1.0) -> dict[str, Sample]:
+    """Timings of large copies within a device and, on CUDA, between host and device."""
+    if device != "cuda":
+        size = 2**28
+        return {
+            "copy": _copy(
+                "copy", _bytes(size, device), torch.empty(size, dtype=torch.uint8, device=device), 2, budget_s
+            )
+        }
+    free, _ = torch.cuda.mem_get_info()
+    size = min(2**30, free // 8)
+    results = {
+        "copy": _copy(
+            "copy", _bytes(size, device), torch.empty(size, dtype=torch.uint8, device=device), 2, budget_s
+        )
+    }
+    size = 2**28
+    card = _bytes(size, device)
+    plain = _bytes(size, "cpu")
+    pinned = plain.pin_memory()
+    results["host_to_device"] = _copy("host_to_device", plain, card, 1, budget_s / 2)
+    results["host_to_device_pinned"] = _copy("host_to_device_pinned", pinned, card, 1, budget_s / 2)
+    results["device_to_host"] = _copy("device_to_host", card, plain, 1, budget_s / 2)
+    results["device_to_host_pinned"] = _copy("device_to_host_pinned", card, pinned, 1, budget_s / 2)
+    return results
+
+
+def _unsupported(device: str, dtype: str) -> str | None:
+    if dtype == "tf32":
+        if device != "cuda":
+            return "TF32 is a mode of NVIDIA tensor cores"
+        if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+            return "TF32 needs compute capability 8.0"
+    if dtype == "float8":
+        if device != "cuda":
+            return "float8 matmuls need an accelerator"
+        if torch.version.hip is not None:
+            return "float8 matmuls are measured on NVIDIA devices only"
+        if torch.cuda.get_device_capability() < (8, 9):
+            return "float8 matmuls need compute capability 8.9"
+    return None
+
+
+def _product(device: str, dtype: str, rows: int, inner: int, columns: int) -> Callable[[], object]:
+    """A closure that multiplies two random matrices into a third."""
+    target = _TORCH_DTYPES[dtype]
+    left = _normal(rows, inner, device).to(target)
+    # Columns by rows and transposed, as a linear layer holds its weight (and as float8 kernels demand it).
+    right = _normal(columns, inner, device).to(target).t()
+    if dtype == "float8":
+        one = torch.ones((), device=device)
+        return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    out = torch.empty(rows, columns, device=device, dtype=target)
+    return lambda: torch.mm(left, right, out=out)
+
+
+def _copy(case: str, source: Tensor, target: Tensor, passes: int, budget_s: float) -> Sample:
+    device = "cuda" if "cuda" in (source.device.type, target.device.type) else source.device.type
+    seconds = _time(lambda: target.copy_(source, non_blocking=True), device, budget_s=budget_s)
+    return Sample(case, float(passes * source.numel()), seconds)
+
+
+def _normal(rows: int, columns: int, device: str) -> Tensor:
+    return torch.randn(
+        rows, columns, device=device, generator=torch.Generator(device).manual_seed(rows + columns)
+    )
+
+
+def _bytes(size: int, device: str) -> Tensor:
+    generator = torch.Generator(device).manual_seed(size)
+    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device, generator=generator)
+
+
+def _fits(device: str, size_bytes: int) -> bool:
+    """Whether there is room, beside what already lies on the device, for this and as much again for scratch."""
+    return device != "cuda" or 2 * size_bytes < torch.cuda.mem_get_info()[0]
+
+
+def _time(work: Callable[[], object], device: str, *, budget_s: float) -> tuple[float, ...]:
+    """Seconds of each repeat; at least three repeats, at most thirty, within the budget where possible."""
+    clock = _time_on_device if device == "cuda" else _time_on_host
+    once = clock(work, device)
+    # Warm up for a tenth of the budget: a GPU needs that to leave its idle clocks.
+    warm_until = time.perf_counter() + budget_s / 10
+    while time.perf_counter() < warm_until:
+        once = clock(work, device)
+    seconds: list[float] = []
+    deadline = time.perf_counter() + budget_s * 0.8
+    while len(seconds) < _MIN_REPEATS or (
+        len(seconds) < _MAX_REPEATS and time.perf_counter() + once < deadline
+    ):
+        seconds.append(clock(work, device))
+    return tuple(seconds)
+
+
+def _time_on_device(work: Callable[[], object], device: str) -> float:
+    start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1000
+
+
+def _time_on_host(work: Callable[[], object], device: str) -> float:
+    if device == "mps":
+        torch.mps.synchronize()
+    began = time.perf_counter()
+    work()
+    if device == "mps":
+        torch.mps.synchronize()
+    return time.perf_counter() - began
+
+
+@contextlib.contextmanager
+def _precision(device: str, *, tf32: bool) -> Iterator[None]:
+    """Float32 matmuls on CUDA as asked for while measuring, and as they were afterwards."""
+    if device != "cuda":
+        yield
+        return
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        yield
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before

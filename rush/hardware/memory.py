@@ -1,0 +1,62 @@
+"""How much memory a run takes, and took at most.
+
+On CUDA the allocator keeps count. On a CPU the only honest figure is the resident memory of the whole
+process, Python and libraries included, so differences mean more than the absolute value.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class ProcessMemory:
+    resident_bytes: int
+    peak_resident_bytes: int
+
+
+def process_memory() -> ProcessMemory:
+    """Resident memory of this process, now and at most."""
+    if platform.system() == "Linux":
+        # The kernel's own high-water mark; unlike getrusage's it is not inherited from the parent.
+        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+        resident, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
+        return ProcessMemory(resident, peak)
+    asked = ["ps", "-o", "rss=", "-p", str(os.getpid())]
+    resident = int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout) * 1024
+    # macOS counts this one in bytes, the other systems in KiB.
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return ProcessMemory(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def memory_in_use(device: str) -> int:
+    """Bytes this process holds now: taken from the card on CUDA (cached blocks too), resident elsewhere."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.memory_reserved(torch.device(device))
+    return process_memory().resident_bytes
+
+
+def peak_memory_bytes(device: str) -> int:
+    """The most that tensors took on CUDA, or the process was resident elsewhere, since the last reset."""
+    if device.startswith("cuda"):
+        import torch
+
+        return torch.cuda.max_memory_allocated(torch.device(device))
+    return process_memory().peak_resident_bytes
+
+
+def reset_peak_memory(device: str) -> None:
+    """Begin a new peak. Only Linux can do that for a process; elsewhere a CPU's peak stays since its start."""
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.reset_peak_memory_stats(torch.device(device))
+    elif platform.system() == "Linux":
+        Path("/proc/self/clear_refs").write_text("5")

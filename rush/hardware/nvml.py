@@ -1,0 +1,87 @@
+"""What only the NVIDIA driver knows: its version, the NVLinks, and how pairs of GPUs are connected.
+
+Read through nvidia-ml-py when that package and a driver are there; without them the answer is None, which the
+record keeps as "not known". GPUs are found by their UUID, because the driver numbers all GPUs of the machine
+while torch numbers those it was allowed to see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rush.hardware.machine import Link
+
+
+@dataclass(frozen=True)
+class DriverFacts:
+    driver: str
+    num_nvlinks: tuple[int, ...]
+    links: tuple[Link, ...]
+
+
+def read(uuids: Sequence[str]) -> DriverFacts | None:
+    """Facts about these GPUs (in this order), or None where the driver cannot be asked."""
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        return collect(pynvml, uuids)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def collect(nvml: Any, uuids: Sequence[str]) -> DriverFacts:
+    """The facts through an initialised binding."""
+    handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
+    driver = nvml.nvmlSystemGetDriverVersion()
+    links = tuple(
+        Link(first, second, *_connection(nvml, handles[first], handles[second]))
+        for first in range(len(handles))
+        for second in range(first + 1, len(handles))
+    )
+    return DriverFacts(
+        driver=driver.decode() if isinstance(driver, bytes) else driver,
+        num_nvlinks=tuple(_count_nvlinks(nvml, handle) for handle in handles),
+        links=links,
+    )
+
+
+def _count_nvlinks(nvml: Any, handle: Any) -> int:
+    active = 0
+    for link in range(nvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active += nvml.nvmlDeviceGetNvLinkState(handle, link) == nvml.NVML_FEATURE_ENABLED
+        except nvml.NVMLError:
+            # The driver's way of saying that this GPU has no link of that number.
+            break
+    return active
+
+
+def _connection(nvml: Any, first: Any, second: Any) -> tuple[str, bool]:
+    """The kind of path between two GPUs and whether they may read each other's memory over it."""
+
+    def allowed(capability: int) -> bool:
+        try:
+            return bool(nvml.nvmlDeviceGetP2PStatus(first, second, capability) == nvml.NVML_P2P_STATUS_OK)
+        except nvml.NVMLError:
+            return False
+
+    if allowed(nvml.NVML_P2P_CAPS_INDEX_NVLINK):
+        return "nvlink", True
+    names = {
+        nvml.NVML_TOPOLOGY_INTERNAL: "same board",
+        nvml.NVML_TOPOLOGY_SINGLE: "one PCIe switch",
+        nvml.NVML_TOPOLOGY_MULTIPLE: "several PCIe switches",
+        nvml.NVML_TOPOLOGY_HOSTBRIDGE: "PCIe host bridge",
+        nvml.NVML_TOPOLOGY_NODE: "one NUMA node",
+        nvml.NVML_TOPOLOGY_SYSTEM: "between CPU sockets",
+    }
+    level = nvml.nvmlDeviceGetTopologyCommonAncestor(first, second)
+    return names.get(level, f"level {level}"), allowed(nvml.NVML_P2P_CAPS_INDEX_READ)
