@@ -144,9 +144,8 @@ def _copy(case: str, source: Tensor, target: Tensor, passes: int, budget_s: floa
 
 
 def _normal(rows: int, columns: int, device: str) -> Tensor:
-    return torch.randn(
-        rows, columns, device=device, generator=torch.Generator(device).manual_seed(rows + columns)
-    )
+    generator = torch.Generator(device).manual_seed(rows + columns)
+    return torch.randn(rows, columns, device=device, generator=generator)
 
 
 def _bytes(size: int, device: str) -> Tensor:
@@ -155,7 +154,7 @@ def _bytes(size: int, device: str) -> Tensor:
 
 
 def _fits(device: str, size_bytes: int) -> bool:
-    """Whether there is room, beside what already lies on the device, for this and as much again for scratch."""
+    """Whether there is room beside what already lies on the device, for this and as much again."""
     return device != "cuda" or 2 * size_bytes < torch.cuda.mem_get_info()[0]
 
 

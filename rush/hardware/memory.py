@@ -53,7 +53,7 @@ def peak_memory_bytes(device: str) -> int:
 
 
 def reset_peak_memory(device: str) -> None:
-    """Begin a new peak. Only Linux can do that for a process; elsewhere a CPU's peak stays since its start."""
+    """Begin a new peak. Only Linux can do that for a process; elsewhere its peak since the start stays."""
     if device.startswith("cuda"):
         import torch
 

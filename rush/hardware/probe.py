@@ -22,7 +22,8 @@ from rush.hardware.machine import Cpu, Device, DeviceKind, Link, Machine
 _FEATURES = {
     "avx2": "avx2", "avx512f": "avx512", "avx512_bf16": "avx512_bf16", "avx512_vnni": "avx512_vnni",
     "amx_tile": "amx", "amx_bf16": "amx_bf16", "amx_int8": "amx_int8",
-    "asimd": "neon", "asimdhp": "fp16", "asimddp": "dotprod", "sve": "sve", "sve2": "sve2", "bf16": "bf16", "i8mm": "i8mm",
+    "asimd": "neon", "asimdhp": "fp16", "asimddp": "dotprod", "sve": "sve", "sve2": "sve2",
+    "bf16": "bf16", "i8mm": "i8mm",
 }  # fmt: skip
 # ARM prints numbers instead of names: (implementer, part).
 _ARM_CORES = {
@@ -33,7 +34,7 @@ _ARM_CORES = {
 
 
 def probe(device: str = "auto") -> Machine:
-    """What this machine is. `device`: "auto", "cpu", "cuda" or "mps"; asking for one that is absent raises."""
+    """What this machine is. `device`: "auto", "cpu", "cuda" or "mps"; an absent one is a MachineError."""
     import torch
 
     kind = _choose(device)
@@ -43,7 +44,7 @@ def probe(device: str = "auto") -> Machine:
     driver = None
     if kind == "cuda":
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-        facts = nvml.read([f"GPU-{properties.uuid}" for properties in found])
+        facts = nvml.read([f"GPU-{properties.uuid}" for properties in found]) if torch.version.cuda else None
         devices = tuple(
             Device(
                 name=properties.name,
@@ -102,16 +103,19 @@ _OTHERWISE = 'Use "auto" or "cpu", or run where such a device is.'
 
 
 def _cpu() -> Cpu:
-    import psutil
-
     information = _cpuinfo()
     flags = (information.get("flags") or information.get("Features") or "").split()
     features = tuple(ours for theirs, ours in _FEATURES.items() if theirs in flags)
     if sys.platform == "darwin" and platform.machine() == "arm64":
         features = ("neon", "fp16", "dotprod")
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cores = psutil.cpu_count(logical=False) or os.cpu_count() or 1
-    return Cpu(_cpu_model(information), num_cores=cores, num_threads=usable or 1, features=features)
+    return Cpu(_cpu_model(information), num_cores=_num_cores(), num_threads=usable or 1, features=features)
+
+
+def _num_cores() -> int:
+    """Physical cores: sets of logical ones that share a core, where Linux lists them; else what is counted."""
+    lists = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
+    return len({path.read_text() for path in lists}) or os.cpu_count() or 1
 
 
 def _cpuinfo() -> dict[str, str]:
@@ -138,9 +142,7 @@ def _cpu_model(information: dict[str, str]) -> str:
 
 def _ram_bytes() -> int:
     """Memory of the machine, or of the container where that is less."""
-    import psutil
-
-    total = int(psutil.virtual_memory().total)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes")):
         if path.exists() and (limit := path.read_text().strip()).isdigit():
             total = min(total, int(limit))
