@@ -216,5 +216,5 @@ def finish(workspace: Workspace) -> Manifest:
 def clear(folder: Path) -> None:
     """Forget a prepared folder. The manifest goes first: what is left is at worst unfinished."""
     (folder / "manifest.json").unlink(missing_ok=True)
-    for name in ("units", "tokenizer", *SPLITS):
+    for name in ("units", "tokenizer", "pipeline", *SPLITS):
         shutil.rmtree(folder / name, ignore_errors=True)

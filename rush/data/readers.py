@@ -180,9 +180,11 @@ def _read_text(piece: Slice, _: str) -> Iterator[Document]:
 
 
 def _read_python(piece: Slice, _: str) -> Iterator[Document]:
-    """Python source declares its own encoding; `tokenize.open` honours it."""
-    with tokenize.open(piece.path) as file:
-        yield from as_document(file.read(), piece.path)
+    """A source file declares its own encoding in its first lines."""
+    with opened(piece.path) as file:
+        encoding, _lines_read = tokenize.detect_encoding(file.readline)
+        file.seek(0)
+        yield from as_document(file.read().decode(encoding), piece.path)
 
 
 def _read_jsonl(piece: Slice, text_field: str) -> Iterator[Document]:

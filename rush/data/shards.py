@@ -74,7 +74,7 @@ class Manifest:
     @property
     def content_sha256(self) -> str:
         """Names the tokens themselves, wherever they came from: equal for equal training data."""
-        sums = [(shard.split, shard.sha256["bin"], shard.sha256["idx"]) for shard in self.shards]
+        sums = [(shard.split, shard.documents, shard.sha256["bin"]) for shard in self.shards]
         return hashlib.sha256(json.dumps([self.dtype, sums]).encode()).hexdigest()
 
 
