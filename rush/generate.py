@@ -26,6 +26,8 @@ Ending = Literal["stop", "length", "context"]
 
 # Prompts are read in pieces, because each piece makes fp32 logits for all of its tokens.
 PREFILL_TOKENS = 256
+# Text is decoded from at least this many last tokens before older ones are dropped.
+WINDOW_TOKENS = 8
 
 
 @dataclass(frozen=True)
@@ -139,10 +141,8 @@ def stream_text(tokenizer_decode: Callable[[list[int]], str], ids: Iterable[int]
         if certain > shown:
             yield text[shown:certain]
             shown = certain
-        if certain == len(text) and len(window) > 1:
-            context = tokenizer_decode(window[-1:])
-            if context and not _uncertain(context):
-                window, shown = window[-1:], len(context)
+        if certain == len(text) and len(window) >= WINDOW_TOKENS:
+            window, shown = _shorter(tokenizer_decode, window, shown)
     rest = tokenizer_decode(window)[shown:] if window else ""
     if rest:
         yield rest
@@ -172,6 +172,15 @@ def _draw(logits_v: Tensor, sampling: Sampling, generator: torch.Generator) -> i
     if sampling.temperature == 0:
         return int(logits_v.argmax())
     return int(torch.multinomial(token_probabilities(logits_v, sampling), 1, generator=generator))
+
+
+def _shorter(decode: Callable[[list[int]], str], window: list[int], shown: int) -> tuple[list[int], int]:
+    """The fewest last tokens that make sense by themselves, and how long their text is."""
+    for length in range(1, len(window)):
+        text = decode(window[-length:])
+        if text and not _uncertain(text):
+            return window[-length:], len(text)
+    return window, shown
 
 
 def _uncertain(text: str) -> int:

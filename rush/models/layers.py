@@ -31,8 +31,8 @@ class LayerNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width))
-        self.bias = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.ones(width))
+        self.bias = nn.Parameter(torch.zeros(width))
 
     def forward(self, x_btd: Tensor) -> Tensor:
         return F.layer_norm(x_btd, self.weight.shape, self.weight, self.bias, self.eps)
@@ -44,7 +44,7 @@ class RMSNorm(nn.Module):
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.eps = eps
-        self.weight = nn.Parameter(torch.empty(width))
+        self.weight = nn.Parameter(torch.ones(width))
 
     def forward(self, x_btd: Tensor) -> Tensor:
         wide = x_btd.float()
