@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rush.errors import DataError, Diverged, MachineError, RecipeError, RushError
-    from rush.folders import export_model, load_model, load_tokenizer
-    from rush.generate import generate
+    from rush.train.folders import export_model, load_model, load_tokenizer
     from rush.recipe import Recipe
     from rush.recipe_io import load_recipe
-    from rush.train import train
+    from rush.train.loop import train_recipe
 
 __version__ = "0.1.0"
 
@@ -25,12 +24,11 @@ _HOMES = {
     "Recipe": "recipe",
     "RecipeError": "errors",
     "RushError": "errors",
-    "export_model": "folders",
-    "generate": "generate",
-    "load_model": "folders",
+    "export_model": "train.folders",
+    "load_model": "train.folders",
     "load_recipe": "recipe_io",
-    "load_tokenizer": "folders",
-    "train": "train",
+    "load_tokenizer": "train.folders",
+    "train_recipe": "train.loop",
 }
 
 __all__ = [
@@ -42,11 +40,10 @@ __all__ = [
     "RushError",
     "__version__",
     "export_model",
-    "generate",
     "load_model",
     "load_recipe",
     "load_tokenizer",
-    "train",
+    "train_recipe",
 ]
 
 

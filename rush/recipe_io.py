@@ -17,19 +17,9 @@ from pydantic import BaseModel, ValidationError
 
 from rush.errors import RecipeError, nearest
 from rush.recipe import Recipe
+from rush.recipe_names import recipe_folder, recipe_names
 
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
-
-
-def recipe_folder() -> Path:
-    """Where the ready recipes live: inside an installed package, or beside it in a checkout."""
-    package = Path(__file__).resolve().parent
-    installed = package / "_recipes"
-    return installed if installed.is_dir() else package.parent / "recipes"
-
-
-def recipe_names() -> list[str]:
-    return sorted(path.stem for path in recipe_folder().glob("*.toml"))
 
 
 def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:

@@ -1,0 +1,62 @@
+"""The command line. Each command is a thin call; one file each in this folder.
+
+Errors a user can mend end in one message and their own exit code: 2 recipe or arguments, 3 data,
+4 machine or environment, 5 the run diverged. `--debug`, anywhere on the line, shows the traceback.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rush import __version__
+from rush.cli import data, export, recipes, talk, train
+from rush.errors import RushError
+
+app = typer.Typer(
+    name="rush",
+    help="Measure, prove, tune and train language models on the machine you have.",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    epilog="Exit codes: 2 recipe or arguments, 3 data, 4 machine, 5 the run diverged. "
+    "Put --debug anywhere for a traceback.",
+)
+app.command("train")(train.train)
+app.command("generate")(talk.generate)
+app.command("chat")(talk.chat)
+app.command("export")(export.export)
+app.add_typer(recipes.app, name="recipes")
+app.add_typer(data.app, name="data")
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None: ...
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The entry point of `rush` and `python -m rush`."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    debug = "--debug" in words
+    try:
+        app([word for word in words if word != "--debug"], prog_name="rush")
+    except RushError as error:
+        if debug:
+            raise
+        typer.secho(f"error: {error}", err=True, fg="red")
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        typer.secho("interrupted", err=True)
+        sys.exit(130)

@@ -1,0 +1,81 @@
+"""`rush data`: prepare a corpus, look at it, check it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rush.cli.complete import complete_recipe
+from rush.cli.output import Json, print_json, print_table
+
+app = typer.Typer(help="Prepare a recipe's corpus, look at it, check it.", no_args_is_help=True)
+
+RecipeName = Annotated[str, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it.")]
+Prepared = Annotated[Path, typer.Argument(help="A prepared corpus, as `rush data prepare` names it.")]
+
+
+@app.command()
+def prepare(
+    recipe: RecipeName,
+    overrides: Overrides = None,
+    workers: Annotated[int | None, typer.Option(help="Processes; all cores without it.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Prepare anew even if it is there.")] = False,
+    json: Json = False,
+) -> None:
+    """Tokenise a recipe's corpus into shards, in parallel; an interrupted preparation goes on.
+
+    Example: rush data prepare gpt2-124m data.source=files 'data.files=["corpus/*.jsonl"]'
+    """
+    from rush.recipe_io import load_recipe
+    from rush.train.corpus import preparation_of, prepare_with_bar
+
+    chosen = load_recipe(recipe, overrides or [])
+    _report(prepare_with_bar(preparation_of(chosen), workers=workers, force=force), json)
+
+
+@app.command()
+def show(
+    folder: Prepared,
+    window: Annotated[int, typer.Option(help="Which window to print as text.", min=0)] = 0,
+    sequence: Annotated[int, typer.Option(help="Tokens in a window.", min=1)] = 128,
+    json: Json = False,
+) -> None:
+    """Counts, lengths and one window of a prepared corpus, as the model gets it."""
+    from rush.data import sample_window
+
+    sample = sample_window(folder, sequence=sequence, index=window)
+    _report(folder, json, {"sample": sample})
+    if not json:
+        typer.secho(f"\n{sample['sample']} of {sample['windows']:,} windows", bold=True)
+        typer.echo(sample["text"])
+
+
+@app.command()
+def verify(folder: Prepared, json: Json = False) -> None:
+    """Check every checksum and every token id of a prepared corpus."""
+    from rush.data import verify_shards
+
+    manifest = verify_shards(folder, full=True)
+    if json:
+        print_json({"folder": str(folder), "ok": True, "shards": len(manifest.shards)})
+        return
+    typer.echo(f"{folder}: all {len(manifest.shards)} shards are whole and every token is in the vocabulary.")
+
+
+def _report(folder: Path, json: bool, more: dict[str, Any] | None = None) -> None:
+    from rush.data import corpus_statistics
+
+    found = corpus_statistics(folder) | (more or {})
+    if json:
+        print_json(found)
+        return
+    typer.echo(f"{found['folder']}\nsource {found['source']}, vocabulary {found['vocab_size']:,}, {found['dtype']}\n")
+    rows = [
+        [name, f"{split['documents']:,}", f"{split['tokens']:,}", f"{split.get('bytes_per_token', 0):.2f}",
+         f"{split.get('document_tokens', {}).get('median', 0):,}"]
+        for name, split in found["splits"].items()
+    ]  # fmt: skip
+    print_table(["split", "documents", "tokens", "bytes/token", "median length"], rows)

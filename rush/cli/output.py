@@ -1,0 +1,32 @@
+"""Small things all commands share: JSON for machines, tables for people."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on standard output, for machines.")]
+
+
+def print_json(value: Any) -> None:
+    typer.echo(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> None:
+    """A table on standard output; columns of numbers stand right."""
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for index, name in enumerate(columns):
+        numeric = all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
+        table.add_column(name, justify="right" if numeric else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table, markup=False)
+
+
+def note(text: str) -> None:
+    """A remark for the person at the terminal, on standard error."""
+    typer.secho(text, err=True, fg="yellow")

@@ -1,0 +1,75 @@
+"""`rush recipes`: the ready recipes, one of them in full, and the schema for editors."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from rush.cli.complete import complete_recipe
+from rush.cli.output import Json, print_json, print_table
+
+app = typer.Typer(help="List the ready recipes, print one in full, or print the JSON Schema.", no_args_is_help=False)
+
+
+@app.callback(invoke_without_command=True)
+def _list(context: typer.Context, json: Json = False) -> None:
+    if context.invoked_subcommand is not None:
+        return
+    from rush.models import count_parameters, flops_per_token
+    from rush.recipe_io import load_recipe, recipe_names
+
+    recipes = {name: load_recipe(name) for name in recipe_names()}
+    rows: list[dict[str, Any]] = [
+        {
+            "name": name,
+            "parameters": count_parameters(recipe.shape()),
+            "flops_per_token": flops_per_token(recipe.shape(), recipe.batch.sequence),
+            "step_tokens": recipe.step_tokens,
+            "steps": recipe.schedule.steps,
+            "about": recipe.about,
+        }
+        for name, recipe in recipes.items()
+    ]
+    rows.sort(key=lambda row: row["parameters"])
+    if json:
+        print_json(rows)
+        return
+    print_table(
+        ["recipe", "parameters", "GFLOP/token", "tokens/step", "steps", "what it is"],
+        [
+            [
+                row["name"],
+                f"{row['parameters']:,}",
+                f"{row['flops_per_token'] / 1e9:.3g}",
+                f"{row['step_tokens']:,}",
+                f"{row['steps']:,}",
+                row["about"],
+            ]
+            for row in rows
+        ],
+    )
+
+
+@app.command()
+def show(
+    name: Annotated[str, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)],
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it.")] = None,
+    json: Json = False,
+) -> None:
+    """Print a recipe fully resolved, every default written out."""
+    from rush.recipe_io import load_recipe, write_toml
+
+    recipe = load_recipe(name, overrides or [])
+    if json:
+        print_json({"digest": recipe.digest, "recipe": recipe.model_dump(mode="json")})
+        return
+    typer.echo(f"# digest {recipe.digest}\n{write_toml(recipe)}", nl=False)
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of a recipe, for editors that complete and check TOML."""
+    from rush.recipe import Recipe
+
+    print_json(Recipe.model_json_schema())

@@ -1,0 +1,95 @@
+"""The techniques: one file each. This page finds them and checks a recipe against them.
+
+Adding a technique is adding a file that defines `technique`; nothing else needs to know its name.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+
+from rush.errors import MachineError, RecipeError, nearest
+from rush.hardware import Machine
+from rush.recipe import Knob, Recipe
+from rush.techniques.contract import Build, Claim, Parity, Requirement, Stage, Technique
+
+__all__ = ["Build", "Claim", "Parity", "Requirement", "Stage", "Technique", "Use", "check", "registry"]
+
+
+@dataclass(frozen=True)
+class Use:
+    """A technique with its knobs settled."""
+
+    technique: Technique
+    knobs: Mapping[str, Knob]
+
+
+@cache
+def registry() -> Mapping[str, Technique]:
+    """Every technique by name."""
+    found: dict[str, Technique] = {}
+    for module in pkgutil.iter_modules(__path__):
+        technique = getattr(import_module(f"{__name__}.{module.name}"), "technique", None)
+        if isinstance(technique, Technique):
+            assert technique.name == module.name, f"{module.name}.py defines {technique.name}"
+            found[technique.name] = technique
+    return found
+
+
+def check(recipe: Recipe, machine: Machine) -> list[Use]:
+    """The recipe's techniques in the order of the build, or an error that names the reason.
+
+    Everything is checked here, before any memory is taken: names, knobs, conflicts, requirements.
+    """
+    uses = sorted((_settle(name, knobs) for name, knobs in recipe.technique_uses()), key=_order)
+    names = {use.technique.name for use in uses}
+    for use in uses:
+        technique = use.technique
+        if clash := sorted(names.intersection(technique.conflicts)):
+            raise RecipeError(
+                f"techniques {technique.name} and {clash[0]} cannot stand together; take one of them out."
+            )
+        for requirement in technique.requires:
+            if not requirement.met(machine, recipe):
+                raise MachineError(
+                    f"technique {technique.name} cannot run here: {requirement.sentence}; found "
+                    f"{machine.summary()}. Take it out with techniques-={technique.name}, or change what it needs."
+                )
+    _check_layout(recipe)
+    return uses
+
+
+def _settle(name: str, given: Mapping[str, Knob]) -> Use:
+    if name not in registry():
+        raise RecipeError(f"techniques names {name!r}, which is none; {nearest(name, registry())}")
+    technique = registry()[name]
+    knobs = {key: knob.default for key, knob in technique.knobs.items()}
+    for key, value in given.items():
+        if key not in knobs:
+            tail = nearest(key, knobs) if knobs else "It has none."
+            raise RecipeError(f"technique {name} has no knob {key!r}; {tail}")
+        allowed = technique.knobs[key].values
+        if not any(value == option and type(value) is type(option) for option in allowed):
+            listed = ", ".join(repr(option) for option in allowed)
+            raise RecipeError(f"technique {name}: {key} is {value!r}; allowed: {listed}.")
+        knobs[key] = value
+    return Use(technique, knobs)
+
+
+def _order(use: Use) -> tuple[int, int, str]:
+    """By stage; inside a stage, what others must follow comes first."""
+    followers = len(use.technique.after)
+    return use.technique.stage, followers, use.technique.name
+
+
+def _check_layout(recipe: Recipe) -> None:
+    asked = {axis: size for axis, size in recipe.layout.model_dump().items() if size != 1}
+    if asked:
+        axis, size = next(iter(asked.items()))
+        raise RecipeError(
+            f"layout.{axis} is {size}; this version trains on one device, so the only allowed size is 1. "
+            f"Set layout.{axis}=1."
+        )

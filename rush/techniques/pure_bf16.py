@@ -1,0 +1,34 @@
+"""Pure bf16: weights, gradients and optimizer state in bf16.
+
+Half the memory of everything, and no casts. But bf16 has 8 bits of mantissa: once an update is
+smaller than about 1/256 of a weight, rounding throws it away, so long runs at small learning rates
+stall. It serves fine-tuning and speed studies; for pretraining prefer `amp_bf16`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rush.recipe import Knob
+from rush.techniques.contract import Build, Claim, Parity, Stage, Technique
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.weight_dtype = torch.bfloat16
+
+
+technique = Technique(
+    name="pure_bf16",
+    stage=Stage.MODEL,
+    apply=apply,
+    conflicts=("amp_bf16",),
+    claim=Claim(
+        "model state bytes",
+        -0.5,
+        regime="weights, gradients and both Adam moments at 2 bytes instead of 4",
+        source="arithmetic: 8 bytes per parameter instead of 16",
+    ),
+    parity=Parity.STATISTICAL,
+)

@@ -1,0 +1,51 @@
+"""TF32: fp32 matmuls on the tensor cores.
+
+A tensor core multiplies numbers with a 10-bit mantissa and adds up in fp32. With TF32 allowed, an
+fp32 matmul rounds its inputs to that mantissa and runs on the tensor cores, several times faster
+than on the plain fp32 units; weights, activations and everything but matmuls stay fp32. It gains
+nothing where the step is bound by memory or by launches, and nothing once matmuls run in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from rush.recipe import Knob
+from rush.techniques.contract import Build, Claim, Parity, Requirement, Stage, Technique
+
+
+@contextmanager
+def _allowed() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.step_contexts.append(_allowed)
+
+
+technique = Technique(
+    name="tf32",
+    stage=Stage.ENV,
+    apply=apply,
+    requires=(
+        Requirement(
+            "it needs a CUDA GPU of compute capability 8.0 (Ampere) or newer",
+            lambda machine, recipe: machine.device == "cuda" and (machine.capability or (0, 0)) >= (8, 0),
+        ),
+    ),
+    claim=Claim(
+        "matmul rate",
+        7.0,
+        regime="fp32 matmul on an A100: 156 TFLOP/s dense against 19.5",
+        source="NVIDIA A100 Tensor Core GPU datasheet",
+    ),
+    parity=Parity.CLOSE,
+)

@@ -1,0 +1,1 @@
+"""Training: build a run from a recipe, step it, record it, save it, resume it."""

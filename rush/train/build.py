@@ -1,0 +1,112 @@
+"""From a checked recipe to a run that can step: one ordered pass over the techniques' stages.
+
+The model is made without memory (on the meta device), the techniques of the early stages change it,
+then it gets its memory and weights, then the later stages set up the update, the step and the data.
+This file is the one place where the order of things is written down.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rush.errors import MachineError
+from rush.hardware import Machine
+from rush.models import Decoder, build_model
+from rush.recipe import Recipe
+from rush.techniques import Build, Stage, Use, check
+from rush.train.optimizer import build_optimizer
+
+
+@dataclass
+class Run:
+    """Everything a step needs."""
+
+    recipe: Recipe
+    machine: Machine
+    device: torch.device
+    model: Decoder
+    optimizer: torch.optim.Optimizer
+    autocast_dtype: torch.dtype | None = None
+    step_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
+    loader_options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def compute_dtype(self) -> torch.dtype:
+        """The dtype the matmuls run in."""
+        return self.autocast_dtype or next(self.model.parameters()).dtype
+
+    @contextmanager
+    def in_step(self) -> Iterator[None]:
+        """The surroundings of every forward pass and update of this run."""
+        with ExitStack() as stack:
+            for enter in self.step_contexts:
+                stack.enter_context(enter())
+            yield
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Mixed precision for a forward pass, where a technique asked for it."""
+        return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
+
+
+def build(recipe: Recipe, machine: Machine, weights: dict[str, torch.Tensor] | None = None) -> Run:
+    """The run a recipe describes, on this machine; random weights from the seed unless given."""
+    uses = check(recipe, machine)
+    device = torch.device(machine.device)
+    with torch.device("meta"):
+        model = build_model(recipe.shape())
+    half_made = Build(recipe=recipe, machine=machine, device=device, model=model)
+    _apply(uses, half_made, first=Stage.ENV, last=Stage.SHARD)
+    _materialise(half_made, weights)
+    _apply(uses, half_made, first=Stage.MATERIALISE, last=Stage.DATA)
+    run = Run(
+        recipe=recipe,
+        machine=machine,
+        device=device,
+        model=half_made.model,
+        optimizer=build_optimizer(recipe, half_made.model, half_made.optimizer_options),
+        autocast_dtype=half_made.autocast_dtype,
+        step_contexts=half_made.step_contexts,
+        loader_options=half_made.loader_options,
+    )
+    if recipe.run.deterministic:
+        run.step_contexts.append(deterministic)
+    return run
+
+
+def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None:
+    for use in uses:
+        if first <= use.technique.stage <= last:
+            use.technique.apply(half_made, use.knobs)
+
+
+def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> None:
+    model = half_made.model.to(half_made.weight_dtype)
+    try:
+        model.to_empty(device=half_made.device)
+    except torch.OutOfMemoryError:
+        raise MachineError(
+            f"the weights of {half_made.recipe.model.name} do not fit into {half_made.machine.summary()}; "
+            "take a smaller model or a larger device."
+        ) from None
+    model.init_weights(half_made.recipe.run.seed)
+    if weights is not None:
+        model.load_state_dict(weights)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """Only algorithms that give the same bits every time."""
+    before = torch.are_deterministic_algorithms_enabled()
+    # cuBLAS reads this when its first handle is made; it is harmless elsewhere.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)

@@ -1,0 +1,40 @@
+"""How much of the machine a run uses.
+
+MFU is the model's arithmetic (formula in rush.models.counts) over the datasheet's dense peak for the
+dtype of the matmuls. A device without a datasheet entry, a laptop's CPU, say, is held against the
+matmul rate measured on it, and the figure has another name, because it is another thing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from rush.hardware import datasheet_peak, measured_matmul_rate
+from rush.models import flops_per_token
+from rush.train.build import Run
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    name: str
+    flops_per_token: float
+    rate: float | None
+    """Floating-point operations per second that count as all of it; None where nothing is known."""
+
+    def of(self, tokens_per_s: float) -> dict[str, float]:
+        return {self.name: tokens_per_s * self.flops_per_token / self.rate} if self.rate else {}
+
+
+def yardstick(run: Run) -> Yardstick:
+    """MFU where the datasheet is known, else the fraction of the measured ceiling."""
+    work = flops_per_token(run.model.shape, run.recipe.batch.sequence)
+    dtype = str(run.compute_dtype).removeprefix("torch.")
+    with run.in_step():
+        if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+            dtype = "tf32"
+    peak = datasheet_peak(run.machine, dtype)
+    if peak is not None:
+        return Yardstick("mfu", work, peak)
+    return Yardstick("ceiling_fraction", work, measured_matmul_rate(run.machine, dtype))

@@ -1,0 +1,294 @@
+"""The run from start to end: open the folder, build, step, record, save, and start again where it stopped.
+
+What a resumed run must repeat to the bit is kept small on purpose. The learning rate is a function of
+the step, the sample order a function of seed and position; weights, optimizer state, random state
+and position are in the checkpoint. Rows written after the newest checkpoint are cut away and written
+again, so `metrics.jsonl` always tells one story.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import torch
+
+from rush.errors import DataError, Diverged, MachineError, RecipeError
+from rush.hardware import Machine, memory_in_use, probe
+from rush.recipe import Recipe
+from rush.recipe_io import differences, load_recipe, write_toml
+from rush.records.files import write_atomic, write_json_atomic
+from rush.records.metrics import MetricsWriter, read_rows, truncate_after
+from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
+from rush.techniques import check
+from rush.train import checkpoint
+from rush.train.build import Run, build
+from rush.train.corpus import Corpus, open_corpus
+from rush.train.efficiency import Yardstick, yardstick
+from rush.train.sample import sample_text
+from rush.train.schedule import learning_rate
+from rush.train.sinks import Sink, open_sinks
+from rush.train.folders import starting_weights
+from rush.train.step import train_step, validate
+from rush.train.view import Silent, View
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished (or interrupted) run comes to."""
+
+    folder: str
+    step: int
+    steps: int
+    loss: float
+    val_loss: float | None
+    best_val_loss: float | None
+    tokens: int
+    tokens_per_s: float
+    interrupted: bool
+
+
+def train_recipe(recipe: Recipe | None, out: Path | str, *, resume: bool = False, view: View | None = None) -> Summary:
+    """Train as the recipe says, in the folder `out`; `resume` goes on with the run that is there."""
+    view, folder = view or Silent(), RunFolder(Path(out))
+    if resume and not folder.holds_run() and recipe is not None:
+        view.note(f"{folder.path} holds no run yet: starting from the beginning.")
+        resume = False
+    if resume:
+        existing_run(folder.path)
+        recipe = _same_learning(load_recipe(str(folder.recipe)), recipe)
+    assert recipe is not None, "a new run needs a recipe"
+    machine = probe(recipe.run.device)
+    check(recipe, machine)
+    with resumed_run(folder.path) if resume else new_run(folder.path):
+        write_atomic(folder.recipe, write_toml(recipe))
+        write_json_atomic(folder.machine, machine.to_dict())
+        return _train(recipe, machine, folder, view)
+
+
+# What may change between the parts of one run without changing what it learns.
+FREE_ON_RESUME = ("about", "run.save_every", "run.keep", "run.validate_every", "run.sample_every",
+                  "run.sample_prompt", "run.sample_tokens", "run.tensorboard", "run.wandb")  # fmt: skip
+
+
+def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:
+    """The recipe to go on with: a given one may differ from the stored one only in what is free."""
+    free = tuple(f"{key}:" for key in FREE_ON_RESUME)
+    fixed = [line for line in differences(stored, given or stored) if not line.startswith(free)]
+    if fixed:
+        raise RecipeError(
+            f"the run was started with another recipe ({'; '.join(fixed)}); a resumed run must learn what it set "
+            "out to learn. Leave these out, or start a new run with another --out."
+        )
+    return given or stored
+
+
+def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View) -> Summary:
+    store = folder.checkpoints
+    resumed = store.newest_good(lambda path, reason: view.note(f"DAMAGED checkpoint, not used: {reason}"))
+    if resumed is None and store.steps():
+        raise DataError(
+            f"every checkpoint in {store.folder} is damaged; restore one from a backup, or start a new run with "
+            "another --out."
+        )
+    weights = starting_weights(recipe) if resumed is None else None
+    corpus = open_corpus(recipe, folder.tokenizer, view.note)
+    run = build(recipe, machine, weights)
+    loader = corpus.loader(recipe, run.loader_options)
+    done, tokens = 0, 0
+    if resumed is not None:
+        extra = checkpoint.load(resumed, run.model, run.optimizer)
+        _check_same_corpus(extra["corpus"], corpus)
+        done, tokens = int(extra["step"]), int(extra["tokens"])
+        loader.load_state(extra["loader"])
+        view.note(f"Resuming from {resumed.path.name}.")
+    else:
+        _seed_generators(recipe.run.seed)
+    truncate_after(folder.metrics, done)
+    truncate_after(folder.samples, done)
+    sinks = open_sinks(recipe, folder.path, done + 1)
+    try:
+        with MetricsWriter(folder.metrics) as metrics, MetricsWriter(folder.samples) as samples:
+            session = _Session(recipe, run, folder, corpus, loader, metrics, samples, sinks, view)
+            return session.go(done, tokens)
+    finally:
+        loader.close()
+        for sink in sinks:
+            sink.close()
+
+
+def _seed_generators(seed: int) -> None:
+    """Every random generator a library might draw from; a resumed run restores them all."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _check_same_corpus(digest: str, corpus: Corpus) -> None:
+    if digest != corpus.digest:
+        raise DataError(
+            f"the prepared corpus is not the one this run was trained on (its digest was {digest[:12]}, now "
+            f"{corpus.digest[:12]}): files, tokenizer or the Python installation changed. Restore them, or start a "
+            "new run with another --out."
+        )
+
+
+@dataclass
+class _Session:
+    """The stepping part of a run, between start (or resume) and end (or interruption)."""
+
+    recipe: Recipe
+    run: Run
+    folder: RunFolder
+    corpus: Corpus
+    loader: Any
+    metrics: MetricsWriter
+    samples: MetricsWriter
+    sinks: list[Sink]
+    view: View
+
+    def go(self, done: int, tokens: int) -> Summary:
+        recipe, total = self.recipe, self.recipe.schedule.steps
+        self.view.start(_title(recipe, self.run), total, done)
+        gauge = yardstick(self.run)
+        row: dict[str, Any] = {}
+        began, first_tokens = time.perf_counter(), tokens
+        try:
+            with _graceful_stop() as stop:
+                for step in range(done + 1, total + 1):
+                    row = self._step(step, tokens, gauge)
+                    tokens = row["tokens"]
+                    last = step == total or stop.asked
+                    self._record(step, row, last=step == total)
+                    if last or _due(recipe.run.save_every, step):
+                        self._save(step, row)
+                    if stop.asked:
+                        break
+        finally:
+            self.view.close()
+        return self._summary(row, done, tokens, (tokens - first_tokens) / (time.perf_counter() - began))
+
+    def _step(self, step: int, tokens: int, gauge: Yardstick) -> dict[str, Any]:
+        began = time.perf_counter()
+        lr = learning_rate(self.recipe, step)
+        batches = list(self.loader.next_step())
+        data_s = time.perf_counter() - began
+        try:
+            result = train_step(self.run, step, lr, batches)
+        except torch.OutOfMemoryError:
+            raise MachineError(
+                f"out of memory at step {step} on {self.run.machine.summary()}; halve batch.micro (the total batch in "
+                "tokens stays as it is), or shorten batch.sequence."
+            ) from None
+        except Diverged as error:
+            steps = self.folder.checkpoints.steps()
+            last = self.folder.checkpoints.path(steps[-1]) if steps else None
+            kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been saved yet"
+            raise Diverged(
+                f"{error} Nothing was overwritten: {kept}. Lower optimizer.lr, lengthen schedule.warmup or look "
+                "at these samples."
+            ) from None
+        seconds = time.perf_counter() - began
+        speed = result.num_tokens / seconds
+        return {
+            "step": step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": lr,
+            "tokens": tokens + result.num_tokens,
+            "labels": result.num_labels,
+            "tokens_per_s": speed,
+            "step_s": seconds,
+            "data_s": data_s,
+            "memory_bytes": memory_in_use(self.run.device.type),
+            **gauge.of(speed),
+        }
+
+    def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
+        settings = self.recipe.run
+        if last or _due(settings.validate_every, step):
+            row["val_loss"] = validate(self.run, self.corpus.validation(self.recipe))
+        self.metrics.write(row)
+        for sink in self.sinks:
+            sink.write(step, {k: v for k, v in row.items() if isinstance(v, float)})
+        self.view.row(row)
+        if settings.sample_tokens and (last or _due(settings.sample_every, step)):
+            text = sample_text(self.run, self.corpus.tokenizer)
+            self.samples.write({"step": step, "prompt": settings.sample_prompt, "text": text})
+            self.view.sample(step, text)
+
+    def _save(self, step: int, row: dict[str, Any]) -> None:
+        self.metrics.sync()
+        self.samples.sync()
+        extra = {
+            "step": step,
+            "tokens": row["tokens"],
+            "loader": self.loader.state(),
+            "corpus": self.corpus.digest,
+            "recipe": self.recipe.digest,
+        }
+        store = self.folder.checkpoints
+        checkpoint.save(store, step, self.run.model, self.run.optimizer, extra, {"val_loss": row.get("val_loss")})
+        store.retain(self.recipe.run.keep, committed=step)
+
+    def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
+        rows = list(read_rows(self.folder.metrics))
+        val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
+        step = row.get("step", done)
+        return Summary(
+            folder=str(self.folder.path),
+            step=step,
+            steps=self.recipe.schedule.steps,
+            loss=rows[-1]["loss"],
+            val_loss=val[-1] if val else None,
+            best_val_loss=min(val) if val else None,
+            tokens=tokens,
+            tokens_per_s=speed,
+            interrupted=step < self.recipe.schedule.steps,
+        )
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _title(recipe: Recipe, run: Run) -> str:
+    names = ", ".join(name for name, _ in recipe.technique_uses()) or "none"
+    return (
+        f"{recipe.model.name} on {run.machine.summary()} · {recipe.step_tokens:,} tokens a step "
+        f"({recipe.accumulation} × {recipe.batch.micro} × {recipe.batch.sequence}) · techniques: {names}"
+    )
+
+
+@dataclass
+class _Stop:
+    asked: bool = False
+
+
+@contextmanager
+def _graceful_stop() -> Iterator[_Stop]:
+    """The first Ctrl-C (or SIGTERM) ends the run after its step, with a checkpoint; the second ends it now."""
+    stop = _Stop()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # signals belong to the main thread; elsewhere the caller decides how to stop
+        before = {}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

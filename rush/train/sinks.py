@@ -1,0 +1,88 @@
+"""Where a run's numbers go: `metrics.jsonl` always, TensorBoard by default, Weights & Biases on request.
+
+Only the recipe and the measured numbers are sent anywhere. Keys and tokens live in the environment
+and are read by the services' own clients; nothing here looks at them or writes them down.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from rush.errors import MachineError
+from rush.recipe import Recipe
+
+
+class Sink(Protocol):
+    def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
+    def close(self) -> None: ...
+
+
+class TensorBoard:
+    """Event files beside the run; rows after the resumed step are marked as void."""
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        try:
+            from torch.utils.tensorboard.writer import SummaryWriter
+        except ImportError:
+            raise MachineError(
+                "run.tensorboard is on but the package tensorboard is not installed; install it or set "
+                "run.tensorboard=false."
+            ) from None
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)  # type: ignore[no-untyped-call]
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        for name, value in numbers.items():
+            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+
+    def close(self) -> None:
+        self._writer.close()  # type: ignore[no-untyped-call]
+
+
+class WeightsAndBiases:
+    """A run in a Weights & Biases project; resumed under the same id."""
+
+    def __init__(self, project: str, recipe: Recipe, folder: Path) -> None:
+        try:
+            import wandb
+        except ImportError:
+            raise MachineError(
+                f"run.wandb is {project!r} but the package wandb is not installed; install the extra `wandb` "
+                "or leave run.wandb out."
+            ) from None
+        # Without a key the client would stop and ask on the terminal, in the middle of a batch job.
+        if os.environ.get("WANDB_MODE") not in ("offline", "disabled") and not _has_login():
+            raise MachineError(
+                "run.wandb is set but no login was found; run `wandb login`, or set WANDB_MODE=offline to log "
+                "to files only."
+            )
+        self._run: Any = wandb.init(
+            project=project,
+            id=f"{folder.resolve().name}-{recipe.digest[:8]}",
+            resume="allow",
+            dir=str(folder),
+            config=recipe.model_dump(mode="json"),
+        )
+
+    def write(self, step: int, numbers: Mapping[str, float]) -> None:
+        self._run.log(dict(numbers), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _has_login() -> bool:
+    netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
+    return bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text())
+
+
+def open_sinks(recipe: Recipe, folder: Path, first_step: int) -> list[Sink]:
+    """The sinks the recipe asks for, besides `metrics.jsonl`."""
+    sinks: list[Sink] = []
+    if recipe.run.tensorboard:
+        sinks.append(TensorBoard(folder / "tensorboard", first_step))
+    if recipe.run.wandb:
+        sinks.append(WeightsAndBiases(recipe.run.wandb, recipe, folder))
+    return sinks

@@ -1,0 +1,93 @@
+"""One optimizer step: accumulate, check, clip, update.
+
+The gradient of a step is the gradient of the mean loss over all its labels. Each micro batch adds
+the gradient of its *summed* loss divided by the number of labels in the whole step, so cutting a
+batch into micro batches changes nothing, even when they hold unequal numbers of labels. (Averaging
+the micro batches' own means, as many trainers did, gives the wrong weight to every token.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from rush.data import Batch
+from rush.errors import DataError, Diverged
+from rush.train.build import Run
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    grad_norm: float
+    num_tokens: int
+    num_labels: int
+
+
+def train_step(run: Run, step: int, lr: float, batches: Iterable[Batch]) -> StepResult:
+    """Update the model once. Raises `Diverged` before the update if loss or gradient is not finite."""
+    with run.in_step():
+        return _train_step(run, step, lr, list(batches))
+
+
+def _train_step(run: Run, step: int, lr: float, batches: list[Batch]) -> StepResult:
+    num_labels = sum(int((batch.labels_bt != IGNORED).sum()) for batch in batches)
+    if num_labels == 0:
+        raise DataError(f"step {step} has no label to learn from; every target in its batches is masked.")
+    total = torch.zeros((), device=run.device)
+    for batch in batches:
+        tokens_bt = batch.tokens_bt.to(run.device, non_blocking=True)
+        labels_bt = batch.labels_bt.to(run.device, non_blocking=True)
+        with run.autocast():
+            loss = run.model(tokens_bt, labels_bt) / num_labels
+        loss.backward()
+        total += loss.detach()
+    grad_norm = gradient_norm(run)
+    mean_loss, norm = torch.stack([total, grad_norm.to(total.device)]).tolist()
+    if not (math.isfinite(mean_loss) and math.isfinite(norm)):
+        run.optimizer.zero_grad(set_to_none=True)
+        raise Diverged(_say_diverged(step, mean_loss, norm, batches))
+    clip(run, grad_norm)
+    for group in run.optimizer.param_groups:
+        group["lr"] = lr
+    run.optimizer.step()
+    run.optimizer.zero_grad(set_to_none=True)
+    return StepResult(mean_loss, norm, sum(batch.tokens_bt.numel() for batch in batches), num_labels)
+
+
+def gradient_norm(run: Run) -> torch.Tensor:
+    """The Euclidean norm of all gradients together."""
+    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+    return torch.nn.utils.get_total_norm(gradients)
+
+
+def clip(run: Run, grad_norm: torch.Tensor) -> None:
+    """Scale all gradients down if their norm is above the recipe's limit."""
+    limit = run.recipe.optimizer.clip
+    if limit:
+        torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), limit, grad_norm)
+
+
+def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> str:
+    names = [name for batch in batches for name in batch.samples]
+    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
+    return f"step {step}: {what}, so the weights were not updated; the samples of this step: {shown}."
+
+
+@torch.no_grad()
+def validate(run: Run, batches: Iterable[Batch]) -> float:
+    """Mean loss per label over held-out batches."""
+    total, num_labels = 0.0, 0
+    with run.in_step():
+        for batch in batches:
+            with run.autocast():
+                loss = run.model(batch.tokens_bt.to(run.device), batch.labels_bt.to(run.device))
+            total += float(loss)
+            num_labels += int((batch.labels_bt != IGNORED).sum())
+    return total / num_labels

@@ -1,0 +1,157 @@
+"""What a person sees while a run goes on.
+
+On a terminal: a live panel with progress, the loss as a small curve, and the numbers that matter.
+Elsewhere (a log file, a batch job): one plain line every few seconds. `Silent` says nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.panel import Panel
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+BARS = "▁▂▃▄▅▆▇█"
+
+
+class View(Protocol):
+    def start(self, title: str, total: int, done: int) -> None: ...
+    def row(self, row: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def sample(self, step: int, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Silent:
+    """For machines and tests."""
+
+    def start(self, title: str, total: int, done: int) -> None: ...
+    def row(self, row: Mapping[str, Any]) -> None: ...
+    def note(self, text: str) -> None: ...
+    def sample(self, step: int, text: str) -> None: ...
+    def close(self) -> None: ...
+
+
+class Lines:
+    """One line every few seconds, for logs."""
+
+    def __init__(self, console: Console, every_s: float = 5.0) -> None:
+        self._console, self._every_s = console, every_s
+        self._last, self._total, self._began, self._done = 0.0, 0, 0.0, 0
+
+    def start(self, title: str, total: int, done: int) -> None:
+        self._total, self._done, self._began = total, done, time.monotonic()
+        self._console.print(title, highlight=False, markup=False)
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        now, step = time.monotonic(), int(row["step"])
+        if now - self._last < self._every_s and step not in (1, self._total) and "val_loss" not in row:
+            return
+        self._last = now
+        left = (self._total - step) * (now - self._began) / max(1, step - self._done)
+        facts = "  ".join(f"{name} {text}" for name, text in describe(row).items())
+        line = f"step {step:>6}/{self._total}  {facts}  left {clock(left)}"
+        self._console.print(line, highlight=False, markup=False, soft_wrap=True)
+
+    def note(self, text: str) -> None:
+        self._console.print(text, style="yellow", highlight=False, markup=False, soft_wrap=True)
+
+    def sample(self, step: int, text: str) -> None:
+        self._console.print(f"--- sample at step {step} ---\n{text}\n---", highlight=False, markup=False)
+
+    def close(self) -> None: ...
+
+
+class Panels:
+    """The live view of a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._losses: list[float] = []
+        self._row: Mapping[str, Any] = {}
+        self._title = ""
+        self._progress = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=None),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task = self._progress.add_task("step", total=None)
+        self._live = Live(console=console, refresh_per_second=4, get_renderable=self._render)
+
+    def start(self, title: str, total: int, done: int) -> None:
+        self._title = title
+        self._progress.reset(self._task, total=total, completed=done)
+        self._live.start()
+
+    def row(self, row: Mapping[str, Any]) -> None:
+        self._losses.append(float(row["loss"]))
+        self._row = {**self._row, **row}
+        self._progress.update(self._task, completed=int(row["step"]))
+
+    def note(self, text: str) -> None:
+        self._live.console.print(Text(text, style="yellow"))
+
+    def sample(self, step: int, text: str) -> None:
+        self._live.console.print(Panel(Text(text), title=f"sample at step {step}", title_align="left"))
+
+    def close(self) -> None:
+        self._live.stop()
+
+    def _render(self) -> RenderableType:
+        facts = Table.grid(padding=(0, 3))
+        for _ in range(4):
+            facts.add_column()
+        cells = [Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in describe(self._row).items()]
+        for first in range(0, len(cells), 4):
+            facts.add_row(*cells[first : first + 4])
+        curve = Text(sparkline(self._losses, max(20, self._console.width - 12)), style="cyan")
+        return Panel(Group(self._progress, facts, Text.assemble(("loss ", "dim"), curve)), title=self._title)
+
+
+def describe(row: Mapping[str, Any]) -> dict[str, str]:
+    """A metrics row in words; only what the row holds."""
+    forms = {
+        "loss": ("loss", lambda v: f"{v:.4f}"),
+        "val_loss": ("validation", lambda v: f"{v:.4f}"),
+        "lr": ("lr", lambda v: f"{v:.2e}"),
+        "grad_norm": ("grad norm", lambda v: f"{v:.3f}"),
+        "tokens_per_s": ("tokens/s", lambda v: f"{v:,.0f}"),
+        "mfu": ("MFU", lambda v: f"{v:.1%}"),
+        "ceiling_fraction": ("of ceiling", lambda v: f"{v:.1%}"),
+        "memory_bytes": ("memory", lambda v: f"{v / 2**30:.2f} GiB"),
+    }
+    return {name: form(row[key]) for key, (name, form) in forms.items() if row.get(key) is not None}
+
+
+def sparkline(values: list[float], width: int) -> str:
+    """A curve in one line of text: means of equal stretches, scaled to what was seen."""
+    if not values:
+        return ""
+    stretch = max(1, -(-len(values) // width))
+    means = [sum(part) / len(part) for part in (values[i : i + stretch] for i in range(0, len(values), stretch))]
+    low, high = min(means), max(means)
+    scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
+    return "".join(BARS[round((value - low) * scale)] for value in means)
+
+
+def clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
+
+
+def terminal_view() -> View:
+    """The view that fits where the output goes: standard error."""
+    console = Console(stderr=True)
+    return Panels(console) if console.is_terminal else Lines(console)

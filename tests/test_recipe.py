@@ -1,0 +1,168 @@
+"""Recipes: TOML in and out, overrides, digests, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rush.errors import RecipeError
+from rush.recipe import Recipe
+from rush.recipe_io import changed, differences, load_recipe, parse, recipe_names, write_toml
+
+MINIMAL: dict[str, Any] = {
+    "model": {"name": "tiny"},
+    "batch": {"micro": 2, "sequence": 16},
+    "optimizer": {"lr": 1e-3},
+    "schedule": {"steps": 10},
+}
+READY = ("tiny", "llama-tiny", "gpt2-124m", "gpt2-350m", "gpt2-774m", "gpt2-1.5b", "llama-3.2-1b", "llama-3.2-3b",
+         "llama-3.1-8b")  # fmt: skip
+
+
+def read_back(tmp_path: Any, recipe: Recipe) -> Recipe:
+    path = tmp_path / "recipe.toml"
+    path.write_text(write_toml(recipe), encoding="utf-8")
+    return load_recipe(str(path))
+
+
+def test_the_ready_recipes_are_the_promised_ones() -> None:
+    assert set(READY) <= set(recipe_names())
+
+
+@pytest.mark.parametrize("name", READY)
+def test_a_ready_recipe_survives_toml_unchanged(name: str, tmp_path: Any) -> None:
+    recipe = load_recipe(name)
+    again = read_back(tmp_path, recipe)
+    assert again == recipe
+    assert again.digest == recipe.digest
+
+
+text = st.text(max_size=30).filter(lambda value: "\ud800" not in value)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    about=st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=40),
+    files=st.lists(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=20), max_size=3),
+    lr=st.floats(min_value=1e-12, max_value=10, exclude_min=True),
+    micro=st.integers(1, 10**6),
+    knob=st.one_of(st.booleans(), st.integers(-(10**9), 10**9), st.floats(allow_nan=False, allow_infinity=False)),
+    key=st.text(alphabet=st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8),
+)
+def test_any_recipe_survives_toml_unchanged(
+    tmp_path_factory: Any, about: str, files: list[str], lr: float, micro: int, knob: Any, key: str
+) -> None:
+    technique = {"name": "compile", ("k" + key): knob}
+    tree = {**MINIMAL, "about": about, "data": {"files": files}, "techniques": ["tf32", technique]}
+    recipe = parse({**tree, "optimizer": {"lr": lr}, "batch": {"micro": micro, "sequence": 16}})
+    assert read_back(tmp_path_factory.mktemp("recipe"), recipe) == recipe
+
+
+def test_the_digest_depends_on_content_and_not_on_how_it_was_written() -> None:
+    spelled_out = parse({**MINIMAL, "data": {"source": "python-stdlib"}, "run": {"seed": 1337}})
+    assert parse(MINIMAL).digest == spelled_out.digest
+    assert changed(parse(MINIMAL), {"run.seed": 2}).digest != spelled_out.digest
+
+
+def test_dotted_overrides_change_what_they_name() -> None:
+    recipe = load_recipe("gpt2-124m", ["batch.micro=16", "optimizer.lr=3e-4", "run.deterministic=true",
+                                       "data.files=['a b.txt']", "run.sample_prompt=Once upon a time"])  # fmt: skip
+    assert recipe.batch.micro == 16
+    assert recipe.optimizer.lr == 3e-4
+    assert recipe.run.deterministic is True
+    assert recipe.data.files == ["a b.txt"]
+    assert recipe.run.sample_prompt == "Once upon a time"
+
+
+def test_lists_can_be_lengthened_and_shortened() -> None:
+    recipe = load_recipe("gpt2-124m", ["techniques-=compile", "techniques+={name='compile', scope='block'}"])
+    assert recipe.technique_uses()[-1] == ("compile", {"scope": "block"})
+    assert [name for name, _ in recipe.technique_uses()].count("compile") == 1
+
+
+def test_accumulation_fills_the_total_batch() -> None:
+    recipe = load_recipe("gpt2-124m", ["batch.micro=16"])
+    assert recipe.step_tokens == 524_288
+    assert recipe.accumulation * 16 * 1024 == 524_288
+    assert parse(MINIMAL).accumulation == 1
+    assert parse(MINIMAL).step_tokens == 32
+
+
+def test_the_schema_knows_every_key_and_its_meaning() -> None:
+    schema = json.loads(json.dumps(Recipe.model_json_schema()))
+    assert set(schema["properties"]) == set(Recipe.model_fields)
+    assert "Sequences per forward pass" in schema["$defs"]["Batch"]["properties"]["micro"]["description"]
+    assert schema["additionalProperties"] is False
+
+
+def test_differences_name_the_key_and_both_values() -> None:
+    recipe = parse(MINIMAL)
+    assert differences(recipe, recipe) == []
+    assert differences(recipe, changed(recipe, {"optimizer.lr": 0.5})) == ["optimizer.lr: 0.001 → 0.5"]
+
+
+REFUSED = [
+    (["batch.micr=2"], ["batch.micr", "did you mean 'batch.micro'", "batch.sequence"]),
+    (["bach.micro=2"], ["bach", "did you mean 'batch'"]),
+    (["batch.micro=two"], ["batch.micro", "'two'", "integer"]),
+    (["batch.micro=0"], ["batch.micro", "0", "greater than 0"]),
+    (["batch.micro=1.5"], ["batch.micro", "1.5", "integer"]),
+    (["batch.micro=true"], ["batch.micro", "True", "integer"]),
+    (["optimizer.lr=fast"], ["optimizer.lr", "'fast'", "number"]),
+    (["optimizer.lr=nan"], ["optimizer.lr", "nan"]),
+    (["optimizer.lr=-1"], ["optimizer.lr", "-1", "greater than 0"]),
+    (["optimizer.kind=sgd"], ["optimizer.kind", "'sgd'", "'adamw'"]),
+    (["objective.kind=lmm"], ["objective.kind", "'lmm'", "'lm'"]),
+    (["batch.total_tokens=5000"], ["batch.total_tokens is 5,000", "4,096 or 6,144"]),
+    (["batch.total_tokens=100"], ["batch.total_tokens is 100", "2,048"]),
+    (["batch.sequence=512", "batch.total_tokens=8192"], ["batch.sequence is 512", "256 tokens"]),
+    (["schedule.warmup=1000"], ["schedule.warmup is 1000", "schedule.steps"]),
+    (["model.name=gpt-2"], ["model.name is 'gpt-2'", "gpt2-124m"]),
+    (["model.shape.layers=2"], ["model.shape.layers", "num_layers"]),
+    (["model.shape.num_heads=5"], ["model.shape"]),
+    (["model.shape.num_layers=2.5"], ["model.shape.num_layers", "2.5", "whole number"]),
+    (["techniques=[3]"], ["techniques", "3"]),
+    (["techniques=['tf32', 'tf32']"], ["tf32", "more than once"]),
+    (["techniques=[{mode='default'}]"], ["a technique table needs a name"]),
+    (["batch=3"], ["batch", "3", "table"]),
+    (["batch.micro.x=3"], ["batch.micro", "value"]),
+    (["nonsense"], ["nonsense", "key=value"]),
+    (["batch.micro+=1"], ["batch.micro+=", "lists only"]),
+    (["techniques-=compile"], ["compile", "not in techniques"]),
+    (["run.device=tpu"], ["run.device", "'tpu'", "'cuda'"]),
+    (["data.validation=0.9"], ["data.validation", "0.9", "less than 0.5"]),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), REFUSED, ids=[" ".join(case[0]) for case in REFUSED])
+def test_a_wrong_value_is_refused_with_what_was_found_and_what_is_allowed(
+    overrides: list[str], said: list[str]
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe("tiny", overrides)
+    message = str(caught.value)
+    assert all(part in message for part in said), message
+    assert "\n" not in message
+    assert message.endswith((".", ")"))
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"model = [", "not valid TOML"), (b"\xff\xfe", "not UTF-8"), (b"", "model is missing")],
+)
+def test_a_broken_file_is_refused_by_name(tmp_path: Any, content: bytes, said: str) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_bytes(content)
+    with pytest.raises(RecipeError, match=said):
+        load_recipe(str(path))
+
+
+def test_an_unknown_name_gets_the_nearest_one() -> None:
+    with pytest.raises(RecipeError, match="did you mean 'gpt2-124m'"):
+        load_recipe("gpt2-125m")
+    with pytest.raises(RecipeError, match="no recipe file at"):
+        load_recipe("nowhere/none.toml")

@@ -1,0 +1,96 @@
+"""A run small enough to be started, killed and compared many times: its recipe and how to look at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMES = {"tokens_per_s", "step_s", "data_s", "memory_bytes", "mfu", "ceiling_fraction"}
+
+
+def write_corpus(folder: Path) -> Path:
+    """A few documents of real text (this project's own sources)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted((ROOT / "rush" / "train").glob("*.py")):
+        (folder / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    return folder
+
+
+def small_recipe(corpus: Path, family: str = "gpt2", **sections: dict[str, Any]) -> str:
+    """TOML of a model of some ten thousand parameters on that corpus; `run={"keep": 5}` and the like change it."""
+    kv_heads = 4 if family == "gpt2" else 2
+    shape = {"num_layers": 2, "hidden": 32, "num_kv_heads": kv_heads, "head_dim": 8, "intermediate": 64, "vocab_size": 320}
+    tree: dict[str, dict[str, Any]] = {
+        "model": {"name": "tiny" if family == "gpt2" else "llama-tiny", "shape": shape},
+        "data": {"source": "files", "files": [str(corpus / "*.txt")], "validation": 0.2},
+        "batch": {"micro": 2, "sequence": 16, "total_tokens": 64},
+        "optimizer": {"lr": 1e-2},
+        "schedule": {"steps": 40, "warmup": 5},
+        "run": {
+            "deterministic": True,
+            "save_every": 1,
+            "validate_every": 7,
+            "validate_sequences": 4,
+            "sample_every": 11,
+            "sample_tokens": 8,
+            "tensorboard": False,
+        },
+    }
+    for name, changes in sections.items():
+        tree[name] = {**tree.get(name, {}), **changes}
+    lines: list[str] = []
+    for name, part in tree.items():
+        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in part.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(item)}" for key, item in value.items()) + "}"
+    return json.dumps(value)
+
+
+def rush(*words: str | Path, cache: Path, **options: Any) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    return subprocess.run(
+        [sys.executable, "-m", "rush", *map(str, words)],
+        cwd=ROOT,
+        env=environment(cache),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        **options,
+    )
+
+
+def start_rush(*words: str | Path, cache: Path) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "rush", *map(str, words)],
+        cwd=ROOT,
+        env=environment(cache),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def environment(cache: Path) -> dict[str, str]:
+    return {**os.environ, "RUSH_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+
+
+def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
+    """The rows without what depends on the clock; an unfinished last line is left out."""
+    path = folder / name
+    text = path.read_text() if path.exists() else ""
+    whole = text[: text.rfind("\n") + 1].splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key not in TIMES} for line in whole]
+
+
+def checkpoint_files(folder: Path) -> dict[str, bytes]:
+    """Every sealed checkpoint's files by name; the manifest's are the hashes of the others."""
+    found = (folder / "checkpoints").glob("step-*/*") if (folder / "checkpoints").is_dir() else []
+    return {str(path.relative_to(folder)): path.read_bytes() for path in found}

@@ -1,0 +1,138 @@
+"""One optimizer step, against plain arithmetic on the same model."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rush.data import Batch
+from rush.errors import DataError, Diverged
+from rush.hardware import probe
+from rush.recipe_io import load_recipe
+from rush.train.build import Run, build
+from rush.train.optimizer import parameter_groups
+from rush.train.step import IGNORED, gradient_norm, train_step, validate
+
+SMALL = ["model.shape.num_layers=2", "model.shape.hidden=32", "model.shape.vocab_size=64", "model.shape.head_dim=8",
+         "model.shape.intermediate=64", "batch.sequence=16", "batch.total_tokens=16", "batch.micro=1",
+         "schedule.steps=50", "optimizer.lr=0.01"]  # fmt: skip
+
+
+def make_run(*overrides: str, name: str = "tiny") -> Run:
+    return build(load_recipe(name, [*SMALL, *overrides]), probe("cpu"))
+
+
+def make_batch(rows: int, seed: int, labelled: list[int] | None = None) -> Batch:
+    """Rows of tokens; `labelled` says how many labels each row keeps."""
+    tokens = torch.randint(0, 64, (rows, 17), generator=torch.Generator().manual_seed(seed))
+    labels = tokens[:, 1:].clone()
+    for row, kept in enumerate(labelled or []):
+        labels[row, kept:] = IGNORED
+    return Batch(tokens[:, :-1].contiguous(), labels, tuple(f"row {row}" for row in range(rows)))
+
+
+def gradients(run: Run) -> dict[str, torch.Tensor]:
+    return {name: p.grad.clone() for name, p in run.model.named_parameters() if p.grad is not None}
+
+
+def captured_step(run: Run, batches: list[Batch]) -> tuple[dict[str, torch.Tensor], float, float]:
+    """The (clipped) gradients the update saw, with loss and norm."""
+    seen: dict[str, torch.Tensor] = {}
+    run.optimizer.register_step_pre_hook(lambda *_: seen.update(gradients(run)))
+    result = train_step(run, 1, 0.01, batches)
+    return seen, result.loss, result.grad_norm
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
+def test_accumulation_equals_one_big_batch_with_unequal_label_counts(name: str) -> None:
+    whole = make_batch(4, seed=1, labelled=[16, 3, 9, 1])
+    parts = [Batch(whole.tokens_bt[i : i + 1], whole.labels_bt[i : i + 1], ("",)) for i in range(4)]
+    big, big_loss, big_norm = captured_step(make_run("optimizer.clip=0", name=name), [whole])
+    cut, cut_loss, cut_norm = captured_step(make_run("optimizer.clip=0", name=name), parts)
+    assert cut_loss == pytest.approx(big_loss, rel=1e-6)
+    assert cut_norm == pytest.approx(big_norm, rel=1e-5)
+    for key, gradient in big.items():
+        torch.testing.assert_close(cut[key], gradient, rtol=1e-4, atol=1e-7)
+
+
+def test_the_loss_is_the_mean_over_labels_and_not_over_micro_batches() -> None:
+    run = make_run()
+    batches = [make_batch(1, 1, [16]), make_batch(1, 2, [2])]
+    sums = []
+    for batch in batches:
+        with torch.no_grad():
+            logits = run.model(batch.tokens_bt).double().log_softmax(-1)
+        labels = batch.labels_bt
+        sums.append(sum(-float(logits[0, t, labels[0, t]]) for t in range(16) if labels[0, t] != IGNORED))
+    assert train_step(run, 1, 0.01, batches).loss == pytest.approx(sum(sums) / 18, rel=1e-6)
+
+
+def test_clipping_scales_the_gradient_to_the_limit_and_reports_the_norm_before_it() -> None:
+    free, _, norm = captured_step(make_run("optimizer.clip=0"), [make_batch(2, 3)])
+    independent = math.sqrt(sum(float(g.double().square().sum()) for g in free.values()))
+    assert norm == pytest.approx(independent, rel=1e-5)
+    limit = norm / 4
+    clipped, _, reported = captured_step(make_run(f"optimizer.clip={limit}"), [make_batch(2, 3)])
+    assert reported == pytest.approx(norm, rel=1e-6)
+    assert math.sqrt(sum(float(g.double().square().sum()) for g in clipped.values())) == pytest.approx(limit, rel=1e-4)
+
+
+def test_the_update_is_adamw_as_the_paper_writes_it() -> None:
+    run = make_run("optimizer.weight_decay=0.3", "optimizer.beta2=0.9", "optimizer.clip=0")
+    before = {name: p.detach().double().clone() for name, p in run.model.named_parameters()}
+    seen, _, _ = captured_step(run, [make_batch(2, 5)])
+    for name, parameter in run.model.named_parameters():
+        g = seen[name].double()
+        decay = 0.3 if parameter.dim() >= 2 else 0.0
+        # First step: the bias-corrected moments are g and g².
+        expected = before[name] * (1 - 0.01 * decay) - 0.01 * g / (g.abs() + 1e-8)
+        torch.testing.assert_close(parameter.detach().double(), expected, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
+def test_only_tensors_of_two_or_more_dims_decay_and_each_parameter_is_in_one_group(name: str) -> None:
+    run = make_run(name=name)
+    decayed, kept = parameter_groups(run.model, 0.1)
+    assert all(p.dim() >= 2 for p in decayed["params"])
+    assert all(p.dim() < 2 for p in kept["params"])
+    ids = [id(p) for group in (decayed, kept) for p in group["params"]]
+    assert sorted(ids) == sorted(id(p) for p in run.model.parameters())
+    assert kept["weight_decay"] == 0.0
+    assert decayed["weight_decay"] == 0.1
+
+
+def test_a_non_finite_loss_stops_before_the_update_and_names_step_and_samples() -> None:
+    run = make_run()
+    with torch.no_grad():
+        run.model.embedding.weight[5, 0] = math.inf
+    before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
+    batch = make_batch(3, 7)
+    batch.tokens_bt[0, 0] = 5
+    with pytest.raises(Diverged, match=r"step 9: the loss is nan.*row 0, row 1, row 2"):
+        train_step(run, 9, 0.01, [batch])
+    assert all(torch.equal(p, before[name]) for name, p in run.model.named_parameters())
+    assert not run.optimizer.state
+    assert float(gradient_norm(run)) == 0
+
+
+def test_a_step_without_labels_is_refused() -> None:
+    with pytest.raises(DataError, match="step 1 has no label"):
+        train_step(make_run(), 1, 0.01, [make_batch(2, 1, [0, 0])])
+
+
+def test_validation_is_the_mean_over_labels_and_leaves_no_gradient() -> None:
+    run = make_run()
+    batches = [make_batch(2, 1, [16, 4]), make_batch(1, 2, [3])]
+    with torch.no_grad():
+        total = sum(float(run.model(b.tokens_bt, b.labels_bt)) for b in batches)
+    assert validate(run, batches) == pytest.approx(total / 23, rel=1e-6)
+    assert all(p.grad is None for p in run.model.parameters())
+
+
+def test_the_model_overfits_one_batch() -> None:
+    run, batch = make_run(), make_batch(2, 11)
+    losses = [train_step(run, step, 0.01, [batch]).loss for step in range(1, 51)]
+    assert losses[0] == pytest.approx(math.log(64), rel=0.05)
+    assert losses[-1] < 0.5
