@@ -40,10 +40,10 @@ format: $(VENV)/.dev ## format and mend what can be mended
 # The wheels an offline Python 3.12 x86-64 machine with torch lacks, unpacked so that PYTHONPATH=bundle finds them.
 BUNDLE_PLATFORM ?= manylinux2014_x86_64
 BUNDLE_PYTHON   ?= 3.12
-BUNDLE_PACKAGES ?= pydantic pydantic-core typer annotated-types annotated-doc typing-inspection typing-extensions shellingham click rich plotly narwhals pytest-timeout
+BUNDLE_PACKAGES ?= pydantic pydantic-core typer annotated-types annotated-doc typing-inspection typing-extensions shellingham click rich pytest-timeout
 bundle: ## gather the wheels an offline GPU machine lacks into bundle/
 	rm -rf bundle
-	$(PYTHON) -m pip install --quiet --target bundle --no-deps --only-binary=:all: \
+	$(PYTHON) -m pip install --quiet --target bundle --no-deps --no-compile --only-binary=:all: \
 	  --platform $(BUNDLE_PLATFORM) --python-version $(BUNDLE_PYTHON) --implementation cp $(BUNDLE_PACKAGES)
 	@du -sh bundle
 

@@ -112,15 +112,8 @@ def export_model(
         raise RecipeError(f"{target} exists and is not an empty folder; export to a new one.")
     shape, weights = read_weights(path, checkpoint, note)
     tokenizer = load_tokenizer(path)
-    if dtype is not None:
-        weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     save_hf_folder(
-        target,
-        weights,
-        shape,
-        max_shard_bytes=max_shard_bytes,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
+        target, weights, shape, max_shard_bytes, dtype=dtype, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id
     )
     tokenizer.save(target)
     return shape

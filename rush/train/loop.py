@@ -69,8 +69,6 @@ def train_recipe(recipe: Recipe | None, out: Path | str, *, resume: bool = False
     machine = probe(recipe.run.device)
     check(recipe, machine)
     with resumed_run(folder.path) if resume else new_run(folder.path):
-        write_atomic(folder.recipe, write_toml(recipe))
-        write_json_atomic(folder.machine, machine.to_dict())
         return _train(recipe, machine, folder, view)
 
 
@@ -112,10 +110,13 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View) -> S
         view.note(f"Resuming from {resumed.path.name}.")
     else:
         _seed_generators(recipe.run.seed)
-    truncate_after(folder.metrics, done)
-    truncate_after(folder.samples, done)
     sinks = open_sinks(recipe, folder.path, done + 1)
     try:
+        # Only now does the folder hold a run: a start that failed so far can simply be tried again.
+        write_atomic(folder.recipe, write_toml(recipe))
+        write_json_atomic(folder.machine, machine.to_dict())
+        truncate_after(folder.metrics, done)
+        truncate_after(folder.samples, done)
         with MetricsWriter(folder.metrics) as metrics, MetricsWriter(folder.samples) as samples:
             session = _Session(recipe, run, folder, corpus, loader, metrics, samples, sinks, view)
             return session.go(done, tokens)

@@ -1,0 +1,228 @@
+"""Bad input, as a person would type it: one clear message, the right exit code, no traceback, nothing lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rush.cli import main
+from rush.records.lock import FolderLock
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+from small_runs import small_recipe, write_corpus
+
+
+class World:
+    """A folder with a corpus, a recipe, a finished run, and a way to call the command line."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.corpus = write_corpus(path / "corpus")
+        self.recipe = path / "small.toml"
+        self.recipe.write_text(small_recipe(self.corpus, schedule={"steps": 3, "warmup": 1}))
+        self.run = path / "run"
+
+    def file(self, name: str, content: str | bytes) -> Path:
+        target = self.path / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(content.encode() if isinstance(content, str) else content)
+        return target
+
+    def train(self, *changes: str, out: str = "new") -> list[str]:
+        return ["train", str(self.recipe), *changes, "--out", str(self.path / out)]
+
+    def on_files(self, name: str, content: str | bytes, *changes: str) -> list[str]:
+        return self.train(f"data.files=['{self.file(name, content)}']", *changes)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    path = tmp_path_factory.mktemp("world")
+    before = {key: os.environ.get(key) for key in ("RUSH_CACHE", "HF_HUB_OFFLINE", "WANDB_API_KEY", "WANDB_MODE")}
+    os.environ |= {"RUSH_CACHE": str(path / "cache"), "HF_HUB_OFFLINE": "1"}
+    os.environ.pop("WANDB_API_KEY", None)
+    os.environ.pop("WANDB_MODE", None)
+    made = World(path)
+    with pytest.raises(SystemExit) as ended:
+        main(made.train(out="run"))
+    assert ended.value.code in (0, None)
+    yield made
+    for key, value in before.items():
+        if value is None:
+            os.environ.pop(key, None)
+        else:
+            os.environ[key] = value
+
+
+def damage_all(world: World) -> None:
+    for manifest in (world.path / "ruined" / "checkpoints").glob("step-*/model.safetensors"):
+        manifest.write_bytes(manifest.read_bytes()[:-1])
+
+
+def ruined_run(world: World) -> list[str]:
+    import shutil
+
+    shutil.copytree(world.run, world.path / "ruined")
+    damage_all(world)
+    return ["train", "--out", str(world.path / "ruined"), "--resume"]
+
+
+def moved_corpus(world: World) -> list[str]:
+    """A run whose corpus changed after it was trained."""
+    import shutil
+
+    other = world.path / "corpus2"
+    shutil.copytree(world.corpus, other)
+    recipe = world.file("two.toml", small_recipe(other, schedule={"steps": 2, "warmup": 1}))
+    with pytest.raises(SystemExit):
+        main(["train", str(recipe), "--out", str(world.path / "run2")])
+    (other / "extra.txt").write_text("one more document\n" * 50)
+    return ["train", "--out", str(world.path / "run2"), "--resume"]
+
+
+def pickle_file(world: World) -> list[str]:
+    target = world.path / "weights.pt"
+    torch.save({"a": torch.zeros(2)}, target)
+    return ["generate", str(target), "--prompt", "x"]
+
+
+def pickle_folder(world: World) -> list[str]:
+    config = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    world.file("hf/config.json", json.dumps(config))
+    torch.save({"a": torch.zeros(2)}, world.path / "hf" / "pytorch_model.bin")
+    return ["generate", str(world.path / "hf"), "--prompt", "x"]
+
+
+def other_shape(world: World) -> list[str]:
+    return world.train(f"model.init_from={world.run}", "model.shape.num_layers=3", out="other")
+
+
+CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
+    # 2: recipe or arguments
+    ("no recipe", 2, ["no recipe was named"], lambda w: ["train"]),
+    ("no such recipe", 2, ["'gpt2-124'", "did you mean 'gpt2-124m'"], lambda w: ["train", "gpt2-124"]),
+    ("no such file", 2, ["no recipe file at"], lambda w: ["train", str(w.path / "none.toml")]),
+    ("not TOML", 2, ["not valid TOML"], lambda w: ["train", str(w.file("bad.toml", "model = ["))]),
+    ("unknown key", 2, ["batch.micr", "did you mean 'batch.micro'"], lambda w: w.train("batch.micr=1")),
+    ("wrong type", 2, ["optimizer.lr is 'fast'", "number"], lambda w: w.train("optimizer.lr=fast")),
+    ("batch does not divide", 2, ["batch.total_tokens is 65", "64 or 96"], lambda w: w.train("batch.total_tokens=65")),
+    ("sequence too long", 2, ["batch.sequence is 512", "at most 256"], lambda w: w.train("batch.sequence=512", "batch.total_tokens=1024")),
+    ("heads do not divide", 2, ["num_heads"], lambda w: w.train("model.shape.num_heads=3")),
+    ("unknown technique", 2, ["did you mean 'compile'"], lambda w: w.train("techniques=['compil']")),
+    ("unknown knob", 2, ["has no knob 'speed'"], lambda w: w.train("techniques=[{name='compile', speed=1}]")),
+    ("conflict", 2, ["cannot stand together"], lambda w: w.train("techniques=['amp_bf16', 'pure_bf16']")),
+    ("layout", 2, ["layout.fsdp is 2"], lambda w: w.train("layout.fsdp=2", "batch.total_tokens=128")),
+    ("unknown source", 2, ["fineweb", "fineweb-edu"], lambda w: w.train("data.source=fineweb")),
+    ("folder holds a run", 2, ["already holds a run", "--resume"], lambda w: w.train(out="run")),
+    ("resume without a folder", 2, ["--resume needs --out"], lambda w: ["train", "tiny", "--resume"]),
+    ("resume nothing", 2, ["holds no run"], lambda w: ["train", "--out", str(w.path / "void"), "--resume"]),
+    ("resume another recipe", 2, ["another recipe", "optimizer.lr: 0.01 → 0.5"],
+     lambda w: [*w.train("optimizer.lr=0.5", out="run"), "--resume"]),
+    ("out is a file", 2, ["is a file"], lambda w: w.train(out="small.toml")),
+    ("init_from another shape", 2, ["model.init_from", "num_layers is 2, wanted 3"], other_shape),
+    ("negative temperature", 2, ["temperature", "-1"], lambda w: ["generate", str(w.run), "--temperature", "-1"]),
+    ("top-p above one", 2, ["top_p", "1.5"], lambda w: ["generate", str(w.run), "--top-p", "1.5"]),
+    ("no such checkpoint", 2, ["no checkpoint '77'", "last, best"], lambda w: ["generate", str(w.run), "--checkpoint", "77"]),
+    ("export over something", 2, ["not an empty folder"], lambda w: ["export", str(w.run), "--to", str(w.corpus)]),
+    ("unknown command", 2, ["No such command"], lambda w: ["trian", "tiny"]),
+    ("unknown option", 2, ["No such option"], lambda w: ["train", "tiny", "--fast"]),
+    # 3: data
+    ("empty corpus", 3, ["empty"], lambda w: w.on_files("empty.txt", "")),
+    ("no file matches", 3, ["none/*.txt"], lambda w: w.train("data.files=['none/*.txt']")),
+    ("broken JSONL line", 3, ["broken.jsonl:3", "mend or remove the line"],
+     lambda w: w.on_files("broken.jsonl", '{"text": "one"}\n{"text": "two"}\n{"text": \n')),
+    ("missing field", 3, ["fields.jsonl", "'text'", "body"], lambda w: w.on_files("fields.jsonl", '{"body": "one"}\n')),
+    ("not UTF-8", 3, ["latin.txt", "UTF-8"], lambda w: w.on_files("latin.txt", b"caf\xe9 " * 300)),
+    ("not Parquet", 3, ["fake.parquet"], lambda w: w.on_files("fake.parquet", b"PAR1 no")),
+    ("too little text", 3, ["too short"], lambda w: w.on_files("short.txt", "a b c", "data.vocab_size=257")),
+    ("vocabulary not reached", 3, ["vocab"], lambda w: w.on_files("little.txt", "a b c")),
+    ("missing tokenizer", 3, ["tokenizer"], lambda w: w.train(f"data.tokenizer={w.path / 'no' / 'tokenizer.json'}")),
+    ("wrong tokenizer file", 3, ["tokenizer"], lambda w: w.train(f"data.tokenizer={w.file('tokenizer.json', '{}')}")),
+    ("tokenizer too large", 3, ["320", "300"],
+     lambda w: w.train(f"data.tokenizer={w.run / 'tokenizer'}", "model.shape.vocab_size=300")),
+    ("a pickle", 3, ["pickle"], pickle_file),
+    ("a pickle in a Hugging Face folder", 3, ["pytorch_model.bin"], pickle_folder),
+    ("no model there", 3, ["neither a run folder", "config.json"], lambda w: ["generate", str(w.corpus)]),
+    ("no folder there", 3, ["no folder"], lambda w: ["generate", str(w.path / "nowhere")]),
+    ("every checkpoint damaged", 3, ["every checkpoint", "damaged"], ruined_run),
+    ("corpus changed", 3, ["corpus is not the one"], moved_corpus),
+    ("not a prepared corpus", 3, ["manifest"], lambda w: ["data", "verify", str(w.corpus)]),
+    # 4: machine or environment
+    ("no GPU", 4, ["cuda"], lambda w: w.train("run.device=cuda")),
+    ("technique needs a GPU", 4, ["tf32 cannot run here", "CUDA"], lambda w: w.train("techniques=['tf32']")),
+    ("unwritable folder", 4, ["Cannot write"], lambda w: ["train", str(w.recipe), "--out", "/proc/rush/run"]),
+    ("hub not reachable", 4, ["data.files"], lambda w: ["train", "gpt2-124m", "techniques=[]", "run.device=cpu",
+                                                        "data.tokenizer=train", "--out", str(w.path / "hub")]),
+    ("no login", 4, ["wandb"], lambda w: w.train("run.wandb=project")),
+    # 5: diverged
+    ("diverged", 5, ["step 2", "not updated", "last good checkpoint", "step-000001"],
+     lambda w: w.train("optimizer.lr=1e30", "optimizer.clip=0", "run.save_every=1", "schedule.warmup=0", out="nan")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("code", "said", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_bad_input_gets_one_message_and_its_exit_code(
+    world: World, code: int, said: list[str], words: Callable[[World], list[str]], capfd: pytest.CaptureFixture[str]
+) -> None:
+    if code == 4 and torch.cuda.is_available():
+        pytest.skip("a CUDA device is here, so nothing is missing")
+    line = words(world)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        main(line)
+    err = capfd.readouterr().err
+    assert ended.value.code == code, err
+    assert "Traceback" not in err
+    assert all(part in " ".join(err.split()) for part in said), err
+    if "error: " in err:
+        message = err[err.index("error: ") :].strip()
+        assert "\n" not in message, message
+        assert message.endswith((".", ")")), message
+
+
+def test_nothing_was_lost_of_the_finished_run(world: World) -> None:
+    """After all of the above the finished run is whole: it has its rows and its checkpoints verify."""
+    from rush.records.checkpoints import verify
+    from rush.records.run_folder import RunFolder
+
+    store = RunFolder(world.run).checkpoints
+    assert store.steps()[-1] == 3
+    assert verify(store.path(3)).step == 3
+    assert len((world.run / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_a_folder_in_use_names_the_process_that_holds_it(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+    held = world.path / "held"
+    held.mkdir()
+    with FolderLock(held), pytest.raises(SystemExit) as ended:
+        main(world.train(out="held"))
+    err = capfd.readouterr().err
+    assert ended.value.code == 4
+    assert f"process {os.getpid()}" in err
+
+
+def test_debug_shows_the_traceback(world: World) -> None:
+    from rush.errors import RecipeError
+
+    with pytest.raises(RecipeError):
+        main(["train", "nothing", "--debug"])
+
+
+def test_no_message_carries_a_secret(world: World, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    secrets = {"WANDB_API_KEY": "wandb-secret-123", "HF_TOKEN": "hf_secret_456", "AWS_SECRET_ACCESS_KEY": "aws-789"}
+    for key, value in secrets.items():
+        monkeypatch.setenv(key, value)
+    with pytest.raises(SystemExit):
+        main(world.train(out="secret"))
+    written = capfd.readouterr().err
+    for path in (world.path / "secret").rglob("*"):
+        if path.is_file():
+            written += path.read_bytes().decode("latin-1")
+    assert not any(value in written for value in secrets.values())

@@ -1,0 +1,45 @@
+"""The public namespace is what it says, no more and no less."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import rush
+
+EXPECTED = {
+    "DataError",
+    "Diverged",
+    "MachineError",
+    "Recipe",
+    "RecipeError",
+    "RushError",
+    "__version__",
+    "export_model",
+    "load_model",
+    "load_recipe",
+    "load_tokenizer",
+    "train_recipe",
+}
+
+
+def test_all_names_exactly_the_public_interface_and_every_name_loads() -> None:
+    assert set(rush.__all__) == EXPECTED
+    assert list(rush.__all__) == sorted(rush.__all__)
+    assert set(dir(rush)) == EXPECTED
+    for name in rush.__all__:
+        assert getattr(rush, name) is not None
+
+
+def test_an_unknown_name_says_what_there_is() -> None:
+    try:
+        rush.nothing  # noqa: B018
+    except AttributeError as error:
+        assert "load_model" in str(error)
+    else:
+        raise AssertionError("rush.nothing exists")
+
+
+def test_importing_rush_does_not_import_torch() -> None:
+    code = "import sys, rush; raise SystemExit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
