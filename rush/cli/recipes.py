@@ -17,7 +17,8 @@ def _list(context: typer.Context, json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from rush.models import count_parameters, flops_per_token
-    from rush.recipe_io import load_recipe, recipe_names
+    from rush.recipe_io import load_recipe
+    from rush.recipe_names import recipe_names
 
     recipes = {name: load_recipe(name) for name in recipe_names()}
     rows: list[dict[str, Any]] = [

@@ -14,11 +14,11 @@ Legend: b micro batch, t sequence.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol
+from typing import Protocol, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -42,7 +42,27 @@ class Windows(Protocol):
 class Batch:
     tokens_bt: torch.Tensor  # int64
     labels_bt: torch.Tensor  # int64; labels_bt[b, t] is the token that follows tokens_bt[b, t]
-    samples: tuple[str, ...]  # names of the rows, for messages
+    samples: Sequence[str]  # names of the rows, for messages
+
+
+@dataclass(frozen=True)
+class SampleNames(Sequence[str]):
+    """Names looked up only when someone reads them: finding a document costs more than reading its tokens."""
+
+    dataset: Windows
+    indices: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, place: int) -> str: ...
+    @overload
+    def __getitem__(self, place: slice) -> SampleNames: ...
+    def __getitem__(self, place: int | slice) -> str | SampleNames:
+        if isinstance(place, slice):
+            return SampleNames(self.dataset, self.indices[place])
+        return self.dataset.sample_name(self.indices[place])
 
 
 class Loader:
@@ -170,7 +190,7 @@ class Loader:
 
 def make_batch(dataset: Windows, indices: list[int]) -> Batch:
     windows = torch.from_numpy(np.stack([dataset.window(index) for index in indices]))
-    names = tuple(dataset.sample_name(index) for index in indices)
+    names = SampleNames(dataset, indices)
     return Batch(windows[:, :-1].contiguous(), windows[:, 1:].contiguous(), names)
 
 

@@ -53,7 +53,7 @@ class FlashCore(nn.Module):
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     for block in build.model.blocks:
-        block.attention.core = FlashCore()
+        block.get_submodule("attention").core = FlashCore()
 
 
 technique = Technique(

@@ -226,7 +226,9 @@ def _restore_optimizer(
             # Fused and capturable updates read their step count on the device, the others on the CPU.
             on_device = key != "step" or group.get("fused") or group.get("capturable")
             device = parameter.device if on_device else torch.device("cpu")
-            restored[key] = torch.empty(value.shape, dtype=value.dtype, device=device).copy_(value)
+            # The parameter's own strides, too: fused kernels walk both through memory side by side.
+            like = parameter if value.shape == parameter.shape else value
+            restored[key] = torch.empty_like(like, dtype=value.dtype, device=device).copy_(value)
         optimizer.state[parameter] = restored
 
 

@@ -31,14 +31,14 @@ class TensorBoard:
                 "run.tensorboard is on but the package tensorboard is not installed; install it or set "
                 "run.tensorboard=false."
             ) from None
-        self._writer = SummaryWriter(str(folder), purge_step=first_step)  # type: ignore[no-untyped-call]
+        self._writer = SummaryWriter(str(folder), purge_step=first_step)
 
     def write(self, step: int, numbers: Mapping[str, float]) -> None:
         for name, value in numbers.items():
-            self._writer.add_scalar(name, value, step)  # type: ignore[no-untyped-call]
+            self._writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        self._writer.close()  # type: ignore[no-untyped-call]
+        self._writer.close()
 
 
 class WeightsAndBiases:

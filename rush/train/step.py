@@ -74,8 +74,9 @@ def clip(run: Run, grad_norm: torch.Tensor) -> None:
 
 
 def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> str:
-    names = [name for batch in batches for name in batch.samples]
-    shown = ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
+    num_samples = sum(len(batch.samples) for batch in batches)
+    names = [name for batch in batches for name in batch.samples[:4]][:4]
+    shown = ", ".join(names) + (f" and {num_samples - 4} more" if num_samples > 4 else "")
     what = f"the loss is {loss}" if not math.isfinite(loss) else f"the gradient norm is {norm}"
     return f"step {step}: {what}, so the weights were not updated; the samples of this step: {shown}."
 

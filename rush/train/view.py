@@ -119,19 +119,23 @@ class Panels:
         return Panel(Group(self._progress, facts, Text.assemble(("loss ", "dim"), curve)), title=self._title)
 
 
+FORMS = {
+    "loss": ("loss", "{:.4f}"),
+    "val_loss": ("validation", "{:.4f}"),
+    "lr": ("lr", "{:.2e}"),
+    "grad_norm": ("grad norm", "{:.3f}"),
+    "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "mfu": ("MFU", "{:.1%}"),
+    "ceiling_fraction": ("of ceiling", "{:.1%}"),
+}
+
+
 def describe(row: Mapping[str, Any]) -> dict[str, str]:
     """A metrics row in words; only what the row holds."""
-    forms = {
-        "loss": ("loss", lambda v: f"{v:.4f}"),
-        "val_loss": ("validation", lambda v: f"{v:.4f}"),
-        "lr": ("lr", lambda v: f"{v:.2e}"),
-        "grad_norm": ("grad norm", lambda v: f"{v:.3f}"),
-        "tokens_per_s": ("tokens/s", lambda v: f"{v:,.0f}"),
-        "mfu": ("MFU", lambda v: f"{v:.1%}"),
-        "ceiling_fraction": ("of ceiling", lambda v: f"{v:.1%}"),
-        "memory_bytes": ("memory", lambda v: f"{v / 2**30:.2f} GiB"),
-    }
-    return {name: form(row[key]) for key, (name, form) in forms.items() if row.get(key) is not None}
+    words = {name: form.format(row[key]) for key, (name, form) in FORMS.items() if row.get(key) is not None}
+    if "memory_bytes" in row:
+        words["memory"] = f"{row['memory_bytes'] / 2**30:.2f} GiB"
+    return words
 
 
 def sparkline(values: list[float], width: int) -> str:
