@@ -9,6 +9,7 @@ its age and can ask for a new one. A dtype is measured when it is first asked fo
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -154,7 +155,8 @@ def _write(path: Path, found: Ceilings, on_problem: Callable[[str], None]) -> No
         temporary.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink()
         on_problem(
             f"The measured ceilings cannot be kept in {path.parent} ({error.strerror}); set RUSH_CACHE."
         )

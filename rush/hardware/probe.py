@@ -113,7 +113,7 @@ def _cpu() -> Cpu:
 
 
 def _num_cores() -> int:
-    """Physical cores: sets of logical ones that share a core, where Linux lists them; else what is counted."""
+    """Physical cores: sets of logical ones that share a core, where Linux lists them."""
     lists = Path("/sys/devices/system/cpu").glob("cpu[0-9]*/topology/thread_siblings_list")
     return len({path.read_text() for path in lists}) or os.cpu_count() or 1
 
