@@ -44,5 +44,5 @@ def render(
         return environment.from_string(template).render(
             messages=list(messages), add_generation_prompt=add_generation_prompt, **known
         )
-    except (jinja2.TemplateError, TypeError) as error:
+    except (jinja2.TemplateError, ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise DataError(f"The chat template refuses this conversation: {error}") from error

@@ -44,6 +44,8 @@ def prepare_pipeline(
     submitted: the folder is ready when the last of them has written the manifest.
     """
     _check_executor(executor, options or {})
+    if executor == "slurm" and shutil.which("sbatch") is None:
+        raise MachineError("There is no sbatch here: submit from a node of a Slurm cluster.")
     key, tokenizer = fingerprint(preparation)
     folder = folder_of(preparation, cache, key)
     with writable(folder):
@@ -54,26 +56,28 @@ def prepare_pipeline(
             if (folder / "manifest.json").is_file():
                 verify_shards(folder)
                 return folder
-            if executor == "slurm" and shutil.which("sbatch") is None:
-                raise MachineError(
-                    "There is no sbatch on this machine. Submit from a node of a Slurm cluster."
-                )
             workspace = open_workspace(preparation, folder, key, tokenizer)
             runner, merger = build_executors(
                 workspace, executor, tasks=tasks, workers=workers, options=options
             )
-            if executor == "slurm":
-                merger.run()  # submits the array first, and itself to start after it
-                return folder
-            _run_here(runner, executor)
-            if workspace.missing():
-                raise DataError(
-                    f"{len(workspace.missing())} of {len(workspace.jobs)} units failed; the reasons are in "
-                    f"{folder / 'pipeline' / 'logs'}. Finished units are kept."
-                )
-            finish(workspace)
-    verify_shards(folder)
+            if merger is None:
+                _run_here(runner, executor)
+                _finish(workspace)
+    if merger is not None:
+        merger.run()  # submits the array, and itself to start after it; the merge takes the lock then
+    else:
+        verify_shards(folder)
     return folder
+
+
+def _finish(workspace: Workspace) -> None:
+    missing = len(workspace.missing())
+    if missing:
+        raise DataError(
+            f"{missing} of {len(workspace.jobs)} units failed; the reasons are in "
+            f"{workspace.folder / 'pipeline' / 'logs'}. Finished units are kept."
+        )
+    finish(workspace)
 
 
 def build_executors(

@@ -30,10 +30,9 @@ def _fetch(repository: str) -> Path:
     """The folder of a tokenizer's files in the hub's own cache, filled from the hub where needed."""
     hub: Any = import_extra("huggingface_hub", "hub", f"Fetching the tokenizer of {repository}")
     errors: Any = import_extra("huggingface_hub.errors", "hub", f"Fetching the tokenizer of {repository}")
-    httpx: Any = import_extra("httpx", "hub", f"Fetching the tokenizer of {repository}")
     try:
         folder = hub.snapshot_download(repository, allow_patterns=list(_FILES))
-    except (OSError, errors.HfHubHTTPError, errors.LocalEntryNotFoundError, httpx.HTTPError) as error:
+    except (OSError, errors.HfHubHTTPError, errors.HFValidationError) as error:
         raise MachineError(
             f"Cannot fetch the tokenizer of {repository} from the Hugging Face hub: "
             f"{str(error).strip().splitlines()[0]} Check the connection, and for a gated model that its "

@@ -1,0 +1,185 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rush.data import readers
+from rush.data.readers import cut_file, read_slice
+from rush.errors import DataError
+
+
+def read_all(path: Path, slice_bytes: int, text_field: str = "text") -> list[readers.Document]:
+    return [d for piece in cut_file(path, slice_bytes) for d in read_slice(piece, text_field)]
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 7, 100, 1_000, 10**9])
+def test_jsonl_gives_the_same_documents_and_line_numbers_however_it_is_cut(
+    tmp_path: Path, slice_bytes: int
+) -> None:
+    texts = ["a", "zwei\nZeilen", "日本語" * 20, " ", "last"]
+    path = tmp_path / "a.jsonl"
+    lines = [json.dumps({"text": t}) for t in texts]
+    lines.insert(2, "")  # a blank line still counts as a line
+    path.write_text("\n".join(lines), encoding="utf-8")  # and the last line has no line end
+    found = read_all(path, slice_bytes)
+    assert [d.text for d in found] == texts
+    assert [d.id for d in found] == [f"{path}:{n}" for n in (1, 2, 4, 5, 6)]
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 60, 10**9])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "cut off', "not valid JSON"),
+        ('["text"]', "expected a JSON object, found list"),
+        ('{"body": "x", "url": "y"}', "no field 'text'. Fields found: body, url"),
+        ('{"text": 3}', "the text is int"),
+        ('{"text": null}', "the text is NoneType"),
+        ('{"text": "\\ud800"}', "surrogate"),
+    ],
+)
+def test_a_broken_line_is_refused_with_file_and_line_number(
+    tmp_path: Path, slice_bytes: int, line: str, said: str
+) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_text(f'{{"text": "one"}}\n\n{{"text": "three"}}\n{line}\n{{"text": "five"}}\n')
+    with pytest.raises(DataError) as caught:
+        read_all(path, slice_bytes)
+    assert f"{path}:4:" in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_compressed_jsonl_reads_as_plain_jsonl(tmp_path: Path, texts: list[str]) -> None:
+    import pyarrow
+
+    raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    plain = tmp_path / "a.jsonl"
+    plain.write_bytes(raw)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(raw))
+    with pyarrow.output_stream(tmp_path / "a.jsonl.zst", compression="zstd") as stream:
+        stream.write(raw)
+    for packed in ("a.jsonl.gz", "a.jsonl.zst"):
+        found = read_all(tmp_path / packed, 100)
+        assert [d.text for d in found] == texts
+        assert found[7].id == f"{tmp_path / packed}:8"
+
+
+def test_a_truncated_compressed_file_is_refused(tmp_path: Path, texts: list[str]) -> None:
+    raw = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    path = tmp_path / "cut.jsonl.gz"
+    path.write_bytes(gzip.compress(raw)[:-200])
+    with pytest.raises(DataError, match="damaged"):
+        read_all(path, 100)
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 500, 10**9])
+def test_parquet_gives_the_same_rows_however_it_is_cut(tmp_path: Path, slice_bytes: int) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    texts = [f"row {i} " + "x" * i for i in range(50)]
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"id": list(range(50)), "text": texts}), path, row_group_size=7)
+    found = read_all(path, slice_bytes)
+    assert [d.text for d in found] == texts
+    assert [d.id for d in found] == [f"{path}:row {n}" for n in range(50)]
+    assert len(cut_file(path, 1)) == 8
+    with pytest.raises(DataError, match=r"no field 'body'. Fields found: id, text"):
+        read_all(path, slice_bytes, "body")
+
+
+def test_a_null_in_parquet_is_refused_with_its_row(tmp_path: Path) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    path = tmp_path / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a", None, "c"]}), path)
+    with pytest.raises(DataError, match="row 1: the text is NoneType"):
+        read_all(path, 100)
+
+
+def test_a_file_that_only_claims_to_be_parquet_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.parquet"
+    path.write_text("not parquet at all")
+    with pytest.raises(DataError, match="not a readable Parquet file"):
+        read_all(path, 100)
+
+
+def test_a_small_text_file_is_one_document_to_the_byte(tmp_path: Path) -> None:
+    text = "line one\r\n\n\n  line two\ttab\x00\n"
+    path = tmp_path / "a.txt"
+    path.write_bytes(text.encode())
+    (found,) = read_all(path, 1)
+    assert (found.text, found.id) == (text, str(path))
+
+
+@given(
+    paragraphs=st.lists(st.text(alphabet="ab ü🦊\n", min_size=1, max_size=60), min_size=1, max_size=40),
+    slice_bytes=st.integers(1, 400),
+)
+def test_a_large_text_file_is_cut_without_losing_a_byte(
+    tmp_path_factory: pytest.TempPathFactory, paragraphs: list[str], slice_bytes: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(readers, "TEXT_DOCUMENT_BYTES", 16)
+        patch.setattr(readers, "TEXT_WHOLE_BYTES", 48)
+        path = tmp_path_factory.mktemp("text") / "large.txt"
+        text = "\n\n".join(paragraphs)
+        path.write_bytes(text.encode())
+        found = read_all(path, slice_bytes)
+        assert "".join(d.text for d in found) == text
+        assert [d.text for d in found] == [d.text for d in read_all(path, 10**9)]
+        if len(text.encode()) > 48:
+            assert [d.id for d in found] == [f"{path}#{n}" for n in range(len(found))]
+            assert max(len(d.text.encode()) for d in found) <= 2 * 16 + 4
+
+
+def test_a_large_text_file_is_cut_at_blank_lines(tmp_path: Path) -> None:
+    path = tmp_path / "book.txt"
+    paragraphs = [f"paragraph {i}: " + "word " * 200 + "\n\n" for i in range(600)]
+    path.write_text("".join(paragraphs))
+    found = read_all(path, 10**9)
+    assert len(found) > 5
+    assert all(d.text.endswith("\n\n") and d.text.startswith("paragraph") for d in found)
+
+
+def test_text_that_is_not_utf8_is_refused_with_its_position(tmp_path: Path) -> None:
+    path = tmp_path / "latin.txt"
+    path.write_bytes("größe".encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.txt: not UTF-8 text \(byte 0xf6 at position 2\)"):
+        read_all(path, 100)
+    lines = tmp_path / "latin.jsonl"
+    lines.write_bytes(b'{"text": "ok"}\n' + '{"text": "größe"}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match=r"latin\.jsonl:2: not UTF-8"):
+        read_all(lines, 100)
+
+
+def test_documents_without_text_are_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": ""}\n{"text": "x"}\n{"text": ""}\n')
+    assert [d.text for d in read_all(path, 100)] == ["x"]
+
+
+@pytest.mark.parametrize("name", ["a.json", "a.txt.gz", "a.zip", "a.arrow"])
+def test_formats_that_are_not_read_are_named_with_those_that_are(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError, match=r"Allowed: \.jsonl"):
+        cut_file(tmp_path / name, 100)
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    (tmp_path / "dangling.txt").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"Cannot read .*dangling\.txt: No such file"):
+        cut_file(tmp_path / "dangling.txt", 100)
+
+
+def test_a_missing_extra_is_named() -> None:
+    from rush.errors import MachineError
+
+    with pytest.raises(MachineError, match=r'optimization-rush\[parquet\]" -c constraints.txt'):
+        readers.import_extra("no_such_module_at_all", "parquet", "Reading Parquet files")
