@@ -254,6 +254,19 @@ def test_a_character_appears_as_soon_as_it_is_whole() -> None:
     assert shown == [("a", 1), ("é", 3), ("😀", 7), ("b", 8)]
 
 
+def test_a_decoder_that_marks_every_byte_of_a_half_character_is_waited_for() -> None:
+    def decode(ids: list[int]) -> str:
+        whole = decode_bytes(ids)
+        if not whole.endswith("\ufffd"):
+            return whole
+        missing = len(ids) - len(whole[:-1].encode())
+        return whole[:-1] + "\ufffd" * missing
+
+    data = "漢😀é!".encode()
+    assert decode(list(data[:5])) == "漢\ufffd\ufffd"
+    assert list(stream_text(decode, data)) == ["漢", "😀", "é", "!"]
+
+
 def test_spaces_before_words_survive_a_tokenizer_that_strips_the_first() -> None:
     words = ["▁Hello", "▁wide", "▁", "world", "!"]
 

@@ -182,6 +182,7 @@ def check_tokens(shape: Shape, tokens: Tensor | Sequence[int] | Sequence[Sequenc
         return
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise DataError(f"Token ids must be whole numbers: found {ids.dtype}.")
+    ids = ids.to(torch.int64)  # small unsigned types, as token files have them, cannot be compared everywhere
     if ids.shape[-1] > shape.context:
         raise DataError(
             f"A row of {ids.shape[-1]} tokens is longer than the model's context of {shape.context}: "

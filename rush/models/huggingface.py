@@ -128,8 +128,8 @@ def _locate(folder: Path, shape: Shape) -> dict[str, tuple[Path, str]]:
                     )
                 where[name] = (file, stored)
     expected = {stored_name(shape, spec.name) for spec in list_parameters(shape)}
-    unknown = {name for name in where if not _CONSTANTS.fullmatch(name)} - expected
-    unknown -= {"lm_head.weight"} if shape.tied_head else set()
+    # A tied head may be written out beside the embedding; whether it agrees is checked when it is read.
+    unknown = {name for name in where if not _CONSTANTS.fullmatch(name)} - expected - {"lm_head.weight"}
     if missing := expected - where.keys():
         raise DataError(f"{folder} lacks {_name_some(missing)}, which config.json calls for.")
     if unknown:

@@ -314,3 +314,9 @@ def test_good_tokens_pass() -> None:
     check_tokens(SIZES["tiny"], [0, 2047])
     check_tokens(SIZES["tiny"], torch.zeros(3, 256, dtype=torch.int32))
     check_tokens(SIZES["tiny"], [])
+    check_tokens(SIZES["tiny"], torch.zeros(3, dtype=torch.uint16))
+
+
+def test_ids_in_the_types_of_token_files_are_checked_too() -> None:
+    with pytest.raises(DataError, match="65535"):
+        check_tokens(SIZES["tiny"], torch.tensor([1, 65535], dtype=torch.uint16))
