@@ -164,6 +164,13 @@ def test_going_back_gives_the_same_samples_again() -> None:
         assert take(loader, 5) == first
 
 
+def test_what_was_fetched_ahead_is_forgotten_when_a_state_is_loaded() -> None:
+    with Loader(Numbered(30), 4, 2, seed=1, workers=2) as loader:
+        take(loader, 1)
+        loader.load_state({"seed": 2, "epoch": 0, "position": 4})  # the same place in another order
+        assert take(loader, 3) == take(Loader(Numbered(30), 4, 2, seed=2), 4)[1:]
+
+
 def test_other_seeds_give_other_orders() -> None:
     orders = {tuple(flat(take(Loader(Numbered(20), 20, 1, seed), 1))) for seed in range(10)}
     assert len(orders) == 10

@@ -81,10 +81,8 @@ def test_the_blocks_deal_units_out_and_finish_what_the_plain_path_began(
     with pytest.raises(DataError, match="units are not prepared"):
         list(merge.run())
     for rank in (2, 0, 1):
-        data = None
-        for block in runner.pipeline:
-            data = block(data, rank, 3)
-        list(data)
+        read, tokenise, write = runner.pipeline
+        list(write.run(tokenise.run(read.run(None, rank, 3), rank, 3), rank, 3))
     list(merge.run())
     assert contents(folder) == contents(prepared)
     assert (folder / "train" / "00001.bin").stat().st_mtime_ns == begun

@@ -7,7 +7,7 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -121,6 +121,16 @@ def test_an_unchanged_source_is_found_again_and_a_changed_one_is_prepared_anew(
     assert len(folders | {folder}) == len(others) + 2
 
 
+def test_another_tokenizer_at_the_same_path_is_prepared_anew(
+    tmp_path: Path, corpus_file: Path, texts: list[str]
+) -> None:
+    base = Preparation("files", (str(corpus_file),), tokenizer=str(tmp_path / "tokenizer"))
+    train_bpe(texts, 300).save(tmp_path / "tokenizer")
+    first = prepare(base, tmp_path / "cache", workers=1)
+    train_bpe(texts[:150], 300).save(tmp_path / "tokenizer")
+    assert prepare(base, tmp_path / "cache", workers=1) != first
+
+
 def test_a_trained_tokenizer_sees_only_training_documents_from_all_over_the_corpus(
     tmp_path: Path, write_jsonl: Callable[[Path, list[str]], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -129,8 +139,8 @@ def test_a_trained_tokenizer_sees_only_training_documents_from_all_over_the_corp
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     seen: list[str] = []
 
-    def spy(stream: object, vocab_size: int) -> Tokenizer:
-        seen.extend(stream)  # type: ignore[call-overload]
+    def spy(stream: Iterable[str], vocab_size: int) -> Tokenizer:
+        seen.extend(stream)
         return train_bpe(seen, vocab_size)
 
     monkeypatch.setattr(importlib.import_module("rush.data.prepare"), "train_bpe", spy)

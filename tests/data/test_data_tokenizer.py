@@ -34,6 +34,7 @@ def test_the_name_of_a_special_token_in_a_document_stays_plain_text(tokenizer: T
     assert tokenizer.eos_id not in ids
     assert tokenizer.decode(ids) == text
     assert tokenizer.encode(text).count(tokenizer.eos_id) == 1  # in a prompt it is the token
+    assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.special_ids == {"<|endoftext|>": tokenizer.eos_id}
 
 
