@@ -29,12 +29,13 @@ def read(uuids: Sequence[str]) -> DriverFacts | None:
         return None
     try:
         pynvml.nvmlInit()
+        try:
+            return collect(pynvml, uuids)
+        finally:
+            pynvml.nvmlShutdown()
     except pynvml.NVMLError:
+        # No driver, no permission in this container, or a slice of a GPU that has no number of its own.
         return None
-    try:
-        return collect(pynvml, uuids)
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def collect(nvml: Any, uuids: Sequence[str]) -> DriverFacts:

@@ -170,6 +170,7 @@ DAMAGES |= {
     "state and random files swapped": (swap(FILES[2], FILES[3]), FILES[2]),
     "zeros in the last block": (holes, FILES[0]),
     "manifest step edited": (edit("step", value=21), "manifest.json"),
+    "manifest step negative": (edit("step", value=-1), "manifest.json"),
     "manifest sha edited": (edit("files", FILES[0], "sha256", value="0" * 64), "manifest.json"),
     "manifest size edited": (edit("files", FILES[0], "size_bytes", value=7), "manifest.json"),
     "manifest metric edited": (edit("meta", "metrics", "val_loss", value=0.001), "manifest.json"),
