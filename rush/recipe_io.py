@@ -47,7 +47,9 @@ def read_tree(name_or_path: str) -> dict[str, Any]:
     except IsADirectoryError:
         raise RecipeError(f"{path} is a folder; a recipe is a .toml file.") from None
     except UnicodeDecodeError as error:
-        raise RecipeError(f"{path} is not UTF-8 text (byte {error.start}); save the recipe as UTF-8.") from None
+        raise RecipeError(
+            f"{path} is not UTF-8 text (byte {error.start}); save the recipe as UTF-8."
+        ) from None
     except PermissionError:
         raise RecipeError(f"{path} may not be read by this user; change its permissions.") from None
     except tomllib.TOMLDecodeError as error:
@@ -74,7 +76,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     """Change `tree` by one `key=value`, `key+=value` or `key-=value`."""
     match = _OVERRIDE.match(override)
     if not match:
-        raise RecipeError(f"the override {override!r} is not understood; write key=value, as in batch.micro=32.")
+        raise RecipeError(
+            f"the override {override!r} is not understood; write key=value, as in batch.micro=32."
+        )
     key, operator, text = match.groups()
     value = _read_value(text.strip())
     if operator == "=":
@@ -84,7 +88,9 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     for part in key.split("."):
         node = node.get(part, []) if isinstance(node, dict) else None
     if not isinstance(node, list):
-        raise RecipeError(f"{key}{operator} works on lists only, such as techniques; {key} is not one. Use {key}=.")
+        raise RecipeError(
+            f"{key}{operator} works on lists only, such as techniques; {key} is not one. Use {key}=."
+        )
     added = value if isinstance(value, list) else [value]
     if operator == "+=":
         assign(tree, key, [*node, *added])
@@ -103,7 +109,9 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
     for position, part in enumerate(parents):
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
-            raise RecipeError(f"{'.'.join(parents[: position + 1])} is a value, not a part with keys; found {key}.")
+            raise RecipeError(
+                f"{'.'.join(parents[: position + 1])} is a value, not a part with keys; found {key}."
+            )
     tree[last] = value
 
 

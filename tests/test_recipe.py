@@ -50,7 +50,9 @@ text = st.text(max_size=30).filter(lambda value: "\ud800" not in value)
     files=st.lists(st.text(alphabet=st.characters(exclude_categories=("Cs",)), max_size=20), max_size=3),
     lr=st.floats(min_value=1e-12, max_value=10, exclude_min=True),
     micro=st.integers(1, 10**6),
-    knob=st.one_of(st.booleans(), st.integers(-(10**9), 10**9), st.floats(allow_nan=False, allow_infinity=False)),
+    knob=st.one_of(
+        st.booleans(), st.integers(-(10**9), 10**9), st.floats(allow_nan=False, allow_infinity=False)
+    ),
     key=st.text(alphabet=st.characters(exclude_categories=("Cs",)), min_size=1, max_size=8),
 )
 def test_any_recipe_survives_toml_unchanged(

@@ -72,7 +72,9 @@ def _report(folder: Path, json: bool, more: dict[str, Any] | None = None) -> Non
     if json:
         print_json(found)
         return
-    typer.echo(f"{found['folder']}\nsource {found['source']}, vocabulary {found['vocab_size']:,}, {found['dtype']}\n")
+    typer.echo(
+        f"{found['folder']}\nsource {found['source']}, vocabulary {found['vocab_size']:,}, {found['dtype']}\n"
+    )
     rows = [
         [name, f"{split['documents']:,}", f"{split['tokens']:,}", f"{split.get('bytes_per_token', 0):.2f}",
          f"{split.get('document_tokens', {}).get('median', 0):,}"]

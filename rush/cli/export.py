@@ -11,7 +11,9 @@ from rush.cli.output import Json, note, print_json
 
 
 def export(
-    folder: Annotated[Path, typer.Argument(help="A run folder (or a Hugging Face folder, to reshard or recast it).")],
+    folder: Annotated[
+        Path, typer.Argument(help="A run folder (or a Hugging Face folder, to reshard or recast it).")
+    ],
     to: Annotated[Path, typer.Option(help="The new Hugging Face folder.")],
     checkpoint: Annotated[str, typer.Option(help="last, best, or a step's number.")] = "last",
     dtype: Annotated[

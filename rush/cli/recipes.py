@@ -9,7 +9,9 @@ import typer
 from rush.cli.complete import complete_recipe
 from rush.cli.output import Json, print_json, print_table
 
-app = typer.Typer(help="List the ready recipes, print one in full, or print the JSON Schema.", no_args_is_help=False)
+app = typer.Typer(
+    help="List the ready recipes, print one in full, or print the JSON Schema.", no_args_is_help=False
+)
 
 
 @app.callback(invoke_without_command=True)
@@ -55,7 +57,9 @@ def _list(context: typer.Context, json: Json = False) -> None:
 @app.command()
 def show(
     name: Annotated[str, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Print a recipe fully resolved, every default written out."""

@@ -27,7 +27,9 @@ def generate(
     temperature: Temperature = 0.8,
     top_k: TopK = 50,
     top_p: TopP = 1.0,
-    stop: Annotated[list[str] | None, typer.Option(help="A token that ends the text, besides the end of text.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="A token that ends the text, besides the end of text.")
+    ] = None,
     seed: Seed = 1337,
     checkpoint: Checkpoint = "last",
     device: Device = "auto",
@@ -46,9 +48,13 @@ def generate(
     for word in stop or []:
         ids = tokenizer.encode(word)
         if len(ids) != 1:
-            raise RecipeError(f"--stop {word!r} is {len(ids)} tokens for this tokenizer; give text that is one token.")
+            raise RecipeError(
+                f"--stop {word!r} is {len(ids)} tokens for this tokenizer; give text that is one token."
+            )
         stop_ids.add(ids[0])
-    start = tokenizer.encode(prompt) or [tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id]
+    start = tokenizer.encode(prompt) or [
+        tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    ]
     ids = generate_ids(
         model,
         start,
@@ -133,7 +139,10 @@ def chat(
 def _ends(tokenizer: Any) -> set[int]:
     """Tokens that end an answer: end of text, and the usual end-of-turn marks where the tokenizer has them."""
     marks = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-    return {tokenizer.eos_id, *(tokenizer.special_ids[mark] for mark in marks if mark in tokenizer.special_ids)}
+    return {
+        tokenizer.eos_id,
+        *(tokenizer.special_ids[mark] for mark in marks if mark in tokenizer.special_ids),
+    }
 
 
 def _open(folder: Path, checkpoint: str, device: str) -> tuple[Any, Any]:

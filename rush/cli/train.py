@@ -17,14 +17,18 @@ from rush.errors import RecipeError
 def train(
     recipe: Annotated[
         str | None,
-        typer.Argument(help="A recipe's name (see `rush recipes`) or a .toml file.", autocompletion=complete_recipe),
+        typer.Argument(
+            help="A recipe's name (see `rush recipes`) or a .toml file.", autocompletion=complete_recipe
+        ),
     ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as in batch.micro=32 optimizer.lr=3e-4."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run's folder; runs/RECIPE-DATE without it.")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on with the run in --out, to the same bits.")] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the run in --out, to the same bits.")
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train a model as a recipe says.

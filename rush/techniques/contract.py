@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -78,6 +78,60 @@ class KnobRange:
         return self.values[0]
 
 
+@dataclass(frozen=True)
+class MemoryEffect:
+    """What a technique does to one term of the planner's memory model: the term is multiplied by `factor`."""
+
+    term: Literal[
+        "parameters", "gradients", "optimizer", "master", "activations", "scores", "logits", "buffers"
+    ]
+    factor: float
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What was seen while a run made a step or two: the material evidence is made of.
+
+    Names are as the profiler gives them. On a CPU `kernels` is empty and `ops` tells the story.
+    """
+
+    kernels: Mapping[str, float]
+    """Device kernels of the profiled steps, with their total milliseconds."""
+    ops: Mapping[str, int]
+    """Host operators (aten::mm, autograd nodes, our custom ops) with how often they ran."""
+    matmul_dtypes: frozenset[str]
+    """Dtypes of the inputs of matrix products: float32, bfloat16, …"""
+    weight_dtypes: frozenset[str]
+    state_bytes: Mapping[str, int]
+    """Optimizer state by dtype."""
+    num_parameters: int
+    block_forwards: int
+    """Forward passes of the first block in one micro batch, recomputation included."""
+    largest_tensor: int
+    """Elements of the largest tensor any operator made."""
+    graphs: int
+    graph_breaks: int
+    recompiles: int
+    micro_batches: int
+    step_ms: float
+    data_wait_ms: float
+    peak_memory_bytes: int
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """What a technique itself noted in `Build.facts`, and the live settings it may want to look at."""
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Whether a technique took effect, and what shows it."""
+
+    took_effect: bool
+    what: str
+
+
+Evidence = Callable[[Observation, Mapping[str, Knob]], Proof]
+
+
 @dataclass
 class Build:
     """A run being built. The defaults are the plain baseline."""
@@ -93,6 +147,8 @@ class Build:
     step_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     """Entered around every step, left after it: process-wide settings never leak out of a run."""
     loader_options: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Notes for the evidence: objects or numbers that show afterwards what happened."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +158,8 @@ class Technique:
     apply: Callable[[Build, Mapping[str, Knob]], None]
     claim: Claim
     parity: Parity
+    evidence: Evidence
+    memory: tuple[MemoryEffect, ...] = ()
     requires: tuple[Requirement, ...] = ()
     conflicts: tuple[str, ...] = ()
     after: tuple[str, ...] = ()

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor, nn
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, Parity, Requirement, Stage, Technique
+from rush.techniques.contract import Build, Claim, MemoryEffect, Parity, Requirement, Stage, Technique
+from rush.techniques.evidence import ran
 
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
 
@@ -76,4 +77,6 @@ technique = Technique(
         source="a widely read hand-made ladder; see docs/sources.md; Dao 2023, arXiv:2307.08691",
     ),
     parity=Parity.CLOSE,
+    evidence=ran("flash_attention", instead_of=("softmax",)),
+    memory=(MemoryEffect("scores", 0.0, "only one number per query and head is kept"),),
 )

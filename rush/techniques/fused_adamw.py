@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 from rush.recipe import Knob
 from rush.techniques.contract import Build, Claim, Parity, Stage, Technique
+from rush.techniques.evidence import ran
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -29,4 +30,5 @@ technique = Technique(
         source="a widely read hand-made ladder; see docs/sources.md",
     ),
     parity=Parity.CLOSE,
+    evidence=ran("fused_adam"),
 )

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, Parity, Stage, Technique
+from rush.techniques.contract import Build, Claim, MemoryEffect, Parity, Stage, Technique
+from rush.techniques.evidence import weights_in
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -31,4 +32,11 @@ technique = Technique(
         source="arithmetic: 8 bytes per parameter instead of 16",
     ),
     parity=Parity.STATISTICAL,
+    evidence=weights_in("bfloat16"),
+    memory=(
+        MemoryEffect("parameters", 0.5),
+        MemoryEffect("gradients", 0.5),
+        MemoryEffect("optimizer", 0.5),
+        MemoryEffect("activations", 0.5),
+    ),
 )

@@ -15,6 +15,7 @@ import torch
 
 from rush.recipe import Knob
 from rush.techniques.contract import Build, Claim, Parity, Requirement, Stage, Technique
+from rush.techniques.evidence import ran
 
 
 @contextmanager
@@ -48,4 +49,5 @@ technique = Technique(
         source="NVIDIA A100 Tensor Core GPU datasheet",
     ),
     parity=Parity.CLOSE,
+    evidence=ran("tf32"),
 )

@@ -27,7 +27,9 @@ Note = Callable[[str], None]
 def _quiet(text: str) -> None: ...
 
 
-def read_weights(path: str | Path, which: str = "last", note: Note = _quiet) -> tuple[Shape, dict[str, torch.Tensor]]:
+def read_weights(
+    path: str | Path, which: str = "last", note: Note = _quiet
+) -> tuple[Shape, dict[str, torch.Tensor]]:
     """Shape and weights from a run folder or a Hugging Face folder.
 
     `which` picks a run's checkpoint: `last`, `best` (lowest validation loss) or a step's number.
@@ -55,7 +57,9 @@ def read_weights(path: str | Path, which: str = "last", note: Note = _quiet) -> 
 def _pick_checkpoint(run: RunFolder, which: str, note: Note) -> Checkpoint:
     store = run.checkpoints
     if not store.steps():
-        raise DataError(f"{run.path} has no checkpoint yet; train on with --resume, or wait for its first save.")
+        raise DataError(
+            f"{run.path} has no checkpoint yet; train on with --resume, or wait for its first save."
+        )
 
     def damaged(path: Path, reason: str) -> None:
         note(f"DAMAGED checkpoint, not used: {reason}")
@@ -69,7 +73,9 @@ def _pick_checkpoint(run: RunFolder, which: str, note: Note) -> Checkpoint:
         return found
     if not which.isdecimal() or int(which) not in store.steps():
         steps = ", ".join(str(step) for step in store.steps())
-        raise RecipeError(f"there is no checkpoint {which!r} in {run.path}; allowed: last, best, or a step: {steps}.")
+        raise RecipeError(
+            f"there is no checkpoint {which!r} in {run.path}; allowed: last, best, or a step: {steps}."
+        )
     return verify(store.path(int(which)))
 
 

@@ -56,7 +56,9 @@ class Summary:
     interrupted: bool
 
 
-def train_recipe(recipe: Recipe | None, out: Path | str, *, resume: bool = False, view: View | None = None) -> Summary:
+def train_recipe(
+    recipe: Recipe | None, out: Path | str, *, resume: bool = False, view: View | None = None
+) -> Summary:
     """Train as the recipe says, in the folder `out`; `resume` goes on with the run that is there."""
     view, folder = view or Silent(), RunFolder(Path(out))
     if resume and not folder.holds_run() and recipe is not None:
@@ -237,7 +239,9 @@ class _Session:
             "recipe": self.recipe.digest,
         }
         store = self.folder.checkpoints
-        checkpoint.save(store, step, self.run.model, self.run.optimizer, extra, {"val_loss": row.get("val_loss")})
+        checkpoint.save(
+            store, step, self.run.model, self.run.optimizer, extra, {"val_loss": row.get("val_loss")}
+        )
         store.retain(self.recipe.run.keep, committed=step)
 
     def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:

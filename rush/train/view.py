@@ -13,7 +13,14 @@ from typing import Any, Protocol
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from rich.text import Text
 
@@ -112,7 +119,9 @@ class Panels:
         facts = Table.grid(padding=(0, 3))
         for _ in range(4):
             facts.add_column()
-        cells = [Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in describe(self._row).items()]
+        cells = [
+            Text.assemble((f"{name} ", "dim"), (text, "bold")) for name, text in describe(self._row).items()
+        ]
         for first in range(0, len(cells), 4):
             facts.add_row(*cells[first : first + 4])
         curve = Text(sparkline(self._losses, max(20, self._console.width - 12)), style="cyan")
@@ -143,7 +152,9 @@ def sparkline(values: list[float], width: int) -> str:
     if not values:
         return ""
     stretch = max(1, -(-len(values) // width))
-    means = [sum(part) / len(part) for part in (values[i : i + stretch] for i in range(0, len(values), stretch))]
+    means = [
+        sum(part) / len(part) for part in (values[i : i + stretch] for i in range(0, len(values), stretch))
+    ]
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
     return "".join(BARS[round((value - low) * scale)] for value in means)

@@ -45,7 +45,9 @@ class World:
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     path = tmp_path_factory.mktemp("world")
-    before = {key: os.environ.get(key) for key in ("RUSH_CACHE", "HF_HUB_OFFLINE", "WANDB_API_KEY", "WANDB_MODE")}
+    before = {
+        key: os.environ.get(key) for key in ("RUSH_CACHE", "HF_HUB_OFFLINE", "WANDB_API_KEY", "WANDB_MODE")
+    }
     os.environ |= {"RUSH_CACHE": str(path / "cache"), "HF_HUB_OFFLINE": "1"}
     os.environ.pop("WANDB_API_KEY", None)
     os.environ.pop("WANDB_MODE", None)
@@ -94,7 +96,14 @@ def pickle_file(world: World) -> list[str]:
 
 
 def pickle_folder(world: World) -> list[str]:
-    config = {"model_type": "gpt2", "vocab_size": 32, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    config = {
+        "model_type": "gpt2",
+        "vocab_size": 32,
+        "n_positions": 8,
+        "n_embd": 8,
+        "n_layer": 1,
+        "n_head": 2,
+    }
     world.file("hf/config.json", json.dumps(config))
     torch.save({"a": torch.zeros(2)}, world.path / "hf" / "pytorch_model.bin")
     return ["generate", str(world.path / "hf"), "--prompt", "x"]
@@ -167,9 +176,15 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("code", "said", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+@pytest.mark.parametrize(
+    ("code", "said", "words"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
 def test_bad_input_gets_one_message_and_its_exit_code(
-    world: World, code: int, said: list[str], words: Callable[[World], list[str]], capfd: pytest.CaptureFixture[str]
+    world: World,
+    code: int,
+    said: list[str],
+    words: Callable[[World], list[str]],
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     if code == 4 and torch.cuda.is_available():
         pytest.skip("a CUDA device is here, so nothing is missing")
@@ -198,7 +213,9 @@ def test_nothing_was_lost_of_the_finished_run(world: World) -> None:
     assert len((world.run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_folder_in_use_names_the_process_that_holds_it(world: World, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_in_use_names_the_process_that_holds_it(
+    world: World, capfd: pytest.CaptureFixture[str]
+) -> None:
     held = world.path / "held"
     held.mkdir()
     with FolderLock(held), pytest.raises(SystemExit) as ended:
@@ -215,8 +232,14 @@ def test_debug_shows_the_traceback(world: World) -> None:
         main(["train", "nothing", "--debug"])
 
 
-def test_no_message_carries_a_secret(world: World, capfd: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
-    secrets = {"WANDB_API_KEY": "wandb-secret-123", "HF_TOKEN": "hf_secret_456", "AWS_SECRET_ACCESS_KEY": "aws-789"}
+def test_no_message_carries_a_secret(
+    world: World, capfd: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    secrets = {
+        "WANDB_API_KEY": "wandb-secret-123",
+        "HF_TOKEN": "hf_secret_456",
+        "AWS_SECRET_ACCESS_KEY": "aws-789",
+    }
     for key, value in secrets.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(SystemExit):

@@ -41,7 +41,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     corpus = write_corpus(path / "corpus")
     for family in FAMILIES:
         recipe = path / f"{family}.toml"
-        changes: dict[str, Any] = {"schedule": {"steps": 12, "warmup": 2}, "run": {"save_every": 4, "validate_every": 4}}
+        changes: dict[str, Any] = {
+            "schedule": {"steps": 12, "warmup": 2},
+            "run": {"save_every": 4, "validate_every": 4},
+        }
         recipe.write_text(small_recipe(corpus, family, **changes))
         with pytest.raises(SystemExit) as ended:
             main(["train", str(recipe), "run.tensorboard=true", "--out", str(path / family), "--json"])
@@ -87,14 +90,21 @@ def test_an_exported_run_gives_the_same_logits_in_the_reference_library(
     again = rush.load_model(tmp_path / "hf")(tokens)
     assert torch.equal(again, ours)
     text = "def apply(build):\n    return 1\n"
-    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"] == rush.load_tokenizer(runs / family).encode(text)
+    assert AutoTokenizer.from_pretrained(tmp_path / "hf")(text)["input_ids"] == rush.load_tokenizer(
+        runs / family
+    ).encode(text)
 
 
-def test_a_run_can_start_from_another_runs_weights(runs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_run_can_start_from_another_runs_weights(
+    runs: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     recipe = runs / "llama.toml"
     call(capfd, "train", recipe, f"model.init_from={runs / 'llama'}", "schedule.steps=1", "schedule.warmup=0",
          "optimizer.lr=1e-12", "--out", tmp_path / "on", "--json")  # fmt: skip
-    before, after = rush.load_model(runs / "llama").state_dict(), rush.load_model(tmp_path / "on").state_dict()
+    before, after = (
+        rush.load_model(runs / "llama").state_dict(),
+        rush.load_model(tmp_path / "on").state_dict(),
+    )
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, rtol=1e-6, atol=1e-9)
 
@@ -118,14 +128,18 @@ def test_chat_continues_plain_text_and_uses_a_template_where_there_is_one(
     call(capfd, "chat", runs / "llama", "--max-tokens", "5")
     call(capfd, "export", runs / "llama", "--to", tmp_path / "chatty")
     config = json.loads((tmp_path / "chatty" / "tokenizer_config.json").read_text())
-    config["chat_template"] = "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+    config["chat_template"] = (
+        "{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] "
+    )
     (tmp_path / "chatty" / "tokenizer_config.json").write_text(json.dumps(config))
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
     out = call(capfd, "chat", tmp_path / "chatty", "--max-tokens", "4", "--temperature", "0")
     assert out.count("\n") >= 2
 
 
-def test_the_list_of_recipes_carries_the_published_parameter_counts(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_list_of_recipes_carries_the_published_parameter_counts(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     listed = {row["name"]: row for row in json.loads(call(capfd, "recipes", "--json"))}
     assert listed["gpt2-124m"]["parameters"] == 124_439_808
     assert listed["llama-3.1-8b"]["parameters"] == 8_030_261_248
@@ -133,7 +147,9 @@ def test_the_list_of_recipes_carries_the_published_parameter_counts(capfd: pytes
     assert "1,235,814,400" in table
 
 
-def test_show_prints_a_recipe_that_loads_to_the_same_digest(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_show_prints_a_recipe_that_loads_to_the_same_digest(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     text = call(capfd, "recipes", "show", "gpt2-124m", "batch.micro=8")
     (tmp_path / "shown.toml").write_text(text)
     shown = rush.load_recipe(str(tmp_path / "shown.toml"))
@@ -155,7 +171,9 @@ def test_data_prepare_show_and_verify_agree(runs: Path, capfd: pytest.CaptureFix
     assert "median length" in call(capfd, "data", "show", told["folder"])
 
 
-@pytest.mark.parametrize("words", [[], ["train"], ["generate"], ["chat"], ["export"], ["recipes"], ["data"], ["data", "prepare"]])
+@pytest.mark.parametrize(
+    "words", [[], ["train"], ["generate"], ["chat"], ["export"], ["recipes"], ["data"], ["data", "prepare"]]
+)
 def test_every_command_has_help(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     out = call(capfd, *words, "--help")
     assert "Usage: rush" in out

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ def make_run(name: str, techniques: str) -> Run:
 
 def text_batch(seed: int) -> Batch:
     """Bytes of this file: real text, not noise."""
-    data = torch.tensor(list(open(__file__, "rb").read()), dtype=torch.int64)
+    data = torch.tensor(list(Path(__file__).read_bytes()), dtype=torch.int64)
     starts = torch.randint(0, len(data) - 257, (4,), generator=torch.Generator().manual_seed(seed))
     rows = torch.stack([data[start : start + 257] for start in starts.tolist()])
     return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), ("",) * 4)

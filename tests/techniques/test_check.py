@@ -17,7 +17,11 @@ def names(*overrides: str) -> list[str]:
 
 
 def test_techniques_act_in_the_order_of_the_stages_however_they_are_listed() -> None:
-    assert names("techniques=['fused_adamw', 'compile', 'amp_bf16']") == ["amp_bf16", "compile", "fused_adamw"]
+    assert names("techniques=['fused_adamw', 'compile', 'amp_bf16']") == [
+        "amp_bf16",
+        "compile",
+        "fused_adamw",
+    ]
     assert list(Stage) == sorted(Stage)
 
 
@@ -30,7 +34,11 @@ def test_every_file_in_the_folder_that_defines_a_technique_is_found() -> None:
     [
         ("techniques=['flash_atention']", RecipeError, "did you mean 'flash_attention'"),
         ("techniques=[{name='compile', mod='x'}]", RecipeError, "has no knob 'mod'; did you mean 'mode'"),
-        ("techniques=[{name='compile', mode='fastest'}]", RecipeError, "mode is 'fastest'; allowed: 'default'"),
+        (
+            "techniques=[{name='compile', mode='fastest'}]",
+            RecipeError,
+            "mode is 'fastest'; allowed: 'default'",
+        ),
         ("techniques=[{name='fused_adamw', x=1}]", RecipeError, "has no knob 'x'; It has none"),
         ("techniques=['amp_bf16', 'pure_bf16']", RecipeError, "cannot stand together"),
         ("techniques=['tf32']", MachineError, "tf32 cannot run here: it needs a CUDA GPU"),

@@ -24,7 +24,14 @@ def write_corpus(folder: Path) -> Path:
 def small_recipe(corpus: Path, family: str = "gpt2", **sections: dict[str, Any]) -> str:
     """TOML of a model of some ten thousand parameters on that corpus; `run={"keep": 5}` and the like change it."""
     kv_heads = 4 if family == "gpt2" else 2
-    shape = {"num_layers": 2, "hidden": 32, "num_kv_heads": kv_heads, "head_dim": 8, "intermediate": 64, "vocab_size": 320}
+    shape = {
+        "num_layers": 2,
+        "hidden": 32,
+        "num_kv_heads": kv_heads,
+        "head_dim": 8,
+        "intermediate": 64,
+        "vocab_size": 320,
+    }
     tree: dict[str, dict[str, Any]] = {
         "model": {"name": "tiny" if family == "gpt2" else "llama-tiny", "shape": shape},
         "data": {"source": "files", "files": [str(corpus / "*.txt")], "validation": 0.2},

@@ -78,10 +78,14 @@ def assert_a_beginning(folder: Path, whole: Path, when: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(tmp_path: Path, family: str) -> None:
+def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
+    tmp_path: Path, family: str
+) -> None:
     cache, folder = tmp_path / "cache", tmp_path / "killed"
     recipe = tmp_path / "recipe.toml"
-    recipe.write_text(small_recipe(write_corpus(tmp_path / "corpus"), family, schedule={"steps": STEPS, "warmup": 5}))
+    recipe.write_text(
+        small_recipe(write_corpus(tmp_path / "corpus"), family, schedule={"steps": STEPS, "warmup": 5})
+    )
     whole = undisturbed(tmp_path, recipe, cache)
     assert len(rows(whole)) == STEPS
     chance = random.Random(family)

@@ -76,7 +76,9 @@ def test_clipping_scales_the_gradient_to_the_limit_and_reports_the_norm_before_i
     limit = norm / 4
     clipped, _, reported = captured_step(make_run(f"optimizer.clip={limit}"), [make_batch(2, 3)])
     assert reported == pytest.approx(norm, rel=1e-6)
-    assert math.sqrt(sum(float(g.double().square().sum()) for g in clipped.values())) == pytest.approx(limit, rel=1e-4)
+    assert math.sqrt(sum(float(g.double().square().sum()) for g in clipped.values())) == pytest.approx(
+        limit, rel=1e-4
+    )
 
 
 def test_the_update_is_adamw_as_the_paper_writes_it() -> None:
