@@ -280,11 +280,12 @@ class _Stop:
 
 @contextmanager
 def _graceful_stop() -> Iterator[_Stop]:
-    """The first Ctrl-C (or SIGTERM) ends the run after its step, with a checkpoint; the second ends it now."""
+    """Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second Ctrl-C ends it now."""
     stop = _Stop()
 
     def ask(number: int, frame: FrameType | None) -> None:
-        if stop.asked:
+        # Batch systems and `timeout` send SIGTERM more than once; only a second Ctrl-C means "now".
+        if stop.asked and number == signal.SIGINT:
             raise KeyboardInterrupt
         stop.asked = True
 
