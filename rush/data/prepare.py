@@ -22,10 +22,11 @@ from rush.data.pool import run_jobs
 from rush.data.published import find_tokenizer
 from rush.data.shards import SPLITS, Manifest, Shard, token_dtype, verify_shards, write_manifest
 from rush.data.sources import Unit, describe_source, plan_units, read_unit
-from rush.data.storage import folder_lock, remove_temporaries, writable
+from rush.data.storage import folder_lock, writable
 from rush.data.tokenizer import Tokenizer, train_bpe
 from rush.data.units import UnitJob, read_record, split_of
 from rush.errors import DataError, RecipeError
+from rush.files import remove_temporaries
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,7 @@ def open_workspace(
     preparation: Preparation, folder: Path, key: str, tokenizer: Tokenizer | None
 ) -> Workspace:
     """Sweep leftovers, settle the tokenizer, plan the units. Call it while holding the folder's lock."""
-    remove_temporaries(folder)
+    remove_temporaries(folder, deep=True)
     units = preparation.units()
     saved = folder / "tokenizer"
     if tokenizer is None and (saved / "tokenizer_config.json").is_file():

@@ -17,7 +17,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -26,8 +25,8 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from rush.data.storage import publish, sha256_file, temporary_name, write_whole
 from rush.errors import DataError
+from rush.files import publish, sha256_file, temporary_name, write_atomic
 
 FORMAT = "rush-tokens"
 VERSION = 1
@@ -95,6 +94,7 @@ class ShardWriter:
     names: list[str] = field(default_factory=list)
     text_bytes: int = 0
     _file: IO[bytes] | None = None
+    _temporary: Path = Path()
 
     def append(self, ids: Sequence[int], document: str, text_bytes: int) -> None:
         tokens = np.asarray([*ids, self.eos_id], dtype=np.int64)
@@ -108,7 +108,8 @@ class ShardWriter:
             )
         if self._file is None:
             self._target("bin").parent.mkdir(parents=True, exist_ok=True)
-            self._file = temporary_name(self._target("bin")).open("wb")
+            self._temporary = temporary_name(self._target("bin"))
+            self._file = self._temporary.open("xb")
         self._file.write(tokens.astype(token_dtype(self.vocab_size)).tobytes())
         self.starts.append(self.starts[-1] + len(tokens))
         self.names.append(document)
@@ -118,14 +119,12 @@ class ShardWriter:
         """Publish the shard; None where it received no document."""
         if self._file is None:
             return None
-        self._file.flush()
-        os.fsync(self._file.fileno())
         self._file.close()
-        publish(temporary_name(self._target("bin")), self._target("bin"))
+        publish(self._temporary, self._target("bin"))
         names = [name.encode() for name in self.names]
         name_starts = np.cumsum([0, *map(len, names)])
-        write_whole(self._target("idx"), np.asarray([self.starts, name_starts], dtype="<i8").tobytes())
-        write_whole(self._target("ids"), b"".join(names))
+        write_atomic(self._target("idx"), np.asarray([self.starts, name_starts], dtype="<i8").tobytes())
+        write_atomic(self._target("ids"), b"".join(names))
         return Shard(
             split=self.split,
             name=self.name,
@@ -139,7 +138,7 @@ class ShardWriter:
     def abandon(self) -> None:
         if self._file is not None and not self._file.closed:
             self._file.close()
-            temporary_name(self._target("bin")).unlink(missing_ok=True)
+            self._temporary.unlink(missing_ok=True)
 
     def _target(self, suffix: str) -> Path:
         return self.folder / self.split / f"{self.name}.{suffix}"
@@ -163,7 +162,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     }
     body["content_sha256"] = manifest.content_sha256
     body["sha256"] = _seal(body)
-    write_whole(folder / "manifest.json", (json.dumps(body, indent=1) + "\n").encode())
+    write_atomic(folder / "manifest.json", (json.dumps(body, indent=1) + "\n").encode())
 
 
 def _seal(body: dict[str, Any]) -> str:

@@ -23,8 +23,8 @@ from typing import Any
 import tokenizers
 
 from rush.data.chat import render
-from rush.data.storage import write_whole
 from rush.errors import DataError
+from rush.files import write_atomic
 
 END_OF_TEXT = "<|endoftext|>"
 # What published tokenizers call the end of a text, for a tokenizer.json without its tokenizer_config.json.
@@ -73,8 +73,8 @@ class Tokenizer:
             "clean_up_tokenization_spaces": False,
         }
         config = {key: value for key, value in config.items() if value is not None}
-        write_whole(folder / "tokenizer.json", self.json_text.encode())
-        write_whole(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
+        write_atomic(folder / "tokenizer.json", self.json_text.encode())
+        write_atomic(folder / "tokenizer_config.json", (json.dumps(config, indent=2) + "\n").encode())
 
     @functools.cached_property
     def _core(self) -> tokenizers.Tokenizer:

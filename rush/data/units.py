@@ -18,8 +18,8 @@ from pathlib import Path
 from rush.data.readers import Document
 from rush.data.shards import SPLITS, Shard, shard_writers
 from rush.data.sources import Unit, read_unit
-from rush.data.storage import write_whole
 from rush.data.tokenizer import Tokenizer
+from rush.files import write_atomic
 
 BATCH_DOCUMENTS = 64
 
@@ -80,7 +80,7 @@ def write_unit(
             writer = writers[split_of(document.text, job.seed, job.validation)]
             writer.append(ids, document.id, len(document.text.encode()))
         shards = tuple(shard for split in SPLITS if (shard := writers[split].finish()) is not None)
-    write_whole(job.record, json.dumps([asdict(shard) for shard in shards]).encode())
+    write_atomic(job.record, json.dumps([asdict(shard) for shard in shards]).encode())
     return shards
 
 

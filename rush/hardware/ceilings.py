@@ -9,7 +9,6 @@ its age and can ask for a new one. A dtype is measured when it is first asked fo
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import MachineError
+from rush.files import write_json_atomic, writing
 from rush.hardware.machine import Machine
 
 FORMAT_VERSION = 1
@@ -148,18 +148,12 @@ def _read(path: Path, identity: str, on_problem: Callable[[str], None]) -> Ceili
 
 
 def _write(path: Path, found: Ceilings, on_problem: Callable[[str], None]) -> None:
-    # A rename, so that two processes measuring at the same time leave one whole file.
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(found.to_dict(), indent=1) + "\n")
-        os.replace(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        on_problem(
-            f"The measured ceilings cannot be kept in {path.parent} ({error.strerror}); set RUSH_CACHE."
-        )
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+        write_json_atomic(path, found.to_dict())
+    except MachineError as error:
+        on_problem(f"The measured ceilings are not kept. {error} Or set RUSH_CACHE to another folder.")
 
 
 def _sample(row: Mapping[str, Any]) -> Sample:

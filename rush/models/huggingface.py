@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rush.errors import DataError, MachineError, RecipeError
+from rush.files import replacing
 from rush.models.counts import ParameterSpec, list_parameters
 from rush.models.huggingface_config import config_from_shape, shape_from_config
 from rush.models.huggingface_names import BASE_PREFIX, exported_name, is_transposed, stored_name
@@ -98,8 +99,8 @@ def save_hf_folder(
                 exported_name(shape, spec.name): _to_stored(state[spec.name], spec, shape, dtype)
                 for spec in shard
             }
-            save_file(tensors, folder / f".{name}.partial", metadata={"format": "pt"})
-            (folder / f".{name}.partial").replace(folder / name)
+            with replacing(folder / name) as temporary:
+                save_file(tensors, temporary, metadata={"format": "pt"})
             weight_map |= dict.fromkeys(tensors, name)
         if len(shards) > 1:
             total = sum(_bytes(state[spec.name], dtype) for spec in specs)
@@ -260,6 +261,5 @@ def _to_stored(tensor: Tensor, spec: ParameterSpec, shape: Shape, dtype: torch.d
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    partial.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    partial.replace(file)
+    with replacing(file) as temporary:
+        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rush.records.files import fsync_file, fsync_folder, write_atomic, writing
+from rush.files import fsync_file, fsync_folder, write_atomic, writing
 from rush.records.manifest import (
     MANIFEST_NAME,
     CheckpointDamaged,

@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rush.errors import MachineError
-from rush.records.files import writing
+from rush.files import writing
 
 LOCK_NAME = ".lock"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import DataError
-from rush.records.files import json_safe, sha256_file
+from rush.files import json_safe, sha256_file
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "rush-checkpoint"

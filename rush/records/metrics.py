@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from rush.errors import DataError
-from rush.records.files import json_safe, write_atomic, writing
+from rush.files import json_safe, write_atomic, writing
 
 Row = dict[str, Any]
 

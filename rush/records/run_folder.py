@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rush.errors import RecipeError
+from rush.files import fsync_folder, remove_temporaries, writing
 from rush.records.checkpoints import CheckpointStore
-from rush.records.files import fsync_folder, remove_temporaries, writing
 from rush.records.lock import FolderLock
 
 

@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rush.errors import DataError
+from rush.files import write_json_atomic
 from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
-from rush.records.files import write_json_atomic
 from rush.train.tensors import TensorFile, describe, save_tensors
 
 MODEL, OPTIMIZER, RANDOM, STATE = (

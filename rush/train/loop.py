@@ -22,10 +22,10 @@ import numpy as np
 import torch
 
 from rush.errors import DataError, Diverged, MachineError, RecipeError
+from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, memory_in_use, probe
 from rush.recipe import Recipe
 from rush.recipe_io import differences, load_recipe, write_toml
-from rush.records.files import write_atomic, write_json_atomic
 from rush.records.metrics import MetricsWriter, read_rows, truncate_after
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 from rush.techniques import check
@@ -33,10 +33,10 @@ from rush.train import checkpoint
 from rush.train.build import Run, build
 from rush.train.corpus import Corpus, open_corpus
 from rush.train.efficiency import Yardstick, yardstick
+from rush.train.folders import starting_weights
 from rush.train.sample import sample_text
 from rush.train.schedule import learning_rate
 from rush.train.sinks import Sink, open_sinks
-from rush.train.folders import starting_weights
 from rush.train.step import train_step, validate
 from rush.train.view import Silent, View
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from rush.data import TokenDataset, read_manifest, verify_shards
 from rush.data.shards import Manifest, Shard, ShardWriter, map_shard, token_dtype, write_manifest
-from rush.data.storage import sha256_file
 from rush.errors import DataError
+from rush.files import sha256_file
 
 
 def make_manifest(shards: tuple[Shard, ...], vocab_size: int, eos_id: int = 0) -> Manifest:

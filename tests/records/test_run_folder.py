@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rush.errors import MachineError, RecipeError
-from rush.records.files import write_atomic
+from rush.files import write_atomic
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 
 

@@ -13,7 +13,16 @@ from pathlib import Path
 import pytest
 
 from rush.errors import MachineError
-from rush.records.files import json_safe, remove_temporaries, sha256_file, write_atomic, write_json_atomic
+from rush.files import (
+    json_safe,
+    remove_temporaries,
+    replacing,
+    sha256_file,
+    temporary_name,
+    write_atomic,
+    write_json_atomic,
+    writing,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -62,7 +71,7 @@ FILE_SIZE_LIMIT = """
 import resource, sys
 from pathlib import Path
 from rush.errors import MachineError
-from rush.records.files import write_atomic
+from rush.files import write_atomic
 
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 try:
@@ -90,7 +99,7 @@ NOT_OURS = """
 import os, sys
 from pathlib import Path
 from rush.errors import MachineError
-from rush.records.files import write_atomic
+from rush.files import write_atomic
 
 if os.geteuid() == 0:
     os.setuid(65534)
@@ -131,6 +140,58 @@ def test_numbers_that_json_lacks_become_null_and_are_named() -> None:
     clean, lost = json_safe({"a": float("nan"), "b": [1.0, float("-inf")], "c": {"d": float("inf")}, "e": 1})
     assert clean == {"a": None, "b": [1.0, None], "c": {"d": None}, "e": 1}
     assert lost == {"a": "nan", "b[1]": "-inf", "c.d": "inf"}
+
+
+def test_a_block_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
+    path = tmp_path / "weights"
+    with replacing(path) as temporary:
+        temporary.write_text("old")
+        assert not path.exists()
+
+    def fail() -> None:
+        with replacing(path) as temporary:
+            temporary.write_text("half of the new")
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail()
+    assert path.read_text() == "old"
+    assert names(tmp_path) == ["weights"]
+
+
+def test_a_message_can_say_what_was_written_and_what_to_do(tmp_path: Path) -> None:
+    def fail(error: OSError) -> str:
+        with pytest.raises(MachineError) as caught, writing(tmp_path, "the plan in ", "Ask Ada."):
+            raise error
+        return str(caught.value)
+
+    full = fail(OSError(errno.ENOSPC, "No space left on device"))
+    assert full == (
+        f"Cannot write the plan in {tmp_path}: the disk is full (No space left on device). Ask Ada."
+    )
+    assert "no permission" in fail(PermissionError(errno.EACCES, "Permission denied"))
+    with pytest.raises(OSError, match="not a gzipped file"), writing(tmp_path):
+        raise OSError("not a gzipped file")
+
+
+def test_two_temporary_names_of_one_file_differ_and_are_recognised_as_ours(tmp_path: Path) -> None:
+    first, second = temporary_name(tmp_path / "a.bin"), temporary_name(tmp_path / "a.bin")
+    assert first != second
+    for path in (first, second):
+        path.touch()
+    remove_temporaries(tmp_path)
+    assert names(tmp_path) == []
+
+
+def test_a_deep_sweep_reaches_the_folders_below_and_a_plain_one_does_not(tmp_path: Path) -> None:
+    (tmp_path / "train").mkdir()
+    litter = temporary_name(tmp_path / "train" / "00000.bin")
+    litter.touch()
+    (tmp_path / "train" / "00000.bin").touch()
+    remove_temporaries(tmp_path)
+    assert litter.exists()
+    remove_temporaries(tmp_path, deep=True)
+    assert names(tmp_path / "train") == ["00000.bin"]
 
 
 def test_only_our_own_temporary_files_are_removed(tmp_path: Path) -> None:

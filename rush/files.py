@@ -1,0 +1,141 @@
+"""Files that are either the old ones or the new ones, never half of each.
+
+A plain `open(path, "w")` empties the file first and fills it afterwards: a crash, a power cut or a
+full disk in between leaves neither version. So we write beside the target under a temporary name,
+force the bytes to the disk, and rename: a rename within one folder happens entirely or not at all.
+The folder is flushed too, because the new name lives in the folder, not in the file. Costs a few
+milliseconds per file, so it suits records and checkpoints, not a log line per step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rush.errors import MachineError
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "the file is larger than the file size limit allows",
+}
+_FORBIDDEN = (errno.EACCES, errno.EPERM, errno.EROFS)
+_TEMPORARY = re.compile(r"\..+\.\d+\.[0-9a-f]{8}\.tmp")
+
+
+@contextlib.contextmanager
+def writing(path: Path, what: str = "", advice: str = "") -> Iterator[None]:
+    """Turn an operating-system error while writing `path` into one message for a person.
+
+    `what` stands before the path ("prepared data in "), `advice` instead of the usual one. An OSError
+    without a number is not the system's (a damaged gzip file raises one) and passes unchanged.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:
+            raise
+        reason = error.strerror or str(error)
+        usual = ""
+        if error.errno in _FULL:
+            reason, usual = f"{_FULL[error.errno]} ({reason})", "Free space or choose another folder."
+        elif error.errno in _FORBIDDEN:
+            reason, usual = f"no permission ({reason})", "Choose a folder you may write to."
+        raise MachineError(f"Cannot write {what}{path}: {reason}. {advice or usual}".rstrip()) from error
+
+
+def temporary_name(path: Path) -> Path:
+    """A new name beside `path` for its next content: hidden, and never one that another writer has."""
+    return path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.tmp")
+
+
+def publish(temporary: Path, path: Path) -> None:
+    """Give a finished temporary file its real name, all of it on the disk."""
+    fsync_file(temporary)
+    os.replace(temporary, path)
+    fsync_folder(path.parent)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A temporary name to write to, which becomes `path` when the block ends well and is gone if not."""
+    temporary = temporary_name(path)
+    try:
+        yield temporary
+        publish(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_atomic(path: Path, content: bytes | str) -> None:
+    """Replace `path` by `content`; whatever goes wrong, the old content stays and no litter is left."""
+    data = content.encode() if isinstance(content, str) else content
+    with writing(path), replacing(path) as temporary, open(temporary, "xb") as file:
+        file.write(data)
+
+
+def write_json_atomic(path: Path, value: object) -> None:
+    """Write `value` as indented JSON, atomically. NaN and infinity are not JSON: see `json_safe`."""
+    write_atomic(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
+
+
+def remove_temporaries(folder: Path, *, deep: bool = False) -> None:
+    """Remove what a crash left in a folder (`deep`: and below it). Only while no one else writes there."""
+    with writing(folder):
+        for path in folder.rglob(".*.tmp") if deep else folder.iterdir():
+            if _TEMPORARY.fullmatch(path.name):
+                path.unlink()
+
+
+def fsync_file(path: Path) -> None:
+    """Force the bytes of a file to the disk."""
+    _fsync(path, os.O_RDONLY)
+
+
+def fsync_folder(path: Path) -> None:
+    """Force the names in a folder to the disk (a new, renamed or removed file is a change of its folder)."""
+    _fsync(path, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def _fsync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file as lower-case hex, read in pieces so that size does not matter."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def json_safe(value: Any) -> tuple[Any, dict[str, str]]:
+    """`value` with every NaN or infinity replaced by None, and where they stood: {"grad_norm": "nan"}.
+
+    JSON has no such numbers, and Python's habit of writing them anyway makes files that other readers
+    refuse. What was lost is returned, so that the caller can write it down beside the row.
+    """
+    lost: dict[str, str] = {}
+
+    def clean(item: Any, where: str) -> Any:
+        if isinstance(item, float) and not math.isfinite(item):
+            lost[where] = str(item)
+            return None
+        if isinstance(item, dict):
+            return {key: clean(inner, f"{where}.{key}" if where else str(key)) for key, inner in item.items()}
+        if isinstance(item, list | tuple):
+            return [clean(inner, f"{where}[{index}]") for index, inner in enumerate(item)]
+        return item
+
+    return clean(value, ""), lost
