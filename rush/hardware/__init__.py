@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from rush.hardware.catalog import CATALOG, Datasheet, datasheet_peak
-from rush.hardware.ceilings import Ceilings, ceilings, measured_matmul_rate
+from rush.hardware.catalog import CATALOG, Datasheet, datasheet_peak, datasheet_peaks
+from rush.hardware.ceilings import Ceilings, Collective, ceilings, measured_matmul_rate
 from rush.hardware.machine import Cpu, Device, Link, Machine
 from rush.hardware.memory import memory_in_use, peak_memory_bytes, process_memory, reset_peak_memory
-from rush.hardware.probe import probe
+from rush.hardware.probe import packages, probe
 
 __all__ = [
     "CATALOG",
     "Ceilings",
+    "Collective",
     "Cpu",
     "Datasheet",
     "Device",
@@ -18,8 +19,10 @@ __all__ = [
     "Machine",
     "ceilings",
     "datasheet_peak",
+    "datasheet_peaks",
     "measured_matmul_rate",
     "memory_in_use",
+    "packages",
     "peak_memory_bytes",
     "probe",
     "process_memory",

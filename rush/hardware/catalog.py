@@ -41,8 +41,13 @@ def find(device: Device) -> Datasheet | None:
 
 def datasheet_peak(machine: Machine, dtype: str) -> float | None:
     """Dense peak of one device of this machine in FLOP/s, None where device or dtype has no figure."""
+    return (datasheet_peaks(machine) or {}).get(dtype)
+
+
+def datasheet_peaks(machine: Machine) -> dict[str, float] | None:
+    """The dense peaks of one device of this machine in FLOP/s by dtype, None for an unknown device."""
     sheet = find(machine.devices[0]) if machine.device == "cuda" else None
-    return sheet.peak_flops.get(dtype) if sheet else None
+    return dict(sheet.peak_flops) if sheet else None
 
 
 def _row(

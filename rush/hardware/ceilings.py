@@ -14,6 +14,8 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,15 +43,40 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class Collective:
+    """One operation between `ranks` processes, over a few sizes; `amount` is the bytes of the whole buffer."""
+
+    operation: str
+    backend: str
+    ranks: int
+    samples: tuple[Sample, ...]
+
+    @property
+    def bytes_per_s(self) -> float:
+        """Bytes of the buffer over the time of the slowest rank, at the best size."""
+        return max(sample.rate for sample in self.samples)
+
+    @property
+    def bus_bytes_per_s(self) -> float:
+        """What each rank's link carries: comparable with the link's rate, whatever the number of ranks."""
+        trips = 2 if self.operation == "all_reduce" else 1
+        return self.bytes_per_s * trips * (self.ranks - 1) / self.ranks
+
+
+@dataclass(frozen=True)
 class Ceilings:
-    """Measured rates of one device: FLOP/s per dtype and bytes/s per kind of transfer, with their samples."""
+    """Measured rates: FLOP/s per dtype and bytes/s per kind of transfer of one device, and between devices."""
 
     fingerprint: str
     measured_at: float
+    """Seconds since 1970; of the oldest part, where parts were added later."""
     matmul: Mapping[str, tuple[Sample, ...]] = field(default_factory=dict)
     bandwidth: Mapping[str, Sample] = field(default_factory=dict)
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Dtypes this device cannot multiply, with the reason."""
+    collectives: tuple[Collective, ...] = ()
+    load: float | None = None
+    """Load average per usable core before measuring: near 1, others were computing and rates may be low."""
 
     def matmul_rate(self, dtype: str) -> float | None:
         """The best median over the shapes, None when the dtype was not measured or is unsupported."""
@@ -63,6 +90,27 @@ class Ceilings:
 
     def age_s(self) -> float:
         return max(0.0, time.time() - self.measured_at)
+
+    def rates(self) -> dict[str, Any]:
+        """The rates without their samples, as plain JSON values: what other records embed."""
+        return {
+            "matmul": {dtype: self.matmul_rate(dtype) for dtype in self.matmul},
+            "copy_bytes_per_s": self.bytes_per_s("copy"),
+            "transfers_bytes_per_s": {
+                kind: sample.rate for kind, sample in self.bandwidth.items() if kind != "copy"
+            },
+            "collectives": [
+                {
+                    "operation": row.operation,
+                    "backend": row.backend,
+                    "ranks": row.ranks,
+                    "bytes_per_s": row.bytes_per_s,
+                    "bus_bytes_per_s": row.bus_bytes_per_s,
+                }
+                for row in self.collectives
+            ],
+            "measured_at": datetime.fromtimestamp(self.measured_at, UTC).isoformat(timespec="seconds"),
+        }
 
     def to_dict(self) -> dict[str, Any]:
         return {"version": FORMAT_VERSION, **json.loads(json.dumps(asdict(self)))}
@@ -78,6 +126,12 @@ class Ceilings:
             matmul={dtype: tuple(_sample(row) for row in rows) for dtype, rows in data["matmul"].items()},
             bandwidth={transfer: _sample(row) for transfer, row in data["bandwidth"].items()},
             unsupported=dict(data["unsupported"]),
+            # Later additions to this version: older files lack them.
+            collectives=tuple(
+                Collective(**{**row, "samples": tuple(_sample(sample) for sample in row["samples"])})
+                for row in data.get("collectives", ())
+            ),
+            load=data.get("load"),
         )
 
 
@@ -86,35 +140,71 @@ def ceilings(
     dtypes: Iterable[str] | None = None,
     *,
     bandwidth: bool = True,
+    collectives: int | None = None,
     refresh: bool = False,
     folder: Path | None = None,
     on_problem: Callable[[str], None] = lambda problem: None,
+    on_progress: Callable[[str, int, int], None] = lambda what, done, total: None,
 ) -> Ceilings:
     """The ceilings of this machine for these dtypes (all, if not said), from the cache or measured now.
 
-    The cache is a convenience: when it cannot be read or written, `on_problem` hears why, and the
-    rates are measured all the same.
+    `collectives` is between how many processes to time collective operations, one per GPU where there are
+    GPUs; without it that is left out. The cache is a convenience: when it cannot be read or written,
+    `on_problem` hears why, and the rates are measured all the same. `on_progress` hears what is being
+    measured, how many parts are done, and of how many.
     """
-    from rush.hardware import measure
-
-    wanted = tuple(dtypes) if dtypes is not None else measure.DTYPES
-    # A CPU is as fast as the threads torch may use; that is a setting of the process, not of the machine.
-    identity = machine.fingerprint() + (f"-{measure.num_threads()}" if machine.device == "cpu" else "")
-    path = (folder or cache_folder()) / f"ceilings-{machine.device}-{identity}.json"
+    path, identity = _cache_entry(machine, folder)
     known = None if refresh else _read(path, identity, on_problem)
-    found = known or Ceilings(identity, time.time())
-    missing = [dtype for dtype in wanted if dtype not in found.matmul and dtype not in found.unsupported]
-    for dtype in missing:
-        result = measure.matmul(machine.device, dtype)
-        if isinstance(result, str):
-            found = replace(found, unsupported={**found.unsupported, dtype: result})
-        else:
-            found = replace(found, matmul={**found.matmul, dtype: result})
-    if bandwidth and not found.bandwidth:
-        found = replace(found, bandwidth=measure.bandwidth(machine.device))
+    found = known or Ceilings(identity, time.time(), load=_load(machine))
+    parts = _missing(found, machine, dtypes, bandwidth, collectives)
+    for number, (what, measure_it) in enumerate(parts):
+        on_progress(what, number, len(parts))
+        found = measure_it(found)
     if found is not known:
         _write(path, found, on_problem)
     return found
+
+
+Part = tuple[str, Callable[[Ceilings], Ceilings]]
+
+
+def _missing(
+    found: Ceilings,
+    machine: Machine,
+    dtypes: Iterable[str] | None,
+    bandwidth: bool,
+    collectives: int | None,
+) -> list[Part]:
+    """What was asked for and is not known yet: its name, and how to add it."""
+    from rush.hardware import measure
+    from rush.hardware.collectives import measure_collectives
+
+    def matmul(dtype: str, so_far: Ceilings) -> Ceilings:
+        result = measure.matmul(machine.device, dtype)
+        if isinstance(result, str):
+            return replace(so_far, unsupported={**so_far.unsupported, dtype: result})
+        return replace(so_far, matmul={**so_far.matmul, dtype: result})
+
+    wanted = tuple(dtypes) if dtypes is not None else measure.DTYPES
+    parts: list[Part] = [
+        (f"{dtype} matmul", partial(matmul, dtype))
+        for dtype in wanted
+        if dtype not in found.matmul and dtype not in found.unsupported
+    ]
+    if bandwidth and not found.bandwidth:
+        parts.append(
+            ("memory bandwidth", lambda so_far: replace(so_far, bandwidth=measure.bandwidth(machine.device)))
+        )
+    if collectives is not None and collectives not in {row.ranks for row in found.collectives}:
+        parts.append(
+            (
+                f"collectives between {collectives} processes",
+                lambda so_far: replace(
+                    so_far, collectives=so_far.collectives + measure_collectives(machine, collectives)
+                ),
+            )
+        )
+    return parts
 
 
 def measured_matmul_rate(machine: Machine, dtype: str) -> float:
@@ -134,6 +224,21 @@ def cache_folder() -> Path:
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "rush"
+
+
+def _cache_entry(machine: Machine, folder: Path | None) -> tuple[Path, str]:
+    """The file of this machine's ceilings, and what they must say they are of."""
+    identity = machine.fingerprint()
+    if machine.device == "cpu":
+        from rush.hardware.measure import num_threads
+
+        # A CPU is as fast as the threads torch may use; that is a setting of the process, not of the machine.
+        identity += f"-{num_threads()}"
+    return (folder or cache_folder()) / f"ceilings-{machine.device}-{identity}.json", identity
+
+
+def _load(machine: Machine) -> float | None:
+    return os.getloadavg()[0] / machine.cpu.num_threads if hasattr(os, "getloadavg") else None
 
 
 def _read(path: Path, identity: str, on_problem: Callable[[str], None]) -> Ceilings | None:

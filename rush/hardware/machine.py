@@ -64,6 +64,8 @@ class Machine:
     cuda: str | None
     hip: str | None
     driver: str | None
+    cudnn: str | None = None
+    nccl: str | None = None
 
     @property
     def name(self) -> str:

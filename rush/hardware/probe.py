@@ -32,6 +32,11 @@ _ARM_CORES = {
     (0x41, 0xD4F): "Neoverse-V2", (0x41, 0xD84): "Neoverse-V3", (0x41, 0xD8E): "Neoverse-N3",
 }  # fmt: skip
 
+_OPTIONAL = (
+    "triton", "torchao", "bitsandbytes", "liger-kernel", "transformers", "datasets", "datatrove", "ray",
+    "pyarrow", "wandb",
+)  # fmt: skip
+
 
 def probe(device: str = "auto") -> Machine:
     """What this machine is. `device`: "auto", "cpu", "cuda" or "mps"; an absent one is a MachineError."""
@@ -41,7 +46,7 @@ def probe(device: str = "auto") -> Machine:
     cpu, ram_bytes = _cpu(), _ram_bytes()
     devices: tuple[Device, ...] = (Device(cpu.model, ram_bytes),)
     links: tuple[Link, ...] = ()
-    driver = None
+    driver = cudnn = nccl = None
     if kind == "cuda":
         found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         facts = nvml.read([f"GPU-{properties.uuid}" for properties in found]) if torch.version.cuda else None
@@ -55,7 +60,8 @@ def probe(device: str = "auto") -> Machine:
             )
             for index, properties in enumerate(found)
         )
-        links, driver = (facts.links, facts.driver) if facts else ((), None)
+        links, driver = (facts.links, facts.driver) if facts else (_peers(len(found)), None)
+        cudnn, nccl = _library_versions()
     elif kind == "mps":
         devices = (Device(cpu.model, torch.mps.recommended_max_memory()),)
     return Machine(
@@ -71,7 +77,14 @@ def probe(device: str = "auto") -> Machine:
         cuda=torch.version.cuda,
         hip=torch.version.hip,
         driver=driver,
+        cudnn=cudnn,
+        nccl=nccl,
     )
+
+
+def packages() -> dict[str, str | None]:
+    """The installed versions of the packages that some techniques and commands need; None where absent."""
+    return {name: _version(name) for name in _OPTIONAL}
 
 
 def _choose(device: str) -> DeviceKind:
@@ -97,6 +110,30 @@ def _choose(device: str) -> DeviceKind:
             raise MachineError(f"The device mps was asked for, but there is no Apple GPU here. {_OTHERWISE}")
         return "mps"
     raise RecipeError(f"Unknown device {device!r}; {nearest(device, ('auto', 'cpu', 'cuda', 'mps'))}")
+
+
+def _peers(num_devices: int) -> tuple[Link, ...]:
+    """What torch alone can tell about pairs of GPUs, where the driver cannot be asked for their path."""
+    import torch
+
+    return tuple(
+        Link(first, second, "unknown path", torch.cuda.can_device_access_peer(first, second))
+        for first in range(num_devices)
+        for second in range(first + 1, num_devices)
+    )
+
+
+def _library_versions() -> tuple[str | None, str | None]:
+    """cuDNN and NCCL as torch was built with them (on ROCm: MIOpen and RCCL)."""
+    import torch
+
+    number = torch.backends.cudnn.version()  # type: ignore[no-untyped-call]
+    # 91002 is 9.10.2; before version 9 one digit less stood for the minor: 8902 was 8.9.2.
+    base = 10_000 if number is not None and number >= 90_000 else 1_000
+    cudnn = None if number is None else f"{number // base}.{number % base // 100}.{number % 100}"
+    if not torch.distributed.is_nccl_available():
+        return cudnn, None
+    return cudnn, ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
 
 
 _OTHERWISE = 'Use "auto" or "cpu", or run where such a device is.'

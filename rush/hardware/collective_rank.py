@@ -1,0 +1,133 @@
+"""One of the processes that time collective operations together; started by `collectives`.
+
+All ranks must do the same in the same order, or they wait for each other for ever: so every decision (how
+often to repeat, when to stop) is made from numbers that all ranks have agreed on. A repeat begins at a
+barrier and takes as long as its slowest rank. The results are checked before anything is timed: a fast
+exchange of wrong numbers is no rate.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rush.files import write_json_atomic
+
+SIZES = {"gloo": (2**16, 2**20, 2**24), "nccl": (2**20, 2**25, 2**28)}
+Row = tuple[str, float, list[float]]
+
+
+def main(words: list[str]) -> None:
+    """Be one rank: its folder, its number, the number of ranks, the backend, and the seconds to spend."""
+    folder, rank, ranks, backend, budget_s = (
+        Path(words[0]), int(words[1]), int(words[2]), words[3], float(words[4])
+    )  # fmt: skip
+    device = torch.device("cuda", rank) if backend == "nccl" else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(
+        backend,
+        init_method=f"file://{folder / 'meeting'}",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=120),
+        device_id=device if device.type == "cuda" else None,
+    )
+    try:
+        verify(rank, ranks, device)
+        case_s = budget_s / (2 * len(SIZES[backend]))
+        results = {
+            "all_reduce": measure(reduce_case, SIZES[backend], rank, ranks, device, case_s),
+            "all_gather": measure(gather_case, SIZES[backend], rank, ranks, device, case_s),
+        }
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        write_json_atomic(folder / "results.json", results)
+
+
+def verify(rank: int, ranks: int, device: torch.device) -> None:
+    mine = torch.full((1000,), rank + 1.0, device=device)
+    everyone = torch.empty(1000 * ranks, device=device)
+    dist.all_gather_into_tensor(everyone, mine)
+    dist.all_reduce(mine)
+    each = torch.arange(1.0, ranks + 1, device=device)
+    if not torch.equal(everyone, each.repeat_interleave(1000)) or not bool((mine == each.sum()).all()):
+        sys.exit("the exchanged numbers are wrong; these devices cannot train together as they are")
+
+
+Case = tuple[Callable[[], object], Callable[[], object], float]
+
+
+def reduce_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
+    """(What to do before each repeat, the exchange, the bytes of the whole buffer)."""
+    buffer = source[: size_bytes // source.itemsize].clone()
+    # Restored each time, because sums of sums would soon be infinite.
+    return (
+        lambda: buffer.copy_(source[: buffer.numel()]),
+        lambda: dist.all_reduce(buffer),
+        float(buffer.nbytes),
+    )
+
+
+def gather_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
+    mine = source[: size_bytes // source.itemsize // ranks].clone()
+    everyone = mine.new_empty(mine.numel() * ranks)
+    return (
+        lambda: None,
+        lambda: dist.all_gather_into_tensor(everyone, mine),
+        float(everyone.nbytes),
+    )
+
+
+def measure(
+    make: Callable[[int, int, Tensor], Case],
+    sizes: tuple[int, ...],
+    rank: int,
+    ranks: int,
+    device: torch.device,
+    case_s: float,
+) -> list[Row]:
+    generator = torch.Generator(device).manual_seed(rank)
+    source = torch.randn(max(sizes) // 4, device=device, generator=generator)
+    rows: list[Row] = []
+    for size_bytes in sizes:
+        # At the pace of the last size, would three repeats take far longer than their share?
+        if rows and 3 * min(rows[-1][2]) * size_bytes / rows[-1][1] > 4 * case_s:
+            break
+        before, exchange, amount = make(size_bytes, ranks, source)
+        time_together(before, exchange, 2, device)
+        (once,) = time_together(before, exchange, 1, device)
+        repeats = max(3, min(30, int(case_s / once)))
+        rows.append((str(size_bytes), amount, time_together(before, exchange, repeats, device)))
+    return rows
+
+
+def time_together(
+    before: Callable[[], object], exchange: Callable[[], object], repeats: int, device: torch.device
+) -> list[float]:
+    """Seconds of each repeat on the slowest rank; the same list on all ranks."""
+    seconds = []
+    for _ in range(repeats):
+        before()
+        dist.barrier()
+        _synchronize(device)
+        began = time.perf_counter()
+        exchange()
+        _synchronize(device)
+        seconds.append(time.perf_counter() - began)
+    slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    return [float(value) for value in slowest]
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

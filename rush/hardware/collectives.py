@@ -1,0 +1,115 @@
+"""How fast devices exchange data: all-reduce and all-gather between real processes.
+
+Training on several devices is arithmetic plus these exchanges: data parallelism sums gradients (all-reduce),
+sharding fetches weights (all-gather). What counts is the rate between processes as they will run, one per
+device, over NCCL on GPUs; among processes of one CPU (gloo over the loopback) it mostly says that the
+machinery works. This file starts the ranks, waits, and leaves none of them behind, whatever happens; what a
+rank does is in `collective_rank`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from rush.errors import MachineError, RecipeError
+from rush.hardware.ceilings import Collective, Sample
+from rush.hardware.machine import Machine
+
+START_LIMIT_S = 120.0
+"""Importing torch and meeting the other ranks may take this long on a busy machine."""
+
+
+# A rank finds its modules where this process found them.
+_CHILD = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "from rush.hardware.collective_rank import main; main(sys.argv[1:])"
+)
+
+
+def measure_collectives(machine: Machine, ranks: int, *, budget_s: float = 4.0) -> tuple[Collective, ...]:
+    """Timings of collective operations between `ranks` new processes, in about `budget_s` after their start."""
+    check_ranks(machine, ranks)
+    backend = "nccl" if machine.device == "cuda" else "gloo"
+    with tempfile.TemporaryDirectory(prefix="rush-collectives-") as name:
+        folder = Path(name)
+        processes: list[subprocess.Popen[bytes]] = []
+        try:
+            for rank in range(ranks):
+                processes.append(  # noqa: PERF401 (those started before one fails must be in the list)
+                    _start(folder, rank, ranks, backend, budget_s, machine)
+                )
+            _wait(processes, folder, time.monotonic() + START_LIMIT_S + 4 * budget_s)
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        results = json.loads((folder / "results.json").read_bytes())
+    return tuple(
+        Collective(
+            operation,
+            backend,
+            ranks,
+            tuple(Sample(case, amount, tuple(seconds)) for case, amount, seconds in rows),
+        )
+        for operation, rows in results.items()
+    )
+
+
+def check_ranks(machine: Machine, ranks: int) -> None:
+    """Refuse a number of processes that would measure nothing, or only the waiting for each other."""
+    if ranks < 2:
+        raise RecipeError(f"Collectives between {ranks} processes were asked for; it takes at least 2.")
+    if machine.device == "mps":
+        raise MachineError("An Apple GPU has no collectives; set run.device=cpu to measure those of the CPU.")
+    if machine.device == "cuda":
+        room, found = machine.num_devices, f"this machine has {machine.num_devices} GPUs"
+    else:
+        room = max(2, machine.cpu.num_threads)
+        found = f"more than {room} would wait for each other on the {machine.cpu.num_threads} cores here"
+    if ranks > room:
+        advice = f"Ask for 2 to {room}." if room > 1 else "Leave them out."
+        raise MachineError(f"Collectives between {ranks} processes were asked for; {found}. {advice}")
+
+
+def _start(
+    folder: Path, rank: int, ranks: int, backend: str, budget_s: float, machine: Machine
+) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"OMP_NUM_THREADS": str(max(1, machine.cpu.num_threads // ranks))}
+    if backend == "gloo":
+        # All ranks are here; a host name that resolves to nowhere must not matter.
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    command = [sys.executable, "-P", "-c", _CHILD, json.dumps(sys.path)]
+    with open(folder / f"rank-{rank}.log", "wb") as log:
+        return subprocess.Popen(
+            [*command, str(folder), str(rank), str(ranks), backend, str(budget_s)],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], folder: Path, deadline: float) -> None:
+    """Return when all ranks have ended well; a MachineError as soon as one has not, or when it takes too long."""
+    while any(process.poll() is None for process in processes):
+        if time.monotonic() > deadline:
+            raise MachineError(
+                f"Measuring collectives between {len(processes)} processes did not end in time. "
+                "Look whether other programs fill this machine, or leave the collectives out."
+            )
+        if any(process.poll() for process in processes):
+            break
+        time.sleep(0.02)
+    for rank, process in enumerate(processes):
+        if process.poll():
+            lines = (folder / f"rank-{rank}.log").read_text(errors="replace").strip().splitlines()
+            raise MachineError(
+                f"Measuring collectives failed: process {rank} of {len(processes)} ended with "
+                f"{process.returncode}: {lines[-1] if lines else 'no message'}"
+            )
