@@ -1,0 +1,163 @@
+"""Bars: the ladder itself, the time breakdown, claims against findings.
+
+Every bar begins at zero, so that lengths compare as the numbers do. A row's picture is drawn in per cent
+of its column, which leaves room at the right for the number; the page stacks the columns on a phone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from rush.report import words
+from rush.report.ladder import Measure, Rung
+from rush.report.svg import Scale, percent, picture, tag, tooltip
+
+SPEED_FULL = 70.0
+MEMORY_FULL = 56.0
+"""Where the longest bar ends, in per cent of the column: the rest is for the number beside it."""
+
+CLASSES = {
+    "attention": "attention",
+    "matmul": "matrix products",
+    "norm_elementwise": "norms and elementwise",
+    "loss": "loss",
+    "optimizer": "optimizer",
+    "data": "waiting for data",
+    "other": "other",
+    "idle": "idle",
+}
+"""The classes of the time breakdown in the order they are stacked, with their names for a person."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A piece of a stacked bar."""
+
+    kind: str
+    ms: float
+    share: float
+
+
+def top_speed(measures: Sequence[Measure | None]) -> float | None:
+    """The largest value that has to fit: the upper end of the longest whisker."""
+    return max((max(m.median, m.high or 0.0) for m in measures if m is not None), default=None)
+
+
+def speed_bar(measure: Measure | None, top: float | None, who: str, kind: str = "speed") -> Markup | None:
+    """One horizontal bar with its whisker and its number; None when nothing was measured."""
+    if measure is None or top is None:
+        return None
+    scale = Scale(0, top, 0, SPEED_FULL)
+    label = words.speed(measure.median)
+    alt = f"{who}: {label}"
+    marks = [
+        tag("rect", class_=f"bar {kind}", x="0", y=4, width=percent(scale(measure.median)), height=18, rx=2)
+    ]
+    end = scale(measure.median)
+    if measure.low is not None and measure.high is not None:
+        alt += f", 95 % interval {words.interval(measure.low, measure.high)}"
+        low, high = scale(max(0.0, measure.low)), scale(measure.high)
+        marks += whisker(low, high, 13, 5)
+        end = max(end, high)
+    if measure.n is not None:
+        alt += f", {words.plural(measure.n, 'sample')}"
+    marks.append(tag("text", label, class_="value", x=percent(end), dx=8, y=18))
+    return picture(alt, tooltip(alt), *marks, class_="row", height=26)
+
+
+def whisker(low: float, high: float, middle: float, half: float) -> list[Markup]:
+    """An interval: a line with a cap at either end. `low` and `high` are per cent of the width."""
+    return [
+        tag("line", class_="whisker", x1=percent(low), x2=percent(high), y1=middle, y2=middle),
+        tag("line", class_="whisker", x1=percent(low), x2=percent(low), y1=middle - half, y2=middle + half),
+        tag("line", class_="whisker", x1=percent(high), x2=percent(high), y1=middle - half, y2=middle + half),
+    ]
+
+
+def memory_bar(size_bytes: float | None, top: float | None, who: str) -> Markup | None:
+    if size_bytes is None or top is None:
+        return None
+    width = Scale(0, top, 0, MEMORY_FULL)(size_bytes)
+    label = words.size(size_bytes)
+    alt = f"{who}: peak memory {label}"
+    return picture(
+        alt,
+        tooltip(alt),
+        tag("rect", class_="bar memory", x="0", y=7, width=percent(width), height=12, rx=2),
+        tag("text", label, class_="value", x=percent(width), dx=8, y=18),
+        class_="row",
+        height=26,
+    )
+
+
+def segments(breakdown: Mapping[str, float]) -> list[Segment]:
+    """The classes of one step in stacking order; what has no class of ours counts as other."""
+    sums = dict.fromkeys(CLASSES, 0.0)
+    for kind, ms in breakdown.items():
+        sums[kind if kind in CLASSES else "other"] += ms
+    total = sum(sums.values())
+    return [Segment(kind, ms, ms / total) for kind, ms in sums.items() if ms > 0]
+
+
+def ms_per_thousand(rung: Rung) -> float | None:
+    """Profiled milliseconds for a thousand tokens: comparable between rungs of different batch."""
+    if not rung.breakdown or not rung.step_tokens or rung.step_tokens < 0:
+        return None
+    return sum(rung.breakdown.values()) / rung.step_tokens * 1000
+
+
+def breakdown_bar(rung: Rung, full: float) -> Markup | None:
+    """A step's time stacked by class, `full` per cent wide in all."""
+    parts = segments(rung.breakdown)
+    if not parts:
+        return None
+    marks, x = [], 0.0
+    for part in parts:
+        name, width = CLASSES[part.kind], part.share * full
+        inside = [
+            tag("rect", tooltip(f"{name}: {words.milliseconds(part.ms)}, {words.share(part.share)}"),
+                class_=f"part {part.kind}", x=percent(x), y=2, width=percent(width), height=22)
+        ]  # fmt: skip
+        if width >= 13:
+            label = f"{part.share * 100:.0f} %"
+            inside.append(
+                tag(
+                    "text",
+                    label,
+                    class_=f"on {part.kind}",
+                    x=percent(x + width / 2),
+                    y=17.5,
+                    text_anchor="middle",
+                )
+            )
+        marks += inside
+        x += width
+    said = ", ".join(f"{CLASSES[part.kind]} {words.share(part.share)}" for part in parts)
+    total = words.milliseconds(sum(rung.breakdown.values()))
+    return picture(f"{rung.title}: {total} a step. {said}", *marks, class_="row", height=26)
+
+
+def claim_scale(ratios: Sequence[float]) -> Scale:
+    """A common axis for claims and findings, by the logarithm: ×2 and ×0.5 are equally far from ×1."""
+    low, high = min([*ratios, 0.8]), max([*ratios, 1.25])
+    return Scale(low / 1.08, high * 1.08, 2, 98, log=True)
+
+
+def claim_row(
+    claimed: float | None, found: float | None, low: float | None, high: float | None, scale: Scale, who: str
+) -> Markup:
+    """A hollow diamond where the authors put it, a dot with an interval where it was found."""
+    marks = [tag("line", class_="zero", x1=percent(scale(1)), x2=percent(scale(1)), y1=0, y2=26)]
+    alt = f"{who}: claimed {words.change(claimed)}, found {words.change(found)}"
+    if low is not None and high is not None and low > 0:
+        marks += whisker(scale(low), scale(high), 13, 4)
+    if found is not None:
+        marks.append(tag("circle", class_="found", cx=percent(scale(found)), cy=13, r=5))
+    if claimed is not None and claimed > 0:
+        # A nested svg moves by per cent, which a path cannot.
+        diamond = tag("path", class_="claimed", d="M0 -7L7 0L0 7L-7 0Z")
+        marks.append(tag("svg", diamond, x=percent(scale(claimed)), y=13, class_="over"))
+    return picture(alt, tooltip(alt), *marks, class_="row", height=26)

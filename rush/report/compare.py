@@ -1,0 +1,126 @@
+"""Several ladders side by side: the same rungs on other machines, or on other versions.
+
+Rungs are matched by name. How much faster one ladder is than the first is a ratio of medians; its
+interval is the careful one, from the lower end of one to the upper end of the other, which needs nothing
+but the two intervals and errs on the side of "cannot tell".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from markupsafe import Markup
+
+from rush.errors import RecipeError
+from rush.records.files import write_atomic
+from rush.report import bars, words
+from rush.report.ladder import Ladder, Measure, Rung
+from rush.report.page import flattened, render
+from rush.report.reading import read_ladder
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One ladder's rung inside a group of the same name."""
+
+    letter: str
+    series: int
+    rung: Rung | None
+    bar: Markup | None
+    memory: Markup | None
+    against_first: str
+
+
+@dataclass(frozen=True)
+class Group:
+    name: str
+    title: str
+    entries: tuple[Entry, ...]
+
+
+def write_comparison(ladders: list[Path], html: Path) -> None:
+    """Draw two or more ladders side by side into one self-contained file."""
+    if len(ladders) < 2:
+        raise RecipeError(
+            f"A comparison needs at least two ladders; {len(ladders)} given. Name another folder."
+        )
+    write_atomic(html, comparison_page([(path, read_ladder(path)) for path in ladders]))
+
+
+def comparison_page(ladders: Sequence[tuple[Path, Ladder]]) -> str:
+    read = [ladder for _, ladder in ladders]
+    return render(
+        "comparison.html",
+        title="Ladders side by side",
+        ladders=[
+            (letter_of(at), series_of(at), path.parent.name or str(path), ladder)
+            for at, (path, ladder) in enumerate(ladders)
+        ],
+        groups=groups(read),
+        machine_rows=_differences(read),
+    )
+
+
+def letter_of(index: int) -> str:
+    """A, B … Z, AA, AB …"""
+    word, rest = "", index
+    while True:
+        word = chr(ord("A") + rest % 26) + word
+        rest = rest // 26 - 1
+        if rest < 0:
+            return word
+
+
+def series_of(index: int) -> int:
+    """Which of the six colours a ladder gets; its letter tells it apart in any case."""
+    return index % 6 + 1
+
+
+def groups(ladders: Sequence[Ladder]) -> list[Group]:
+    """All rung names in the order they first appear, each with what every ladder has under it."""
+    names = dict.fromkeys(rung.name for ladder in ladders for rung in ladder.rungs)
+    every = [rung for ladder in ladders for rung in ladder.rungs]
+    top = bars.top_speed([rung.speed for rung in every])
+    memory = max((rung.peak_memory_bytes or 0.0 for rung in every), default=0.0) or None
+    found = []
+    for name in names:
+        row = [ladder.rung(name) for ladder in ladders]
+        title = next(rung.title for rung in row if rung)
+        entries = []
+        for at, rung in enumerate(row):
+            who = f"{letter_of(at)}, {title}"
+            bar = bars.speed_bar(rung.speed, top, who, f"series-{series_of(at)}") if rung else None
+            used = bars.memory_bar(rung.peak_memory_bytes, memory, who) if rung else None
+            entries.append(Entry(letter_of(at), series_of(at), rung, bar, used, _against(row[0], rung, at)))
+        found.append(Group(name, title, tuple(entries)))
+    return found
+
+
+def careful_ratio(value: Measure, base: Measure) -> tuple[float, float | None, float | None]:
+    """value / base with the widest interval that the two intervals allow."""
+    low = value.low / base.high if value.low is not None and base.high else None
+    high = value.high / base.low if value.high is not None and base.low else None
+    return value.median / base.median, low, high
+
+
+def _against(base: Rung | None, rung: Rung | None, at: int) -> str:
+    if at == 0 or base is None or rung is None or base.speed is None or rung.speed is None:
+        return ""
+    ratio, low, high = careful_ratio(rung.speed, base.speed)
+    if low is None or high is None:
+        return f"{words.ratio(ratio)} of A"
+    tail = ", cannot tell" if low <= 1 <= high else ""
+    return f"{words.ratio(ratio)} of A ({words.digits(low)} to {words.digits(high)}{tail})"
+
+
+def _differences(ladders: Sequence[Ladder]) -> list[tuple[str, list[str], bool]]:
+    """The machines row by row, and whether a row differs."""
+    tables = [dict(flattened(ladder.machine)) for ladder in ladders]
+    names = dict.fromkeys(name for table in tables for name in table)
+    rows = []
+    for name in names:
+        values = [table.get(name, words.MISSING) for table in tables]
+        rows.append((name, values, len(set(values)) > 1))
+    return rows

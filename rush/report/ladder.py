@@ -1,0 +1,149 @@
+"""The parts of a ladder as the pages know them: plain data, None for what is not known.
+
+`reading` fills them in from `ladder.json`; everything else only looks at them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Json = Any
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A median with its 95 % interval and the samples behind it."""
+
+    median: float
+    low: float | None = None
+    high: float | None = None
+    n: int | None = None
+    samples: tuple[float, ...] = ()
+    processes: tuple[tuple[float, ...], ...] = ()
+
+
+@dataclass(frozen=True)
+class Gain:
+    ratio: float
+    low: float | None
+    high: float | None
+    over: str | None
+    real: bool | None
+
+
+@dataclass(frozen=True)
+class Parity:
+    verdict: str
+    promise: str | None
+    tolerance: float | None
+    worst: float | None
+    steps: int | None
+    losses: tuple[float | None, ...]
+    reference_losses: tuple[float | None, ...]
+    grad_norms: tuple[float | None, ...]
+    reference_grad_norms: tuple[float | None, ...]
+    worst_tensor: str | None
+    worst_tensor_error: float | None
+    why: str | None
+
+
+@dataclass(frozen=True)
+class Claim:
+    metric: str
+    gain: float | None
+    regime: str | None
+    source: str | None
+
+
+@dataclass(frozen=True)
+class Evidence:
+    technique: str
+    took_effect: bool
+    what: str
+
+
+@dataclass(frozen=True)
+class Rung:
+    index: int
+    name: str
+    title: str
+    adds: tuple[str, ...]
+    techniques: tuple[str, ...]
+    recipe: str | None
+    digest: str | None
+    status: str
+    reason: str | None
+    verdict: str
+    speed: Measure | None = None
+    step: Measure | None = None
+    kinds: Mapping[str, float] = field(default_factory=dict)
+    mfu: float | None = None
+    hfu: float | None = None
+    ceiling_fraction: float | None = None
+    flops_per_token: float | None = None
+    bytes_per_step: float | None = None
+    step_tokens: int | None = None
+    micro: int | None = None
+    sequence: int | None = None
+    peak_memory_bytes: float | None = None
+    compile_s: float | None = None
+    warmup_s: float | None = None
+    warmup_steps: int | None = None
+    data_wait_ms: float | None = None
+    evidence: tuple[Evidence, ...] = ()
+    parity: Parity | None = None
+    gain: Gain | None = None
+    total_gain: Gain | None = None
+    claim: Claim | None = None
+    breakdown: Mapping[str, float] = field(default_factory=dict)
+    environment: Mapping[str, Json] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class BatchPoint:
+    micro: int
+    status: str
+    speed: Measure | None
+    peak_memory_bytes: float | None
+
+
+@dataclass(frozen=True)
+class Drift:
+    first: float | None
+    again: float | None
+    ratio: float | None
+    flagged: bool
+
+
+@dataclass(frozen=True)
+class Interaction:
+    technique: str
+    alone: float | None
+    in_ladder: float | None
+    left_out: float | None
+    sentence: str | None
+
+
+@dataclass(frozen=True)
+class Ladder:
+    name: str
+    view: str
+    started: str | None
+    finished: str | None
+    machine: Mapping[str, Json]
+    matmul: Mapping[str, float]
+    copy_bytes_per_s: float | None
+    peaks: Mapping[str, float]
+    base_recipe: str | None
+    formulas: Mapping[str, str]
+    rungs: tuple[Rung, ...]
+    drift: Drift | None
+    batch_curve: tuple[BatchPoint, ...]
+    batch_stops_paying_at: int | None
+    sequence_limits: tuple[Mapping[str, Json], ...]
+    interactions: tuple[Interaction, ...]
+
+    def rung(self, name: str | None) -> Rung | None:
+        return next((rung for rung in self.rungs if rung.name == name), None)

@@ -1,0 +1,185 @@
+"""Assembling a page: one file, no network, and a policy that forbids what the page does not need.
+
+The browser is told by a Content-Security-Policy that nothing may be loaded and that only this very style
+sheet and this very script (by their SHA-256) may act. Text from a record is escaped by the template; were
+a hole ever left there, the policy would still refuse to run what came through it. For the same reason
+there are no style attributes and no inline handlers anywhere.
+
+The same record always gives the same bytes: no clock, no random names.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from rush.records.files import write_atomic
+from rush.report import bars, curves, findings, roofline, words
+from rush.report.ladder import Json, Ladder, Rung
+from rush.report.reading import read_ladder, shown, text
+from rush.report.svg import picture, tag
+
+SIGNS = {
+    "dot": "M6 3.5a2.5 2.5 0 1 0 .01 0z",
+    "up": "M6 1.5L11 10H1z",
+    "down": "M6 10.5L1 2h10z",
+    "level": "M1 4.5h10v3H1z",
+    "shrink": "M1 1l4 1v3H2zM11 11l-4-1V7h3zM11 1l-1 4H7V2zM1 11l1-4h3v3z",
+    "unequal": "M1 3h5.6L7.8.8l1.4.8L8.4 3H11v2H7.3L6.2 7H11v2H5.1l-1.2 2.2-1.4-.8.8-1.4H1V7h3.4l1.1-2H1z",
+    "ring": "M6 1a5 5 0 1 0 .01 0zM6 3a3 3 0 1 1-.01 0z",
+    "barred": "M6 .8A5.2 5.2 0 1 0 6.01.8zM2.5 5h7v2h-7z",
+    "cross": "M2.4 1L6 4.6 9.6 1 11 2.4 7.4 6 11 9.6 9.6 11 6 7.4 2.4 11 1 9.6 4.6 6 1 2.4z",
+    "clock": "M6 .8A5.2 5.2 0 1 0 6.01.8zM5.2 3h1.6v2.7l2 1.6-1 1.2-2.6-2.1z",
+}
+"""Drawn in a square of twelve, holes by the even-odd rule."""
+
+MANY_PANELS = 12
+
+
+def write_report(ladder_json: Path, html: Path) -> None:
+    """Draw the ladder recorded in `ladder_json` into one self-contained file."""
+    write_atomic(html, report_page(read_ladder(ladder_json)))
+
+
+def report_page(ladder: Ladder) -> str:
+    top = bars.top_speed([rung.speed for rung in ladder.rungs])
+    memory = max((rung.peak_memory_bytes or 0.0 for rung in ladder.rungs), default=0.0) or None
+    slowest = max((bars.ms_per_thousand(rung) or 0.0 for rung in ladder.rungs), default=0.0)
+    overlays = [
+        (rung, rung.parity, drawing)
+        for rung in ladder.rungs
+        if rung.parity and (drawing := curves.loss_overlay(rung.parity, rung.title))
+    ]
+    return render(
+        "report.html",
+        title=f"{ladder.name} · ladder",
+        ladder=ladder,
+        machine=findings.machine_name(ladder.machine),
+        machine_rows=flattened(ladder.machine),
+        rungs=[
+            (
+                rung,
+                bars.speed_bar(rung.speed, top, rung.title),
+                bars.memory_bar(rung.peak_memory_bytes, memory, rung.title),
+            )
+            for rung in ladder.rungs
+        ],
+        batch=curves.batch_curves(ladder.batch_curve, ladder.batch_stops_paying_at),
+        sequence_rows=[flattened(row) for row in ladder.sequence_limits],
+        overlays=overlays,
+        unjudged=[rung for rung in ladder.rungs if rung.status == "ok" and rung.parity is None],
+        breakdowns=[
+            (rung, bars.breakdown_bar(rung, 100), _absolute(rung, slowest))
+            for rung in ladder.rungs
+            if bars.segments(rung.breakdown)
+        ],
+        roofline=roofline.rooflines(ladder),
+        positions=roofline.positions(ladder),
+        claims=_claims(ladder),
+        lines=_recipe_lines(ladder),
+        used_verdicts=[name for name in findings.VERDICTS if any(r.verdict == name for r in ladder.rungs)],
+    )
+
+
+def _absolute(rung: Rung, slowest: float) -> Markup | None:
+    """The same stacked bar, as long as a thousand tokens take."""
+    per_thousand = bars.ms_per_thousand(rung)
+    if per_thousand is None or slowest <= 0:
+        return None
+    return bars.breakdown_bar(rung, 100 * per_thousand / slowest)
+
+
+def _claims(ladder: Ladder) -> list[tuple[findings.Comparison, Markup]]:
+    found = [row for rung in ladder.rungs if (row := findings.compare_claim(ladder, rung))]
+    ratios = [
+        v for row in found for v in (row.claimed, row.found, row.low, row.high) if v is not None and v > 0
+    ]
+    scale = bars.claim_scale(ratios)
+    return [
+        (row, bars.claim_row(row.claimed, row.found, row.low, row.high, scale, row.rung.title))
+        for row in found
+    ]
+
+
+def _recipe_lines(ladder: Ladder) -> dict[int, list[tuple[str, bool]]]:
+    """Every rung's recipe by line, with a mark on the lines the recipe before it does not have."""
+    before = set((ladder.base_recipe or "").splitlines())
+    found = {}
+    for rung in ladder.rungs:
+        lines = (rung.recipe or "").splitlines()
+        found[rung.index] = [
+            (line, bool(before) and line.strip() != "" and line not in before) for line in lines
+        ]
+        if ladder.view == "cumulative" and lines:
+            before = set(lines)
+    return found
+
+
+def flattened(value: Json, name: str = "") -> list[tuple[str, str]]:
+    """Nested JSON as rows of dotted name and text."""
+    if isinstance(value, dict):
+        return [row for key, part in value.items() for row in flattened(part, f"{name}.{text(key)}" if name else text(key) or "")]  # fmt: skip
+    if isinstance(value, list):
+        if all(not isinstance(part, dict | list) for part in value):
+            return [(name, ", ".join(map(shown, value)) or words.MISSING)]
+        return [row for at, part in enumerate(value) for row in flattened(part, f"{name}.{at}")]
+    if value is None:
+        return [(name, words.MISSING)]
+    if name.endswith("_bytes") and isinstance(value, int) and not isinstance(value, bool):
+        return [(name, f"{words.size(float(value))} ({shown(value)})" if abs(value) < 1e30 else shown(value))]
+    return [(name, shown(value))]
+
+
+def badge(word: str, tone: str, sign: str, meaning: str = "") -> Markup:
+    """A verdict: a sign, the words, and a colour that says nothing the words do not."""
+    drawing = tag(
+        "svg",
+        tag("path", d=SIGNS[sign], fill_rule="evenodd"),
+        viewBox="0 0 12 12",
+        class_="sign",
+        aria_hidden="true",
+    )
+    return tag("span", drawing, word, class_=f"badge {tone}", title=meaning or None)
+
+
+def render(template: str, **values: Any) -> str:
+    """A page from a template, with its style and script inside and their hashes in the policy."""
+    style, script = _asset("style.css"), _asset("script.js")
+    policy = (
+        f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.globals.update(
+        words=words,
+        findings=findings,
+        bars=bars,
+        curves=curves,
+        badge=badge,
+        many=MANY_PANELS,
+        picture=picture,
+    )
+    return environment.get_template(template).render(
+        policy=policy, style=Markup(style), script=Markup(script), **values
+    )
+
+
+def digest(content: str) -> str:
+    """The name of an inline style or script in a Content-Security-Policy."""
+    return "sha256-" + base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+
+
+def _asset(name: str) -> str:
+    return resources.files("rush.report").joinpath("templates", name).read_text(encoding="utf-8")

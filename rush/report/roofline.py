@@ -1,0 +1,175 @@
+"""The roofline: what bounds a rung, arithmetic or memory.
+
+A chip multiplies at most so fast (the flat roofs, one per dtype, measured here with large products) and
+moves bytes at most so fast (the slope, measured with a large copy). Work that does few operations per
+byte sits under the slope and wants less traffic; work under a flat roof wants a faster dtype.
+
+How many bytes a step really moves is not measured by a stopwatch. Where the record has the figure it is
+used; otherwise the picture takes the least a step can do: write and read its peak memory once per micro
+batch. Real traffic is higher, so a rung truly stands further left than drawn, never further right by
+much. The height of a rung is measured, not estimated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from rush.report import words
+from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
+from rush.report.ladder import Ladder, Rung
+from rush.report.svg import Scale, decades, path, picture, tag, tooltip
+
+
+@dataclass(frozen=True)
+class Position:
+    """Where a rung stands: operations per byte, and operations per second."""
+
+    rung: Rung
+    intensity: float
+    flops: float
+    estimated: bool
+
+
+def positions(ladder: Ladder) -> list[Position]:
+    found = []
+    for rung in ladder.rungs:
+        traffic, estimated = _traffic(rung)
+        if rung.speed and rung.flops_per_token and rung.step_tokens and traffic:
+            intensity = rung.flops_per_token * rung.step_tokens / traffic
+            flops = rung.flops_per_token * rung.speed.median
+            if 1e-100 < intensity < 1e100 and 1e-100 < flops < 1e100:
+                found.append(Position(rung, intensity, flops, estimated))
+    return found
+
+
+def _traffic(rung: Rung) -> tuple[float | None, bool]:
+    """Bytes of one step, and whether that is the estimate."""
+    if rung.bytes_per_step:
+        return rung.bytes_per_step, False
+    if not rung.peak_memory_bytes or not rung.step_tokens or not rung.micro or not rung.sequence:
+        return None, True
+    micro_batches = max(1.0, rung.step_tokens / (rung.micro * rung.sequence))
+    return 2 * rung.peak_memory_bytes * micro_batches, True
+
+
+def rooflines(ladder: Ladder) -> tuple[Markup, Markup] | None:
+    """The roofline for a wide and a narrow column; None when no rung can be placed."""
+    places = positions(ladder)
+    if not places:
+        return None
+    return _roofline(WIDE, ladder, places), _roofline(NARROW, ladder, places)
+
+
+def _roofline(frame: Frame, ladder: Ladder, places: Sequence[Position]) -> Markup:
+    frame = Frame(frame.width, frame.height + 40, frame.left, frame.right, 26, frame.bottom)
+    roofs = sorted(ladder.matmul.items(), key=lambda item: item[1])
+    x, y = _scales(frame, ladder, places)
+    marks = y_axis(frame, y, decades(y.low, y.high), words.si, "achieved FLOP/s")
+    marks += x_axis(frame, x, decades(x.low, x.high), words.digits, "FLOP per byte")
+    top_rate = roofs[-1][1] if roofs else None
+    marks += _slope(x, y, ladder.copy_bytes_per_s, top_rate)
+    labelled: list[float] = []
+    for dtype, rate in reversed(roofs):
+        marks += _roof(frame, x, y, dtype, rate, ladder, labelled)
+    marks += _dots(frame, x, y, places)
+    best = max(places, key=lambda place: place.flops)
+    alt = (
+        f"Roofline with {words.plural(len(places), 'rung')}. Highest: {best.rung.title} at "
+        f"{words.si(best.flops, 'FLOP/s')}, {words.digits(best.intensity)} FLOP per byte."
+    )
+    return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
+
+
+def _scales(frame: Frame, ladder: Ladder, places: Sequence[Position]) -> tuple[Scale, Scale]:
+    rates = [place.flops for place in places] + list(ladder.matmul.values())
+    intensities = [place.intensity for place in places]
+    if ladder.copy_bytes_per_s:
+        # The corner where the slope meets the lowest roof belongs into the picture.
+        intensities += [rate / ladder.copy_bytes_per_s for rate in ladder.matmul.values()]
+    x = Scale(min(intensities) / 2.5, max(intensities) * 2.5, frame.left, frame.x_end, log=True)
+    return x, Scale(min(rates) / 2, max(rates) * 2, frame.y_end, frame.top, log=True)
+
+
+def _slope(x: Scale, y: Scale, bandwidth: float | None, top_rate: float | None) -> list[Markup]:
+    """The part of the memory roof that lies inside the picture, up to the highest flat roof."""
+    if bandwidth is None:
+        return []
+    start = max(x.low, y.low / bandwidth)
+    end = min(x.high, (top_rate or y.high) / bandwidth)
+    if start >= end:
+        return []
+    line = [(x(start), y(start * bandwidth)), (x(end), y(end * bandwidth))]
+    middle = math.sqrt(start * end)
+    marks = [tag("path", tooltip(f"memory copy: {words.si(bandwidth, 'B/s')}"), class_="roof", d=path(line))]
+    angle = math.degrees(math.atan2(line[1][1] - line[0][1], line[1][0] - line[0][0]))
+    place = f"translate({x(middle):.1f} {y(middle * bandwidth) - 7:.1f}) rotate({angle:.1f})"
+    if math.dist(*line) > 130:
+        label = f"copy {words.si(bandwidth, 'B/s')}"
+        marks.append(tag("text", label, class_="note", transform=place, text_anchor="middle"))
+    return marks
+
+
+def _roof(
+    frame: Frame, x: Scale, y: Scale, dtype: str, rate: float, ladder: Ladder, labelled: list[float]
+) -> list[Markup]:
+    start = frame.left
+    if ladder.copy_bytes_per_s:
+        start = min(max(x(rate / ladder.copy_bytes_per_s), frame.left), frame.x_end - 30)
+    height = y(rate)
+    label = f"{dtype} {words.si(rate, 'FLOP/s')}"
+    marks = [
+        tag(
+            "path",
+            tooltip(f"measured ceiling, {label}"),
+            class_="roof",
+            d=path([(start, height), (frame.x_end, height)]),
+        )
+    ]
+    # Two dtypes of nearly the same rate share a place; the lower one's label moves under its line.
+    below = any(abs(height - other) < 14 for other in labelled)
+    if not any(abs(height + (13 if below else -5) - taken) < 10 for taken in labelled):
+        at = height + 13 if below else height - 5
+        marks.append(tag("text", label, class_="note", x=frame.x_end, y=at, text_anchor="end"))
+        labelled.append(at)
+    return marks
+
+
+def _dots(frame: Frame, x: Scale, y: Scale, places: Sequence[Position]) -> list[Markup]:
+    """A dot per rung and its number beside it, on the first side that is still free."""
+    marks, taken = [], [(x(place.intensity), y(place.flops)) for place in places]
+    for place in places:
+        cx, cy = x(place.intensity), y(place.flops)
+        said = f"{place.rung.index}. {place.rung.title}: {words.si(place.flops, 'FLOP/s')}, {words.digits(place.intensity)} FLOP per byte"
+        marks.append(tag("circle", tooltip(said), class_="dot place", cx=cx, cy=cy, r=4.5))
+    for place in places:
+        cx, cy = x(place.intensity), y(place.flops)
+        spot = _free_spot(frame, cx, cy, taken)
+        if spot is not None:
+            taken.append(spot)
+            marks.append(
+                tag(
+                    "text",
+                    str(place.rung.index),
+                    class_="note strong",
+                    x=spot[0],
+                    y=spot[1] + 4,
+                    text_anchor="middle",
+                )
+            )
+    return marks
+
+
+def _free_spot(
+    frame: Frame, cx: float, cy: float, taken: Sequence[tuple[float, float]]
+) -> tuple[float, float] | None:
+    for reach in (13, 20, 28):
+        for dx, dy in ((1, 0), (-1, 0), (0.7, -0.8), (-0.7, -0.8), (0.7, 0.8), (-0.7, 0.8), (0, -1), (0, 1)):
+            spot = (cx + dx * reach, cy + dy * reach)
+            inside = frame.left < spot[0] < frame.x_end - 4 and frame.top < spot[1] < frame.y_end - 4
+            if inside and all(math.dist(spot, other) > 11 for other in taken):
+                return spot
+    return None

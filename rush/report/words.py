@@ -1,0 +1,133 @@
+"""Numbers and times as a person reads them.
+
+Three significant digits, because no measurement here is better than that; a unit that keeps the number
+between 1 and 1000; and a dash for what is not known. The same number is written the same way everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime
+
+MISSING = "–"
+
+_LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_MONTHS = (
+    "January", "February", "March", "April", "May", "June",
+    "July", "August", "September", "October", "November", "December",
+)  # fmt: skip
+_BYTES = ((2.0**50, "PiB"), (2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"))
+
+
+def digits(value: float) -> str:
+    """Three significant digits, in powers of ten only where the number is very large or very small."""
+    if value == 0:
+        return "0"
+    if not 1e-3 <= abs(value) < 1e6:
+        mantissa, exponent = f"{value:.2e}".split("e")
+        return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"
+    after = max(0, 2 - math.floor(math.log10(abs(value))))
+    text = f"{value:.{after}f}"
+    return text.rstrip("0").rstrip(".") if "." in text and abs(value) < 1 else text
+
+
+def si(value: float | None, unit: str = "") -> str:
+    """`12.3k`, `1.05M tok/s`, `989 TFLOP/s` (a unit gets the prefix when it stands alone)."""
+    if value is None:
+        return MISSING
+    for size, prefix in _LARGE:
+        # 999 950 must become 1.00M, not 1000k: compare what will be printed.
+        if size * 0.9995 <= abs(value) < size * 1e6:
+            return f"{digits(value / size)}{' ' if unit else ''}{prefix}{unit}"
+    return f"{digits(value)} {unit}".rstrip()
+
+
+def speed(value: float | None) -> str:
+    """Tokens per second."""
+    return MISSING if value is None else f"{si(value)} tok/s"
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units."""
+    if value is None:
+        return MISSING
+    for unit, name in _BYTES:
+        if abs(value) >= unit * 0.9995:
+            return f"{digits(value / unit)} {name}"
+    return f"{digits(value)} B"
+
+
+def ratio(value: float | None) -> str:
+    return MISSING if value is None else f"×{digits(value)}"
+
+
+def share(value: float | None) -> str:
+    """A fraction as per cent."""
+    return MISSING if value is None else f"{digits(value * 100)} %"
+
+
+def change(value: float | None) -> str:
+    """A ratio as a person says it: +75 %, −40 %, ×3.50."""
+    if value is None:
+        return MISSING
+    if value >= 2:
+        return ratio(value)
+    amount = digits(abs(value - 1) * 100) if abs(value - 1) >= 0.0005 else "0"
+    return f"{'−' if value < 1 and amount != '0' else '+'}{amount} %"
+
+
+def milliseconds(value: float | None) -> str:
+    return MISSING if value is None else f"{digits(value)} ms"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return MISSING
+    if value < 120 or value >= 1e9:
+        return f"{digits(value)} s"
+    minutes, rest = divmod(round(value), 60)
+    if minutes < 120:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def count(value: int | None) -> str:
+    """A whole number with thin spaces between the thousands."""
+    if value is None:
+        return MISSING
+    return f"{value:,}".replace(",", "\u202f") if abs(value) < 10**15 else digits(float(value))
+
+
+def interval(low: float | None, high: float | None) -> str:
+    return MISSING if low is None or high is None else f"{si(low)} to {si(high)}"
+
+
+def plural(amount: int, word: str, many: str | None = None) -> str:
+    return f"{amount} {word}" if amount == 1 else f"{amount} {many or word + 's'}"
+
+
+def moment(text: str | None) -> str:
+    """An ISO time as `15 November 2026, 02:44 UTC`; what is not one is shown as it came."""
+    when = _parsed(text)
+    if when is None:
+        return text or MISSING
+    return f"{when.day} {_MONTHS[when.month - 1]} {when.year}, {when:%H:%M} UTC"
+
+
+def elapsed(start: str | None, end: str | None) -> str | None:
+    """How long it took, None when one of the times is missing."""
+    first, last = _parsed(start), _parsed(end)
+    if first is None or last is None or last < first:
+        return None
+    return seconds((last - first).total_seconds())
+
+
+def _parsed(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        return None
+    # A time without a zone was written by a clock that did not say; taken as UTC, like all of ours.
+    return when.replace(tzinfo=UTC) if when.tzinfo is None else when.astimezone(UTC)
