@@ -39,7 +39,7 @@ class Model(Part):
 
 class Data(Part):
     source: str = "python-stdlib"
-    """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hf:OWNER/NAME` for a dataset on the hub."""
+    """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hub:OWNER/NAME[:CONFIG[:SPLIT]]` for any dataset on the hub."""
     files: list[str] = []
     """Paths or globs of .txt, .py, .md, .jsonl or .parquet files; with a named source, local files in its schema."""
     text_field: str = "text"

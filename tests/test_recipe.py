@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -119,8 +120,8 @@ REFUSED = [
     (["optimizer.lr=-1"], ["optimizer.lr", "-1", "greater than 0"]),
     (["optimizer.kind=sgd"], ["optimizer.kind", "'sgd'", "'adamw'"]),
     (["objective.kind=lmm"], ["objective.kind", "'lmm'", "'lm'"]),
-    (["batch.total_tokens=5000"], ["batch.total_tokens is 5,000", "4,096 or 6,144"]),
-    (["batch.total_tokens=100"], ["batch.total_tokens is 100", "2,048"]),
+    (["batch.micro=16", "batch.total_tokens=5000"], ["batch.total_tokens is 5,000", "4,096 or 6,144"]),
+    (["batch.micro=16", "batch.total_tokens=100"], ["batch.total_tokens is 100", "2,048"]),
     (["batch.sequence=512", "batch.total_tokens=8192"], ["batch.sequence is 512", "256 tokens"]),
     (["schedule.warmup=1000"], ["schedule.warmup is 1000", "schedule.steps"]),
     (["model.name=gpt-2"], ["model.name is 'gpt-2'", "gpt2-124m"]),
@@ -168,3 +169,17 @@ def test_an_unknown_name_gets_the_nearest_one() -> None:
         load_recipe("gpt2-125m")
     with pytest.raises(RecipeError, match="no recipe file at"):
         load_recipe("nowhere/none.toml")
+
+
+def test_the_page_about_recipes_is_current() -> None:
+    import importlib.util
+
+    root = Path(__file__).resolve().parent.parent
+    spec = importlib.util.spec_from_file_location("recipe_page", root / "scripts" / "recipe_page.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    assert (root / "docs" / "recipes.md").read_text(encoding="utf-8") == script.page(), (
+        "run scripts/recipe_page.py"
+    )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from rush.cli.complete import complete_recipe
 from rush.cli.output import Json, print_json, print_table
+from rush.errors import RecipeError
 
 app = typer.Typer(help="Prepare a recipe's corpus, look at it, check it.", no_args_is_help=True)
 
@@ -23,17 +24,43 @@ def prepare(
     overrides: Overrides = None,
     workers: Annotated[int | None, typer.Option(help="Processes; all cores without it.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Prepare anew even if it is there.")] = False,
+    executor: Annotated[
+        Literal["plain", "local", "slurm", "ray"],
+        typer.Option(help="plain: processes here. The others run the same work as a datatrove pipeline."),
+    ] = "plain",
+    tasks: Annotated[int | None, typer.Option(help="Parts the pipeline is dealt into.", min=1)] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(help="For the pipeline's executor, as in partition=cpu or time=04:00:00."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Tokenise a recipe's corpus into shards, in parallel; an interrupted preparation goes on.
 
-    Example: rush data prepare gpt2-124m data.source=files 'data.files=["corpus/*.jsonl"]'
+    Examples:
+
+      rush data prepare gpt2-124m data.source=files 'data.files=["corpus/*.jsonl"]'
+
+      rush data prepare gpt2-124m --executor slurm --tasks 64 --option partition=cpu --option time=04:00:00
     """
     from rush.recipe_io import load_recipe
-    from rush.train.corpus import preparation_of, prepare_with_bar
+    from rush.train.corpus import preparation_of, prepare_on, prepare_with_bar
 
-    chosen = load_recipe(recipe, overrides or [])
-    _report(prepare_with_bar(preparation_of(chosen), workers=workers, force=force), json)
+    wanted = preparation_of(load_recipe(recipe, overrides or []))
+    if executor == "plain":
+        if tasks is not None or option:
+            raise RecipeError(
+                "--tasks and --option belong to a pipeline; name one with --executor local, slurm or ray."
+            )
+        folder = prepare_with_bar(wanted, workers=workers, force=force)
+    else:
+        folder = prepare_on(
+            executor, wanted, tasks=tasks, workers=workers, force=force, options=_pairs(option or [])
+        )
+        if not (folder / "manifest.json").is_file():
+            typer.echo(f"Submitted: {folder} is ready when the last job has written its manifest.")
+            return
+    _report(folder, json)
 
 
 @app.command()
@@ -63,6 +90,13 @@ def verify(folder: Prepared, json: Json = False) -> None:
         print_json({"folder": str(folder), "ok": True, "shards": len(manifest.shards)})
         return
     typer.echo(f"{folder}: all {len(manifest.shards)} shards are whole and every token is in the vocabulary.")
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    for word in words:
+        if "=" not in word:
+            raise RecipeError(f"--option is {word!r}; write it as name=value.")
+    return dict(word.split("=", 1) for word in words)
 
 
 def _report(folder: Path, json: bool, more: dict[str, Any] | None = None) -> None:

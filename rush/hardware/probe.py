@@ -70,7 +70,8 @@ def probe(device: str = "auto") -> Machine:
         links=links,
         cpu=cpu,
         ram_bytes=ram_bytes,
-        os=f"{platform.system()} {platform.release()} {platform.machine()}",
+        # Major and minor only: what follows is the name of somebody's own kernel build.
+        os=f"{platform.system()} {'.'.join(platform.release().split('.')[:2])} {platform.machine()}",
         python=platform.python_version(),
         torch=torch.__version__,
         triton=_version("triton"),

@@ -77,3 +77,10 @@ def prepare_with_bar(preparation: Preparation, **options: Any) -> Path:
     """`prepare`, shown as a progress bar where there is a terminal."""
     with progress_bar() as show:
         return prepare(preparation, cache_folder() / "corpora", progress=show, **options)
+
+
+def prepare_on(executor: str, preparation: Preparation, **options: Any) -> Path:
+    """The same preparation as a datatrove pipeline: `local`, `slurm` or `ray`."""
+    from rush.data.pipeline import prepare_pipeline
+
+    return prepare_pipeline(preparation, cache_folder() / "corpora", executor=executor, **options)

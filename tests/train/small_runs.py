@@ -86,7 +86,11 @@ def start_rush(*words: str | Path, cache: Path) -> subprocess.Popen[bytes]:
 
 
 def environment(cache: Path) -> dict[str, str]:
-    return {**os.environ, "RUSH_CACHE": str(cache), "PYTHONPATH": str(ROOT)}
+    return {
+        **os.environ,
+        "RUSH_CACHE": str(cache),
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
 
 
 def rows(folder: Path, name: str = "metrics.jsonl") -> list[dict[str, Any]]:
