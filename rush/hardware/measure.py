@@ -91,7 +91,7 @@ def bandwidth(device: str, *, budget_s: float = 1.0) -> dict[str, Sample]:
             )
         }
     free, _ = torch.cuda.mem_get_info()
-    size = min(2**30, free // 8)
+    size = min(2**30, free // 8 // 2**20 * 2**20)
     results = {
         "copy": _copy(
             "copy", _bytes(size, device), torch.empty(size, dtype=torch.uint8, device=device), 2, budget_s
@@ -149,8 +149,11 @@ def _normal(rows: int, columns: int, device: str) -> Tensor:
 
 
 def _bytes(size: int, device: str) -> Tensor:
+    """Random bytes; a mebibyte of them over and over, since drawing them all takes longer than copying."""
+    tile = min(size, 2**20)
     generator = torch.Generator(device).manual_seed(size)
-    return torch.randint(0, 256, (size,), dtype=torch.uint8, device=device, generator=generator)
+    drawn = torch.randint(0, 256, (tile,), dtype=torch.uint8, device=device, generator=generator)
+    return drawn.repeat(size // tile)
 
 
 def _fits(device: str, size_bytes: int) -> bool:

@@ -1,0 +1,243 @@
+"""`rush probe`: what this machine is, how fast it really is, and which techniques can run on it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rush.cli.complete import complete_recipe
+from rush.cli.output import Json, note, print_json, print_table
+from rush.errors import MachineError
+
+if TYPE_CHECKING:
+    from rush.hardware import Ceilings, Machine
+    from rush.recipe import Recipe
+
+BUSY = 0.75
+"""Load average per core above which the processor was not ours alone while measuring."""
+
+
+def probe(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="The recipe that techniques are judged for: a name or a file.",
+            autocompletion=complete_recipe,
+        ),
+    ] = "tiny",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it, as in run.device=cpu."),
+    ] = None,
+    collectives: Annotated[
+        int | None,
+        typer.Option(
+            help="Time all-reduce and all-gather between this many processes; one per GPU where there "
+            "are several GPUs, none elsewhere.",
+            min=2,
+        ),
+    ] = None,
+    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again what the cache holds.")] = False,
+    json: Json = False,
+) -> None:
+    """Look at this machine and measure it: devices, links, versions, rates; and what can run on it.
+
+    Rates are measured once (seconds) and kept; their age is shown. Every technique is judged for a recipe,
+    with the reason where it cannot run.
+
+    Examples:
+
+      rush probe
+
+      rush probe llama-3.2-1b techniques+=amp_bf16
+
+      rush probe --refresh --collectives 2
+    """
+    from rush.hardware import datasheet_peaks, packages
+    from rush.hardware import probe as look
+    from rush.recipe_io import load_recipe
+
+    if "=" in recipe:
+        recipe, overrides = "tiny", [recipe, *(overrides or [])]
+    chosen = load_recipe(recipe, overrides or [])
+    machine = look(chosen.run.device)
+    verdicts = judge(chosen, machine)
+    found = _measure(machine, collectives, refresh)
+    if json:
+        report: dict[str, Any] = {
+            "machine": machine.to_dict(),
+            "packages": packages(),
+            "rates": found.rates(),
+            "age_s": found.age_s(),
+            "peaks": datasheet_peaks(machine),
+            "ceilings": found.to_dict(),
+            "recipe": {"name": recipe, "digest": chosen.digest},
+            "techniques": verdicts,
+        }
+        print_json(report)
+        return
+    _show_machine(machine)
+    _show_rates(found, datasheet_peaks(machine))
+    runnable = sum(row["runs"] for row in verdicts)
+    typer.secho(f"\nTechniques: {runnable} of {len(verdicts)} can run here with {recipe}", bold=True)
+    print_table(
+        ["technique", "stage", "runs here", "why not"],
+        [
+            [row["name"], row["stage"], "yes" if row["runs"] else "no", "; ".join(row["reasons"])]
+            for row in verdicts
+        ],
+    )
+
+
+def judge(recipe: Recipe, machine: Machine) -> list[dict[str, Any]]:
+    """For every technique, in the order of the build: whether this recipe could use it here, or why not."""
+    from rush.recipe_io import changed
+    from rush.techniques import check, registry
+
+    # A wrong name or knob is an error; that one of the recipe's techniques cannot run here is a row below.
+    with contextlib.suppress(MachineError):
+        check(recipe, machine)
+    present = {name for name, _ in recipe.technique_uses()}
+    rows: list[dict[str, Any]] = []
+    for name, technique in sorted(registry().items(), key=lambda item: (item[1].stage, item[0])):
+        others = present - {name}
+        with_it = recipe if name in present else changed(recipe, {"techniques": [*recipe.techniques, name]})
+        reasons = [need.sentence for need in technique.requires if not need.met(machine, with_it)]
+        clashes = {other for other in others if other in technique.conflicts}
+        clashes |= {other for other in others if name in registry()[other].conflicts}
+        reasons += [f"it cannot stand beside {other}, which the recipe has" for other in sorted(clashes)]
+        rows.append({"name": name, "stage": technique.stage.name, "runs": not reasons, "reasons": reasons})
+    return rows
+
+
+def _measure(machine: Machine, collectives: int | None, refresh: bool) -> Ceilings:
+    """The ceilings, from the cache or now; exchanges between several GPUs are measured unasked."""
+    from rush.hardware import ceilings
+    from rush.hardware.collectives import check_ranks
+
+    if collectives is not None:
+        check_ranks(machine, collectives)
+    with _progress() as show:
+        found = ceilings(machine, refresh=refresh, on_problem=note, on_progress=show)
+        if collectives is not None:
+            return ceilings(machine, collectives=collectives, on_progress=show)
+        if machine.device == "cuda" and machine.num_devices > 1:
+            try:
+                return ceilings(machine, collectives=machine.num_devices, on_progress=show)
+            except MachineError as error:
+                # The rest of the probe is worth showing; with --collectives this would have ended it.
+                note(str(error))
+    return found
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A line on standard error that says what is being measured; it disappears when all is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("Measuring {task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=None, visible=False)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, visible=True)
+
+        yield show
+
+
+def _show_machine(machine: Machine) -> None:
+    from rush.hardware import packages
+
+    typer.secho(machine.summary(), bold=True)
+    versions = {
+        "Python": machine.python, "torch": machine.torch, "CUDA": machine.cuda, "ROCm": machine.hip,
+        "driver": machine.driver, "cuDNN": machine.cudnn, "NCCL": machine.nccl,
+    }  # fmt: skip
+    cpu = machine.cpu
+    rows = [
+        ["system", machine.os],
+        ["processor", f"{cpu.model}, {cpu.num_cores} cores, {cpu.num_threads} usable threads"],
+        ["features", " ".join(cpu.features) or "none of those that matter for matmuls"],
+        ["memory", f"{machine.ram_bytes / 2**30:.1f} GiB"],
+        ["versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)],
+        ["packages", ", ".join(f"{name} {version or 'absent'}" for name, version in packages().items())],
+    ]
+    print_table(["", ""], rows)
+    if machine.device == "cuda":
+        typer.echo()
+        print_table(
+            ["GPU", "name", "memory", "capability", "multiprocessors", "NVLinks"],
+            [
+                [
+                    str(index),
+                    device.name,
+                    f"{device.memory_bytes / 2**30:.1f} GiB",
+                    ".".join(map(str, device.capability or ())) or "-",
+                    str(device.num_multiprocessors or "-"),
+                    "-" if device.num_nvlinks is None else str(device.num_nvlinks),
+                ]
+                for index, device in enumerate(machine.devices)
+            ],
+        )
+    if machine.links:
+        typer.echo()
+        rows = [
+            [f"{link.first} – {link.second}", link.kind, "yes" if link.peer_to_peer else "no"]
+            for link in machine.links
+        ]
+        print_table(["GPUs", "path", "peer to peer"], rows)
+
+
+def _show_rates(found: Ceilings, peaks: dict[str, float] | None) -> None:
+    typer.secho(f"\nCeilings, measured {ago(found.age_s())} (--refresh measures again)", bold=True)
+    rows = []
+    for dtype, samples in found.matmul.items():
+        best = max(samples, key=lambda sample: sample.rate)
+        share = f"{best.rate / peaks[dtype]:.0%}" if peaks and dtype in peaks else "-"
+        rows.append([f"{dtype} matmul", quantity(best.rate, "FLOP/s"), share, best.case.replace("x", " × ")])
+    rows += [
+        [kind.replace("_", " "), quantity(sample.rate, "B/s"), "-", ""]
+        for kind, sample in found.bandwidth.items()
+    ]
+    rows += [
+        [
+            f"{row.operation.replace('_', '-')}, {row.ranks} ranks",
+            quantity(row.bytes_per_s, "B/s"),
+            "-",
+            f"{row.backend}; each link carries {quantity(row.bus_bytes_per_s, 'B/s')}",
+        ]
+        for row in found.collectives
+    ]
+    rows += [[f"{dtype} matmul", "-", "-", reason] for dtype, reason in found.unsupported.items()]
+    columns = ["what", "rate", "of datasheet", "at best, or why not"]
+    if not peaks:
+        columns, rows = columns[:2] + columns[3:], [row[:2] + row[3:] for row in rows]
+    print_table(columns, rows)
+    if found.load is not None and found.load > BUSY:
+        note("Other programs were computing when this was measured; the rates may be too low. Try --refresh.")
+
+
+def ago(seconds: float) -> str:
+    """An age in one unit, as people say it."""
+    for size, unit in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
+        if seconds >= size:
+            count = int(seconds // size)
+            return f"{count} {unit}{'s' if count > 1 else ''} ago"
+    return "just now"
+
+
+def quantity(value: float, unit: str) -> str:
+    """Three digits and a decimal prefix: 69.8 GFLOP/s."""
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {prefix}{unit}"
+    return f"{value:.3g} {unit}"
