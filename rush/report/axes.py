@@ -40,8 +40,8 @@ class Frame:
         return f"0 0 {self.width:g} {self.height:g}"
 
 
-WIDE = Frame(760, 380)
-NARROW = Frame(350, 330)
+WIDE = Frame(1040, 420)
+NARROW = Frame(350, 340)
 
 
 def y_axis(

@@ -6,6 +6,7 @@ of its column, which leaves room at the right for the number; the page stacks th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from rush.report import words
 from rush.report.ladder import Measure, Rung
 from rush.report.svg import Scale, percent, picture, tag, tooltip
 
-SPEED_FULL = 70.0
+SPEED_FULL = 64.0
 MEMORY_FULL = 56.0
 """Where the longest bar ends, in per cent of the column: the rest is for the number beside it."""
 
@@ -46,8 +47,10 @@ def top_speed(measures: Sequence[Measure | None]) -> float | None:
     return max((max(m.median, m.high or 0.0) for m in measures if m is not None), default=None)
 
 
-def speed_bar(measure: Measure | None, top: float | None, who: str, kind: str = "speed") -> Markup | None:
-    """One horizontal bar with its whisker and its number; None when nothing was measured."""
+def speed_bar(
+    measure: Measure | None, top: float | None, who: str, *, kind: str = "speed", total: float | None = None
+) -> Markup | None:
+    """One bar with its whisker, its number and the gain in all; None when nothing was measured."""
     if measure is None or top is None:
         return None
     scale = Scale(0, top, 0, SPEED_FULL)
@@ -64,7 +67,10 @@ def speed_bar(measure: Measure | None, top: float | None, who: str, kind: str = 
         end = max(end, high)
     if measure.n is not None:
         alt += f", {words.plural(measure.n, 'sample')}"
-    marks.append(tag("text", label, class_="value", x=percent(end), dx=8, y=18))
+    beside = [tag("tspan", words.ratio(total), class_="soft", dx=7)] if total is not None else []
+    if total is not None:
+        alt += f", {words.ratio(total)} in all"
+    marks.append(tag("text", label, *beside, class_="value", x=percent(end), dx=8, y=18))
     return picture(alt, tooltip(alt), *marks, class_="row", height=26)
 
 
@@ -144,6 +150,24 @@ def claim_scale(ratios: Sequence[float]) -> Scale:
     """A common axis for claims and findings, by the logarithm: ×2 and ×0.5 are equally far from ×1."""
     low, high = min([*ratios, 0.8]), max([*ratios, 1.25])
     return Scale(low / 1.08, high * 1.08, 2, 98, log=True)
+
+
+def claim_axis(scale: Scale) -> Markup:
+    """The axis over the claims: round ratios, each twice the one before."""
+    steps = [2.0**k for k in range(math.ceil(math.log2(scale.low)), math.floor(math.log2(scale.high)) + 1)]
+    thinned = steps[:: max(1, math.ceil(len(steps) / 6))] if len(steps) > 6 else steps
+    marks = [
+        tag(
+            "text",
+            words.tick_ratio(value),
+            class_="tick",
+            x=percent(scale(value)),
+            y=16,
+            text_anchor="middle",
+        )
+        for value in sorted({*thinned, 1.0})
+    ]
+    return tag("svg", *marks, class_="row", height=22, aria_hidden="true")
 
 
 def claim_row(

@@ -91,7 +91,7 @@ def groups(ladders: Sequence[Ladder]) -> list[Group]:
         entries = []
         for at, rung in enumerate(row):
             who = f"{letter_of(at)}, {title}"
-            bar = bars.speed_bar(rung.speed, top, who, f"series-{series_of(at)}") if rung else None
+            bar = bars.speed_bar(rung.speed, top, who, kind=f"series-{series_of(at)}") if rung else None
             used = bars.memory_bar(rung.peak_memory_bytes, memory, who) if rung else None
             entries.append(Entry(letter_of(at), series_of(at), rung, bar, used, _against(row[0], rung, at)))
         found.append(Group(name, title, tuple(entries)))

@@ -35,7 +35,7 @@ def _batch_curve(frame: Frame, points: Sequence[BatchPoint], stops_at: int | Non
     )
     x = Scale(points[0].micro / 1.3, points[-1].micro * 1.3, frame.left, frame.x_end, log=True)
     y = Scale(0, top, upper.y_end, upper.top)
-    marks = y_axis(upper, y, ticks(0, top, 4), words.si, "tokens per second")
+    marks = y_axis(upper, y, ticks(0, top, 4), words.tick, "tokens per second")
     if stops_at is not None and points[0].micro <= stops_at <= points[-1].micro:
         marks += _stop_mark(upper, x(stops_at), frame.y_end, stops_at)
     line = [(x(point.micro), y(m.median)) for point, m in measured]
@@ -97,7 +97,7 @@ def _memory_panel(frame: Frame, upper: Frame, x: Scale, points: Sequence[BatchPo
     top = max(sizes) * 1.1
     y = Scale(0, top, lower.y_end, lower.top)
     unit = next((u for u in (2.0**30, 2.0**20, 2.0**10) if top >= u), 1.0)
-    marks = y_axis(lower, y, [k * unit for k in ticks(0, top / unit, 2)], words.size, "peak memory")
+    marks = y_axis(lower, y, [k * unit for k in ticks(0, top / unit, 3)], words.size, "peak memory")
     bar = min(26.0, (lower.x_end - lower.left) / len(points) * 0.5)
     for point, value in zip(points, sizes, strict=True):
         rect = tag("rect", tooltip(f"{point.micro} rows: {words.size(value)}"), class_="bar memory",
@@ -106,7 +106,7 @@ def _memory_panel(frame: Frame, upper: Frame, x: Scale, points: Sequence[BatchPo
     return marks
 
 
-LOSS_FRAME = Frame(340, 236, left=46, right=10, top=20, bottom=96)
+LOSS_FRAME = Frame(340, 256, left=46, right=10, top=20, bottom=116)
 
 
 def loss_overlay(parity: Parity, who: str) -> Markup | None:
@@ -119,7 +119,7 @@ def loss_overlay(parity: Parity, who: str) -> Markup | None:
     x = Scale(0, max(len(pairs) - 1, 1), frame.left, frame.x_end)
     low, high = widened([value for _, a, b in both for value in (a, b)])
     y = Scale(low, high, frame.y_end, frame.top)
-    marks = y_axis(frame, y, ticks(low, high, 4), words.digits, "loss")
+    marks = y_axis(frame, y, ticks(low, high, 4), words.tick, "loss")
     marks.append(tag("path", class_="curve reference", d=_broken(x, y, parity.reference_losses, len(pairs))))
     marks.append(tag("path", class_="curve rung", d=_broken(x, y, parity.losses, len(pairs))))
     gaps = [(step, b - a) for step, a, b in both]
@@ -135,11 +135,12 @@ def loss_overlay(parity: Parity, who: str) -> Markup | None:
 def _difference(frame: Frame, x: Scale, gaps: Sequence[tuple[int, float]]) -> list[Markup]:
     """A strip with the difference of the losses, scaled to its own largest value."""
     worst = max(abs(gap) for _, gap in gaps)
-    strip = Frame(frame.width, frame.height, frame.left, frame.right, frame.y_end + 26, 32)
+    strip = Frame(frame.width, frame.height, frame.left, frame.right, frame.y_end + 38, 32)
     reach = worst or 1.0
     y = Scale(-reach, reach, strip.y_end, strip.top)
     at = [-worst, 0.0, worst] if worst else [0.0]
-    marks = y_axis(strip, y, at, _signed, "difference")
+    marks = y_axis(strip, y, at, _signed, "")
+    marks.append(tag("text", "difference", class_="axis-title", x=2, y=strip.top - 14))
     line = [(x(step), y(gap)) for step, gap in gaps]
     marks.append(tag("path", class_="curve difference", d=path(line)))
     last = int(x.high)
@@ -148,10 +149,10 @@ def _difference(frame: Frame, x: Scale, gaps: Sequence[tuple[int, float]]) -> li
 
 
 def _signed(value: float) -> str:
-    return "0" if value == 0 else f"{'+' if value > 0 else '−'}{value_of(abs(value))}"
+    return "0" if value == 0 else f"{'+' if value > 0 else '−'}{_short(abs(value))}"
 
 
-def value_of(value: float) -> str:
+def _short(value: float) -> str:
     """Two significant digits, short enough for a narrow axis."""
     if 0.01 <= value < 1000:
         return f"{value:.2g}"
@@ -198,7 +199,7 @@ def sample_strip(measure: Measure, who: str) -> Markup | None:
     for line, row in enumerate(rows):
         y = frame.top + 5 + 14 * line
         marks += [tag("circle", class_="sample", cx=x(value), cy=y, r=2.6) for value in row]
-    marks += x_axis(frame, x, ticks(low, high, 4), words.si, "")
+    marks += x_axis(frame, x, ticks(low, high, 4), words.tick, "")
     spread = max(values) / min(values) if min(values) > 0 else math.nan
     alt = f"{who}: {words.plural(len(values), 'raw sample')} from {words.plural(len(rows), 'fresh process', 'fresh processes')}"
     if math.isfinite(spread):

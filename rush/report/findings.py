@@ -104,15 +104,8 @@ def figures(ladder: Ladder) -> list[Figure]:
     first, best = first_measured(ladder), fastest(ladder.rungs, equal=True)
     found: list[Figure] = []
     if first and first.speed and best and best.speed:
-        total = best.total_gain
-        bounds = (
-            f"{words.ratio(total.low)} to {words.ratio(total.high)}"
-            if total and total.low and total.high
-            else ""
-        )
-        found.append(
-            Figure(words.ratio(best.speed.median / first.speed.median), "faster, learning the same", bounds)
-        )
+        if best is not first:
+            found.append(_gain_figure(best, best.speed.median / first.speed.median))
         found.append(Figure(words.si(best.speed.median), "tokens per second", best.title))
         if best.mfu is not None:
             found.append(Figure(words.share(best.mfu), "of the datasheet peak (MFU)", best.title))
@@ -125,6 +118,13 @@ def figures(ladder: Ladder) -> list[Figure]:
     done = sum(rung.status == "ok" for rung in ladder.rungs)
     found.append(Figure(f"{done} of {len(ladder.rungs)}", "rungs measured", ""))
     return found
+
+
+def _gain_figure(best: Rung, ratio: float) -> Figure:
+    total = best.total_gain
+    known = total is not None and total.low is not None and total.high is not None
+    bounds = f"{words.ratio(total.low)} to {words.ratio(total.high)}" if total and known else ""
+    return Figure(words.ratio(ratio), "faster, learning the same", bounds)
 
 
 def machine_name(machine: Mapping[str, Json]) -> str:
@@ -173,7 +173,9 @@ def compare_claim(ladder: Ladder, rung: Rung) -> Comparison | None:
         measurable = claim.metric in ("tokens_per_s", "peak_memory_bytes")
         outcome = "not measured" if measurable else "not measured as such"
         return Comparison(rung, claimed, None, None, None, outcome, "ring", "plain", what)
-    outcome, sign, tone = _outcome(claimed, found, low, high)
+    outcome, sign, tone = _outcome(
+        claimed, found, low, high, less_is_better=claim.metric == "peak_memory_bytes"
+    )
     return Comparison(rung, claimed, found, low, high, outcome, sign, tone, what)
 
 
@@ -188,17 +190,23 @@ def _finding(ladder: Ladder, rung: Rung, metric: str) -> tuple[float | None, flo
 
 
 def _outcome(
-    claimed: float | None, found: float, low: float | None, high: float | None
+    claimed: float | None, found: float, low: float | None, high: float | None, *, less_is_better: bool
 ) -> tuple[str, str, str]:
-    near, far = (low or found), (high or found)
-    if claimed is None:
+    """The words, sign and tone for a finding beside its claim; both ends of the interval are heard."""
+    if claimed is None or claimed <= 0:
         return "no figure to compare", "ring", "plain"
-    if near <= 1 <= far:
+    worse, better = low or found, high or found
+    if less_is_better:
+        claimed, found, worse, better = 1 / claimed, 1 / found, 1 / better, 1 / worse
+    if better >= claimed and (claimed <= 1 or worse > 1):
+        return "as claimed or better", "up", "good"
+    if claimed <= 1:
+        return "costs more than claimed", "down", "caution"
+    if worse <= 1 <= better:
         return "not seen here", "level", "plain"
-    if (found > 1) != (claimed > 1):
-        return "the opposite here", "down", "caution"
-    reached = far >= claimed if claimed > 1 else near <= claimed
-    return ("as claimed or better", "up", "good") if reached else ("less than claimed", "level", "caution")
+    return (
+        ("less than claimed", "level", "caution") if found > 1 else ("the opposite here", "down", "caution")
+    )
 
 
 def warnings(ladder: Ladder) -> list[str]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from markupsafe import Markup
 from rush.records.files import write_atomic
 from rush.report import bars, curves, findings, roofline, words
 from rush.report.ladder import Json, Ladder, Rung
-from rush.report.reading import read_ladder, shown, text
+from rush.report.reading import read_ladder, real, shown, text
 from rush.report.svg import picture, tag
 
 SIGNS = {
@@ -56,6 +57,7 @@ def report_page(ladder: Ladder) -> str:
         for rung in ladder.rungs
         if rung.parity and (drawing := curves.loss_overlay(rung.parity, rung.title))
     ]
+    claim_axis, claims = _claims(ladder)
     return render(
         "report.html",
         title=f"{ladder.name} · ladder",
@@ -65,13 +67,15 @@ def report_page(ladder: Ladder) -> str:
         rungs=[
             (
                 rung,
-                bars.speed_bar(rung.speed, top, rung.title),
+                bars.speed_bar(
+                    rung.speed, top, rung.title, total=rung.total_gain.ratio if rung.total_gain else None
+                ),
                 bars.memory_bar(rung.peak_memory_bytes, memory, rung.title),
             )
             for rung in ladder.rungs
         ],
         batch=curves.batch_curves(ladder.batch_curve, ladder.batch_stops_paying_at),
-        sequence_rows=[flattened(row) for row in ladder.sequence_limits],
+        sequence_rows=[limit_rows(row) for row in ladder.sequence_limits],
         overlays=overlays,
         unjudged=[rung for rung in ladder.rungs if rung.status == "ok" and rung.parity is None],
         breakdowns=[
@@ -81,7 +85,8 @@ def report_page(ladder: Ladder) -> str:
         ],
         roofline=roofline.rooflines(ladder),
         positions=roofline.positions(ladder),
-        claims=_claims(ladder),
+        claim_axis=claim_axis,
+        claims=claims,
         lines=_recipe_lines(ladder),
         used_verdicts=[name for name in findings.VERDICTS if any(r.verdict == name for r in ladder.rungs)],
     )
@@ -95,13 +100,14 @@ def _absolute(rung: Rung, slowest: float) -> Markup | None:
     return bars.breakdown_bar(rung, 100 * per_thousand / slowest)
 
 
-def _claims(ladder: Ladder) -> list[tuple[findings.Comparison, Markup]]:
+def _claims(ladder: Ladder) -> tuple[Markup, list[tuple[findings.Comparison, Markup]]]:
+    """The common axis, and every claim beside its finding."""
     found = [row for rung in ladder.rungs if (row := findings.compare_claim(ladder, rung))]
     ratios = [
         v for row in found for v in (row.claimed, row.found, row.low, row.high) if v is not None and v > 0
     ]
     scale = bars.claim_scale(ratios)
-    return [
+    return bars.claim_axis(scale), [
         (row, bars.claim_row(row.claimed, row.found, row.low, row.high, scale, row.rung.title))
         for row in found
     ]
@@ -119,6 +125,17 @@ def _recipe_lines(ladder: Ladder) -> dict[int, list[tuple[str, bool]]]:
         if ladder.view == "cumulative" and lines:
             before = set(lines)
     return found
+
+
+def limit_rows(row: Mapping[str, Json]) -> list[tuple[str, str]]:
+    """One result of the sequence search, as name and value."""
+    names = {"techniques": "with", "longest": "longest sequence", "peak_memory_bytes": "peak memory"}
+    rows = []
+    for key, value in row.items():
+        size = real(value) if key.endswith("_bytes") else None
+        said = words.size(size) if size is not None else flattened({"": value})[0][1] if value else "nothing"
+        rows.append((names.get(key, (text(key) or "").replace("_", " ")), said))
+    return rows
 
 
 def flattened(value: Json, name: str = "") -> list[tuple[str, str]]:

@@ -23,6 +23,9 @@ from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.ladder import Ladder, Rung
 from rush.report.svg import Scale, decades, path, picture, tag, tooltip
 
+Box = tuple[float, float, float, float]
+"""Left, top, right, bottom."""
+
 
 @dataclass(frozen=True)
 class Position:
@@ -57,9 +60,9 @@ def _traffic(rung: Rung) -> tuple[float | None, bool]:
 
 
 def rooflines(ladder: Ladder) -> tuple[Markup, Markup] | None:
-    """The roofline for a wide and a narrow column; None when no rung can be placed."""
+    """The roofline for a wide and a narrow column; None without a measured roof or a rung to place."""
     places = positions(ladder)
-    if not places:
+    if not places or not (ladder.matmul or ladder.copy_bytes_per_s):
         return None
     return _roofline(WIDE, ladder, places), _roofline(NARROW, ladder, places)
 
@@ -68,13 +71,12 @@ def _roofline(frame: Frame, ladder: Ladder, places: Sequence[Position]) -> Marku
     frame = Frame(frame.width, frame.height + 40, frame.left, frame.right, 26, frame.bottom)
     roofs = sorted(ladder.matmul.items(), key=lambda item: item[1])
     x, y = _scales(frame, ladder, places)
-    marks = y_axis(frame, y, decades(y.low, y.high), words.si, "achieved FLOP/s")
-    marks += x_axis(frame, x, decades(x.low, x.high), words.digits, "FLOP per byte")
+    marks = y_axis(frame, y, decades(y.low, y.high), words.tick, "achieved FLOP/s")
+    marks += x_axis(frame, x, decades(x.low, x.high), words.tick, "FLOP per byte")
     top_rate = roofs[-1][1] if roofs else None
     marks += _slope(x, y, ladder.copy_bytes_per_s, top_rate)
-    labelled: list[float] = []
-    for dtype, rate in reversed(roofs):
-        marks += _roof(frame, x, y, dtype, rate, ladder, labelled)
+    dots = [(x(place.intensity), y(place.flops)) for place in places]
+    marks += _roofs(frame, x, y, roofs, ladder.copy_bytes_per_s, dots)
     marks += _dots(frame, x, y, places)
     best = max(places, key=lambda place: place.flops)
     alt = (
@@ -113,29 +115,56 @@ def _slope(x: Scale, y: Scale, bandwidth: float | None, top_rate: float | None) 
     return marks
 
 
-def _roof(
-    frame: Frame, x: Scale, y: Scale, dtype: str, rate: float, ladder: Ladder, labelled: list[float]
+def _roofs(
+    frame: Frame,
+    x: Scale,
+    y: Scale,
+    roofs: Sequence[tuple[str, float]],
+    bandwidth: float | None,
+    dots: Sequence[tuple[float, float]],
 ) -> list[Markup]:
-    start = frame.left
-    if ladder.copy_bytes_per_s:
-        start = min(max(x(rate / ladder.copy_bytes_per_s), frame.left), frame.x_end - 30)
-    height = y(rate)
-    label = f"{dtype} {words.si(rate, 'FLOP/s')}"
-    marks = [
-        tag(
-            "path",
-            tooltip(f"measured ceiling, {label}"),
-            class_="roof",
-            d=path([(start, height), (frame.x_end, height)]),
-        )
+    """The flat roofs, each beginning where the slope reaches it, with labels that avoid dots and each other."""
+    lines, labels = [], []
+    boxes: list[Box] = [(cx - 6, cy - 6, cx + 6, cy + 6) for cx, cy in dots]
+    for group in _grouped(roofs):
+        for dtype, rate in group:
+            corner = x(rate / bandwidth) if bandwidth else frame.left
+            start = min(max(corner, frame.left), frame.x_end - 30)
+            said = tooltip(f"measured ceiling, {dtype}: {words.si(rate, 'FLOP/s')}")
+            lines.append(tag("path", said, class_="roof", d=path([(start, y(rate)), (frame.x_end, y(rate))])))
+        label = ", ".join(f"{dtype} {words.si(rate)}" for dtype, rate in group)
+        box = _label_box(frame, start, y(group[0][1]), y(group[-1][1]), len(label) * 6.4, boxes)
+        boxes.append(box)
+        labels.append(tag("text", label, class_="note", x=box[0], y=box[3] - 3))
+    return lines + labels
+
+
+def _grouped(roofs: Sequence[tuple[str, float]]) -> list[list[tuple[str, float]]]:
+    """Roofs from the highest down; those within a tenth of each other share one label."""
+    groups: list[list[tuple[str, float]]] = []
+    for roof in sorted(roofs, key=lambda item: -item[1]):
+        if groups and roof[1] > groups[-1][0][1] * 0.9:
+            groups[-1].append(roof)
+        else:
+            groups.append([roof])
+    return groups
+
+
+def _label_box(
+    frame: Frame, start: float, high: float, low: float, width: float, taken: Sequence[Box]
+) -> Box:
+    """The first free place: above or under the line, at its right end, in the middle or at its beginning."""
+    right, left = frame.x_end - width, min(start + 8, frame.x_end - width)
+    places = [
+        (at, top, at + width, top + 15)
+        for at in (right, (left + right) / 2, left)
+        for top in (high - 19, low + 4)
     ]
-    # Two dtypes of nearly the same rate share a place; the lower one's label moves under its line.
-    below = any(abs(height - other) < 14 for other in labelled)
-    if not any(abs(height + (13 if below else -5) - taken) < 10 for taken in labelled):
-        at = height + 13 if below else height - 5
-        marks.append(tag("text", label, class_="note", x=frame.x_end, y=at, text_anchor="end"))
-        labelled.append(at)
-    return marks
+    return next((box for box in places if not any(_overlap(box, other) for other in taken)), places[0])
+
+
+def _overlap(a: Box, b: Box) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _dots(frame: Frame, x: Scale, y: Scale, places: Sequence[Position]) -> list[Markup]:

@@ -75,11 +75,11 @@ class Scale:
 
 
 def ticks(low: float, high: float, about: int) -> list[float]:
-    """Round numbers (1, 2 or 5 times a power of ten) inside low…high, about so many."""
+    """Round numbers (1, 2, 2.5 or 5 times a power of ten) inside low…high, about so many."""
     assert low < high
     raw = (high - low) / max(1, about)
     power = 10.0 ** math.floor(math.log10(raw))
-    step = next((power * k for k in (1, 2, 5, 10) if power * k >= raw), power * 10)
+    step = next((power * k for k in (1, 2, 2.5, 5, 10) if power * k >= raw), power * 10)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [k * step for k in range(first, last + 1)]
 

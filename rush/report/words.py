@@ -2,14 +2,17 @@
 
 Three significant digits, because no measurement here is better than that; a unit that keeps the number
 between 1 and 1000; and a dash for what is not known. The same number is written the same way everywhere.
+A number and its unit are joined by a space that does not break.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from datetime import UTC, datetime
 
 MISSING = "–"
+JOIN = "\N{NO-BREAK SPACE}"
 
 _LARGE = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 _MONTHS = (
@@ -38,13 +41,22 @@ def si(value: float | None, unit: str = "") -> str:
     for size, prefix in _LARGE:
         # 999 950 must become 1.00M, not 1000k: compare what will be printed.
         if size * 0.9995 <= abs(value) < size * 1e6:
-            return f"{digits(value / size)}{' ' if unit else ''}{prefix}{unit}"
-    return f"{digits(value)} {unit}".rstrip()
+            return f"{digits(value / size)}{JOIN if unit else ''}{prefix}{unit}"
+    return f"{digits(value)}{JOIN}{unit}" if unit else digits(value)
+
+
+def tick(value: float) -> str:
+    """A label on an axis: as `si`, without the zeros that tell how exact a measurement is."""
+    return re.sub(r"\.0+(?!\d)|(?<=\.)(\d*?[1-9])0+(?!\d)", r"\1", si(value))
+
+
+def tick_ratio(value: float) -> str:
+    return f"×{value:g}"
 
 
 def speed(value: float | None) -> str:
     """Tokens per second."""
-    return MISSING if value is None else f"{si(value)} tok/s"
+    return MISSING if value is None else f"{si(value)}{JOIN}tok/s"
 
 
 def size(value: float | None) -> str:
@@ -53,8 +65,8 @@ def size(value: float | None) -> str:
         return MISSING
     for unit, name in _BYTES:
         if abs(value) >= unit * 0.9995:
-            return f"{digits(value / unit)} {name}"
-    return f"{digits(value)} B"
+            return f"{digits(value / unit)}{JOIN}{name}"
+    return f"{digits(value)}{JOIN}B"
 
 
 def ratio(value: float | None) -> str:
@@ -63,7 +75,7 @@ def ratio(value: float | None) -> str:
 
 def share(value: float | None) -> str:
     """A fraction as per cent."""
-    return MISSING if value is None else f"{digits(value * 100)} %"
+    return MISSING if value is None else f"{digits(value * 100)}{JOIN}%"
 
 
 def change(value: float | None) -> str:
@@ -72,19 +84,20 @@ def change(value: float | None) -> str:
         return MISSING
     if value >= 2:
         return ratio(value)
-    amount = digits(abs(value - 1) * 100) if abs(value - 1) >= 0.0005 else "0"
-    return f"{'−' if value < 1 and amount != '0' else '+'}{amount} %"
+    points = abs(value - 1) * 100
+    amount = f"{points:.0f}" if points >= 9.95 else f"{points:.1f}"
+    return f"{'−' if value < 1 and amount != '0.0' else '+'}{amount}{JOIN}%"
 
 
 def milliseconds(value: float | None) -> str:
-    return MISSING if value is None else f"{digits(value)} ms"
+    return MISSING if value is None else f"{digits(value)}{JOIN}ms"
 
 
 def seconds(value: float | None) -> str:
     if value is None:
         return MISSING
     if value < 120 or value >= 1e9:
-        return f"{digits(value)} s"
+        return f"{digits(value)}{JOIN}s"
     minutes, rest = divmod(round(value), 60)
     if minutes < 120:
         return f"{minutes} min {rest} s"
