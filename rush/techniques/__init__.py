@@ -7,24 +7,26 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
 from rush.errors import MachineError, RecipeError, nearest
 from rush.hardware import Machine
 from rush.recipe import Knob, Recipe
-from rush.techniques.contract import Build, Claim, Parity, Requirement, Stage, Technique
+from rush.techniques.contract import Build, Claim, Parity, Pass, Requirement, Stage, Technique, Use
 
-__all__ = ["Build", "Claim", "Parity", "Requirement", "Stage", "Technique", "Use", "check", "registry"]
-
-
-@dataclass(frozen=True)
-class Use:
-    """A technique with its knobs settled."""
-
-    technique: Technique
-    knobs: Mapping[str, Knob]
+__all__ = [
+    "Build",
+    "Claim",
+    "Parity",
+    "Pass",
+    "Requirement",
+    "Stage",
+    "Technique",
+    "Use",
+    "check",
+    "registry",
+]
 
 
 @cache

@@ -25,7 +25,7 @@ technique = Technique(
     name="amp_bf16",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("pure_bf16",),
+    conflicts=("amp_fp16", "bf16_master", "pure_bf16"),
     claim=Claim(
         "tokens_per_s",
         2.5,
@@ -33,7 +33,7 @@ technique = Technique(
         source="a widely read hand-made ladder; see docs/sources.md",
     ),
     parity=Parity.CLOSE,
-    evidence=matmuls_in("bfloat16"),
+    evidence=matmuls_in("bfloat16", weights="float32"),
     memory=(
         MemoryEffect(
             "activations", 0.6, "matmul inputs are kept in 2 bytes; norms and the residual stream in 4"

@@ -17,6 +17,7 @@ from enum import Enum, IntEnum
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from rush.hardware import Machine
 from rush.models import Decoder
@@ -102,21 +103,30 @@ class Observation:
     """Host operators (aten::mm, autograd nodes, our custom ops) with how often they ran."""
     matmul_dtypes: frozenset[str]
     """Dtypes of the inputs of matrix products: float32, bfloat16, …"""
+    matmul_shapes: Mapping[tuple[int, int, int], float]
+    """Matrix products (rows, inner, columns) of the model's linear layers, with how often each ran in a step."""
     weight_dtypes: frozenset[str]
     state_bytes: Mapping[str, int]
     """Optimizer state by dtype."""
     num_parameters: int
-    block_forwards: int
-    """Forward passes of the first block in one micro batch, recomputation included."""
+    block_forwards: float
+    """How often a block's linear layers were computed forward per micro batch: 1, or 2 where all is recomputed."""
     largest_tensor: int
-    """Elements of the largest tensor any operator made."""
+    """Elements of the largest tensor an operator read that has not the size of a parameter."""
+    held_bytes: int
+    """Bytes that the forward pass of one micro batch left in memory for its backward pass."""
     graphs: int
     graph_breaks: int
     recompiles: int
     micro_batches: int
+    """Forward and backward passes in a step."""
     step_ms: float
+    """Of a profiled step, so slower than a timed one."""
     data_wait_ms: float
     peak_memory_bytes: int
+    breakdown_ms: Mapping[str, float]
+    """A profiled step by what the time went to: attention, matmul, norm_elementwise, loss, optimizer, data,
+    other, idle."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What a technique itself noted in `Build.facts`, and the live settings it may want to look at."""
 
@@ -128,6 +138,10 @@ class Proof:
     took_effect: bool
     what: str
 
+
+Pass = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""Forward and backward of one micro batch: (tokens_bt, labels_bt, share) adds `share` times the gradient of the
+summed loss to the gradients, and returns that loss, detached."""
 
 Evidence = Callable[[Observation, Mapping[str, Knob]], Proof]
 
@@ -143,9 +157,17 @@ class Build:
     """On the meta device until MATERIALISE is over."""
     weight_dtype: torch.dtype = torch.float32
     autocast_dtype: torch.dtype | None = None
-    optimizer_options: dict[str, Any] = field(default_factory=dict)
+    make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
+    optimizer_options: dict[str, Any] = field(default_factory=lambda: {"foreach": False})
+    """The plain update is one operation after another for each tensor."""
+    optimizer_hooks: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
+    """Called once with the finished optimizer."""
+    scaler: torch.amp.GradScaler | None = None
+    """Scales the loss before the backward pass, and the gradients back before they are used."""
     step_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     """Entered around every step, left after it: process-wide settings never leak out of a run."""
+    pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
+    """Each goes around the forward and backward of a micro batch; the first is the innermost."""
     loader_options: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Notes for the evidence: objects or numbers that show afterwards what happened."""
@@ -166,8 +188,32 @@ class Technique:
     knobs: Mapping[str, KnobRange] = field(default_factory=dict)
 
 
-def on_cuda(machine: Machine, recipe: Recipe) -> bool:
-    return machine.device == "cuda"
+@dataclass(frozen=True)
+class Use:
+    """A technique with its knobs settled."""
+
+    technique: Technique
+    knobs: Mapping[str, Knob]
 
 
-needs_cuda = Requirement("it needs a CUDA GPU", on_cuda)
+needs_cuda = Requirement("it needs a CUDA GPU", lambda machine, recipe: machine.device == "cuda")
+
+
+def used(recipe: Recipe, *names: str) -> bool:
+    """Whether the recipe asks for one of these techniques."""
+    return any(name in names for name, _ in recipe.technique_uses())
+
+
+def knob_of(recipe: Recipe, name: str, knob: str, default: Knob) -> Knob:
+    """What the recipe sets a technique's knob to."""
+    return next(
+        (knobs.get(knob, default) for used, knobs in recipe.technique_uses() if used == name), default
+    )
+
+
+half_precision = Requirement(
+    "on a GPU this kernel takes bf16 or fp16 only; add amp_bf16, amp_fp16, bf16_master or pure_bf16",
+    lambda machine, recipe: (
+        machine.device != "cuda" or used(recipe, "amp_bf16", "amp_fp16", "bf16_master", "pure_bf16")
+    ),
+)

@@ -18,8 +18,17 @@ import torch
 from torch import Tensor, nn
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, MemoryEffect, Parity, Requirement, Stage, Technique
-from rush.techniques.evidence import ran
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Parity,
+    Stage,
+    Technique,
+    half_precision,
+)
+from rush.techniques.evidence import attention_ran
+from rush.techniques.seams import repeat_heads, set_attention_core, to_autocast_dtype
 
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
 
@@ -38,38 +47,27 @@ class FlashCore(nn.Module):
     ) -> Tensor:
         assert documents_bt is None, "packed documents need variable-length attention"
         assert query_offset == 0, "decoding with a cache uses the plain core"
-        if groups := q_bhtd.shape[1] // k_bktd.shape[1]:
-            k_bktd = k_bktd.repeat_interleave(groups, 1) if groups > 1 else k_bktd
-            v_bktd = v_bktd.repeat_interleave(groups, 1) if groups > 1 else v_bktd
+        q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
         if q_bhtd.is_cuda:
-            out: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
-                q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True
-            )[0]
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            # The kernel reads a shared key/value head for each of its query heads by itself.
         else:
-            out = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True
-            )[0]
+            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+            k_bktd, v_bktd = repeat_heads(q_bhtd, k_bktd, v_bktd)
+        out: Tensor = flash(q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True)[0]
         return out
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    for block in build.model.blocks:
-        block.get_submodule("attention").core = FlashCore()
+    set_attention_core(build.model, FlashCore)
 
 
 technique = Technique(
     name="flash_attention",
     stage=Stage.MODEL,
     apply=apply,
-    requires=(
-        Requirement(
-            "on a GPU the flash kernel takes bf16 or fp16 only; add amp_bf16 or pure_bf16",
-            lambda machine, recipe: (
-                machine.device != "cuda"
-                or any(name in ("amp_bf16", "pure_bf16") for name, _ in recipe.technique_uses())
-            ),
-        ),
-    ),
+    requires=(half_precision,),
+    conflicts=("cudnn_attention", "flex_attention"),
     claim=Claim(
         "tokens_per_s",
         0.75,
@@ -77,6 +75,9 @@ technique = Technique(
         source="a widely read hand-made ladder; see docs/sources.md; Dao 2023, arXiv:2307.08691",
     ),
     parity=Parity.CLOSE,
-    evidence=ran("flash_attention", instead_of=("softmax",)),
+    evidence=attention_ran(
+        kernels=("flash_fwd", "flash_bwd"),
+        ops=("scaled_dot_product_flash_attention_for_cpu", "flash_attention_for_cpu_backward"),
+    ),
     memory=(MemoryEffect("scores", 0.0, "only one number per query and head is kept"),),
 )

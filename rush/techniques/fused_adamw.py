@@ -16,6 +16,7 @@ from rush.techniques.evidence import ran
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.optimizer_options.pop("foreach", None)
     build.optimizer_options["fused"] = True
 
 
@@ -23,6 +24,7 @@ technique = Technique(
     name="fused_adamw",
     stage=Stage.UPDATE,
     apply=apply,
+    conflicts=("adam8bit",),
     claim=Claim(
         "tokens_per_s",
         0.10,

@@ -12,19 +12,30 @@ from collections.abc import Mapping
 import torch
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, MemoryEffect, Parity, Stage, Technique
-from rush.techniques.evidence import weights_in
+from rush.techniques.contract import Build, Claim, MemoryEffect, Observation, Parity, Proof, Stage, Technique
+from rush.techniques.evidence import say_dtypes, state_per_parameter
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.weight_dtype = torch.bfloat16
 
 
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    per_parameter = state_per_parameter(seen)
+    # Two moments of 2 bytes; 8-bit moments are smaller still.
+    took_effect = seen.weight_dtypes == seen.matmul_dtypes == {"bfloat16"} and per_parameter < 4.5
+    weights = ", ".join(sorted(seen.weight_dtypes))
+    return Proof(
+        took_effect,
+        f"weights are {weights}, {say_dtypes(seen)}, optimizer state {per_parameter:.1f} bytes per parameter",
+    )
+
+
 technique = Technique(
     name="pure_bf16",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("amp_bf16",),
+    conflicts=("amp_bf16", "amp_fp16", "bf16_master"),
     claim=Claim(
         "model state bytes",
         -0.5,
@@ -32,7 +43,7 @@ technique = Technique(
         source="arithmetic: 8 bytes per parameter instead of 16",
     ),
     parity=Parity.STATISTICAL,
-    evidence=weights_in("bfloat16"),
+    evidence=evidence,
     memory=(
         MemoryEffect("parameters", 0.5),
         MemoryEffect("gradients", 0.5),

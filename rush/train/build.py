@@ -14,13 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.profiler import record_function
 
 from rush.errors import MachineError
 from rush.hardware import Machine
 from rush.models import Decoder, build_model
 from rush.recipe import Recipe
-from rush.techniques import Build, Stage, Use, check
+from rush.techniques import Build, Pass, Stage, Use, check
 from rush.train.optimizer import build_optimizer
+
+FORWARD = "rush::forward"
+"""The mark a profile shows around every forward pass."""
 
 
 @dataclass
@@ -35,6 +40,23 @@ class Run:
     autocast_dtype: torch.dtype | None = None
     step_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     loader_options: dict[str, Any] = field(default_factory=dict)
+    uses: list[Use] = field(default_factory=list)
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
+    pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What techniques noted while they were applied, for their evidence."""
+
+    def __post_init__(self) -> None:
+        self.micro_pass: Pass = self.forward_backward
+        for wrap in self.pass_wrappers:
+            self.micro_pass = wrap(self.micro_pass)
+
+    def forward_backward(self, tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Tensor:
+        """The plain pass over a micro batch; `micro_pass` is it with what techniques put around it."""
+        with record_function(FORWARD), self.autocast():
+            loss: Tensor = self.model(tokens_bt, labels_bt)
+        (loss * share).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -64,15 +86,24 @@ def build(recipe: Recipe, machine: Machine, weights: dict[str, torch.Tensor] | N
     _apply(uses, half_made, first=Stage.ENV, last=Stage.SHARD)
     _materialise(half_made, weights)
     _apply(uses, half_made, first=Stage.MATERIALISE, last=Stage.DATA)
+    optimizer = build_optimizer(
+        recipe, half_made.model, half_made.make_optimizer, half_made.optimizer_options
+    )
+    for hook in half_made.optimizer_hooks:
+        hook(optimizer)
     run = Run(
         recipe=recipe,
         machine=machine,
         device=device,
         model=half_made.model,
-        optimizer=build_optimizer(recipe, half_made.model, half_made.optimizer_options),
+        optimizer=optimizer,
         autocast_dtype=half_made.autocast_dtype,
         step_contexts=half_made.step_contexts,
         loader_options=half_made.loader_options,
+        uses=uses,
+        scaler=half_made.scaler or torch.amp.GradScaler(device.type, enabled=False),
+        pass_wrappers=half_made.pass_wrappers,
+        facts=half_made.facts,
     )
     if recipe.run.deterministic:
         run.step_contexts.append(deterministic)

@@ -6,6 +6,7 @@ a bias to zero only hurts. So tensors with two or more dims decay and the others
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -23,14 +24,24 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
     ]
 
 
-def build_optimizer(recipe: Recipe, model: nn.Module, options: dict[str, Any]) -> torch.optim.Optimizer:
-    """AdamW for the model; `options` are what techniques set (fused and the like)."""
+def build_optimizer(
+    recipe: Recipe, model: nn.Module, make: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """AdamW for the model; `make` and `options` are the plain ones or what techniques put in their place."""
     settings = recipe.optimizer
-    return torch.optim.AdamW(
+    return make(
         parameter_groups(model, settings.weight_decay),
         lr=settings.lr,
         betas=(settings.beta1, settings.beta2),
         eps=settings.eps,
-        # The plain update is one operation after another for each tensor: the honest baseline.
-        **{"foreach": False, **options} if not options.get("fused") else options,
+        **options,
     )
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The same rate for every group; optimizers that read it in a compiled update keep it as a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(lr)
+        else:
+            group["lr"] = lr

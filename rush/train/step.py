@@ -17,6 +17,7 @@ import torch
 from rush.data import Batch
 from rush.errors import DataError, Diverged
 from rush.train.build import Run
+from rush.train.optimizer import set_learning_rate
 
 IGNORED = -100
 
@@ -27,6 +28,8 @@ class StepResult:
     grad_norm: float
     num_tokens: int
     num_labels: int
+    skipped: bool = False
+    """The scaled gradients overflowed, so there was no update (and no norm: it reads 0); the scale goes down."""
 
 
 def train_step(run: Run, step: int, lr: float, batches: Iterable[Batch]) -> StepResult:
@@ -39,25 +42,34 @@ def _train_step(run: Run, step: int, lr: float, batches: list[Batch]) -> StepRes
     num_labels = sum(int((batch.labels_bt != IGNORED).sum()) for batch in batches)
     if num_labels == 0:
         raise DataError(f"step {step} has no label to learn from; every target in its batches is masked.")
+    share = run.scaler.scale(torch.full((), 1 / num_labels, device=run.device))
     total = torch.zeros((), device=run.device)
     for batch in batches:
         tokens_bt = batch.tokens_bt.to(run.device, non_blocking=True)
         labels_bt = batch.labels_bt.to(run.device, non_blocking=True)
-        with run.autocast():
-            loss = run.model(tokens_bt, labels_bt) / num_labels
-        loss.backward()
-        total += loss.detach()
+        total += run.micro_pass(tokens_bt, labels_bt, share)
+    run.scaler.unscale_(run.optimizer)
     grad_norm = gradient_norm(run)
-    mean_loss, norm = torch.stack([total, grad_norm.to(total.device)]).tolist()
-    if not (math.isfinite(mean_loss) and math.isfinite(norm)):
+    summed_loss, norm = torch.stack([total, grad_norm.to(total.device)]).tolist()
+    mean_loss = summed_loss / num_labels
+    skipped = _overflowed(run, norm)
+    if not (math.isfinite(mean_loss) and (math.isfinite(norm) or skipped)):
         run.optimizer.zero_grad(set_to_none=True)
         raise Diverged(_say_diverged(step, mean_loss, norm, batches))
-    clip(run, grad_norm)
-    for group in run.optimizer.param_groups:
-        group["lr"] = lr
-    run.optimizer.step()
+    if not skipped:
+        clip(run, grad_norm)
+    set_learning_rate(run.optimizer, lr)
+    # The scaler leaves out the update when a gradient was not finite, and then lowers its scale.
+    run.scaler.step(run.optimizer)
+    run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
-    return StepResult(mean_loss, norm, sum(batch.tokens_bt.numel() for batch in batches), num_labels)
+    num_tokens = sum(batch.tokens_bt.numel() for batch in batches)
+    return StepResult(mean_loss, 0.0 if skipped else norm, num_tokens, num_labels, skipped)
+
+
+def _overflowed(run: Run, norm: float) -> bool:
+    """Whether the gradients are not finite because the loss was scaled too far, which is no divergence."""
+    return not math.isfinite(norm) and run.scaler.is_enabled() and run.scaler.get_scale() > 1
 
 
 def gradient_norm(run: Run) -> torch.Tensor:

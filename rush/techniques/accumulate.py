@@ -1,0 +1,80 @@
+"""Cut each micro batch into smaller ones and add up their gradients.
+
+The activations of a pass grow with its batch; the gradients do not. A micro batch cut into two passes
+needs half the activation memory and gives the same gradient, because every pass adds the gradient of its
+summed loss over the labels of the whole step. Smaller matmuls use the device less well, so it costs some
+speed; what it buys is a batch that would not fit otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rush.recipe import Knob
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Pass,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    knob_of,
+)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    factor = int(knobs["factor"])
+
+    def cut(inner: Pass) -> Pass:
+        def passes(tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Tensor:
+            parts = zip(tokens_bt.chunk(factor), labels_bt.chunk(factor), strict=True)
+            return torch.stack([inner(tokens, labels, share) for tokens, labels in parts]).sum()
+
+        return passes
+
+    build.pass_wrappers.append(cut)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    given, made = seen.facts["loader_micro_batches"], seen.micro_batches
+    return Proof(
+        made == int(knobs["factor"]) * given,
+        f"{made} passes in a step for {given} micro batches; {seen.held_bytes / 2**20:.1f} MiB kept between "
+        "forward and backward",
+    )
+
+
+technique = Technique(
+    name="accumulate",
+    stage=Stage.STEP,
+    apply=apply,
+    after=("cuda_graph",),
+    requires=(
+        Requirement(
+            "batch.micro must be a multiple of the factor",
+            lambda machine, recipe: recipe.batch.micro % int(knob_of(recipe, "accumulate", "factor", 2)) == 0,
+        ),
+    ),
+    knobs={"factor": KnobRange((2, 4, 8), "passes for each micro batch")},
+    claim=Claim(
+        "activation bytes",
+        -0.5,
+        regime="a factor of 2",
+        source="arithmetic",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("activations", 0.5, "divided by the factor"),
+        MemoryEffect("scores", 0.5, "divided by the factor"),
+        MemoryEffect("logits", 0.5, "divided by the factor"),
+    ),
+)

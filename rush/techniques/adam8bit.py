@@ -1,0 +1,113 @@
+"""AdamW with 8-bit moments.
+
+Adam keeps two running averages for every parameter, 8 bytes in fp32: as much as weights and gradients
+together. Here they are stored in blocks of 8-bit codes with a scale for each block and are unpacked, updated
+and packed again inside one kernel: about 2 bytes. Small tensors stay in fp32. It buys memory, not
+speed: the update touches fewer bytes but does more arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from rush.recipe import Knob
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    knob_of,
+)
+from rush.techniques.evidence import state_per_parameter
+
+BACKENDS = ("torchao", "bitsandbytes")
+
+
+def _torchao(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    """torchao's update over state that is plain tensors between steps, so that checkpoints can hold it."""
+    base: Any = import_module("torchao.optim").AdamW8bit
+    packed_type: Any = import_module("torchao.optim.subclass_8bit").OptimState8bit
+
+    class PlainAdamW8bit(base):  # type: ignore[misc]
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            for parameter, state in self.state.items():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    if f"{key}.codes" in state:
+                        parts = [state.pop(f"{key}.{part}") for part in ("codes", "scale", "qmap")]
+                        state[key] = packed_type(*parts, key == "exp_avg", dtype=parameter.dtype)
+            super().step(closure)
+            for state in self.state.values():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    if isinstance(state.get(key), packed_type):
+                        packed = state.pop(key)
+                        for part in ("codes", "scale", "qmap"):
+                            state[f"{key}.{part}"] = getattr(packed, part)
+
+    made: torch.optim.Optimizer = PlainAdamW8bit(*args, **kwargs)
+    return made
+
+
+def _bitsandbytes(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = import_module("bitsandbytes.optim").AdamW8bit(*args, **kwargs)
+    return made
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.make_optimizer = {"torchao": _torchao, "bitsandbytes": _bitsandbytes}[str(knobs["backend"])]
+    build.optimizer_options.clear()
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    per_parameter = state_per_parameter(seen)
+    return Proof(
+        seen.state_bytes.get("uint8", 0) > 0 and per_parameter < 4,
+        f"optimizer state {per_parameter:.2f} bytes per parameter, by dtype: "
+        + ", ".join(f"{dtype} {size:,}" for dtype, size in sorted(seen.state_bytes.items())),
+    )
+
+
+def _installed(recipe: Any) -> bool:
+    return find_spec(str(knob_of(recipe, "adam8bit", "backend", BACKENDS[0]))) is not None
+
+
+technique = Technique(
+    name="adam8bit",
+    stage=Stage.UPDATE,
+    apply=apply,
+    requires=(
+        Requirement(
+            "the library that its backend knob names is not installed; "
+            'pip install "optimization-rush[quant]" -c constraints.txt',
+            lambda machine, recipe: _installed(recipe),
+        ),
+        Requirement(
+            "bitsandbytes updates on a CUDA GPU only; use backend torchao",
+            lambda machine, recipe: (
+                machine.device == "cuda"
+                or knob_of(recipe, "adam8bit", "backend", BACKENDS[0]) != "bitsandbytes"
+            ),
+        ),
+    ),
+    conflicts=("bf16_master", "fused_adamw"),
+    knobs={"backend": KnobRange(BACKENDS, "the library whose kernels do the update")},
+    claim=Claim(
+        "optimizer state bytes",
+        -0.75,
+        regime="block-wise quantized moments, the large tensors",
+        source="Dettmers et al. 2021, arXiv:2110.02861",
+    ),
+    parity=Parity.STATISTICAL,
+    evidence=evidence,
+    memory=(MemoryEffect("optimizer", 0.26, "1 byte a moment, and a scale for each block of 256"),),
+)

@@ -1,0 +1,127 @@
+"""Selective checkpointing: keep what is dear to compute, recompute what is cheap.
+
+Within a block the outputs of matmuls and of the attention kernel cost nearly all the arithmetic; norms,
+activations, casts and rotations cost little to make but as much memory to keep. So matmul and attention
+outputs are kept and the rest is made again in the backward pass: a good part of the memory of
+`checkpoint_full` for a small part of its time. A compiled graph does some of this by itself, which leaves
+less to gain beside `compile`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from rush.recipe import Knob
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Stage,
+    Technique,
+)
+from rush.techniques.seams import give_forward
+
+_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
+# Plain attention's products are not among them: its scores are the very tensors that must not be kept.
+_ATTENTION = (
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+    torch.ops.higher_order.flex_attention,
+)
+
+
+def _contexts(keep: str, tally: Counter[str]) -> Any:
+    """What torch asks for at each checkpointed call: two modes that share one policy."""
+    matmuls: Counter[bool] = Counter()
+
+    def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        kept = operator in _ATTENTION
+        if operator in _MATMULS:
+            # Forward and recomputation meet the same matmuls in the same order, so they agree.
+            kept = keep == "all" or matmuls[ctx.is_recompute] % 2 == 0
+            matmuls[ctx.is_recompute] += 1
+        tally["kept" if kept else "dropped"] += not ctx.is_recompute
+        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    tally: Counter[str] = Counter()
+    build.facts["selective_checkpoint"] = tally
+    contexts = partial(_contexts, str(knobs["keep"]), tally)
+
+    def body(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            tally["runs"] += 1
+        out: Tensor = type(self).forward(self, x_btd, **rest)
+        return out
+
+    def partly_recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
+        if not torch.compiler.is_compiling():
+            tally["calls"] += 1
+        out: Tensor = checkpoint(
+            body,
+            self,
+            x_btd,
+            use_reentrant=False,
+            preserve_rng_state=False,
+            context_fn=contexts,
+            **rest,
+        )
+        return out
+
+    for block in build.model.blocks:
+        give_forward(block, partly_recomputed)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    tally = seen.facts.get("selective_checkpoint", Counter())
+    # A compiler asks the policy while it traces, and recomputes inside its own graph.
+    compiled = "CompiledFunctionBackward" in seen.ops and tally["dropped"] > 0
+    recomputed = tally["runs"] > tally["calls"]
+    how = (
+        "inside a compiled graph"
+        if compiled
+        else f"{tally['runs']} runs of blocks for {tally['calls']} calls"
+    )
+    return Proof(
+        tally["kept"] > 0 and (recomputed or compiled),
+        f"the policy kept {tally['kept']} outputs and let go of {tally['dropped']}; {how}; "
+        f"{seen.held_bytes / 2**20:.1f} MiB kept between forward and backward",
+    )
+
+
+technique = Technique(
+    name="checkpoint_selective",
+    stage=Stage.MEMORY,
+    apply=apply,
+    conflicts=("checkpoint_full", "offload_activations"),
+    knobs={
+        "keep": KnobRange(("all", "half"), "the outputs of all matmuls, or of every second one"),
+    },
+    claim=Claim(
+        "time spent on recomputation",
+        -0.90,
+        regime="against checkpointing everything, models of 22B to 1T parameters",
+        source="Korthikanti et al. 2022, arXiv:2205.05198",
+    ),
+    parity=Parity.EXACT,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("activations", 0.5, "matmul and attention outputs stay"),
+        MemoryEffect("scores", 0.0, "one block's at a time"),
+    ),
+)

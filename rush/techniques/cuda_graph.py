@@ -1,0 +1,144 @@
+"""CUDA graph: record forward and backward once, replay them with one launch.
+
+A step of a small model is thousands of kernels of a few microseconds, and launching each from Python takes
+longer than running it: the GPU waits for the CPU. A recording keeps all launches with their arguments, and
+one call replays them. Since arguments are addresses, inputs and gradients must stay in one place: batches
+are copied in, gradients add up in fixed memory. Shapes must repeat (each new one is recorded anew). It wins
+where the profile shows an idle GPU; large models gain nothing and pay with memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from rush.recipe import Knob
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Pass,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    knob_of,
+    needs_cuda,
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    graph: torch.cuda.CUDAGraph
+    tokens_bt: Tensor
+    labels_bt: Tensor
+    share: Tensor
+    loss: Tensor
+
+
+class RecordedPass:
+    """A pass that is recorded at its first call for each shape, and replayed from then on."""
+
+    def __init__(self, inner: Pass, parameters: Callable[[], list[nn.Parameter]]) -> None:
+        self.inner = inner
+        self.parameters = parameters
+        self.recordings: dict[torch.Size, Recording] = {}
+        self.gradients: list[Tensor] = []
+
+    def __call__(self, tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Tensor:
+        if tokens_bt.shape not in self.recordings:
+            self.recordings[tokens_bt.shape] = self._record(tokens_bt, labels_bt, share)
+        recording = self.recordings[tokens_bt.shape]
+        recording.tokens_bt.copy_(tokens_bt)
+        recording.labels_bt.copy_(labels_bt)
+        recording.share.copy_(share)
+        self._attach_gradients()
+        with record_function("rush::forward"):
+            recording.graph.replay()
+        return recording.loss.clone()
+
+    def _attach_gradients(self) -> None:
+        """Give each parameter its fixed gradient, emptied, where the last update took it away."""
+        fresh = [
+            (p, gradient)
+            for p, gradient in zip(self.parameters(), self.gradients, strict=True)
+            if p.grad is None
+        ]
+        if fresh:
+            torch._foreach_zero_([gradient for _, gradient in fresh])
+        for parameter, gradient in fresh:
+            parameter.grad = gradient
+
+    def _record(self, tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Recording:
+        inputs = tokens_bt.clone(), labels_bt.clone(), share.clone()
+        parameters = self.parameters()
+        so_far = [p.grad for p in parameters]
+        # Libraries set themselves up at their first calls, which must not be part of the recording.
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                for parameter in parameters:
+                    parameter.grad = None
+                self.inner(*inputs)
+        torch.cuda.current_stream().wait_stream(aside)
+        if not self.gradients:
+            self.gradients = [torch.zeros_like(p) for p in parameters]
+        for parameter, gradient in zip(parameters, self.gradients, strict=True):
+            parameter.grad = gradient
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread is watched while recording: loader threads may allocate as they like.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            loss = self.inner(*inputs)
+        for parameter, gradient_so_far in zip(parameters, so_far, strict=True):
+            parameter.grad = gradient_so_far
+        return Recording(graph, *inputs, loss)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    model = build.model
+    build.pass_wrappers.append(
+        lambda inner: RecordedPass(inner, lambda: [p for p in model.parameters() if p.requires_grad])
+    )
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    launches = seen.ops.get("cudaGraphLaunch", 0)
+    return Proof(
+        launches > 0 and "aten::mm" not in seen.ops and "aten::addmm" not in seen.ops,
+        f"{launches} graph launches in the profiled steps; operators of the passes "
+        f"{'still ran one by one' if 'aten::mm' in seen.ops else 'did not run one by one'}",
+    )
+
+
+technique = Technique(
+    name="cuda_graph",
+    stage=Stage.STEP,
+    apply=apply,
+    requires=(
+        needs_cuda,
+        Requirement(
+            "compile's modes reduce-overhead and max-autotune record graphs of their own; use mode default or "
+            "max-autotune-no-cudagraphs beside it",
+            lambda machine, recipe: (
+                knob_of(recipe, "compile", "mode", "default") in ("default", "max-autotune-no-cudagraphs")
+            ),
+        ),
+    ),
+    conflicts=("offload_activations",),
+    claim=Claim(
+        "tokens_per_s",
+        0.12,
+        regime="BERT pretraining at the largest scale of MLPerf 1.0",
+        source="PyTorch blog, Accelerating PyTorch with CUDA Graphs, October 2021",
+    ),
+    parity=Parity.EXACT,
+    evidence=evidence,
+    memory=(MemoryEffect("buffers", 1.0, "the recording's memory is kept apart, gradients stay allocated"),),
+)

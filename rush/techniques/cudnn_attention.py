@@ -1,0 +1,83 @@
+"""cuDNN's attention: the same tiled algorithm as FlashAttention, another kernel.
+
+cuDNN generates its kernel for the card at hand; on Hopper it uses the asynchronous units that
+FlashAttention 2 does not know. It wins there at long sequences, and costs a plan to be built for each
+new shape. torch's dispatcher may fall back to another backend without a word, so this calls the cuDNN
+operator itself: it runs or it fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rush.recipe import Knob
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Parity,
+    Requirement,
+    Stage,
+    Technique,
+    half_precision,
+)
+from rush.techniques.evidence import attention_ran
+from rush.techniques.seams import repeat_heads, set_attention_core, to_autocast_dtype
+
+# Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
+
+
+class CudnnCore(nn.Module):
+    """The attention core through torch's cuDNN operator."""
+
+    def forward(
+        self,
+        q_bhtd: Tensor,
+        k_bktd: Tensor,
+        v_bktd: Tensor,
+        *,
+        documents_bt: Tensor | None = None,
+        query_offset: int = 0,
+    ) -> Tensor:
+        assert documents_bt is None, "packed documents need variable-length attention"
+        assert query_offset == 0, "decoding with a cache uses the plain core"
+        q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
+        k_bhtd, v_bhtd = repeat_heads(q_bhtd, k_bktd, v_bktd)
+        # The backward pass needs the sums of exponentials, so they are asked for.
+        out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
+            q_bhtd, k_bhtd, v_bhtd, None, True, 0.0, True
+        )[0]
+        return out
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    set_attention_core(build.model, CudnnCore)
+
+
+technique = Technique(
+    name="cudnn_attention",
+    stage=Stage.MODEL,
+    apply=apply,
+    requires=(
+        Requirement(
+            "it needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
+            lambda machine, recipe: (
+                machine.device == "cuda" and machine.hip is None and (machine.capability or (0, 0)) >= (8, 0)
+            ),
+        ),
+        half_precision,
+    ),
+    conflicts=("flash_attention", "flex_attention"),
+    claim=Claim(
+        "attention rate",
+        0.75,
+        regime="up to, on an H100, over FlashAttention 2",
+        source="PyTorch 2.5 release notes, October 2024",
+    ),
+    parity=Parity.CLOSE,
+    evidence=attention_ran(kernels=("cudnn",), ops=("scaled_dot_product_cudnn_attention",)),
+    memory=(MemoryEffect("scores", 0.0, "only one number per query and head is kept"),),
+)

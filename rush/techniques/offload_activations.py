@@ -1,0 +1,107 @@
+"""Activations wait in host memory.
+
+What a block keeps for its backward pass is copied to the host as soon as it is made and fetched back when
+it is needed: device memory then holds about one block's activations. The price is two trips over PCIe
+(or NVLink-C2C, where it is cheap). It beats recomputation only where that link is fast for the model's
+arithmetic: long sequences, wide layers, pinned memory.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rush.recipe import Knob
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Stage,
+    Technique,
+    needs_cuda,
+)
+from rush.techniques.seams import give_forward
+
+SMALLEST_BYTES = 64 * 1024
+"""What is smaller than this stays: the trip would cost more than the room."""
+
+
+class Offload(torch.autograd.graph.saved_tensors_hooks):
+    """torch's save_on_cpu, but weights stay where they are: they are on the device anyway."""
+
+    def __init__(self, pin: bool, stay: frozenset[int], moved: Counter[str]) -> None:
+        def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
+            size = tensor.numel() * tensor.element_size()
+            if size < SMALLEST_BYTES or tensor.untyped_storage().data_ptr() in stay:
+                return tensor
+            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
+            host.copy_(tensor, non_blocking=pin)
+            moved["bytes"] += size
+            return tensor.device, host
+
+        def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
+            if isinstance(packed, Tensor):
+                return packed
+            device, host = packed
+            return host.to(device, non_blocking=pin)
+
+        super().__init__(pack, unpack)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    moved: Counter[str] = Counter()
+    build.facts["offloaded"] = moved
+    pin = bool(knobs["pin"])
+
+    def offloaded(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
+        weights = frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
+        with Offload(pin, weights, moved):
+            out: Tensor = type(self).forward(self, x_btd, **rest)
+        return out
+
+    for block in build.model.blocks:
+        give_forward(block, offloaded)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    moved = seen.facts.get("offloaded", Counter())["bytes"]
+    copies = [name for name in seen.kernels if "Memcpy DtoH" in name]
+    return Proof(
+        moved > 0 and bool(copies),
+        f"{moved / 2**20:.1f} MiB of activations went to the host since the build ({', '.join(copies) or 'no copies seen'}); "
+        f"{seen.held_bytes / 2**20:.1f} MiB stayed on the device between forward and backward",
+    )
+
+
+technique = Technique(
+    name="offload_activations",
+    stage=Stage.MEMORY,
+    apply=apply,
+    requires=(needs_cuda,),
+    conflicts=("checkpoint_full", "checkpoint_selective", "compile", "cuda_graph"),
+    knobs={
+        "pin": KnobRange(
+            (True, False), "pinned host memory: faster copies that overlap, memory that cannot swap"
+        )
+    },
+    claim=Claim(
+        "activation bytes on the device",
+        -0.9,
+        regime="16 blocks: those of one block are on the device at a time",
+        source="arithmetic; torch.autograd.graph.save_on_cpu in the PyTorch documentation",
+    ),
+    parity=Parity.EXACT,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("activations", 0.1, "one block's are on the device at a time"),
+        MemoryEffect("scores", 0.1),
+    ),
+)

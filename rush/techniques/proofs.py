@@ -1,0 +1,12 @@
+"""From what was seen to what is proved: each technique of a run judged by its own evidence."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rush.techniques.contract import Observation, Proof, Use
+
+
+def prove(uses: Iterable[Use], seen: Observation) -> dict[str, Proof]:
+    """For every technique in use, whether it took effect and what shows it."""
+    return {use.technique.name: use.technique.evidence(seen, use.knobs) for use in uses}

@@ -1,0 +1,46 @@
+"""How techniques reach into a model from outside, one instance at a time.
+
+A slot (attention core, loss head) is simply filled with another module. Where the whole of a block must
+be surrounded (to recompute it, to keep its activations elsewhere) the instance gets a forward of its
+own; the class, and every other model in the process, stays as it was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let this instance run `forward(self, ...)`; inside, `type(self).forward` is the original.
+
+    One function for all blocks, with the block as its argument: a compiler that has seen one block has
+    then seen them all.
+    """
+    assert "forward" not in module.__dict__, "two techniques want to surround the same module"
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def set_attention_core(model: nn.Module, core: Callable[[], nn.Module]) -> None:
+    for block in model.get_submodule("blocks").children():
+        block.get_submodule("attention").core = core()
+
+
+def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
+    """What autocast would do with the inputs of an operator that it does not know."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+
+
+def repeat_heads(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values once for every query head, for kernels that know no groups."""
+    groups = q_bhtd.shape[1] // k_bktd.shape[1]
+    if groups == 1:
+        return k_bktd, v_bktd
+    return k_bktd.repeat_interleave(groups, 1), v_bktd.repeat_interleave(groups, 1)

@@ -1,0 +1,100 @@
+"""What a step's time went to, from a profile: attention, matmul, elementwise work, loss, optimizer, data, idle.
+
+A piece of time (a kernel on a GPU, an operator's own time on a CPU) is told by its name and the names of
+what called it. Fused kernels of a compiled graph carry the names of what was fused into them; on a CPU
+they carry none, and count as elementwise. On a GPU "idle" is time in which the device had no work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd.profiler_util import FunctionEvent
+
+CLASSES = ("attention", "matmul", "norm_elementwise", "loss", "optimizer", "data", "other", "idle")
+
+# In this order: the update's elementwise work is the optimizer's, a softmax over the vocabulary the loss's.
+_RULES = tuple(
+    (kind, re.compile(pattern))
+    for kind, pattern in (
+        (
+            "optimizer",
+            r"Optimizer\.(step|zero_grad)|[Aa]dam|multi_tensor_apply|lpnorm|_foreach_norm|vector_norm",
+        ),
+        ("loss", r"[Ll]og_?[Ss]oft[Mm]ax|[Nn]ll_?[Ll]oss|cross_entropy|CrossEntropy"),
+        (
+            "attention",
+            r"scaled_dot_product|flash_|fmha|sdpa|flex_attention|aten::(bmm|baddbmm)|Bmm|[Ss]oft[Mm]ax|"
+            r"masked_fill|MaskedFill",
+        ),
+        ("data", r"Memcpy HtoD"),
+        (
+            "matmul",
+            r"aten::(mm|addmm|linear|matmul|_scaled_mm|_int_mm)\b|MmBackward|gemm|nvjet|cutlass|xmma|splitK|"
+            r"triton_tem\w*mm",
+        ),
+        ("other", r"embedding|Embedding|Memcpy|Memset"),
+    )
+)
+_ELEMENTWISE = re.compile(r"aten::|triton_|CompiledFxGraph|CompiledFunction|kernel|void ")
+
+
+def classify(names: Sequence[str]) -> str:
+    """The class of a piece of time, from its callers' names and its own, outermost first."""
+    chain = " > ".join(names)
+    for kind, pattern in _RULES:
+        if pattern.search(chain):
+            return kind
+    return "norm_elementwise" if _ELEMENTWISE.search(chain) else "other"
+
+
+def breakdown(
+    events: Iterable[FunctionEvent], *, wall_ms: float, data_ms: float, steps: int, on_gpu: bool
+) -> dict[str, float]:
+    """Milliseconds of a step by class. `data_ms` is the wait for batches that was measured beside the profile."""
+    events = list(events)
+    spent = dict.fromkeys(CLASSES, 0.0)
+    for kind, milliseconds in _device_times(events) if on_gpu else _host_times(events):
+        spent[kind] += milliseconds
+    # Waiting for data is time in which nothing ran; where work went on meanwhile, it cost nothing.
+    nothing_ran = max(0.0, wall_ms - sum(spent.values()))
+    waited = min(data_ms, nothing_ran)
+    spent["data"] += waited
+    spent["idle"] = nothing_ran - waited
+    return {kind: spent[kind] / steps for kind in CLASSES}
+
+
+def callers(event: FunctionEvent) -> list[str]:
+    """The names of what called this, and its own, outermost first."""
+    names = [event.name]
+    while event.cpu_parent is not None:
+        event = event.cpu_parent
+        names.append(event.name)
+    return names[::-1]
+
+
+def _host_times(events: list[FunctionEvent]) -> Iterable[tuple[str, float]]:
+    for event in events:
+        if event.device_type == DeviceType.CPU and event.self_cpu_time_total > 0:
+            yield classify(callers(event)), event.self_cpu_time_total / 1000
+
+
+def _device_times(events: list[FunctionEvent]) -> Iterable[tuple[str, float]]:
+    known: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == DeviceType.CPU and event.kernels:
+            above = callers(event)
+            for kernel in event.kernels:
+                known[kernel.name] += kernel.duration
+                yield classify([*above, kernel.name]), kernel.duration / 1000
+    every: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            every[event.name] += event.time_range.elapsed_us()  # type: ignore[no-untyped-call]
+    # Kernels replayed from a recording have no caller in the profile: their own names must do.
+    for name, microseconds in every.items():
+        if microseconds > known[name]:
+            yield classify([name]), (microseconds - known[name]) / 1000

@@ -1,0 +1,306 @@
+"""Watch a run make a step or two, and write down what happened: the material evidence is made of.
+
+A profile lists every operator with the shapes and dtypes of its inputs, and every kernel with its time.
+Compiled code calls matmuls through the same operators, so they are seen there too. Where a step is
+replayed from a recording (a CUDA graph), or its matmuls are generated kernels, operators do not show;
+then one more step is made without recording or compiler, and what only it could tell is marked as told
+by the "eager twin". Nothing is concluded from what was asked for, only from what ran.
+
+Legend: a matmul is (rows, inner, columns).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rush.data import Batch
+from rush.hardware import peak_memory_bytes, reset_peak_memory
+from rush.techniques.contract import Observation
+from rush.techniques.evidence import dynamo_counts
+from rush.train.breakdown import breakdown, callers
+from rush.train.build import FORWARD, Run
+from rush.train.step import train_step
+
+DATA = "rush::data"
+# Where the two factors stand among an operator's inputs.
+_MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::_scaled_mm": 0, "aten::_int_mm": 0}
+_BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
+_DTYPES = {
+    "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",
+    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2", "signed char": "int8",
+}  # fmt: skip
+
+
+def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Observation:
+    """Make `steps` optimizer steps under a profile; the caller has warmed the run up.
+
+    `batches` gives the micro batches of the next step, and the time it takes is the wait for data.
+    """
+    live = _Live()
+    before = run.facts.get("dynamo_before", dynamo_counts())
+    settings = _settings(run)
+    seen = _profiled(run, batches, steps, live)
+    told_by = "profile"
+    if not seen.matmuls:
+        told_by = "eager twin"
+        with torch.compiler.set_stance("force_eager"), _unwrapped(run):
+            twin = _profiled(run, batches, 1, _Live())
+        seen.matmuls, seen.dtypes = twin.matmuls, twin.dtypes
+        seen.largest, seen.held, seen.block_forwards = twin.largest, twin.held, twin.block_forwards
+    after = dynamo_counts()
+    micro_batches = seen.passes or live.micro_batches
+    facts = {
+        **run.facts,
+        **settings,
+        "matmuls_told_by": told_by,
+        "vocab_size": run.model.shape.vocab_size,
+        "hidden": run.model.shape.hidden,
+        "micro_tokens": live.micro_tokens,
+        "loader_micro_batches": live.micro_batches,
+        "loader_threads": _loader_threads(),
+        "pinned": live.pinned,
+        "skipped_steps": live.skipped,
+    }
+    return Observation(
+        kernels=seen.kernels,
+        ops=seen.ops,
+        matmul_dtypes=frozenset(seen.dtypes),
+        matmul_shapes=seen.matmuls,
+        weight_dtypes=frozenset(_name(p.dtype) for p in run.model.parameters()),
+        state_bytes=state_bytes(run.optimizer),
+        num_parameters=sum(p.numel() for p in run.model.parameters()),
+        block_forwards=seen.block_forwards,
+        largest_tensor=seen.largest,
+        held_bytes=seen.held,
+        graphs=after["graphs"] - before["graphs"],
+        graph_breaks=after["graph_breaks"] - before["graph_breaks"],
+        recompiles=after["recompiles"] - before["recompiles"],
+        micro_batches=micro_batches,
+        step_ms=seen.step_ms,
+        data_wait_ms=seen.data_wait_ms,
+        peak_memory_bytes=seen.peak_memory_bytes,
+        breakdown_ms=seen.breakdown_ms,
+        facts=facts,
+    )
+
+
+@dataclass
+class _Live:
+    """What the steps themselves told."""
+
+    micro_batches: int = 0
+    micro_tokens: int = 0
+    pinned: bool = False
+    skipped: int = 0
+
+
+@dataclass
+class _Profiled:
+    kernels: dict[str, float]
+    ops: dict[str, int]
+    matmuls: dict[tuple[int, int, int], float]
+    dtypes: set[str]
+    largest: int
+    held: int
+    passes: int
+    block_forwards: float
+    step_ms: float
+    data_wait_ms: float
+    peak_memory_bytes: int
+    breakdown_ms: dict[str, float]
+
+
+def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _Live) -> _Profiled:
+    on_gpu = run.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    waited = 0.0
+    reset_peak_memory(run.device.type)
+    # Without acc_events the profiler warns on its first use in a process.
+    with profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True) as prof:
+        began = time.perf_counter()
+        for step in range(1, steps + 1):
+            asked = time.perf_counter()
+            with record_function(DATA):
+                given = batches()
+            waited += time.perf_counter() - asked
+            live.micro_batches = len(given)
+            live.micro_tokens = given[0].tokens_bt.numel()
+            live.pinned = all(batch.tokens_bt.is_pinned() for batch in given) if on_gpu else False
+            result = train_step(run, step, run.recipe.optimizer.lr, given)
+            live.skipped += result.skipped
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    peak = peak_memory_bytes(run.device.type)
+    assert prof.profiler is not None
+    assert prof.profiler.kineto_results is not None
+    input_dtypes = {
+        event.correlation_id(): event.dtypes()
+        for event in prof.profiler.kineto_results.events()
+        if event.name() in _MATMULS or event.name() in _BATCHED
+    }
+    # What making the batches did is not the step's.
+    events = [event for event in (prof.events() or []) if DATA not in callers(event)]
+    host = [event for event in events if event.device_type == DeviceType.CPU]
+    matmuls, dtypes, largest = _matmuls(host, input_dtypes, run)
+    kernels: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            kernels[event.name] += event.time_range.elapsed_us() / 1000
+    forwards = [event for event in host if event.name == FORWARD]
+    held = [event.device_memory_usage if on_gpu else event.cpu_memory_usage for event in forwards]
+    return _Profiled(
+        kernels=dict(kernels),
+        ops=dict(Counter(event.name for event in host)),
+        matmuls={shape: count / steps for shape, count in matmuls.items()},
+        dtypes=dtypes,
+        largest=largest,
+        held=max(held, default=0),
+        passes=len(forwards) // steps,
+        block_forwards=_block_forwards(run, matmuls, len(forwards)),
+        step_ms=1000 * seconds / steps,
+        data_wait_ms=1000 * waited / steps,
+        peak_memory_bytes=peak,
+        breakdown_ms=breakdown(
+            events, wall_ms=1000 * seconds, data_ms=1000 * waited, steps=steps, on_gpu=on_gpu
+        ),
+    )
+
+
+def _matmuls(
+    host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Run
+) -> tuple[Counter[tuple[int, int, int]], set[str], int]:
+    """Products of matrices by shape, the dtypes of all products' factors, and the largest tensor read."""
+    found: Counter[tuple[int, int, int]] = Counter()
+    seen_dtypes: set[str] = set()
+    largest = 0
+    sizes = {p.numel() for p in run.model.parameters()}
+    again = _recorded_twice(host)
+    for event in host:
+        shapes: Any = event.input_shapes or []
+        for shape in shapes:
+            elements = _elements(shape)
+            if elements > largest and elements not in sizes:
+                largest = elements
+        first = _MATMULS.get(event.name, _BATCHED.get(event.name))
+        if first is None or len(shapes) < first + 2 or event.id in again:
+            continue
+        seen_dtypes |= {_DTYPES.get(dtype, dtype) for dtype in dtypes[event.id][first : first + 2]}
+        if event.name in _MATMULS:
+            (rows, inner), (_, columns) = shapes[first : first + 2]
+            found[rows, inner, columns] += 1
+    return found, seen_dtypes, largest
+
+
+def _recorded_twice(host: list[FunctionEvent]) -> set[int]:
+    """Events of matmuls that computed nothing themselves.
+
+    Under a dispatch mode (selective checkpointing) an operator is recorded once when the mode takes it and once,
+    inside, when it runs. In the recomputation the mode hands out what it kept, and nothing is inside.
+    """
+    matmuls = [event for event in host if event.name in _MATMULS]
+    outer = {
+        event.cpu_parent.id
+        for event in matmuls
+        if event.cpu_parent is not None and event.cpu_parent.name == event.name
+    }
+    if not outer:
+        return set()
+    inner = {event.id for event in matmuls if event.cpu_parent is not None and event.cpu_parent.id in outer}
+    handed_out = {
+        event.id
+        for event in matmuls
+        if event.id not in inner
+        and {"aten::linear", "aten::matmul"} & set(callers(event))
+        and not _in_forward(event)
+    }
+    return outer | handed_out
+
+
+def _in_forward(event: FunctionEvent) -> bool:
+    return FORWARD in callers(event)
+
+
+def _elements(shape: Any) -> int:
+    """Elements of a tensor of this shape; 0 for a scalar or a list of tensors."""
+    if not shape or not all(isinstance(size, int) for size in shape):
+        return 0
+    return int(torch.Size(shape).numel())
+
+
+def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_passes: int) -> float:
+    """From counts: a linear layer is one product forward and two backward; what is more was recomputed.
+
+    Products that have the vocabulary as a dim are the head's and do not count.
+    """
+    linears = [
+        module for role, layers in run.model.linears().items() if role != "head" for _, module in layers
+    ]
+    vocab = {run.model.shape.vocab_size, run.facts.get("padded_vocab_size", 0)}
+    if any(vocab & {module.in_features, module.out_features} for module in linears):
+        return 0.0  # a vocabulary as wide as a layer: the head's products cannot be told from the others
+    count = sum(count for shape, count in matmuls.items() if not vocab.intersection(shape))
+    return max(0.0, count / (len(linears) * num_passes) - 2) if num_passes else 0.0
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """The process's settings as they are inside the surroundings of a step."""
+    with run.in_step():
+        return {
+            "gc_enabled_in_step": gc.isenabled(),
+            "fp32_matmul_error": _fp32_matmul_error(run.device),
+        }
+
+
+@torch.no_grad()
+def _fp32_matmul_error(device: torch.device) -> float:
+    """How far an fp32 product made right here is from the exact one, relative to its size.
+
+    About 1e-7 in fp32; a thousand times more where the units round the factors to a shorter mantissa.
+    """
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(512, 512, generator=generator) for _ in range(2))
+    exact = left.double() @ right.double()
+    product = (left.to(device) @ right.to(device)).cpu().double()
+    return float((product - exact).norm() / exact.norm())
+
+
+@contextmanager
+def _unwrapped(run: Run) -> Iterator[None]:
+    """The run without what was put around its passes (recordings)."""
+    wrapped = run.micro_pass
+    run.micro_pass = run.forward_backward
+    try:
+        yield
+    finally:
+        run.micro_pass = wrapped
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The optimizer's state by dtype, step counters left out; wrappers count as what they hold."""
+    found: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and key != "step":
+                found[_name(value.dtype)] += value.numel() * value.element_size()
+    return dict(found)
+
+
+def _loader_threads() -> int:
+    return sum(thread.name.startswith("rush-loader") for thread in threading.enumerate())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
