@@ -142,6 +142,26 @@ def test_numbers_that_json_lacks_become_null_and_are_named() -> None:
     assert lost == {"a": "nan", "b[1]": "-inf", "c.d": "inf"}
 
 
+def test_bytes_reach_the_disk_before_the_name_and_the_name_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, os.replace
+
+    def flush(descriptor: int) -> None:
+        done.append("folder" if os.path.isdir(f"/proc/self/fd/{descriptor}") else "file")
+        fsync(descriptor)
+
+    def replace(old: Path, new: Path) -> None:
+        done.append("rename")
+        rename(old, new)
+
+    monkeypatch.setattr(os, "fsync", flush)
+    monkeypatch.setattr(os, "replace", replace)
+    write_atomic(tmp_path / "x", b"content")
+    assert done == ["file", "rename", "folder"]
+
+
 def test_a_block_that_fails_leaves_the_old_file_and_no_litter(tmp_path: Path) -> None:
     path = tmp_path / "weights"
     with replacing(path) as temporary:

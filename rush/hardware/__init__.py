@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rush.hardware.catalog import CATALOG, Datasheet, datasheet_peak, datasheet_peaks
 from rush.hardware.ceilings import Ceilings, Collective, ceilings, measured_matmul_rate
+from rush.hardware.conditions import Conditions, conditions
 from rush.hardware.machine import Cpu, Device, Link, Machine
 from rush.hardware.memory import memory_in_use, peak_memory_bytes, process_memory, reset_peak_memory
 from rush.hardware.probe import packages, probe
@@ -12,12 +13,14 @@ __all__ = [
     "CATALOG",
     "Ceilings",
     "Collective",
+    "Conditions",
     "Cpu",
     "Datasheet",
     "Device",
     "Link",
     "Machine",
     "ceilings",
+    "conditions",
     "datasheet_peak",
     "datasheet_peaks",
     "measured_matmul_rate",

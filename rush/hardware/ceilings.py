@@ -21,6 +21,7 @@ from typing import Any
 
 from rush.errors import MachineError
 from rush.files import write_json_atomic, writing
+from rush.hardware.conditions import load_per_core
 from rush.hardware.machine import Machine
 
 FORMAT_VERSION = 1
@@ -155,7 +156,7 @@ def ceilings(
     """
     path, identity = _cache_entry(machine, folder)
     known = None if refresh else _read(path, identity, on_problem)
-    found = known or Ceilings(identity, time.time(), load=_load(machine))
+    found = known or Ceilings(identity, time.time(), load=load_per_core(machine))
     parts = _missing(found, machine, dtypes, bandwidth, collectives)
     for number, (what, measure_it) in enumerate(parts):
         on_progress(what, number, len(parts))
@@ -235,10 +236,6 @@ def _cache_entry(machine: Machine, folder: Path | None) -> tuple[Path, str]:
         # A CPU is as fast as the threads torch may use; that is a setting of the process, not of the machine.
         identity += f"-{num_threads()}"
     return (folder or cache_folder()) / f"ceilings-{machine.device}-{identity}.json", identity
-
-
-def _load(machine: Machine) -> float | None:
-    return os.getloadavg()[0] / machine.cpu.num_threads if hasattr(os, "getloadavg") else None
 
 
 def _read(path: Path, identity: str, on_problem: Callable[[str], None]) -> Ceilings | None:

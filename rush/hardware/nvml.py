@@ -7,9 +7,9 @@ while torch numbers those it was allowed to see.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from rush.hardware.machine import Link
 
@@ -21,8 +21,11 @@ class DriverFacts:
     links: tuple[Link, ...]
 
 
-def read(uuids: Sequence[str]) -> DriverFacts | None:
-    """Facts about these GPUs (in this order), or None where the driver cannot be asked."""
+Answer = TypeVar("Answer")
+
+
+def ask(question: Callable[[Any], Answer]) -> Answer | None:
+    """What `question` answers when given the driver's library, or None where the driver cannot be asked."""
     try:
         import pynvml
     except ImportError:
@@ -30,12 +33,17 @@ def read(uuids: Sequence[str]) -> DriverFacts | None:
     try:
         pynvml.nvmlInit()
         try:
-            return collect(pynvml, uuids)
+            return question(pynvml)
         finally:
             pynvml.nvmlShutdown()
     except pynvml.NVMLError:
         # No driver, no permission in this container, or a slice of a GPU that has no number of its own.
         return None
+
+
+def read(uuids: Sequence[str]) -> DriverFacts | None:
+    """Facts about these GPUs (in this order), or None where the driver cannot be asked."""
+    return ask(lambda nvml: collect(nvml, uuids))
 
 
 def collect(nvml: Any, uuids: Sequence[str]) -> DriverFacts:

@@ -145,6 +145,22 @@ def test_reasons_follow_the_recipe_as_well_as_the_machine() -> None:
     assert mixed["pure_bf16"]["reasons"] == ["it cannot stand beside amp_bf16, which the recipe has"]
 
 
+def test_a_conflict_counts_whichever_of_the_two_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = registry()["compile"]
+    known = {
+        "compile": plain,
+        "first": replace(plain, name="first", conflicts=("compile",)),
+        "second": replace(plain, name="second"),
+    }
+    monkeypatch.setattr("rush.techniques.registry", lambda: known)
+    recipe = load_recipe("tiny", ["techniques=['compile']"])
+    judged = rows(command.judge(recipe, probe("cpu")))
+    assert {name for name, row in judged.items() if row["runs"]} == {"compile", "second"}
+    recipe = load_recipe("tiny", ["techniques=['first']"])
+    judged = rows(command.judge(recipe, probe("cpu")))
+    assert {name for name, row in judged.items() if row["runs"]} == {"first", "second"}
+
+
 def test_a_recipes_own_technique_that_cannot_run_is_a_row_not_the_end() -> None:
     out, _ = call("run.device=cpu", "techniques+=tf32", "--json")
     assert not rows(json.loads(out)["techniques"])["tf32"]["runs"]

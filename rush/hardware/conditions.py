@@ -1,0 +1,81 @@
+"""The conditions a number was measured under: clocks, temperature, throttling, and who else was there.
+
+The same code on the same card is slower when the card is hot, capped in power, or shared, and the number
+alone does not tell. So whoever measures notes the conditions beside it, best in the middle of the work: an
+idle card runs at idle clocks. What cannot be learned is None, never a guess.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rush.hardware import nvml
+from rush.hardware.machine import Machine
+
+# Why the driver holds clocks down, by bit. Being idle (bit 0) and chosen clocks (bit 1) are no throttling.
+_REASONS = {
+    0x04: "power cap",
+    0x08: "hardware slowdown",
+    0x20: "temperature (software)",
+    0x40: "temperature (hardware)",
+    0x80: "power brake",
+}
+
+
+@dataclass(frozen=True)
+class Conditions:
+    clock_mhz: int | None = None
+    temperature_c: int | None = None
+    throttle: tuple[str, ...] = ()
+    foreign_processes: int | None = None
+    """Other processes that compute on the same GPU; not known for a CPU, whose load says it."""
+    load: float | None = None
+    """Load average of the last minute per usable core."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "throttle": list(self.throttle)}
+
+
+def conditions(machine: Machine, index: int = 0, own: Collection[int] = ()) -> Conditions:
+    """The conditions on this machine's device `index` now. `own` are processes that are ours besides this one."""
+    load = load_per_core(machine)
+    if machine.device != "cuda":
+        return Conditions(load=load)
+    import torch
+
+    if torch.version.cuda is None:
+        return Conditions(load=load)
+    uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
+    computing = torch.cuda.is_initialized()
+    found = nvml.ask(lambda library: read_gpu(library, uuid, {os.getpid(), *own}, computing, load))
+    return found or Conditions(load=load)
+
+
+def read_gpu(
+    library: Any, uuid: str, own: Collection[int], computing: bool, load: float | None
+) -> Conditions:
+    """The conditions of one GPU through an initialised binding; `computing`: this process is on it too."""
+    handle = library.nvmlDeviceGetHandleByUUID(uuid)
+    # The driver renamed throttle reasons to event reasons; both bindings are about.
+    reasons = getattr(library, "nvmlDeviceGetCurrentClocksEventReasons", None) or (
+        library.nvmlDeviceGetCurrentClocksThrottleReasons
+    )
+    bits = reasons(handle)
+    there = {process.pid for process in library.nvmlDeviceGetComputeRunningProcesses(handle)}
+    foreign = there - set(own)
+    # In a container the driver may know us under another number: then one of the strangers is this process.
+    ourselves = computing and bool(foreign) and not there & set(own)
+    return Conditions(
+        clock_mhz=library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM),
+        temperature_c=library.nvmlDeviceGetTemperature(handle, library.NVML_TEMPERATURE_GPU),
+        throttle=tuple(name for bit, name in _REASONS.items() if bits & bit),
+        foreign_processes=len(foreign) - ourselves,
+        load=load,
+    )
+
+
+def load_per_core(machine: Machine) -> float | None:
+    return os.getloadavg()[0] / machine.cpu.num_threads if hasattr(os, "getloadavg") else None
