@@ -49,7 +49,7 @@ def conditions(machine: Machine, index: int = 0, own: Collection[int] = ()) -> C
     if torch.version.cuda is None:
         return Conditions(load=load)
     uuid = f"GPU-{torch.cuda.get_device_properties(index).uuid}"
-    computing = torch.cuda.is_initialized()
+    computing = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     found = nvml.ask(lambda library: read_gpu(library, uuid, {os.getpid(), *own}, computing, load))
     return found or Conditions(load=load)
 
