@@ -14,7 +14,7 @@ from pathlib import Path
 from markupsafe import Markup
 
 from rush.errors import RecipeError
-from rush.records.files import write_atomic
+from rush.files import write_atomic
 from rush.report import bars, words
 from rush.report.ladder import Ladder, Measure, Rung
 from rush.report.page import flattened, render

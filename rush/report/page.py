@@ -20,7 +20,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from rush.records.files import write_atomic
+from rush.files import write_atomic
 from rush.report import bars, curves, findings, roofline, words
 from rush.report.ladder import Json, Ladder, Rung
 from rush.report.reading import read_ladder, real, shown, text

@@ -1,8 +1,8 @@
 """From `ladder.json` to what the pages draw: typed, and forgiving about what is missing.
 
-A ladder may be unfinished, made on a machine without a datasheet, or written by another version, and a
-report of nine good rungs must not fail over the tenth. So a part that is missing or is not what it should
-be reads as None and is drawn as a dash. Only a file that is no ladder at all is refused.
+What a ladder is at all, `rush.records.ladder` decides. Beyond that, a ladder may be unfinished, made on a
+machine without a datasheet, or written by a later version, and a report of nine good rungs must not fail
+over the tenth. So a part that is missing or is not what it should be reads as None, drawn as a dash.
 
 Text is cleaned once, here: characters that cannot be written as UTF-8 or that would control a terminal
 become the replacement sign. Making it harmless in HTML is the template's business, not this one's.
@@ -16,7 +16,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from rush.errors import DataError
+from rush.records import ladder
 from rush.report.ladder import (
     BatchPoint,
     Claim,
@@ -31,27 +31,10 @@ from rush.report.ladder import (
     Rung,
 )
 
-FORMAT = 1
-
 
 def read_ladder(path: Path) -> Ladder:
-    """The ladder in a file; a DataError when the file is missing or holds something else."""
-    try:
-        raw = json.loads(path.read_bytes(), parse_constant=lambda name: None)
-    except OSError as error:
-        raise DataError(
-            f"Cannot read {path}: {error.strerror}. Give the ladder.json of a ladder's folder."
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} is not JSON ({error}). Measure the ladder again.") from None
-    if not isinstance(raw, dict) or not isinstance(raw.get("rungs"), list):
-        raise DataError(f'{path} is not a ladder: it has no list of "rungs". Give a ladder.json.')
-    if raw.get("format") != FORMAT:
-        raise DataError(
-            f"{path} is written in format {raw.get('format')!r}; this rush reads format {FORMAT}. "
-            "Draw the report with the rush that measured it, or measure again."
-        )
-    return _ladder(raw)
+    """The ladder in a file or in a ladder's folder; a DataError when it is something else."""
+    return _ladder(ladder.read_ladder(path))
 
 
 def text(value: Json) -> str | None:

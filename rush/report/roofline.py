@@ -135,7 +135,7 @@ def _roofs(
         label = ", ".join(f"{dtype} {words.si(rate)}" for dtype, rate in group)
         box = _label_box(frame, start, y(group[0][1]), y(group[-1][1]), len(label) * 6.4, boxes)
         boxes.append(box)
-        labels.append(tag("text", label, class_="note", x=box[0], y=box[3] - 3))
+        labels.append(tag("text", label, class_="note", x=box[2], y=box[3] - 3, text_anchor="end"))
     return lines + labels
 
 

@@ -26,6 +26,7 @@ def digits(value: float) -> str:
     """Three significant digits, in powers of ten only where the number is very large or very small."""
     if value == 0:
         return "0"
+    value = float(f"{value:.2e}")  # first, so that 0.9999 counts its decimals as 1.00 does
     if not 1e-3 <= abs(value) < 1e6:
         mantissa, exponent = f"{value:.2e}".split("e")
         return f"{mantissa.rstrip('0').rstrip('.')}e{int(exponent)}"

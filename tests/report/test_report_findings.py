@@ -1,0 +1,158 @@
+"""What the page says in words follows from the numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rush.errors import DataError, RecipeError
+from rush.records import ladder as record
+from rush.report import compare, findings, write_comparison
+from rush.report.ladder import Claim, Gain, Ladder, Measure, Rung
+from rush.report.page import SIGNS
+from rush.report.reading import read_ladder
+from tests.report import made_up
+from tests.report.test_report_page import Reader
+
+
+def _plain(text: str) -> str:
+    return text.replace("\N{NO-BREAK SPACE}", " ")
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> Ladder:
+    return read_ladder(made_up.write(tmp_path_factory.mktemp("ladder"), made_up.made_up_ladder()))
+
+
+def test_every_verdict_of_the_record_has_its_own_words_and_a_sign_that_is_drawn() -> None:
+    assert set(findings.VERDICTS) == set(record.VERDICTS)
+    assert {verdict.sign for verdict in findings.VERDICTS.values()} <= set(SIGNS)
+
+
+def test_the_headline_names_the_fastest_equal_rung_and_what_was_faster_but_different(ladder: Ladder) -> None:
+    said = _plain(findings.headline(ladder))
+    assert said.startswith("From Plain fp32 at 5.12k tok/s to Batch of 8 rows at 71.4k tok/s: ×13.9")
+    assert "Pure bf16 weights reached 83.5k tok/s but learns differently." in said
+
+
+def test_a_rung_without_a_parity_verdict_never_becomes_the_headline(ladder: Ladder) -> None:
+    unproven = replace(ladder.rungs[6], parity=None, title="Unproven", speed=Measure(9e9))
+    found = findings.fastest((*ladder.rungs, unproven), equal=True)
+    assert found is not None
+    assert found.title == "Batch of 8 rows"
+    said = findings.headline(replace(ladder, rungs=(*ladder.rungs, unproven)))
+    assert "Unproven reached" in said
+    assert "is not proven equal" in said
+
+
+def test_a_rung_that_took_no_effect_is_not_the_fastest_either(ladder: Ladder) -> None:
+    idle = replace(ladder.rungs[6], status="no_effect", speed=Measure(9e9))
+    assert findings.fastest((idle,), equal=False) is None
+
+
+@pytest.mark.parametrize(
+    ("metric", "claimed", "ratio", "ci", "outcome"),
+    [
+        ("tokens_per_s", 0.75, 1.80, (1.77, 1.83), "as claimed or better"),
+        ("tokens_per_s", 0.75, 1.73, (1.70, 1.76), "as claimed or better"),
+        ("tokens_per_s", 0.75, 1.40, (1.38, 1.42), "less than claimed"),
+        ("tokens_per_s", 0.03, 1.00, (0.99, 1.01), "not seen here"),
+        ("tokens_per_s", 0.03, 1.01, (0.99, 1.04), "not seen here"),
+        ("tokens_per_s", 0.10, 0.90, (0.88, 0.92), "the opposite here"),
+        ("tokens_per_s", -0.25, 0.80, (0.79, 0.81), "as claimed or better"),
+        ("tokens_per_s", -0.25, 0.60, (0.59, 0.61), "costs more than claimed"),
+        ("model state bytes", -0.5, 1.20, (1.19, 1.21), "not measured as such"),
+        ("peak_memory_bytes", -0.4, 1.0, (0.9, 1.1), "as claimed or better"),
+        ("peak_memory_bytes", -0.6, 1.0, (0.9, 1.1), "less than claimed"),
+    ],
+)
+def test_a_claim_is_compared_with_the_interval_of_its_own_quantity(
+    ladder: Ladder, metric: str, claimed: float, ratio: float, ci: tuple[float, float], outcome: str
+) -> None:
+    base = replace(ladder.rungs[0], name="before", peak_memory_bytes=100.0)
+    rung = replace(
+        ladder.rungs[1], claim=Claim(metric, claimed, None, None), gain=Gain(ratio, *ci, "before", True),
+        peak_memory_bytes=50.0,
+    )  # fmt: skip
+    found = findings.compare_claim(replace(ladder, rungs=(base, rung)), rung)
+    assert found is not None
+    assert found.outcome == outcome
+
+
+def test_drift_throttling_and_company_are_told(ladder: Ladder) -> None:
+    assert findings.warnings(ladder) == []
+    assert ladder.drift is not None
+    hot = replace(ladder.rungs[2], environment={"throttle": ["power"], "foreign_processes": 2})
+    troubled = replace(
+        ladder, finished=None, rungs=(hot,), drift=replace(ladder.drift, flagged=True, ratio=0.9)
+    )
+    told = _plain(" ".join(findings.warnings(troubled)))
+    for word in ("not finished", "−10 %", "throttling during Mixed precision bf16", "Other processes"):
+        assert word in told
+
+
+def test_machines_are_named_by_what_computes() -> None:
+    machine = made_up.made_up_machine()
+    assert _plain(findings.machine_name(machine)) == "Made-up GPU 9000 (140 GiB)"
+    twice = {**machine, "devices": machine["devices"] * 2}
+    assert _plain(findings.machine_name(twice)) == "2 × Made-up GPU 9000 (140 GiB each)"
+    cpu = {**machine, "device": "cpu", "devices": [{"name": "Old Box", "memory_bytes": 2**33}]}
+    assert _plain(findings.machine_name(cpu)) == "CPU Old Box (16 cores, 8.00 GiB)"
+    assert findings.machine_name({}) == "an unknown machine"
+
+
+def _rung(ladder: Ladder, median: float, low: float, high: float) -> Rung:
+    return replace(ladder.rungs[0], speed=Measure(median, low, high))
+
+
+def test_a_comparison_calls_a_difference_only_when_the_intervals_are_apart(ladder: Ladder) -> None:
+    a, near, far = (
+        replace(ladder, rungs=(_rung(ladder, *numbers),))
+        for numbers in ((100.0, 98.0, 102.0), (101.0, 99.0, 103.0), (150.0, 147.0, 153.0))
+    )
+    (group,) = compare.groups([a, near, far])
+    first, second, third = group.entries
+    assert first.against_first == ""
+    assert "cannot tell" in second.against_first
+    assert third.against_first == "×1.50 of A (1.44 to 1.56)"
+    assert compare.careful_ratio(Measure(150.0, 147.0, 153.0), Measure(100.0, 98.0, 102.0))[1:] == (
+        147 / 102,
+        153 / 98,
+    )
+
+
+def test_ladders_with_different_rungs_are_matched_by_name(ladder: Ladder) -> None:
+    first = replace(ladder, rungs=ladder.rungs[:2])
+    second = replace(ladder, rungs=ladder.rungs[1:3])
+    found = compare.groups([first, second])
+    assert [group.name for group in found] == ["plain", "tf32", "amp_bf16"]
+    assert [[entry.rung is not None for entry in group.entries] for group in found] == [
+        [True, False],
+        [True, True],
+        [False, True],
+    ]
+
+
+def test_a_comparison_is_one_page_with_every_ladder_and_what_differs_between_the_machines(
+    tmp_path: Path,
+) -> None:
+    other = {**made_up.made_up_ladder(2, 1.3), "machine": {**made_up.made_up_machine(), "torch": "2.13.0"}}
+    paths = [
+        made_up.write(tmp_path / "old", made_up.made_up_ladder()),
+        made_up.write(tmp_path / "new", other),
+    ]
+    write_comparison(paths, tmp_path / "compare.html")
+    text = " ".join("".join(Reader((tmp_path / "compare.html").read_text()).text).split())
+    assert "A old" in text.replace("Aold", "A old")
+    assert "2.11.02.13.0differs" in text
+    assert "3.12.33.12.3same" in text
+    with pytest.raises(RecipeError):
+        write_comparison(paths[:1], tmp_path / "no.html")
+    with pytest.raises(DataError):
+        write_comparison([paths[0], tmp_path / "nowhere.json"], tmp_path / "no.html")
+
+
+def test_letters_go_on_after_z() -> None:
+    assert [compare.letter_of(at) for at in (0, 1, 25, 26, 27, 52)] == ["A", "B", "Z", "AA", "AB", "BA"]
