@@ -25,11 +25,15 @@ START_LIMIT_S = 120.0
 """Importing torch and meeting the other ranks may take this long on a busy machine."""
 
 
-# A rank finds its modules where this process found them.
-_CHILD = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
-    "from rush.hardware.collective_rank import main; main(sys.argv[1:])"
-)
+# A rank finds its modules where this process found them, and leaves when this process is gone: a killed
+# parent cannot stop anyone, but what it held open for its children closes with it.
+_CHILD = """
+import json, os, sys, threading
+threading.Thread(target=lambda: (sys.stdin.read(), os._exit(1)), daemon=True).start()
+sys.path[:] = json.loads(sys.argv.pop(1))
+from rush.hardware.collective_rank import main
+main(sys.argv[1:])
+"""
 
 
 def measure_collectives(machine: Machine, ranks: int, *, budget_s: float = 4.0) -> tuple[Collective, ...]:
@@ -48,7 +52,7 @@ def measure_collectives(machine: Machine, ranks: int, *, budget_s: float = 4.0) 
         finally:
             for process in processes:
                 process.kill()
-                process.wait()
+                process.communicate()
         results = json.loads((folder / "results.json").read_bytes())
     return tuple(
         Collective(
@@ -89,7 +93,7 @@ def _start(
         return subprocess.Popen(
             [*command, str(folder), str(rank), str(ranks), backend, str(budget_s)],
             env=environment,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
             stdout=log,
             stderr=subprocess.STDOUT,
         )

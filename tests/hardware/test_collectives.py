@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -65,6 +67,29 @@ def test_a_rank_that_dies_is_named_and_the_others_are_stopped(monkeypatch: pytes
         measure_collectives(probe("cpu"), 2)
     assert time.monotonic() - began < 20
     assert children() == []
+
+
+PARENT = """
+from rush.hardware import collectives, probe
+work = "from rush.hardware.collective_rank import main"
+assert work in collectives._CHILD
+collectives._CHILD = collectives._CHILD.replace(work, "import time; time.sleep(100)")
+collectives.measure_collectives(probe("cpu"), 2)
+"""
+
+
+def test_ranks_do_not_outlive_a_killed_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], cwd=Path(__file__).parents[2])
+    deadline = time.monotonic() + 60
+    family: list[psutil.Process] = []
+    while len(family) < 2:
+        assert time.monotonic() < deadline
+        assert parent.poll() is None
+        time.sleep(0.02)
+        family = psutil.Process(parent.pid).children()
+    parent.kill()
+    parent.wait()
+    assert psutil.wait_procs(family, timeout=30)[1] == []
 
 
 def test_ranks_that_never_end_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
