@@ -1,1 +1,0 @@
-from rush.files import *  # noqa: F403  (gone in a moment: import from rush.files)
