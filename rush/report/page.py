@@ -133,7 +133,12 @@ def limit_rows(row: Mapping[str, Json]) -> list[tuple[str, str]]:
     rows = []
     for key, value in row.items():
         size = real(value) if key.endswith("_bytes") else None
-        said = words.size(size) if size is not None else flattened({"": value})[0][1] if value else "nothing"
+        if size is not None:
+            said = words.size(size)
+        elif isinstance(value, list):
+            said = ", ".join(map(shown, value)) or "nothing"
+        else:
+            said = words.MISSING if value is None else shown(value)
         rows.append((names.get(key, (text(key) or "").replace("_", " ")), said))
     return rows
 

@@ -12,6 +12,7 @@ import select
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,16 @@ FLAGS = (
 )  # fmt: skip
 PATIENCE_S = 30.0
 
+# Puts the pipes where Chromium looks for them and becomes Chromium. Moved out of the way first, in case one
+# of the two already has the other's number.
+_MOVE = """
+import fcntl, os, sys
+ours = [fcntl.fcntl(int(word), fcntl.F_DUPFD, 10) for word in sys.argv[1:3]]
+os.dup2(ours[0], 3)
+os.dup2(ours[1], 4)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
+
 
 def find_chromium() -> str | None:
     return next((path for name in NAMES if (path := shutil.which(name))), None)
@@ -37,10 +48,9 @@ class Browser:
     def __init__(self, executable: str, folder: Path) -> None:
         their_in, self._out = os.pipe()
         self._in, their_out = os.pipe()
-        # The shell puts the pipes where Chromium looks for them, which keeps this free of fork handlers.
         words = [executable, *FLAGS, f"--user-data-dir={folder}", "about:blank"]
         self._process = subprocess.Popen(
-            ["/bin/sh", "-c", f'exec "$@" 3<&{their_in} 4>&{their_out}', "sh", *words],
+            [sys.executable, "-c", _MOVE, str(their_in), str(their_out), *words],
             pass_fds=(their_in, their_out),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
@@ -146,6 +156,11 @@ class Page:
             self.call(
                 "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **text
             )
+
+    def reload(self) -> None:
+        self._browser.events.clear()
+        self.call("Page.reload")
+        self._browser.wait_for("Page.loadEventFired", self.session)
 
     def complaints(self) -> list[str]:
         """Everything that went wrong: console errors, exceptions, policy violations, dialogs."""

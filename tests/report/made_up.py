@@ -304,3 +304,17 @@ def _recipe(techniques: list[Any], micro: int) -> str:
 def hash_of(name: str) -> int:
     """A stand-in for a digest that is the same in every process."""
     return sum((at + 1) * ord(letter) ** 7 for at, letter in enumerate(name))
+
+
+def odd_ladder() -> Table:
+    """Numbers and names of odd sizes: huge, tiny, very long, right to left."""
+    full = made_up_ladder()
+    long_word = "averylongtechniquename" * 8
+    for at, rung in enumerate(full["rungs"]):
+        rung["title"] = (long_word, "אופטימיזציה \u202etxet", "短い名前", "a b " * 60)[at % 4]
+        rung["reason"] = long_word if rung["reason"] else None
+        if rung["tokens_per_s"]:
+            factor = (1e-12, 1.0, 1e250, 1e6)[at % 4]
+            rung["tokens_per_s"] = _measure(random.Random(at), 3.21 * factor)
+            rung["peak_memory_bytes"] = (1, 10**6, 10**24, 10**200)[at % 4]
+    return {**full, "name": long_word, "drift": {**full["drift"], "flagged": True}}

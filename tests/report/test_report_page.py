@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import copy
 import hashlib
 import json
 import random
@@ -209,6 +210,16 @@ def _paths(value: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     return found
 
 
+_OPTIONAL = {
+    "ceilings",
+    "peaks",
+    "formulas",
+    "drift",
+    "batch_curve",
+    "sequence_limits",
+    "interactions",
+    "finished",
+}
 _JUNK = [
     None,
     True,
@@ -235,14 +246,16 @@ def test_whatever_part_is_missing_or_nonsense_the_rest_is_drawn(seed: int, tmp_p
     ladder = made_up.made_up_ladder()
     ladder["rungs"] = draw.sample(ladder["rungs"], 4)
     for _ in range(12):
-        *way, last = draw.choice(_paths(ladder))
+        # The first two levels hold what makes it a ladder; deeper, anything may be missing.
+        paths = [way for way in _paths(ladder) if len(way) > 2 or way[0] in _OPTIONAL]
+        *way, last = draw.choice(paths)
         place: Any = ladder
         for key in way:
             place = place[key]
         if draw.random() < 0.4:
             del place[last]
         else:
-            place[last] = draw.choice(_JUNK)
+            place[last] = copy.deepcopy(draw.choice(_JUNK))
     path = tmp_path / "ladder.json"
     path.write_text(json.dumps(ladder))
     try:
