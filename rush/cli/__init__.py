@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from rush import __version__
-from rush.cli import data, export, recipes, talk, train
+from rush.cli import data, export, probe, recipes, talk, train
 from rush.errors import RushError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("train")(train.train)
 app.command("generate")(talk.generate)
 app.command("chat")(talk.chat)
 app.command("export")(export.export)
+app.command("probe")(probe.probe)
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(data.app, name="data")
 

@@ -169,11 +169,12 @@ class _Session:
                 for step in range(done + 1, total + 1):
                     row = self._step(step, tokens, gauge)
                     tokens = row["tokens"]
-                    last = step == total or stop.asked
                     self._record(step, row, last=step == total)
-                    if last or _due(recipe.run.save_every, step):
+                    # Asked once: a request that comes during the save waits for the next step.
+                    stopping = stop.asked
+                    if stopping or step == total or _due(recipe.run.save_every, step):
                         self._save(step, row)
-                    if stop.asked:
+                    if stopping:
                         break
         finally:
             self.view.close()

@@ -17,9 +17,17 @@ pytestmark = pytest.mark.gpu
 
 
 @pytest.mark.parametrize("techniques", ["[]", "['amp_bf16', 'flash_attention', 'fused_adamw', 'compile']"])
-def test_sigterm_to_the_group_ends_the_run_after_its_step_with_a_checkpoint(tmp_path: Path, techniques: str) -> None:
+def test_sigterm_to_the_group_ends_the_run_after_its_step_with_a_checkpoint(
+    tmp_path: Path, techniques: str
+) -> None:
     recipe = tmp_path / "recipe.toml"
-    run = {"save_every": 0, "validate_every": 0, "sample_tokens": 0, "tensorboard": True, "deterministic": False}
+    run = {
+        "save_every": 0,
+        "validate_every": 0,
+        "sample_tokens": 0,
+        "tensorboard": True,
+        "deterministic": False,
+    }
     corpus = write_corpus(tmp_path / "corpus")
     recipe.write_text(small_recipe(corpus, schedule={"steps": 100_000}, run=run))
     words = ["train", recipe, f"techniques={techniques}", "--out", tmp_path / "run"]
