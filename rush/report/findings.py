@@ -179,6 +179,21 @@ def compare_claim(ladder: Ladder, rung: Rung) -> Comparison | None:
     return Comparison(rung, claimed, found, low, high, outcome, sign, tone, what)
 
 
+def effects(ladder: Ladder, rung: Rung) -> str:
+    """What the rung changed here, whatever its claim speaks of: speed, memory, waiting for data."""
+    before = ladder.rung(rung.gain.over) if rung.gain else None
+    said = []
+    if rung.gain:
+        chance = ", within chance" if rung.gain.real is False else ""
+        said.append(f"speed {words.change(rung.gain.ratio)}{chance}")
+    if before and before.peak_memory_bytes and rung.peak_memory_bytes:
+        said.append(f"peak memory {words.change(rung.peak_memory_bytes / before.peak_memory_bytes)}")
+    if before and rung.claim and "data" in rung.claim.metric:
+        waits = (words.milliseconds(before.data_wait_ms), words.milliseconds(rung.data_wait_ms))
+        said.append(f"waiting for data {waits[0]} before, {waits[1]} now")
+    return f"Here: {'; '.join(said)}." if said else ""
+
+
 def _finding(ladder: Ladder, rung: Rung, metric: str) -> tuple[float | None, float | None, float | None]:
     """The measured ratio of the claim's quantity against the rung it is compared with."""
     if metric == "tokens_per_s" and rung.gain:
@@ -219,12 +234,15 @@ def warnings(ladder: Ladder) -> list[str]:
         )
     if ladder.drift and ladder.drift.flagged:
         notes.append(
-            f"The machine drifted: the first rung, measured again at the end, made {words.change(ladder.drift.ratio)} "
-            "of speed against the first time, more than its interval allows. Differences of that size mean nothing."
+            f"The machine drifted: the first rung, measured again at the end, came out at {words.change(ladder.drift.ratio)} "
+            "against the first time, more than its interval allows. Differences of that size mean nothing."
         )
     throttled = [r.title for r in ladder.rungs if r.environment.get("throttle")]
     if throttled:
         notes.append(f"The device reported throttling during {_listed(throttled)}.")
+    restless = [r.title for r in ladder.rungs if r.environment.get("steady") is False]
+    if restless:
+        notes.append(f"Step times did not become steady during {_listed(restless)}.")
     crowded = [r.title for r in ladder.rungs if (whole(r.environment.get("foreign_processes")) or 0) > 0]
     if crowded:
         notes.append(f"Other processes used the device during {_listed(crowded)}.")
@@ -234,7 +252,7 @@ def warnings(ladder: Ladder) -> list[str]:
 def environment(rung: Rung) -> list[tuple[str, str]]:
     """The surroundings of a measurement as name and value, for the table of raw samples."""
     names = {"clock_mhz": "clock (MHz)", "temperature_c": "temperature (°C)", "throttle": "throttling",
-             "foreign_processes": "foreign processes", "load": "load"}  # fmt: skip
+             "foreign_processes": "foreign processes", "load": "load", "steady": "steady"}  # fmt: skip
     rows = []
     for key, value in rung.environment.items():
         if value not in (None, [], {}):

@@ -135,6 +135,9 @@ class Ladder:
     machine: Mapping[str, Json]
     matmul: Mapping[str, float]
     copy_bytes_per_s: float | None
+    transfers: Mapping[str, float]
+    """Measured bytes per second between host and device, by kind."""
+    other_ceilings: Mapping[str, Json]
     peaks: Mapping[str, float]
     base_recipe: str | None
     formulas: Mapping[str, str]

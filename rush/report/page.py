@@ -63,7 +63,7 @@ def report_page(ladder: Ladder) -> str:
         title=f"{ladder.name} · ladder",
         ladder=ladder,
         machine=findings.machine_name(ladder.machine),
-        machine_rows=flattened(ladder.machine),
+        machine_rows=flattened(ladder.machine) + flattened(ladder.other_ceilings, "ceilings"),
         rungs=[
             (
                 rung,

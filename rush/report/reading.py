@@ -31,6 +31,8 @@ from rush.report.ladder import (
     Rung,
 )
 
+_DRAWN = ("matmul", "copy_bytes_per_s", "transfers_bytes_per_s")
+
 
 def read_ladder(path: Path) -> Ladder:
     """The ladder in a file or in a ladder's folder; a DataError when it is something else."""
@@ -94,6 +96,8 @@ def _ladder(raw: Mapping[str, Json]) -> Ladder:
         machine=_table(raw.get("machine")),
         matmul=_rates(ceilings.get("matmul")),
         copy_bytes_per_s=positive(ceilings.get("copy_bytes_per_s")),
+        transfers=_rates(ceilings.get("transfers_bytes_per_s")),
+        other_ceilings={key: value for key, value in ceilings.items() if key not in _DRAWN and value},
         peaks=_rates(raw.get("peaks")),
         base_recipe=text(_table(raw.get("base")).get("recipe")),
         formulas={text(k) or "": shown(v) for k, v in _table(raw.get("formulas")).items()},

@@ -75,6 +75,9 @@ def made_up_ladder(seed: int = 1, speed_factor: float = 1.0) -> Table:
         "ceilings": {
             "matmul": {"float32": 51.2e12, "tf32": 392e12, "bfloat16": _CEILING, "float16": 731e12},
             "copy_bytes_per_s": 4.02e12,
+            "transfers_bytes_per_s": {"to_device_pinned": 55.1e9, "to_device": 11.3e9},
+            "collectives": [],
+            "measured_at": "2026-01-02T08:59:00+00:00",
         },
         "peaks": {"float32": 67e12, "tf32": 494.7e12, "bfloat16": _PEAK, "float16": _PEAK},
         "base": {"recipe": _recipe([], 1), "digest": "0" * 64},
@@ -146,7 +149,7 @@ def write(folder: Path, ladder: Table) -> Path:
     return path
 
 
-_CONTROL = {"format", "view", "status", "verdict", "started", "finished"}
+_CONTROL = {"format", "view", "status", "verdict", "started", "finished", "device"}
 _FREE_KEYS = {"formulas", "breakdown_ms", "tokens_kind", "matmul", "peaks", "environment", "machine"}
 
 
