@@ -1,0 +1,129 @@
+"""The bench: runs trials one after another and keeps what they came to.
+
+Every finished trial is a file, named after everything its outcome depends on: the recipe, the machine, how
+it was timed, the version of this code. A ladder that was interrupted finds them and repeats nothing; one
+that is started again on another machine, or with other settings, finds none and measures anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rush import __version__
+from rush.errors import MachineError
+from rush.files import write_json_atomic
+from rush.hardware import Machine
+from rush.lab.ladder_file import Measure, Plan
+from rush.lab.parity import parity_recipe
+from rush.lab.trial import Outcome, execute
+from rush.recipe import Recipe
+from rush.recipe_io import write_toml
+
+TIMING = ("windows", "window_ms", "warmup_max_steps", "warmup_max_s")
+
+
+@dataclass
+class Bench:
+    plan: Plan
+    folder: Path
+    machine: Machine
+    ceilings: dict[str, Any] | None
+    peaks: dict[str, float] | None
+    extra_techniques: tuple[str, ...] = ()
+    """Python files that define further techniques."""
+    seconds: list[float] = field(default_factory=list)
+    """How long the trials made by this bench took."""
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    def known(self, recipe: Recipe, kind: str) -> Outcome | None:
+        """The outcome of a trial that was made earlier."""
+        path = self._path(recipe, kind)
+        return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
+
+    def run(self, recipe: Recipe, kind: str, *, first: bool = False, timed: bool = True) -> Outcome:
+        """The outcome of a trial, made now or earlier. The `first` of a rung is also watched and traced."""
+        if (known := self.known(recipe, kind)) is not None:
+            return known
+        parity = None
+        if first:
+            wanted = self.parity_recipe(recipe)
+            if self.trace(wanted) is None:
+                parity = {"recipe": write_toml(wanted), "gradients": str(self.gradients(wanted).resolve())}
+        spec = {
+            "kind": "measure",
+            "recipe": write_toml(recipe),
+            "machine": self.machine.to_dict(),
+            "timing": self.plan.measure.model_dump(include=set(TIMING)) if timed else None,
+            "profile": first,
+            "parity": parity,
+            "extra_techniques": list(self.extra_techniques),
+        }
+        path = self._path(recipe, kind)
+        compiled = (self.work / f"compiled-{recipe.digest[:16]}").resolve()
+        outcome = execute(spec, self.work / path.stem, self.plan.measure.limit_s, compiled)
+        self.seconds.append(outcome.wall_s)
+        if "trace" in outcome.found:
+            write_json_atomic(self._trace_path(wanted), outcome.found["trace"])
+        path.parent.mkdir(exist_ok=True)
+        write_json_atomic(path, outcome.to_dict())
+        return outcome
+
+    def parity_recipe(self, recipe: Recipe) -> Recipe:
+        settings = self.plan.parity
+        return parity_recipe(recipe, self.plan.base, settings.steps, settings.changes)
+
+    def trace(self, wanted: Recipe) -> dict[str, Any] | None:
+        """The parity trace of a parity recipe, if it was made."""
+        path = self._trace_path(wanted)
+        if not (path.exists() and self.gradients(wanted).exists()):
+            return None
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    def gradients(self, wanted: Recipe) -> Path:
+        return self.folder / "parity" / f"{self._digest(wanted)}.safetensors"
+
+    def clean(self) -> None:
+        """Remove what only unfinished trials and compilers need."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    def _trace_path(self, wanted: Recipe) -> Path:
+        return self.gradients(wanted).with_suffix(".json")
+
+    def _path(self, recipe: Recipe, kind: str) -> Path:
+        return self.folder / "trials" / f"{self._digest(recipe)}-{kind}.json"
+
+    def _digest(self, recipe: Recipe) -> str:
+        extra = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.extra_techniques]
+        told = {
+            "recipe": recipe.model_dump(mode="json"),
+            "machine": self.machine.fingerprint(),
+            "measure": self.plan.measure.model_dump(include={*TIMING, "limit_s"}),
+            "parity": self.plan.parity.model_dump(),
+            "version": __version__,
+            "extra": extra,
+        }
+        # The order in which techniques are named means nothing.
+        told["recipe"]["techniques"] = sorted(map(json.dumps, told["recipe"]["techniques"]))
+        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def open_bench(plan: Plan, folder: Path, extra_techniques: Sequence[Path] = ()) -> Bench:
+    """Learn what the machine is and how fast, in a process of its own: the ladder never touches the device."""
+    spec = {"kind": "prepare", "device": plan.base.run.device}
+    outcome = execute(spec, folder / "work" / "prepare", Measure().limit_s)
+    if outcome.status != "ok":
+        raise MachineError(f"the machine could not be probed: {outcome.reason}")
+    found = outcome.found
+    machine = Machine.from_dict(found["machine"])
+    extra = tuple(str(path.resolve()) for path in extra_techniques)
+    return Bench(plan, folder, machine, found["ceilings"], found["peaks"], extra)

@@ -1,0 +1,253 @@
+"""Climbing: one rung after another, in rounds, with the record written after every trial.
+
+The first round goes up rung by rung, because whether a technique can run here decides what the next rung
+stands on: one that is unsupported, runs out of memory or crashes is left behind. Further rounds measure
+every rung again in a new process, all of them in turn, so that a machine that slowly grows hot or busy
+does so under all rungs alike. At the end the first rung is measured once more: what it moved is drift.
+
+Three views of the same techniques, because they interact: `cumulative` (each on top of those before),
+`alone` (each on the base), `left_out` (each taken out of the top).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rush.errors import RecipeError
+from rush.lab.bench import Bench, open_bench
+from rush.lab.findings import FORMULAS, Stand, Yard, rung_of
+from rush.lab.judge import parity_of
+from rush.lab.ladder_file import Addition, Plan, compose
+from rush.lab.statistics import centre, noise_floor, ratio_of_medians
+from rush.lab.trial import Outcome
+from rush.recipe import Recipe
+from rush.recipe_io import write_toml
+from rush.records.ladder import FORMAT, LadderRecord, read_ladder, write_ladder
+from rush.records.lock import FolderLock
+from rush.train.corpus import open_corpus
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a watcher is told before and after every trial."""
+
+    record: LadderRecord
+    doing: str | None
+    """The rung whose trial is running now, None when all are done."""
+    done: int
+    total: int
+    seconds_left: float | None
+
+
+Watch = Callable[[Progress], None]
+
+
+def climb(
+    plan: Plan,
+    folder: Path,
+    *,
+    view: str = "cumulative",
+    extra_techniques: Sequence[Path] = (),
+    watch: Watch = lambda progress: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> LadderRecord:
+    """Measure a ladder into `folder`, or go on with the one that is there. Returns its record.
+
+    The view `all` makes the three one after the other, `alone` and `left_out` in folders of their own inside,
+    and adds to the cumulative record what the three say together.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with FolderLock(folder):
+        _check_same(plan, folder, view)
+        open_corpus(plan.base, None, note)
+        bench = open_bench(plan, folder, extra_techniques)
+        record = _views(bench, view, watch)
+        bench.clean()
+    return record
+
+
+def _views(bench: Bench, view: str, watch: Watch) -> LadderRecord:
+    from rush.lab.interactions import interactions
+
+    if view != "all":
+        return Climb(bench, view, bench.folder, watch).go()
+    records = {}
+    for name in ("cumulative", "alone", "left_out"):
+        into = bench.folder if name == "cumulative" else bench.folder / name
+        into.mkdir(exist_ok=True)
+        records[name] = Climb(bench, name, into, watch).go()
+    whole = records["cumulative"]
+    whole["interactions"] = interactions(whole, records["alone"], records["left_out"])
+    write_ladder(bench.folder / "ladder.json", whole)
+    return whole
+
+
+def _check_same(plan: Plan, folder: Path, view: str) -> None:
+    """A folder holds one ladder; going on with it must mean the same one."""
+    if not (folder / "ladder.json").exists():
+        return
+    there = read_ladder(folder)
+    wanted = "cumulative" if view == "all" else view
+    if (there["name"], there["base"]["digest"], there["view"]) != (plan.name, plan.base.digest, wanted):
+        raise RecipeError(
+            f"{folder} holds another ladder ({there['name']}, {there['view']}, base {there['base']['digest'][:12]}); "
+            "choose another --out."
+        )
+
+
+class Climb:
+    """One view of a ladder being measured."""
+
+    def __init__(self, bench: Bench, view: str, into: Path, watch: Watch) -> None:
+        self.bench, self.plan, self.view, self.watch = bench, bench.plan, view, watch
+        self.file = into / "ladder.json"
+        self.stands: list[Stand] = []
+        self.again: list[Outcome] = []
+        self.started = read_ladder(self.file)["started"] if self.file.exists() else _now()
+        self.done = 0
+        self.finished: str | None = None
+        self.top: list[Addition] = []
+
+    @property
+    def base(self) -> Stand:
+        return self.stands[0]
+
+    def go(self) -> LadderRecord:
+        self._make_reference()
+        additions = self.plan.additions if self.view != "left_out" else self._kept_by_climbing()
+        for stand in self._rise(additions):
+            if stand.recipe is not None:
+                self._trial(stand, 0)
+        for number in range(1, self.plan.measure.processes):
+            for stand in self.stands:
+                if stand.measured:
+                    self._trial(stand, number)
+        if self.base.measured:
+            assert self.base.recipe is not None
+            self._tell(f"{self.base.name} again")
+            self.again = [self.bench.run(self.base.recipe, "again-0")]
+            self.done += 1
+        self.finished = _now()
+        return self._tell(None)
+
+    def _rise(self, additions: Sequence[Addition]) -> Iterator[Stand]:
+        """The rungs in order, each made when the one before has been tried once."""
+        top = list(additions) if self.view == "left_out" else []
+        words = "all" if self.view == "left_out" else "base"
+        yield self._stand(None, words, top, None)
+        last = self.base
+        for addition in additions:
+            if self.view == "left_out":
+                rest = [other for other in additions if other is not addition]
+                yield self._stand(addition, f"without {addition.name}", rest, self.base)
+                continue
+            below = self.top if self.view == "cumulative" else []
+            stand = self._stand(addition, addition.name, [*below, addition], last)
+            yield stand
+            if self.view == "cumulative" and addition.keep and stand.status == "ok":
+                self.top = [
+                    k for k in self.top if k.technique_name not in addition.replaces or not k.technique
+                ]
+                self.top.append(addition)
+                last = stand
+
+    def _stand(
+        self, addition: Addition | None, name: str, parts: Sequence[Addition], over: Stand | None
+    ) -> Stand:
+        title = name if addition is None or self.view == "left_out" else addition.title
+        try:
+            recipe, refused = compose(self.plan.base, parts), None
+        except RecipeError as error:
+            recipe, refused = None, str(error)
+        stand = Stand(addition, name, title, recipe, refused=refused, over=over)
+        self.stands.append(stand)
+        return stand
+
+    def _trial(self, stand: Stand, number: int) -> None:
+        assert stand.recipe is not None
+        kind = f"time-{number}"
+        if self.bench.known(stand.recipe, kind) is None:
+            self._tell(stand.name)
+        outcome = self.bench.run(stand.recipe, kind, first=number == 0)
+        stand.outcomes.append(outcome)
+        self.done += 1
+        if number == 0 and stand.status in ("ok", "no_effect"):
+            stand.parity = parity_of(self.bench, stand.recipe, self._reference(), outcome)
+        self._tell(stand.name)
+
+    def _reference(self) -> Recipe:
+        plain = self.plan.base.model_copy(update={"techniques": []})
+        return self.bench.parity_recipe(plain)
+
+    def _make_reference(self) -> None:
+        """Plain fp32 is what all are compared with; a base that is plain makes that trace itself."""
+        if self.plan.base.techniques and self.bench.trace(self._reference()) is None:
+            plain = self.plan.base.model_copy(update={"techniques": []})
+            self.bench.run(plain, "reference", first=True, timed=False)
+
+    def _kept_by_climbing(self) -> list[Addition]:
+        """What can be left out is what stands at the top: the cumulative view's first round tells."""
+        below = Climb(self.bench, "cumulative", self.file.parent, self.watch)
+        for stand in below._rise(self.plan.additions):
+            if stand.recipe is not None:
+                stand.outcomes.append(self.bench.run(stand.recipe, "time-0", first=True))
+        return below.top
+
+    def _tell(self, doing: str | None) -> LadderRecord:
+        """Write the record as it stands, and tell the watcher."""
+        record = self.record()
+        write_ladder(self.file, record)
+        measured = sum(stand.measured or not stand.outcomes for stand in self.stands)
+        measured += len(self.plan.additions) + 1 - len(self.stands)
+        failed = sum(bool(stand.outcomes) and not stand.measured for stand in self.stands)
+        total = measured * self.plan.measure.processes + failed + 1
+        seconds = self.bench.seconds
+        left = sum(seconds) / len(seconds) * (total - self.done) if seconds else None
+        self.watch(Progress(record, doing, self.done, total, left))
+        return record
+
+    def record(self) -> LadderRecord:
+        """Everything known so far."""
+        tried = [stand for stand in self.stands if stand.outcomes or stand.refused]
+        again = [[t["step_tokens"] / s for s in t["samples_s"]] for t in self._again_timings()]
+        families = [stand.processes + (again if stand is self.base else []) for stand in tried]
+        floor = noise_floor(families, self.plan.measure.noise_floor)
+        yard = Yard(self.bench.ceilings, self.bench.peaks, floor, self.plan.measure.smaller)
+        drift = None
+        if again and self.base.measured:
+            moved = ratio_of_medians(self.base.processes, again, floor)
+            drift = {
+                "first": centre(self.base.processes),
+                "again": centre(again),
+                "ratio": moved.ratio,
+                "ci95": [moved.low, moved.high],
+                "flagged": moved.real,
+            }
+        return {
+            "format": FORMAT,
+            "name": self.plan.name,
+            "view": self.view,
+            "started": self.started,
+            "finished": self.finished,
+            "machine": self.bench.machine.to_dict(),
+            "ceilings": self.bench.ceilings,
+            "peaks": self.bench.peaks,
+            "base": {"recipe": write_toml(self.plan.base), "digest": self.plan.base.digest},
+            "formulas": FORMULAS,
+            "rungs": [rung_of(stand, self.base, yard) for stand in tried],
+            "drift": drift,
+            "batch_curve": None,
+            "batch_stops_paying_at": None,
+            "sequence_limits": None,
+            "interactions": None,
+        }
+
+    def _again_timings(self) -> list[dict[str, object]]:
+        return [o.found["timing"] for o in self.again if o.status == "ok" and "timing" in o.found]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,234 @@
+"""A ladder as a TOML file: a base recipe and an ordered list of what to add to it.
+
+    recipe = "tiny"                          # a recipe's name or file: the ground the ladder stands on
+    rungs = [
+      "fused_adamw",                         # a technique
+      { name = "compile", scope = "block" }, # a technique with knobs
+      { "batch.micro" = 8 },                 # a change of the recipe
+      { name = "pure_bf16", replaces = ["amp_bf16"] },
+      { name = "checkpoint_full", keep = false, title = "Checkpointing" },  # measured, not built upon
+    ]
+    [base]                                   # changes of the recipe before the first rung
+    techniques = []
+    "batch.total_tokens" = "none"            # "none" takes an optional key out
+    [measure] ...  [parity] ...  [search] ...
+
+Keys with a dot are recipe keys, the rest of a table are the technique's knobs.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rush.errors import RecipeError, nearest
+from rush.lab.names import ladder_folder, ladder_names
+from rush.recipe import Recipe
+from rush.recipe_io import apply_override, assign, parse, read_tree
+
+Whole = Annotated[int, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AnyTable = TypeVar("AnyTable", bound="Table")
+OWN_TABLES = ("measure", "parity", "search")
+
+
+class Table(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class Measure(Table):
+    """How rungs are timed."""
+
+    processes: Whole = 1
+    """Fresh processes per rung; every round measures each rung once, so that slow drift meets all alike."""
+    windows: Whole = 20
+    """Timed samples per process."""
+    window_ms: Seconds = 50.0
+    warmup_max_steps: Whole = 40
+    warmup_max_s: Seconds = 120.0
+    limit_s: Seconds = 1200.0
+    """A trial that takes longer is ended."""
+    noise_floor: Annotated[float, Field(ge=0, lt=1)] = 0.003
+    """A smaller relative difference is never called real, whatever the samples say."""
+    smaller: Annotated[float, Field(gt=0, lt=1)] = 0.05
+    """A rung that needs this much less peak memory is called smaller."""
+
+
+class Parity(Table):
+    """How parity is judged: so many steps, on this batch."""
+
+    steps: Whole = 10
+    changes: dict[str, Any] = {}
+    """Recipe keys of the parity run; the base's batch without them. A smaller model where fp32 would not fit."""
+
+
+class Search(Table):
+    """Searches made at the top of the ladder."""
+
+    batch_up_to: Whole | None = None
+    neighbours: bool = False
+    """Also try the sizes halfway between powers of two around the best one."""
+    sequence_up_to: Whole | None = None
+    sequence_with: list[str] = []
+    """Techniques whose effect on the longest sequence is asked for, each left out of the top in turn."""
+
+
+@dataclass(frozen=True)
+class Addition:
+    """What one rung adds."""
+
+    name: str
+    title: str
+    technique: str | dict[str, Any] | None
+    changes: Mapping[str, Any]
+    replaces: tuple[str, ...] = ()
+    keep: bool = True
+
+    @property
+    def technique_name(self) -> str | None:
+        return self.technique["name"] if isinstance(self.technique, dict) else self.technique
+
+    @property
+    def adds(self) -> list[Any] | dict[str, Any]:
+        """As the record writes it: a list with the technique, or the changed keys."""
+        return [self.technique] if self.technique is not None else dict(self.changes)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A ladder as read: everything but the measurements."""
+
+    name: str
+    base: Recipe
+    additions: tuple[Addition, ...]
+    measure: Measure
+    parity: Parity
+    search: Search
+
+
+def load_plan(name_or_path: str, overrides: Iterable[str] = ()) -> Plan:
+    """A ladder by name or path. Overrides change the base recipe, or `measure.`, `parity.`, `search.` keys."""
+    path = _find(name_or_path)
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}.") from None
+    allowed = ("about", "recipe", "rungs", "base", *OWN_TABLES)
+    for key in tree:
+        if key not in allowed:
+            raise RecipeError(f"{path}: {key} is not a key of a ladder; {nearest(key, allowed)}")
+    if not isinstance(tree.get("recipe"), str) or not isinstance(tree.get("rungs"), list):
+        raise RecipeError(f"{path}: a ladder needs recipe = NAME and a list of rungs.")
+    base_tree = read_tree(_recipe_beside(path, tree["recipe"]))
+    change(base_tree, tree.get("base", {}))
+    for override in overrides:
+        own = override.split(".", 1)[0] in OWN_TABLES
+        apply_override(tree if own else base_tree, override)
+    additions = tuple(_addition(entry, path) for entry in tree["rungs"])
+    names = [addition.name for addition in additions]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise RecipeError(
+            f"{path}: the rung {twice[0]} is there twice; give each its own knobs or take one out."
+        )
+    return Plan(
+        path.stem,
+        parse(base_tree),
+        additions,
+        _table(Measure, tree, "measure", path),
+        _table(Parity, tree, "parity", path),
+        _table(Search, tree, "search", path),
+    )
+
+
+def compose(base: Recipe, additions: Sequence[Addition]) -> Recipe:
+    """The base with these additions, in order."""
+    tree = base.model_dump(exclude_none=True)
+    for addition in additions:
+        entries = tree["techniques"]
+        gone = {*addition.replaces, addition.technique_name}
+        entries = [e for e in entries if (e["name"] if isinstance(e, dict) else e) not in gone]
+        tree["techniques"] = entries + ([addition.technique] if addition.technique is not None else [])
+        change(tree, addition.changes)
+    return parse(tree)
+
+
+def _find(name_or_path: str) -> Path:
+    path = Path(name_or_path)
+    if path.suffix != ".toml" and "/" not in name_or_path:
+        path = ladder_folder() / f"{name_or_path}.toml"
+        if not path.is_file():
+            raise RecipeError(
+                f"there is no ladder named {name_or_path!r}; {nearest(name_or_path, ladder_names())} "
+                "A path to a .toml file works too."
+            )
+    if not path.is_file():
+        raise RecipeError(
+            f"no ladder file at {path}; give an existing .toml file or the name of a ready ladder."
+        )
+    return path
+
+
+def _recipe_beside(path: Path, name: str) -> str:
+    """A recipe's path is meant from the ladder's folder; a name is a name."""
+    return str(path.parent / name) if name.endswith(".toml") else name
+
+
+def change(tree: dict[str, Any], values: Mapping[str, Any]) -> None:
+    """Set dotted keys of a recipe's tree; the value "none" takes a key out."""
+    for key, value in values.items():
+        if value == "none":
+            *parents, last = key.split(".")
+            node = tree
+            for part in parents:
+                node = node.get(part, {})
+            node.pop(last, None)
+        else:
+            assign(tree, key, value)
+
+
+def _addition(entry: Any, path: Path) -> Addition:
+    if isinstance(entry, str):
+        return Addition(entry, entry, entry, {})
+    if not isinstance(entry, dict):
+        raise RecipeError(f"{path}: a rung is {entry!r}; allowed: a technique's name, or a table.")
+    table = dict(entry)
+    title, keep, replaces = table.pop("title", None), table.pop("keep", True), table.pop("replaces", [])
+    if not isinstance(keep, bool) or not isinstance(replaces, list):
+        raise RecipeError(f"{path}: in {entry!r}, keep is true or false and replaces is a list of names.")
+    if "name" in table and not isinstance(table["name"], str):
+        raise RecipeError(f"{path}: in {entry!r}, name must be a technique's name.")
+    changes = {key: table.pop(key) for key in list(table) if "." in key}
+    if table and "name" not in table:
+        raise RecipeError(
+            f"{path}: the rung {entry!r} names no technique; write name = NAME, or recipe keys with their dots."
+        )
+    technique: str | dict[str, Any] | None = None
+    if table:
+        technique = table if len(table) > 1 else table["name"]
+    words = [f"{key}={value}" for key, value in changes.items()]
+    if technique is not None:
+        knobs = ", ".join(f"{key}={value}" for key, value in table.items() if key != "name")
+        words.insert(0, f"{table['name']}({knobs})" if knobs else str(table["name"]))
+    name = ", ".join(words)
+    if not name:
+        raise RecipeError(f"{path}: a rung adds nothing: {entry!r}.")
+    return Addition(name, title or name, technique, changes, tuple(replaces), keep)
+
+
+def _table(kind: type[AnyTable], tree: Mapping[str, Any], key: str, path: Path) -> AnyTable:
+    try:
+        return kind.model_validate(tree.get(key, {}))
+    except ValidationError as error:
+        problem = error.errors(include_url=False)[0]
+        where = ".".join([key, *map(str, problem["loc"])])
+        if problem["type"] == "extra_forbidden":
+            allowed = [f"{key}.{name}" for name in kind.model_fields]
+            raise RecipeError(
+                f"{path}: {where} is not a key of a ladder; {nearest(where, allowed)}"
+            ) from None
+        raise RecipeError(f"{path}: {where} is {problem['input']!r}: {problem['msg']}.") from None

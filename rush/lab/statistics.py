@@ -1,0 +1,156 @@
+"""Medians with honest intervals, and when a difference may be called a gain.
+
+Samples taken inside one process are alike: they share its memory layout, its threads' places and its
+minute of the day. A second process of the same recipe lands somewhere else, by more than the first
+one's interval said. So an interval here comes from resampling processes first and samples inside them
+second, and the difference of two recipes is never believed below the noise floor: how far processes of
+one and the same recipe were seen to lie apart on this machine, today, over all rungs of the ladder.
+
+With one process per rung the spread between processes is known only from the base, which is measured
+again at the end; the floor is then their distance, and at least what the ladder says.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+DRAWS = 4000
+Array = npt.NDArray[np.float64]
+Processes = Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A median with its 95 % interval."""
+
+    median: float
+    low: float
+    high: float
+    n: int
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A quotient of two medians with its 95 % interval; `real` if the interval leaves 1 out."""
+
+    ratio: float
+    low: float
+    high: float
+
+    @property
+    def real(self) -> bool:
+        return self.low > 1 or self.high < 1
+
+    @property
+    def faster(self) -> bool:
+        return self.low > 1
+
+    @property
+    def slower(self) -> bool:
+        return self.high < 1
+
+
+@dataclass(frozen=True)
+class Floor:
+    """How far processes of one recipe lie apart: standard deviation of the logarithm of their medians."""
+
+    spread: float
+    freedom: int
+    """Independent differences the spread was estimated from; few of them make every interval wider."""
+    least: float = 0.0
+    """A difference in the logarithm below this is never believed."""
+
+    def half_width(self, num_first: int, num_second: int) -> float:
+        """Half the 95 % interval that this spread alone gives the logarithm of a quotient."""
+        if self.freedom == 0:
+            return self.least
+        error = self.spread * math.sqrt(_variance_of_median(num_first) + _variance_of_median(num_second))
+        return max(self.least, student_quantile(self.freedom) * error)
+
+
+def centre(processes: Processes) -> float:
+    """The median of the processes' medians: one disturbed process of three does not move it."""
+    return float(np.median([np.median(samples) for samples in processes]))
+
+
+def median_interval(processes: Processes, seed: int = 0) -> Interval:
+    """The median over processes with its 95 % interval, by resampling processes and samples in them."""
+    drawn = _resampled(processes, np.random.default_rng(seed))
+    middle = centre(processes)
+    low, high = np.quantile(_widened(drawn, middle, len(processes)), (0.025, 0.975))
+    n = sum(len(samples) for samples in processes)
+    return Interval(middle, min(float(low), middle), max(float(high), middle), n)
+
+
+def ratio_of_medians(first: Processes, second: Processes, floor: Floor, seed: int = 0) -> Ratio:
+    """By how much `second` exceeds `first` (both rates), with an interval no narrower than the floor."""
+    rng = np.random.default_rng(seed)
+    middle = math.log(centre(second)) - math.log(centre(first))
+    parts = []
+    for processes, sign in ((first, -1.0), (second, 1.0)):
+        drawn = np.log(_resampled(processes, rng))
+        own = math.log(centre(processes))
+        parts.append(sign * (_widened(drawn, own, len(processes)) - own))
+    low, high = np.quantile(parts[0] + parts[1], (0.025, 0.975))
+    least = floor.half_width(len(first), len(second))
+    return Ratio(
+        math.exp(middle),
+        math.exp(middle + min(float(low), -least)),
+        math.exp(middle + max(float(high), least)),
+    )
+
+
+def noise_floor(recipes: Iterable[Processes], least: float = 0.0) -> Floor:
+    """The spread between processes of the same recipe, pooled over all recipes measured more than once."""
+    squares, freedom = 0.0, 0
+    for processes in recipes:
+        if len(processes) > 1:
+            logs = np.log([float(np.median(samples)) for samples in processes])
+            squares += float(np.square(logs - logs.mean()).sum())
+            freedom += len(processes) - 1
+    spread = math.sqrt(squares / freedom) if freedom else 0.0
+    if 0 < freedom < 3:
+        # From one or two differences no spread can be estimated; the distance itself must do.
+        return Floor(0.0, 0, max(least, spread * math.sqrt(2)))
+    return Floor(spread, freedom, least)
+
+
+def student_quantile(freedom: int) -> float:
+    """The 97.5 % point of Student's distribution (expansion around the normal one; within 1 % from 3 up)."""
+    assert freedom >= 3, freedom
+    z = 1.959964
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, start=1))
+
+
+def _variance_of_median(count: int) -> float:
+    """Variance of the median of `count` draws from a normal distribution, in units of its own variance."""
+    small = {1: 1.0, 2: 0.5, 3: 0.449, 4: 0.298, 5: 0.287}
+    return small.get(count, math.pi / 2 / count)
+
+
+def _resampled(processes: Processes, rng: np.random.Generator) -> Array:
+    """Medians of `DRAWS` made-up repetitions: processes drawn with replacement, then samples in each."""
+    count = len(processes)
+    chosen = rng.integers(count, size=(DRAWS, count))
+    medians = np.empty((DRAWS, count))
+    for index, samples in enumerate(processes):
+        here = chosen == index
+        values = np.asarray(samples, dtype=np.float64)
+        picks = rng.integers(len(values), size=(int(here.sum()), len(values)))
+        medians[here] = np.median(values[picks], axis=1)
+    return np.asarray(np.median(medians, axis=1), dtype=np.float64)
+
+
+def _widened(drawn: Array, middle: float, count: int) -> Array:
+    """Resampling few things understates their spread by √((n−1)/n); this puts it back."""
+    return middle + (drawn - middle) * (math.sqrt(count / (count - 1)) if count > 1 else 1.0)

@@ -1,0 +1,142 @@
+"""Timing steps: warm up until the step time is steady, then timed windows of whole optimizer steps.
+
+The first step pays for compiling, loading kernels and growing the allocator; it is reported apart and is
+never inside a throughput. After it, steps are steady when the median of the last few is close to that of
+the few before. A sample is one optimizer step, or as many as fill a short window where steps are so
+short that the clock and the scheduler would be measured instead. The wait for data is part of a step,
+because it is part of training; it is also reported by itself.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rush.data import Batch, Loader
+from rush.hardware import conditions, peak_memory_bytes, reset_peak_memory
+from rush.train.build import Run
+from rush.train.schedule import learning_rate
+from rush.train.step import StepResult, train_step
+
+STEADY_STEPS = 3
+STEADY_WITHIN = 0.05
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How to time: the ladder's `[measure]` table."""
+
+    windows: int = 12
+    window_ms: float = 50.0
+    warmup_max_steps: int = 40
+    warmup_max_s: float = 60.0
+
+
+class Stepper:
+    """Makes the run's next step each time it is asked, and keeps the time it waited for data."""
+
+    def __init__(self, run: Run, loader: Loader) -> None:
+        self.run = run
+        self.loader = loader
+        self.step = 0
+        self.waited_s = 0.0
+        self.last: StepResult | None = None
+
+    def batches(self) -> list[Batch]:
+        """The micro batches of the next step."""
+        began = time.perf_counter()
+        batches = list(self.loader.next_step())
+        self.waited_s += time.perf_counter() - began
+        return batches
+
+    def __call__(self) -> None:
+        self.step += 1
+        schedule_step = min(self.step, self.run.recipe.schedule.steps)
+        lr = learning_rate(self.run.recipe, schedule_step)
+        self.last = train_step(self.run, self.step, lr, self.batches())
+
+
+def time_steps(run: Run, loader: Loader, timing: Timing) -> dict[str, Any]:
+    """Warm up, then time; everything as plain JSON values."""
+    stepper, clock = Stepper(run, loader), _clock(run.device)
+    first_s = clock(stepper, 1)
+    warm, steady = _warm_up(stepper, clock, timing)
+    step_s = statistics.median(warm[-STEADY_STEPS:])
+    per_window = max(1, math.ceil(timing.window_ms / 1000 / step_s))
+    reset_peak_memory(run.device.type)
+    stepper.waited_s, before = 0.0, stepper.step
+    samples: list[float] = []
+    around = None
+    for window in range(timing.windows):
+        if window == timing.windows // 2:
+            around = conditions(run.machine)  # in the middle of the work, between two windows
+        samples.append(clock(stepper, per_window) / per_window)
+    assert around is not None
+    assert stepper.last is not None
+    return {
+        "samples_s": samples,
+        "steps_per_sample": per_window,
+        "step_tokens": stepper.last.num_tokens,
+        "step_labels": stepper.last.num_labels,
+        "compile_s": max(0.0, first_s - step_s),
+        "warmup_s": sum(warm),
+        "warmup_steps": len(warm) + 1,
+        "steady": steady,
+        "data_wait_ms": 1000 * stepper.waited_s / (stepper.step - before),
+        "peak_memory_bytes": peak_memory_bytes(run.device.type),
+        "dtype": matmul_dtype(run),
+        "environment": around.to_dict(),
+    }
+
+
+def _warm_up(stepper: Stepper, clock: Clock, timing: Timing) -> tuple[list[float], bool]:
+    """Times of the steps it took, and whether they became steady before the cap."""
+    times: list[float] = []
+    while len(times) < timing.warmup_max_steps and sum(times) < timing.warmup_max_s:
+        times.append(clock(stepper, 1))
+        if len(times) >= 2 * STEADY_STEPS:
+            last = statistics.median(times[-STEADY_STEPS:])
+            before = statistics.median(times[-2 * STEADY_STEPS : -STEADY_STEPS])
+            if abs(last / before - 1) <= STEADY_WITHIN:
+                return times, True
+    return times, False
+
+
+Clock = Callable[[Callable[[], None], int], float]
+
+
+def _clock(device: torch.device) -> Clock:
+    """Seconds that `count` calls take: by events on the device where there are such, else by the host's clock."""
+
+    def by_host(call: Callable[[], None], count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            call()
+        return time.perf_counter() - began
+
+    def by_device(call: Callable[[], None], count: int) -> float:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize(device)
+        start.record()
+        for _ in range(count):
+            call()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+    return by_device if device.type == "cuda" else by_host
+
+
+def matmul_dtype(run: Run) -> str:
+    """The dtype whose matmul rate is this run's yardstick."""
+    dtype = str(run.compute_dtype).removeprefix("torch.")
+    with run.in_step():
+        if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+            return "tf32"
+    return dtype

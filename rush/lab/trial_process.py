@@ -1,0 +1,184 @@
+"""The inside of a trial: `python -m rush.lab.trial_process SPEC RESULT`.
+
+Reads a spec (JSON), does what it says, writes what it found (JSON). The result is rewritten after each
+part, so that a profile or a parity run that goes wrong does not take the timing with it. Errors that mean
+something to the ladder become a status here; every other exception ends the process with its traceback,
+and the parent reads the last line.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import importlib.util
+import json
+import os
+import signal
+import sys
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from rush.errors import Diverged, MachineError, RecipeError
+from rush.files import json_safe, write_json_atomic
+from rush.hardware import Machine, ceilings, probe
+from rush.hardware.catalog import CATALOG, datasheet_peak
+from rush.lab.parity import trace
+from rush.lab.timing import Stepper, Timing, time_steps
+from rush.recipe import Recipe
+from rush.recipe_io import parse
+from rush.techniques import Technique, registry
+from rush.techniques.proofs import prove
+from rush.train.build import Run, build
+from rush.train.corpus import Corpus, open_corpus
+from rush.train.folders import starting_weights
+from rush.train.observe import observe
+
+_NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "not enough memory")
+
+
+def main(spec_path: str, result_path: str) -> None:
+    spec = json.loads(Path(spec_path).read_text())
+    _die_with_parent(spec["parent"])
+    result = _Result(Path(result_path))
+    try:
+        if spec["kind"] == "prepare":
+            _prepare(spec, result)
+        else:
+            _measure(spec, result)
+        result.finish("ok", None)
+    except RecipeError as error:
+        result.finish("unsupported", str(error))
+    except MachineError as error:
+        # The trainer explains a failed allocation to people as an error of the machine.
+        memory = isinstance(error.__context__, torch.OutOfMemoryError)
+        result.finish("out_of_memory" if memory else "unsupported", str(error))
+    except Diverged as error:
+        result.finish("diverged", str(error))
+    except MemoryError as error:
+        result.finish("out_of_memory", f"memory ran out ({error or 'MemoryError'}).")
+    except RuntimeError as error:
+        if not any(text in str(error) for text in _NO_MEMORY):
+            raise
+        result.finish("out_of_memory", f"memory ran out: {str(error).splitlines()[0][:300]}")
+
+
+class _Result:
+    """What was found so far; written after every part."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {"complete": False, "status": "ok", "reason": None}
+
+    def add(self, **parts: Any) -> None:
+        self.found |= parts
+        write_json_atomic(self.path, json_safe(self.found)[0])
+
+    def finish(self, status: str, reason: str | None) -> None:
+        timed = "timing" in self.found and status != "ok"
+        # Figures that were taken stay good when a later part of the trial fails.
+        words = {"status": "ok", "reason": f"after the timing: {reason}", "ended": status} if timed else {}
+        self.add(**{"status": status, "reason": reason, **words, "complete": True})
+
+
+def _prepare(spec: Mapping[str, Any], result: _Result) -> None:
+    """What is done once per ladder, here so that the ladder itself never touches the device."""
+    machine = probe(spec["device"])
+    result.add(machine=machine.to_dict())
+    dtypes = ["float32"] if machine.device == "cpu" else None
+    rates = ceilings(machine, dtypes).rates()
+    names = sorted({dtype for sheet in CATALOG.values() for dtype in sheet.peak_flops})
+    peaks = {dtype: peak for dtype in names if (peak := datasheet_peak(machine, dtype)) is not None}
+    result.add(ceilings=rates, peaks=peaks or None)
+
+
+def _measure(spec: Mapping[str, Any], result: _Result) -> None:
+    """Time the recipe, watch it, and trace its parity, as far as the spec asks for each."""
+    for path in spec["extra_techniques"]:
+        add_technique(Path(path))
+    recipe, machine = _recipe(spec["recipe"]), Machine.from_dict(spec["machine"])
+    result.add(techniques=_declared(recipe))
+    corpus = open_corpus(recipe, None, lambda text: None)
+    if spec["timing"] is not None:
+        _time(recipe, machine, corpus, spec, result)
+    # The timed run is out of scope now; its memory must be free before another is built.
+    gc.collect()
+    if machine.device == "cuda":
+        torch.cuda.empty_cache()
+    parity = spec["parity"]
+    if parity is not None:
+        wanted = _recipe(parity["recipe"])
+        found = trace(
+            wanted, machine, open_corpus(wanted, None, lambda text: None), Path(parity["gradients"])
+        )
+        result.add(trace=found.to_dict())
+
+
+def _time(recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, Any], result: _Result) -> None:
+    run = build(recipe, machine, starting_weights(recipe))
+    with corpus.loader(recipe, run.loader_options) as loader:
+        result.add(timing=time_steps(run, loader, Timing(**spec["timing"])))
+        if spec["profile"]:
+            _watch(run, Stepper(run, loader), result)
+
+
+def _watch(run: Run, stepper: Stepper, result: _Result) -> None:
+    seen = observe(run, stepper.batches)
+    proofs = prove(run.uses, seen)
+    evidence = [
+        {"technique": name, "took_effect": proof.took_effect, "what": proof.what}
+        for name, proof in proofs.items()
+    ]
+    result.add(
+        evidence=evidence,
+        breakdown_ms=dict(seen.breakdown_ms),
+        block_forwards=seen.block_forwards,
+    )
+
+
+def _declared(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe's techniques claim and promise, for the record; unknown names are for `check` to refuse."""
+    known = registry()
+    return {
+        name: {
+            "parity": known[name].parity.name,
+            "claim": {
+                "metric": known[name].claim.metric,
+                "gain": known[name].claim.gain,
+                "regime": known[name].claim.regime,
+                "source": known[name].claim.source,
+            },
+        }
+        for name, _ in recipe.technique_uses()
+        if name in known
+    }
+
+
+def add_technique(path: Path) -> None:
+    """Make the `technique` that a Python file defines known to this process."""
+    module_spec = importlib.util.spec_from_file_location(f"rush_extra_{path.stem}", path)
+    assert module_spec is not None and module_spec.loader is not None, path
+    module = importlib.util.module_from_spec(module_spec)
+    module_spec.loader.exec_module(module)
+    technique: Technique = module.technique
+    cast(dict[str, Technique], registry())[technique.name] = technique
+
+
+def _recipe(toml: str) -> Recipe:
+    return parse(tomllib.loads(toml))
+
+
+def _die_with_parent(parent: int) -> None:
+    """A ladder that is killed outright cannot end its trial; Linux does it instead."""
+    if sys.platform == "linux":
+        set_death_signal = 1
+        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
+        if os.getppid() != parent:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
