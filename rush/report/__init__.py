@@ -1,9 +1,11 @@
 """Reports: what was measured, as one HTML file that works without network. Reads records, needs no torch.
 
-`write_report` draws one ladder, `write_comparison` several side by side (machines or versions).
+`write_report` draws one ladder, `write_comparison` several side by side (machines or versions), and
+`write_picture` the ladder alone as an SVG file, for a README.
 """
 
 from rush.report.compare import write_comparison
 from rush.report.page import write_report
+from rush.report.picture import write_picture
 
-__all__ = ["write_comparison", "write_report"]
+__all__ = ["write_comparison", "write_picture", "write_report"]

@@ -55,12 +55,18 @@ def comparison_page(ladders: Sequence[tuple[Path, Ladder]]) -> str:
         "comparison.html",
         title="Ladders side by side",
         ladders=[
-            (letter_of(at), series_of(at), path.parent.name or str(path), ladder)
+            (letter_of(at), series_of(at), _folder_name(path), ladder)
             for at, (path, ladder) in enumerate(ladders)
         ],
         groups=groups(read),
         machine_rows=_differences(read),
     )
+
+
+def _folder_name(path: Path) -> str:
+    """What a person calls a ladder: the name of its folder."""
+    place = path.resolve()
+    return (place if place.is_dir() else place.parent).name or str(place)
 
 
 def letter_of(index: int) -> str:

@@ -243,6 +243,13 @@ def warnings(ladder: Ladder) -> list[str]:
     restless = [r.title for r in ladder.rungs if r.environment.get("steady") is False]
     if restless:
         notes.append(f"Step times did not become steady during {_listed(restless)}.")
+    above = [r for r in ladder.rungs if (r.ceiling_fraction or 0) > 1.1]
+    if above:
+        worst = max(above, key=lambda r: r.ceiling_fraction or 0)
+        notes.append(
+            f"{worst.title} came to {words.share(worst.ceiling_fraction)} of the measured ceiling. The ceiling was "
+            "measured too low, perhaps while the machine was busy: refresh it with rush probe."
+        )
     crowded = [r.title for r in ladder.rungs if (whole(r.environment.get("foreign_processes")) or 0) > 0]
     if crowded:
         notes.append(f"Other processes used the device during {_listed(crowded)}.")

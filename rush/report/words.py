@@ -87,7 +87,8 @@ def change(value: float | None) -> str:
         return ratio(value)
     points = abs(value - 1) * 100
     amount = f"{points:.0f}" if points >= 9.95 else f"{points:.1f}"
-    return f"{'−' if value < 1 and amount != '0.0' else '+'}{amount}{JOIN}%"
+    sign = "±" if amount == "0.0" else "−" if value < 1 else "+"
+    return f"{sign}{amount.removesuffix('.0') if sign == '±' else amount}{JOIN}%"
 
 
 def milliseconds(value: float | None) -> str:

@@ -11,8 +11,8 @@ from rush.errors import DataError, RecipeError
 from rush.records import ladder as record
 from rush.report import compare, findings, write_comparison
 from rush.report.ladder import Claim, Gain, Ladder, Measure, Rung
-from rush.report.page import SIGNS
 from rush.report.reading import read_ladder
+from rush.report.signs import SIGNS
 from tests.report import made_up
 from tests.report.test_report_page import Reader
 
@@ -84,12 +84,20 @@ def test_a_claim_is_compared_with_the_interval_of_its_own_quantity(
 def test_drift_throttling_and_company_are_told(ladder: Ladder) -> None:
     assert findings.warnings(ladder) == []
     assert ladder.drift is not None
-    hot = replace(ladder.rungs[2], environment={"throttle": ["power"], "foreign_processes": 2})
+    around = {"throttle": ["power"], "foreign_processes": 2, "steady": False}
+    hot = replace(ladder.rungs[2], environment=around, ceiling_fraction=1.63)
     troubled = replace(
         ladder, finished=None, rungs=(hot,), drift=replace(ladder.drift, flagged=True, ratio=0.9)
     )
     told = _plain(" ".join(findings.warnings(troubled)))
-    for word in ("not finished", "−10 %", "throttling during Mixed precision bf16", "Other processes"):
+    for word in (
+        "not finished",
+        "−10 %",
+        "throttling during Mixed precision bf16",
+        "Other processes",
+        "not become steady",
+        "163 % of the measured ceiling",
+    ):
         assert word in told
 
 

@@ -58,7 +58,7 @@ def test_bytes_are_counted_in_binary_units() -> None:
 
 def test_small_changes_are_per_cent_and_large_ones_factors() -> None:
     said = [plain(words.change(value)) for value in (3.5, 1.75, 1.0004, 0.9996, 1.002, 0.6, None)]
-    assert said == ["×3.50", "+75 %", "+0.0 %", "+0.0 %", "+0.2 %", "−40 %", "–"]
+    assert said == ["×3.50", "+75 %", "±0 %", "±0 %", "+0.2 %", "−40 %", "–"]
 
 
 def test_an_axis_label_loses_only_the_zeros_behind_the_point() -> None:
