@@ -44,6 +44,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """A step makes `factor` times as many passes as it was given micro batches."""
     given, made = seen.facts["loader_micro_batches"], seen.micro_batches
     return Proof(
         made == int(knobs["factor"]) * given,
@@ -59,7 +60,7 @@ technique = Technique(
     after=("cuda_graph",),
     requires=(
         Requirement(
-            "batch.micro must be a multiple of the factor",
+            "it needs batch.micro to be a multiple of its factor",
             lambda machine, recipe: recipe.batch.micro % int(knob_of(recipe, "accumulate", "factor", 2)) == 0,
         ),
     ),

@@ -69,6 +69,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """The optimizer's state has bytes in uint8 and comes to less than 4 bytes per parameter (plain: 8)."""
     per_parameter = state_per_parameter(seen)
     return Proof(
         seen.state_bytes.get("uint8", 0) > 0 and per_parameter < 4,
@@ -87,12 +88,12 @@ technique = Technique(
     apply=apply,
     requires=(
         Requirement(
-            "the library that its backend knob names is not installed; "
+            "it needs the library that its backend knob names: "
             'pip install "optimization-rush[quant]" -c constraints.txt',
             lambda machine, recipe: _installed(recipe),
         ),
         Requirement(
-            "bitsandbytes updates on a CUDA GPU only; use backend torchao",
+            "with backend bitsandbytes it needs a CUDA GPU; torchao runs everywhere",
             lambda machine, recipe: (
                 machine.device == "cuda"
                 or knob_of(recipe, "adam8bit", "backend", BACKENDS[0]) != "bitsandbytes"

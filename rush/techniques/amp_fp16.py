@@ -66,6 +66,7 @@ _fp16_matmuls = matmuls_in("float16", weights="float32")
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Matmuls took fp16 inputs from fp32 weights, and the gradients were checked and scaled back."""
     proof = _fp16_matmuls(seen, knobs)
     unscaled = any("_amp_foreach_non_finite_check_and_unscale_" in name for name in seen.ops)
     scaler = seen.facts.get("loss_scaler")

@@ -34,6 +34,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """The matmuls of the blocks ran again in the backward pass: more than three products for each linear layer."""
     # Recomputation stops as soon as the last needed value is there, so a little less than 2.
     return Proof(
         seen.block_forwards > 1.4,

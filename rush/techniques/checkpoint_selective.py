@@ -88,6 +88,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """The policy kept outputs and let go of others, and blocks ran more often than they were called (compiled: the
+    policy was asked while the graph was traced)."""
     tally = seen.facts.get("selective_checkpoint", Counter())
     # A compiler asks the policy while it traces, and recomputes inside its own graph.
     compiled = "CompiledFunctionBackward" in seen.ops and tally["dropped"] > 0

@@ -77,6 +77,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """No product with the vocabulary covered more than a chunk of tokens at once."""
     vocabularies = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size", seen.facts["vocab_size"])}
     rows, tokens = head_rows(seen, vocabularies), seen.facts["micro_tokens"]
     return Proof(

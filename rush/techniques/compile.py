@@ -31,6 +31,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Compiled graphs were called in the profiled steps, backward included."""
     # A compiled training graph shows its backward pass; replayed from a recording, only its kernels.
     replayed = seen.graphs > 0 and any(name.startswith("triton_") for name in seen.kernels)
     calls = seen.ops.get("CompiledFunctionBackward", 0)

@@ -212,7 +212,7 @@ def knob_of(recipe: Recipe, name: str, knob: str, default: Knob) -> Knob:
 
 
 half_precision = Requirement(
-    "on a GPU this kernel takes bf16 or fp16 only; add amp_bf16, amp_fp16, bf16_master or pure_bf16",
+    "on a GPU it needs matmuls in bf16 or fp16; add amp_bf16, amp_fp16, bf16_master or pure_bf16",
     lambda machine, recipe: (
         machine.device != "cuda" or used(recipe, "amp_bf16", "amp_fp16", "bf16_master", "pure_bf16")
     ),

@@ -109,6 +109,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Graphs were launched, and no matmul of a pass was launched as an operator of its own."""
     launches = seen.ops.get("cudaGraphLaunch", 0)
     return Proof(
         launches > 0 and "aten::mm" not in seen.ops and "aten::addmm" not in seen.ops,
@@ -124,8 +125,8 @@ technique = Technique(
     requires=(
         needs_cuda,
         Requirement(
-            "compile's modes reduce-overhead and max-autotune record graphs of their own; use mode default or "
-            "max-autotune-no-cudagraphs beside it",
+            "beside compile it needs mode default or max-autotune-no-cudagraphs, because the other modes record "
+            "graphs of their own",
             lambda machine, recipe: (
                 knob_of(recipe, "compile", "mode", "default") in ("default", "max-autotune-no-cudagraphs")
             ),

@@ -22,6 +22,7 @@ def ran(*parts: str) -> Evidence:
     def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         return _all_ran(parts, [*seen.kernels, *seen.ops])
 
+    evidence.__doc__ = f"In the profile: {_listed(parts)}."
     return evidence
 
 
@@ -34,7 +35,12 @@ def attention_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:
             return Proof(False, f"{plain[:80]} still ran")
         return _all_ran(kernels, list(seen.kernels)) if seen.kernels else _all_ran(ops, list(seen.ops))
 
+    evidence.__doc__ = f"In the profile: {_listed(kernels)} on a GPU, {_listed(ops)} on a CPU, and no softmax of plain attention."
     return evidence
+
+
+def _listed(parts: tuple[str, ...]) -> str:
+    return " and ".join(f"`{part}`" for part in parts)
 
 
 def _all_ran(parts: tuple[str, ...], names: list[str]) -> Proof:
@@ -55,6 +61,7 @@ def matmuls_in(dtype: str, weights: str) -> Evidence:
         )
         return Proof(held, f"{say_dtypes(seen)}; weights are {', '.join(sorted(seen.weight_dtypes))}")
 
+    evidence.__doc__ = f"All matmuls took their inputs in {dtype}, and the weights are {weights}."
     return evidence
 
 

@@ -77,7 +77,7 @@ technique = Technique(
         needs_cuda,
         Requirement("it needs Triton", lambda machine, recipe: machine.triton is not None),
         Requirement(
-            "its kernel needs a head dim that is a power of two and at least 16",
+            "it needs a head dim that is a power of two and at least 16",
             lambda machine, recipe: (
                 recipe.shape().head_dim >= 16 and recipe.shape().head_dim.bit_count() == 1
             ),

@@ -42,6 +42,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Looked at from inside a step, Python's automatic collection is off."""
     enabled = seen.facts["gc_enabled_in_step"]
     return Proof(not enabled, f"automatic garbage collection is {'on' if enabled else 'off'} inside a step")
 

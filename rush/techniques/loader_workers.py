@@ -29,6 +29,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Worker threads were at work while the steps ran; the wait for data is reported beside it."""
     threads = seen.facts["loader_threads"]
     return Proof(
         0 < threads <= int(knobs["count"]),

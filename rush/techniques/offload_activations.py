@@ -72,6 +72,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Activations were copied to the host (bytes counted), and the profile shows the copies."""
     moved = seen.facts.get("offloaded", Counter())["bytes"]
     copies = [name for name in seen.kernels if "Memcpy DtoH" in name]
     return Proof(

@@ -21,6 +21,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Weights and matmul inputs are bf16, and the optimizer's state comes to 4 bytes per parameter (plain: 8)."""
     per_parameter = state_per_parameter(seen)
     # Two moments of 2 bytes; 8-bit moments are smaller still.
     took_effect = seen.weight_dtypes == seen.matmul_dtypes == {"bfloat16"} and per_parameter < 4.5

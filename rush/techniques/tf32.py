@@ -42,6 +42,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """An fp32 product made inside the step has the rounding error of a 10-bit mantissa, and the run's matmuls are fp32."""
     # Kernel names differ from library to library; the rounding does not: 11 bits instead of 24.
     error = float(seen.facts["fp32_matmul_error"])
     took_effect = error > 2e-5 and "float32" in seen.matmul_dtypes

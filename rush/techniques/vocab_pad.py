@@ -73,6 +73,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Products with the vocabulary have the padded width, none the true one."""
     multiple, true = int(knobs["multiple"]), seen.facts["vocab_size"]
     padded = -(-true // multiple) * multiple
     widths = {size for shape in seen.matmul_shapes for size in shape if size in (true, padded)}
@@ -90,7 +91,7 @@ technique = Technique(
     after=("chunked_loss",),
     requires=(
         Requirement(
-            "the vocabulary is a multiple of the padding already, so there is nothing to pad",
+            "it needs a vocabulary that is not a multiple of the padding already",
             lambda machine, recipe: (
                 recipe.shape().vocab_size % int(knob_of(recipe, "vocab_pad", "multiple", DEFAULT)) != 0
             ),

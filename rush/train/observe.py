@@ -211,26 +211,25 @@ def _recorded_twice(host: list[FunctionEvent]) -> set[int]:
     inside, when it runs. In the recomputation the mode hands out what it kept, and nothing is inside.
     """
     matmuls = [event for event in host if event.name in _MATMULS]
-    outer = {
-        event.cpu_parent.id
-        for event in matmuls
-        if event.cpu_parent is not None and event.cpu_parent.name == event.name
-    }
-    if not outer:
+    taken: set[int] = set()
+    ran_inside: set[int] = set()
+    for event in matmuls:
+        above = event.cpu_parent
+        while above is not None and above.name != event.name:
+            above = above.cpu_parent
+        if above is not None:
+            taken.add(above.id)
+            ran_inside.add(event.id)
+    if not taken:
         return set()
-    inner = {event.id for event in matmuls if event.cpu_parent is not None and event.cpu_parent.id in outer}
     handed_out = {
         event.id
         for event in matmuls
-        if event.id not in inner
-        and {"aten::linear", "aten::matmul"} & set(callers(event))
-        and not _in_forward(event)
+        if event.id not in ran_inside
+        and {"aten::linear", "aten::matmul"}.intersection(callers(event))
+        and FORWARD not in callers(event)
     }
-    return outer | handed_out
-
-
-def _in_forward(event: FunctionEvent) -> bool:
-    return FORWARD in callers(event)
+    return taken | handed_out
 
 
 def _elements(shape: Any) -> int:

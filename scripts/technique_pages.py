@@ -1,0 +1,148 @@
+"""Write docs/techniques/: one page for each technique, from its own file, and an index.
+
+python scripts/technique_pages.py           write the pages
+python scripts/technique_pages.py --check   exit 1 if a page is missing, old or left over
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from importlib import import_module
+from pathlib import Path
+
+from rush.techniques import Technique, registry
+from rush.techniques.contract import Parity
+from rush.techniques.parity import CLOSE, STATISTICAL_LOSS
+
+FOLDER = Path(__file__).resolve().parents[1] / "docs" / "techniques"
+NOTE = "<!-- Written by scripts/technique_pages.py from the technique's file. Change that file, not this page. -->"
+
+
+def pages() -> dict[str, str]:
+    """Every page by file name."""
+    found = {f"{name}.md": page(technique) for name, technique in registry().items()}
+    return {"README.md": index(), **found}
+
+
+def page(technique: Technique) -> str:
+    text = (import_module(f"rush.techniques.{technique.name}").__doc__ or "").strip()
+    title, _, lesson = text.partition("\n\n")
+    claim = technique.claim
+    parts = [
+        NOTE,
+        f"# {technique.name}",
+        f"**{title}**",
+        lesson,
+        "## Use",
+        f"```toml\ntechniques = [{_example(technique)}]\n```",
+        f"Stage of the build: {technique.stage.name}"
+        + (f", after {', '.join(f'`{name}`' for name in technique.after)}." if technique.after else "."),
+    ]
+    if technique.knobs:
+        rows = [
+            f"| `{name}` | {', '.join(f'`{_toml(value)}`' for value in knob.values)} | {knob.meaning} |"
+            for name, knob in technique.knobs.items()
+        ]
+        parts.append(
+            "\n".join(
+                ["| knob | values (the first is the default) | meaning |", "| --- | --- | --- |", *rows]
+            )
+        )
+    parts += [
+        "## Requirements and conflicts",
+        "\n".join(f"- {requirement.sentence}." for requirement in technique.requires)
+        or "It runs on every machine.",
+        "Cannot stand beside: "
+        + (", ".join(f"[{n}]({n}.md)" for n in technique.conflicts) or "nothing")
+        + ".",
+        "## Claim",
+        f"{claim.metric}: {claim.gain:+.0%} ({claim.regime}). Source: {claim.source}. A claim is what its authors "
+        "say; what it gains on a machine is what `rush ladder` finds there.",
+        "## Parity",
+        f"{technique.parity.name}: {technique.parity.value}. {_tolerance(technique.parity)}",
+        "## Evidence",
+        _evidence(technique),
+    ]
+    if technique.memory:
+        rows = [f"| {effect.term} | × {effect.factor:g} | {effect.note} |" for effect in technique.memory]
+        parts += ["## Memory", "\n".join(["| term | effect | note |", "| --- | --- | --- |", *rows])]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def index() -> str:
+    rows = []
+    for name, technique in registry().items():
+        title = (import_module(f"rush.techniques.{name}").__doc__ or "").strip().splitlines()[0]
+        rows.append(f"| [{name}]({name}.md) | {title} | {technique.stage.name} | {technique.parity.name} |")
+    return (
+        "\n\n".join(
+            [
+                NOTE,
+                "# Techniques",
+                "One page each, from the file that defines it. `rush probe` says which of them can run on a machine and "
+                "why the others cannot; `rush ladder` measures what they gain there.",
+                "\n".join(["| name | idea | stage | parity |", "| --- | --- | --- | --- |", *rows]),
+            ]
+        )
+        + "\n"
+    )
+
+
+def _example(technique: Technique) -> str:
+    if not technique.knobs:
+        return f'"{technique.name}"'
+    knobs = ", ".join(f"{name} = {_toml(knob.default)}" for name, knob in technique.knobs.items())
+    return f'{{name = "{technique.name}", {knobs}}}'
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _tolerance(parity: Parity) -> str:
+    if parity is Parity.EXACT:
+        return "Losses, gradient norms and gradients are compared bit by bit."
+    if parity is Parity.CLOSE:
+        listed = "; ".join(
+            f"{dtype} {t.loss:g} / {t.grad_norm:g} / {t.gradient:g}" for dtype, t in CLOSE.items()
+        )
+        return (
+            "Largest relative difference of loss / gradient norm / a tensor's gradient at step one, by the dtype "
+            f"of the matmuls: {listed}."
+        )
+    if parity is Parity.STATISTICAL:
+        return f"The mean loss of the second half of the steps may differ by {STATISTICAL_LOSS:.0%}."
+    return "It is not held against the plain run."
+
+
+def _evidence(technique: Technique) -> str:
+    text = inspect.getdoc(technique.evidence)
+    assert text, f"the evidence of {technique.name} has no docstring"
+    return " ".join(text.split())
+
+
+def main() -> int:
+    wanted = pages()
+    there = {path.name for path in FOLDER.glob("*.md")} if FOLDER.is_dir() else set()
+    if "--check" in sys.argv[1:]:
+        stale = [
+            name for name, text in wanted.items() if name not in there or (FOLDER / name).read_text() != text
+        ]
+        for name in sorted({*stale, *(there - wanted.keys())}):
+            sys.stderr.write(
+                f"docs/techniques/{name} is not current; run python scripts/technique_pages.py\n"
+            )
+        return int(bool(stale or there - wanted.keys()))
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    for name in there - wanted.keys():
+        (FOLDER / name).unlink()
+    for name, text in wanted.items():
+        (FOLDER / name).write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

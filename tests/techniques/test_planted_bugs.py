@@ -1,0 +1,149 @@
+"""Techniques that are wrong on purpose, through the same doors as real ones: each must be caught."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rush.techniques
+from rush.recipe import Knob
+from rush.techniques import registry
+from rush.techniques.contract import Build, Claim, Parity, Pass, Stage, Technique
+from rush.techniques.evidence import ran
+from rush.techniques.parity import CLOSE, gradient_errors, judge
+from rush.techniques.proofs import prove
+from tests.techniques.tiny_runs import Trace, compare, make_run, trace
+
+Apply = Callable[[Build, Mapping[str, Knob]], None]
+
+
+@pytest.fixture(scope="module")
+def plain() -> Trace:
+    return trace(make_run(), 3)
+
+
+def plant(monkeypatch: pytest.MonkeyPatch, apply: Apply, parity: Parity = Parity.CLOSE) -> None:
+    technique = Technique(
+        name="planted",
+        stage=Stage.STEP,
+        apply=apply,
+        claim=Claim("tokens_per_s", 1.0, "nowhere", "nobody"),
+        parity=parity,
+        evidence=ran("fused_adam"),
+    )
+    known = {**registry(), "planted": technique}
+    monkeypatch.setattr(rush.techniques, "registry", lambda: known)
+
+
+def does_nothing(build: Build, knobs: Mapping[str, Knob]) -> None: ...
+
+
+def scales_one_gradient(build: Build, knobs: Mapping[str, Knob]) -> None:
+    weight = build.model.get_parameter("blocks.0.attention.q.weight")
+    weight.register_hook(lambda gradient: gradient * 1.01)
+
+
+def averages_micro_batches(build: Build, knobs: Mapping[str, Knob]) -> None:
+    """Half of the micro batch counts double: the mean of means where label counts differ."""
+
+    def wrap(inner: Pass) -> Pass:
+        def passes(tokens: Tensor, labels: Tensor, share: Tensor) -> Tensor:
+            first = inner(tokens[:1], labels[:1], share * 2)
+            return first + inner(tokens[1:], labels[1:], share * 2 / 3)
+
+        return passes
+
+    build.pass_wrappers.append(wrap)
+
+
+class ForgetfulHead(nn.Module):
+    """A chunked loss that leaves out what does not fill a chunk."""
+
+    def forward(self, hidden_btd: Tensor, weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
+        whole = labels_bt.numel() // 50 * 50
+        logits = nn.functional.linear(hidden_btd.flatten(0, 1)[:whole], weight_vd)
+        return nn.functional.cross_entropy(logits, labels_bt.flatten()[:whole], reduction="sum")
+
+
+def forgets_the_rest(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.model.loss_head = ForgetfulHead()
+
+
+def drops_decay(build: Build, knobs: Mapping[str, Knob]) -> None:
+    def harmless_looking(optimizer: torch.optim.Optimizer) -> None:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.0
+
+    build.optimizer_hooks.append(harmless_looking)
+
+
+def test_a_technique_that_does_nothing_is_found_out(monkeypatch: pytest.MonkeyPatch, plain: Trace) -> None:
+    plant(monkeypatch, does_nothing, Parity.EXACT)
+    run = make_run("planted")
+    ours = trace(run, 3, watch=True)
+    assert ours.seen is not None
+    proof = prove(run.uses, ours.seen)["planted"]
+    assert not proof.took_effect
+    assert "nothing named fused_adam ran" in proof.what
+    assert compare(run, "float32", ours, plain).verdict == "equal"
+
+
+@pytest.mark.parametrize("bug", [scales_one_gradient, averages_micro_batches, forgets_the_rest])
+def test_a_technique_that_breaks_the_gradient_is_called_different(
+    bug: Apply, monkeypatch: pytest.MonkeyPatch, plain: Trace
+) -> None:
+    plant(monkeypatch, bug)
+    run = make_run("planted")
+    verdict = compare(run, "float32", trace(run, 3), plain)
+    assert verdict.verdict == "different"
+    assert verdict.worst is not None
+    assert verdict.tolerance is not None
+    assert verdict.worst > 5 * verdict.tolerance, verdict.why
+
+
+def test_a_gradient_scaled_by_a_hundredth_is_named_by_its_tensor(
+    monkeypatch: pytest.MonkeyPatch, plain: Trace
+) -> None:
+    plant(monkeypatch, scales_one_gradient)
+    run = make_run("planted")
+    verdict = compare(run, "float32", trace(run, 3), plain)
+    assert "the gradient of blocks.0.attention.q.weight is off by 1.0e-02" in verdict.why
+
+
+def test_an_update_that_differs_in_the_last_bits_is_not_exact(
+    monkeypatch: pytest.MonkeyPatch, plain: Trace
+) -> None:
+    plant(monkeypatch, drops_decay, Parity.EXACT)
+    run = make_run("planted")
+    assert compare(run, "float32", trace(run, 3), plain).verdict == "different"
+
+
+def judged(parity: Parity, factor: float, dtype: str = "float32") -> str:
+    reference = [5.0, 4.0, 3.0, 2.0]
+    ours = [loss * factor for loss in reference]
+    return judge(parity, dtype, ours, reference, reference, reference, {"w": 0.0}).verdict
+
+
+def test_each_class_and_dtype_has_its_own_tolerance() -> None:
+    assert judged(Parity.EXACT, 1.0) == "equal"
+    assert judged(Parity.EXACT, 1 + 1e-15) == "different"
+    for dtype, tolerance in CLOSE.items():
+        assert judged(Parity.CLOSE, 1 + 0.9 * tolerance.loss, dtype) == "equal"
+        assert judged(Parity.CLOSE, 1 + 1.1 * tolerance.loss, dtype) == "different"
+    assert CLOSE["float32"].gradient < CLOSE["float16"].gradient < CLOSE["bfloat16"].gradient
+    assert judged(Parity.STATISTICAL, 1.02) == "equal"
+    assert judged(Parity.STATISTICAL, 1.04) == "different"
+    assert judged(Parity.CHANGES, 7.0) == "not judged"
+    assert judged(Parity.CLOSE, float("nan")) == "different"
+    assert judged(Parity.STATISTICAL, float("inf")) == "different"
+
+
+def test_gradient_errors_are_relative_to_the_reference_with_a_floor_for_gradients_that_are_nothing() -> None:
+    reference = {"a": torch.tensor([3.0, 4.0]), "b": torch.tensor([1e-12, 0.0])}
+    ours = {"a": torch.tensor([3.0, 4.5]), "b": torch.tensor([2e-12, 0.0])}
+    errors = gradient_errors(ours, reference)
+    assert errors["a"] == pytest.approx(0.1)
+    assert errors["b"] < 1e-8

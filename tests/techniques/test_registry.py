@@ -1,0 +1,197 @@
+"""What is demanded of every technique: it is complete, it takes effect, it learns the same, it refuses where it must."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib.util
+import inspect
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import pytest
+
+from rush.errors import MachineError, RecipeError
+from rush.hardware import Device, Machine, probe
+from rush.recipe import Recipe
+from rush.techniques import check, registry
+from rush.techniques.contract import Proof, Stage
+from rush.techniques.proofs import prove
+from tests.techniques.tiny_runs import ROOT, SHORT, Trace, compare, make_run, recipe_of, trace
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:mkldnn_matmul failed:UserWarning",  # a CPU without units for bf16
+    "ignore:.*_stable_hash_for_caching:UserWarning",  # torchao's state under torch.compile
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile looks at block inputs
+)
+NAMES = sorted(registry())
+GPU_ONLY = {"tf32", "cudnn_attention", "flex_attention", "offload_activations", "pin_memory", "cuda_graph"}
+SIXTEEN_BITS = {
+    "amp_bf16": "bfloat16",
+    "amp_fp16": "float16",
+    "bf16_master": "bfloat16",
+    "pure_bf16": "bfloat16",
+}
+KNOBS = {
+    "chunked_loss": "{name='chunked_loss', chunk_tokens=64}",
+    "compile": "{name='compile', scope='block'}",
+}
+# Compiling an update for every shape of tensor takes a minute on two cores.
+SLOW = {"adam8bit"}
+ON_THIS_CPU = [
+    pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
+    for name in NAMES
+    if name not in GPU_ONLY
+]
+
+
+def overrides(name: str) -> tuple[str, ...]:
+    return tuple(SHORT) if name in SIXTEEN_BITS else ()
+
+
+def steps(name: str) -> int:
+    return 3 if name in SIXTEEN_BITS else 5
+
+
+@cache
+def plain(changes: tuple[str, ...], num_steps: int) -> Trace:
+    return trace(make_run(overrides=changes), num_steps, watch=True)
+
+
+@cache
+def tried(name: str) -> tuple[Any, Trace]:
+    run = make_run(KNOBS.get(name, name), overrides=overrides(name))
+    return run, trace(run, steps(name), watch=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_field_is_filled_in(name: str) -> None:
+    technique = registry()[name]
+    module = import_module(f"rush.techniques.{name}")
+    assert technique.name == name
+    assert isinstance(technique.stage, Stage)
+    assert technique.claim.metric
+    assert technique.claim.gain != 0
+    assert technique.claim.regime
+    assert technique.claim.source
+    assert inspect.getdoc(technique.evidence), "the evidence must say in its docstring what it looks for"
+    lesson = (module.__doc__ or "").strip().splitlines()
+    assert 4 <= len(lesson) <= 15, "the docstring teaches the idea in under 15 lines"
+    for knob in technique.knobs.values():
+        assert knob.meaning
+        assert len(set(knob.values)) == len(knob.values) > 1
+        assert len({type(value) for value in knob.values}) == 1
+    assert all(requirement.sentence for requirement in technique.requires)
+    assert all(effect.factor >= 0 for effect in technique.memory)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_conflicts_are_known_and_mutual(name: str) -> None:
+    technique = registry()[name]
+    assert list(technique.conflicts) == sorted(set(technique.conflicts))
+    assert name not in technique.conflicts
+    assert set(technique.after) <= set(NAMES)
+    for other in technique.conflicts:
+        assert name in registry()[other].conflicts, f"{other} does not know that it conflicts with {name}"
+        if name not in GPU_ONLY | {"adam8bit"} and other not in GPU_ONLY | {"adam8bit"}:
+            with pytest.raises(RecipeError, match="cannot stand together"):
+                check(recipe_of(name, other), probe("cpu"))
+
+
+def test_the_pages_of_the_techniques_are_current() -> None:
+    spec = importlib.util.spec_from_file_location("pages", ROOT / "scripts" / "technique_pages.py")
+    assert spec is not None
+    assert spec.loader is not None
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    written = {path.name: path.read_text() for path in (ROOT / "docs" / "techniques").glob("*.md")}
+    assert set(written) == {"README.md", *(f"{name}.md" for name in NAMES)}
+    assert written == script.pages(), "run python scripts/technique_pages.py"
+
+
+def test_no_technique_is_known_by_name_outside_its_folder() -> None:
+    for path in [*(ROOT / "rush" / "train").glob("*.py"), *(ROOT / "rush" / "lab").glob("*.py")]:
+        words = {
+            node.value
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        # tf32 is also the name of a dtype, compile an ordinary word.
+        assert not words & set(NAMES) - {"compile", "tf32"}, (path, words & set(NAMES))
+
+
+def machines() -> list[Machine]:
+    cpu = probe("cpu")
+    old = Device("an old GPU", 16 * 2**30, capability=(7, 0))
+    new = Device("a new GPU", 80 * 2**30, capability=(9, 0))
+    return [
+        cpu,
+        dataclasses.replace(cpu, device="cuda", devices=(old,), triton=None),
+        dataclasses.replace(cpu, device="cuda", devices=(new,), triton="3.6"),
+    ]
+
+
+def recipes(name: str) -> list[Recipe]:
+    unlike = [
+        [],
+        ["model.shape.head_dim=24"],
+        ["model.shape.vocab_size=256"],
+        ["batch.micro=3", "batch.total_tokens=96"],
+    ]
+    own = [recipe_of(name, overrides=changes) for changes in unlike]
+    if name == "adam8bit":
+        own.append(recipe_of("{name='adam8bit', backend='bitsandbytes'}"))
+    if name != "compile" and "compile" not in registry()[name].conflicts:
+        own.append(recipe_of(name, "{name='compile', mode='reduce-overhead'}"))
+    return own
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if registry()[name].requires])
+def test_every_requirement_can_be_unmet_and_then_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rush.techniques.adam8bit.find_spec", lambda library: None)
+    for requirement in registry()[name].requires:
+        unmet = [(m, r) for m in machines() for r in recipes(name) if not requirement.met(m, r)]
+        assert unmet, f"no situation here is without what is needed: {requirement.sentence}"
+        with pytest.raises(MachineError, match=f"technique {name} cannot run here: .*; found") as caught:
+            check(unmet[-1][1], unmet[-1][0])
+        assert any(other.sentence in str(caught.value) for other in registry()[name].requires)
+
+
+@pytest.mark.parametrize("name", sorted(GPU_ONLY))
+def test_a_technique_for_gpus_is_refused_on_a_cpu(name: str) -> None:
+    with pytest.raises(MachineError, match=f"technique {name} cannot run here"):
+        check(recipe_of(name), probe("cpu"))
+
+
+def needs(name: str) -> None:
+    if name == "adam8bit":
+        pytest.importorskip("torchao", reason="torchao is not installed")
+
+
+@pytest.mark.parametrize("name", ON_THIS_CPU)
+def test_it_takes_effect(name: str) -> None:
+    needs(name)
+    run, ours = tried(name)
+    assert ours.seen is not None
+    proof = prove(run.uses, ours.seen)[name]
+    assert proof.took_effect, proof.what
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_its_evidence_fails_on_a_plain_run(name: str) -> None:
+    technique = registry()[name]
+    knobs = {key: knob.default for key, knob in technique.knobs.items()}
+    seen = plain(overrides(name), steps(name)).seen
+    assert seen is not None
+    proof: Proof = technique.evidence(seen, knobs)
+    assert not proof.took_effect, proof.what
+    assert proof.what
+
+
+@pytest.mark.parametrize("name", ON_THIS_CPU)
+def test_it_learns_what_plain_fp32_learns(name: str) -> None:
+    needs(name)
+    run, ours = tried(name)
+    verdict = compare(run, SIXTEEN_BITS.get(name, "float32"), ours, plain(overrides(name), steps(name)))
+    assert verdict.verdict == "equal", verdict.why
