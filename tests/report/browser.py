@@ -132,6 +132,15 @@ class Page:
         assert "exceptionDetails" not in answer, answer["exceptionDetails"]
         return answer["result"].get("value")
 
+    def until(self, script: str) -> bool:
+        """Whether the expression becomes true soon: a browser tells some changes a moment later."""
+        deadline = time.monotonic() + 5.0
+        while not self.evaluate(script):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
+
     def resize(self, width: int, height: int) -> None:
         self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)  # fmt: skip
 

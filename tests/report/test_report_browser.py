@@ -160,13 +160,14 @@ def test_the_page_follows_the_system_and_the_button_overrules_it(full: Page) -> 
     dark = full.evaluate(PAPER), full.evaluate(INK)
     assert light[0] != dark[0]
     assert light[1] != dark[1]
-    assert full.evaluate("document.querySelector('#theme').textContent") == "Light"
+    assert full.until("document.querySelector('#theme').textContent === 'Light'")
     full.click("#theme")
+    assert full.until("document.querySelector('#theme').textContent === 'Dark'")
     assert (full.evaluate(PAPER), full.evaluate(INK)) == light
     full.prefer(dark=False)
     full.click("#theme")
+    assert full.until("document.querySelector('#theme').getAttribute('aria-pressed') === 'true'")
     assert (full.evaluate(PAPER), full.evaluate(INK)) == dark
-    assert full.evaluate("document.querySelector('#theme').getAttribute('aria-pressed')") == "true"
     assert full.complaints() == []
 
 
@@ -175,8 +176,7 @@ def test_the_copy_button_copies_the_recipe_to_the_letter(browser: Browser, full:
     full.call("Page.bringToFront")
     full.click("details.recipe:nth-of-type(6) summary")
     full.click("[data-copy=recipe-6]")
-    full.evaluate("new Promise(done => setTimeout(done, 200))")
-    assert full.evaluate("document.querySelector('#said').textContent") == "Copied"
+    assert full.until("document.querySelector('#said').textContent === 'Copied'")
     copied = full.evaluate("navigator.clipboard.readText()")
     assert copied == made_up.made_up_ladder()["rungs"][5]["recipe"]
     assert full.complaints() == []
@@ -186,12 +186,12 @@ def test_raw_samples_open_and_close_by_mouse_and_by_key(full: Page) -> None:
     shown = "document.querySelector('details.raw .numbers').checkVisibility()"
     assert not full.evaluate(shown)
     full.click("details.raw summary")
-    assert full.evaluate(shown)
+    assert full.until(shown)
     full.click("details.raw summary")
-    assert not full.evaluate(shown)
+    assert full.until(f"!{shown}")
     full.evaluate("document.querySelector('details.raw summary').focus()")
     full.press("Enter", 13)
-    assert full.evaluate(shown)
+    assert full.until(shown)
 
 
 def test_the_time_bars_change_from_shares_to_time_per_token(full: Page) -> None:
@@ -201,6 +201,7 @@ def test_the_time_bars_change_from_shares_to_time_per_token(full: Page) -> None:
     shares = full.evaluate(widths)
     assert max(shares) == pytest.approx(min(shares), rel=0.05)
     full.click("[data-show=absolute]")
+    assert full.until("document.querySelector('[data-show=absolute]').ariaPressed === 'true'")
     times = full.evaluate(widths)
     per_token = [
         sum(rung["breakdown_ms"].values()) / rung["step_tokens"]
@@ -209,7 +210,6 @@ def test_the_time_bars_change_from_shares_to_time_per_token(full: Page) -> None:
     ]
     for width, expected in zip(times, per_token, strict=True):
         assert width / times[0] == pytest.approx(expected / per_token[0], abs=0.04)
-    assert full.evaluate("document.querySelector('[data-show=absolute]').ariaPressed") == "true"
 
 
 def test_bars_on_the_screen_are_as_long_as_their_numbers(full: Page) -> None:
@@ -225,13 +225,13 @@ def test_bars_on_the_screen_are_as_long_as_their_numbers(full: Page) -> None:
 
 def test_the_tab_key_reaches_first_the_skip_link_then_the_theme_and_shows_where_it_is(full: Page) -> None:
     full.press("Tab", 9)
-    assert full.evaluate("document.activeElement.className") == "skip"
+    assert full.until("document.activeElement.className === 'skip'")
     assert full.evaluate("document.activeElement.getBoundingClientRect().left") >= 0
     full.press("Tab", 9)
-    assert full.evaluate("document.activeElement.id") == "theme"
+    assert full.until("document.activeElement.id === 'theme'")
     assert full.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
     full.press("Enter", 13)
-    assert full.evaluate("document.documentElement.dataset.theme") == "dark"
+    assert full.until("document.documentElement.dataset.theme === 'dark'")
 
 
 def test_every_picture_says_in_words_what_it_shows(full: Page) -> None:
@@ -297,7 +297,7 @@ def test_print_is_light_also_from_a_dark_page_and_makes_a_pdf(
     page.click("#theme")
     page.click("#theme")
     page.prefer(dark=True, media="print")
-    assert page.evaluate(PAPER) == "rgb(255, 255, 255)"
+    assert page.until(f"{PAPER} === 'rgb(255, 255, 255)'")
     assert not page.evaluate("document.querySelector('nav').checkVisibility()")
     assert page.evaluate("document.querySelector('.wide svg').checkVisibility()")
     page.prefer(dark=True)
