@@ -104,7 +104,7 @@ class Bench:
 
     def _digest(self, recipe: Recipe) -> str:
         extra = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.extra_techniques]
-        told = {
+        told: dict[str, Any] = {
             "recipe": recipe.model_dump(mode="json"),
             "machine": self.machine.fingerprint(),
             "measure": self.plan.measure.model_dump(include={*TIMING, "limit_s"}),

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from rush.lab.ladder_file import Addition
 from rush.lab.statistics import Floor, Interval, Ratio, median_interval, ratio_of_medians
@@ -148,8 +148,8 @@ def verdict_of(stand: Stand, gain: Ratio | None, smaller: float) -> str:
     """The one word. `gain` is over the rung before, None where that one was not measured."""
     if stand.status != "ok":
         return stand.status.replace("_", " ")
-    if stand.over is None:
-        return "baseline"
+    if stand.over is None or not stand.over.measured:
+        return "baseline"  # there is nothing below it: the first rung, or the first that could run
     parity = stand.parity["verdict"] if stand.parity else "not judged"
     faster = gain is not None and gain.faster
     if parity == "different" or (parity == "not judged" and faster):
@@ -176,7 +176,7 @@ def _nothing() -> Rung:
         "warmup_s", "warmup_steps", "data_wait_ms", "gain", "total_gain", "breakdown_ms",
     )  # fmt: skip
     empty: dict[str, Any] = {**dict.fromkeys(keys), "environment": {}}
-    return Rung(**empty)  # type: ignore[typeddict-item]
+    return cast(Rung, empty)
 
 
 def _figures(stand: Stand, yard: Yard) -> Rung:

@@ -1,21 +1,25 @@
-"""The parity verdict of a rung, from its trace and the plain fp32 one."""
+"""The parity verdict of a rung: its trace against the plain fp32 one, by the promise of its techniques.
+
+A recipe promises no more than the loosest of its techniques does. What could not be traced is not
+called equal; a parity run that diverged is called different.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
+from safetensors.torch import load_file
+
 from rush.lab.bench import Bench
-from rush.lab.parity import gradient_errors
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 from rush.techniques import Parity
+from rush.techniques.parity import gradient_errors, judge
 
 LOOSER = [Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL, Parity.CHANGES]
-TOLERANCE = {
-    ("EXACT", "float32"): 1e-5,
-    ("CLOSE", "float32"): 1e-3,
-}
 
 
 def loosest(promises: Iterable[str]) -> Parity:
@@ -25,51 +29,54 @@ def loosest(promises: Iterable[str]) -> Parity:
 
 def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome) -> dict[str, Any]:
     """The record's parity part for one rung."""
-    promise = loosest(row["parity"] for row in outcome.found.get("techniques", {}).values())
+    promise = loosest(row["parity"] for row in outcome.found["techniques"].values())
     wanted = bench.parity_recipe(recipe)
     plain, tried = bench.trace(reference), bench.trace(wanted)
     if tried is None:
         diverged = outcome.found.get("ended") == "diverged"
-        return _unjudged(
-            promise, "different" if diverged else "not judged", outcome.reason or "there is no trace"
-        )
+        why = outcome.reason or "its gradients at step one are missing"
+        return _unjudged(promise, "different" if diverged else "not judged", why)
     if plain is None:
-        return _unjudged(
-            promise, "not judged", "plain fp32 could not be run here, so there is nothing to compare with"
-        )
-    errors = gradient_errors(bench.gradients(reference), bench.gradients(wanted))
+        why = "plain fp32 could not be traced here, so there is nothing to compare with"
+        return _unjudged(promise, "not judged", why)
+    errors = stored_errors(bench.gradients(wanted), bench.gradients(reference))
+    judged = judge(
+        promise,
+        outcome.found["timing"]["dtype"],
+        tried["losses"],
+        plain["losses"],
+        tried["grad_norms"],
+        plain["grad_norms"],
+        errors,
+    )
     worst = max(errors, key=lambda name: errors[name])
-    losses = [abs(a - b) / abs(b) for a, b in zip(tried["losses"], plain["losses"], strict=True)]
-    dtype = outcome.found["timing"]["dtype"] if "timing" in outcome.found else "float32"
-    tolerance = TOLERANCE.get((promise.name, dtype), 5e-2)
-    distance = max(max(losses), errors[worst])
-    equal = distance <= tolerance
+    finite = math.isfinite(errors[worst])
     return {
-        "verdict": "not judged" if promise is Parity.CHANGES else "equal" if equal else "different",
+        "verdict": judged.verdict,
         "class": promise.name,
-        "tolerance": tolerance,
-        "worst": distance,
+        "tolerance": judged.tolerance,
+        "worst": judged.worst if judged.worst is None or math.isfinite(judged.worst) else None,
         "steps": len(tried["losses"]),
         "losses": tried["losses"],
         "reference_losses": plain["losses"],
         "grad_norms": tried["grad_norms"],
         "reference_grad_norms": plain["grad_norms"],
-        "worst_tensor": {"name": worst, "relative_error": errors[worst]},
-        "why": "temporary",
+        "worst_tensor": {"name": worst, "relative_error": errors[worst] if finite else None},
+        "why": judged.why + (f"; {tried['skipped']} updates were left out" if tried["skipped"] else ""),
     }
+
+
+def stored_errors(ours: Path, reference: Path) -> dict[str, float]:
+    """The error of every tensor's gradient; infinite where one is missing or has another size."""
+    tried, plain = load_file(ours), load_file(reference)
+    both = [name for name in plain if name in tried and tried[name].shape == plain[name].shape]
+    errors = gradient_errors({name: tried[name] for name in both}, {name: plain[name] for name in both})
+    return {name: errors.get(name, math.inf) for name in plain}
 
 
 def _unjudged(promise: Parity, verdict: str, why: str) -> dict[str, Any]:
-    return {
-        "verdict": verdict,
-        "class": promise.name,
-        "tolerance": None,
-        "worst": None,
-        "steps": 0,
-        "losses": [],
-        "reference_losses": [],
-        "grad_norms": [],
-        "reference_grad_norms": [],
-        "worst_tensor": None,
-        "why": why,
+    nothing: dict[str, Any] = dict.fromkeys(("tolerance", "worst", "worst_tensor"))
+    empty: dict[str, Any] = {
+        key: [] for key in ("losses", "reference_losses", "grad_norms", "reference_grad_norms")
     }
+    return {"verdict": verdict, "class": promise.name, "steps": 0, **nothing, **empty, "why": why}

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 from rush.errors import RecipeError
 from rush.lab.bench import Bench, open_bench
 from rush.lab.findings import FORMULAS, Stand, Yard, rung_of
 from rush.lab.judge import parity_of
 from rush.lab.ladder_file import Addition, Plan, compose
+from rush.lab.search import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.statistics import centre, noise_floor, ratio_of_medians
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
@@ -110,13 +112,19 @@ class Climb:
         self.done = 0
         self.finished: str | None = None
         self.top: list[Addition] = []
+        self.curve: list[dict[str, Any]] | None = None
+        self.limits: list[dict[str, Any]] | None = None
 
     @property
     def base(self) -> Stand:
         return self.stands[0]
 
+    @property
+    def first(self) -> Stand:
+        """The lowest rung that could be measured: what drift and the gain in all are held against."""
+        return next((stand for stand in self.stands if stand.measured), self.base)
+
     def go(self) -> LadderRecord:
-        self._make_reference()
         additions = self.plan.additions if self.view != "left_out" else self._kept_by_climbing()
         for stand in self._rise(additions):
             if stand.recipe is not None:
@@ -125,11 +133,13 @@ class Climb:
             for stand in self.stands:
                 if stand.measured:
                     self._trial(stand, number)
-        if self.base.measured:
-            assert self.base.recipe is not None
-            self._tell(f"{self.base.name} again")
-            self.again = [self.bench.run(self.base.recipe, "again-0")]
+        if self.first.measured:
+            assert self.first.recipe is not None
+            self._tell(f"{self.first.name} again")
+            self.again = [self.bench.run(self.first.recipe, "again-0")]
             self.done += 1
+        if self.view == "cumulative":
+            self._search()
         self.finished = _now()
         return self._tell(None)
 
@@ -179,14 +189,23 @@ class Climb:
         self._tell(stand.name)
 
     def _reference(self) -> Recipe:
+        """Plain fp32, which all are compared with; a base that is plain and fits has made that trace itself."""
         plain = self.plan.base.model_copy(update={"techniques": []})
-        return self.bench.parity_recipe(plain)
-
-    def _make_reference(self) -> None:
-        """Plain fp32 is what all are compared with; a base that is plain makes that trace itself."""
-        if self.plan.base.techniques and self.bench.trace(self._reference()) is None:
-            plain = self.plan.base.model_copy(update={"techniques": []})
+        reference = self.bench.parity_recipe(plain)
+        if self.bench.trace(reference) is None:
             self.bench.run(plain, "reference", first=True, timed=False)
+        return reference
+
+    def _search(self) -> None:
+        """At the top: the batch that pays, and how long a sequence may be."""
+        search, memory = self.plan.search, self.bench.machine.memory_bytes
+        if search.batch_up_to is not None:
+            self._tell("batch sizes")
+            attempt = tries(self.bench, self.plan.base, self.top, "batch.micro")
+            self.curve = batch_curve(attempt, search.batch_up_to, memory, neighbours=search.neighbours)
+        if search.sequence_up_to is not None:
+            self._tell("sequence lengths")
+            self.limits = sequence_limits(self.bench, self.plan, self.top, memory)
 
     def _kept_by_climbing(self) -> list[Addition]:
         """What can be left out is what stands at the top: the cumulative view's first round tells."""
@@ -213,14 +232,14 @@ class Climb:
         """Everything known so far."""
         tried = [stand for stand in self.stands if stand.outcomes or stand.refused]
         again = [[t["step_tokens"] / s for s in t["samples_s"]] for t in self._again_timings()]
-        families = [stand.processes + (again if stand is self.base else []) for stand in tried]
+        families = [stand.processes + (again if stand is self.first else []) for stand in tried]
         floor = noise_floor(families, self.plan.measure.noise_floor)
         yard = Yard(self.bench.ceilings, self.bench.peaks, floor, self.plan.measure.smaller)
         drift = None
-        if again and self.base.measured:
-            moved = ratio_of_medians(self.base.processes, again, floor)
+        if again:
+            moved = ratio_of_medians(self.first.processes, again, floor)
             drift = {
-                "first": centre(self.base.processes),
+                "first": centre(self.first.processes),
                 "again": centre(again),
                 "ratio": moved.ratio,
                 "ci95": [moved.low, moved.high],
@@ -237,15 +256,15 @@ class Climb:
             "peaks": self.bench.peaks,
             "base": {"recipe": write_toml(self.plan.base), "digest": self.plan.base.digest},
             "formulas": FORMULAS,
-            "rungs": [rung_of(stand, self.base, yard) for stand in tried],
+            "rungs": [rung_of(stand, self.first, yard) for stand in tried],
             "drift": drift,
-            "batch_curve": None,
-            "batch_stops_paying_at": None,
-            "sequence_limits": None,
+            "batch_curve": self.curve,
+            "batch_stops_paying_at": stops_paying(self.curve) if self.curve else None,
+            "sequence_limits": self.limits,
             "interactions": None,
         }
 
-    def _again_timings(self) -> list[dict[str, object]]:
+    def _again_timings(self) -> list[dict[str, Any]]:
         return [o.found["timing"] for o in self.again if o.status == "ok" and "timing" in o.found]
 
 

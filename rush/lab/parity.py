@@ -11,17 +11,17 @@ per step, and comparing its curve with the base's would compare two data orders.
 
 from __future__ import annotations
 
-import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-from safetensors.numpy import load_file, save_file
+from safetensors.torch import save_file
 
+from rush.data import Batch
+from rush.files import replacing
 from rush.hardware import Machine
 from rush.lab.ladder_file import change
 from rush.models import Shape, build_model
@@ -31,7 +31,7 @@ from rush.train.build import Run, build
 from rush.train.corpus import Corpus
 from rush.train.folders import starting_weights
 from rush.train.schedule import learning_rate
-from rush.train.step import train_step
+from rush.train.step import StepResult, train_step
 
 WHOLE_UP_TO = 8_000_000
 """Parameters up to which gradients are kept whole."""
@@ -74,29 +74,36 @@ def trace(recipe: Recipe, machine: Machine, corpus: Corpus, gradients: Path) -> 
     losses, norms, skipped = [], [], 0
     with corpus.loader(recipe, run.loader_options) as loader:
         for step in range(1, recipe.schedule.steps + 1):
-            hook = _keep_gradients(run, gradients) if step == 1 else None
-            result = train_step(run, step, learning_rate(recipe, step), loader.next_step())
-            if hook is not None:
-                hook.remove()
+            if step == 1:
+                result = _first_step(run, loader.next_step(), gradients)
+            else:
+                result = train_step(run, step, learning_rate(recipe, step), loader.next_step())
             losses.append(result.loss)
             norms.append(result.grad_norm)
             skipped += result.skipped
     return Trace(losses, norms, skipped)
 
 
-def _keep_gradients(run: Run, path: Path) -> Any:
-    """A hook that writes the gradients at the moment before the update."""
+def _first_step(run: Run, batches: Iterable[Batch], path: Path) -> StepResult:
+    """Step one, with its gradients written down as they were before clipping."""
+    kept: dict[str, torch.Tensor] = {}
 
-    def write(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_suffix(".tmp")
-        save_file(dict(_gradients(run)), temporary)
-        temporary.replace(path)
+    def keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        kept.update(_gradients(run))
 
-    return run.optimizer.register_step_pre_hook(write)
+    hook = run.optimizer.register_step_pre_hook(keep)
+    result = train_step(run, 1, learning_rate(run.recipe, 1), batches)
+    hook.remove()
+    # The moment before the update is after clipping, which scaled all gradients by one and the same factor.
+    limit = run.recipe.optimizer.clip
+    factor = min(1.0, limit / (result.grad_norm + 1e-6)) if limit else 1.0
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary:
+        save_file({name: gradient / factor for name, gradient in kept.items()}, temporary)
+    return result
 
 
-def _gradients(run: Run) -> list[tuple[str, np.ndarray[Any, Any]]]:
+def _gradients(run: Run) -> list[tuple[str, torch.Tensor]]:
     whole = sum(p.numel() for p in run.model.parameters()) <= WHOLE_UP_TO
     dims = plain_dims(run.recipe.shape())
     found = []
@@ -108,7 +115,7 @@ def _gradients(run: Run) -> list[tuple[str, np.ndarray[Any, Any]]]:
             # A technique made this tensor larger (a padded vocabulary); the plain part is what is compared.
             gradient = gradient[tuple(slice(size) for size in dims[name])]
         kept = gradient.float() if whole else fold(gradient, name)
-        found.append((name, kept.cpu().contiguous().numpy()))
+        found.append((name, kept.cpu().contiguous().clone()))
     return found
 
 
@@ -132,17 +139,3 @@ def fold(gradient: torch.Tensor, name: str) -> torch.Tensor:
         part = torch.nn.functional.pad(part, (0, -part.numel() % FOLDED))
         total += part.view(-1, FOLDED).sum(0)
     return total
-
-
-def gradient_errors(reference: Path, other: Path) -> dict[str, float]:
-    """For every tensor, the length of the difference over the length of the reference."""
-    plain, tried = load_file(reference), load_file(other)
-    errors: dict[str, float] = {}
-    for name, expected in plain.items():
-        if name not in tried or tried[name].shape != expected.shape:
-            errors[name] = math.inf
-            continue
-        length = float(np.linalg.norm(expected.astype(np.float64)))
-        distance = float(np.linalg.norm(tried[name].astype(np.float64) - expected))
-        errors[name] = distance / length if length else (math.inf if distance else 0.0)
-    return errors

@@ -121,14 +121,14 @@ def _clock(device: torch.device) -> Clock:
         return time.perf_counter() - began
 
     def by_device(call: Callable[[], None], count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize(device)
         start.record()
         for _ in range(count):
             call()
         end.record()
         end.synchronize()
-        return start.elapsed_time(end) / 1000
+        return float(start.elapsed_time(end)) / 1000
 
     return by_device if device.type == "cuda" else by_host
 

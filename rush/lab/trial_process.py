@@ -160,7 +160,8 @@ def _declared(recipe: Recipe) -> dict[str, Any]:
 def add_technique(path: Path) -> None:
     """Make the `technique` that a Python file defines known to this process."""
     module_spec = importlib.util.spec_from_file_location(f"rush_extra_{path.stem}", path)
-    assert module_spec is not None and module_spec.loader is not None, path
+    assert module_spec is not None, path
+    assert module_spec.loader is not None, path
     module = importlib.util.module_from_spec(module_spec)
     module_spec.loader.exec_module(module)
     technique: Technique = module.technique

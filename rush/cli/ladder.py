@@ -1,0 +1,235 @@
+"""`rush ladder` and `rush compare`: climb and watch, and put ladders side by side."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rush.cli.output import Json, note, print_json, print_table
+from rush.errors import RecipeError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from rush.lab.ladder import Progress
+    from rush.records.ladder import LadderRecord, Rung
+
+VIEWS = ("cumulative", "alone", "left_out", "all")
+
+
+def ladder(
+    name: Annotated[
+        str, typer.Argument(help="A ladder's name (tiny, gpt2-124m, …) or a .toml file.")
+    ] = "tiny",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[KEY=VALUE]...", help="Changes of the base recipe, or of measure., parity., search."
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The ladder's folder; ladders-out/NAME without it.")
+    ] = None,
+    view: Annotated[
+        str, typer.Option(help="cumulative, alone, left_out, or all three with their interactions.")
+    ] = "cumulative",
+    technique: Annotated[
+        list[Path] | None, typer.Option(help="A Python file that defines a further technique.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Measure what every technique gains on this machine, and prove that the model still learns the same.
+
+    Each rung is timed in fresh processes, watched under a profile and held against plain fp32. A ladder that
+    was interrupted goes on where it stopped: run the same command again.
+
+    Examples:
+
+      rush ladder
+
+      rush ladder llama-3.2-1b --out results/llama-1b --view all
+
+      rush ladder tiny measure.processes=5 batch.micro=4
+    """
+    if view not in VIEWS:
+        raise RecipeError(f"--view is {view!r}; allowed: {', '.join(VIEWS)}.")
+    changes = list(overrides or [])
+    if "=" in name:
+        changes.insert(0, name)
+        name = "tiny"
+
+    from rush.lab.ladder import climb
+    from rush.lab.ladder_file import load_plan
+    from rush.report.page import write_report
+
+    plan = load_plan(name, changes)
+    folder = out or Path("runs") / f"ladder-{plan.name}"
+    with _stopped_by_sigterm(), _watching(quiet=json) as watch:
+        record = climb(
+            plan,
+            folder,
+            view=view,
+            extra_techniques=technique or [],
+            watch=watch,
+            note=_quiet if json else note,
+        )
+    pages = [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]
+    for page in pages:
+        write_report(page / "ladder.json", page / "report.html")
+    if json:
+        print_json(record)
+        return
+    typer.echo(f"Record: {folder / 'ladder.json'}\nReport: {folder / 'report.html'}")
+
+
+def compare(
+    folders: Annotated[list[Path], typer.Argument(help="Two or more ladder folders.")],
+    out: Annotated[Path | None, typer.Option(help="Write the comparison as a page, too.")] = None,
+    json: Json = False,
+) -> None:
+    """Put ladders side by side: machines, versions, or settings.
+
+    Example:
+
+      rush compare results/h200 results/a100 --out comparison.html
+    """
+    from rush.records.ladder import read_ladder
+    from rush.report.compare import write_comparison
+
+    if len(folders) < 2:
+        raise RecipeError("a comparison needs at least two ladder folders.")
+    records = {str(folder): read_ladder(folder) for folder in folders}
+    names = list(dict.fromkeys(rung["name"] for record in records.values() for rung in record["rungs"]))
+    found = {folder: {rung["name"]: rung for rung in record["rungs"]} for folder, record in records.items()}
+    if out is not None:
+        write_comparison([folder / "ladder.json" for folder in folders], out)
+    if json:
+        keys = ("tokens_per_s", "total_gain", "peak_memory_bytes", "verdict", "status")
+        rows = {
+            name: {f: {k: r[name].get(k) for k in keys} for f, r in found.items() if name in r}
+            for name in names
+        }
+        print_json(rows)
+        return
+    print_table(
+        ["rung", *records],
+        [[name, *(_cell(rungs.get(name)) for rungs in found.values())] for name in names],
+    )
+
+
+def _cell(rung: Rung | None) -> str:
+    if rung is None:
+        return "-"
+    speed = rung["tokens_per_s"]
+    total = rung["total_gain"]
+    times = f" ×{total['ratio']:.2f}" if total else ""
+    return f"{speed['median']:,.0f} tokens/s{times}, {rung['verdict']}" if speed else rung["verdict"]
+
+
+def _quiet(text: str) -> None: ...
+
+
+@contextmanager
+def _watching(quiet: bool) -> Iterator[Any]:
+    """Shows the ladder as a table that fills up; one line per trial where there is no terminal."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    if quiet:
+        yield lambda progress: None
+        return
+    if not console.is_terminal:
+        yield _Lines(console)
+        return
+    with Live(console=console, auto_refresh=False) as live:
+        yield lambda progress: live.update(ladder_table(progress), refresh=True)
+
+
+class _Lines:
+    """Progress as plain lines, and the table at the end."""
+
+    def __init__(self, console: Any) -> None:
+        self.console = console
+
+    def __call__(self, progress: Progress) -> None:
+        if progress.doing is None:
+            self.console.print(ladder_table(progress))
+        else:
+            self.console.print(f"[{progress.done}/{progress.total}] {progress.doing}", markup=False)
+
+
+def ladder_table(progress: Progress) -> Table:
+    """The ladder as it stands."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    record = progress.record
+    table = Table(title=_title(progress), title_justify="left", caption=_caption(record), box=box.SIMPLE_HEAD)
+    for column in ("rung", "tokens/s", "± 95 %", "gain", "in all", "memory", "verdict"):
+        justify: Any = "left" if column in ("rung", "verdict") else "right"
+        table.add_column(column, justify=justify)
+    for rung in record["rungs"]:
+        table.add_row(*(Text(cell) for cell in _row(rung)))
+    if progress.doing is not None and all(rung["name"] != progress.doing for rung in record["rungs"]):
+        table.add_row(Text(progress.doing), *[Text("…")] * 6)
+    return table
+
+
+def _row(rung: Rung) -> list[str]:
+    speed, gain, total = rung["tokens_per_s"], rung["gain"], rung["total_gain"]
+    memory = rung["peak_memory_bytes"]
+    spread = (speed["ci95"][1] - speed["ci95"][0]) / 2 if speed else 0.0
+    return [
+        rung["title"],
+        f"{speed['median']:,.0f}" if speed else "",
+        f"{spread:,.0f}" if speed else "",
+        f"{100 * (gain['ratio'] - 1):+.1f} %" if gain else "",
+        f"×{total['ratio']:.2f}" if total else "",
+        f"{memory / 2**30:.2f} GiB" if memory else "",
+        rung["verdict"] if speed or not rung["reason"] else f"{rung['verdict']}: {rung['reason'][:60]}",
+    ]
+
+
+def _title(progress: Progress) -> str:
+    record = progress.record
+    if progress.doing is None:
+        return f"{record['name']} · {record['view']} · done"
+    left = "" if progress.seconds_left is None else f" · about {_minutes(progress.seconds_left)} left"
+    return f"{record['name']} · {record['view']} · {progress.done} of {progress.total} trials{left} · {progress.doing}"
+
+
+def _caption(record: LadderRecord) -> str | None:
+    drift = record["drift"]
+    if drift is None:
+        return None
+    moved = f"{100 * (drift['ratio'] - 1):+.1f} %"
+    return (
+        f"the first rung measured again: {moved}{', DRIFT' if drift['flagged'] else ', within its interval'}"
+    )
+
+
+def _minutes(seconds: float) -> str:
+    return time.strftime("%M:%S min", time.gmtime(seconds)) if seconds < 3600 else f"{seconds / 3600:.1f} h"
+
+
+@contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends a ladder as Ctrl-C does: the running trial and all it started are ended first."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

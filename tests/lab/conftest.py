@@ -1,0 +1,79 @@
+"""Ladders small enough to climb in seconds: a model of ten thousand parameters on this project's own text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="session")
+def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(autouse=True)
+def _surroundings(lab_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RUSH_CACHE", str(lab_cache))
+    # One thread: with two, every other process on a small machine makes them wait for each other.
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+@pytest.fixture(scope="session")
+def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recipe")
+    corpus = folder / "corpus"
+    corpus.mkdir()
+    for path in sorted((ROOT / "rush" / "models").glob("*.py")):
+        (corpus / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    recipe = folder / "small.toml"
+    recipe.write_text(
+        f"""
+        [model]
+        name = "tiny"
+        shape = {{num_layers = 2, hidden = 32, num_kv_heads = 4, head_dim = 8, intermediate = 64, vocab_size = 320}}
+        [data]
+        source = "files"
+        files = [{json.dumps(str(corpus / "*.txt"))}]
+        validation = 0.2
+        [batch]
+        micro = 2
+        sequence = 32
+        [optimizer]
+        lr = 1e-3
+        [schedule]
+        steps = 1000
+        warmup = 10
+        [run]
+        device = "cpu"
+        """
+    )
+    return recipe
+
+
+@pytest.fixture
+def ladder_file(tmp_path: Path, small_recipe: Path) -> Callable[..., Path]:
+    """Writes a ladder with these rungs (TOML values) and returns its path."""
+
+    def write(rungs: list[str], base: str = "", parity_steps: int = 3, **measure: Any) -> Path:
+        settings = {
+            "processes": 1,
+            "windows": 5,
+            "window_ms": 1.0,
+            "warmup_max_steps": 8,
+            "limit_s": 60.0,
+            **measure,
+        }
+        path = tmp_path / "ladder.toml"
+        lines = [f"recipe = {json.dumps(str(small_recipe))}", f"rungs = [{', '.join(rungs)}]", "[base]", base]
+        lines += ["[measure]", *(f"{key} = {value}" for key, value in settings.items())]
+        lines += ["[parity]", f"steps = {parity_steps}"]
+        path.write_text("\n".join(lines) + "\n")
+        return path
+
+    return write

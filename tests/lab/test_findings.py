@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import signal
+from typing import Any
+
+import pytest
+
+from rush.lab.findings import Stand, verdict_of
+from rush.lab.interactions import interactions
+from rush.lab.judge import loosest
+from rush.lab.ladder_file import Addition
+from rush.lab.statistics import Ratio
+from rush.lab.trial import Outcome, _judge
+
+
+def _stand(
+    memory: int = 100, parity: str = "equal", over: Stand | None = None, took_effect: bool = True
+) -> Stand:
+    timing = {"step_tokens": 10, "samples_s": [1.0], "peak_memory_bytes": memory}
+    evidence = [{"technique": "thing", "took_effect": took_effect, "what": "made up"}]
+    outcome = Outcome("ok", None, {"timing": timing, "evidence": evidence})
+    addition = Addition("thing", "thing", "thing", {})
+    return Stand(addition, "thing", "thing", None, [outcome], over=over, parity={"verdict": parity})
+
+
+FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.98, 1.02)
+
+
+@pytest.mark.parametrize(
+    ("parity", "gain", "memory", "expected"),
+    [
+        ("equal", FASTER, 100, "equal and faster"),
+        ("equal", SAME, 100, "no gain"),
+        ("equal", SLOWER, 100, "slower"),
+        ("equal", SLOWER, 60, "equal and smaller"),
+        ("equal", SAME, 97, "no gain"),
+        ("different", FASTER, 100, "faster but different"),
+        ("different", SLOWER, 60, "different"),
+        ("not judged", FASTER, 100, "faster but different"),
+        ("not judged", SAME, 60, "no gain"),
+    ],
+)
+def test_the_verdict_follows_from_gain_parity_and_memory(
+    parity: str, gain: Ratio, memory: int, expected: str
+) -> None:
+    base = _stand()
+    assert verdict_of(_stand(memory, parity, over=base), gain, smaller=0.05) == expected
+
+
+def test_a_technique_without_evidence_has_no_effect_however_fast_it_is() -> None:
+    stand = _stand(over=_stand(), took_effect=False)
+    assert verdict_of(stand, FASTER, 0.05) == "no effect"
+    assert "made up" in str(stand.reason)
+
+
+@pytest.mark.parametrize(
+    ("found", "code", "late", "status", "words"),
+    [
+        ({}, -signal.SIGSEGV, False, "crashed", "SIGSEGV"),
+        ({}, -signal.SIGKILL, False, "out_of_memory", "SIGKILL"),
+        ({}, -signal.SIGKILL, True, "timed_out", "9 s"),
+        ({}, 1, False, "crashed", "ValueError: planted"),
+        ({"timing": {}}, 1, False, "crashed", "exit code 1"),
+        ({"timing": {"x": 1}}, 1, False, "ok", "after the timing"),
+        ({"complete": True, "status": "diverged", "reason": "r"}, 0, False, "diverged", "r"),
+    ],
+)
+def test_a_trials_status_follows_from_how_it_ended(
+    found: dict[str, Any], code: int, late: bool, status: str, words: str
+) -> None:
+    got, reason = _judge(found, code, late, 9.0, "Traceback\nValueError: planted\n")
+    assert got == status
+    assert words in str(reason)
+
+
+def test_a_recipe_promises_what_its_loosest_technique_does() -> None:
+    assert loosest([]).name == "EXACT"
+    assert loosest(["CLOSE", "EXACT", "STATISTICAL"]).name == "STATISTICAL"
+
+
+def test_interactions_tell_what_the_three_views_say_together() -> None:
+    def record(name: str, ratio: float) -> Any:
+        gain = {"ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01]}
+        return {"rungs": [{"name": "base", "gain": None}, {"name": name, "gain": gain}]}
+
+    (row,) = interactions(record("x", 1.3), record("x", 1.5), record("without x", 0.9))
+    assert (row["alone"], row["in_ladder"]) == (1.5, 1.3)
+    assert row["left_out"] == pytest.approx(1 / 0.9)
+    assert "already save part" in row["sentence"]

@@ -1,0 +1,189 @@
+"""The ladder's promises, with real processes and planted techniques."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rush.lab.ladder import Progress, climb
+from rush.lab.ladder_file import load_plan
+from rush.records.ladder import read_ladder
+
+PLANTED = Path(__file__).parent / "planted"
+PLANT, STEADY = PLANTED / "plant.py", PLANTED / "steady.py"
+ROOT = Path(__file__).resolve().parents[2]
+LadderFile = Callable[..., Path]
+
+
+def _plant(kind: str) -> str:
+    return f'{{name = "plant", kind = "{kind}"}}'
+
+
+def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
+    ladder_file: LadderFile, tmp_path: Path
+) -> None:
+    kinds = ("nothing", "gradient", "memory", "hang", "segfault")
+    path = ladder_file([*map(_plant, kinds), '"tf32"', '"fused_adamw"'], limit_s=25.0)
+    record = climb(load_plan(str(path)), tmp_path / "out", extra_techniques=[PLANT])
+    rungs = {rung["name"]: rung for rung in record["rungs"]}
+    verdicts = {kind: rungs[f"plant(kind={kind})"]["verdict"] for kind in kinds}
+    assert verdicts == {
+        "nothing": "no effect",
+        "gradient": verdicts["gradient"],
+        "memory": "out of memory",
+        "hang": "timed out",
+        "segfault": "crashed",
+    }
+    assert "different" in verdicts["gradient"]
+    parity = rungs["plant(kind=gradient)"]["parity"]
+    assert parity is not None
+    assert parity["verdict"] == "different"
+    assert abs(parity["worst_tensor"]["relative_error"] - 0.05) < 1e-3
+    assert "SIGSEGV" in str(rungs["plant(kind=segfault)"]["reason"])
+    assert "25 s" in str(rungs["plant(kind=hang)"]["reason"])
+    assert rungs["tf32"]["status"] == "unsupported"
+    assert "CUDA" in str(rungs["tf32"]["reason"])
+    last = rungs["fused_adamw"]
+    assert last["status"] == "ok"
+    # The failures were left behind; the planted gradient, which ran, was built upon.
+    assert last["techniques"] == ["plant", "fused_adamw"]
+    assert last["gain"] is not None
+    assert last["gain"]["over"] == "plant(kind=gradient)"
+    assert _commands("sleep 987") == []
+    assert read_ladder(tmp_path / "out") == record
+    assert record["finished"] is not None
+    assert record["drift"] is not None
+
+
+def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderFile, tmp_path: Path) -> None:
+    path = ladder_file(['"fused_adamw"', '"flash_attention"', '{"batch.micro" = 4}'])
+    record = climb(load_plan(str(path)), tmp_path / "out")
+    base, fused, flash, batch = record["rungs"]
+    assert base["verdict"] == "baseline"
+    for rung in (base, fused, flash, batch):
+        assert rung["status"] == "ok", rung["reason"]
+        assert rung["parity"] is not None
+        assert rung["parity"]["verdict"] == "equal", rung["parity"]["why"]
+        assert all(row["took_effect"] for row in rung["evidence"])
+    assert base["parity"]["losses"] == base["parity"]["reference_losses"]
+    assert batch["step_tokens"] == 2 * base["step_tokens"]
+    assert batch["parity"]["losses"] == flash["parity"]["losses"]  # the batch of parity is the ladder's
+    assert len(list((tmp_path / "out" / "parity").glob("*.safetensors"))) == 3
+
+
+def test_a_planted_slowdown_of_five_per_cent_is_found_and_a_twin_is_no_gain(
+    ladder_file: LadderFile, tmp_path: Path
+) -> None:
+    base = 'techniques = [{name = "steady", step_us = 60000}]'
+    slower = '{name = "steady", step_us = 63000}'
+    path = ladder_file(['{"run.keep" = 3}', slower], base, processes=2, windows=6)
+    record = climb(load_plan(str(path)), tmp_path / "out", extra_techniques=[STEADY])
+    _, twin, slow = record["rungs"]
+    assert twin["verdict"] == "no gain"
+    assert slow["verdict"] == "slower"
+    assert slow["gain"] is not None
+    assert slow["gain"]["real"]
+    assert slow["gain"]["ratio"] == pytest.approx(1 / 1.05, rel=0.02)
+    assert record["drift"] is not None
+    assert not record["drift"]["flagged"]
+
+
+def test_a_killed_ladder_goes_on_and_repeats_no_finished_trial(
+    ladder_file: LadderFile, tmp_path: Path
+) -> None:
+    path, out = ladder_file(['"fused_adamw"', '"gc_control"']), tmp_path / "out"
+    process = _start(path, out)
+    _wait_for(lambda: len(list(out.glob("trials/*.json"))) >= 2, process)
+    process.send_signal(signal.SIGKILL)  # nothing can be tidied up
+    process.wait()
+    _wait_for(lambda: not _commands(str(out)), None)  # the trial dies with its ladder
+    before = {file.name: file.read_bytes() for file in out.glob("trials/*.json")}
+    told: list[Progress] = []
+    record = climb(load_plan(str(path)), out, watch=told.append)
+    after = {file.name: file.read_bytes() for file in out.glob("trials/*.json")}
+    assert len(before) in (2, 3)
+    assert len(after) == 4  # three rungs, and the first again
+    assert {name: after[name] for name in before} == before
+    assert record["finished"] is not None
+    again = climb(load_plan(str(path)), out)
+    assert {file.name: file.read_bytes() for file in out.glob("trials/*.json")} == after
+    assert [rung["tokens_per_s"] for rung in again["rungs"]] == [r["tokens_per_s"] for r in record["rungs"]]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_ladder_leaves_no_process(
+    ladder_file: LadderFile, tmp_path: Path, number: signal.Signals
+) -> None:
+    path, out = ladder_file([_plant("hang")]), tmp_path / "out"
+    process = _start(path, out, "--technique", str(PLANT))
+    _wait_for(lambda: bool(_commands("sleep 987")), process)
+    process.send_signal(number)
+    assert process.wait(timeout=20) == 130
+    assert _commands("sleep 987") == []
+    assert _commands(str(out)) == []
+    assert read_ladder(out)["finished"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_twenty_comparisons_of_a_recipe_with_itself_give_at_most_two_false_gains(
+    ladder_file: LadderFile, tmp_path: Path
+) -> None:
+    twins = [f'{{"run.keep" = {number}}}' for number in range(3, 23)]
+    path = ladder_file(twins, processes=4, windows=10, window_ms=30.0)
+    record = climb(load_plan(str(path)), tmp_path / "out")
+    gains = [rung["gain"] for rung in record["rungs"][1:]]
+    assert len(gains) == 20
+    assert sum(gain is not None and gain["real"] for gain in gains) <= 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_five_per_cent_of_real_work_more_is_found(ladder_file: LadderFile, tmp_path: Path) -> None:
+    path = ladder_file([_plant("slow")], processes=8, windows=12, window_ms=40.0)
+    record = climb(load_plan(str(path)), tmp_path / "out", extra_techniques=[PLANT])
+    assert record["rungs"][1]["verdict"] == "slower"
+
+
+def _start(path: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
+    code = (
+        "import sys, typer; from rush.cli.ladder import ladder; from rush.errors import RushError\n"
+        "app = typer.Typer(); app.command()(ladder)\n"
+        "try: app(sys.argv[1:], standalone_mode=False)\n"
+        "except KeyboardInterrupt: sys.exit(130)\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(path), "--out", str(out), *more],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.DEVNULL,
+    )
+
+
+def _wait_for(met: Callable[[], bool], process: subprocess.Popen[bytes] | None) -> None:
+    until = time.monotonic() + 90
+    while not met():
+        assert time.monotonic() < until
+        assert process is None or process.poll() is None
+        time.sleep(0.05)
+
+
+def _commands(part: str) -> list[int]:
+    """Living processes with this in their command line, but for this one."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit() and int(folder.name) != os.getpid():
+            try:
+                words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if part in words:
+                found.append(int(folder.name))
+    return found

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from rush.lab.statistics import (
+    Floor,
+    centre,
+    median_interval,
+    noise_floor,
+    ratio_of_medians,
+    student_quantile,
+)
+
+
+def _processes(
+    rng: np.random.Generator, count: int, samples: int, between: float, within: float, level: float = 1000.0
+) -> list[list[float]]:
+    """Rates whose processes lie apart: a normal logarithm for each process, and noise inside it."""
+    shifts = rng.normal(0, between, count)
+    return [list(level * np.exp(shift + rng.normal(0, within, samples))) for shift in shifts]
+
+
+@pytest.mark.parametrize(
+    ("freedom", "known"), [(3, 3.182), (4, 2.776), (10, 2.228), (30, 2.042), (1000, 1.962)]
+)
+def test_students_quantile_is_the_tabulated_one(freedom: int, known: float) -> None:
+    assert student_quantile(freedom) == pytest.approx(known, rel=0.012)
+
+
+def test_one_disturbed_process_of_three_does_not_move_the_centre() -> None:
+    assert centre([[100, 101, 99], [100, 100, 102], [10, 11, 12]]) == 100
+
+
+def test_the_interval_of_a_median_covers_the_truth_as_often_as_it_says() -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for trial in range(200):
+        interval = median_interval([list(rng.lognormal(0, 0.05, 40))], seed=trial)
+        hits += interval.low <= 1.0 <= interval.high
+    assert 0.90 <= hits / 200 <= 0.99
+
+
+@pytest.mark.parametrize("processes", [2, 3, 5])
+def test_recipes_that_are_the_same_are_rarely_called_different(processes: int) -> None:
+    rng = np.random.default_rng(processes)
+    false = 0
+    for trial in range(100):
+        rungs = [_processes(rng, processes, 10, between=0.02, within=0.01) for _ in range(9)]
+        floor = noise_floor(rungs)
+        a, b = rungs[0], rungs[1]
+        false += ratio_of_medians(a, b, floor, seed=trial).real
+    assert false <= 8
+
+
+def test_an_interval_from_samples_alone_would_be_fooled_by_processes() -> None:
+    """The reason for all this: pooled samples of one process each are certain of differences that are not there."""
+    rng = np.random.default_rng(7)
+    fooled = sum(
+        ratio_of_medians(
+            _processes(rng, 1, 30, between=0.02, within=0.005),
+            _processes(rng, 1, 30, between=0.02, within=0.005),
+            Floor(0.0, 0),
+            seed=trial,
+        ).real
+        for trial in range(100)
+    )
+    assert fooled > 60
+
+
+@pytest.mark.parametrize(("processes", "at_least"), [(3, 65), (5, 90)])
+def test_five_per_cent_is_found_among_nine_rungs(processes: int, at_least: int) -> None:
+    rng = np.random.default_rng(3)
+    found = 0
+    for trial in range(100):
+        rungs = [_processes(rng, processes, 10, between=0.015, within=0.01) for _ in range(8)]
+        slow = _processes(rng, processes, 10, between=0.015, within=0.01, level=1000 / 1.05)
+        floor = noise_floor([*rungs, slow])
+        found += ratio_of_medians(rungs[-1], slow, floor, seed=trial).slower
+    assert found >= at_least
+
+
+def test_the_ratio_is_the_quotient_and_its_interval_holds_it() -> None:
+    ratio = ratio_of_medians([[100.0] * 5], [[150.0] * 5], Floor(0.0, 0, least=0.01))
+    assert ratio.ratio == pytest.approx(1.5)
+    assert ratio.low == pytest.approx(1.5 * math.exp(-0.01))
+    assert ratio.high == pytest.approx(1.5 * math.exp(0.01))
+    assert ratio.faster
+
+
+def test_with_the_base_alone_measured_twice_the_floor_is_their_distance() -> None:
+    floor = noise_floor([[[100.0], [103.0]], [[50.0]]])
+    assert floor.half_width(1, 1) == pytest.approx(math.log(1.03))
+
+
+def test_the_same_seed_gives_the_same_interval() -> None:
+    rng = np.random.default_rng(0)
+    samples = _processes(rng, 3, 10, 0.02, 0.01)
+    assert median_interval(samples) == median_interval(samples)
