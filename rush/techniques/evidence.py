@@ -13,7 +13,8 @@ from rush.recipe import Knob
 from rush.techniques.contract import Evidence, Observation, Proof
 
 # The softmax of plain attention: an operator of its own, or part of a fused kernel's name; not the loss's.
-_ATTENTION_SOFTMAX = re.compile(r"^(?:aten::|triton_).*(?<!log_)softmax")
+# (The compiler's prepare_softmax_online may be part of either, so it says nothing.)
+_ATTENTION_SOFTMAX = re.compile(r"^(?:aten::|triton_).*(?<!log_)(?<!prepare_)softmax")
 
 
 def ran(*parts: str) -> Evidence:

@@ -27,7 +27,7 @@ _RULES = tuple(
         ("loss", r"[Ll]og_?[Ss]oft[Mm]ax|[Nn]ll_?[Ll]oss|cross_entropy|CrossEntropy"),
         (
             "attention",
-            r"scaled_dot_product|flash_|fmha|sdpa|flex_attention|aten::(bmm|baddbmm)|Bmm|[Ss]oft[Mm]ax|"
+            r"scaled_dot_product|flash_|fmha|sdpa|flex_attention|aten::(bmm|baddbmm)|Bmm|(?<!prepare_)[Ss]oft[Mm]ax|"
             r"masked_fill|MaskedFill",
         ),
         ("data", r"Memcpy HtoD"),

@@ -2,90 +2,192 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
-from rush.data import Batch
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
+from rush.techniques import registry
+from rush.techniques.proofs import prove
 from rush.train.build import Run, build
-from rush.train.step import train_step
+from tests.techniques.tiny_runs import Trace, compare, make_run, trace
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # Compilers and libraries give advice (tensor cores, hashing, first use of a profiler), other on every version.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
 
-SMALL = ["model.shape.num_layers=2", "model.shape.hidden=256", "model.shape.head_dim=64", "model.shape.num_heads=4",
-         "model.shape.intermediate=512", "batch.sequence=256", "batch.total_tokens=1024", "batch.micro=4"]  # fmt: skip
-
-
-def make_run(name: str, techniques: str) -> Run:
-    heads = ["model.shape.num_kv_heads=4"] if name == "tiny" else ["model.shape.num_kv_heads=2"]
-    return build(load_recipe(name, [*SMALL, *heads, f"techniques={techniques}"]), probe("cuda"))
-
-
-def text_batch(seed: int) -> Batch:
-    """Bytes of this file: real text, not noise."""
-    data = torch.tensor(list(Path(__file__).read_bytes()), dtype=torch.int64)
-    starts = torch.randint(0, len(data) - 257, (4,), generator=torch.Generator().manual_seed(seed))
-    rows = torch.stack([data[start : start + 257] for start in starts.tolist()])
-    return Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), ("",) * 4)
+SIZE = ("model.shape.hidden=256", "model.shape.head_dim=64", "model.shape.intermediate=512", "model.shape.context=256",
+        "batch.sequence=256", "batch.micro=4", "batch.total_tokens=1024", "optimizer.lr=0.001")  # fmt: skip
+EXACTLY = (*SIZE, "run.deterministic=true")
+STEPS = 6
+CHUNKS = "{name='chunked_loss', chunk_tokens=256}"
+BLOCKS = "{name='compile', scope='block'}"
 
 
-def losses(run: Run, steps: int = 8) -> list[float]:
-    return [train_step(run, step, 1e-3, [text_batch(step)]).loss for step in range(1, steps + 1)]
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Graphs of other tests must not count against this one's limit of recompiles."""
+    torch._dynamo.reset()
+    yield
+    torch.cuda.empty_cache()
 
 
-def kernels(run: Run) -> str:
-    batch = text_batch(99)
-    train_step(run, 1, 1e-3, [batch])
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as seen:
-        train_step(run, 2, 1e-3, [batch])
-        torch.cuda.synchronize()
-    return "\n".join(event.key for event in seen.key_averages())
+def on_gpu(*techniques: str, name: str = "llama-tiny", overrides: tuple[str, ...] = SIZE) -> Run:
+    return make_run(*techniques, name=name, overrides=overrides, machine=probe("cuda"))
+
+
+@cache
+def plain(name: str = "llama-tiny", overrides: tuple[str, ...] = SIZE) -> Trace:
+    return trace(on_gpu(name=name, overrides=overrides), STEPS, watch=True)
+
+
+def takes_effect_and_learns_the_same(
+    *techniques: str, dtype: str = "float32", name: str = "llama-tiny", overrides: tuple[str, ...] = SIZE
+) -> Trace:
+    run = on_gpu(*techniques, name=name, overrides=overrides)
+    ours = trace(run, STEPS, watch=True)
+    assert ours.seen is not None
+    proofs = prove(run.uses, ours.seen)
+    assert len(proofs) == len(techniques)
+    assert all(proof.took_effect for proof in proofs.values()), proofs
+    verdict = compare(run, dtype, ours, plain(name, overrides))
+    assert verdict.verdict == "equal", verdict.why
+    return ours
+
+
+@pytest.mark.parametrize("name", sorted(registry()))
+def test_its_evidence_fails_on_a_plain_run(name: str) -> None:
+    technique = registry()[name]
+    seen = plain().seen
+    assert seen is not None
+    proof = technique.evidence(seen, {key: knob.default for key, knob in technique.knobs.items()})
+    assert not proof.took_effect, proof.what
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
 @pytest.mark.parametrize(
-    ("techniques", "tolerance"),
+    ("techniques", "dtype"),
     [
-        ("['tf32']", 2e-3),
-        ("['amp_bf16']", 1e-2),
-        ("['pure_bf16']", 5e-2),
-        ("['amp_bf16', 'flash_attention']", 1e-2),
-        ("['fused_adamw']", 1e-4),
-        ("['amp_bf16', 'flash_attention', 'fused_adamw', 'compile']", 1e-2),
-        ("['amp_bf16', 'flash_attention', {name='compile', scope='block'}]", 1e-2),
+        (["tf32"], "tf32"),
+        (["amp_bf16"], "bfloat16"),
+        (["amp_fp16"], "float16"),
+        (["bf16_master"], "bfloat16"),
+        (["bf16_master", "fused_adamw"], "bfloat16"),
+        (["pure_bf16"], "bfloat16"),
+        (["fused_adamw"], "float32"),
+        ([CHUNKS], "float32"),
+        (["vocab_pad"], "float32"),
+        (["accumulate"], "float32"),
     ],
 )
-def test_the_loss_follows_plain_fp32(name: str, techniques: str, tolerance: float) -> None:
-    plain = losses(make_run(name, "[]"))
-    ours = losses(make_run(name, techniques))
-    assert ours == pytest.approx(plain, rel=tolerance)
-    assert plain[-1] < plain[0] - 0.5
+def test_arithmetic(name: str, techniques: list[str], dtype: str) -> None:
+    takes_effect_and_learns_the_same(*techniques, dtype=dtype, name=name)
 
 
-@pytest.mark.parametrize("compiled", ["", ", 'compile'"])
-def test_the_flash_kernel_really_runs_and_the_plain_softmax_does_not(compiled: str) -> None:
-    names = kernels(make_run("llama-tiny", f"['amp_bf16', 'flash_attention'{compiled}]"))
-    assert "flash_fwd" in names
-    assert "flash_bwd" in names
-    assert "cudnn" not in names.lower()
+@pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
+@pytest.mark.parametrize("core", ["flash_attention", "cudnn_attention"])
+@pytest.mark.parametrize(("amp", "dtype"), [("amp_bf16", "bfloat16"), ("amp_fp16", "float16")])
+def test_attention(name: str, core: str, amp: str, dtype: str) -> None:
+    """The second family shares key/value heads among query heads."""
+    ours = takes_effect_and_learns_the_same(amp, core, dtype=dtype, name=name)
+    assert ours.seen is not None
+    names = "\n".join(ours.seen.kernels).lower()
+    assert ("cudnn" in names) == (core == "cudnn_attention")
 
 
-def test_the_fused_update_really_runs() -> None:
-    assert "FusedAdam" in kernels(make_run("tiny", "['fused_adamw']"))
-    assert "FusedAdam" not in kernels(make_run("tiny", "[]"))
+def test_generated_attention() -> None:
+    takes_effect_and_learns_the_same("amp_bf16", "flex_attention", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        ["checkpoint_full"],
+        ["checkpoint_selective"],
+        ["{name='checkpoint_selective', keep='half'}"],
+        ["offload_activations"],
+        ["{name='offload_activations', pin=false}"],
+        ["loader_workers"],
+        ["pin_memory"],
+        ["loader_workers", "pin_memory", "gc_control"],
+        ["cuda_graph"],
+        ["cuda_graph", "checkpoint_full", "pin_memory", "loader_workers"],
+    ],
+)
+def test_the_same_bits(techniques: list[str]) -> None:
+    takes_effect_and_learns_the_same(*techniques, overrides=EXACTLY)
+
+
+def test_recomputing_and_offloading_leave_less_in_memory_between_forward_and_backward() -> None:
+    def held(*techniques: str) -> int:
+        seen = trace(on_gpu(*techniques), 2, watch=True).seen
+        assert seen is not None
+        return seen.held_bytes
+
+    everything = held()
+    full, selective, offloaded = (
+        held(name) for name in ("checkpoint_full", "checkpoint_selective", "offload_activations")
+    )
+    assert full < selective < everything
+    assert offloaded < everything / 2
+    assert held(CHUNKS) < everything
+    assert held("accumulate") < 0.6 * everything
+
+
+@pytest.mark.parametrize("backend", ["torchao", "bitsandbytes"])
+def test_moments_in_eight_bits(backend: str) -> None:
+    pytest.importorskip(backend, reason=f"{backend} is not installed")
+    takes_effect_and_learns_the_same(f"{{name='adam8bit', backend='{backend}'}}")
+
+
+@pytest.mark.parametrize(
+    ("name", "techniques"),
+    [
+        ("llama-tiny", ["amp_bf16", "flash_attention", "fused_adamw", "compile"]),
+        ("llama-tiny", ["amp_bf16", "flash_attention", "checkpoint_selective", BLOCKS]),
+        ("tiny", ["amp_bf16", CHUNKS, "vocab_pad", "checkpoint_full", "compile", "cuda_graph"]),
+        ("tiny", ["amp_bf16", "{name='compile', mode='reduce-overhead'}"]),
+    ],
+)
+def test_compiled(name: str, techniques: list[str]) -> None:
+    ours = takes_effect_and_learns_the_same(*techniques, dtype="bfloat16", name=name)
+    assert ours.seen is not None
+    assert ours.seen.graph_breaks == 0
+
+
+def test_a_long_stack() -> None:
+    takes_effect_and_learns_the_same(
+        "amp_bf16", "flash_attention", "fused_adamw", CHUNKS, "vocab_pad", "checkpoint_full", "accumulate",
+        "cuda_graph", "loader_workers", "pin_memory", "gc_control", dtype="bfloat16",
+    )  # fmt: skip
+
+
+def test_a_recording_follows_the_weights_and_other_shapes() -> None:
+    """Replays read the weights as they are now, and another batch size gets a recording of its own."""
+    recorded, eager = on_gpu("cuda_graph"), on_gpu()
+    share = torch.full((), 1 / 512, device="cuda")
+    generator = torch.Generator().manual_seed(0)
+    for rows in (4, 2, 4):
+        tokens, labels = (torch.randint(0, 257, (rows, 256), generator=generator).cuda() for _ in range(2))
+        losses = [run.micro_pass(tokens, labels, share) for run in (recorded, eager)]
+        torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
+        with torch.no_grad():
+            for run in (recorded, eager):
+                run.model.final_norm.weight.mul_(1.5)
+    theirs = dict(eager.model.named_parameters())
+    for name, parameter in recorded.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, theirs[name].grad, rtol=1e-3, atol=1e-5)
 
 
 def test_a_deterministic_run_gives_the_same_bits_twice() -> None:
     def weights() -> dict[str, torch.Tensor]:
-        recipe = load_recipe("tiny", [*SMALL, "model.shape.num_kv_heads=4", "run.deterministic=true",
-                                      "techniques=['amp_bf16', 'flash_attention', 'fused_adamw']"])  # fmt: skip
-        run = build(recipe, probe("cuda"))
-        losses(run)
+        run = on_gpu("amp_bf16", "flash_attention", "fused_adamw", overrides=EXACTLY)
+        trace(run, STEPS)
         return {name: p.detach().clone() for name, p in run.model.named_parameters()}
 
     first, second = weights(), weights()
@@ -95,5 +197,5 @@ def test_a_deterministic_run_gives_the_same_bits_twice() -> None:
 def test_initial_weights_do_not_depend_on_the_device() -> None:
     recipe = load_recipe("llama-tiny")
     here, there = build(recipe, probe("cpu")), build(recipe, probe("cuda"))
-    on_gpu: Callable[[str], torch.Tensor] = dict(there.model.named_parameters()).__getitem__
-    assert all(torch.equal(p, on_gpu(name).cpu()) for name, p in here.model.named_parameters())
+    on_device: Callable[[str], torch.Tensor] = dict(there.model.named_parameters()).__getitem__
+    assert all(torch.equal(p, on_device(name).cpu()) for name, p in here.model.named_parameters())

@@ -25,7 +25,7 @@ from rush.train.step import train_step
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ["model.shape.num_layers=2", "model.shape.hidden=64", "model.shape.num_heads=4", "model.shape.head_dim=16",
          "model.shape.intermediate=96", "model.shape.vocab_size=257", "model.shape.context=32", "batch.sequence=32",
-         "batch.micro=4", "batch.total_tokens=256", "optimizer.lr=0.003"]  # fmt: skip
+         "batch.micro=4", "batch.total_tokens=128", "optimizer.lr=0.003"]  # fmt: skip
 # Sixteen-bit matmuls crawl on CPUs without units for them.
 SHORT = ["model.shape.hidden=32", "model.shape.head_dim=8", "model.shape.intermediate=48", "model.shape.num_layers=1",
          "batch.sequence=16", "batch.micro=2", "batch.total_tokens=32"]  # fmt: skip
