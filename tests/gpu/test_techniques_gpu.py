@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +15,9 @@ from rush.recipe_io import load_recipe
 from rush.techniques import registry
 from rush.techniques.proofs import prove
 from rush.train.build import Run, build
-from tests.techniques.tiny_runs import Trace, compare, make_run, trace
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
+from tiny_runs import Trace, compare, make_run, trace
 
 pytestmark = [
     pytest.mark.gpu,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import math
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -19,7 +20,9 @@ from rush.techniques.proofs import prove
 from rush.train import checkpoint
 from rush.train.build import Run
 from rush.train.step import train_step, validate
-from tests.techniques.tiny_runs import SHORT, compare, make_loader, make_run, one_batch, trace
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_runs import SHORT, compare, make_loader, make_run, one_batch, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,7 +17,9 @@ from rush.techniques.contract import Build, Claim, Parity, Pass, Stage, Techniqu
 from rush.techniques.evidence import ran
 from rush.techniques.parity import CLOSE, gradient_errors, judge
 from rush.techniques.proofs import prove
-from tests.techniques.tiny_runs import Trace, compare, make_run, trace
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_runs import Trace, compare, make_run, trace
 
 Apply = Callable[[Build, Mapping[str, Knob]], None]
 

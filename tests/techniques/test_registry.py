@@ -6,8 +6,10 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
+import sys
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,9 @@ from rush.recipe import Recipe
 from rush.techniques import check, registry
 from rush.techniques.contract import Proof, Stage
 from rush.techniques.proofs import prove
-from tests.techniques.tiny_runs import ROOT, SHORT, Trace, compare, make_run, recipe_of, trace
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_runs import ROOT, SHORT, Trace, compare, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",  # a CPU without units for bf16

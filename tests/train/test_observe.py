@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,9 @@ from torch import Tensor
 
 from rush.train.breakdown import CLASSES, classify
 from rush.train.observe import observe, state_bytes
-from tests.techniques.tiny_runs import make_loader, make_run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
+from tiny_runs import make_loader, make_run
 
 
 def watched(*techniques: str, steps: int = 1, pause_s: float = 0.0, **options: Any) -> Any:
