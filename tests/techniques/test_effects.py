@@ -13,15 +13,20 @@ import torch
 
 from rush.errors import Diverged
 from rush.models import build_model
+from rush.recipe_io import load_recipe
 from rush.records.checkpoints import CheckpointStore
 from rush.techniques import Parity
 from rush.techniques.offload_activations import Offload
 from rush.techniques.proofs import prove
 from rush.train import checkpoint
 from rush.train.build import Run
+from rush.train.folders import export_model, load_model
+from rush.train.loop import train_recipe
 from rush.train.step import train_step, validate
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 sys.path.insert(0, str(Path(__file__).parent))
+from small_runs import small_recipe, write_corpus
 from tiny_runs import SHORT, compare, make_loader, make_run, one_batch, trace
 
 pytestmark = pytest.mark.filterwarnings(
@@ -210,6 +215,36 @@ def test_validation_and_checkpoints_do_not_see_the_techniques(tmp_path: Path) ->
     assert validate(run, batches) == pytest.approx(validate(plain, batches), rel=1e-6)
     checkpoint.save(CheckpointStore(tmp_path), 1, run.model, run.optimizer, {})
     checkpoint.load(CheckpointStore(tmp_path).path(1), plain.model)
+
+
+def test_a_run_with_techniques_saves_loads_and_exports_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    shape = {
+        "num_layers": 1,
+        "hidden": 32,
+        "num_kv_heads": 2,
+        "head_dim": 8,
+        "intermediate": 64,
+        "vocab_size": 321,
+    }
+    sections = small_recipe(
+        write_corpus(tmp_path / "corpus"),
+        family="llama",
+        model={"shape": shape},
+        schedule={"steps": 3, "warmup": 1},
+        run={"save_every": 3, "validate_every": 0, "sample_every": 0, "sample_tokens": 4},
+    )
+    used = ["vocab_pad", "flash_attention", "checkpoint_full", "accumulate", "loader_workers", "gc_control"]
+    (tmp_path / "recipe.toml").write_text(f"techniques = {used}\n{sections}")
+    run = tmp_path / "run"
+    train_recipe(load_recipe(str(tmp_path / "recipe.toml")), run)
+    model = load_model(run)
+    assert model.embedding.weight.shape == (321, 32)
+    assert export_model(run, tmp_path / "exported").vocab_size == 321
+    tokens = torch.tensor([[5, 6, 7]])
+    assert torch.equal(load_model(tmp_path / "exported")(tokens), model(tokens))
 
 
 @pytest.mark.slow
