@@ -7,11 +7,14 @@ BIN    := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help train test test-all test-gpu check format bundle lock clean
+.PHONY: help ladder train test test-all test-gpu check format bundle lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 12
+
+ladder: $(VENV)/.run ## measure what each technique gains on this machine (a few minutes on two cores), with a report
+	$(BIN)/rush ladder tiny
 
 train: $(VENV)/.run ## train a small model on this machine and see it learn (a few minutes on two cores)
 	$(BIN)/rush train tiny

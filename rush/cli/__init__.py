@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from rush import __version__
-from rush.cli import data, export, probe, recipes, talk, train
+from rush.cli import data, export, ladder, probe, recipes, talk, train
 from rush.errors import RushError
 
 app = typer.Typer(
@@ -24,11 +24,13 @@ app = typer.Typer(
     epilog="Exit codes: 2 recipe or arguments, 3 data, 4 machine, 5 the run diverged. "
     "Put --debug anywhere for a traceback.",
 )
+app.command("ladder")(ladder.ladder)
+app.command("compare")(ladder.compare)
+app.command("probe")(probe.probe)
 app.command("train")(train.train)
 app.command("generate")(talk.generate)
 app.command("chat")(talk.chat)
 app.command("export")(export.export)
-app.command("probe")(probe.probe)
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(data.app, name="data")
 
