@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help ladder train test test-all test-gpu check format bundle lock clean
+.PHONY: help ladder train test test-all test-gpu check docs format bundle lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -35,6 +35,10 @@ check: $(VENV)/.dev ## format, lint, types, import contracts, public names
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_public_names.py
+
+docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys
+	$(BIN)/python scripts/technique_pages.py
+	$(BIN)/python scripts/recipe_page.py
 
 format: $(VENV)/.dev ## format and mend what can be mended
 	$(BIN)/ruff format .

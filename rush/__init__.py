@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rush.errors import DataError, Diverged, MachineError, RecipeError, RushError
-    from rush.train.folders import export_model, load_model, load_tokenizer
     from rush.recipe import Recipe
     from rush.recipe_io import load_recipe
+    from rush.train.folders import export_model, load_model, load_tokenizer
     from rush.train.loop import train_recipe
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
 """Pad the vocabulary of the loss head to a round number.
 
 Matmul kernels work in tiles, and tensor cores want dims that are multiples of 8 and better of 64. GPT-2's
-50,257 words are a prime number of them: the largest matmul of the model runs on the slow path. Padded to
+50,257 words are an odd number: the largest matmul of the model runs on the slow path. Padded to
 50,304 it does more arithmetic in less time. The padding exists only inside the loss head: rows of zeros
 are put below the weight for the product, and their logits are cut off before the loss, so weights,
 checkpoints and exports keep the published shape. A vocabulary that is a round number already gains

@@ -172,7 +172,18 @@ def test_data_prepare_show_and_verify_agree(runs: Path, capfd: pytest.CaptureFix
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["train"], ["generate"], ["chat"], ["export"], ["recipes"], ["data"], ["data", "prepare"], ["probe"]]
+    "words",
+    [
+        [],
+        ["train"],
+        ["generate"],
+        ["chat"],
+        ["export"],
+        ["recipes"],
+        ["data"],
+        ["data", "prepare"],
+        ["probe"],
+    ],
 )
 def test_every_command_has_help(words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     out = call(capfd, *words, "--help")

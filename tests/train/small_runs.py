@@ -66,6 +66,7 @@ def rush(*words: str | Path, cache: Path, **options: Any) -> subprocess.Complete
     """The command line in a process of its own."""
     return subprocess.run(
         [sys.executable, "-m", "rush", *map(str, words)],
+        check=False,
         cwd=ROOT,
         env=environment(cache),
         capture_output=True,

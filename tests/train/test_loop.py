@@ -64,7 +64,9 @@ def part_of(recipe: Recipe, out: Path, steps: int) -> Summary:
     return train_recipe(recipe, out, view=Stopper())
 
 
-def test_every_step_has_one_row_with_the_scheduled_rate_and_the_view_sees_them_all(recipe: Recipe, tmp_path: Path) -> None:
+def test_every_step_has_one_row_with_the_scheduled_rate_and_the_view_sees_them_all(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     seen = Listener()
     summary = train_recipe(recipe, tmp_path / "run", view=seen)
     written = rows(tmp_path / "run")
@@ -93,7 +95,9 @@ def test_an_interrupted_run_goes_on_to_the_same_bits(recipe: Recipe, tmp_path: P
     assert all(ours[name] == theirs[name] for name in last)
 
 
-def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(recipe: Recipe, tmp_path: Path) -> None:
+def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     train_recipe(recipe, tmp_path / "whole")
     part_of(recipe, tmp_path / "cut", 5)
     weights = tmp_path / "cut" / "checkpoints" / "step-000005" / "model.safetensors"
@@ -102,12 +106,16 @@ def test_a_damaged_newest_checkpoint_is_named_and_the_one_before_is_used(recipe:
     weights.write_bytes(content)
     seen = Listener()
     train_recipe(None, tmp_path / "cut", resume=True, view=seen)
-    assert any("DAMAGED" in note and "step-000005" in note and "model.safetensors" in note for note in seen.notes)
+    assert any(
+        "DAMAGED" in note and "step-000005" in note and "model.safetensors" in note for note in seen.notes
+    )
     assert "Resuming from step-000004." in seen.notes
     assert rows(tmp_path / "cut") == rows(tmp_path / "whole")
 
 
-def test_what_does_not_change_learning_may_change_on_resume_and_the_rest_may_not(recipe: Recipe, tmp_path: Path) -> None:
+def test_what_does_not_change_learning_may_change_on_resume_and_the_rest_may_not(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     part_of(recipe, tmp_path / "run", 3)
     with pytest.raises(RecipeError, match=r"optimizer.lr: 0.01 → 0.02"):
         train_recipe(changed(recipe, {"optimizer.lr": 0.02}), tmp_path / "run", resume=True)
@@ -135,7 +143,9 @@ def test_another_corpus_is_refused(recipe: Recipe, tmp_path: Path) -> None:
 
 def test_a_run_from_given_weights_starts_from_them(recipe: Recipe, tmp_path: Path) -> None:
     train_recipe(recipe, tmp_path / "first")
-    second = changed(recipe, {"model.init_from": str(tmp_path / "first"), "run.seed": 99, "schedule.steps": 2})
+    second = changed(
+        recipe, {"model.init_from": str(tmp_path / "first"), "run.seed": 99, "schedule.steps": 2}
+    )
     train_recipe(second, tmp_path / "second")
     fresh = changed(recipe, {"run.seed": 99, "schedule.steps": 2})
     train_recipe(fresh, tmp_path / "fresh")
@@ -144,11 +154,17 @@ def test_a_run_from_given_weights_starts_from_them(recipe: Recipe, tmp_path: Pat
 
 def test_rows_that_are_not_numbers_never_reach_the_metrics(recipe: Recipe, tmp_path: Path) -> None:
     train_recipe(recipe, tmp_path / "run")
+
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
     for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines():
-        json.loads(line, parse_constant=lambda word: pytest.fail(f"{word} in {line}"))
+        json.loads(line, parse_constant=refuse)
 
 
-def test_training_draws_nothing_from_the_global_generator_it_was_called_with(recipe: Recipe, tmp_path: Path) -> None:
+def test_training_draws_nothing_from_the_global_generator_it_was_called_with(
+    recipe: Recipe, tmp_path: Path
+) -> None:
     """Two runs in one process, with other random numbers drawn between them, are the same run."""
     train_recipe(recipe, tmp_path / "one")
     torch.rand(1000)

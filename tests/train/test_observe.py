@@ -79,6 +79,9 @@ def test_what_is_kept_for_the_backward_pass_is_measured_and_recomputation_shrink
     # Two blocks' inputs, the embedding's output and the loss's logits in fp32, at the least.
     assert full.held_bytes > 128 * 257 * 4
     assert full.block_forwards > 1.8
+    half = watched("{name='checkpoint_selective', keep='half'}")
+    assert full.held_bytes < half.held_bytes < selective.held_bytes
+    assert 1.3 < half.block_forwards < 1.6
     assert selective.block_forwards == 1.0  # the kept matmuls are handed out, not computed again
 
 

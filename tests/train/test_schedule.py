@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -21,7 +22,7 @@ def test_warm_up_rises_linearly_to_the_peak() -> None:
 
 def test_cosine_falls_from_the_peak_to_a_tenth_of_it() -> None:
     decay = rates()[3:]
-    assert all(later < earlier for earlier, later in zip(decay, decay[1:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(decay))
     assert decay[-1] == pytest.approx(0.08)
     assert decay[8] == pytest.approx((0.8 + 0.08) / 2)  # half-way down in time is half-way down in height
     assert decay[4] == pytest.approx(0.08 + 0.72 * (1 + math.cos(math.pi / 4)) / 2)
