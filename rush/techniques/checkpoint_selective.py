@@ -94,14 +94,16 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     # A compiler asks the policy while it traces, and recomputes inside its own graph.
     compiled = "CompiledFunctionBackward" in seen.ops and tally["dropped"] > 0
     recomputed = tally["runs"] > tally["calls"]
+    matmuls_again = seen.block_forwards > 1.1
     how = (
         "inside a compiled graph"
         if compiled
         else f"{tally['runs']} runs of blocks for {tally['calls']} calls"
     )
     return Proof(
-        tally["kept"] > 0 and (recomputed or compiled),
+        tally["kept"] > 0 and (recomputed or compiled) and matmuls_again == (knobs["keep"] == "half"),
         f"the policy kept {tally['kept']} outputs and let go of {tally['dropped']}; {how}; "
+        f"each block's matmuls ran {seen.block_forwards:.2f} times forward; "
         f"{seen.held_bytes / 2**20:.1f} MiB kept between forward and backward",
     )
 

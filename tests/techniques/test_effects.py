@@ -217,6 +217,16 @@ def test_validation_and_checkpoints_do_not_see_the_techniques(tmp_path: Path) ->
     checkpoint.load(CheckpointStore(tmp_path).path(1), plain.model)
 
 
+def test_keeping_half_of_the_matmuls_is_told_from_keeping_all() -> None:
+    run = make_run("{name='checkpoint_selective', keep='half'}")
+    ours = trace(run, 2, watch=True)
+    assert ours.seen is not None
+    technique = run.uses[0].technique
+    assert technique.evidence(ours.seen, {"keep": "half"}).took_effect
+    assert not technique.evidence(ours.seen, {"keep": "all"}).took_effect
+    assert compare(run, "float32", ours, trace(make_run(), 2)).verdict == "equal"
+
+
 def test_a_run_with_techniques_saves_loads_and_exports_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
