@@ -214,6 +214,8 @@ class _Session:
             "data_s": data_s,
             "memory_bytes": memory_in_use(self.run.device.type),
             **gauge.of(speed),
+            # Mixed precision in fp16 leaves out a step whose scaled gradients overflowed.
+            **({"skipped": True} if result.skipped else {}),
         }
 
     def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
