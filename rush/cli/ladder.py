@@ -35,7 +35,7 @@ def ladder(
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(help="The ladder's folder; ladders-out/NAME without it.")
+        Path | None, typer.Option(help="The ladder's folder; runs/ladder-NAME without it.")
     ] = None,
     view: Annotated[
         str, typer.Option(help="cumulative, alone, left_out, or all three with their interactions.")
@@ -71,15 +71,15 @@ def ladder(
 
     plan = load_plan(name, changes)
     folder = out or Path("runs") / f"ladder-{plan.name}"
-    with _stopped_by_sigterm(), _watching(quiet=json) as watch:
-        record = climb(
-            plan,
-            folder,
-            view=view,
-            extra_techniques=technique or [],
-            watch=watch,
-            note=_quiet if json else note,
+    say = _quiet if json else note
+    try:
+        with _stopped_by_sigterm(), _watching(quiet=json) as watch:
+            record = climb(plan, folder, view=view, extra_techniques=technique or [], watch=watch, note=say)
+    except KeyboardInterrupt:
+        note(
+            f"Stopped; no process is left. Finished trials are kept: the same command with --out {folder} goes on."
         )
+        raise typer.Exit(130) from None
     pages = [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]
     for page in pages:
         write_report(page / "ladder.json", page / "report.html")

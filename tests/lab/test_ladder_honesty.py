@@ -30,7 +30,7 @@ def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
     kinds = ("nothing", "gradient", "memory", "hang", "segfault")
-    path = ladder_file([*map(_plant, kinds), '"tf32"', '"fused_adamw"'], limit_s=25.0)
+    path = ladder_file([*map(_plant, kinds), '"tf32"', '"fused_adamw"'], limit_s=20.0)
     record = climb(load_plan(str(path)), tmp_path / "out", extra_techniques=[PLANT])
     rungs = {rung["name"]: rung for rung in record["rungs"]}
     verdicts = {kind: rungs[f"plant(kind={kind})"]["verdict"] for kind in kinds}
@@ -47,7 +47,7 @@ def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
     assert parity["verdict"] == "different"
     assert abs(parity["worst_tensor"]["relative_error"] - 0.05) < 1e-3
     assert "SIGSEGV" in str(rungs["plant(kind=segfault)"]["reason"])
-    assert "25 s" in str(rungs["plant(kind=hang)"]["reason"])
+    assert "20 s" in str(rungs["plant(kind=hang)"]["reason"])
     assert rungs["tf32"]["status"] == "unsupported"
     assert "CUDA" in str(rungs["tf32"]["reason"])
     last = rungs["fused_adamw"]
@@ -117,7 +117,7 @@ def test_a_killed_ladder_goes_on_and_repeats_no_finished_trial(
     assert [rung["tokens_per_s"] for rung in again["rungs"]] == [r["tokens_per_s"] for r in record["rungs"]]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_ladder_leaves_no_process(
     ladder_file: LadderFile, tmp_path: Path, number: signal.Signals
 ) -> None:
@@ -154,10 +154,9 @@ def test_five_per_cent_of_real_work_more_is_found(ladder_file: LadderFile, tmp_p
 
 def _start(path: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
     code = (
-        "import sys, typer; from rush.cli.ladder import ladder; from rush.errors import RushError\n"
+        "import sys, typer; from rush.cli.ladder import ladder\n"
         "app = typer.Typer(); app.command()(ladder)\n"
-        "try: app(sys.argv[1:], standalone_mode=False)\n"
-        "except KeyboardInterrupt: sys.exit(130)\n"
+        "sys.exit(app(sys.argv[1:], standalone_mode=False))\n"
     )
     return subprocess.Popen(
         [sys.executable, "-c", code, str(path), "--out", str(out), *more],
