@@ -80,9 +80,11 @@ def centre(processes: Processes) -> float:
 
 def median_interval(processes: Processes, seed: int = 0) -> Interval:
     """The median over processes with its 95 % interval, by resampling processes and samples in them."""
-    drawn = _resampled(processes, np.random.default_rng(seed))
     middle = centre(processes)
-    low, high = np.quantile(_widened(drawn, middle, len(processes)), (0.025, 0.975))
+    # In logarithms, as rates and times vary by factors; so no interval reaches below zero.
+    drawn = np.log(_resampled(processes, np.random.default_rng(seed)))
+    spread = _widened(drawn, math.log(middle), len(processes))
+    low, high = np.exp(np.quantile(spread, (0.025, 0.975)))
     n = sum(len(samples) for samples in processes)
     return Interval(middle, min(float(low), middle), max(float(high), middle), n)
 
