@@ -42,7 +42,15 @@ _ATTENTION = (
 )
 
 
-def _contexts(keep: str, tally: Counter[str]) -> Any:
+class Tally:
+    """Counts of what happened, in an object that is no dict: a compiled graph of torch 2.11 cannot be guarded by
+    the identity of a dict."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+
+
+def _contexts(keep: str, tally: Tally) -> Any:
     """What torch asks for at each checkpointed call: two modes that share one policy."""
     matmuls: Counter[bool] = Counter()
 
@@ -52,26 +60,26 @@ def _contexts(keep: str, tally: Counter[str]) -> Any:
             # Forward and recomputation meet the same matmuls in the same order, so they agree.
             kept = keep == "all" or matmuls[ctx.is_recompute] % 2 == 0
             matmuls[ctx.is_recompute] += 1
-        tally["kept" if kept else "dropped"] += not ctx.is_recompute
+        tally.counts["kept" if kept else "dropped"] += not ctx.is_recompute
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    tally: Counter[str] = Counter()
-    build.facts["selective_checkpoint"] = tally
+    tally = Tally()
+    build.facts["selective_checkpoint"] = tally.counts
     contexts = partial(_contexts, str(knobs["keep"]), tally)
 
     def body(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            tally["runs"] += 1
+            tally.counts["runs"] += 1
         out: Tensor = type(self).forward(self, x_btd, **rest)
         return out
 
     def partly_recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
         if not torch.compiler.is_compiling():
-            tally["calls"] += 1
+            tally.counts["calls"] += 1
         out: Tensor = checkpoint(
             body,
             self,
