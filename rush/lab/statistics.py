@@ -108,17 +108,24 @@ def ratio_of_medians(first: Processes, second: Processes, floor: Floor, seed: in
 
 
 def noise_floor(recipes: Iterable[Processes], least: float = 0.0) -> Floor:
-    """The spread between processes of the same recipe, pooled over all recipes measured more than once."""
-    squares, freedom = 0.0, 0
+    """The spread between processes of the same recipe, over all recipes measured more than once.
+
+    It is the median of the recipes' own spreads: one process that met a busy minute must not blind the whole
+    ladder. The rung it belongs to stays guarded, because its own resampling shows that process.
+    """
+    spreads, freedom = [], 0
     for processes in recipes:
         if len(processes) > 1:
             logs = np.log([float(np.median(samples)) for samples in processes])
-            squares += float(np.square(logs - logs.mean()).sum())
-            freedom += len(processes) - 1
-    spread = math.sqrt(squares / freedom) if freedom else 0.0
+            own = len(processes) - 1
+            # A spread from few processes is mostly too small; this is the median of its distribution.
+            usual = math.sqrt((1 - 2 / (9 * own)) ** 3)
+            spreads.append(float(np.std(logs, ddof=1)) / usual)
+            freedom += own
+    spread = float(np.median(spreads)) if spreads else 0.0
     if 0 < freedom < 3:
         # From one or two differences no spread can be estimated; the distance itself must do.
-        return Floor(0.0, 0, max(least, spread * math.sqrt(2)))
+        return Floor(0.0, 0, max(least, 2 * spread))
     return Floor(spread, freedom, least)
 
 

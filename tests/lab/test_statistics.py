@@ -92,7 +92,17 @@ def test_the_ratio_is_the_quotient_and_its_interval_holds_it() -> None:
 
 def test_with_the_base_alone_measured_twice_the_floor_is_their_distance() -> None:
     floor = noise_floor([[[100.0], [103.0]], [[50.0]]])
-    assert floor.half_width(1, 1) == pytest.approx(math.log(1.03))
+    assert math.log(1.03) <= floor.half_width(1, 1) <= 2.2 * math.log(1.03)
+
+
+def test_one_process_in_a_busy_minute_does_not_blind_the_ladder() -> None:
+    rng = np.random.default_rng(5)
+    rungs = [_processes(rng, 2, 10, between=0.01, within=0.01) for _ in range(8)]
+    rungs[0][0] = [rate / 8 for rate in rungs[0][0]]
+    slow = _processes(rng, 2, 10, between=0.01, within=0.01, level=850.0)
+    floor = noise_floor([*rungs, slow])
+    assert ratio_of_medians(rungs[-1], slow, floor).slower
+    assert not ratio_of_medians(rungs[0], rungs[1], floor).real
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
