@@ -23,6 +23,10 @@ class RecipeError(RushError):
     exit_code = 2
 
 
+class KernelRefusal(RecipeError):
+    """A kernel was handed something it does not support (a dtype, a width, a device)."""
+
+
 class DataError(RushError):
     """A corpus, a tokenizer, a weight file or a checkpoint is missing, broken or does not fit."""
 

@@ -1,4 +1,4 @@
-"""A really small disk, to fill it up for real."""
+"""What all tests share: kernels without a GPU, and a really small disk, to fill it up for real."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton decides when a kernel is defined whether it will be interpreted.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture
