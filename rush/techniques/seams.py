@@ -7,12 +7,23 @@ own; the class, and every other model in the process, stays as it was.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rush.techniques.contract import Requirement
+
+needs_triton = Requirement(
+    "it needs Triton, and a CUDA GPU to compile its kernels for (on a CPU, TRITON_INTERPRET=1 before the start has "
+    "them interpreted, slowly)",
+    lambda machine, recipe: (
+        machine.triton is not None and (machine.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    ),
+)
 
 
 def give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

@@ -1,0 +1,88 @@
+"""What the kernels' tests share: where they run, and how an error is held against the one plain torch makes.
+
+One test body serves both places: `device` is "cpu" (Triton's interpreter) in `make test` and "cuda" in
+`make test-gpu`. `error` and `check_errors` are fixtures that hand out the functions below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from rush.kernels.support import INTERPRETED
+
+FP32_ULP = torch.finfo(torch.float32).eps
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where this test's tensors live."""
+    if request.param == "cpu" and not INTERPRETED:
+        pytest.skip("kernels are compiled on this machine, and the CPU has only the interpreter")
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("there is no CUDA device")
+    return str(request.param)
+
+
+def size(exact: Tensor) -> float:
+    """Root mean square: the scale that errors are relative to."""
+    return max(float(exact.double().square().mean().sqrt()), 1e-30)
+
+
+def rms_error(actual: Tensor, exact: Tensor) -> float:
+    """The root mean square of the difference, relative to that of the exact values. Infinite if anything is not finite."""
+    assert actual.shape == exact.shape, (actual.shape, exact.shape)
+    if not bool(actual.isfinite().all()):
+        return float("inf")
+    return float((actual.double() - exact).square().mean().sqrt()) / size(exact)
+
+
+def worst_error(actual: Tensor, exact: Tensor) -> float:
+    """The largest difference, relative to the root mean square of the exact values."""
+    return float((actual.double() - exact).abs().max()) / size(exact)
+
+
+def hold_errors(ours: Tensor, plain: Tensor, exact: Tensor, factor: float, what: str = "the result") -> None:
+    """Our error is at most `factor` times plain torch's in the same dtype: on average, and at the worst element.
+
+    Where plain torch is exact by luck (a single element, a sum that happens to round well), the bound is what no
+    implementation can avoid: rounding the exact value once to the dtype, and two roundings in fp32.
+    """
+    assert ours.dtype == plain.dtype, (ours.dtype, plain.dtype)
+    assert exact.dtype == torch.float64
+    if exact.numel() == 0:
+        assert ours.shape == exact.shape
+        return
+    ulp = torch.finfo(ours.dtype).eps
+    largest = float(exact.abs().max()) / size(exact)
+    once = rms_error(exact.to(ours.dtype), exact)
+    bounds = {
+        "on average": (
+            rms_error(ours, exact),
+            max(factor * rms_error(plain, exact), once) + 2 * FP32_ULP,
+        ),
+        "at the worst": (
+            worst_error(ours, exact),
+            max(factor * worst_error(plain, exact), ulp / 2 * largest) + 4 * FP32_ULP * largest,
+        ),
+    }
+    for where, (found, allowed) in bounds.items():
+        assert found <= allowed, (
+            f"{what} {tuple(ours.shape)} {ours.dtype}: {where} off by {found:.3g}, allowed {allowed:.3g} "
+            f"({factor:g} times plain torch)"
+        )
+
+
+@pytest.fixture
+def error() -> Callable[[Tensor, Tensor], float]:
+    """error(actual, exact64): the relative root mean square error."""
+    return rms_error
+
+
+@pytest.fixture
+def check_errors() -> Callable[..., None]:
+    """check_errors(ours, plain, exact64, factor, what=""): fails if our error is more than factor times plain torch's."""
+    return hold_errors
