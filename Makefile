@@ -44,14 +44,20 @@ format: $(VENV)/.dev ## format and mend what can be mended
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-# The wheels an offline Python 3.12 x86-64 machine with torch lacks, unpacked so that PYTHONPATH=bundle finds them.
-BUNDLE_PLATFORM ?= manylinux2014_x86_64
-BUNDLE_PYTHON   ?= 3.12
-BUNDLE_PACKAGES ?= pydantic pydantic-core typer annotated-types annotated-doc typing-inspection typing-extensions shellingham click rich pytest-timeout
+# What an offline Python 3.12 x86-64 machine with torch lacks, unpacked so that PYTHONPATH=bundle finds it: our
+# dependencies, and the libraries techniques and benches measure against. It has to travel, so what such a machine
+# never loads is left out: bitsandbytes for other toolkits, torchao's compiled CUTLASS kernels and its tests.
+BUNDLE_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_24_x86_64 manylinux_2_28_x86_64
+BUNDLE_PYTHON    ?= 3.12
+BUNDLE_CUDA      ?= 130
+BUNDLE_PACKAGES  ?= pydantic pydantic-core typer annotated-types annotated-doc typing-inspection typing-extensions shellingham click rich pytest-timeout \
+                    liger-kernel cut-cross-entropy torchao bitsandbytes
 bundle: ## gather the wheels an offline GPU machine lacks into bundle/
 	rm -rf bundle
 	$(PYTHON) -m pip install --quiet --target bundle --no-deps --no-compile --only-binary=:all: \
-	  --platform $(BUNDLE_PLATFORM) --python-version $(BUNDLE_PYTHON) --implementation cp $(BUNDLE_PACKAGES)
+	  $(addprefix --platform ,$(BUNDLE_PLATFORMS)) --python-version $(BUNDLE_PYTHON) --implementation cp $(BUNDLE_PACKAGES)
+	find bundle/bitsandbytes -name 'libbitsandbytes_*.so' ! -name 'libbitsandbytes_cuda$(BUNDLE_CUDA).so' -delete
+	rm -rf bundle/test bundle/torchao/_C*.so
 	@du -sh bundle
 
 lock: ## resolve every dependency anew and rewrite constraints.txt
