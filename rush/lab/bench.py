@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from rush.files import write_json_atomic
 from rush.hardware import Machine
 from rush.lab.ladder_file import Measure, Plan
 from rush.lab.parity import parity_recipe
+from rush.lab.starter import Starter
 from rush.lab.trial import Outcome, execute
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
@@ -32,6 +34,7 @@ TIMING = ("windows", "window_ms", "warmup_max_steps", "warmup_max_s")
 class Bench:
     plan: Plan
     folder: Path
+    starter: Starter
     machine: Machine
     ceilings: dict[str, Any] | None
     peaks: dict[str, float] | None
@@ -69,7 +72,7 @@ class Bench:
         }
         path = self._path(recipe, kind)
         compiled = (self.work / f"compiled-{recipe.digest[:16]}").resolve()
-        outcome = execute(spec, self.work / path.stem, self.plan.measure.limit_s, compiled)
+        outcome = execute(self.starter, spec, self.work / path.stem, self.plan.measure.limit_s, compiled)
         self.seconds.append(outcome.wall_s)
         if "trace" in outcome.found:
             write_json_atomic(self._trace_path(wanted), outcome.found["trace"])
@@ -117,13 +120,18 @@ class Bench:
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def open_bench(plan: Plan, folder: Path, extra_techniques: Sequence[Path] = ()) -> Bench:
+@contextmanager
+def open_bench(plan: Plan, folder: Path, extra_techniques: Sequence[Path] = ()) -> Iterator[Bench]:
     """Learn what the machine is and how fast, in a process of its own: the ladder never touches the device."""
     spec = {"kind": "prepare", "device": plan.base.run.device}
-    outcome = execute(spec, folder / "work" / "prepare", Measure().limit_s)
-    if outcome.status != "ok":
-        raise MachineError(f"the machine could not be probed: {outcome.reason}")
-    found = outcome.found
-    machine = Machine.from_dict(found["machine"])
-    extra = tuple(str(path.resolve()) for path in extra_techniques)
-    return Bench(plan, folder, machine, found["ceilings"], found["peaks"], extra)
+    starter = Starter()
+    try:
+        outcome = execute(starter, spec, folder / "work" / "prepare", Measure().limit_s)
+        if outcome.status != "ok":
+            raise MachineError(f"the machine could not be probed: {outcome.reason}")
+        found = outcome.found
+        machine = Machine.from_dict(found["machine"])
+        extra = tuple(str(path.resolve()) for path in extra_techniques)
+        yield Bench(plan, folder, starter, machine, found["ceilings"], found["peaks"], extra)
+    finally:
+        starter.close()

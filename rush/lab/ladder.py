@@ -65,8 +65,8 @@ def climb(
     with FolderLock(folder):
         _check_same(plan, folder, view)
         open_corpus(plan.base, None, note)
-        bench = open_bench(plan, folder, extra_techniques)
-        record = _views(bench, view, watch)
+        with open_bench(plan, folder, extra_techniques) as bench:
+            record = _views(bench, view, watch)
         bench.clean()
     return record
 
@@ -157,11 +157,8 @@ class Climb:
             below = self.top if self.view == "cumulative" else []
             stand = self._stand(addition, addition.name, [*below, addition], last)
             yield stand
-            if self.view == "cumulative" and addition.keep and stand.status == "ok":
-                self.top = [
-                    k for k in self.top if k.technique_name not in addition.replaces or not k.technique
-                ]
-                self.top.append(addition)
+            if self.view == "cumulative" and stand.status == "ok" and _builds_on(addition, stand, last):
+                self.top = [*(part for part in self.top if not addition.supersedes(part)), addition]
                 last = stand
 
     def _stand(
@@ -266,6 +263,13 @@ class Climb:
 
     def _again_timings(self) -> list[dict[str, Any]]:
         return [o.found["timing"] for o in self.again if o.status == "ok" and "timing" in o.found]
+
+
+def _builds_on(addition: Addition, stand: Stand, last: Stand) -> bool:
+    """Whether the rungs above stand on this one; the first process of each decides which is faster."""
+    if addition.keep == "faster" and last.measured:
+        return centre(stand.processes[:1]) > centre(last.processes[:1])
+    return bool(addition.keep)
 
 
 def _now() -> str:

@@ -6,6 +6,7 @@
       { name = "compile", scope = "block" }, # a technique with knobs
       { "batch.micro" = 8 },                 # a change of the recipe
       { name = "pure_bf16", replaces = ["amp_bf16"] },
+      { name = "cudnn_attention", replaces = ["flash_attention"], keep = "faster" },  # built upon if it pays here
       { name = "checkpoint_full", keep = false, title = "Checkpointing" },  # measured, not built upon
     ]
     [base]                                   # changes of the recipe before the first rung
@@ -22,7 +23,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -87,7 +88,13 @@ class Addition:
     technique: str | dict[str, Any] | None
     changes: Mapping[str, Any]
     replaces: tuple[str, ...] = ()
-    keep: bool = True
+    keep: bool | Literal["faster"] = True
+
+    def supersedes(self, earlier: Addition) -> bool:
+        """Whether nothing is left of an earlier addition once this one is made."""
+        if earlier.technique is not None:
+            return earlier.technique_name in (*self.replaces, self.technique_name)
+        return earlier.changes.keys() <= self.changes.keys()
 
     @property
     def technique_name(self) -> str | None:
@@ -198,8 +205,10 @@ def _addition(entry: Any, path: Path) -> Addition:
         raise RecipeError(f"{path}: a rung is {entry!r}; allowed: a technique's name, or a table.")
     table = dict(entry)
     title, keep, replaces = table.pop("title", None), table.pop("keep", True), table.pop("replaces", [])
-    if not isinstance(keep, bool) or not isinstance(replaces, list):
-        raise RecipeError(f"{path}: in {entry!r}, keep is true or false and replaces is a list of names.")
+    if not (isinstance(keep, bool) or keep == "faster") or not isinstance(replaces, list):
+        raise RecipeError(
+            f'{path}: in {entry!r}, keep is true, false or "faster", and replaces is a list of names.'
+        )
     if "name" in table and not isinstance(table["name"], str):
         raise RecipeError(f"{path}: in {entry!r}, name must be a technique's name.")
     changes = {key: table.pop(key) for key in list(table) if "." in key}

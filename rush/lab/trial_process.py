@@ -1,4 +1,4 @@
-"""The inside of a trial: `python -m rush.lab.trial_process SPEC RESULT`.
+"""The inside of a trial: a process forked by `rush.lab.starter`, or `python -m rush.lab.trial_process SPEC RESULT`.
 
 Reads a spec (JSON), does what it says, writes what it found (JSON). The result is rewritten after each
 part, so that a profile or a parity run that goes wrong does not take the timing with it. Errors that mean
@@ -8,12 +8,10 @@ and the parent reads the last line.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import importlib.util
 import json
 import os
-import signal
 import sys
 import tomllib
 from collections.abc import Mapping
@@ -26,6 +24,7 @@ from rush.errors import Diverged, MachineError, RecipeError
 from rush.files import json_safe, write_json_atomic
 from rush.hardware import Machine, ceilings, probe
 from rush.hardware.catalog import CATALOG, datasheet_peak
+from rush.lab.dying import die_with_parent
 from rush.lab.parity import trace
 from rush.lab.timing import Stepper, Timing, time_steps
 from rush.recipe import Recipe
@@ -40,9 +39,9 @@ from rush.train.observe import observe
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "not enough memory")
 
 
-def main(spec_path: str, result_path: str) -> None:
+def main(spec_path: str, result_path: str, parent: int) -> None:
+    die_with_parent(parent)
     spec = json.loads(Path(spec_path).read_text())
-    _die_with_parent(spec["parent"])
     result = _Result(Path(result_path))
     try:
         if spec["kind"] == "prepare":
@@ -172,14 +171,5 @@ def _recipe(toml: str) -> Recipe:
     return parse(tomllib.loads(toml))
 
 
-def _die_with_parent(parent: int) -> None:
-    """A ladder that is killed outright cannot end its trial; Linux does it instead."""
-    if sys.platform == "linux":
-        set_death_signal = 1
-        ctypes.CDLL(None).prctl(set_death_signal, signal.SIGKILL)
-        if os.getppid() != parent:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*sys.argv[1:3], parent=os.getppid())

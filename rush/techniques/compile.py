@@ -21,8 +21,9 @@ from rush.techniques.evidence import dynamo_counts
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts["dynamo_before"] = dynamo_counts()
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
-    targets: list[nn.Module] = [build.model] if knobs["scope"] == "model" else list(build.model.blocks)
-    for target in targets:
+    model = build.model
+    parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]
+    for target in [model] if knobs["scope"] == "model" else parts:
         # On the instance, so that the module and the names of its weights stay what they were. The block is
         # an argument of what is compiled, so blocks of one shape share one graph. A graph break would run
         # part of the model eagerly without a word: it is an error.
@@ -49,7 +50,8 @@ technique = Technique(
     conflicts=("offload_activations",),
     knobs={
         "scope": KnobRange(
-            ("model", "block"), "one graph for the model, or one for each block (quicker to build)"
+            ("model", "block"),
+            "one graph for the model; or one for all blocks, one for the final norm, one for the loss (quicker to build)",
         ),
         "mode": KnobRange(
             ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),

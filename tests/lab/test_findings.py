@@ -54,21 +54,21 @@ def test_a_technique_without_evidence_has_no_effect_however_fast_it_is() -> None
 
 
 @pytest.mark.parametrize(
-    ("found", "code", "late", "status", "words"),
+    ("found", "code", "status", "words"),
     [
-        ({}, -signal.SIGSEGV, False, "crashed", "SIGSEGV"),
-        ({}, -signal.SIGKILL, False, "out_of_memory", "SIGKILL"),
-        ({}, -signal.SIGKILL, True, "timed_out", "9 s"),
-        ({}, 1, False, "crashed", "ValueError: planted"),
-        ({"timing": {}}, 1, False, "crashed", "exit code 1"),
-        ({"timing": {"x": 1}}, 1, False, "ok", "after the timing"),
-        ({"complete": True, "status": "diverged", "reason": "r"}, 0, False, "diverged", "r"),
+        ({}, -signal.SIGSEGV, "crashed", "SIGSEGV"),
+        ({}, -signal.SIGKILL, "out_of_memory", "SIGKILL"),
+        ({}, None, "timed_out", "9 s"),
+        ({}, 1, "crashed", "ValueError: planted"),
+        ({"timing": {}}, 1, "crashed", "exit code 1"),
+        ({"timing": {"x": 1}}, 1, "ok", "after the timing"),
+        ({"complete": True, "status": "diverged", "reason": "r"}, 0, "diverged", "r"),
     ],
 )
 def test_a_trials_status_follows_from_how_it_ended(
-    found: dict[str, Any], code: int, late: bool, status: str, words: str
+    found: dict[str, Any], code: int | None, status: str, words: str
 ) -> None:
-    got, reason = _judge(found, code, late, 9.0, "Traceback\nValueError: planted\n")
+    got, reason = _judge(found, code, 9.0, "Traceback\nValueError: planted\n")
     assert got == status
     assert words in str(reason)
 

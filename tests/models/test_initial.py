@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from rush.models import SIZES, Shape, build_model, count_parameters
-from rush.models.initial import initial_values
+from rush.models.counts import ParameterSpec
+from rush.models.initial import BLOCK, initial_value, initial_values
 
 
 def test_weights_do_not_depend_on_the_way_to_the_device(small_shape: Shape) -> None:
@@ -56,6 +57,17 @@ def test_initial_values_have_the_published_statistics(name: str) -> None:
             assert abs(value.mean()) < 0.02 * scale * sigmas, parameter
             assert abs(value.std() / (0.02 * scale) - 1) < sigmas, parameter
     assert total == count_parameters(shape)
+
+
+def test_the_blocks_of_a_large_tensor_are_drawn_apart_and_always_the_same() -> None:
+    spec = ParameterSpec("embedding.weight", "embedding", (BLOCK // 512 * 2 + 1, 512), matmul=False)
+    first, again = (initial_value(SIZES["tiny"], spec, seed=5) for _ in range(2))
+    assert torch.equal(first, again)
+    one, two, rest = first.flatten().split(BLOCK)
+    assert not torch.equal(one, two)
+    assert rest.numel() == 512
+    for block in (one, two, rest):
+        assert abs(block.std() / 0.02 - 1) < 5 / math.sqrt(block.numel())
 
 
 def test_a_fresh_model_knows_nothing() -> None:
