@@ -1,0 +1,41 @@
+"""How GELU is measured. Liger has it only multiplied by a second input (GEGLU), so it does not compete."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rush.kernels import study
+from rush.kernels.gelu import reference
+from rush.kernels.study import Inputs, Pass, Size, Study, Target, Work
+
+
+def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
+    return {"x": study.normal(device, 1, size["rows"], size["columns"]).to(dtype).requires_grad_()}
+
+
+def ours(x: Tensor) -> Tensor:
+    from rush.kernels.gelu import gelu
+
+    return gelu(x)
+
+
+def work(size: Size, element: int, step: Pass) -> Work:
+    """Read and written; then two read and one written."""
+    passes = {"forward": 2, "backward": 3, "both": 5}[step]
+    return Work(float(passes * size["rows"] * size["columns"] * element))
+
+
+STUDY = Study(
+    op="gelu",
+    about="GPT-2's activation in its tanh form; elementwise, so memory bounds it.",
+    bound="memory",
+    axis="columns",
+    sizes=study.MATRICES,
+    small=study.SMALL_MATRICES,
+    make=make,
+    reference=reference.gelu,
+    contenders=(study.ours(ours), *study.torch_pair(reference.gelu)),
+    work=work,
+    targets=(Target("ceiling", ("forward", "both"), at_least=0.85),),
+)

@@ -1,0 +1,49 @@
+"""How SwiGLU is measured. Liger's backward kernel writes the gradients over its inputs; it moves as many bytes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rush.kernels import study
+from rush.kernels.study import Inputs, Pass, Size, Study, Work
+from rush.kernels.swiglu import reference
+
+
+def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
+    drawn = (study.normal(device, seed, size["rows"], size["columns"]).to(dtype) for seed in (1, 2))
+    return {name: tensor.requires_grad_() for name, tensor in zip(("gate", "up"), drawn, strict=True)}
+
+
+def ours(gate: Tensor, up: Tensor) -> Tensor:
+    from rush.kernels.swiglu import swiglu
+
+    return swiglu(gate, up)
+
+
+def liger(gate: Tensor, up: Tensor) -> Tensor:
+    from liger_kernel.ops import LigerSiLUMulFunction
+
+    out: Tensor = LigerSiLUMulFunction.apply(gate, up)
+    return out
+
+
+def work(size: Size, element: int, step: Pass) -> Work:
+    """Two read and one written; then three read and two written."""
+    passes = {"forward": 3, "backward": 5, "both": 8}[step]
+    return Work(float(passes * size["rows"] * size["columns"] * element))
+
+
+STUDY = Study(
+    op="swiglu",
+    about="One half of the wide layer, through SiLU, gates the other; elementwise, so memory bounds it.",
+    bound="memory",
+    axis="columns",
+    sizes=study.MATRICES,
+    small=study.SMALL_MATRICES,
+    make=make,
+    reference=reference.swiglu,
+    contenders=(study.ours(ours), *study.torch_pair(reference.swiglu), study.liger(liger)),
+    work=work,
+    targets=study.MEMORY_TARGETS,
+)
