@@ -88,6 +88,7 @@ technique = Technique(
     name="vocab_pad",
     stage=Stage.MODEL,
     apply=apply,
+    conflicts=("liger",),
     after=("chunked_loss",),
     requires=(
         Requirement(

@@ -30,7 +30,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",  # torch.compile looks at block inputs
 )
 NAMES = sorted(registry())
-GPU_ONLY = {"tf32", "cudnn_attention", "flex_attention", "offload_activations", "pin_memory", "cuda_graph"}
+GPU_ONLY = {
+    "tf32", "cudnn_attention", "flex_attention", "offload_activations", "pin_memory", "cuda_graph", "liger",
+}  # fmt: skip
 SIXTEEN_BITS = {
     "amp_bf16": "bfloat16",
     "amp_fp16": "float16",
@@ -154,6 +156,7 @@ def recipes(name: str) -> list[Recipe]:
 @pytest.mark.parametrize("name", [name for name in NAMES if registry()[name].requires])
 def test_every_requirement_can_be_unmet_and_then_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rush.techniques.adam8bit.find_spec", lambda library: None)
+    monkeypatch.setattr("rush.techniques.liger.find_spec", lambda library: None)
     for requirement in registry()[name].requires:
         unmet = [(m, r) for m in machines() for r in recipes(name) if not requirement.met(m, r)]
         assert unmet, f"no situation here is without what is needed: {requirement.sentence}"

@@ -1,0 +1,168 @@
+"""Liger Kernel, the library, as a rival rung: its Triton kernels in the same slots as ours.
+
+Liger fuses what lies between the matmuls: a norm, the rotary turn, SwiGLU are one kernel each forward and
+backward, and the LM head and the loss are computed in chunks of tokens, gradients at once, so that the
+logits never exist. It is what most people put under transformers to train faster, so it is what our own
+fused techniques are held against, in our model, with the same attention, update and loop. It wins most
+where memory is short (a large vocabulary); beside `compile`, which fuses elementwise work by itself, expect
+little. GPT-2 gets its norms and loss only: it has no rotary turn, and Liger no GELU without a gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+
+from rush.models.layers import IGNORED_LABEL, LayerNorm, RMSNorm, SwiGLU
+from rush.recipe import Knob
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    needs_cuda,
+)
+
+# Shapes: b batch, t positions, h query heads, k key/value heads, d width, v vocabulary.
+
+PARTS = ("all", "norm", "rope", "mlp", "loss", "all but loss")
+KERNELS = {
+    "rms": "rms_norm_forward_kernel",
+    "layer": "layer_norm_forward_kernel",
+    "rope": "triton_rope",
+    "mlp": "swiglu_forward_kernel",
+    "loss": "liger_cross_entropy_kernel",
+}
+"""What each part is called in a profile."""
+
+
+def functions() -> Any:
+    """The library's functions; they need no transformers."""
+    return import_module("liger_kernel.transformers.functional")
+
+
+class LigerNorm(nn.Module):
+    """The library's norm over the plain norm's weights."""
+
+    def __init__(self, plain: RMSNorm | LayerNorm) -> None:
+        super().__init__()
+        self.eps, self.weight = plain.eps, plain.weight
+        self.bias = plain.bias if isinstance(plain, LayerNorm) else None
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        call = functions()
+        if self.bias is None:
+            out: Tensor = call.liger_rms_norm(x_btd, self.weight, self.eps)
+        else:
+            out = call.liger_layer_norm(x_btd, self.weight, self.bias, self.eps)
+        return out
+
+
+class LigerRotate(nn.Module):
+    def forward(
+        self, q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        turned: tuple[Tensor, Tensor] = functions().liger_rope(q_bhtd, k_bktd, cos_btd, sin_btd)
+        return turned
+
+
+class LigerSwiGLU(nn.Module):
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        out: Tensor = functions().liger_swiglu(gate, up)
+        return out
+
+
+class LigerLossHead(nn.Module):
+    """LM head and summed loss by chunks; the gradients are made in the forward pass."""
+
+    def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
+        loss: Tensor = functions().liger_fused_linear_cross_entropy(
+            hidden_btd.flatten(0, 1),
+            head_weight_vd,
+            labels_bt.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+        )
+        return loss
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    chosen = _chosen(str(knobs["parts"]))
+    model, expected = build.model, []
+    for block in model.blocks:
+        if "norm" in chosen:
+            block.attention_norm, block.mlp_norm = _norm(block.attention_norm), _norm(block.mlp_norm)
+        if "rope" in chosen and hasattr(block.attention, "rotate"):
+            block.attention.rotate = LigerRotate()
+            expected.append("rope")
+        if "mlp" in chosen and isinstance(block.mlp.activation, SwiGLU):
+            block.mlp.activation = LigerSwiGLU()
+            expected.append("mlp")
+    if "norm" in chosen:
+        expected.append("rms" if isinstance(model.final_norm, RMSNorm) else "layer")
+        model.final_norm = _norm(model.final_norm)
+    if "loss" in chosen:
+        model.loss_head = LigerLossHead()
+        expected.append("loss")
+    build.facts["liger_kernels"] = sorted({KERNELS[part] for part in expected})
+
+
+def _chosen(parts: str) -> set[str]:
+    every = {"norm", "rope", "mlp", "loss"}
+    if parts == "all but loss":
+        return every - {"loss"}
+    return every if parts == "all" else {parts}
+
+
+def _norm(plain: nn.Module) -> LigerNorm:
+    assert isinstance(plain, RMSNorm | LayerNorm), type(plain)
+    return LigerNorm(plain)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """In the profile: the library's kernel for every part that this model has."""
+    expected = seen.facts.get("liger_kernels", [])
+    missing = [part for part in expected if not any(part in name for name in seen.kernels)]
+    if not expected:
+        return Proof(False, "this model has none of the chosen parts, or none was replaced")
+    if missing:
+        return Proof(False, f"nothing named {', '.join(missing)} ran")
+    return Proof(True, f"ran {', '.join(expected)}")
+
+
+technique = Technique(
+    name="liger",
+    stage=Stage.MODEL,
+    apply=apply,
+    requires=(
+        Requirement(
+            'it needs the library liger-kernel: pip install "optimization-rush[liger]" -c constraints.txt',
+            lambda machine, recipe: find_spec("liger_kernel") is not None,
+        ),
+        needs_cuda,
+    ),
+    conflicts=("chunked_loss", "vocab_pad"),
+    knobs={"parts": KnobRange(PARTS, "which parts of the model the library computes")},
+    claim=Claim(
+        "tokens_per_s",
+        0.20,
+        regime="popular models under transformers, on average; Llama 3 8B with FSDP on eight A100s is the example",
+        source="Hsu et al. 2024, arXiv:2410.10989",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("logits", 0.0, "a chunk's logits instead, as large as the hidden vectors of all tokens"),
+        MemoryEffect("activations", 0.9, "the norms and SwiGLU keep their inputs only"),
+    ),
+)
