@@ -46,6 +46,10 @@ def main(spec_path: str, result_path: str, parent: int) -> None:
     try:
         if spec["kind"] == "prepare":
             _prepare(spec, result)
+        elif spec["kind"] == "rival":
+            from rush.lab.rival_run import measure_rival
+
+            measure_rival(spec, result)
         else:
             _measure(spec, result)
         result.finish("ok", None)
