@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,17 +31,18 @@ def need(condition: bool, sentence: str) -> None:
 
 def need_device(op: str, *tensors: Tensor) -> None:
     """All on one device, and one that can run the kernel: CUDA, or the CPU when interpreted."""
-    devices = {tensor.device for tensor in tensors}
-    need(
-        len(devices) == 1,
-        f"{op} needs its tensors on one device, found {' and '.join(sorted(map(str, devices)))}; move them together.",
-    )
-    kind = next(iter(devices)).type
-    need(
-        kind == "cuda" or kind == "meta" or (kind == "cpu" and INTERPRETED),
-        f"{op} runs on a CUDA device, found {kind}; move the tensors there, or set TRITON_INTERPRET=1 before Python "
-        "starts to have Triton interpret the kernel (slowly, for tests).",
-    )
+    # Only comparisons, and messages made when they are needed: a compiler traces through this.
+    device = tensors[0].device
+    for tensor in tensors:
+        if tensor.device != device:
+            raise KernelRefusal(
+                f"{op} needs its tensors on one device, found {device} and {tensor.device}; move them together."
+            )
+    if device.type not in ("cuda", "meta") and not (INTERPRETED and device.type == "cpu"):
+        raise KernelRefusal(
+            f"{op} runs on a CUDA device, found {device.type}; move the tensors there, or set TRITON_INTERPRET=1 "
+            "before Python starts to have Triton interpret the kernel (slowly, for tests)."
+        )
 
 
 def op(name: str, *, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:
@@ -58,3 +60,34 @@ def num_sms(device: torch.device) -> int:
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n: the widths of Triton's blocks."""
     return 1 << max(n - 1, 0).bit_length()
+
+
+MAX_WIDTH = 65536
+"""Elements of a row that one program can hold in registers."""
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """How a kernel that treats rows one by one cuts them: a program holds `rows` whole rows in registers."""
+
+    rows: int
+    width: int
+    num_warps: int
+
+
+def row_tile(width: int, elements_per_thread: int) -> RowTile:
+    """A tile of whole rows: several where rows are short, one where they are long.
+
+    Bytes in flight hide the latency of memory, so a thread holds 16 to 32 elements (two to four vectors of 16 bytes in
+    bf16); more would cost the registers that let several programs share a multiprocessor.
+    """
+    block = max(16, next_power_of_2(width))
+    rows = max(1, 2048 // block)
+    num_warps = min(32, max(4, rows * block // (32 * elements_per_thread)))
+    return RowTile(rows, block, num_warps)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[..., width] as [rows, width] whose elements of a row lie side by side: a view where that is possible."""
+    flat = x.reshape(-1, x.shape[-1])
+    return flat if flat.stride(-1) == 1 else flat.contiguous()

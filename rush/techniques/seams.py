@@ -8,14 +8,15 @@ own; the class, and every other model in the process, stays as it was.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rush.techniques.contract import Requirement
+from rush.recipe import Knob
+from rush.techniques.contract import Evidence, Observation, Proof, Requirement
 
 needs_triton = Requirement(
     "it needs Triton, and a CUDA GPU to compile its kernels for (on a CPU, TRITON_INTERPRET=1 before the start has "
@@ -24,6 +25,21 @@ needs_triton = Requirement(
         machine.triton is not None and (machine.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
     ),
 )
+
+
+def our_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:
+    """On a GPU kernels with names that begin so ran (a replayed recording shows no operators); on a CPU the `ops`."""
+
+    def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+        wanted, names = (kernels, seen.kernels) if seen.kernels else (ops, seen.ops)
+        found = {part: [name for name in names if name.startswith(part)] for part in wanted}
+        if missing := [part for part, names in found.items() if not names]:
+            return Proof(False, f"nothing named {', '.join(missing)} ran")
+        return Proof(True, f"ran {', '.join(sorted({name for names in found.values() for name in names}))}")
+
+    said = [" and ".join(f"`{part}`" for part in parts) for parts in (kernels, ops)]
+    evidence.__doc__ = f"In the profile: {said[0]} on a GPU, {said[1]} on a CPU."
+    return evidence
 
 
 def give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:

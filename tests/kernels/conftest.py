@@ -6,7 +6,7 @@ One test body serves both places: `device` is "cpu" (Triton's interpreter) in `m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -74,6 +74,63 @@ def hold_errors(ours: Tensor, plain: Tensor, exact: Tensor, factor: float, what:
             f"{what} {tuple(ours.shape)} {ours.dtype}: {where} off by {found:.3g}, allowed {allowed:.3g} "
             f"({factor:g} times plain torch)"
         )
+
+
+def outputs_and_gradients(
+    function: Callable[..., Tensor | tuple[Tensor, ...]], inputs: Sequence[Tensor], douts: Sequence[Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What a function returns, and the gradients of its inputs for these gradients of its outputs."""
+    # Not cloned: a copy would not have the strides that the test is about.
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    out = function(*leaves)
+    outs = [out] if isinstance(out, Tensor) else list(out)
+    gradients = torch.autograd.grad(outs, leaves, list(douts))
+    return [x.detach() for x in outs], list(gradients)
+
+
+def compare_with_float64(
+    ours: Callable[..., Tensor | tuple[Tensor, ...]],
+    plain: Callable[..., Tensor | tuple[Tensor, ...]],
+    *inputs: Tensor,
+) -> None:
+    """Our outputs are within twice plain torch's error, our gradients within three times, both against float64.
+
+    `plain` is run on the inputs as they are and, for the exact values, on the same numbers in float64.
+    """
+    generator = torch.Generator(inputs[0].device).manual_seed(1)
+    with torch.no_grad():
+        shaped = plain(*inputs)
+    douts = [
+        torch.randn(x.shape, generator=generator, device=x.device).to(x.dtype)
+        for x in ([shaped] if isinstance(shaped, Tensor) else shaped)
+    ]
+    our_outs, our_gradients = outputs_and_gradients(ours, inputs, douts)
+    plain_outs, plain_gradients = outputs_and_gradients(plain, inputs, douts)
+    exact_outs, exact_gradients = outputs_and_gradients(
+        plain, [x.double() for x in inputs], [x.double() for x in douts]
+    )
+    for number, found in enumerate(zip(our_outs, plain_outs, exact_outs, strict=True)):
+        hold_errors(*found, factor=2, what=f"output {number}")
+    for number, found in enumerate(zip(our_gradients, plain_gradients, exact_gradients, strict=True)):
+        hold_errors(*found, factor=3, what=f"gradient {number}")
+
+
+@pytest.fixture
+def compare() -> Callable[..., None]:
+    """compare(ours, plain, *inputs): outputs and gradients held against plain torch and float64."""
+    return compare_with_float64
+
+
+@pytest.fixture
+def backend(device: str) -> str:
+    """The compiler for this device; on a CPU only what traces, since generated code would not touch our kernels."""
+    return "inductor" if device == "cuda" else "aot_eager"
+
+
+@pytest.fixture
+def repeats(device: str) -> int:
+    """How often a result must come out with the same bits: the interpreter is slow and has one thread anyway."""
+    return 100 if device == "cuda" else 3
 
 
 @pytest.fixture
