@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from rush import __version__
-from rush.cli import data, export, ladder, probe, recipes, talk, train
+from rush.cli import data, explain, export, ladder, probe, recipes, talk, train
 from rush.errors import RushError
 
 app = typer.Typer(
@@ -27,6 +27,7 @@ app = typer.Typer(
 app.command("ladder")(ladder.ladder)
 app.command("compare")(ladder.compare)
 app.command("probe")(probe.probe)
+app.command("explain")(explain.explain)
 app.command("train")(train.train)
 app.command("generate")(talk.generate)
 app.command("chat")(talk.chat)

@@ -1,0 +1,182 @@
+"""`rush explain`: small measurements made here and now, with a picture and a page of plain words."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+
+from rush.cli.output import Json, note, print_json
+from rush.errors import RecipeError, nearest
+
+if TYPE_CHECKING:
+    from rush.explain import Settings, Topic
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+def complete_topic(incomplete: str) -> list[str]:
+    from rush.explain import topics
+
+    return [name for name in topics() if name.startswith(incomplete)]
+
+
+def explain(
+    topic: Annotated[
+        str | None,
+        typer.Argument(help="What to explain; without it, the list.", autocompletion=complete_topic),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Where to write; runs/explain-TOPIC without it.")] = None,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    quick: Annotated[bool, typer.Option("--quick", help="A coarse look in a few seconds.")] = False,
+    record: Annotated[
+        Path | None,
+        typer.Option("--from", help="Draw the explain.json of an earlier measurement; measure nothing."),
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="roofline: the recipe whose model is measured.")] = None,
+    batch: Annotated[int | None, typer.Option(help="roofline: sequences at once.", min=1)] = None,
+    sequence: Annotated[int | None, typer.Option(help="roofline: tokens per sequence.", min=1)] = None,
+    json: Json = False,
+) -> None:
+    """See on your own machine why things are fast or slow: measure a little, then explain with those numbers.
+
+    Examples:
+
+      rush explain
+
+      rush explain attention
+
+      rush explain roofline --model gpt2-124m --batch 4
+
+      rush explain --from runs/explain-attention/explain.json --out drawn
+    """
+    from rush.explain import find, topics
+    from rush.explain.records import explain as understand
+    from rush.explain.records import read, write
+
+    options: dict[str, str | int] = {
+        name: value
+        for name, value in (("model", model), ("batch", batch), ("sequence", sequence))
+        if value is not None
+    }
+    if record is not None:
+        _refuse_measuring(device, quick, options)
+        found = read(record)
+        if topic is not None and topic != found["topic"]:
+            raise RecipeError(f"{record} is about {found['topic']}, not about {topic}; leave the topic out.")
+    elif topic is None:
+        _list(list(topics().values()), json)
+        return
+    else:
+        found = _measure(find(topic), device, quick, options)
+    explanation = understand(found)
+    folder = out or Path("runs") / f"explain-{explanation.topic.name}"
+    paths = write(explanation, folder)
+    if json:
+        print_json(
+            {
+                "record": explanation.record,
+                "words": explanation.words,
+                "files": {name: str(path) for name, path in paths.items()},
+            }
+        )
+        return
+    _show(explanation, paths)
+
+
+def _list(found: list[Topic], json: bool) -> None:
+    if json:
+        print_json([{"name": topic.name, "title": topic.title, "about": topic.about} for topic in found])
+        return
+    width = max(len(topic.name) for topic in found)
+    for topic in found:
+        typer.echo(f"{typer.style(topic.name.ljust(width), bold=True)}  {topic.about}")
+    typer.echo("\nrush explain TOPIC measures here and now and takes less than a minute.")
+
+
+def _refuse_measuring(device: str, quick: bool, options: dict[str, Any]) -> None:
+    """Nothing is measured with --from, so what says how to measure would be ignored."""
+    given = [
+        *(f"--{name}" for name in options),
+        *(["--quick"] if quick else []),
+        *(["--device"] if device != "auto" else []),
+    ]
+    if given:
+        raise RecipeError(f"--from draws what was measured before; leave out {', '.join(given)}.")
+
+
+def _measure(topic: Topic, device: str, quick: bool, options: dict[str, str | int]) -> dict[str, Any]:
+    from rush.explain.records import make
+
+    foreign = [name for name in options if name not in topic.options]
+    if foreign:
+        can = f"it takes --{', --'.join(topic.options)}" if topic.options else "it takes none of its own"
+        raise RecipeError(f"--{foreign[0]} means nothing to the topic {topic.name}: {can}.")
+    settings_for = _settings(device, quick, options)
+    with _progress() as tell:
+        return make(topic, settings_for(tell))
+
+
+def _settings(
+    device: str, quick: bool, options: dict[str, str | int]
+) -> Callable[[Callable[[str, int, int], None]], Settings]:
+    """Everything that can be refused is refused here, before anything is measured."""
+    from rush.explain import Settings
+    from rush.hardware import probe
+
+    if device not in DEVICES:
+        raise RecipeError(f"--device {device!r} is not known here; {nearest(device, DEVICES)}")
+    kind: Literal["cpu", "cuda"] = (
+        "cuda" if device == "cuda" or (device == "auto" and _cuda_here()) else "cpu"
+    )
+    machine = probe(kind)
+    return lambda tell: Settings(machine, kind, quick, options, tell)
+
+
+def _cuda_here() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
+
+
+@contextlib.contextmanager
+def _progress() -> Iterator[Callable[[str, int, int], None]]:
+    """A line on standard error that says what is being measured; it disappears when all is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (
+        TextColumn("Measuring {task.description}", markup=False),
+        BarColumn(bar_width=24),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    # Two updates a second: the line must not compute while others are being measured.
+    with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
+        task = bar.add_task("", total=None, visible=False)
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.update(task, description=what, completed=done, total=total, visible=True)
+
+        yield show
+
+
+def _show(explanation: Any, paths: dict[str, Path]) -> None:
+    from rich.console import Console
+
+    from rush.explain.terminal import show
+
+    show(
+        Console(),
+        explanation.topic.title,
+        explanation.where,
+        explanation.panels,
+        explanation.table,
+        explanation.words,
+    )
+    if explanation.warning:
+        note(explanation.warning)
+    typer.echo(f"The page with the pictures: {paths['report']}")

@@ -1,0 +1,133 @@
+"""Pictures as plain data: curves and bars that know their numbers and units, and nothing of pixels.
+
+The same panel is drawn as SVG on the page and with characters in the terminal.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from rush.explain import say
+
+Unit = Literal["", "B", "B/s", "FLOP/s", "s", "%", "×"]
+Style = Literal["measured", "formula", "extrapolated", "dots"]
+
+
+@dataclass(frozen=True)
+class Dot:
+    """A point with its interval. `label` stands beside it, `note` appears when the pointer rests on it."""
+
+    x: float
+    y: float
+    low: float | None = None
+    high: float | None = None
+    label: str = ""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Line:
+    """A series. Measured ones are solid with marks, formulas and extrapolations dashed, dots not joined."""
+
+    name: str
+    dots: Sequence[Dot]
+    colour: int
+    style: Style = "measured"
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A place on the x axis worth knowing, as the size of a cache."""
+
+    x: float
+    label: str
+
+
+@dataclass(frozen=True)
+class Curves:
+    title: str
+    x_title: str
+    y_title: str
+    x_unit: Unit
+    y_unit: Unit
+    lines: Sequence[Line]
+    x_log: bool = True
+    y_log: bool = True
+    marks: Sequence[Mark] = ()
+    caption: str = ""
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One row. With `start` the bar is a range from there to `value`. Without a value the note says why."""
+
+    name: str
+    value: float | None
+    low: float | None = None
+    high: float | None = None
+    colour: int = 1
+    note: str = ""
+    start: float | None = None
+
+
+@dataclass(frozen=True)
+class Bars:
+    title: str
+    unit: Unit
+    rows: Sequence[Bar]
+    log: bool = False
+    caption: str = ""
+
+
+Panel = Curves | Bars
+
+
+def label(value: float, unit: Unit) -> str:
+    """A value with its unit, as a person reads it."""
+    if unit == "s":
+        return say.duration(value)
+    if unit == "B":
+        return say.size(value)
+    if unit == "%":
+        return say.share(value)
+    if unit == "×":
+        return say.times(value)
+    return say.si(value, unit)
+
+
+def dot(x: float, stat: Mapping[str, Any], amount: float | None = None, *, note: str = "") -> Dot:
+    """A timing as a point: its seconds, or with `amount` the rate of so much done in them."""
+    if amount is None:
+        return Dot(x, stat["median"], stat["low"], stat["high"], note=note)
+    return Dot(x, amount / stat["median"], amount / stat["high"], amount / stat["low"], note=note)
+
+
+def tick_values(low: float, high: float, log: bool, unit: Unit, about: int = 6) -> list[float]:
+    """Round places on an axis: powers of two for bytes, 1-2-5 steps or powers of ten on a logarithmic one."""
+    if unit == "B" and log:
+        first, last = math.ceil(math.log2(low)), math.floor(math.log2(high))
+        step = max(1, math.ceil((last - first + 1) / about))
+        return [2.0**k for k in range(first, last + 1, step)]
+    if not log:
+        scale = _binary_unit(high) if unit == "B" else 1.0
+        return [value * scale for value in _linear(low / scale, high / scale, about)]
+    tens = [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
+    if len(tens) >= 3:
+        return tens[:: max(1, math.ceil(len(tens) / about))]
+    start = math.floor(math.log10(low))
+    steps = [m * 10.0**k for k in range(start, start + 4) for m in (1, 2, 5)]
+    inside = [value for value in steps if low <= value <= high]
+    return inside if len(inside) >= 2 else _linear(low, high, 4)
+
+
+def _binary_unit(high: float) -> float:
+    return next((unit for unit in (2.0**30, 2.0**20, 2.0**10) if high >= unit), 1.0)
+
+
+def _linear(low: float, high: float, about: int) -> list[float]:
+    from rush.report.svg import ticks
+
+    return ticks(low, high, about)

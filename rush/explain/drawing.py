@@ -1,0 +1,301 @@
+"""Panels as SVG, with the report's own tools: classes instead of colours, escaped text, a wide and a narrow form.
+
+A series is told from the others by the shape of its marks as well as by its colour, and named in a legend
+above the plot.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from rush.explain.chart import Bar, Bars, Curves, Dot, Line, Panel, Unit, label, tick_values
+from rush.report import words
+from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
+from rush.report.svg import Scale, number, path, picture, tag, tooltip
+
+LETTER = 6.7
+"""About how wide a letter of the small text is."""
+SHAPES = ("circle", "square", "triangle", "diamond", "ring", "bar")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A panel's elements and the room they take."""
+
+    marks: list[Markup]
+    width: float
+    height: float
+    alt: str
+
+
+def pictures(panel: Panel) -> tuple[Markup, Markup]:
+    """A panel for a wide and for a narrow column."""
+    wide, narrow = (
+        picture(
+            drawn.alt, *drawn.marks, class_="curve-picture", viewBox=f"0 0 {drawn.width:g} {drawn.height:g}"
+        )
+        for drawn in (draw(panel, WIDE.width), draw(panel, NARROW.width))
+    )
+    return wide, narrow
+
+
+def draw(panel: Panel, width: float) -> Drawn:
+    return _curves(panel, width) if isinstance(panel, Curves) else _bars(panel, width)
+
+
+def short(value: float, unit: Unit) -> str:
+    """A label on an axis, without the zeros that say how exact a measurement is."""
+    text = label(value, unit)
+    head, join, tail = text.partition(words.JOIN)
+    if "." in head and "e" not in head:
+        head = head.rstrip("0").rstrip(".")
+    return f"{head}{join}{tail}"
+
+
+def _curves(panel: Curves, width: float) -> Drawn:
+    legend, legend_height = _legend(panel.lines, width)
+    plot = 320.0 if width > 600 else 260.0
+    top = legend_height + 26
+    left = 14 + LETTER * max(len(short(v, panel.y_unit)) for v in _y_ticks(panel))
+    frame = Frame(width, top + plot + 44, left=max(46.0, left), right=16, top=top, bottom=44)
+    x, y = _scales(panel, frame)
+    marks = [*legend, *y_axis(frame, y, _y_ticks(panel), lambda v: short(v, panel.y_unit), panel.y_title)]
+    marks += x_axis(frame, x, _x_ticks(panel), lambda v: short(v, panel.x_unit), panel.x_title)
+    for mark in panel.marks:
+        if x.low <= mark.x <= x.high:
+            place = x(mark.x)
+            flip = place > frame.x_end - len(mark.label) * LETTER
+            marks.append(tag("line", class_="stop", x1=place, x2=place, y1=frame.top, y2=frame.y_end))
+            marks.append(
+                tag(
+                    "text",
+                    mark.label,
+                    class_="note",
+                    x=place + (-5 if flip else 5),
+                    y=frame.top + 10,
+                    text_anchor="end" if flip else "start",
+                )
+            )
+    for line in panel.lines:
+        marks += _line(line, panel, x, y)
+    marks += _labels(panel.lines, frame, x, y)
+    return Drawn(marks, width, frame.height, _alt(panel))
+
+
+def _ranges(panel: Curves) -> tuple[float, float, float, float]:
+    xs = [dot.x for line in panel.lines for dot in line.dots]
+    ys = [dot.y for line in panel.lines for dot in line.dots]
+    return min(xs), max(xs), min(ys), max(ys)
+
+
+def _scales(panel: Curves, frame: Frame) -> tuple[Scale, Scale]:
+    x_low, x_high, _, _ = _ranges(panel)
+    if panel.x_log:
+        air = max(1.12, (x_high / x_low) ** 0.03)
+        x = Scale(x_low / air, x_high * air, frame.left, frame.x_end, log=True)
+    else:
+        air = (x_high - x_low) * 0.04 or 1.0
+        x = Scale(x_low - air, x_high + air, frame.left, frame.x_end)
+    low, high = _y_range(panel)
+    return x, Scale(low, high, frame.y_end, frame.top, log=panel.y_log)
+
+
+def _y_range(panel: Curves) -> tuple[float, float]:
+    _, _, low, high = _ranges(panel)
+    if panel.y_log:
+        air = max(1.25, (high / low) ** 0.06)
+        return low / air, high * air
+    return 0.0, high * 1.08 or 1.0
+
+
+def _y_ticks(panel: Curves) -> list[float]:
+    return tick_values(*_y_range(panel), panel.y_log, panel.y_unit)
+
+
+def _x_ticks(panel: Curves) -> list[float]:
+    """Measured sizes where there are few enough to be read, else round places."""
+    xs = sorted({dot.x for line in panel.lines for dot in line.dots if line.style != "dots"})
+    if panel.x_log and panel.x_unit in ("B", "") and 1 < len(xs) <= 24:
+        return xs
+    x_low, x_high, _, _ = _ranges(panel)
+    return tick_values(x_low, x_high, panel.x_log, panel.x_unit)
+
+
+def _line(line: Line, panel: Curves, x: Scale, y: Scale) -> list[Markup]:
+    marks = []
+    if line.style != "dots" and len(line.dots) > 1:
+        points = [(x(dot.x), y(dot.y)) for dot in line.dots]
+        marks.append(tag("path", class_=f"curve series-{line.colour} {line.style}", d=path(points)))
+    if line.style == "formula":
+        return marks
+    return marks + [_dot(line, dot, panel, x(dot.x), y) for dot in line.dots]
+
+
+def _dot(line: Line, dot: Dot, panel: Curves, cx: float, y: Scale) -> Markup:
+    said = f"{line.name}, {label(dot.x, panel.x_unit)}: {label(dot.y, panel.y_unit)}"
+    parts = [tooltip(f"{said}. {dot.note}" if dot.note else said)]
+    if dot.low is not None and dot.high is not None:
+        low, high = (y(max(value, y.low)) for value in (dot.low, min(dot.high, y.high)))
+        if low - high > 3:
+            ends = "".join(f"M{number(cx - 3)} {number(end)}h6" for end in (low, high))
+            parts.append(tag("path", class_="whisker", d=f"M{number(cx)} {number(low)}V{number(high)}{ends}"))
+    hollow = " hollow" if line.style == "extrapolated" else ""
+    parts.append(shape(line.colour, cx, y(dot.y), f"dot series-{line.colour}{hollow}"))
+    return tag("g", *parts)
+
+
+def shape(colour: int, cx: float, cy: float, class_: str) -> Markup:
+    """The mark of a series: another shape for each colour."""
+    kind = SHAPES[(colour - 1) % len(SHAPES)]
+    if kind in ("circle", "ring"):
+        return tag("circle", class_=class_, cx=cx, cy=cy, r=4.2 if kind == "circle" else 3)
+    at = f"M{number(cx)} {number(cy)}"
+    forms = {
+        "square": "m-4 -4h8v8h-8z",
+        "triangle": "m0 -5l5 9h-10z",
+        "diamond": "m0 -5.5l5.5 5.5l-5.5 5.5l-5.5 -5.5z",
+        "bar": "m-5.5 -2.5h11v5h-11z",
+    }
+    return tag("path", class_=class_, d=at + forms[kind])
+
+
+def _legend(lines: Sequence[Line], width: float) -> tuple[list[Markup], float]:
+    """The names of the series over the plot, in as many rows as they need."""
+    marks, x, y = [], 4.0, 12.0
+    for line in lines:
+        room = 34 + len(line.name) * LETTER
+        if x > 4 and x + room > width:
+            x, y = 4.0, y + 19
+        if line.style != "dots":
+            stroke = f"curve series-{line.colour} {line.style}"
+            marks.append(tag("path", class_=stroke, d=f"M{number(x)} {number(y)}h20"))
+        if line.style != "formula":
+            hollow = " hollow" if line.style == "extrapolated" else ""
+            marks.append(shape(line.colour, x + 10, y, f"dot series-{line.colour}{hollow}"))
+        marks.append(tag("text", line.name, class_="tick", x=x + 26, y=y + 4))
+        x += room + 12
+    return marks, y + 8
+
+
+def _labels(lines: Sequence[Line], frame: Frame, x: Scale, y: Scale) -> list[Markup]:
+    """The short labels of single dots, each on the first side that is free."""
+    taken = [(x(dot.x), y(dot.y)) for line in lines if line.style == "dots" for dot in line.dots]
+    marks = []
+    for line in lines:
+        for dot in line.dots:
+            if dot.label and (spot := _free_spot(frame, x(dot.x), y(dot.y), taken)):
+                taken.append(spot)
+                marks.append(
+                    tag(
+                        "text",
+                        dot.label,
+                        class_="note strong",
+                        x=spot[0],
+                        y=spot[1] + 4,
+                        text_anchor="middle",
+                    )
+                )
+    return marks
+
+
+def _free_spot(
+    frame: Frame, cx: float, cy: float, taken: Sequence[tuple[float, float]]
+) -> tuple[float, float] | None:
+    for reach in (14, 21, 29, 38):
+        for turn in range(8):
+            angle = math.pi / 4 * turn
+            spot = (cx + reach * math.cos(angle), cy - reach * math.sin(angle))
+            inside = frame.left + 4 < spot[0] < frame.x_end - 4 and frame.top < spot[1] < frame.y_end - 6
+            if inside and all(math.dist(spot, other) > 12 for other in taken):
+                return spot
+    return None
+
+
+def _alt(panel: Curves) -> str:
+    """The picture in words: each series from its first to its last point."""
+    parts = []
+    for line in panel.lines:
+        if line.style == "dots":
+            said = ", ".join(
+                f"{dot.label or label(dot.x, panel.x_unit)} at {label(dot.y, panel.y_unit)}"
+                for dot in line.dots
+            )
+            parts.append(f"{line.name}: {said}")
+        elif line.style != "formula":
+            first, last = line.dots[0], line.dots[-1]
+            parts.append(
+                f"{line.name}: {label(first.y, panel.y_unit)} at {label(first.x, panel.x_unit)}, "
+                f"{label(last.y, panel.y_unit)} at {label(last.x, panel.x_unit)}"
+            )
+    return f"{panel.title}. {panel.y_title} against {panel.x_title}. {'; '.join(parts)}."
+
+
+def _bars(panel: Bars, width: float) -> Drawn:
+    """Names at the left of the bars on a wide page, above them on a narrow one."""
+    wide = width > 600
+    names = max(len(row.name) for row in panel.rows) * LETTER + 16 if wide else 4.0
+    names = min(names, width * 0.42)
+    room = max(len(bar_label(row, panel.unit)) for row in panel.rows) * 7.4 + 22
+    scale = bar_scale(panel, names, max(width - room, names + 60))
+    row_height, marks = (28.0 if wide else 44.0), []
+    for index, row in enumerate(panel.rows):
+        marks += _bar(row, panel, scale, index * row_height, wide)
+    alt = f"{panel.title}. " + "; ".join(f"{row.name}: {bar_label(row, panel.unit)}" for row in panel.rows)
+    return Drawn(marks, width, len(panel.rows) * row_height + 8, alt)
+
+
+def bar_scale(panel: Bars, start: float, end: float) -> Scale:
+    tops = [v for row in panel.rows for v in (row.value, row.high, row.start) if v is not None]
+    if not tops:
+        return Scale(0, 1, start, end)
+    if panel.log:
+        lows = [v for row in panel.rows for v in (row.value, row.low, row.start) if v is not None]
+        return Scale(min(lows) / 1.5, max(tops) * 1.5, start, end, log=True)
+    return Scale(0, max(tops) or 1.0, start, end)
+
+
+def bar_label(row: Bar, unit: Unit) -> str:
+    if row.value is None:
+        return row.note or words.MISSING
+    value = label(row.value, unit)
+    if row.start is not None:
+        value = f"{label(row.start, unit)} to {value}"
+    return f"{value}, {row.note}" if row.note else value
+
+
+def _bar(row: Bar, panel: Bars, scale: Scale, top: float, wide: bool) -> list[Markup]:
+    said = f"{row.name}: {bar_label(row, panel.unit)}"
+    base = top if wide else top + 18
+    marks = [tag("text", cut(row.name, 46), class_="bar-name", x=0, y=top + (17 if wide else 14))]
+    if row.value is None:
+        marks.append(tag("text", row.note or words.MISSING, class_="soft", x=scale.start, y=base + 17))
+        return marks
+    start = scale(row.start) if row.start is not None else scale.start
+    end = scale(row.value)
+    marks.append(
+        tag(
+            "rect",
+            tooltip(said),
+            class_=f"bar series-{row.colour}",
+            x=start,
+            y=base + 3,
+            width=max(end - start, 1.0),
+            height=17,
+            rx=2,
+        )
+    )
+    if row.low is not None and row.high is not None:
+        low, high = scale(max(row.low, scale.low)), scale(row.high)
+        shape_ = f"M{number(low)} {number(base + 11.5)}H{number(high)}M{number(low)} {number(base + 7)}v9M{number(high)} {number(base + 7)}v9"
+        marks.append(tag("path", class_="whisker", d=shape_))
+        end = max(end, high)
+    marks.append(tag("text", bar_label(row, panel.unit), class_="value", x=end + 8, y=base + 17))
+    return marks
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -1,0 +1,363 @@
+"""Filling the machine: equal tasks on so many workers, sizes at and beside powers of two, a padded vocabulary.
+
+A machine finishes tasks in waves of as many as it has workers (cores, or multiprocessors); one task more than
+fits into a wave costs a whole further wave. Matrix products are cut into tiles of fixed size, so a size that is
+no multiple of the tile pays for the part that sticks out. Whether and how much that shows here is measured.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from rush.errors import MachineError
+from rush.explain import say
+from rush.explain.chart import Bar, Bars, Curves, Line, Mark, Panel, dot
+from rush.explain.clock import timed
+from rush.explain.contract import Data, Settings, Table, Topic
+
+VOCABULARIES = (50257, 50304)
+"""GPT-2's vocabulary, and the next multiple of 128."""
+PRODUCTS = ("logits", "gradient of the input", "gradient of the weight")
+
+
+def measure(settings: Settings) -> Data:
+    import torch
+
+    cuda = settings.device == "cuda"
+    dtype = torch.bfloat16 if cuda else torch.float32
+    workers, counts, run = _device_tasks(settings) if cuda else _host_tasks(settings)
+    budget = 0.02 if settings.quick else 0.2
+    parts = len(counts) + 2 * len(PRODUCTS) + 5
+    tasks = []
+    for number in counts:
+        settings.tell(f"{number} equal tasks on {workers} workers", len(tasks), parts)
+        found = timed(lambda n=number: run(n), settings.device, budget_s=budget, most=15)  # type: ignore[misc]
+        tasks.append({"tasks": number, "seconds": found})
+    sizes = _sizes(settings, dtype, len(counts), parts)
+    vocabulary = _vocabulary(settings, dtype, len(counts) + 5, parts)
+    return {
+        "kind": settings.device,
+        "dtype": str(dtype).removeprefix("torch."),
+        "workers": workers,
+        "tasks": tasks,
+        "sizes": sizes,
+        **vocabulary,
+    }
+
+
+Run = Callable[[int], object]
+
+
+def _host_tasks(settings: Settings) -> tuple[int, list[int], Run]:
+    """Tasks on the CPU: each a row of operations too small for torch to divide, one thread per core."""
+    import torch
+
+    workers = settings.machine.cpu.num_threads
+    x = torch.rand(2**14)
+    rounds = 8 if settings.quick else 60
+    outs = [torch.empty_like(x) for _ in range(workers)]
+    pool = ThreadPoolExecutor(workers)
+
+    def task(index: int) -> None:
+        out = outs[index % workers]
+        for _ in range(rounds):
+            torch.exp(x, out=out)
+
+    def run(number: int) -> None:
+        list(pool.map(task, range(number)))
+
+    most = min(3 * workers + 1, 25) if not settings.quick else min(2 * workers + 1, 9)
+    return workers, list(range(1, most + 1)), run
+
+
+def _device_tasks(settings: Settings) -> tuple[int, list[int], Run]:
+    """Tasks on the GPU: programs of 1024 threads, each of which keeps a multiprocessor's units busy."""
+    import torch
+
+    try:
+        from rush.explain.native.device import Tasks
+    except ImportError as error:
+        raise MachineError(
+            f"the equal tasks are Triton programs, and Triton is not here ({error}); install it with pip install triton."
+        ) from None
+    workers = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
+    around = [workers // 2, workers - 1, workers, workers + 1, 3 * workers // 2, 2 * workers, 2 * workers + 1]
+    if not settings.quick:
+        around = [
+            1,
+            workers // 4,
+            3 * workers // 4,
+            *around,
+            5 * workers // 2,
+            3 * workers,
+            3 * workers + 1,
+            4 * workers,
+        ]
+    counts = sorted({count for count in around if count > 0})
+    tasks = Tasks(counts[-1], 20_000)
+    return workers, counts, tasks
+
+
+def _sizes(settings: Settings, dtype: Any, done: int, parts: int) -> list[Data]:
+    """Square products at a power of two, beside it, and at multiples of smaller powers."""
+    import torch
+
+    base = (
+        (2048 if settings.quick else 4096) if settings.device == "cuda" else (256 if settings.quick else 1024)
+    )
+    generator = torch.Generator(settings.device).manual_seed(0)
+    rows = []
+    for step, size in enumerate((base - 1, base, base + 1, base + 8, base + 64)):
+        settings.tell(f"matrix products of {size}", done + step, parts)
+        a, b = (
+            torch.randn(size, size, device=settings.device, generator=generator).to(dtype) for _ in range(2)
+        )
+        out = torch.empty(size, size, device=settings.device, dtype=dtype)
+        found = timed(
+            lambda a=a, b=b, out=out: torch.mm(a, b, out=out),
+            settings.device,
+            budget_s=0.05 if settings.quick else 1.0,
+            most=21,
+        )  # type: ignore[misc]
+        rows.append({"size": size, "flops": 2.0 * size**3, "seconds": found})
+    return rows
+
+
+def _vocabulary(settings: Settings, dtype: Any, done: int, parts: int) -> Data:
+    """The head of GPT-2 with its own vocabulary and with a padded one: the product and its two gradients."""
+    import torch
+
+    cuda = settings.device == "cuda"
+    tokens, hidden = (8192, 768) if cuda else (64, 768)
+    if settings.quick:
+        tokens, hidden = (2048, 768) if cuda else (16, 64)
+    generator = torch.Generator(settings.device).manual_seed(0)
+
+    def drawn(*dims: int) -> Any:
+        return torch.randn(*dims, device=settings.device, generator=generator).to(dtype)
+
+    rows = []
+    x = drawn(tokens, hidden)
+    for size in VOCABULARIES:
+        weight, slope = drawn(size, hidden), drawn(tokens, size)
+        works: Sequence[Callable[[], object]] = (
+            lambda w=weight: x @ w.t(),  # type: ignore[misc]
+            lambda w=weight, s=slope: s @ w,  # type: ignore[misc]
+            lambda s=slope: s.t() @ x,  # type: ignore[misc]
+        )
+        for name, work in zip(PRODUCTS, works, strict=True):
+            settings.tell(f"vocabulary {size}: {name}", done + len(rows), parts)
+            found = timed(work, settings.device, budget_s=0.05 if settings.quick else 1.2, most=15)
+            rows.append({"vocabulary": size, "product": name, "seconds": found})
+    return {"tokens": tokens, "hidden": hidden, "vocabulary": rows}
+
+
+def words(data: Data) -> list[str]:
+    return [_vocabulary_words(data), _wave_words(data), _step_words(data), _size_words(data), _advice(data)]
+
+
+def _total(data: Data, size: int) -> list[float]:
+    """Samples of the three products together: the sums of their samples, in order of size."""
+    rows = [sorted(row["seconds"]["samples"]) for row in data["vocabulary"] if row["vocabulary"] == size]
+    least = min(map(len, rows))
+    # Samples are not paired, so equal ranks are added: quantiles of the sum, as if all were slow together.
+    picked = [[row[round(k * (len(row) - 1) / max(1, least - 1))] for k in range(least)] for row in rows]
+    return [sum(values) for values in zip(*picked, strict=True)]
+
+
+def padding(data: Data) -> Any:
+    """How much faster the padded vocabulary is, over the three products, with its interval."""
+    odd, padded = (_total(data, size) for size in VOCABULARIES)
+    return say.speedup({"samples": odd}, {"samples": padded})
+
+
+def _median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    return ordered[len(ordered) // 2]
+
+
+def _vocabulary_words(data: Data) -> str:
+    odd, padded = (_median(_total(data, size)) for size in VOCABULARIES)
+    ratio = padding(data)
+    head = (
+        f"GPT-2's head and its gradients take {say.duration(odd)} with a vocabulary of {VOCABULARIES[0]} and "
+        f"{say.duration(padded)} with {VOCABULARIES[1]}, which is {say.share(VOCABULARIES[1] / VOCABULARIES[0] - 1)} larger"
+    )
+    if ratio.faster:
+        return f"{head}: the larger one is {say.interval(ratio)} faster."
+    if ratio.slower:
+        return f"{head}: here padding costs time, {say.interval(ratio)}."
+    return (
+        f"{head}: on this device padding changes nothing that can be told from chance, {say.interval(ratio)}."
+    )
+
+
+def step(data: Data) -> Any:
+    """How much longer one task more than a full wave takes than the full wave."""
+    found = {row["tasks"]: row["seconds"] for row in data["tasks"]}
+    return say.speedup(found[data["workers"] + 1], found[data["workers"]])
+
+
+def _wave_words(data: Data) -> str:
+    workers, found = data["workers"], {row["tasks"]: row["seconds"] for row in data["tasks"]}
+    ratio = step(data)
+    kind = "multiprocessors" if data["kind"] == "cuda" else "cores" if workers > 1 else "core"
+    head = f"{workers} equal tasks on {workers} {kind} take {say.duration(found[workers]['median'])}, {workers + 1} take {say.duration(found[workers + 1]['median'])}"
+    if ratio.faster and ratio.ratio > 1.3:
+        return f"{head}: one task more costs {say.times(ratio.ratio)}, because it needs a second wave in which the others have nothing to do."
+    return f"{head}: no step shows between one wave and the next ({say.interval(ratio)})."
+
+
+def _step_words(data: Data) -> str:
+    """The share of the machine in use, from the time of each count against perfect division."""
+    found = {row["tasks"]: row["seconds"]["median"] for row in data["tasks"]}
+    best = min(seconds / tasks for tasks, seconds in found.items())
+    use = {tasks: best * tasks / seconds for tasks, seconds in found.items()}
+    full = [tasks for tasks in use if tasks >= data["workers"]]
+    worst = min(full, key=lambda tasks: use[tasks])
+    predicted = worst / (math.ceil(worst / data["workers"]) * data["workers"])
+    return (
+        f"With at least a full wave, the machine is used worst with {worst} tasks: {say.share(use[worst])} of the best, where "
+        f"whole waves would give {say.share(predicted)}."
+    )
+
+
+def _rate(row: Data) -> float:
+    return float(row["flops"] / row["seconds"]["median"])
+
+
+def _size_words(data: Data) -> str:
+    rows = data["sizes"]
+    base = rows[1]
+    worst = min((row for row in rows if row is not base), key=_rate)
+    # Per operation, since the sizes differ: seconds divided by FLOPs.
+    ratio = say.speedup(
+        {"samples": [s / worst["flops"] for s in worst["seconds"]["samples"]]},
+        {"samples": [s / base["flops"] for s in base["seconds"]["samples"]]},
+    )
+    head = f"A product of size {base['size']} runs at {say.flops(_rate(base))}, of size {worst['size']} at {say.flops(_rate(worst))}"
+    if ratio.faster:
+        return f"{head}: beside the power of two the rate is down to {say.share(1 / ratio.ratio)}."
+    if ratio.slower:
+        return f"{head}: here even the slowest of its neighbours is faster than the power of two, by {say.times(1 / ratio.ratio)} (rows a power of two apart can fall onto the same places of a cache)."
+    return f"{head}: no difference that can be told from chance."
+
+
+def _advice(data: Data) -> str:
+    pays = [
+        name
+        for name, gain in (
+            ("pad the vocabulary", padding(data).faster),
+            ("fill whole waves", step(data).faster and step(data).ratio > 1.3),
+        )
+        if gain
+    ]
+    return (
+        f"On this device it pays to {say.listed(pays)}."
+        if pays
+        else "On this device neither padding the vocabulary nor filling whole waves shows a gain in these measurements."
+    )
+
+
+def picture(data: Data) -> list[Panel]:
+    workers = data["workers"]
+    waves = [Mark(workers * k, f"{k} wave{'s' if k > 1 else ''}") for k in range(1, 5)]
+    line = Line("equal tasks", [dot(row["tasks"], row["seconds"]) for row in data["tasks"]], 1)
+    last = max(row["tasks"] for row in data["tasks"])
+    marks = [mark for mark in waves if mark.x <= last]
+    vocabulary = [
+        Bar(
+            f"{row['vocabulary']}, {row['product']}",
+            row["seconds"]["median"],
+            row["seconds"]["low"],
+            row["seconds"]["high"],
+            2 if row["vocabulary"] == VOCABULARIES[0] else 1,
+        )
+        for product in PRODUCTS
+        for row in data["vocabulary"]
+        if row["product"] == product
+    ]
+    sizes = [
+        Bar(
+            f"{row['size']} × {row['size']}",
+            _rate(row),
+            row["flops"] / row["seconds"]["high"],
+            row["flops"] / row["seconds"]["low"],
+            1 if index == 1 else 2,
+        )
+        for index, row in enumerate(data["sizes"])
+    ]
+    head = f"{data['tokens']} tokens, hidden size {data['hidden']}, {data['dtype']}"
+    return [
+        Curves(
+            f"Equal tasks on {workers} workers",
+            "tasks",
+            "time until all are done",
+            "",
+            "s",
+            [line],
+            x_log=False,
+            y_log=False,
+            marks=marks,
+        ),
+        Bars(f"Vocabulary {VOCABULARIES[0]} against {VOCABULARIES[1]}: {head}", "s", vocabulary),
+        Bars("Square matrix products at and beside a power of two", "FLOP/s", sizes),
+    ]
+
+
+def table(data: Data) -> Table:
+    rows = [[f"{row['tasks']} tasks", say.span(row["seconds"]), "–"] for row in data["tasks"]]
+    rows += [
+        [
+            f"vocabulary {row['vocabulary']}: {row['product']}",
+            say.span(row["seconds"]),
+            say.flops(_head_flops(data, row) / row["seconds"]["median"]),
+        ]
+        for row in data["vocabulary"]
+    ]
+    rows += [
+        [f"product of size {row['size']}", say.span(row["seconds"]), say.flops(_rate(row))]
+        for row in data["sizes"]
+    ]
+    return Table(("what", "time (95 % interval)", "rate"), rows)
+
+
+def _head_flops(data: Data, row: Data) -> float:
+    return 2.0 * data["tokens"] * data["hidden"] * row["vocabulary"]
+
+
+topic = Topic(
+    name="occupancy",
+    title="Full waves and even tiles",
+    about="why sizes in powers of two pay, or do not: waves of equal tasks, vocabulary 50257 against 50304, odd sizes",
+    idea=(
+        "A processor works on as many tasks at once as it has workers: the cores of a CPU, the multiprocessors of a GPU. Equal tasks "
+        "therefore finish in waves. One task more than fits into a wave takes a whole further wave, during which the other "
+        "workers stand idle. The fewer waves there are, the more the last, half-empty one matters.",
+        "A matrix product is cut into tiles, and each tile is such a task. Tiles have fixed sizes, mostly multiples of 64 or 128; a matrix "
+        "that is no multiple of them has tiles that stick out and compute nothing useful. Odd sizes cost more than that: a row that "
+        "does not begin at a multiple of 16 bytes cannot be loaded by the widest instructions or by the matrix units' own loader.",
+        "GPT-2 has 50257 tokens in its vocabulary, an odd number. Padding it to 50304, a multiple of 128, adds rows that no token uses. "
+        "Whether the larger matrix is the faster one depends on the device: on a GPU's matrix units it usually matters, on a CPU, "
+        "whose libraries rearrange their tiles anyway, often not. The numbers above are what this device does.",
+    ),
+    method=(
+        (
+            "equal tasks",
+            "CPU: rows of small operations, one thread per core; GPU: programs of 1024 threads with a fixed amount of arithmetic",
+        ),
+        ("vocabulary", "logits = x · Wᵀ, and the gradients of x and of W, as in training"),
+        ("use of the machine", "the best time per task of all counts, over the time per task of this count"),
+        (
+            "intervals",
+            "95 %, from resampling the samples of this one process; below 5 % no difference is believed",
+        ),
+    ),
+    measure=measure,
+    words=words,
+    picture=picture,
+    table=table,
+)

@@ -1,0 +1,57 @@
+"""The HTML page of an explanation: the report's frame, style and policy, one template of its own."""
+
+from __future__ import annotations
+
+from importlib import resources
+
+import jinja2
+from markupsafe import Markup
+
+from rush.explain.drawing import pictures
+from rush.explain.records import Explanation
+from rush.report import words
+from rush.report.page import digest
+
+
+def page(explanation: Explanation) -> str:
+    """One self-contained file; the same record always gives the same bytes."""
+    style = _asset("style.css") + _asset("explain.css")
+    script = _asset("script.js")
+    policy = (
+        f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+    environment = jinja2.Environment(
+        loader=jinja2.FunctionLoader(_asset),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    record = explanation.record
+    machine = [
+        (str(key), words.MISSING if value is None else str(value)) for key, value in record["machine"].items()
+    ]
+    return environment.get_template("explain.html").render(
+        policy=policy,
+        style=Markup(style),
+        script=Markup(script),
+        title=explanation.topic.title,
+        topic=explanation.topic,
+        sentences=explanation.words,
+        where=explanation.where,
+        warning=explanation.warning,
+        measured=words.moment(record["measured"]),
+        panels=[(panel, *pictures(panel)) for panel in explanation.panels],
+        table=explanation.table,
+        machine=machine,
+    )
+
+
+def _asset(name: str) -> str:
+    """Our own template or style, or the report's."""
+    for package in ("rush.explain", "rush.report"):
+        path = resources.files(package).joinpath("templates", name)
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise jinja2.TemplateNotFound(name)

@@ -1,0 +1,61 @@
+"""How the sentences speak: numbers with units, comparisons that claim no more than was measured.
+
+Samples taken one after the other in one process are alike, so a difference below five per cent is never
+called one, however narrow the intervals are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rush.lab.statistics import Floor, Ratio, ratio_of_medians
+from rush.report import words
+from rush.report.words import JOIN, digits
+
+LEAST = Floor(0.0, 0, math.log(1.05))
+
+size, share, si, count = words.size, words.share, words.si, words.count
+times = words.ratio
+
+
+def duration(seconds: float) -> str:
+    """`95.2 ns`, `12.3 µs`, `4.56 ms`, `1.23 s`."""
+    for unit, name in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= unit * 0.9995:
+            return f"{digits(seconds / unit)}{JOIN}{name}"
+    return f"{digits(seconds * 1e9)}{JOIN}ns"
+
+
+def bandwidth(bytes_per_s: float) -> str:
+    return si(bytes_per_s, "B/s")
+
+
+def flops(per_s: float) -> str:
+    return si(per_s, "FLOP/s")
+
+
+def span(stat: Mapping[str, Any]) -> str:
+    """A timing with its 95 % interval."""
+    return f"{duration(stat['median'])} ({duration(stat['low'])} to {duration(stat['high'])})"
+
+
+def speedup(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Ratio:
+    """How many times faster the second timing is than the first, with its interval."""
+    return ratio_of_medians([fast["samples"]], [slow["samples"]], LEAST)
+
+
+def interval(ratio: Ratio) -> str:
+    """`×3.10 (3.02 to 3.20)`."""
+    return f"{times(ratio.ratio)} ({digits(ratio.low)} to {digits(ratio.high)})"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """`a`, `a and b`, `a, b and c`."""
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def plain_number(value: int) -> str:
+    """A whole number as it stands in a table: small ones as they are, large ones with thin spaces."""
+    return str(value) if value < 10_000 else count(value)

@@ -1,0 +1,155 @@
+"""Made-up measurements: machines that gain and machines that do not, to see whether the words notice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rush.explain.clock import stat
+from rush.explain.precision import FORMATS, UPDATES
+
+Data = dict[str, Any]
+
+
+def took(seconds: float, n: int = 9) -> Data:
+    """Timings around a median, two per cent apart."""
+    return stat([seconds * (1 + 0.0025 * (k - n // 2)) for k in range(n)])
+
+
+def record(topic: str, data: Data, device: str = "cpu", **changes: Any) -> Data:
+    found = {
+        "format": "rush explain", "version": 1, "topic": topic, "device": device, "quick": False, "options": {},
+        "machine": {"summary": "a made-up machine", "cores": 4, "os": "Linux", "python": "3.11", "torch": "2.11", "cuda": None, "driver": None},
+        "measured": "2026-11-15T05:00:00+00:00", "seconds": 1.0, "load": 0.1, "data": data,
+    }  # fmt: skip
+    return {**found, **changes}
+
+
+def attention(*, gain: float = 4.0, oom: bool = False, saves: bool = True) -> Data:
+    """Quadratic times; plain's memory quadratic, flash's linear (or no saving at all)."""
+    rows = []
+    for way in ("plain", "flash"):
+        for length in (512, 1024, 2048, 4096):
+            if oom and way == "plain" and length == 4096:
+                rows.append({"way": way, "length": length, "status": "out of memory", "why": "no room", "seconds": None, "peak_bytes": None})  # fmt: skip
+                break
+            seconds = 1e-3 * (length / 512) ** 2 / (gain if way == "flash" else 1.0)
+            peak = 8 * 4 * length**2 * 4 if way == "plain" or not saves else 2000 * length
+            rows.append({"way": way, "length": length, "status": "ok", "why": None, "seconds": took(seconds), "peak_bytes": peak})  # fmt: skip
+    return {
+        "kind": "cpu",
+        "dtype": "float32",
+        "heads": 4,
+        "head_dim": 64,
+        "memory_bytes": 16 * 2**30,
+        "rows": rows,
+    }
+
+
+def memory(*, hierarchy: bool = True, kind: str = "cpu", compiler: bool = True) -> Data:
+    sizes = [2**k for k in range(13, 29)]
+
+    def latency(size: int) -> float:
+        if not hierarchy:
+            return 5e-9
+        return 1.5e-9 if size <= 2**16 else 5e-9 if size <= 2**20 else 30e-9 if size <= 2**25 else 110e-9
+
+    def speed(size: int) -> float:
+        return 20e9 if not hierarchy else 60e9 if size <= 2**16 else 40e9 if size <= 2**25 else 12e9
+
+    links = [{"name": "host to device, page-locked", "moved": 2**28, "seconds": took(2**28 / 50e9)}] if kind == "cuda" else []  # fmt: skip
+    return {
+        "kind": kind, "line_bytes": 64, "missing": None if compiler else "no C compiler (cc, gcc or clang) is on the PATH",
+        "levels": [{"name": "L1", "bytes": 2**16, "line_bytes": 64}, {"name": "L2", "bytes": 2**20, "line_bytes": 64}],
+        "latency": [{"bytes": size, "seconds": took(latency(size))} for size in sizes] if compiler else [],
+        "bandwidth": [{"bytes": size, "moved": size, "seconds": took(size / speed(size))} for size in sizes],
+        "together": {"workers": 2, "moved": 2**28, "seconds": took(2**28 / 20e9)} if kind == "cpu" and compiler else None,
+        "links": links, "fetch": took(9e-6) if kind == "cuda" else None,
+    }  # fmt: skip
+
+
+def fusion(*, gain: float = 6.0, compiled: bool = True, sliced: bool = True) -> Data:
+    number = 2**24
+    rows = []
+    for way in ("separate", "sliced", "fused"):
+        if (way == "fused" and not compiled) or (way == "sliced" and not sliced):
+            continue
+        for length in (1, 2, 4, 8):
+            passes = length if way == "separate" else 1
+            seconds = 0.01 * length if way == "separate" else 0.08 / gain * (1 if way == "fused" else 1.5)
+            rows.append(
+                {"way": way, "length": length, "moved": 8 * number * passes, "seconds": took(seconds)}
+            )
+    missing = None if compiled else "torch.compile failed here (no compiler)"
+    return {"kind": "cpu", "numbers": number, "bytes_each": 4, "rows": rows, "compile_s": 9.5, "missing": missing, "agrees": True}  # fmt: skip
+
+
+def batch(*, memory_bound: bool = True) -> Data:
+    inner, outer, peak, bandwidth = 2048, 8192, 70e9, 20e9
+    rows = []
+    for size in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
+        flops = 2.0 * size * inner * outer
+        traffic = 4.0 * (inner * outer + size * (inner + outer))
+        seconds = max(flops / peak, traffic / bandwidth) if memory_bound else flops / peak
+        rows.append({"batch": size, "seconds": took(seconds)})
+    return {"kind": "cpu", "dtype": "float32", "bytes_each": 4, "inner": inner, "outer": outer, "rows": rows, "read_bytes_per_s": bandwidth}  # fmt: skip
+
+
+def roofline(*, cached: bool = False, flash_gain: float = 2.0) -> Data:
+    peak, bandwidth = 70e9, 20e9
+
+    def op(name: str, kind: str, copies: int, flops: float, moved: float, part: float) -> Data:
+        roof = min(peak, flops / moved * bandwidth)
+        return {"name": name, "kind": kind, "copies": copies, "flops": flops, "bytes": moved, "seconds": took(flops / (roof * part))}  # fmt: skip
+
+    attention = op("plain attention", "attention", 4, 1e9, 1e7, 0.2)
+    flash = op("flash attention", "attention", 4, 0.5e9, 1e7, 0.5)
+    flash["seconds"] = took(attention["seconds"]["median"] / flash_gain)
+    ops = [
+        op("qkv", "matmul", 4, 4e9, 2e7, 0.9), op("head", "matmul", 1, 9e9, 5e7, 0.8), attention, flash,
+        op("norm", "elementwise", 9, 8e6, 8e6, 3.0 if cached else 0.6), op("optimizer", "optimizer", 1, 15e6, 28e6, 0.3),
+    ]  # fmt: skip
+    return {"kind": "cpu", "model": "tiny", "parameters": 10**6, "batch": 8, "sequence": 128, "dtype": "float32",
+            "matmul_flops": peak, "copy_bytes_per_s": bandwidth, "ops": ops}  # fmt: skip
+
+
+def precision(*, half_gain: float | None = 2.0) -> Data:
+    rows = []
+    for name, (_, exponent, fraction) in FORMATS.items():
+        eps = 2.0**-fraction
+        rate = {"fp32": 1.0, "bf16": half_gain, "fp16": half_gain}.get(name)
+        flops = 2e9
+        timing = (
+            {"case": "1024x1024x1024", "flops": flops, "seconds": [flops / (70e9 * rate)] * 5}
+            if rate
+            else None
+        )
+        rows.append({
+            "name": name, "exponent_bits": exponent, "fraction_bits": fraction, "largest": 2.0 ** (2 ** (exponent - 1)) / 2,
+            "smallest_normal": 2.0 ** (2 - 2 ** (exponent - 1)), "eps": eps, "error_rms": eps / 4, "error_max": eps / 2,
+            "adds_up_to": float(min(10_000, 2 ** (fraction + 1))), "moved": [float(step > eps / 2) for step in UPDATES],
+            "rate": timing, "why": None if timing else "this device has none",
+        })  # fmt: skip
+    return {"kind": "cpu", "numbers": 1000, "added": 10_000, "updates": list(UPDATES), "rows": rows}
+
+
+def occupancy(*, padding: float = 1.6, waves: bool = True, workers: int = 4) -> Data:
+    tasks = []
+    for number in range(1, 3 * workers + 2):
+        full = -(-number // workers) if waves else number / workers
+        tasks.append({"tasks": number, "seconds": took(2e-3 * full)})
+    vocabulary = [
+        {"vocabulary": size, "product": product, "seconds": took(0.05 if size == 50304 else 0.05 * padding)}
+        for size in (50257, 50304)
+        for product in ("logits", "gradient of the input", "gradient of the weight")
+    ]
+    sizes = [{"size": size, "flops": 2.0 * size**3, "seconds": took(2.0 * size**3 / (70e9 if size == 1024 else 60e9))}
+             for size in (1023, 1024, 1025, 1032, 1088)]  # fmt: skip
+    return {"kind": "cpu", "dtype": "float32", "workers": workers, "tasks": tasks, "sizes": sizes, "tokens": 64, "hidden": 768,
+            "vocabulary": vocabulary}  # fmt: skip
+
+
+EVERY = {
+    "attention": attention, "memory": memory, "fusion": fusion, "batch": batch, "roofline": roofline,
+    "precision": precision, "occupancy": occupancy,
+}  # fmt: skip
+"""A plausible measurement of every topic."""

@@ -1,0 +1,117 @@
+"""Every topic on a CUDA device, quickly: it runs, it explains itself, and the figures are not absurd."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from rush.explain import Settings, find
+from rush.explain.records import Explanation, explain, make
+from rush.hardware import probe
+
+pytestmark = [
+    pytest.mark.gpu,
+    # Compilers and libraries give advice (tensor cores, hashing, first use of a profiler), other on every version.
+    pytest.mark.filterwarnings("ignore::UserWarning"),
+]
+
+
+@cache
+def measured(name: str) -> Explanation:
+    return explain(make(find(name), Settings(probe("cuda"), "cuda", quick=True)))
+
+
+def data(name: str) -> Any:
+    return measured(name).record["data"]
+
+
+@pytest.mark.parametrize(
+    "name", ["memory", "fusion", "attention", "roofline", "precision", "batch", "occupancy"]
+)
+def test_a_quick_measurement_explains_itself(name: str) -> None:
+    found = measured(name)
+    assert found.record["device"] == "cuda"
+    assert found.record["seconds"] < 30, found.record["seconds"]
+    assert 3 <= len(found.words) <= 6, found.words
+    torch.cuda.synchronize()
+
+
+def test_latency_and_bandwidth_are_those_of_a_gpu() -> None:
+    rows = data("memory")
+    latencies = [row["seconds"]["median"] for row in rows["latency"]]
+    assert all(5e-9 < value < 5e-6 for value in latencies), latencies
+    assert latencies[-1] > latencies[0], latencies
+    speeds = [row["moved"] / row["seconds"]["median"] for row in rows["bandwidth"]]
+    assert all(5e10 < value < 5e13 for value in speeds), speeds
+    assert len(rows["links"]) == 4
+    assert rows["fetch"]["median"] < 1e-3
+
+
+def test_the_walk_around_the_cycle_comes_back() -> None:
+    from rush.explain.native.device import Chase
+
+    walk = Chase(64 * 1024, 128, 100)
+    for _ in range(4):
+        walk(128)
+    assert walk.place.item() == 0, "512 lines: after 512 hops the walk is back"
+    walk(1)
+    assert walk.place.item() != 0
+
+
+def test_the_stream_reads_the_whole_working_set() -> None:
+    from rush.explain.native.device import BLOCK, Stream
+
+    stream = Stream(4 * BLOCK * 64, 8, 4 * BLOCK * 64)  # 64 programs, 64 blocks, one round: each block once
+    stream()
+    assert stream.rounds == 1
+    assert stream.out.sum(dtype=torch.int64).item() == stream.source.sum(dtype=torch.int64).item()
+
+
+def test_fusion_compiles_and_computes_the_chain() -> None:
+    assert data("fusion")["missing"] is None
+    assert data("fusion")["agrees"] is True
+
+
+def test_both_attentions_ran_and_memory_was_counted() -> None:
+    for row in data("attention")["rows"]:
+        assert row["status"] == "ok", row
+        assert row["peak_bytes"] > 0
+    plain, flash = (
+        [r for r in data("attention")["rows"] if r["way"] == way][-1] for way in ("plain", "flash")
+    )
+    assert plain["peak_bytes"] > 2 * flash["peak_bytes"]
+
+
+def test_plain_attention_that_does_not_fit_is_a_result() -> None:
+    from rush.explain.attention import _row
+
+    settings = Settings(probe("cuda"), "cuda", quick=True)
+    row = _row("plain", 2**19, 16, settings)  # a score matrix of 8 TiB
+    assert row["status"] == "out of memory", row
+    assert torch.cuda.memory_allocated() < 2**33
+
+
+def test_the_roofline_has_every_operation_in_half_precision() -> None:
+    assert data("roofline")["dtype"] == "bfloat16"
+    kinds = {op["kind"] for op in data("roofline")["ops"]}
+    assert kinds == {"matmul", "attention", "elementwise", "optimizer"}
+
+
+def test_rates_exist_for_the_formats_of_the_device() -> None:
+    rates = {row["name"]: row["rate"] for row in data("precision")["rows"]}
+    assert rates["fp32"]
+    assert rates["fp16"]
+    if torch.cuda.get_device_capability() >= (8, 9):
+        assert rates["tf32"]
+        assert rates["bf16"]
+        assert rates["fp8 e4m3"]
+
+
+def test_one_program_more_than_a_wave_was_measured() -> None:
+    found = {row["tasks"]: row["seconds"]["median"] for row in data("occupancy")["tasks"]}
+    workers = torch.cuda.get_device_properties(0).multi_processor_count
+    assert {workers, workers + 1} <= set(found)
+    assert found[2 * workers] > found[workers] * 1.2, found

@@ -1,0 +1,153 @@
+"""What is measured is what is said to be measured: the pieces against independent references."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from rush.explain import fusion, memory, precision
+from rush.explain.attention import allocated_peak
+from rush.explain.batch import intensity, ridge
+from rush.explain.clock import stat, timed
+from rush.explain.native import host
+from tests.explain import made_up
+
+
+@pytest.fixture(scope="module")
+def walks() -> host.Walks:
+    found = host.compile_walks()
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+def test_the_chain_is_one_cycle_through_every_line(walks: host.Walks) -> None:
+    block = host.chain(64 * 256, 64)
+    start = block.ctypes.data
+    seen, place = set(), start
+    for _ in range(16):
+        place = walks.chase(place, 1)  # sixteen hops
+        seen.add(place)
+    assert place == start, "after as many hops as lines the walk is back"
+    assert len(seen) == 16
+    addresses = block.view(np.uint64)[::8]
+    assert sorted(addresses.tolist()) == [start + 64 * k for k in range(256)]
+
+
+def test_reading_reads_every_byte(walks: host.Walks) -> None:
+    block = host.block(256 * 7)
+    total = int(block.view(np.uint64).sum(dtype=np.uint64))
+    found = walks.library.read_all(block.ctypes.data, block.nbytes, 1)
+    assert found == total
+    assert walks.library.read_all(block.ctypes.data, block.nbytes, 3) == 3 * total % 2**64
+
+
+def test_without_a_compiler_the_reason_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert "no C compiler" in str(host.compile_walks())
+
+
+def test_steps_joins_neighbouring_climbs_and_keeps_the_largest() -> None:
+    curve = [1.0, 1.0, 2.0, 4.0, 4.1, 4.0, 8.0, 8.0, 8.0, 12.0, 12.0, 40.0]
+    rows = [{"bytes": 2**k, "seconds": {"median": value}} for k, value in enumerate(curve)]
+    assert memory.steps(rows) == [
+        (2**1, 2**3, 4.0),
+        (2**5, 2**6, 2.0),
+        (2**10, 2**11, pytest.approx(40 / 12)),
+    ]
+
+
+def test_the_sizes_grow_and_end_in_time() -> None:
+    assert memory._sizes(8, 70, quick=False) == [8, 12, 16, 24, 32, 48, 64]
+    assert memory._sizes(8, 600, quick=True) == [8, 32, 128, 512]
+
+
+def test_all_ways_through_the_chain_compute_the_same() -> None:
+    x = torch.randn(2**17, generator=torch.Generator().manual_seed(1))
+    for length in (1, 2, 3, 8):
+        wanted = fusion.chain(x.double(), length)
+        for make in (fusion._separate, fusion._sliced):
+            out = torch.full_like(x, torch.nan)
+            make(length, x, out)()
+            torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-6)
+
+
+def test_bytes_moved_by_formula() -> None:
+    # Four operations on 1000 fp32 numbers: four times 4000 bytes read and written, or once.
+    assert fusion.moved("separate", 4, 1000) == 32_000
+    assert fusion.moved("fused", 4, 1000) == 8_000
+
+
+def test_the_peak_of_allocations_is_the_peak() -> None:
+    def work() -> None:
+        a = torch.empty(2**20, dtype=torch.uint8)
+        b = torch.empty(2**19, dtype=torch.uint8)
+        del a
+        c = torch.empty(2**18, dtype=torch.uint8)
+        del b, c
+
+    work()
+    peak = allocated_peak(work)
+    assert peak is not None
+    assert peak == pytest.approx(2**20 + 2**19, rel=0.001)
+
+
+def test_plain_attention_needs_the_score_matrix_several_times_and_flash_not_once() -> None:
+    from rush.explain.attention import _pass, _peak
+
+    heads, length = 4, 512
+    scores = heads * length * length * 4
+    plain, flash = (_peak(_pass(way, length, heads, "cpu"), "cpu") for way in ("plain", "flash"))
+    assert plain is not None
+    assert flash is not None
+    assert plain > 2 * scores
+    assert flash < scores
+
+
+def test_tf32_keeps_ten_bits_and_rounds_to_nearest_even() -> None:
+    x = torch.tensor(
+        [1.0, 1 + 2**-10, 1 + 2**-11, 1 + 3 * 2**-11, 1 + 2**-12, -(1 + 3 * 2**-11), 3.0e38, 0.0]
+    )
+    wanted = [1.0, 1 + 2**-10, 1.0, 1 + 2**-9, 1.0, -(1 + 2**-9), precision.rounded(torch.tensor([3.0e38]), "tf32").item(), 0.0]  # fmt: skip
+    assert precision.rounded(x, "tf32").tolist() == wanted
+    drawn = torch.randn(5000, generator=torch.Generator().manual_seed(0))
+    # Independent: scale the fraction so that ten bits of it are whole, round half to even with numpy.
+    values = drawn.double().numpy()
+    scale = 2.0 ** (10 - np.floor(np.log2(np.abs(values))))
+    assert np.array_equal(precision.rounded(drawn, "tf32").double().numpy(), np.round(values * scale) / scale)
+
+
+@pytest.mark.parametrize(("kind", "stuck"), [("bfloat16", 256.0), ("float16", 2048.0), ("tf32", 2048.0), ("float8_e4m3fn", 16.0), ("float8_e5m2", 8.0)])  # fmt: skip
+def test_adding_one_gets_stuck_where_arithmetic_says(kind: str, stuck: float) -> None:
+    assert precision._adding(kind, quick=True) == stuck
+
+
+def test_updates_are_lost_below_half_of_the_last_digit() -> None:
+    weights = torch.ones(10)
+    shares = dict(zip(precision.UPDATES, precision._updates(weights, "bfloat16"), strict=True))
+    for step, share in shares.items():
+        assert share == (1.0 if step > 2**-8 else 0.0), step
+
+
+def test_the_ridge_is_where_slope_and_roof_meet() -> None:
+    data = made_up.batch()
+    turn = ridge(data)
+    best = max(2 * r["batch"] * 2048 * 8192 / r["seconds"]["median"] for r in data["rows"])
+    # A batch need not be whole for the formula.
+    assert intensity(data, turn) * data["read_bytes_per_s"] == pytest.approx(best, rel=1e-6)  # type: ignore[arg-type]
+
+
+def test_a_timing_is_the_time_of_one_call() -> None:
+    import time
+
+    found = timed(lambda: time.sleep(0.003), "cpu", budget_s=0.05)
+    assert 0.003 <= found["median"] < 0.02
+    assert found["low"] <= found["median"] <= found["high"]
+    assert found["n"] == len(found["samples"]) >= 5
+
+
+def test_a_stat_is_the_median_with_an_interval_inside_the_samples() -> None:
+    found = stat([1.0, 2.0, 3.0, 4.0, 100.0])
+    assert found["median"] == 3.0
+    assert 1.0 <= found["low"] <= 3.0 <= found["high"] <= 100.0

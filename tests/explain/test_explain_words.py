@@ -1,0 +1,184 @@
+"""The words follow the numbers: with made-up measurements that gain, do not gain or lose, they say so."""
+
+from __future__ import annotations
+
+import pytest
+
+from rush.explain import find, say, topics
+from tests.explain import made_up
+
+
+def said(topic: str, data: made_up.Data) -> str:
+    return " ".join(find(topic).words(data))
+
+
+@pytest.mark.parametrize("name", sorted(made_up.EVERY))
+def test_three_to_six_whole_sentences_and_all_numbers_in_the_table(name: str) -> None:
+    topic = find(name)
+    data = made_up.EVERY[name]()
+    sentences = topic.words(data)
+    assert 3 <= len(sentences) <= 6
+    assert all(text[0].isupper() or text[0].isdigit() for text in sentences), sentences
+    assert all(text.endswith(".") and "  " not in text for text in sentences), sentences
+    assert sum(any(c.isdigit() for c in text) for text in sentences) >= 3
+    table = topic.table(data)
+    assert all(len(row) == len(table.columns) for row in table.rows)
+    assert topic.picture(data)
+
+
+def test_every_topic_has_made_up_data() -> None:
+    assert set(made_up.EVERY) == set(topics())
+
+
+def test_attention_gains_and_says_by_how_much() -> None:
+    text = said("attention", made_up.attention(gain=4.0))
+    assert "flash is ×4.00" in text
+    assert "faster" in text
+    assert say.duration(64e-3) in text
+    assert say.duration(16e-3) in text
+    assert "quadratic" in text
+    assert "(linear)" in text
+
+
+def test_attention_without_a_gain_does_not_claim_one() -> None:
+    text = said("attention", made_up.attention(gain=1.02))
+    assert "no difference that can be told from chance" in text
+    assert "faster." not in text
+
+
+def test_attention_that_loses_says_slower() -> None:
+    assert "flash is slower here" in said("attention", made_up.attention(gain=0.5))
+
+
+def test_attention_says_whether_the_limit_was_measured() -> None:
+    extrapolated = said("attention", made_up.attention())
+    # 2 GiB at 4096 tokens; ×4 per doubling: 8 GiB at 8192 fit into 16 GiB, 32 GiB at 16384 do not.
+    assert "Extrapolated, not measured" in extrapolated
+    assert "at 16\u202f384 tokens" in extrapolated
+    assert say.size(32 * 2**30) in extrapolated
+    measured = said("attention", made_up.attention(oom=True))
+    assert "Measured: plain runs out" in measured
+    assert "at 4096 tokens" in measured
+    assert "xtrapolated" not in measured
+
+
+def test_attention_that_saves_no_memory_says_so() -> None:
+    text = said("attention", made_up.attention(saves=False))
+    assert "no saving" in text
+    assert "linear" not in text.replace("between linear", "")
+
+
+def test_attention_that_cannot_run_gives_the_reason() -> None:
+    data = made_up.attention()
+    broken = {"way": "flash", "length": 512, "status": "unsupported", "why": "no such kernel", "seconds": None, "peak_bytes": None}  # fmt: skip
+    data["rows"] = [row for row in data["rows"] if row["way"] == "plain"] + [broken]
+    assert "could not be measured here: no such kernel" in said("attention", data)
+    assert find("attention").picture(data)
+
+
+def test_memory_finds_the_steps_or_says_that_there_are_none() -> None:
+    text = said("memory", made_up.memory())
+    assert say.duration(1.5e-9) in text
+    assert say.duration(110e-9) in text
+    assert "×73.3 longer" in text
+    assert f"{say.size(2**16)} and {say.size(2**17)} (×3.33)" in text
+    flat = said("memory", made_up.memory(hierarchy=False))
+    assert "no hierarchy shows" in flat
+    assert "climbs" not in flat
+    assert "hardly less than at best" in flat
+
+
+def test_memory_without_a_compiler_says_what_is_missing_and_why() -> None:
+    text = said("memory", made_up.memory(compiler=False))
+    assert "Latency was not measured: no C compiler" in text
+    assert "visit" not in text
+
+
+def test_memory_compares_the_link_with_the_device() -> None:
+    text = said("memory", made_up.memory(kind="cuda"))
+    assert say.bandwidth(50e9) in text
+    assert "as fast as the device's own memory" in text  # 50 GB/s against a made-up 12
+    assert say.duration(9e-6) in text
+
+
+def test_fusion_gains_as_the_bytes_do_or_says_that_it_does_not() -> None:
+    gain = said("fusion", made_up.fusion(gain=8.0))
+    assert "×8.00" in gain
+    assert "the time follows the bytes" in gain
+    assert "a 8th" not in gain
+    none = said("fusion", made_up.fusion(gain=1.0, sliced=False))
+    assert "no gain that can be told from chance" in none
+    assert "less than the bytes" in none
+    assert "the time follows the bytes" not in none
+    assert "slower" in said("fusion", made_up.fusion(gain=0.5))
+
+
+def test_fusion_without_a_compiler_uses_the_slices_and_gives_the_reason() -> None:
+    text = said("fusion", made_up.fusion(compiled=False))
+    assert "in slices that fit into the cache" in text
+    assert "torch.compile failed here" in text
+    nothing = said("fusion", made_up.fusion(compiled=False, sliced=False))
+    assert nothing.startswith("Nothing could be fused here: torch.compile failed")
+
+
+def test_batch_says_from_where_to_where_it_is_free() -> None:
+    text = said("batch", made_up.batch())
+    # Weights at 20 GB/s take as long as 7 rows at 70 GFLOP/s: 8 rows are the last within 1.5 times.
+    assert "Up to 8 rows" in text
+    assert "memory is the limit" in text
+    assert "the two roofs meet at about 7 rows" in text
+    flat = said("batch", made_up.batch(memory_bound=False))
+    assert "no difference that is worth the name" in flat
+    assert "Nothing is free here" in flat
+
+
+def test_roofline_names_what_memory_binds_and_explains_what_stands_above() -> None:
+    text = said("roofline", made_up.roofline())
+    assert "norm and optimizer" in text
+    assert "above the slope" not in text
+    assert "×2.00 faster than the plain one" in text
+    cached = said("roofline", made_up.roofline(cached=True, flash_gain=1.0))
+    assert "Norm stands above the slope" in cached
+    assert "as fast as the plain one" in cached
+
+
+def test_precision_names_the_faster_format_or_says_that_none_is() -> None:
+    assert "bf16 buys the most speed" in said("precision", made_up.precision(half_gain=2.0))
+    slow = said("precision", made_up.precision(half_gain=0.2))
+    assert "no shorter format is faster on this device" in slow
+    assert "bf16 and fp16: no instructions for it" in slow
+    assert "one number format only" in said("precision", made_up.precision(half_gain=None))
+
+
+def test_precision_tells_where_sums_and_updates_are_lost() -> None:
+    text = said("precision", made_up.precision())
+    assert "bf16 at 256" in text
+    assert "fp16 at 2048" in text
+    assert "only fp32 gets there" in text
+
+
+def test_occupancy_recommends_only_what_was_measured_to_pay() -> None:
+    text = said("occupancy", made_up.occupancy())
+    assert "the larger one is ×1.60" in text
+    assert "one task more costs ×2.00" in text
+    assert "it pays to pad the vocabulary and fill whole waves" in text
+    none = said("occupancy", made_up.occupancy(padding=1.0, waves=False, workers=16))
+    assert "changes nothing that can be told from chance" in none
+    assert "no step shows" in none
+    assert "neither padding the vocabulary nor filling whole waves" in none
+    assert "padding costs time" in said("occupancy", made_up.occupancy(padding=0.7))
+
+
+@pytest.mark.parametrize("name", sorted(made_up.EVERY))
+def test_with_other_timings_every_topic_speaks_differently(name: str) -> None:
+    slower = _scaled(made_up.EVERY[name](), 3.7)
+    assert find(name).words(slower) != find(name).words(made_up.EVERY[name]())
+
+
+def _scaled(value: object, factor: float) -> object:
+    """Every timing multiplied."""
+    if isinstance(value, dict):
+        return {key: [s * factor for s in part] if key in ("samples", "seconds") and isinstance(part, list)
+                else part * factor if key in ("median", "low", "high") else _scaled(part, factor)
+                for key, part in value.items()}  # fmt: skip
+    return [_scaled(part, factor) for part in value] if isinstance(value, list) else value
