@@ -1,0 +1,125 @@
+"""`RushAdamW`: torch's optimizer interface around the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rush.kernels.adamw.update import DTYPES, Divisions, adamw_
+from rush.kernels.support import need
+
+
+class Member(NamedTuple):
+    """A parameter to be updated, its place among all, and its state."""
+
+    number: int
+    parameter: Tensor
+    state: dict[str, Any]
+
+    @property
+    def gradient(self) -> Tensor:
+        assert self.parameter.grad is not None
+        return self.parameter.grad.contiguous()
+
+
+class RushAdamW(torch.optim.Optimizer):
+    """AdamW with decoupled weight decay, one launch for each group.
+
+    Moments have the parameter's dtype unless `state_dtype` says otherwise. The state is that of `torch.optim.AdamW`,
+    by name and meaning; what is drawn by chance depends on `seed`, the step and the parameter's place alone.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        state_dtype: torch.dtype | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ) -> None:
+        need(
+            isinstance(lr, Tensor) or lr >= 0, f"{type(self).__name__}: lr must not be negative; found {lr}."
+        )
+        need(
+            all(0 <= beta < 1 for beta in betas),
+            f"{type(self).__name__}: betas must be at least 0 and below 1; found {betas}.",
+        )
+        need(
+            state_dtype in (None, *DTYPES),
+            f"{type(self).__name__}: state_dtype must be torch.float32 or torch.bfloat16; found {state_dtype}.",
+        )
+        self.state_dtype = state_dtype
+        self.stochastic_rounding = stochastic_rounding
+        self.seed = seed
+        self._divisions: Divisions = {}
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        number = 0
+        for group in self.param_groups:
+            # Parameters that were without a gradient at some step lag behind: each count is a launch of its own.
+            by_step: dict[int, list[Member]] = {}
+            for parameter in group["params"]:
+                number += 1
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["step"] = torch.zeros(())
+                    state.update(self.new_state(parameter))
+                state["step"] += 1
+                by_step.setdefault(int(state["step"]), []).append(Member(number, parameter, state))
+            for step, members in by_step.items():
+                self.update(members, group, step)
+        return loss
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        """Moments of a parameter that has had no step."""
+        return {
+            key: torch.zeros_like(parameter, dtype=self.state_dtype or parameter.dtype)
+            for key in ("exp_avg", "exp_avg_sq")
+        }
+
+    def update(self, members: list[Member], group: dict[str, Any], step: int) -> None:
+        """Make step number `step` for parameters of one group."""
+        adamw_(
+            [member.parameter for member in members],
+            [member.gradient for member in members],
+            [member.state["exp_avg"] for member in members],
+            [member.state["exp_avg_sq"] for member in members],
+            numbers=[member.number for member in members],
+            **self.settings(group, step),
+        )
+
+    def settings(self, group: dict[str, Any], step: int) -> dict[str, Any]:
+        """What all launches of a group share."""
+        return {
+            **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")},
+            "step": step,
+            "stochastic_rounding": self.stochastic_rounding,
+            "seed": self.seed,
+            "divisions": self._divisions,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but the state keeps its own dtypes: torch would cast moments to those of the parameters."""
+        super().load_state_dict(state_dict)
+        saved = [index for group in state_dict["param_groups"] for index in group["params"]]
+        ours = [parameter for group in self.param_groups for parameter in group["params"]]
+        for index, parameter in zip(saved, ours, strict=True):
+            for key, value in state_dict["state"].get(index, {}).items():
+                if isinstance(value, Tensor) and key != "step":
+                    self.state[parameter][key] = value.to(parameter.device, copy=True)

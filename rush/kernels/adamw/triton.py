@@ -1,0 +1,245 @@
+"""AdamW for a whole list of tensors in one launch, every value read once and written once.
+
+The update of a parameter is a dozen operations on four numbers; written as separate operations each of them
+is a trip to device memory. Here a program loads its piece of parameter, gradient and both moments, does all
+arithmetic in fp32 registers and stores three of them back: 28 bytes a parameter in fp32, and memory
+bandwidth is the only limit. See table.py for how one launch serves all tensors.
+
+Weights in bf16 have a problem: next to a weight of 1 the nearest numbers are 0.004 below and 0.008 above,
+and an update of a ten-thousandth is rounded away, every time. Rounded by chance instead, up with a
+probability equal to the remainder, one update in eighty moves the weight by a whole notch and the average is
+right. The same holds for the second moment, which changes by a thousandth a step; the first moves by a
+tenth and is rounded to nearest. The chance comes from Philox, a counter-based generator: its numbers are a
+function of seed, step, tensor and element, so a resumed run draws the same. One draw gives four numbers of
+32 bits, each enough for the weight and second moment of one element: hence the four blocks of a piece.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rush.kernels.adamw.table import Division
+
+BLOCK = 1024
+PIECE = 4 * BLOCK
+"""Elements of a program."""
+COLUMNS = 6
+"""Of the table: parameter, gradient, first moment, second moment, number of elements, number for the generator."""
+
+ROUNDS = tl.constexpr(7)
+"""Of Philox: the fewest that pass the strictest tests of randomness (Salmon et al. 2011); each costs integer arithmetic."""
+
+TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
+
+
+@triton.jit
+def draw(seed: Any, step: Any, tensor: Any, index: Any) -> Any:
+    """Four random numbers of 32 bits for each index (int64) of a tensor at a step."""
+    low = (index & 0xFFFFFFFF).to(tl.uint32)
+    high = (index >> 32).to(tl.uint32)
+    nothing = low * 0
+    return tl.philox(
+        seed, low, high, (nothing + tensor).to(tl.uint32), (nothing + step).to(tl.uint32), ROUNDS
+    )
+
+
+@triton.jit
+def by_chance(x: Any, bits: Any) -> Any:
+    """fp32 to bf16: a random lower half is added, then the lower half cut off. What is no number stays none."""
+    carried = (x.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000
+    return tl.where(x == x, carried.to(tl.float32, bitcast=True), x).to(tl.bfloat16)
+
+
+@triton.jit
+def adamw_values(
+    p: Any,
+    g: Any,
+    m: Any,
+    v: Any,
+    lr: Any,
+    beta1: Any,
+    rest1: Any,
+    beta2: Any,
+    rest2: Any,
+    eps: Any,
+    weight_decay: Any,
+    correction1: Any,
+    root_correction2: Any,
+) -> Any:
+    """The new parameter and moments. `rest` is 1 − beta, which fp32 would get wrong in the fifth digit."""
+    m = beta1 * m + rest1 * g
+    v = beta2 * v + rest2 * g * g
+    p = p * (1.0 - lr * weight_decay) - lr / correction1 * (m / (tl.sqrt(v) / root_correction2 + eps))
+    return p, m, v
+
+
+@triton.jit
+def _update_block(
+    p_ptr: Any,
+    g_ptr: Any,
+    m_ptr: Any,
+    v_ptr: Any,
+    at: Any,
+    inside: Any,
+    bits: Any,
+    lr: Any,
+    beta1: Any,
+    rest1: Any,
+    beta2: Any,
+    rest2: Any,
+    eps: Any,
+    weight_decay: Any,
+    correction1: Any,
+    root_correction2: Any,
+    STOCHASTIC: tl.constexpr,
+) -> None:
+    p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    p, m, v = adamw_values(
+        p, g, m, v, lr, beta1, rest1, beta2, rest2, eps, weight_decay, correction1, root_correction2
+    )
+    if STOCHASTIC and p_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(p_ptr + at, by_chance(p, bits), mask=inside)
+    else:
+        tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)
+    if STOCHASTIC and v_ptr.dtype.element_ty == tl.bfloat16:
+        tl.store(v_ptr + at, by_chance(v, bits >> 16), mask=inside)
+    else:
+        tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), mask=inside)
+    tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
+
+
+# The step changes every time: a kernel must not be compiled anew when it happens to be 1 or a multiple of 16.
+@triton.jit(do_not_specialize=["seed", "step"])
+def adamw_kernel(
+    table_ptr: Any,
+    rows_ptr: Any,
+    starts_ptr: Any,
+    lr_or_ptr: Any,
+    beta1: Any,
+    rest1: Any,
+    beta2: Any,
+    rest2: Any,
+    eps: Any,
+    weight_decay: Any,
+    correction1: Any,
+    root_correction2: Any,
+    seed: Any,
+    step: Any,
+    PARAMETER: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    MOMENT: tl.constexpr,
+    LR_ON_DEVICE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    STOCHASTIC: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    program = tl.program_id(0)
+    entry = table_ptr + tl.load(rows_ptr + program) * COLUMNS
+    start = tl.load(starts_ptr + program)
+    p_ptr = tl.load(entry).to(tl.pointer_type(PARAMETER))
+    g_ptr = tl.load(entry + 1).to(tl.pointer_type(GRADIENT))
+    m_ptr = tl.load(entry + 2).to(tl.pointer_type(MOMENT))
+    v_ptr = tl.load(entry + 3).to(tl.pointer_type(MOMENT))
+    size = tl.load(entry + 4)
+    if ALIGNED:
+        # An address that was read from memory could be anything; told that it is round, the compiler reads vectors.
+        p_ptr, g_ptr = tl.multiple_of(p_ptr, 16), tl.multiple_of(g_ptr, 16)
+        m_ptr, v_ptr = tl.multiple_of(m_ptr, 16), tl.multiple_of(v_ptr, 16)
+        size, start = tl.multiple_of(size, 16), tl.multiple_of(start, 16)
+    lr = tl.load(lr_or_ptr).to(tl.float32) if LR_ON_DEVICE else lr_or_ptr
+    lane = tl.arange(0, BLOCK)
+    r0 = lane.to(tl.uint32)
+    r1 = r0
+    r2 = r0
+    r3 = r0
+    if STOCHASTIC:
+        r0, r1, r2, r3 = draw(seed, step, tl.load(entry + 5), start // 4 + lane)
+    for block in tl.static_range(4):
+        at = start + block * BLOCK + lane
+        bits = r0
+        if block == 1:
+            bits = r1
+        if block == 2:
+            bits = r2
+        if block == 3:
+            bits = r3
+        _update_block(
+            p_ptr,
+            g_ptr,
+            m_ptr,
+            v_ptr,
+            at,
+            at < size,
+            bits,
+            lr,
+            beta1,
+            rest1,
+            beta2,
+            rest2,
+            eps,
+            weight_decay,
+            correction1,
+            root_correction2,
+            STOCHASTIC,
+        )
+
+
+def update(
+    table: Tensor,
+    division: Division,
+    lr: Tensor | float,
+    *,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    stochastic_rounding: bool,
+    seed: int,
+    is_aligned: bool,
+) -> None:
+    """One launch over the tensors of a table, all of the same dtypes (parameter, gradient, moments)."""
+    adamw_kernel[(len(division.rows),)](
+        table,
+        division.rows,
+        division.starts,
+        lr,
+        *hyperparameters(betas, eps, weight_decay, step),
+        seed,
+        step,
+        PARAMETER=TYPES[dtypes[0]],
+        GRADIENT=TYPES[dtypes[1]],
+        MOMENT=TYPES[dtypes[2]],
+        LR_ON_DEVICE=isinstance(lr, Tensor),
+        ALIGNED=is_aligned,
+        STOCHASTIC=stochastic_rounding,
+        COLUMNS=COLUMNS,
+        BLOCK=BLOCK,
+        num_warps=4,
+    )
+
+
+def hyperparameters(
+    betas: tuple[float, float], eps: float, weight_decay: float, step: int
+) -> tuple[float, ...]:
+    """What the kernel takes as numbers, worked out in double precision."""
+    beta1, beta2 = betas
+    return (
+        beta1,
+        1 - beta1,
+        beta2,
+        1 - beta2,
+        eps,
+        weight_decay,
+        1 - beta1**step,
+        (1 - beta2**step) ** 0.5,
+    )

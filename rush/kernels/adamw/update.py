@@ -1,0 +1,156 @@
+"""`adamw_`: tensors of one kind gathered, one launch for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from rush.kernels.adamw import triton as kernels
+from rush.kernels.adamw.table import Division, aligned, divide, table_of
+from rush.kernels.support import need, need_device, op
+
+DTYPES = (torch.float32, torch.bfloat16)
+BY_CHANCE = "rush::stochastic_rounding"
+"""The mark a profile shows around launches that round by chance."""
+Divisions = MutableMapping[Any, Division]
+"""How the work was cut before: kept by the caller, since it does not change from step to step."""
+
+
+def adamw_(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    numbers: Sequence[int] | None = None,
+    divisions: Divisions | None = None,
+) -> None:
+    """Step number `step` (the first is 1) for all parameters, in place.
+
+    `numbers` tells the parameters apart for the random generator; by default their place in the list.
+    """
+    numbers = range(len(parameters)) if numbers is None else numbers
+    divisions = {} if divisions is None else divisions
+    kinds: dict[Any, list[int]] = {}
+    for index, tensors in enumerate(zip(parameters, gradients, exp_avgs, exp_avg_sqs, strict=True)):
+        _check(*tensors)
+        whole = aligned([tensor.data_ptr() for tensor in tensors], tensors[0].numel())
+        kinds.setdefault((*(tensor.dtype for tensor in tensors[:3]), whole), []).append(index)
+    on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    for kind, members in kinds.items():
+        sizes = tuple(parameters[index].numel() for index in members)
+        device = parameters[members[0]].device
+        key = ("adamw", device, sizes)
+        if key not in divisions:
+            divisions[key] = divide(sizes, kernels.PIECE, device)
+        _adamw(
+            [parameters[index].detach() for index in members],
+            [gradients[index].detach() for index in members],
+            [exp_avgs[index] for index in members],
+            [exp_avg_sqs[index] for index in members],
+            divisions[key].rows,
+            divisions[key].starts,
+            lr if on_device else None,
+            0.0 if on_device else float(lr),
+            *map(float, betas),
+            float(eps),
+            float(weight_decay),
+            step,
+            stochastic_rounding,
+            seed,
+            [numbers[index] for index in members],
+            kind[-1],
+        )
+
+
+def _check(parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
+    tensors = (parameter, gradient, exp_avg, exp_avg_sq)
+    need_device("adamw", *tensors)
+    need(
+        all(tensor.dtype in DTYPES for tensor in tensors) and exp_avg.dtype == exp_avg_sq.dtype,
+        f"adamw takes fp32 and bf16, both moments alike; found {', '.join(str(t.dtype) for t in tensors)}.",
+    )
+    need(
+        all(tensor.shape == parameter.shape for tensor in tensors),
+        "adamw needs a gradient and moments of the parameter's own shape.",
+    )
+    need(
+        all(tensor.is_contiguous() for tensor in tensors),
+        "adamw walks through memory from end to end: it needs contiguous tensors.",
+    )
+
+
+@op("adamw", mutates=("parameters", "exp_avgs", "exp_avg_sqs"))
+def _adamw(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    rows: Tensor,
+    starts: Tensor,
+    lr_on_device: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    stochastic_rounding: bool,
+    seed: int,
+    numbers: list[int],
+    is_aligned: bool,
+) -> None:
+    groups = zip(parameters, gradients, exp_avgs, exp_avg_sqs, strict=True)
+    entries = [
+        [*(tensor.data_ptr() for tensor in tensors), tensors[0].numel(), number]
+        for tensors, number in zip(groups, numbers, strict=True)
+    ]
+    with record_function(BY_CHANCE) if stochastic_rounding else nullcontext():
+        kernels.update(
+            table_of(entries, parameters[0].device),
+            Division(rows, starts),
+            lr if lr_on_device is None else lr_on_device,
+            dtypes=(parameters[0].dtype, gradients[0].dtype, exp_avgs[0].dtype),
+            betas=(beta1, beta2),
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            is_aligned=is_aligned,
+        )
+
+
+@_adamw.register_fake
+def _(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    rows: Tensor,
+    starts: Tensor,
+    lr_on_device: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    stochastic_rounding: bool,
+    seed: int,
+    numbers: list[int],
+    is_aligned: bool,
+) -> None:
+    return None

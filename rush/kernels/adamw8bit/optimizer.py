@@ -1,0 +1,84 @@
+"""`RushAdamW8bit`: torch's optimizer interface around the kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rush.kernels.adamw.optimizer import Member, RushAdamW
+from rush.kernels.adamw8bit.codes import code_values
+from rush.kernels.adamw8bit.update import Packed, adamw8bit_, packed_zeros
+
+SMALLEST = 4096
+"""Elements from which on a tensor's moments are packed: gains and biases are few, and matter more than most."""
+
+
+class RushAdamW8bit(RushAdamW):
+    """AdamW with moments in blocks of 8-bit codes; those of small tensors stay in fp32.
+
+    The state has `exp_avg.codes`, `exp_avg.scales` and the same of `exp_avg_sq`, plain tensors, so that checkpoints
+    can hold them.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            betas,
+            eps,
+            weight_decay,
+            state_dtype=torch.float32,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+        )
+        self._values: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
+        if parameter.numel() < SMALLEST:
+            return super().new_state(parameter)
+        moments = {
+            "exp_avg": packed_zeros(parameter, signed=True),
+            "exp_avg_sq": packed_zeros(parameter, signed=False),
+        }
+        return {
+            f"{key}.{part}": tensor
+            for key, packed in moments.items()
+            for part, tensor in packed._asdict().items()
+        }
+
+    def update(self, members: list[Member], group: dict[str, Any], step: int) -> None:
+        small = [member for member in members if "exp_avg" in member.state]
+        large = [member for member in members if "exp_avg" not in member.state]
+        if small:
+            super().update(small, group, step)
+        if not large:
+            return
+        device = large[0].parameter.device
+        if device not in self._values:
+            self._values[device] = (code_values(True).to(device), code_values(False).to(device))
+        adamw8bit_(
+            [member.parameter for member in large],
+            [member.gradient for member in large],
+            [_packed(member, "exp_avg") for member in large],
+            [_packed(member, "exp_avg_sq") for member in large],
+            self._values[device],
+            numbers=[member.number for member in large],
+            **self.settings(group, step),
+        )
+
+
+def _packed(member: Member, key: str) -> Packed:
+    return Packed(member.state[f"{key}.codes"], member.state[f"{key}.scales"])

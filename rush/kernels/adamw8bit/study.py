@@ -1,0 +1,47 @@
+"""How the update with 8-bit moments is measured, against bitsandbytes and torch's own with wide moments.
+
+The check is the first step from moments of zero, which the packed moments do not yet round.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from rush.kernels import study
+from rush.kernels.adamw import study as wide
+from rush.kernels.adamw8bit import RushAdamW8bit
+from rush.kernels.study import Contender, Pass, Size, Study, Target, Work
+
+
+def _bitsandbytes(*args: object, **options: object) -> torch.optim.Optimizer:
+    from bitsandbytes.optim import AdamW8bit
+
+    made: torch.optim.Optimizer = AdamW8bit(*args, **options)
+    return made
+
+
+def work(size: Size, element: int, step: Pass) -> Work:
+    """Weight and gradient read, weight written; two codes of a byte read and written; the scales, one in 256."""
+    wide_bytes = 3.0 * (4 if size["bits"] == 32 else element)
+    return Work(size["parameters"] * (wide_bytes + 4.0 + 4 * 4 / 256))
+
+
+STUDY = Study(
+    op="adamw8bit",
+    about="AdamW whose moments take a byte each; less to move than with wide moments, and memory bounds it.",
+    bound="memory",
+    axis="parameters",
+    sizes=wide.STUDY.sizes[:2],
+    small=wide.STUDY.small,
+    make=wide.make,
+    reference=wide.defined,
+    contenders=(
+        Contender("rush", "ours", wide.ByOptimizer(RushAdamW8bit)),
+        Contender("plain torch", "plain", wide.ByOptimizer(torch.optim.AdamW, foreach=False)),
+        Contender("torch fused", "rival", wide.ByOptimizer(torch.optim.AdamW, fused=True)),
+        Contender("bitsandbytes", "rival", wide.ByOptimizer(_bitsandbytes), study.needs("bitsandbytes")),
+    ),
+    work=work,
+    targets=(Target("speed", ("forward",), at_least=1.0, against="bitsandbytes"),),
+    passes=("forward",),
+)

@@ -1,0 +1,191 @@
+"""`adamw8bit_`: tensors of one kind gathered, one launch for each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from rush.kernels.adamw.table import Division, aligned, divide, table_of
+from rush.kernels.adamw.update import BY_CHANCE, DTYPES, Divisions
+from rush.kernels.adamw8bit import triton as kernels
+from rush.kernels.adamw8bit.codes import code_of_zero
+from rush.kernels.support import need, need_device, op
+
+
+class Packed(NamedTuple):
+    """A moment in 8 bits: a code for each element, a scale for each block of 256."""
+
+    codes: Tensor
+    scales: Tensor
+
+
+def packed_zeros(parameter: Tensor, signed: bool) -> Packed:
+    """The moment of a parameter that has had no step."""
+    return Packed(
+        torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8),
+        parameter.new_zeros(-(-parameter.numel() // kernels.BLOCK), dtype=torch.float32),
+    )
+
+
+def adamw8bit_(
+    parameters: Sequence[Tensor],
+    gradients: Sequence[Tensor],
+    exp_avgs: Sequence[Packed],
+    exp_avg_sqs: Sequence[Packed],
+    values: tuple[Tensor, Tensor],
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    step: int,
+    stochastic_rounding: bool = False,
+    seed: int = 0,
+    numbers: Sequence[int] | None = None,
+    divisions: Divisions | None = None,
+) -> None:
+    """Step number `step` (the first is 1) for all parameters, in place.
+
+    `values` are `code_values(True)` and `code_values(False)` on the parameters' device. `numbers` tells the
+    parameters apart for the random generator; by default their place in the list.
+    """
+    numbers = range(len(parameters)) if numbers is None else numbers
+    divisions = {} if divisions is None else divisions
+    kinds: dict[Any, list[int]] = {}
+    for index, (parameter, gradient, m, v) in enumerate(
+        zip(parameters, gradients, exp_avgs, exp_avg_sqs, strict=True)
+    ):
+        _check(parameter, gradient, m, v, stochastic_rounding)
+        addresses = [tensor.data_ptr() for tensor in (parameter, gradient, m.codes, v.codes)]
+        kind = (parameter.dtype, gradient.dtype, aligned(addresses, parameter.numel()))
+        kinds.setdefault(kind, []).append(index)
+    on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    for kind, members in kinds.items():
+        sizes = tuple(parameters[index].numel() for index in members)
+        device = parameters[members[0]].device
+        key = ("adamw8bit", device, sizes)
+        if key not in divisions:
+            divisions[key] = divide(sizes, kernels.PIECE, device)
+        _adamw8bit(
+            [parameters[index].detach() for index in members],
+            [gradients[index].detach() for index in members],
+            [exp_avgs[index].codes for index in members],
+            [exp_avgs[index].scales for index in members],
+            [exp_avg_sqs[index].codes for index in members],
+            [exp_avg_sqs[index].scales for index in members],
+            divisions[key].rows,
+            divisions[key].starts,
+            *values,
+            lr if on_device else None,
+            0.0 if on_device else float(lr),
+            *map(float, betas),
+            float(eps),
+            float(weight_decay),
+            step,
+            stochastic_rounding,
+            seed,
+            [numbers[index] for index in members],
+            kind[-1],
+        )
+
+
+def _check(parameter: Tensor, gradient: Tensor, m: Packed, v: Packed, stochastic_rounding: bool) -> None:
+    need_device("adamw8bit", parameter, gradient, *m, *v)
+    need(
+        parameter.dtype in DTYPES and gradient.dtype in DTYPES,
+        f"adamw8bit takes fp32 and bf16; found {parameter.dtype} and {gradient.dtype}.",
+    )
+    need(
+        not stochastic_rounding or parameter.dtype == torch.bfloat16,
+        "adamw8bit rounds by chance only weights in bf16; those in fp32 need no such thing.",
+    )
+    blocks = -(-parameter.numel() // kernels.BLOCK)
+    need(
+        gradient.shape == m.codes.shape == v.codes.shape == parameter.shape
+        and m.scales.shape == v.scales.shape == (blocks,)
+        and {m.codes.dtype, v.codes.dtype} == {torch.uint8}
+        and {m.scales.dtype, v.scales.dtype} == {torch.float32},
+        "adamw8bit needs moments as made by packed_zeros: codes of the parameter's shape, an fp32 scale a block.",
+    )
+    need(
+        all(tensor.is_contiguous() for tensor in (parameter, gradient, *m, *v)),
+        "adamw8bit walks through memory from end to end: it needs contiguous tensors.",
+    )
+
+
+@op("adamw8bit", mutates=("parameters", "m_codes", "m_scales", "v_codes", "v_scales"))
+def _adamw8bit(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    m_codes: list[Tensor],
+    m_scales: list[Tensor],
+    v_codes: list[Tensor],
+    v_scales: list[Tensor],
+    rows: Tensor,
+    starts: Tensor,
+    signed_values: Tensor,
+    unsigned_values: Tensor,
+    lr_on_device: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    stochastic_rounding: bool,
+    seed: int,
+    numbers: list[int],
+    is_aligned: bool,
+) -> None:
+    groups = zip(parameters, gradients, m_codes, m_scales, v_codes, v_scales, strict=True)
+    entries = [
+        [*(tensor.data_ptr() for tensor in tensors), tensors[0].numel(), number]
+        for tensors, number in zip(groups, numbers, strict=True)
+    ]
+    with record_function(BY_CHANCE) if stochastic_rounding else nullcontext():
+        kernels.update(
+            table_of(entries, parameters[0].device),
+            Division(rows, starts),
+            (signed_values, unsigned_values),
+            lr if lr_on_device is None else lr_on_device,
+            dtypes=(parameters[0].dtype, gradients[0].dtype),
+            betas=(beta1, beta2),
+            eps=eps,
+            weight_decay=weight_decay,
+            step=step,
+            stochastic_rounding=stochastic_rounding,
+            seed=seed,
+            is_aligned=is_aligned,
+        )
+
+
+@_adamw8bit.register_fake
+def _(
+    parameters: list[Tensor],
+    gradients: list[Tensor],
+    m_codes: list[Tensor],
+    m_scales: list[Tensor],
+    v_codes: list[Tensor],
+    v_scales: list[Tensor],
+    rows: Tensor,
+    starts: Tensor,
+    signed_values: Tensor,
+    unsigned_values: Tensor,
+    lr_on_device: Tensor | None,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    eps: float,
+    weight_decay: float,
+    step: int,
+    stochastic_rounding: bool,
+    seed: int,
+    numbers: list[int],
+    is_aligned: bool,
+) -> None:
+    return None

@@ -1,0 +1,162 @@
+"""The LM head and its cross-entropy in one: the summed loss from hidden vectors, without logits of all tokens.
+
+The gradients are made in the forward pass, for those of `hidden` and `weight` that ask for one. hidden and
+weight have one dtype (fp32, bf16 or fp16), in which the matmuls run. Under autocast they may have any: the
+matmuls run in autocast's dtype, and each gradient has the dtype of its tensor, as with `torch.nn.functional`.
+Extra memory is the logits of a chunk of tokens (by default 1/12 of all from 12,288 tokens on), and one copy of
+the weight where it must be cast or padded. Bitwise repeatable where the matmuls are
+(`torch.use_deterministic_algorithms`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rush.kernels.cross_entropy import FLOATS, scaled_gradient
+from rush.kernels.linear_cross_entropy import triton as kernels
+from rush.kernels.support import need, need_device, op
+
+__all__ = ["linear_cross_entropy"]
+
+# Shapes: n tokens, d hidden, v vocabulary.
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight_vd: Tensor,
+    labels: Tensor,
+    *,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """The fp32 sum of the losses of `hidden · weightᵀ` against the labels.
+
+    hidden is [..., d], labels [...]; labels that are `ignore_index` cost nothing. With `z_loss` each row also pays
+    z_loss · log²(Σ exp). `chunk_tokens` is how many tokens' logits exist at once; without it a few large chunks.
+    """
+    kind = hidden.device.type
+    autocast = torch.is_autocast_enabled(kind)
+    dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
+    need_device("linear_cross_entropy", hidden, weight_vd, labels)
+    need(
+        dtype in FLOATS and hidden.dtype in FLOATS and weight_vd.dtype in FLOATS,
+        "linear_cross_entropy takes fp32, bf16 and fp16; convert other dtypes first.",
+    )
+    need(
+        autocast or hidden.dtype == weight_vd.dtype,
+        "linear_cross_entropy needs hidden vectors and weight in one dtype, or autocast to choose one.",
+    )
+    need(
+        hidden.dim() > 1 and weight_vd.dim() == 2 and hidden.shape[-1] == weight_vd.shape[1] > 0,
+        "linear_cross_entropy needs hidden vectors [..., width] and a weight [vocabulary, width].",
+    )
+    need(
+        labels.shape == hidden.shape[:-1] and labels.dtype in (torch.int64, torch.int32),
+        "linear_cross_entropy needs a label, int64 or int32, for each hidden vector.",
+    )
+    need(weight_vd.shape[0] > 0, "linear_cross_entropy needs a vocabulary.")
+    need(0 <= label_smoothing < 1, "label_smoothing must be at least 0 and below 1.")
+    need(z_loss >= 0, "z_loss must not be negative.")
+    need(chunk_tokens is None or chunk_tokens > 0, "chunk_tokens must be positive.")
+    hidden_nd = hidden.reshape(-1, hidden.shape[-1])
+    grad = torch.is_grad_enabled()
+    loss: Tensor = _linear_cross_entropy(
+        hidden_nd,
+        weight_vd,
+        labels.reshape(-1),
+        dtype,
+        kernels.default_chunk(hidden_nd.shape[0]) if chunk_tokens is None else chunk_tokens,
+        ignore_index,
+        float(label_smoothing),
+        float(z_loss),
+        grad and hidden.requires_grad,
+        grad and weight_vd.requires_grad,
+    )[0]
+    return loss
+
+
+@op("linear_cross_entropy")
+def _linear_cross_entropy(
+    hidden_nd: Tensor,
+    weight_vd: Tensor,
+    labels_n: Tensor,
+    dtype: torch.dtype,
+    chunk_tokens: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    # Inside, every dtype is chosen already.
+    with torch.no_grad(), torch.autocast(hidden_nd.device.type, enabled=False):
+        losses_n, d_hidden_nd, d_weight_vd = kernels.loss_and_gradients(
+            hidden_nd,
+            weight_vd,
+            labels_n.contiguous(),
+            dtype=dtype,
+            chunk_tokens=chunk_tokens,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            want_hidden=want_hidden,
+            want_weight=want_weight,
+        )
+        return losses_n.sum(), d_hidden_nd, d_weight_vd
+
+
+@_linear_cross_entropy.register_fake
+def _(
+    hidden_nd: Tensor,
+    weight_vd: Tensor,
+    labels_n: Tensor,
+    dtype: torch.dtype,
+    chunk_tokens: int,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    want_hidden: bool,
+    want_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    num_tokens, width = hidden_nd.shape
+    hidden_dtype, weight_dtype = kernels.gradient_dtypes(dtype, num_tokens, chunk_tokens)
+    return (
+        hidden_nd.new_empty((), dtype=torch.float32),
+        hidden_nd.new_empty((num_tokens if want_hidden else 0, width), dtype=hidden_dtype),
+        weight_vd.new_empty((weight_vd.shape[0] if want_weight else 0, width), dtype=weight_dtype),
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    hidden_nd, weight_vd, _, dtype, *_, ctx.want_hidden, ctx.want_weight = inputs
+    _, d_hidden_nd, d_weight_vd = output
+    ctx.factor = 1 / kernels.gradient_scale(dtype)
+    ctx.dtypes = hidden_nd.dtype, weight_vd.dtype
+    ctx.mark_non_differentiable(d_hidden_nd, d_weight_vd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(d_hidden_nd, d_weight_vd)
+
+
+def _gradients(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+    nothing = (None,) * 8
+    if upstream is None:
+        return None, None, *nothing
+    d_hidden_nd, d_weight_vd = ctx.saved_tensors
+    hidden_dtype, weight_dtype = ctx.dtypes
+    return (
+        _scaled(d_hidden_nd, upstream, ctx.factor, hidden_dtype) if ctx.want_hidden else None,
+        _scaled(d_weight_vd, upstream, ctx.factor, weight_dtype) if ctx.want_weight else None,
+        *nothing,
+    )
+
+
+def _scaled(gradient: Tensor, upstream: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
+    return scaled_gradient(gradient, upstream.expand(gradient.shape[0]), factor, dtype)
+
+
+_linear_cross_entropy.register_autograd(_gradients, setup_context=_keep)
