@@ -64,8 +64,8 @@ class Contender:
     tolerance: float | None = None
     """The relative error allowed where the format itself rounds (fp8, 8 bits); otherwise plain torch's own
     error, doubled forward and tripled backward, is the measure."""
-    prepare: Callable[[Inputs], Inputs] | None = None
-    """Makes of the inputs what this contender takes (another layout, quantized state): once, outside the clock."""
+    compile: bool = False
+    """Whether the bench puts torch.compile around `call`."""
 
 
 @dataclass(frozen=True)
@@ -146,22 +146,27 @@ def normal(device: torch.device, seed: int, *dims: int, scale: float = 1.0) -> T
     return torch.randn(*dims, device=device, generator=generator) * scale
 
 
-def needs_triton(device: torch.device) -> str | None:
-    """Our own kernels: compiled for a GPU, or interpreted."""
-    return None if find_spec("triton") is not None else "triton is not installed"
-
-
-def ours(call: Call, tolerance: float | None = None) -> Contender:
-    return Contender("rush", "ours", call, needs_triton, tolerance)
+def ours(call: Call) -> Contender:
+    return Contender("rush", "ours", call)
 
 
 def torch_pair(call: Call) -> tuple[Contender, Contender]:
     """Plain torch, and the same function compiled."""
-    return Contender("plain torch", "plain", call), Contender("compiled torch", "compiled", call)
+    return Contender("plain torch", "plain", call), Contender(
+        "compiled torch", "compiled", call, compile=True
+    )
 
 
 def liger(call: Call) -> Contender:
     return Contender("Liger", "rival", call, needs("liger_kernel"))
+
+
+def labels(device: torch.device, count: int, classes: int) -> Tensor:
+    """Random labels, one in twenty ignored."""
+    generator = torch.Generator(device).manual_seed(9)
+    drawn = torch.randint(0, classes, (count,), device=device, generator=generator)
+    drawn[::20] = -100
+    return drawn
 
 
 # Matrices of 16k rows (a batch of 8 × 2048 tokens), as wide as small and large models are.

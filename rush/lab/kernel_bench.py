@@ -18,6 +18,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
@@ -81,6 +82,11 @@ def bench_kernels(
 ) -> KernelRecord:
     """Measure these ops into `folder`, or go on with what is there. Returns the record, which is also written."""
     chosen = choose(ops)
+    if find_spec("triton") is None:
+        raise MachineError(
+            "the kernels need Triton, which is not installed (also where they are only interpreted): "
+            'pip install "optimization-rush[kernels]" -c constraints.txt.'
+        )
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
         (folder / "ops").mkdir(exist_ok=True)

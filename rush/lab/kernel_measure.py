@@ -96,7 +96,8 @@ def _yardstick(
 ) -> tuple[check.Yardstick | None, list[Tensor] | None]:
     plain = next(contender for contender in study.contenders if contender.kind == "plain")
     try:
-        return check.measure_up(study.reference, plain.call, inputs, study.exact, dtype)
+        exact = study.exact if dtype.itemsize < 4 else torch.float64
+        return check.measure_up(study.reference, plain.call, inputs, exact, dtype)
     except torch.OutOfMemoryError:
         return None, None
 
@@ -114,9 +115,8 @@ def _try(
         entry.status, entry.reason = "absent", why
         return entry
     try:
-        mine = check.fresh(inputs)
-        entry.inputs = contender.prepare(mine) if contender.prepare else mine
-        entry.call = _compiled(contender.call) if contender.kind == "compiled" else contender.call
+        entry.inputs = check.fresh(inputs)
+        entry.call = _compiled(contender.call) if contender.compile else contender.call
         _check(entry, yardstick, flowing, place)
         if contender.kind == "ours" and place.interpreted:
             entry.status, entry.reason = "untimed", INTERPRETED

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from rush.kernels import study
-from rush.kernels.gelu import reference
+from rush.kernels.gelu import gelu, reference
 from rush.kernels.study import Inputs, Pass, Size, Study, Target, Work
 
 
 def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
     return {"x": study.normal(device, 1, size["rows"], size["columns"]).to(dtype).requires_grad_()}
-
-
-def ours(x: Tensor) -> Tensor:
-    from rush.kernels.gelu import gelu
-
-    return gelu(x)
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
@@ -35,7 +28,7 @@ STUDY = Study(
     small=study.SMALL_MATRICES,
     make=make,
     reference=reference.gelu,
-    contenders=(study.ours(ours), *study.torch_pair(reference.gelu)),
+    contenders=(study.ours(gelu), *study.torch_pair(reference.gelu)),
     work=work,
     targets=(Target("ceiling", ("forward", "both"), at_least=0.85),),
 )

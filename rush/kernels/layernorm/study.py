@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rush.kernels import study
-from rush.kernels.layernorm import reference
+from rush.kernels.layernorm import add_layernorm, layernorm, reference
 from rush.kernels.study import Inputs, Pass, Size, Study, Work
 
 EPS = 1e-5
@@ -43,8 +43,6 @@ def plain(
 def ours(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...]:
-    from rush.kernels.layernorm import add_layernorm, layernorm
-
     if residual is None:
         return layernorm(x, weight, bias, EPS)
     return add_layernorm(x, residual, weight, bias, EPS)

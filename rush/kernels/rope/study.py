@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels import study
-from rush.kernels.rope import reference
+from rush.kernels.rope import reference, rope
 from rush.kernels.study import Inputs, Pass, Size, Study, Work
 
 
@@ -24,12 +24,6 @@ def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
     }
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in found.items()}
     return {**leaves, "cos_btd": angles_btd.cos(), "sin_btd": angles_btd.sin()}
-
-
-def ours(q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tuple[Tensor, ...]:
-    from rush.kernels.rope import rope
-
-    return rope(q_bhtd, k_bktd, cos_btd, sin_btd)
 
 
 def liger(q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tuple[Tensor, ...]:
@@ -73,7 +67,7 @@ STUDY = Study(
     small=(_size("2 × 16 × 64", 4, 16, 2, 16), _size("2 × 16 × 128", 4, 32, 2, 16)),
     make=make,
     reference=reference.rope,
-    contenders=(study.ours(ours), *study.torch_pair(reference.rope), study.liger(liger)),
+    contenders=(study.ours(rope), *study.torch_pair(reference.rope), study.liger(liger)),
     work=work,
     targets=study.MEMORY_TARGETS,
 )

@@ -7,18 +7,12 @@ from torch import Tensor
 
 from rush.kernels import study
 from rush.kernels.study import Inputs, Pass, Size, Study, Work
-from rush.kernels.swiglu import reference
+from rush.kernels.swiglu import reference, swiglu
 
 
 def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
     drawn = (study.normal(device, seed, size["rows"], size["columns"]).to(dtype) for seed in (1, 2))
     return {name: tensor.requires_grad_() for name, tensor in zip(("gate", "up"), drawn, strict=True)}
-
-
-def ours(gate: Tensor, up: Tensor) -> Tensor:
-    from rush.kernels.swiglu import swiglu
-
-    return swiglu(gate, up)
 
 
 def liger(gate: Tensor, up: Tensor) -> Tensor:
@@ -43,7 +37,7 @@ STUDY = Study(
     small=study.SMALL_MATRICES,
     make=make,
     reference=reference.swiglu,
-    contenders=(study.ours(ours), *study.torch_pair(reference.swiglu), study.liger(liger)),
+    contenders=(study.ours(swiglu), *study.torch_pair(reference.swiglu), study.liger(liger)),
     work=work,
     targets=study.MEMORY_TARGETS,
 )
