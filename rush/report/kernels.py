@@ -1,0 +1,231 @@
+"""The kernel bench as a page: targets first, then a picture per op over its sizes, then every number.
+
+The pictures show what part of the machine's measured ceiling a contender reaches: of the copy rate for ops
+that memory bounds, of the matmul rate for those that arithmetic bounds. Two ops then compare at a glance,
+and the distance to the roof is what is left to gain. Where no ceiling is known they show the time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from rush.files import write_atomic
+from rush.records.kernels import KernelRecord, Op, Row, read_kernels
+from rush.report import findings, words
+from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
+from rush.report.compare import letter_of, series_of
+from rush.report.page import flattened, render
+from rush.report.svg import Scale, number, path, picture, tag, ticks, tooltip
+
+PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
+TONES = {
+    "reached": ("good", "up"),
+    "missed": ("bad", "down"),
+    "not measured": ("plain", "ring"),
+    "equal": ("good", "dot"),
+    "different": ("bad", "unequal"),
+    "not judged": ("caution", "ring"),
+}
+"""The colour and the sign of each verdict."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One contender at one size, as the picture shows it."""
+
+    x: float
+    y: float
+    low: float
+    high: float
+    said: str
+
+
+@dataclass(frozen=True)
+class Line:
+    letter: str
+    series: int
+    name: str
+    ours: bool
+    points: tuple[Point, ...]
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A picture in both sizes, with the words around it."""
+
+    title: str
+    wide: Markup
+    narrow: Markup
+    lines: tuple[Line, ...]
+
+
+@dataclass(frozen=True)
+class Part:
+    """An op's part of the page."""
+
+    op: Op
+    figures: tuple[Figure, ...]
+    away: tuple[str, ...]
+    """Contenders that were not here, with the reason."""
+
+
+def write_kernel_report(folder: Path, html: Path) -> None:
+    """Draw the bench recorded in `folder` into one self-contained file."""
+    write_atomic(html, kernel_page(read_kernels(folder)))
+
+
+def kernel_page(record: KernelRecord) -> str:
+    targets = [(op["op"], target) for op in record["ops"] for target in op["targets"]]
+    reached = sum(target["verdict"] == "reached" for _, target in targets)
+    wrong = sorted(
+        {_who(op, row) for op in record["ops"] for row in op["rows"] if _verdict(row) == "different"}
+    )
+    return render(
+        "kernels.html",
+        title="Kernels",
+        record=record,
+        machine=findings.machine_name(record["machine"]),
+        machine_rows=flattened(record["machine"]) + flattened(record.get("ceilings") or {}, "ceilings"),
+        ceilings=record.get("ceilings") or {},
+        targets=targets,
+        reached=reached,
+        wrong=wrong,
+        parts=[part_of(op) for op in record["ops"]],
+        tones=TONES,
+        pass_words=PASS_WORDS,
+        reached_words=reached_words,
+        interpreted=record.get("interpreted", False),
+    )
+
+
+def _who(op: Op, row: Row) -> str:
+    return f"{row['contender']} ({op['op']}, {row['size']})"
+
+
+def _verdict(row: Row) -> str | None:
+    right = row.get("correctness")
+    return right["verdict"] if right else None
+
+
+def reached_words(target: dict[str, Any]) -> str:
+    """What a target came to, with its interval."""
+    value = target.get("reached")
+    if value is None:
+        return words.MISSING
+    if target["metric"] in ("ceiling", "memory"):
+        return words.share(value)
+    interval = target.get("ci95")
+    tail = f" ({words.digits(interval[0])} to {words.digits(interval[1])})" if interval else ""
+    return words.ratio(value) + tail
+
+
+def part_of(op: Op) -> Part:
+    """The pictures of an op: one for each series and pass in which something was timed."""
+    names = list(dict.fromkeys(row["contender"] for row in op["rows"]))
+    figures = []
+    for series in dict.fromkeys(row.get("series", "") for row in op["rows"]):
+        for step in dict.fromkeys(row["step"] for row in op["rows"]):
+            rows = [row for row in op["rows"] if row.get("series", "") == series and row["step"] == step]
+            if (figure := _figure(op, rows, names, series, step)) is not None:
+                figures.append(figure)
+    away = {row["contender"]: row["reason"] for row in op["rows"] if row["status"] == "absent"}
+    return Part(op, tuple(figures), tuple(f"{name}: {why}" for name, why in away.items()))
+
+
+def _figure(op: Op, rows: Sequence[Row], names: Sequence[str], series: str, step: str) -> Figure | None:
+    timed = [row for row in rows if row.get("time_ms")]
+    if not timed:
+        return None
+    fractions = all(_finite(row.get("ceiling_fraction")) for row in timed)
+    lines = []
+    for place, name in enumerate(names):
+        own = [row for row in timed if row["contender"] == name]
+        if own:
+            points = tuple(sorted((_point(op, row, fractions) for row in own), key=lambda point: point.x))
+            lines.append(Line(letter_of(place), series_of(place), name, own[0]["kind"] == "ours", points))
+    title = PASS_WORDS[step] + (f", {series}" if series else "")
+    drawn = [_picture(frame, op, lines, title, fractions) for frame in (WIDE, NARROW)]
+    return Figure(title, drawn[0], drawn[1], tuple(lines))
+
+
+def _finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
+def _point(op: Op, row: Row, fractions: bool) -> Point:
+    time = row["time_ms"]
+    assert time is not None
+    x = float(row["dims"].get(op["axis"], 1))
+    low, high = time["ci95"]
+    said = f"{row['contender']}, {row['size']}: {words.milliseconds(time['median'])}"
+    if not fractions:
+        return Point(x, time["median"], low, high, said)
+    y = row["ceiling_fraction"]
+    assert y is not None
+    rate = (
+        words.si(row["bytes_per_s"], "B/s")
+        if op["bound"] == "memory"
+        else words.si(row["flops_per_s"], "FLOP/s")
+    )
+    said += f", {rate}, {words.share(y)} of the ceiling"
+    return Point(x, y, y * time["median"] / high, y * time["median"] / low, said)
+
+
+def _picture(frame: Frame, op: Op, lines: Sequence[Line], title: str, fractions: bool) -> Markup:
+    frame = Frame(frame.width, frame.height, frame.left, 34, 26, frame.bottom)
+    points = [point for line in lines for point in line.points]
+    xs = sorted({point.x for point in points})
+    x = Scale(xs[0] / 1.25, xs[-1] * 1.25, frame.left, frame.x_end, log=True)
+    top = max(max(point.high for point in points) * 1.06, 1.06 if fractions else 0.0)
+    y = Scale(0, top, frame.y_end, frame.top)
+    label = _share_tick if fractions else words.tick
+    marks = y_axis(
+        frame, y, ticks(0, top, 5), label, "of the measured ceiling" if fractions else "milliseconds"
+    )
+    marks += x_axis(
+        frame, x, xs, lambda value: words.tick(value) if value >= 10000 else f"{value:g}", op["axis"]
+    )
+    if fractions:
+        marks.append(tag("path", tooltip("the measured ceiling"), class_="roof",
+                         d=path([(frame.left, y(1)), (frame.x_end, y(1))])))  # fmt: skip
+    for line in sorted(lines, key=lambda line: line.ours):  # ours on top
+        marks += _draw(line, x, y)
+    marks += _letters(frame, lines, x, y)
+    best = max(points, key=lambda point: point.y if fractions else -point.y)
+    return picture(
+        f"{op['op']}, {title}. Best: {best.said}.", *marks, class_="curve-picture", viewBox=frame.view_box
+    )
+
+
+def _share_tick(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def _draw(line: Line, x: Scale, y: Scale) -> list[Markup]:
+    kind = f"series-{line.series}" + (" ours" if line.ours else "")
+    marks = [tag("path", class_=f"curve {kind}", d=path([(x(p.x), y(p.y)) for p in line.points]))]
+    for point in line.points:
+        cx = x(point.x)
+        whisker = tag(
+            "path", class_="whisker thin", d=f"M{number(cx)} {number(y(point.low))}V{number(y(point.high))}"
+        )
+        dot = tag("circle", class_=f"dot {kind}", cx=cx, cy=y(point.y), r=5 if line.ours else 4)
+        marks.append(tag("g", tooltip(point.said), whisker, dot))
+    return marks
+
+
+def _letters(frame: Frame, lines: Sequence[Line], x: Scale, y: Scale) -> list[Markup]:
+    """Each line's letter beside its last point, pushed apart where they would touch."""
+    ends = sorted((y(line.points[-1].y), x(line.points[-1].x), line.letter) for line in lines)
+    marks, last = [], -math.inf
+    for at, right, letter in ends:
+        last = max(at, last + 13)
+        marks.append(tag("text", letter, class_="note strong", x=right + 11, y=last + 4))
+    # Pushed below the axis only by a dozen contenders at zero, which no op has.
+    return marks
