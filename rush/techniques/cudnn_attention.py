@@ -70,7 +70,7 @@ technique = Technique(
         ),
         half_precision,
     ),
-    conflicts=("flash_attention", "flex_attention"),
+    conflicts=("flash_attention", "flex_attention", "triton_attention"),
     claim=Claim(
         "attention rate",
         0.75,

@@ -67,7 +67,7 @@ technique = Technique(
     stage=Stage.MODEL,
     apply=apply,
     requires=(half_precision,),
-    conflicts=("cudnn_attention", "flex_attention"),
+    conflicts=("cudnn_attention", "flex_attention", "triton_attention"),
     claim=Claim(
         "tokens_per_s",
         0.75,

@@ -83,7 +83,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("cudnn_attention", "flash_attention"),
+    conflicts=("cudnn_attention", "flash_attention", "triton_attention"),
     claim=Claim(
         "attention rate",
         -0.15,

@@ -1,0 +1,96 @@
+"""From C++ and CUDA source to operators of torch: built once, kept in the user's cache, loaded from there.
+
+torch's own builder is used (a compiler and ninja). A build happens in a folder of its own and its result is
+moved to a name made of everything it depends on, so a build that was killed leaves nothing that a later one could
+trip over, and two at once do no harm.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from rush.errors import MachineError
+
+
+def cannot_build() -> str | None:
+    """Why no extension can be built here; None if one can."""
+    from torch.utils.cpp_extension import is_ninja_available
+
+    compiler = os.environ.get("CXX", "c++")
+    if shutil.which(compiler) is None:
+        return f"there is no C++ compiler ({compiler})"
+    if not is_ninja_available():
+        return "ninja is not installed"
+    return None
+
+
+def cannot_build_cuda() -> str | None:
+    """Why the CUDA part of an extension cannot be built here; None if it can."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    if torch.version.cuda is None:
+        return "this torch was built without CUDA"
+    if not torch.cuda.is_available():
+        return "there is no CUDA device to build for"
+    if CUDA_HOME is None or not (Path(CUDA_HOME) / "bin" / "nvcc").is_file():
+        return "there is no CUDA compiler (nvcc); set CUDA_HOME to where it is"
+    return cannot_build()
+
+
+def build(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Path:
+    """Load the operators that the sources register, building them if the cache does not hold them: the library."""
+    library = cache_folder() / "extensions" / f"{name}-{_identity([*sources, *headers])}.so"
+    if library.is_file():
+        torch.ops.load_library(str(library))
+    else:
+        _build_and_load(name, sources, library)
+    return library
+
+
+def _build_and_load(name: str, sources: Sequence[Path], library: Path) -> None:
+    from torch.utils.cpp_extension import load
+
+    if reason := cannot_build():
+        raise MachineError(f"The extension {name} cannot be built here: {reason}.")
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=library.parent) as folder:
+        try:
+            load(
+                name,
+                [str(source) for source in sources],
+                extra_cflags=["-O2"],
+                extra_cuda_cflags=["-O3"],
+                build_directory=folder,
+                is_python_module=False,
+            )
+        except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+            raise MachineError(f"The extension {name} could not be built: {error}") from error
+        # The library is mapped into this process already, and stays so under its new name.
+        os.replace(Path(folder) / f"{name}.so", library)
+
+
+def _identity(files: Sequence[Path]) -> str:
+    """Of everything a library depends on: its sources, torch, Python's platform, the GPU it is built for."""
+    digest = hashlib.sha256(f"{torch.__version__} {torch.version.cuda} {platform.machine()}".encode())
+    if torch.cuda.is_available():
+        digest.update(str(torch.cuda.get_device_capability()).encode())
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()[:16]
+
+
+def cache_folder() -> Path:
+    """`$RUSH_CACHE`, else `$XDG_CACHE_HOME/rush`, else `~/.cache/rush`: where the measured ceilings are kept too."""
+    if chosen := os.environ.get("RUSH_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rush"

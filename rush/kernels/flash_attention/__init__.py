@@ -1,0 +1,158 @@
+"""Exact attention in tiles: memory grows with the sequence, not with its square.
+
+`flash_attention` is differentiable, deterministic (the same bits each time, forward and backward), and an
+operator of its own to the compiler. The idea is told in `triton.py`, the definition in `reference.py`.
+
+Shapes: b batch, t positions, h query heads, k key/value heads, d head dim.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rush.kernels.flash_attention import triton as kernels
+from rush.kernels.flash_attention.documents import document_bounds
+from rush.kernels.flash_attention.tiles import HEAD_DIMS
+from rush.kernels.support import need, need_device, op
+
+__all__ = ["flash_attention"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def flash_attention(
+    q_bhtd: Tensor,
+    k_bktd: Tensor,
+    v_bktd: Tensor,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    documents: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale · q kᵀ) v, where each query sees the keys up to its own (all of them if not `causal`).
+
+    Several query heads may share a key/value head: h is a multiple of k, and neighbouring query heads share.
+    `scale` is 1/√d unless given. With `documents` a query sees its own document only, and nothing of another can
+    change its output or gradients by a bit: ids [b, t] (a document is a run of one id), or the cumulative lengths
+    [n + 1] of documents that lie one after the other in one row (0 first, t last).
+
+    The inputs are read where they are, by their strides; the output's memory is [b, t, h, d]. They must be of one
+    dtype, bf16, fp16 or fp32, and of one length: decoding, where a query stands behind a cache of keys, is refused.
+    Autocast does not act here: cast before. Sums and powers are fp32; products of 16-bit inputs take 16-bit factors;
+    fp32 is multiplied exactly, without tensor cores, so it is slow.
+    """
+    _check(q_bhtd, k_bktd, v_bktd)
+    batch, _, length, head_dim = q_bhtd.shape
+    scale = head_dim**-0.5 if scale is None else float(scale)
+    need(scale > 0, f"flash_attention needs a positive scale, found {scale}.")
+    first_bt = last_bt = None
+    if documents is not None:
+        _check_documents(documents, q_bhtd)
+        first_bt, last_bt = document_bounds(documents, batch, length)
+    o_bhtd: Tensor = _forward(q_bhtd, k_bktd, v_bktd, first_bt, last_bt, causal, scale)[0]
+    return o_bhtd
+
+
+def _check(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> None:
+    need_device("flash_attention", q_bhtd, k_bktd, v_bktd)
+    shapes = f"found queries {tuple(q_bhtd.shape)}, keys {tuple(k_bktd.shape)}, values {tuple(v_bktd.shape)}"
+    need(
+        q_bhtd.dim() == k_bktd.dim() == v_bktd.dim() == 4,
+        f"flash_attention takes [batch, heads, positions, head dim]; {shapes}.",
+    )
+    need(
+        k_bktd.shape == v_bktd.shape
+        and q_bhtd.shape[0] == k_bktd.shape[0]
+        and q_bhtd.shape[3] == k_bktd.shape[3],
+        f"flash_attention needs one batch size and one head dim, and as many values as keys; {shapes}.",
+    )
+    need(
+        q_bhtd.shape[2] == k_bktd.shape[2],
+        f"flash_attention needs as many queries as keys; {shapes}. Decoding with a cache uses the plain core.",
+    )
+    need(q_bhtd.numel() > 0, f"flash_attention needs at least one position; {shapes}.")
+    need(
+        q_bhtd.shape[3] in HEAD_DIMS,
+        f"flash_attention is made for head dims {', '.join(map(str, HEAD_DIMS))}; found {q_bhtd.shape[3]}.",
+    )
+    need(
+        k_bktd.shape[1] > 0 and q_bhtd.shape[1] % k_bktd.shape[1] == 0,
+        f"flash_attention needs the query heads to be a multiple of the key/value heads; {shapes}.",
+    )
+    need(
+        q_bhtd.dtype == k_bktd.dtype == v_bktd.dtype and q_bhtd.dtype in DTYPES,
+        "flash_attention needs queries, keys and values in one of bfloat16, float16 and float32; found "
+        f"{q_bhtd.dtype}, {k_bktd.dtype} and {v_bktd.dtype}. Cast them to one.",
+    )
+
+
+def _check_documents(documents: Tensor, q_bhtd: Tensor) -> None:
+    batch, _, length, _ = q_bhtd.shape
+    need_device("flash_attention", q_bhtd, documents)
+    need(
+        not documents.is_floating_point() and documents.dtype != torch.bool,
+        f"flash_attention takes documents as whole numbers; found {documents.dtype}.",
+    )
+    of_ids = documents.dim() == 2 and tuple(documents.shape) == (batch, length)
+    of_lengths = documents.dim() == 1 and batch == 1 and documents.shape[0] >= 2
+    need(
+        of_ids or of_lengths,
+        f"flash_attention takes documents as ids {(batch, length)}, or for a single row as cumulative lengths "
+        f"(0, …, {length}); found shape {tuple(documents.shape)} for a batch of {batch}.",
+    )
+
+
+@op("flash_attention_forward")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    return kernels.forward(q, k, v, first, last, causal, scale)
+
+
+@op("flash_attention_backward")
+def _backward(
+    do: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    o: Tensor,
+    lse2: Tensor,
+    first: Tensor | None,
+    last: Tensor | None,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels.backward(do, q, k, v, o, lse2, first, last, causal, scale)
+
+
+@_forward.register_fake  # type: ignore[untyped-decorator]
+def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return kernels.heads_side_by_side(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@_backward.register_fake  # type: ignore[untyped-decorator]
+def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels.heads_side_by_side(q), kernels.heads_side_by_side(k), kernels.heads_side_by_side(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, first, last, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, *output, first, last)
+
+
+def _gradients(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
+    q, k, v, o, lse2, first, last = ctx.saved_tensors
+    dq, dk, dv = _backward(do, q, k, v, o, lse2, first, last, ctx.causal, ctx.scale)
+    return dq, dk, dv, None, None, None, None
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)

@@ -1,0 +1,126 @@
+"""How the work is cut: the sizes of tiles, warps and buffers for each kernel, head dim and kind of GPU.
+
+A tile of queries stays on chip while tiles of keys stream by (the kernel for dk and dv the other way
+round: keys stay). Larger tiles read device memory less often, but need registers for the accumulators and
+shared memory for `stages` tiles in flight; past either limit the compiler spills or the launch fails. The
+figures were chosen by measuring (`scripts/tune_attention.py`), not by reasoning.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from rush.kernels.support import INTERPRETED
+
+Part = Literal["forward", "dq", "dkdv"]
+PARTS: tuple[Part, ...] = ("forward", "dq", "dkdv")
+HEAD_DIMS = (16, 32, 64, 128)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """One way to cut a kernel's work."""
+
+    rows: int
+    """Queries of a tile."""
+    columns: int
+    """Keys of a tile."""
+    warps: int = 4
+    stages: int = 2
+    tma: bool = False
+    """Whether tiles come in by the copy engine of Hopper and newer (tensor descriptors), or by loads of the threads."""
+    split: bool = True
+    """Whether tiles that need no mask have a loop of their own; otherwise one loop masks every tile."""
+
+    def __str__(self) -> str:
+        flags = f"{' tma' if self.tma else ''}{'' if self.split else ' one-loop'}"
+        return f"{self.rows}x{self.columns} w{self.warps} s{self.stages}{flags}"
+
+
+# The first of each list is what is used; the others are what scripts/tune_attention.py tries beside it.
+HOPPER: dict[tuple[Part, int], tuple[Tiles, ...]] = {
+    ("forward", 64): (
+        Tiles(128, 128, warps=8, stages=3, tma=True),
+        Tiles(128, 128, warps=8, stages=3),
+        Tiles(128, 64, warps=4, stages=3, tma=True),
+        Tiles(128, 64, warps=4, stages=3),
+        Tiles(128, 128, warps=4, stages=3, tma=True),
+        Tiles(64, 128, warps=4, stages=3, tma=True),
+        Tiles(64, 64, warps=4, stages=4, tma=True),
+        Tiles(128, 64, warps=4, stages=3, tma=True, split=False),
+    ),
+    ("forward", 128): (
+        Tiles(128, 128, warps=8, stages=2, tma=True),
+        Tiles(128, 128, warps=8, stages=2),
+        Tiles(128, 64, warps=8, stages=3, tma=True),
+        Tiles(128, 64, warps=8, stages=3),
+        Tiles(128, 128, warps=8, stages=3, tma=True),
+        Tiles(64, 128, warps=4, stages=2, tma=True),
+        Tiles(64, 64, warps=4, stages=3, tma=True),
+        Tiles(128, 64, warps=4, stages=2, tma=True),
+    ),
+    ("dq", 64): (
+        Tiles(128, 64, warps=8, stages=3, tma=True),
+        Tiles(128, 64, warps=8, stages=3),
+        Tiles(128, 64, warps=4, stages=3, tma=True),
+        Tiles(128, 128, warps=8, stages=2, tma=True),
+        Tiles(64, 128, warps=4, stages=2, tma=True),
+        Tiles(64, 64, warps=4, stages=3, tma=True),
+        Tiles(64, 64, warps=4, stages=3),
+        Tiles(128, 64, warps=8, stages=3, tma=True, split=False),
+    ),
+    ("dq", 128): (
+        Tiles(128, 64, warps=8, stages=3, tma=True),
+        Tiles(128, 64, warps=8, stages=3),
+        Tiles(128, 64, warps=8, stages=2, tma=True),
+        Tiles(128, 128, warps=8, stages=2, tma=True),
+        Tiles(64, 64, warps=4, stages=2, tma=True),
+        Tiles(64, 64, warps=4, stages=2),
+        Tiles(64, 128, warps=8, stages=2, tma=True),
+        Tiles(128, 32, warps=4, stages=3, tma=True),
+    ),
+    ("dkdv", 64): (
+        Tiles(64, 128, warps=8, stages=3, tma=True),
+        Tiles(64, 128, warps=8, stages=3),
+        Tiles(64, 128, warps=4, stages=3, tma=True),
+        Tiles(128, 128, warps=8, stages=2, tma=True),
+        Tiles(64, 64, warps=4, stages=3, tma=True),
+        Tiles(64, 64, warps=4, stages=3),
+        Tiles(32, 128, warps=4, stages=3, tma=True),
+        Tiles(64, 128, warps=8, stages=3, tma=True, split=False),
+    ),
+    ("dkdv", 128): (
+        Tiles(64, 128, warps=8, stages=3, tma=True),
+        Tiles(64, 128, warps=8, stages=3),
+        Tiles(64, 128, warps=8, stages=2, tma=True),
+        Tiles(32, 128, warps=8, stages=3, tma=True),
+        Tiles(64, 64, warps=4, stages=2, tma=True),
+        Tiles(64, 64, warps=4, stages=2),
+        Tiles(128, 128, warps=8, stages=2, tma=True),
+        Tiles(32, 64, warps=4, stages=3, tma=True),
+    ),
+}
+# Before Hopper there is less shared memory (99 KiB a block on consumer cards) and no copy engine.
+OLDER: dict[Part, Tiles] = {"forward": Tiles(64, 64), "dq": Tiles(64, 32), "dkdv": Tiles(32, 64)}
+# Products in fp32 do not use the tensor cores here: every one is made by the ordinary units, exactly.
+FP32: dict[Part, Tiles] = {part: Tiles(32, 32, warps=4, stages=1) for part in PARTS}
+# Small, and of unequal sides, so that short sequences cover every kind of tile.
+FOR_THE_INTERPRETER: dict[Part, Tiles] = {
+    "forward": Tiles(32, 16),
+    "dq": Tiles(16, 32),
+    "dkdv": Tiles(16, 32),
+}
+
+
+def choose(part: Part, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
+    """How to cut this kernel's work here."""
+    if INTERPRETED:
+        return FOR_THE_INTERPRETER[part]
+    if dtype == torch.float32:
+        return FP32[part]
+    if torch.cuda.get_device_capability(device) == (9, 0):
+        return HOPPER[part, max(head_dim, 64)][0]
+    return OLDER[part]
