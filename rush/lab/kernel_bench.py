@@ -31,6 +31,7 @@ from rush.records.lock import FolderLock
 
 MARK = "@bench "
 """Begins the lines by which the measuring process speaks: compilers and libraries print, too."""
+PROCESS = "rush.lab.kernel_process"
 LIMIT_S = 240.0
 """An op that says nothing for so long is ended; compiling one function takes seconds."""
 
@@ -137,7 +138,7 @@ class _Child:
         self.log = folder / "log.txt"
         with open(self.log, "ab") as errors:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "rush.lab.kernel_process", str(folder / "spec.json")],
+                [sys.executable, "-m", PROCESS, str(folder / "spec.json")],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=errors,

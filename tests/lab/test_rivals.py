@@ -1,0 +1,179 @@
+"""End-to-end rivals: both sides do the same work, and a ratio counts only with its proofs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rush.errors import RecipeError
+from rush.hardware import probe
+from rush.lab import workloads
+from rush.lab.rivals import bench_models, target_of
+from rush.models import Shape, build_model
+from rush.models.huggingface_names import exported_name
+from rush.records.models import read_models
+
+SHAPE = Shape(
+    family="llama", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, intermediate=48, vocab_size=101,
+    context=64, norm_eps=1e-5, rope_theta=10000.0, tied_head=True,
+)  # fmt: skip
+
+
+def rung(ratio: float | None, parity: str = "equal", idle: bool = False) -> dict[str, Any]:
+    gain = None if ratio is None else {"over": "rival", "ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01]}
+    evidence = [{"technique": "compile", "took_effect": not idle, "what": "seen"}]
+    return {
+        "gain": gain,
+        "parity": {"verdict": parity, "why": "because"},
+        "evidence": evidence,
+        "reason": "it died",
+    }
+
+
+def test_a_target_needs_the_ratio_the_parity_and_the_evidence() -> None:
+    def judged(*args: Any, **rest: Any) -> dict[str, Any]:
+        return dict(target_of(1.2, rung(*args, **rest)))  # type: ignore[arg-type]
+
+    assert judged(1.25)["verdict"] == "reached"
+    assert judged(1.25)["why"] is None
+    slow, wrong, idle = judged(1.19), judged(1.25, "different"), judged(1.25, idle=True)
+    assert {case["verdict"] for case in (slow, wrong, idle)} == {"missed"}
+    assert "1.190× is less than 1.2×" in slow["why"]
+    assert "parity is different: because" in wrong["why"]
+    assert "no trace of compile" in idle["why"]
+    assert judged(None)["verdict"] == "not measured"
+    assert judged(None)["why"] == "it died"
+
+
+def test_an_unknown_workload_is_refused_with_the_nearest() -> None:
+    with pytest.raises(RecipeError, match=r"no workload named 'gpt2'.*gpt2-124m"):
+        workloads.load_workloads(["gpt2"])
+
+
+def small_workloads(folder: Path, recipe: Path, rival: str, **measure: Any) -> Path:
+    settings = {
+        "processes": 2,
+        "windows": 4,
+        "window_ms": 1.0,
+        "warmup_max_steps": 7,
+        "limit_s": 120.0,
+        **measure,
+    }
+    file = folder / "workloads.toml"
+    file.write_text(
+        "[measure]\n"
+        + "\n".join(f"{key} = {value}" for key, value in settings.items())
+        + f"""
+        [workloads.small]
+        about = "a few thousand parameters"
+        batch = {{ "batch.micro" = 4, "batch.total_tokens" = "none" }}
+        parity = {{ steps = 3 }}
+        ours = [{{ recipe = {json.dumps(str(recipe))}, name = "ours", at_least = 0.001 }}]
+        [workloads.small.rival]
+        title = "the rival"
+        recipe = {json.dumps(str(recipe))}
+        {rival}
+        """
+    )
+    return file
+
+
+def test_overrides_reach_every_recipe_and_the_measure(small_recipe: Path, tmp_path: Path) -> None:
+    file = small_workloads(tmp_path, small_recipe, 'kind = "recipe"\ntechniques = ["gc_control"]')
+    changes = ["measure.processes=3", "batch.sequence=16"]
+    (workload,) = workloads.load_workloads([], changes, file)
+    assert workload.measure.processes == 3
+    recipes = [workload.rival.recipe, workload.ours[0].recipe]
+    assert [(r.batch.micro, r.batch.sequence, r.step_tokens) for r in recipes] == [(4, 16, 64)] * 2
+    assert [name for name, _ in workload.rival.recipe.technique_uses()] == ["gc_control"]
+    assert workload.ours[0].recipe.technique_uses() == []
+
+
+def test_the_rival_and_ours_take_turns_in_fresh_processes_and_a_second_call_measures_nothing(
+    small_recipe: Path, tmp_path: Path
+) -> None:
+    file = small_workloads(tmp_path, small_recipe, 'kind = "recipe"\ntechniques = ["gc_control"]')
+    loaded = workloads.load_workloads([], [], file)
+    said: list[str] = []
+    record = bench_models(loaded, tmp_path / "out", watch=lambda p: said.append(p.doing))
+    assert said == ["the rival (1 of 2)", "ours (1 of 2)", "the rival (2 of 2)", "ours (2 of 2)"]
+    assert record == read_models(tmp_path / "out")
+    (found,) = record["workloads"]
+    (ours,) = found["ours"]
+    for side in (found["rival"], ours["rung"]):
+        assert side["status"] == "ok", side["reason"]
+        assert side["tokens_per_s"] is not None
+        assert len(side["tokens_per_s"]["processes"]) == 2
+    assert ours["rung"]["parity"] is not None
+    assert ours["rung"]["parity"]["verdict"] == "equal"
+    assert ours["rung"]["gain"] is not None
+    assert ours["target"]["verdict"] == "reached"
+    assert ours["target"]["reached"] == ours["rung"]["gain"]["ratio"]
+
+    trials = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "trials").iterdir()}
+    again = bench_models(loaded, tmp_path / "out")
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "trials").iterdir()} == trials
+    assert again["workloads"] == record["workloads"]
+
+
+def test_a_rival_whose_library_is_missing_is_a_result_and_ours_is_still_measured(
+    small_recipe: Path, tmp_path: Path
+) -> None:
+    options = 'kind = "transformers"\ndtype = "float32"\nwith_liger = true'
+    file = small_workloads(tmp_path, small_recipe, options, processes=1)
+    pytest.importorskip("transformers")
+    (found,) = bench_models(workloads.load_workloads([], [], file), tmp_path / "out")["workloads"]
+    assert found["rival"]["status"] in ("unsupported", "crashed")
+    (ours,) = found["ours"]
+    assert ours["rung"]["status"] == "ok"
+    assert ours["target"]["verdict"] == "not measured"
+
+
+def rival_with_our_weights() -> tuple[Any, Any]:
+    pytest.importorskip("transformers")
+    from rush.lab.rival_run import rival_model
+
+    ours = build_model(SHAPE)
+    ours.init_weights(1)
+    theirs = rival_model(SHAPE, torch.device("cpu"), torch.float32)
+    names = {exported_name(SHAPE, name): value.detach().clone() for name, value in ours.named_parameters()}
+    missing = theirs.load_state_dict(names, strict=False)
+    assert missing.unexpected_keys == []
+    assert set(missing.missing_keys) <= {"lm_head.weight"}
+    return ours, theirs
+
+
+def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> None:
+    from rush.lab.rival_run import rival_pass
+
+    ours, theirs = rival_with_our_weights()
+    tokens = torch.randint(0, 101, (2, 20), generator=torch.Generator().manual_seed(2))
+    labels = tokens.roll(-1, 1)
+    labels[1, 3:9] = -100
+    share = torch.tensor(1 / 34)
+    expected = ours(tokens, labels)
+    (expected * share).backward()
+    found = rival_pass(theirs)(tokens, labels, share)
+    assert float(found) == pytest.approx(float(expected), rel=1e-5)
+    mine, other = ours.embedding.weight.grad, theirs.model.embed_tokens.weight.grad
+    assert float((mine - other).norm() / mine.norm()) < 1e-4
+
+
+def test_the_library_s_model_steps_in_our_loop() -> None:
+    pytest.importorskip("transformers")
+    from rush.data import Batch
+    from rush.lab.rival_run import rival_run
+    from rush.recipe_io import load_recipe
+    from rush.train.step import train_step
+
+    recipe = load_recipe("llama-tiny", ["batch.micro=2", "batch.sequence=16", "batch.total_tokens=32"])
+    run = rival_run(recipe, probe("cpu"), {"dtype": "float32"})
+    assert run.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr, attr-defined]
+    tokens = torch.randint(0, 200, (2, 17), generator=torch.Generator().manual_seed(3))
+    batch = Batch(tokens[:, :-1], tokens[:, 1:], ("a", "b"))
+    losses = [train_step(run, step, 1e-2, [batch]).loss for step in range(1, 6)]
+    assert losses[-1] < losses[0] - 0.5, losses

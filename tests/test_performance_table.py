@@ -1,0 +1,54 @@
+"""The README's performance table: made from records alone, and current."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.report import made_up_benches as made
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("table", ROOT / "scripts" / "performance_table.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_workload_and_target_is_a_row(script: Any, tmp_path: Path) -> None:
+    for name, record in (("models", made.models()), ("kernels", made.kernels())):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.json").write_text(json.dumps(record))
+    text = script.performance(tmp_path)
+    assert "| 1.250× (1.240 to 1.260) | ≥ 1.2× |" in text
+    assert "`gpt2-124m-fast`: 681k tokens/s" in text
+    assert "4 of 8 targets reached" in text
+    lines = [line for line in text.splitlines() if line.startswith("|")]
+    assert len(lines) == (2 + 3) + (2 + 8)
+    assert len({line.count("|") for line in lines[:5]}) == 1
+
+
+def test_it_stands_between_its_marks_and_nothing_else_changes(script: Any) -> None:
+    readme = f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n"
+    assert script.put(readme, "new\n") == f"before\n{script.BEGIN}\nnew\n{script.END}\nafter\n"
+    assert script.put(script.put(readme, "new\n"), "new\n") == script.put(readme, "new\n")
+    with pytest.raises(ValueError, match="needs one line"):
+        script.put("no marks", "new")
+
+
+def test_the_readme_is_current(script: Any) -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    if script.BEGIN not in readme:
+        pytest.skip("README.md has no place for the table yet")
+    assert readme == script.put(readme, script.performance(ROOT / "results")), (
+        "run python scripts/performance_table.py"
+    )
