@@ -15,13 +15,14 @@ import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 FLUSH_BYTES = 256 * 2**20
 """Several times the largest cache of today's devices."""
 MOST_FLUSHES = 24
+Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
@@ -42,20 +43,36 @@ class Effort:
     """For all contenders together; `least` samples are taken in any case."""
 
 
+class CaseFailed(Exception):
+    """One of the cases raised; `name` says which."""
+
+    def __init__(self, name: str, problem: Exception) -> None:
+        super().__init__(name)
+        self.name, self.problem = name, problem
+
+
 QUICK = Effort(least=7, most=15, budget_s=0.1)
 
 
 def take_turns(cases: Mapping[str, Case], device: torch.device, effort: Effort) -> dict[str, list[float]]:
-    """Milliseconds of every call: so many rounds, in each round one call of every case."""
+    """Milliseconds of every call: so many rounds, in each round one call of every case. May raise `CaseFailed`."""
     sample = _Device(device) if device.type == "cuda" else _Host()
-    costs = {name: sample.warm_up(name, case) for name, case in cases.items()}
+    costs = {name: _guarded(sample.warm_up, name, case) for name, case in cases.items()}
     affordable = int(effort.budget_s / max(1e-6, sum(costs.values())))
     rounds = min(effort.most, max(effort.least, affordable))
     found: dict[str, list[float]] = {name: [] for name in cases}
     for _ in range(rounds):
-        for name, read in [(name, sample.take(name, case)) for name, case in cases.items()]:
+        taken = {name: _guarded(sample.take, name, case) for name, case in cases.items()}
+        for name, read in taken.items():
             found[name].append(read())
     return found
+
+
+def _guarded(work: Callable[[str, Case], Made], name: str, case: Case) -> Made:
+    try:
+        return work(name, case)
+    except Exception as problem:
+        raise CaseFailed(name, problem) from problem
 
 
 class _Host:

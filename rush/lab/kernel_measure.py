@@ -19,7 +19,7 @@ from torch import Tensor
 from rush.errors import RushError
 from rush.kernels.study import Call, Contender, Inputs, Pass, Size, Study
 from rush.lab import kernel_check as check
-from rush.lab.kernel_clock import Case, Effort, take_turns
+from rush.lab.kernel_clock import Case, CaseFailed, Effort, take_turns
 from rush.lab.statistics import median_interval
 from rush.records.kernels import Row, Time
 
@@ -74,6 +74,7 @@ class Place:
 def measure_size(study: Study, size: Size, place: Place, tell: Tell) -> list[Row]:
     """The rows of one size, all contenders and passes."""
     dtype = place.dtype(study)
+    torch.compiler.reset()  # every size is compiled for itself, and none counts against the limit of recompiles
     inputs = study.make(size, place.device, dtype)
     tell(f"{size.label}: the exact result")
     yardstick, flowing = _yardstick(study, inputs, dtype)
@@ -187,22 +188,17 @@ def _new_bytes(found: Iterable[Tensor], given: Iterable[Tensor]) -> int:
 
 def _time(step: Pass, entries: Sequence[Entry], flowing: Sequence[Tensor] | None, place: Place) -> None:
     """Let the contenders take turns; one that fails is taken out and the others begin again."""
-    racing = [entry for entry in entries if entry.status == "ok"]
+    racing = {entry.contender.name: entry for entry in entries if entry.status == "ok"}
     while racing:
-        cases = {entry.contender.name: _case(step, entry, flowing) for entry in racing}
+        cases = {name: _case(step, entry, flowing) for name, entry in racing.items()}
         try:
-            for entry in racing:  # a failure must be known as this one's
-                doubtful = entry
-                case = cases[entry.contender.name]
-                case.timed(case.setup())
-                _wait(place.device)
             found = take_turns(cases, place.device, place.effort)
-        except Exception as problem:
-            _lost(doubtful, problem, place)
-            racing.remove(doubtful)
+        except CaseFailed as failed:
+            del cases
+            _lost(racing.pop(failed.name), failed.problem, place)
             continue
-        for entry in racing:
-            entry.times[step] = found[entry.contender.name]
+        for name, samples in found.items():
+            racing[name].times[step] = samples
         return
 
 

@@ -93,7 +93,6 @@ def _measure(name: str, op: dict[str, Any], place: Place, folder: Path) -> None:
     op |= {"about": study.about, "bound": study.bound, "axis": study.axis}
     op["dtype"] = str(place.dtype(study)).removeprefix("torch.")
     _write(folder, op)
-    torch._dynamo.reset()
     for size in sizes:
         op["rows"] += measure_size(study, size, place, lambda text: _say(op=name, doing=text))
         _write(folder, op)
