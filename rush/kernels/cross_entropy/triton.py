@@ -27,7 +27,8 @@ from rush.kernels.support import next_power_of_2
 # Shapes: n rows, v columns (the vocabulary), perhaps with columns of padding after them.
 
 LARGEST_BLOCK = 16384
-"""Columns a program holds at once: 16 to 32 a thread, so that two programs fit on a multiprocessor."""
+"""Columns a program holds at once, 16 a thread: one program fills a multiprocessor, so that all rows being worked on
+fit into the second-level cache and the walk that writes the gradient finds them there."""
 
 
 @triton.jit
@@ -64,11 +65,14 @@ def cross_entropy_forward_kernel(
         # One sum for each lane, added up at the end: the only exchange between threads per block is the maximum.
         sums = tl.zeros((BLOCK,), tl.float32)
         plain_sums = tl.zeros((BLOCK,), tl.float32)
+        # The mask of a load ends at the padding, which is aligned, so that loads stay wide. The next block is on its way
+        # while this one is reduced.
+        coming = tl.load(row_ptr + column, mask=column < padded_columns, other=float("-inf"))
         for start in range(0, padded_columns, BLOCK):
             at = start + column
-            # The mask of the load ends at the padding, which is aligned, so that loads stay wide.
-            x = tl.load(row_ptr + at, mask=at < padded_columns, other=float("-inf")).to(tl.float32)
-            x = tl.where(at < num_columns, x, float("-inf"))
+            x = tl.where(at < num_columns, coming.to(tl.float32), float("-inf"))
+            after = at + BLOCK
+            coming = tl.load(row_ptr + after, mask=after < padded_columns, other=float("-inf"))
             above = tl.maximum(largest, tl.max(x, axis=0))
             # All of it may be −inf so far, and −inf − (−inf) is no number.
             base = tl.where(above == float("-inf"), 0.0, above)
@@ -85,9 +89,12 @@ def cross_entropy_forward_kernel(
             loss -= smoothing / num_columns * tl.sum(plain_sums, axis=0)
         tl.store(losses_ptr + row, loss)
         if WRITE_GRADIENT:
+            coming = tl.load(row_ptr + column, mask=column < padded_columns, other=float("-inf"))
             for start in range(0, padded_columns, BLOCK):
                 at = start + column
-                x = tl.load(row_ptr + at, mask=at < padded_columns, other=float("-inf")).to(tl.float32)
+                x = coming.to(tl.float32)
+                after = at + BLOCK
+                coming = tl.load(row_ptr + after, mask=after < padded_columns, other=float("-inf"))
                 gradient = tl.exp(x - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_columns
                 gradient = tl.where(at == label, gradient - (1.0 - smoothing), gradient)
                 gradient = tl.where(at < num_columns, gradient * gradient_scale, 0.0)
@@ -162,7 +169,7 @@ def forward(
         return
     assert logits_nv.stride(1) == 1
     assert labels_n.is_contiguous()
-    block = min(next_power_of_2(padded_columns), LARGEST_BLOCK)
+    block = min(max(16, next_power_of_2(padded_columns)), LARGEST_BLOCK)
     cross_entropy_forward_kernel[(num_rows,)](
         logits_nv,
         labels_n,
@@ -178,7 +185,7 @@ def forward(
         WRITE_GRADIENT=lse_n is None,
         SMOOTHING=label_smoothing > 0,
         BLOCK=block,
-        num_warps=max(1, min(16, block // 512)),
+        num_warps=max(1, min(32, block // 512)),
     )
 
 
@@ -199,7 +206,7 @@ def backward(
         return
     assert logits_nv.stride(1) == 1
     assert out_nv.is_contiguous()
-    block = min(next_power_of_2(num_columns), 4096)
+    block = min(max(16, next_power_of_2(num_columns)), 4096)
     cross_entropy_backward_kernel[(num_rows, triton.cdiv(num_columns, block))](
         logits_nv,
         labels_n,
@@ -226,7 +233,7 @@ def scale_rows(x_nd: Tensor, scales_n: Tensor, factor: float) -> None:
     if num_rows == 0:
         return
     assert x_nd.stride(1) == 1
-    block = min(next_power_of_2(width), 4096)
+    block = min(max(16, next_power_of_2(width)), 4096)
     scale_rows_kernel[(num_rows, triton.cdiv(width, block))](
         x_nd,
         scales_n,
