@@ -1,0 +1,206 @@
+"""LayerNorm, forward and backward, each in one pass over memory.
+
+As with RMSNorm, a program holds whole rows in registers: read once, written once. Because the row is at
+hand, the variance is taken from the centred values in a second pass over registers, which costs nothing
+and loses nothing to cancellation.
+
+Backward, with g = dy · weight and x̂ the centred, scaled row:
+dx = rstd · (g − mean(g) − x̂ · mean(g · x̂)). The gradients of gain and offset are sums over all rows: a fixed
+number of programs keep private sums in registers while they walk over their rows, the next row already
+on its way, and a small sum over programs ends it. No atomics, so the same bits every time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rush.kernels.partials import sum_partials
+from rush.kernels.support import as_rows, num_sms, row_tile
+
+# Shapes: n rows, d width.
+
+
+@triton.jit
+def layernorm_forward_kernel(
+    x_ptr: Any,
+    residual_ptr: Any,
+    weight_ptr: Any,
+    bias_ptr: Any,
+    out_ptr: Any,
+    sum_ptr: Any,
+    mean_ptr: Any,
+    rstd_ptr: Any,
+    x_stride: Any,
+    residual_stride: Any,
+    num_rows: Any,
+    width: Any,
+    eps: Any,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < num_rows) & (column < width)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0, eviction_policy="evict_last")
+    bias = tl.load(bias_ptr + column, mask=column < width, other=0.0, eviction_policy="evict_last")
+    if ADD:
+        # Neither is needed again: make room for what is.
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        residual = tl.load(
+            residual_ptr + row * residual_stride + column,
+            mask=inside,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        # What is normalised is the sum as it is stored, so that the backward pass sees the same.
+        rounded = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * width + column, rounded, mask=inside)
+    else:
+        rounded = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    wide = rounded.to(tl.float32)
+    mean = tl.sum(wide, axis=1, keep_dims=True) / width
+    centred = tl.where(column < width, wide - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / width + eps)
+    out = centred * rstd * weight.to(tl.float32) + bias.to(tl.float32)
+    tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(mean_ptr + row, mean, mask=row < num_rows)
+    tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
+
+
+@triton.jit
+def layernorm_backward_kernel(
+    dout_ptr: Any,
+    dsum_ptr: Any,
+    x_ptr: Any,
+    weight_ptr: Any,
+    mean_ptr: Any,
+    rstd_ptr: Any,
+    dx_ptr: Any,
+    partial_ptr: Any,
+    dout_stride: Any,
+    dsum_stride: Any,
+    x_stride: Any,
+    num_rows: Any,
+    width: Any,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    step = tl.num_programs(0).to(tl.int64) * ROWS
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    column = tl.arange(0, WIDTH)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
+    dbias = tl.zeros((ROWS, WIDTH), tl.float32)
+
+    row = first + tl.arange(0, ROWS)[:, None]
+    inside = (row < num_rows) & (column < width)
+    next_x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    next_dout = tl.load(dout_ptr + row * dout_stride + column, mask=inside, other=0.0)
+    for start in range(first, num_rows, step):
+        x, dout = next_x.to(tl.float32), next_dout.to(tl.float32)
+        row = start + tl.arange(0, ROWS)[:, None]
+        inside = (row < num_rows) & (column < width)
+        mean = tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
+        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+        if ADD:
+            dsum = tl.load(dsum_ptr + row * dsum_stride + column, mask=inside, other=0.0)
+        ahead = row + step
+        inside_ahead = (ahead < num_rows) & (column < width)
+        next_x = tl.load(x_ptr + ahead * x_stride + column, mask=inside_ahead, other=0.0)
+        next_dout = tl.load(dout_ptr + ahead * dout_stride + column, mask=inside_ahead, other=0.0)
+
+        # Beyond the row g is zero, so what stands there in `scaled` reaches no sum.
+        scaled = (x - mean) * rstd
+        dweight += dout * scaled
+        dbias += dout
+        g = dout * weight
+        centre = tl.sum(g, axis=1, keep_dims=True) / width
+        slope = tl.sum(g * scaled, axis=1, keep_dims=True) / width
+        dx = rstd * (g - centre - scaled * slope)
+        if ADD:
+            dx += dsum.to(tl.float32)
+        tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    place = partial_ptr + tl.program_id(0) * 2 * width + column
+    tl.store(place, tl.sum(dweight, axis=0, keep_dims=True), mask=column < width)
+    tl.store(place + width, tl.sum(dbias, axis=0, keep_dims=True), mask=column < width)
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+    """Normalised rows in `out_dtype`; the sum, where there is something to add; mean and 1 / deviation of each row."""
+    x_nd = as_rows(x)
+    residual_nd = None if residual is None else as_rows(residual)
+    num_rows, width = x_nd.shape
+    total = None if residual is None else torch.empty(x.shape, dtype=sum_dtype(x, residual), device=x.device)
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    mean = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    if num_rows:
+        tile = row_tile(width, elements_per_thread=16 if width <= 4096 else 32)
+        layernorm_forward_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            x_nd,
+            x_nd if residual_nd is None else residual_nd,
+            weight,
+            bias,
+            out,
+            out if total is None else total,
+            mean,
+            rstd,
+            x_nd.stride(0),
+            0 if residual_nd is None else residual_nd.stride(0),
+            num_rows,
+            width,
+            eps,
+            ADD=residual is not None,
+            ROWS=tile.rows,
+            WIDTH=tile.width,
+            num_warps=tile.num_warps,
+        )
+    return out, total, mean, rstd
+
+
+def backward(
+    dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of what was normalised (with that of the sum added, where given), of gain and of offset."""
+    x_nd, dout_nd = as_rows(x), as_rows(dout)
+    dsum_nd = None if dsum is None else as_rows(dsum)
+    num_rows, width = x_nd.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tile = row_tile(width, elements_per_thread=16)
+    programs = num_sms(x.device) * max(2, 16 // tile.num_warps)
+    programs = max(1, min(programs, triton.cdiv(num_rows, tile.rows)))
+    partial = torch.empty(programs, 2, width, dtype=torch.float32, device=x.device)
+    layernorm_backward_kernel[(programs,)](
+        dout_nd,
+        dout_nd if dsum_nd is None else dsum_nd,
+        x_nd,
+        weight,
+        mean,
+        rstd,
+        dx,
+        partial,
+        dout_nd.stride(0),
+        0 if dsum_nd is None else dsum_nd.stride(0),
+        x_nd.stride(0),
+        num_rows,
+        width,
+        ADD=dsum is not None,
+        ROWS=tile.rows,
+        WIDTH=tile.width,
+        num_warps=tile.num_warps,
+    )
+    dweight, dbias = sum_partials(partial, weight.dtype)
+    return dx, dweight, dbias
+
+
+def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, residual.dtype)

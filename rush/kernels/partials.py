@@ -1,0 +1,64 @@
+"""The end of a sum over rows: many private sums become one, and get their final dtype.
+
+Kernels that sum over all rows (the gradients of a norm's gain and offset) let each program keep a sum of its
+own, in fp32, without atomics. A thousand such sums are left; this adds them up in a fixed order, so the
+result has the same bits every time, and rounds it once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PARTIALS, COLUMNS = 256, 16
+"""Narrow and tall tiles: the work is small, so it must be spread over many programs to be quick."""
+
+# Shapes: p partial sums, s quantities, d width.
+
+
+@triton.jit
+def sum_partials_kernel(
+    partial_ptr: Any,
+    first_ptr: Any,
+    second_ptr: Any,
+    num_partials: Any,
+    width: Any,
+    QUANTITIES: tl.constexpr,
+    PARTIALS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+) -> None:
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    quantity = tl.program_id(1)
+    total = tl.zeros((PARTIALS, COLUMNS), tl.float32)
+    for start in range(0, num_partials, PARTIALS):
+        row = start + tl.arange(0, PARTIALS)[:, None]
+        place = (row * QUANTITIES + quantity) * width + column
+        total += tl.load(partial_ptr + place, mask=(row < num_partials) & (column < width), other=0.0)
+    result = tl.sum(total, axis=0, keep_dims=True).to(first_ptr.dtype.element_ty)
+    if quantity == 0:
+        tl.store(first_ptr + column, result, mask=column < width)
+    else:
+        tl.store(second_ptr + column, result, mask=column < width)
+
+
+def sum_partials(partial_psd: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The sum over the first dim of one or two quantities, each a tensor of its own."""
+    num_partials, quantities, width = partial_psd.shape
+    assert quantities in (1, 2)
+    sums = [torch.empty(width, dtype=dtype, device=partial_psd.device) for _ in range(quantities)]
+    sum_partials_kernel[(triton.cdiv(width, COLUMNS), quantities)](
+        partial_psd,
+        sums[0],
+        sums[-1],
+        num_partials,
+        width,
+        QUANTITIES=quantities,
+        PARTIALS=PARTIALS,
+        COLUMNS=COLUMNS,
+        num_warps=4,
+    )
+    return sums

@@ -1,0 +1,19 @@
+"""RMSNorm in plain torch: the definition the kernel is held against, in any dtype, float64 included."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Scale each vector to unit mean square, round to its dtype, then a learned gain."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype)
+
+
+def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The sum of both, normalised; and the sum."""
+    total = residual + x
+    return rmsnorm(total, weight, eps), total

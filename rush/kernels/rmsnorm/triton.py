@@ -1,0 +1,191 @@
+"""RMSNorm, forward and backward, each in one pass over memory.
+
+Plain torch writes the fp32 copy, its square, the scaled value: each a trip to device memory, while the
+arithmetic is a few operations per element. Here a program loads whole rows into registers, reduces them
+there and writes the result: every element is read once and written once, which is all that bandwidth
+allows. With the residual add fused, the sum is made on the way and written once for later.
+
+Backward, with g = dy · weight and x̂ = x / rms, dx = (g − x̂ · mean(g · x̂)) / rms: again whole rows. The
+weight's gradient is a sum over all rows. A fixed number of programs (a few for each multiprocessor) each
+walk over their rows with a private sum in registers, and write it at the end; a second small sum makes
+one of them. There are no atomics, so the result has the same bits every time. While a row is being
+reduced the next one is already on its way: that keeps memory busy with few programs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rush.kernels.partials import sum_partials
+from rush.kernels.support import as_rows, num_sms, row_tile
+
+# Shapes: n rows, d width.
+
+
+@triton.jit
+def rmsnorm_forward_kernel(
+    x_ptr: Any,
+    residual_ptr: Any,
+    weight_ptr: Any,
+    out_ptr: Any,
+    sum_ptr: Any,
+    rstd_ptr: Any,
+    x_stride: Any,
+    residual_stride: Any,
+    num_rows: Any,
+    width: Any,
+    eps: Any,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, WIDTH)[None, :]
+    inside = (row < num_rows) & (column < width)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0, eviction_policy="evict_last")
+    if ADD:
+        # Neither is needed again: make room for what is.
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy="evict_first")
+        residual = tl.load(
+            residual_ptr + row * residual_stride + column,
+            mask=inside,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
+        # What is normalised is the sum as it is stored, so that the backward pass sees the same.
+        rounded = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
+        tl.store(sum_ptr + row * width + column, rounded, mask=inside)
+    else:
+        rounded = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    wide = rounded.to(tl.float32)
+    rstd = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / width + eps)
+    scaled = (wide * rstd).to(rounded.dtype).to(tl.float32)
+    out = (weight.to(tl.float32) * scaled).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * width + column, out, mask=inside)
+    tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
+
+
+@triton.jit
+def rmsnorm_backward_kernel(
+    dout_ptr: Any,
+    dsum_ptr: Any,
+    x_ptr: Any,
+    weight_ptr: Any,
+    rstd_ptr: Any,
+    dx_ptr: Any,
+    partial_ptr: Any,
+    dout_stride: Any,
+    dsum_stride: Any,
+    x_stride: Any,
+    num_rows: Any,
+    width: Any,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+) -> None:
+    step = tl.num_programs(0).to(tl.int64) * ROWS
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    column = tl.arange(0, WIDTH)[None, :]
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
+    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
+
+    row = first + tl.arange(0, ROWS)[:, None]
+    inside = (row < num_rows) & (column < width)
+    next_x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+    next_dout = tl.load(dout_ptr + row * dout_stride + column, mask=inside, other=0.0)
+    for start in range(first, num_rows, step):
+        x, dout = next_x.to(tl.float32), next_dout.to(tl.float32)
+        row = start + tl.arange(0, ROWS)[:, None]
+        inside = (row < num_rows) & (column < width)
+        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+        if ADD:
+            dsum = tl.load(dsum_ptr + row * dsum_stride + column, mask=inside, other=0.0)
+        ahead = row + step
+        inside_ahead = (ahead < num_rows) & (column < width)
+        next_x = tl.load(x_ptr + ahead * x_stride + column, mask=inside_ahead, other=0.0)
+        next_dout = tl.load(dout_ptr + ahead * dout_stride + column, mask=inside_ahead, other=0.0)
+
+        scaled = x * rstd
+        dweight += dout * scaled
+        g = dout * weight
+        dx = rstd * (g - scaled * (tl.sum(g * scaled, axis=1, keep_dims=True) / width))
+        if ADD:
+            dx += dsum.to(tl.float32)
+        tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    total = tl.sum(dweight, axis=0, keep_dims=True)
+    tl.store(partial_ptr + tl.program_id(0) * width + column, total, mask=column < width)
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Normalised rows in `out_dtype`; the sum, where there is something to add; and 1 / rms of each row."""
+    x_nd = as_rows(x)
+    residual_nd = None if residual is None else as_rows(residual)
+    num_rows, width = x_nd.shape
+    total = None if residual is None else torch.empty(x.shape, dtype=sum_dtype(x, residual), device=x.device)
+    out = torch.empty(x.shape, dtype=out_dtype, device=x.device)
+    rstd = torch.empty(num_rows, dtype=torch.float32, device=x.device)
+    if num_rows:
+        tile = row_tile(width, elements_per_thread=16 if width <= 4096 else 32)
+        rmsnorm_forward_kernel[(triton.cdiv(num_rows, tile.rows),)](
+            x_nd,
+            x_nd if residual_nd is None else residual_nd,
+            weight,
+            out,
+            out if total is None else total,
+            rstd,
+            x_nd.stride(0),
+            0 if residual_nd is None else residual_nd.stride(0),
+            num_rows,
+            width,
+            eps,
+            ADD=residual is not None,
+            ROWS=tile.rows,
+            WIDTH=tile.width,
+            num_warps=tile.num_warps,
+        )
+    return out, total, rstd
+
+
+def backward(
+    dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradients of what was normalised (with that of the sum added, where given) and of the weight."""
+    x_nd, dout_nd = as_rows(x), as_rows(dout)
+    dsum_nd = None if dsum is None else as_rows(dsum)
+    num_rows, width = x_nd.shape
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    tile = row_tile(width, elements_per_thread=16)
+    programs = num_sms(x.device) * max(2, 16 // tile.num_warps)
+    programs = max(1, min(programs, triton.cdiv(num_rows, tile.rows)))
+    partial = torch.empty(programs, 1, width, dtype=torch.float32, device=x.device)
+    rmsnorm_backward_kernel[(programs,)](
+        dout_nd,
+        dout_nd if dsum_nd is None else dsum_nd,
+        x_nd,
+        weight,
+        rstd,
+        dx,
+        partial,
+        dout_nd.stride(0),
+        0 if dsum_nd is None else dsum_nd.stride(0),
+        x_nd.stride(0),
+        num_rows,
+        width,
+        ADD=dsum is not None,
+        ROWS=tile.rows,
+        WIDTH=tile.width,
+        num_warps=tile.num_warps,
+    )
+    (dweight,) = sum_partials(partial, weight.dtype)
+    return dx, dweight
+
+
+def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, residual.dtype)
