@@ -1,0 +1,154 @@
+"""Rotary positions for queries and keys in one launch.
+
+Plain torch makes an fp32 copy, two concatenations and three more temporaries of queries and keys. The
+turn itself is four multiplications a pair. Here a program takes one token with all its query and key heads:
+it reads each half of every head and the token's cosines and sines once, and writes both halves turned.
+The linear layers leave the heads of a token side by side; the kernel follows strides, so nothing is
+copied first, and its results lie as its inputs do. A turn is undone by the opposite turn, so the
+backward pass is the same kernel with the sine negated, and only the angles are kept.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rush.kernels.support import next_power_of_2
+
+# Shapes: b batch, h query heads, k key heads, t positions, d head dim.
+
+
+@triton.jit
+def _turn_heads(
+    x_ptr: Any,
+    out_ptr: Any,
+    head_stride: Any,
+    num_heads: Any,
+    cos: Any,
+    sin: Any,
+    half: Any,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    head = tl.arange(0, HEADS)[:, None]
+    pair = tl.arange(0, HALF)[None, :]
+    inside = (head < num_heads) & (pair < half)
+    place = x_ptr + head * head_stride + pair
+    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
+    out = out_ptr + head * (2 * half) + pair
+    tl.store(out, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out + half, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rope_kernel(
+    q_ptr: Any,
+    k_ptr: Any,
+    cos_ptr: Any,
+    sin_ptr: Any,
+    q_out_ptr: Any,
+    k_out_ptr: Any,
+    q_batch_stride: Any,
+    q_head_stride: Any,
+    q_token_stride: Any,
+    k_batch_stride: Any,
+    k_head_stride: Any,
+    k_token_stride: Any,
+    angle_batch_stride: Any,
+    angle_token_stride: Any,
+    num_tokens: Any,
+    num_q_heads: Any,
+    num_k_heads: Any,
+    half: Any,
+    BACK: tl.constexpr,
+    Q_HEADS: tl.constexpr,
+    K_HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+) -> None:
+    place = tl.program_id(0).to(tl.int64)
+    batch, token = place // num_tokens, place % num_tokens
+    pair = tl.arange(0, HALF)[None, :]
+    angle = batch * angle_batch_stride + token * angle_token_stride + pair
+    cos = tl.load(cos_ptr + angle, mask=pair < half, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=pair < half, other=0.0).to(tl.float32)
+    if BACK:
+        sin = -sin
+    _turn_heads(
+        q_ptr + batch * q_batch_stride + token * q_token_stride,
+        q_out_ptr + place * num_q_heads * (2 * half),
+        q_head_stride,
+        num_q_heads,
+        cos,
+        sin,
+        half,
+        Q_HEADS,
+        HALF,
+    )
+    _turn_heads(
+        k_ptr + batch * k_batch_stride + token * k_token_stride,
+        k_out_ptr + place * num_k_heads * (2 * half),
+        k_head_stride,
+        num_k_heads,
+        cos,
+        sin,
+        half,
+        K_HEADS,
+        HALF,
+    )
+
+
+def turn(
+    q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor, back: bool
+) -> tuple[Tensor, Tensor]:
+    """Queries and keys turned by their angles, or back; the heads of a token lie side by side in the results."""
+    q_bhtd, k_bktd, cos_btd, sin_btd = (_dense(x) for x in (q_bhtd, k_bktd, cos_btd, sin_btd))
+    if cos_btd.stride() != sin_btd.stride():
+        cos_btd, sin_btd = cos_btd.contiguous(), sin_btd.contiguous()
+    batch, num_q_heads, num_tokens, head_dim = q_bhtd.shape
+    q_out, k_out = side_by_side(q_bhtd), side_by_side(k_bktd)
+    num_k_heads, half = k_bktd.shape[1], head_dim // 2
+    if batch * num_tokens:
+        heads = next_power_of_2(num_q_heads) * next_power_of_2(half)
+        rope_kernel[(batch * num_tokens,)](
+            q_bhtd,
+            k_bktd,
+            cos_btd,
+            sin_btd,
+            q_out,
+            k_out,
+            q_bhtd.stride(0),
+            q_bhtd.stride(1),
+            q_bhtd.stride(2),
+            k_bktd.stride(0),
+            k_bktd.stride(1),
+            k_bktd.stride(2),
+            0 if cos_btd.shape[0] == 1 else cos_btd.stride(0),
+            cos_btd.stride(1),
+            num_tokens,
+            num_q_heads,
+            num_k_heads,
+            half,
+            BACK=back,
+            Q_HEADS=next_power_of_2(num_q_heads),
+            K_HEADS=next_power_of_2(num_k_heads),
+            HALF=next_power_of_2(half),
+            num_warps=min(8, max(1, heads // 256)),
+        )
+    return q_out, k_out
+
+
+def side_by_side(x_bhtd: Tensor) -> Tensor:
+    """New memory of this shape in which the heads of a token follow each other, as linear layers write them."""
+    batch, heads, tokens, head_dim = x_bhtd.shape
+    return torch.empty(batch, tokens, heads, head_dim, dtype=x_bhtd.dtype, device=x_bhtd.device).transpose(
+        1, 2
+    )
+
+
+def _dense(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()

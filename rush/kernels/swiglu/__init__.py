@@ -1,0 +1,67 @@
+"""SwiGLU: silu(gate) · up, nothing kept but its inputs.
+
+Takes fp32, bf16 and fp16, both inputs in one dtype (under autocast: what the linear layers give); fp32
+inside, rounded once. Inputs whose elements do not lie side by side are copied first. Bitwise repeatable.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rush.kernels.support import need, need_device, op
+from rush.kernels.swiglu import triton as kernels
+
+__all__ = ["swiglu"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) · up, element by element."""
+    need_device("swiglu", gate, up)
+    need(
+        gate.dtype in FLOATS and up.dtype == gate.dtype,
+        "swiglu takes gate and up in one dtype: fp32, bf16 or fp16.",
+    )
+    need(gate.shape == up.shape, "swiglu takes gate and up of one shape.")
+    out: Tensor = _swiglu(gate, up)
+    return out
+
+
+@op("swiglu")
+def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    return kernels.forward(gate, up)
+
+
+@op("swiglu_backward")
+def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return kernels.backward(dout, gate, up)
+
+
+def _like(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+@_swiglu.register_fake
+def _(gate: Tensor, up: Tensor) -> Tensor:
+    return _like(gate)
+
+
+@_swiglu_backward.register_fake
+def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    return _like(gate), _like(up)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
+    gradients: tuple[Tensor, Tensor] = _swiglu_backward(dout, *ctx.saved_tensors)
+    return gradients
+
+
+_swiglu.register_autograd(_gradients, setup_context=_keep)
