@@ -150,7 +150,8 @@ class _Child:
         """Wait for it, tell what it says, and return the ops that are still to be measured."""
         lines: queue.Queue[dict[str, Any] | None] = queue.Queue()
         assert self.process.stdout is not None
-        threading.Thread(target=_read, args=(self.process.stdout, lines), daemon=True).start()
+        reader = threading.Thread(target=_read, args=(self.process.stdout, lines), daemon=True)
+        reader.start()
         op: str | None = None
         left, late = list(self.ops), False
         try:
@@ -171,6 +172,8 @@ class _Child:
         finally:
             end_session(self.process.pid)
             code = self.process.wait()
+            reader.join()
+            self.process.stdout.close()
         if not left:
             return []
         if op is None:

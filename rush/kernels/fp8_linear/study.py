@@ -41,6 +41,10 @@ def kernel_casts(x: Tensor, weight: Tensor) -> Tensor:
     return fp8_linear(x, weight, recipe="tensorwise", casts="kernel")
 
 
+def _interpreter_cuts_off(device: torch.device) -> str | None:
+    return None if device.type == "cuda" else "Triton's interpreter cuts 8-bit floats off instead of rounding them"
+
+
 def work(size: Size, element: int, step: Pass) -> Work:
     """One product forward, two backward. Bytes: every factor and result once per product, in the wide dtype."""
     tokens, inputs, outputs = size["tokens"], size["inputs"], size["outputs"]
@@ -69,7 +73,7 @@ STUDY = Study(
     contenders=(
         Contender("rush tensorwise, compiled", "ours", tensorwise, compile=True, tolerance=MAY_BE_OFF),
         Contender("rush tensorwise", "ours", tensorwise, tolerance=MAY_BE_OFF),
-        Contender("rush casting kernel", "ours", kernel_casts, tolerance=MAY_BE_OFF),
+        Contender("rush casting kernel", "ours", kernel_casts, _interpreter_cuts_off, tolerance=MAY_BE_OFF),
         Contender("rush rowwise, compiled", "ours", rowwise, compile=True, tolerance=MAY_BE_OFF),
         *study.torch_pair(plain),
     ),
