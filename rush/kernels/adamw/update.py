@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """`adamw_`: tensors of one kind gathered, one launch for each kind."""
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def adamw_(
 ) -> None:
     """Step number `step` (the first is 1) for all parameters, in place.
 
-    `numbers` tells the parameters apart for the random generator; by default their place in the list.
+    `numbers` tells the parameters apart for the random generator; by default their place in the list. Only weights
+    and second moments in bf16 are ever rounded by chance.
     """
     numbers = range(len(parameters)) if numbers is None else numbers
     divisions = {} if divisions is None else divisions
@@ -68,7 +70,7 @@ def adamw_(
             float(eps),
             float(weight_decay),
             step,
-            stochastic_rounding,
+            stochastic_rounding and torch.bfloat16 in (kind[0], kind[2]),
             seed,
             [numbers[index] for index in members],
             kind[-1],

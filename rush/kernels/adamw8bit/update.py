@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """`adamw8bit_`: tensors of one kind gathered, one launch for each kind."""
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ def adamw8bit_(
     """Step number `step` (the first is 1) for all parameters, in place.
 
     `values` are `code_values(True)` and `code_values(False)` on the parameters' device. `numbers` tells the
-    parameters apart for the random generator; by default their place in the list.
+    parameters apart for the random generator; by default their place in the list. Only weights in bf16 are ever
+    rounded by chance.
     """
     numbers = range(len(parameters)) if numbers is None else numbers
     divisions = {} if divisions is None else divisions
@@ -60,7 +62,7 @@ def adamw8bit_(
     for index, (parameter, gradient, m, v) in enumerate(
         zip(parameters, gradients, exp_avgs, exp_avg_sqs, strict=True)
     ):
-        _check(parameter, gradient, m, v, stochastic_rounding)
+        _check(parameter, gradient, m, v)
         addresses = [tensor.data_ptr() for tensor in (parameter, gradient, m.codes, v.codes)]
         kind = (parameter.dtype, gradient.dtype, aligned(addresses, parameter.numel()))
         kinds.setdefault(kind, []).append(index)
@@ -87,22 +89,18 @@ def adamw8bit_(
             float(eps),
             float(weight_decay),
             step,
-            stochastic_rounding,
+            stochastic_rounding and kind[0] == torch.bfloat16,
             seed,
             [numbers[index] for index in members],
             kind[-1],
         )
 
 
-def _check(parameter: Tensor, gradient: Tensor, m: Packed, v: Packed, stochastic_rounding: bool) -> None:
+def _check(parameter: Tensor, gradient: Tensor, m: Packed, v: Packed) -> None:
     need_device("adamw8bit", parameter, gradient, *m, *v)
     need(
         parameter.dtype in DTYPES and gradient.dtype in DTYPES,
         f"adamw8bit takes fp32 and bf16; found {parameter.dtype} and {gradient.dtype}.",
-    )
-    need(
-        not stochastic_rounding or parameter.dtype == torch.bfloat16,
-        "adamw8bit rounds by chance only weights in bf16; those in fp32 need no such thing.",
     )
     blocks = -(-parameter.numel() // kernels.BLOCK)
     need(

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """Cross-entropy of rows of logits, with ignored labels, label smoothing and z-loss.
 
 `cross_entropy` leaves the logits alone and makes their gradient in the backward pass. `cross_entropy_` writes
@@ -68,9 +69,8 @@ def cross_entropy_(
         "cross_entropy_ writes over its logits, which must not be a leaf that asks for a gradient; use cross_entropy.",
     )
     logits_nv = logits.view(-1, logits.shape[-1])
-    losses_n = _OverLogits.apply(
-        logits_nv, labels.reshape(-1), ignore_index, float(label_smoothing), float(z_loss)
-    )
+    settings = (ignore_index, float(label_smoothing), float(z_loss))
+    losses_n: Tensor = _OverLogits.apply(logits_nv, labels.reshape(-1), *settings)  # type: ignore[no-untyped-call]
     return _reduce(losses_n, labels, reduction)
 
 
@@ -244,7 +244,7 @@ class _OverLogits(torch.autograd.Function):
         return losses_n
 
     @staticmethod
-    def backward(ctx: Any, upstream_n: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, upstream_n: Tensor) -> tuple[Tensor, None, None, None, None]:
         (gradient_nv,) = ctx.saved_tensors
         return (
             scaled_gradient(gradient_nv, upstream_n, 1.0, gradient_nv.dtype),

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """Cross-entropy over rows of logits, in one walk for the loss and one for the gradient.
 
 Logits are the largest tensor of a language model: tokens × vocabulary. Plain torch converts them to fp32,

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """The LM head and its cross-entropy in one: the summed loss from hidden vectors, without logits of all tokens.
 
 The gradients are made in the forward pass, for those of `hidden` and `weight` that ask for one. hidden and
