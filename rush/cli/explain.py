@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -57,6 +58,8 @@ def explain(
     from rush.explain.records import explain as understand
     from rush.explain.records import read, write
 
+    # Before torch is loaded: its profiler, which counts memory for one topic, greets on standard error.
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     options: dict[str, str | int] = {
         name: value
         for name, value in (("model", model), ("batch", batch), ("sequence", sequence))

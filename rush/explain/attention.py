@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HEAD_DIM = 64
 NAMES = {"plain": "plain", "flash": "flash"}
 COLOURS = {"plain": 2, "flash": 1}
-TOO_LONG_S = 6.0
+TOO_LONG_S = 2.5
 """A call longer than this is not made: one more doubling would take four times as long."""
 
 

@@ -8,6 +8,7 @@ never have to come from memory.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from rush.explain import say
@@ -37,14 +38,8 @@ def measure(settings: Settings) -> Data:
         x = torch.randn(batch, inner, device=settings.device, generator=generator).to(dtype)
         out = torch.empty(batch, outer, device=settings.device, dtype=dtype)
         budget = 0.1 if settings.quick else 0.8
-        found = timed(
-            lambda x=x, out=out: torch.mm(x, weight.t(), out=out),
-            settings.device,
-            budget_s=budget,
-            least=5,
-            most=15,
-            cold=True,
-        )  # type: ignore[misc]
+        product = partial(torch.mm, x, weight.t(), out=out)
+        found = timed(product, settings.device, budget_s=budget, most=15, cold=True)
         rows.append({"batch": batch, "seconds": found})
     settings.tell("the roofs", len(batches), len(batches) + 1)
     return {
@@ -68,7 +63,7 @@ def _read_rate(weight: Any, settings: Settings) -> float:
 
 
 def flops(data: Data, batch: int) -> float:
-    return 2.0 * batch * data["inner"] * data["outer"]
+    return float(2 * batch * data["inner"] * data["outer"])
 
 
 def traffic(data: Data, batch: int) -> float:

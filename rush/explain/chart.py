@@ -95,6 +95,8 @@ def label(value: float, unit: Unit) -> str:
         return say.share(value)
     if unit == "×":
         return say.times(value)
+    if unit == "" and value == int(value) and abs(value) < 1e6:
+        return say.plain_number(int(value))
     return say.si(value, unit)
 
 

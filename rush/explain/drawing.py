@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rush.explain.chart import Bar, Bars, Curves, Dot, Line, Panel, Unit, label, tick_values
+from rush.explain.chart import Bar, Bars, Curves, Dot, Line, Mark, Panel, Unit, label, tick_values
 from rush.report import words
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.svg import Scale, number, path, picture, tag, tooltip
@@ -50,6 +50,8 @@ def draw(panel: Panel, width: float) -> Drawn:
 def short(value: float, unit: Unit) -> str:
     """A label on an axis, without the zeros that say how exact a measurement is."""
     text = label(value, unit)
+    if unit == "":
+        return text if text.replace("\u202f", "").isdigit() else words.tick(value)
     head, join, tail = text.partition(words.JOIN)
     if "." in head and "e" not in head:
         head = head.rstrip("0").rstrip(".")
@@ -65,25 +67,32 @@ def _curves(panel: Curves, width: float) -> Drawn:
     x, y = _scales(panel, frame)
     marks = [*legend, *y_axis(frame, y, _y_ticks(panel), lambda v: short(v, panel.y_unit), panel.y_title)]
     marks += x_axis(frame, x, _x_ticks(panel), lambda v: short(v, panel.x_unit), panel.x_title)
-    for mark in panel.marks:
-        if x.low <= mark.x <= x.high:
-            place = x(mark.x)
-            flip = place > frame.x_end - len(mark.label) * LETTER
-            marks.append(tag("line", class_="stop", x1=place, x2=place, y1=frame.top, y2=frame.y_end))
-            marks.append(
-                tag(
-                    "text",
-                    mark.label,
-                    class_="note",
-                    x=place + (-5 if flip else 5),
-                    y=frame.top + 10,
-                    text_anchor="end" if flip else "start",
-                )
-            )
+    marks += _places(panel.marks, frame, x)
     for line in panel.lines:
         marks += _line(line, panel, x, y)
     marks += _labels(panel.lines, frame, x, y)
     return Drawn(marks, width, frame.height, _alt(panel))
+
+
+def _places(marked: Sequence[Mark], frame: Frame, x: Scale) -> list[Markup]:
+    """Dashed lines with their names, each a little lower than the last, so that neighbours do not meet."""
+    marks = []
+    inside = [mark for mark in marked if x.low <= mark.x <= x.high]
+    for index, mark in enumerate(inside):
+        place, down = x(mark.x), frame.top + 10 + 15 * (index % 4)
+        flip = place > frame.x_end - len(mark.label) * LETTER
+        marks.append(tag("line", class_="stop", x1=place, x2=place, y1=frame.top, y2=frame.y_end))
+        marks.append(
+            tag(
+                "text",
+                mark.label,
+                class_="note",
+                x=place + (-5 if flip else 5),
+                y=down,
+                text_anchor="end" if flip else "start",
+            )
+        )
+    return marks
 
 
 def _ranges(panel: Curves) -> tuple[float, float, float, float]:
@@ -239,11 +248,12 @@ def _bars(panel: Bars, width: float) -> Drawn:
     wide = width > 600
     names = max(len(row.name) for row in panel.rows) * LETTER + 16 if wide else 4.0
     names = min(names, width * 0.42)
-    room = max(len(bar_label(row, panel.unit)) for row in panel.rows) * 7.4 + 22
+    labels = [bar_label(row, panel.unit) for row in panel.rows if row.value is not None]
+    room = max(map(len, labels), default=0) * 7.4 + 22
     scale = bar_scale(panel, names, max(width - room, names + 60))
     row_height, marks = (28.0 if wide else 44.0), []
     for index, row in enumerate(panel.rows):
-        marks += _bar(row, panel, scale, index * row_height, wide)
+        marks += _bar(row, panel, scale, index * row_height, width)
     alt = f"{panel.title}. " + "; ".join(f"{row.name}: {bar_label(row, panel.unit)}" for row in panel.rows)
     return Drawn(marks, width, len(panel.rows) * row_height + 8, alt)
 
@@ -267,12 +277,15 @@ def bar_label(row: Bar, unit: Unit) -> str:
     return f"{value}, {row.note}" if row.note else value
 
 
-def _bar(row: Bar, panel: Bars, scale: Scale, top: float, wide: bool) -> list[Markup]:
+def _bar(row: Bar, panel: Bars, scale: Scale, top: float, width: float) -> list[Markup]:
     said = f"{row.name}: {bar_label(row, panel.unit)}"
+    wide = width > 600
     base = top if wide else top + 18
     marks = [tag("text", cut(row.name, 46), class_="bar-name", x=0, y=top + (17 if wide else 14))]
     if row.value is None:
-        marks.append(tag("text", row.note or words.MISSING, class_="soft", x=scale.start, y=base + 17))
+        most = max(12, int((width - scale.start) / LETTER))
+        why = cut(row.note or words.MISSING, most)
+        marks.append(tag("text", tooltip(said), why, class_="soft", x=scale.start, y=base + 17))
         return marks
     start = scale(row.start) if row.start is not None else scale.start
     end = scale(row.value)

@@ -20,12 +20,12 @@ from rush.explain.contract import Data, Settings, Table, Topic
 if TYPE_CHECKING:
     from torch import Tensor
 
-SLICE = 2**15
-"""Numbers in a slice: 128 KiB of fp32, which with its result fits into a core's second cache."""
+SLICE = 2**16
+"""Numbers in a slice for each thread: with its result 512 KiB of fp32, which many a core's own cache can hold."""
 NAMES = {
     "separate": "separate kernels",
     "fused": "one compiled kernel",
-    "sliced": "separate, in slices that fit the cache",
+    "sliced": "separate, in cache-sized slices",
 }
 COLOURS = {"separate": 2, "fused": 1, "sliced": 3}
 
@@ -44,7 +44,8 @@ def measure(settings: Settings) -> Data:
     budget = 0.1 if settings.quick else 0.6
     # A slice per call of a kernel would cost a GPU more in launches than it saves in traffic.
     ways = ("separate", "fused") if cuda else ("separate", "sliced", "fused")
-    rows, compile_s, missing = [], 0.0, None
+    rows: list[Data] = []
+    compile_s, missing = 0.0, None
     parts = len(ways) * len(lengths)
     for way in ways:
         for length in lengths:
@@ -107,7 +108,9 @@ def _sliced(length: int, x: Tensor, out: Tensor) -> Callable[[], object]:
     import torch
 
     size = SLICE * torch.get_num_threads()
-    pieces = [_separate(length, a, b) for a, b in zip(x.split(size), out.split(size), strict=True)]
+    pieces = [
+        _separate(length, a, b) for a, b in zip(torch.split(x, size), torch.split(out, size), strict=True)
+    ]
 
     def work() -> None:
         for piece in pieces:
@@ -198,17 +201,16 @@ def _gain_words(longest: Data, best: Data) -> str:
 def _traffic_words(longest: Data, best: Data) -> str:
     less = longest["moved"] / best["moved"]
     gain = longest["seconds"]["median"] / best["seconds"]["median"]
-    head = f"The bytes fell to a {_nth(less)} ({say.size(best['moved'])}) and the time by {say.times(gain)}"
+    head = f"The bytes fell by {say.times(less)}, to {say.size(best['moved'])}"
+    if gain < 1.05:
+        return f"{head}, but the time did not: here it does not hang on this traffic."
+    head = f"{head}, and the time by {say.times(gain)}"
     if gain > 0.75 * less:
         return f"{head}: the time follows the bytes, as it does when memory is the limit."
     return (
         f"{head}: less than the bytes, so at {say.bandwidth(_rate(best))} something else than this traffic has become "
         "the limit (the arithmetic itself, the launches, or a cache that had already caught part of it)."
     )
-
-
-def _nth(less: float) -> str:
-    return "half" if less == 2 else f"{less:g}th"
 
 
 def _growth_words(separate: list[Data], fused: list[Data]) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from rush.errors import MachineError
@@ -31,10 +32,10 @@ def measure(settings: Settings) -> Data:
     workers, counts, run = _device_tasks(settings) if cuda else _host_tasks(settings)
     budget = 0.02 if settings.quick else 0.2
     parts = len(counts) + 2 * len(PRODUCTS) + 5
-    tasks = []
+    tasks: list[Data] = []
     for number in counts:
         settings.tell(f"{number} equal tasks on {workers} workers", len(tasks), parts)
-        found = timed(lambda n=number: run(n), settings.device, budget_s=budget, most=15)  # type: ignore[misc]
+        found = timed(partial(run, number), settings.device, budget_s=budget, most=15)
         tasks.append({"tasks": number, "seconds": found})
     sizes = _sizes(settings, dtype, len(counts), parts)
     vocabulary = _vocabulary(settings, dtype, len(counts) + 5, parts)
@@ -56,21 +57,36 @@ def _host_tasks(settings: Settings) -> tuple[int, list[int], Run]:
     import torch
 
     workers = settings.machine.cpu.num_threads
+    counts = list(range(1, 3 * workers + 2)) if workers <= 8 else _around(workers, settings.quick)
     x = torch.rand(2**14)
     rounds = 8 if settings.quick else 60
-    outs = [torch.empty_like(x) for _ in range(workers)]
+    outs = [torch.empty_like(x) for _ in range(counts[-1])]
     pool = ThreadPoolExecutor(workers)
 
     def task(index: int) -> None:
-        out = outs[index % workers]
         for _ in range(rounds):
-            torch.exp(x, out=out)
+            torch.exp(x, out=outs[index])
 
     def run(number: int) -> None:
         list(pool.map(task, range(number)))
 
-    most = min(3 * workers + 1, 25) if not settings.quick else min(2 * workers + 1, 9)
-    return workers, list(range(1, most + 1)), run
+    return workers, counts, run
+
+
+def _around(workers: int, quick: bool) -> list[int]:
+    """Numbers of tasks that show the waves: whole ones, half ones, and one task more than a whole one."""
+    halves = [workers // 2, workers - 1, workers, workers + 1, 3 * workers // 2, 2 * workers, 2 * workers + 1]
+    if not quick:
+        halves += [
+            1,
+            workers // 4,
+            3 * workers // 4,
+            5 * workers // 2,
+            3 * workers,
+            3 * workers + 1,
+            4 * workers,
+        ]
+    return sorted({count for count in halves if count > 0})
 
 
 def _device_tasks(settings: Settings) -> tuple[int, list[int], Run]:
@@ -84,19 +100,7 @@ def _device_tasks(settings: Settings) -> tuple[int, list[int], Run]:
             f"the equal tasks are Triton programs, and Triton is not here ({error}); install it with pip install triton."
         ) from None
     workers = torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count
-    around = [workers // 2, workers - 1, workers, workers + 1, 3 * workers // 2, 2 * workers, 2 * workers + 1]
-    if not settings.quick:
-        around = [
-            1,
-            workers // 4,
-            3 * workers // 4,
-            *around,
-            5 * workers // 2,
-            3 * workers,
-            3 * workers + 1,
-            4 * workers,
-        ]
-    counts = sorted({count for count in around if count > 0})
+    counts = _around(workers, settings.quick)
     tasks = Tasks(counts[-1], 20_000)
     return workers, counts, tasks
 
@@ -116,12 +120,8 @@ def _sizes(settings: Settings, dtype: Any, done: int, parts: int) -> list[Data]:
             torch.randn(size, size, device=settings.device, generator=generator).to(dtype) for _ in range(2)
         )
         out = torch.empty(size, size, device=settings.device, dtype=dtype)
-        found = timed(
-            lambda a=a, b=b, out=out: torch.mm(a, b, out=out),
-            settings.device,
-            budget_s=0.05 if settings.quick else 1.0,
-            most=21,
-        )  # type: ignore[misc]
+        budget = 0.05 if settings.quick else 1.0
+        found = timed(partial(torch.mm, a, b, out=out), settings.device, budget_s=budget, most=21)
         rows.append({"size": size, "flops": 2.0 * size**3, "seconds": found})
     return rows
 
@@ -139,14 +139,14 @@ def _vocabulary(settings: Settings, dtype: Any, done: int, parts: int) -> Data:
     def drawn(*dims: int) -> Any:
         return torch.randn(*dims, device=settings.device, generator=generator).to(dtype)
 
-    rows = []
+    rows: list[Data] = []
     x = drawn(tokens, hidden)
     for size in VOCABULARIES:
         weight, slope = drawn(size, hidden), drawn(tokens, size)
         works: Sequence[Callable[[], object]] = (
-            lambda w=weight: x @ w.t(),  # type: ignore[misc]
-            lambda w=weight, s=slope: s @ w,  # type: ignore[misc]
-            lambda s=slope: s.t() @ x,  # type: ignore[misc]
+            partial(torch.mm, x, weight.t()),
+            partial(torch.mm, slope, weight),
+            partial(torch.mm, slope.t(), x),
         )
         for name, work in zip(PRODUCTS, works, strict=True):
             settings.tell(f"vocabulary {size}: {name}", done + len(rows), parts)
@@ -309,7 +309,10 @@ def picture(data: Data) -> list[Panel]:
 
 
 def table(data: Data) -> Table:
-    rows = [[f"{row['tasks']} tasks", say.span(row["seconds"]), "–"] for row in data["tasks"]]
+    rows = [
+        [f"{row['tasks']} task{'s' if row['tasks'] > 1 else ''}", say.span(row["seconds"]), "–"]
+        for row in data["tasks"]
+    ]
     rows += [
         [
             f"vocabulary {row['vocabulary']}: {row['product']}",
@@ -326,7 +329,7 @@ def table(data: Data) -> Table:
 
 
 def _head_flops(data: Data, row: Data) -> float:
-    return 2.0 * data["tokens"] * data["hidden"] * row["vocabulary"]
+    return float(2 * data["tokens"] * data["hidden"] * row["vocabulary"])
 
 
 topic = Topic(

@@ -169,26 +169,23 @@ def _rate_words(rows: list[Data]) -> str:
 
 
 def _rounding_words(rows: dict[str, Data]) -> str:
-    parts = [f"{name} {say.si(row['error_max'] * 100)} %" for name, row in rows.items() if name != "fp32"]
-    return f"Storing a weight changes it by at most {say.listed(parts)}; fp32 by {say.si(rows['fp32']['error_max'] * 100)} %."
+    parts = [f"{say.si(row['error_max'] * 100)} % ({name})" for name, row in rows.items() if name != "fp32"]
+    return f"Storing an fp32 weight in a shorter format changes it by up to {say.listed(parts)}."
 
 
 def _sum_words(data: Data) -> str:
     stuck = [row for row in data["rows"] if row["adds_up_to"] < data["added"]]
     right = [row["name"] for row in data["rows"] if row["adds_up_to"] >= data["added"]]
+    number = say.plain_number(data["added"])
     if not stuck:
-        return f"Adding 1 {say.plain_number(data['added'])} times comes out right in every format."
-    ends = [f"{row['name']} at {row['adds_up_to']:g}" for row in stuck]
-    fine = (
-        f"; only {say.listed(right)} gets there"
-        if len(right) == 1
-        else f"; {say.listed(right)} get there"
-        if right
-        else ""
-    )
+        return f"Adding up {number} ones, one after the other, comes out right in every format."
+    ends = [f"{row['adds_up_to']:g} in {row['name']}" for row in stuck]
+    fine = ""
+    if right:
+        fine = f"; only {right[0]} gets there" if len(right) == 1 else f"; {say.listed(right)} get there"
     return (
-        f"Adding 1 {say.plain_number(data['added'])} times, one after the other, gets stuck in {say.listed(ends)}{fine}: the sum has "
-        "grown so large that 1 is less than half of its last digit. That is why products are summed in fp32."
+        f"Adding up {number} ones, one after the other, gets stuck at {say.listed(ends)}{fine}: the sum has grown so "
+        "large that 1 is no more than half of its last digit. That is why products are summed in fp32."
     )
 
 
@@ -202,18 +199,18 @@ def _update_words(data: Data) -> str:
     known = [(row["name"], step) for row in data["rows"] if (step := lost_below(data, row)) is not None]
     if not known:
         return "Updates of all sizes tried here change most weights in every format."
-    parts = [f"{name} {say.si(step * 100)} %" for name, step in known]
+    parts = [f"{say.si(step * 100)} % of it ({name})" for name, step in known]
     return (
-        f"An update gets lost in most weights when it is as small, against the weight, as {say.listed(parts)}: the weight rounds "
-        "back to where it was. That is why a master copy of the weights is kept in fp32, or rounding is made random."
+        f"An update is lost in most weights once it is as small as {say.listed(parts)}: the weight rounds back to where it "
+        "was. That is why a master copy of the weights is kept in fp32, or rounding is made random."
     )
 
 
 def _range_words(rows: dict[str, Data]) -> str:
     half, brain = rows["fp16"], rows["bf16"]
     return (
-        f"bf16 reaches as far as fp32, {half['name']} only from {say.si(half['smallest_normal'])} to {say.si(half['largest'])}, which is "
-        f"why fp16 training scales its loss; for that bf16 is {say.times(brain['eps'] / half['eps'])} coarser."
+        f"The range of fp16 ends at {say.si(half['largest'])}, that of bf16 at {say.si(brain['largest'])}, which is why fp16 training "
+        f"scales its loss; in return, bf16 is {say.times(brain['eps'] / half['eps'])} coarser."
     )
 
 

@@ -7,7 +7,6 @@ numbers that are finite and of a size a picture can hold. What is written is mad
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -157,7 +156,7 @@ def picture(explanation: Explanation) -> str:
 
 
 def _check(record: Mapping[str, Any]) -> None:
-    shape = {
+    shape: dict[str, type | tuple[type, ...]] = {
         "topic": str,
         "device": str,
         "quick": bool,
@@ -189,9 +188,5 @@ def _check_numbers(value: Any, where: str, depth: int) -> None:
     elif isinstance(value, list):
         for index, part in enumerate(value):
             _check_numbers(part, f"{where}[{index}]", depth + 1)
-    elif (
-        isinstance(value, int | float)
-        and not isinstance(value, bool)
-        and (not math.isfinite(value) or abs(value) > LARGEST)
-    ):
+    elif isinstance(value, int | float) and not isinstance(value, bool) and not abs(value) <= LARGEST:
         raise DataError(f"{where} is no number that can be drawn; measure again.")

@@ -8,9 +8,10 @@ do. Its height is measured. Forward passes, and the optimizer's update.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rush.errors import RecipeError
+from rush.errors import MachineError, RecipeError
 from rush.explain import say
 from rush.explain.chart import Curves, Dot, Line, Panel
 from rush.explain.clock import timed
@@ -61,8 +62,16 @@ def measure(settings: Settings) -> Data:
     ops = []
     for done, (name, make) in enumerate(cases):
         settings.tell(f"{recipe.model.name}: {name}", done + 1, len(cases) + 1)
-        case = make()
-        found = timed(case[5], settings.device, budget_s=0.05 if settings.quick else 0.6, most=15, cold=True)
+        try:
+            case = make()
+            found = timed(
+                case[5], settings.device, budget_s=0.05 if settings.quick else 0.6, most=15, cold=True
+            )
+        except torch.OutOfMemoryError:
+            raise MachineError(
+                f"{name} of {recipe.model.name} with {rows} × {sequence} tokens does not fit on this device; "
+                "use a smaller --batch or --sequence."
+            ) from None
         ops.append(
             {
                 "name": case[0],
@@ -118,11 +127,11 @@ def _cases(
         if entry.matmul_parameters:
             outer, inner = entry.dims
             copies = max(1, entry.copies)
-            cases.append((entry.role, lambda r=entry.role, o=outer, i=inner, c=copies: linear(r, o, i, c)))  # type: ignore[misc]
+            cases.append((entry.role, partial(linear, entry.role, outer, inner, copies)))
     cases += [
-        (f"{way} attention", lambda w=way: _attention(w, shape, rows, sequence, drawn, size))
+        (f"{way} attention", partial(_attention, way, shape, rows, sequence, drawn, size))
         for way in ("plain", "flash")
-    ]  # type: ignore[misc]
+    ]
     cases += [
         ("norm", lambda: _norm(shape, tokens, drawn, size, device)),
         ("activation", lambda: _activation(shape, tokens, drawn, size)),

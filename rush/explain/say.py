@@ -16,8 +16,20 @@ from rush.report.words import JOIN, digits
 
 LEAST = Floor(0.0, 0, math.log(1.05))
 
-size, share, si, count = words.size, words.share, words.si, words.count
+share, si, count = words.share, words.si, words.count
 times = words.ratio
+
+
+def size(value: float | None) -> str:
+    """Bytes in binary units; exact where they are (`64 KiB`), three digits where they are not."""
+    text = words.size(value)
+    number, join, unit = text.partition(JOIN)
+    if value is not None and "." in number and value == float(number) * _UNITS[unit]:
+        number = number.rstrip("0").rstrip(".")
+    return f"{number}{join}{unit}"
+
+
+_UNITS = {name: 2.0 ** (10 * power) for power, name in enumerate(("B", "KiB", "MiB", "GiB", "TiB", "PiB"))}
 
 
 def duration(seconds: float) -> str:

@@ -112,7 +112,7 @@ def _between(first: tuple[int, int], second: tuple[int, int]) -> list[tuple[int,
 
 
 def bars(panel: Bars, width: int) -> Text:
-    margin = min(30, max(len(row.name) for row in panel.rows))
+    margin = min(34, max(len(row.name) for row in panel.rows))
     room = max(12, width - margin - 3 - max(len(bar_label(row, panel.unit)) for row in panel.rows))
     scale = bar_scale(panel, 0, room)
     text = Text()

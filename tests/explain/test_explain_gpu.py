@@ -50,26 +50,6 @@ def test_latency_and_bandwidth_are_those_of_a_gpu() -> None:
     assert rows["fetch"]["median"] < 1e-3
 
 
-def test_the_walk_around_the_cycle_comes_back() -> None:
-    from rush.explain.native.device import Chase
-
-    walk = Chase(64 * 1024, 128, 100)
-    for _ in range(4):
-        walk(128)
-    assert walk.place.item() == 0, "512 lines: after 512 hops the walk is back"
-    walk(1)
-    assert walk.place.item() != 0
-
-
-def test_the_stream_reads_the_whole_working_set() -> None:
-    from rush.explain.native.device import BLOCK, Stream
-
-    stream = Stream(4 * BLOCK * 64, 8, 4 * BLOCK * 64)  # 64 programs, 64 blocks, one round: each block once
-    stream()
-    assert stream.rounds == 1
-    assert stream.out.sum(dtype=torch.int64).item() == stream.source.sum(dtype=torch.int64).item()
-
-
 def test_fusion_compiles_and_computes_the_chain() -> None:
     assert data("fusion")["missing"] is None
     assert data("fusion")["agrees"] is True

@@ -73,7 +73,7 @@ def test_the_words_contain_the_numbers_of_the_record() -> None:
     assert say.flops(2 * 512 * 1024 / first["seconds"]["median"]) in text("batch")
     assert say.flops(data("roofline")["matmul_flops"]) in text("roofline")
     assert say.bandwidth(data("roofline")["copy_bytes_per_s"]) in text("roofline")
-    assert "bf16 at 256" in text("precision")
+    assert "256 in bf16" in text("precision")
     full = next(r for r in data("occupancy")["tasks"] if r["tasks"] == data("occupancy")["workers"])
     assert say.duration(full["seconds"]["median"]) in text("occupancy")
 

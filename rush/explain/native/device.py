@@ -1,6 +1,7 @@
+# mypy: allow-untyped-decorators
 """The walks on a GPU, as Triton kernels: a chain of loads, a stream of loads, and programs that only compute.
 
-Imported only where a CUDA device is measured: it needs Triton.
+Imported only where a CUDA device is measured: it needs Triton. (With `device="cpu"` they run in Triton's interpreter, for tests.)
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def chase_kernel(table, start, out, hops):  # type: ignore[no-untyped-def]
+def chase_kernel(table: Any, start: Any, out: Any, hops: Any) -> None:
     """One program follows the chain: each load needs the result of the one before."""
     place = tl.load(start)
     for _ in range(hops):
@@ -25,7 +26,7 @@ def chase_kernel(table, start, out, hops):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def read_kernel(source, out, num_blocks, rounds, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def read_kernel(source: Any, out: Any, num_blocks: Any, rounds: Any, BLOCK: tl.constexpr) -> None:
     """Every program reads blocks of the working set in turn, past the first-level cache."""
     program = tl.program_id(0)
     stride = tl.num_programs(0)
@@ -38,7 +39,7 @@ def read_kernel(source, out, num_blocks, rounds, BLOCK: tl.constexpr):  # type: 
 
 
 @triton.jit
-def busy_kernel(out, rounds, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def busy_kernel(out: Any, rounds: Any, BLOCK: tl.constexpr) -> None:
     """A fixed amount of arithmetic and one store: a task as long as every other."""
     lane = tl.arange(0, BLOCK)
     x = lane.to(tl.float32) * 1e-4
@@ -50,13 +51,13 @@ def busy_kernel(out, rounds, BLOCK: tl.constexpr):  # type: ignore[no-untyped-de
 class Chase:
     """A random cycle through a table on the device; `__call__` follows it for `hops` and goes on from there."""
 
-    def __init__(self, size_bytes: int, line_bytes: int, hops: int) -> None:
+    def __init__(self, size_bytes: int, line_bytes: int, hops: int, device: str = "cuda") -> None:
         lines, step = size_bytes // line_bytes, line_bytes // 4
-        generator = torch.Generator("cuda").manual_seed(lines)
-        order = torch.randperm(lines, device="cuda", generator=generator)
-        self.table = torch.zeros(lines * step, dtype=torch.int32, device="cuda")
+        generator = torch.Generator(device).manual_seed(lines)
+        order = torch.randperm(lines, device=device, generator=generator)
+        self.table = torch.zeros(lines * step, dtype=torch.int32, device=device)
         self.table[order * step] = (torch.roll(order, -1) * step).to(torch.int32)
-        self.place = torch.zeros(1, dtype=torch.int32, device="cuda")
+        self.place = torch.zeros(1, dtype=torch.int32, device=device)
         self.hops = hops
 
     def __call__(self, hops: int | None = None) -> None:
@@ -67,15 +68,15 @@ class Chase:
 class Stream:
     """Reads a working set over and over in one launch; `moved_bytes` is what one call reads."""
 
-    def __init__(self, size_bytes: int, num_sms: int, moved_bytes: int) -> None:
+    def __init__(self, size_bytes: int, num_sms: int, moved_bytes: int, device: str = "cuda") -> None:
         self.programs = num_sms * 8
         self.num_blocks = max(1, size_bytes // (4 * BLOCK))
         self.rounds = max(1, round(moved_bytes / (self.programs * 4 * BLOCK)))
         self.moved_bytes = self.rounds * self.programs * 4 * BLOCK
-        generator = torch.Generator("cuda").manual_seed(1)
+        generator = torch.Generator(device).manual_seed(1)
         length = self.num_blocks * BLOCK
-        self.source = torch.randint(0, 1000, (length,), device="cuda", generator=generator, dtype=torch.int32)
-        self.out = torch.empty(self.programs * BLOCK, dtype=torch.int32, device="cuda")
+        self.source = torch.randint(0, 1000, (length,), device=device, generator=generator, dtype=torch.int32)
+        self.out = torch.empty(self.programs * BLOCK, dtype=torch.int32, device=device)
 
     def __call__(self) -> None:
         grid: Any = (self.programs,)
@@ -85,8 +86,8 @@ class Stream:
 class Tasks:
     """So many equal tasks, each a program of 1024 threads that fills a multiprocessor's arithmetic units."""
 
-    def __init__(self, most: int, rounds: int) -> None:
-        self.out = torch.empty(most * 1024, dtype=torch.float32, device="cuda")
+    def __init__(self, most: int, rounds: int, device: str = "cuda") -> None:
+        self.out = torch.empty(most * 1024, dtype=torch.float32, device=device)
         self.rounds = rounds
 
     def __call__(self, number: int) -> None:

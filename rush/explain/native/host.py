@@ -66,9 +66,9 @@ def compile_walks() -> Walks | str:
 
 
 def block(size_bytes: int, seed: int = 0) -> Bytes:
-    """Random bytes that begin at a multiple of 256; a mebibyte of them over and over."""
-    whole = np.empty(size_bytes + 256, dtype=np.uint8)
-    offset = -whole.ctypes.data % 256
+    """Random bytes that begin at a multiple of 512; a mebibyte of them over and over."""
+    whole = np.empty(size_bytes + 512, dtype=np.uint8)
+    offset = -whole.ctypes.data % 512
     found = whole[offset : offset + size_bytes]
     tile = np.random.default_rng(seed).integers(0, 256, min(size_bytes, 2**20), dtype=np.uint8)
     for start in range(0, size_bytes, len(tile)):
