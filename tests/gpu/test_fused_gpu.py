@@ -1,0 +1,88 @@
+"""On a CUDA device: fused layers and 8-bit products take effect, eager and compiled, and the model still learns the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from rush.hardware import probe
+from rush.techniques.contract import Observation
+from rush.techniques.proofs import prove
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
+from tiny_runs import Trace, compare, make_run, trace
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+SIZE = ("model.shape.hidden=256", "model.shape.head_dim=64", "model.shape.intermediate=512", "model.shape.context=256",
+        "batch.sequence=256", "batch.micro=4", "batch.total_tokens=1024", "optimizer.lr=0.001")  # fmt: skip
+STEPS = 6
+BLOCKS = "{name='compile', scope='block'}"
+LLAMA = ("fused_norm", "fused_rope", "fused_mlp")
+GPT2 = ("fused_norm", "fused_mlp")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Graphs of other tests must not count against this one's limit of recompiles."""
+    torch._dynamo.reset()
+    yield
+    torch.cuda.empty_cache()
+
+
+@cache
+def plain(name: str) -> Trace:
+    return trace(make_run(name=name, overrides=SIZE, machine=probe("cuda")), STEPS)
+
+
+def takes_effect_and_learns_the_same(*techniques: str, name: str, dtype: str) -> Observation:
+    run = make_run(*techniques, name=name, overrides=SIZE, machine=probe("cuda"))
+    ours = trace(run, STEPS, watch=True)
+    assert ours.seen is not None
+    proofs = prove(run.uses, ours.seen)
+    assert all(proof.took_effect for proof in proofs.values()), proofs
+    verdict = compare(run, dtype, ours, plain(name))
+    assert verdict.verdict == "equal", verdict.why
+    return ours.seen
+
+
+@pytest.mark.parametrize(
+    ("name", "techniques", "dtype"),
+    [
+        ("llama-tiny", LLAMA, "float32"),
+        ("llama-tiny", (*LLAMA, "amp_bf16"), "bfloat16"),
+        ("llama-tiny", (*LLAMA, "bf16_master", BLOCKS), "bfloat16"),
+        ("tiny", GPT2, "float32"),
+        ("tiny", (*GPT2, "amp_bf16", BLOCKS), "bfloat16"),
+    ],
+)
+def test_fused_layers(name: str, techniques: tuple[str, ...], dtype: str) -> None:
+    takes_effect_and_learns_the_same(*techniques, name=name, dtype=dtype)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="no 8-bit matmuls here",
+)
+@pytest.mark.parametrize(
+    ("name", "techniques"),
+    [
+        ("llama-tiny", ("fp8", "bf16_master", BLOCKS)),
+        ("llama-tiny", ("{name='fp8', recipe='rowwise'}", "bf16_master", BLOCKS)),
+        ("llama-tiny", ("{name='fp8', casts='kernel', fast='all'}", "bf16_master", BLOCKS)),
+        ("llama-tiny", ("{name='fp8', scope='blocks_and_head'}", "vocab_pad", "bf16_master")),
+        ("tiny", ("fp8", "amp_bf16")),
+    ],
+)
+def test_8_bit_products(name: str, techniques: tuple[str, ...]) -> None:
+    seen = takes_effect_and_learns_the_same(*techniques, name=name, dtype="bfloat16")
+    assert "rush::fp8_emulated_product" not in seen.ops
+    assert "float8_e4m3fn" in seen.matmul_dtypes, sorted(seen.matmul_dtypes)
+    # Three products of each linear layer of a block (GPT-2 has four of them, Llama seven), and the head's.
+    layers = {"tiny": 4, "llama-tiny": 7}[name] * 2 * 3 + (3 if "vocab_pad" in techniques else 0)
+    assert seen.ops["aten::_scaled_mm"] >= layers

@@ -1,0 +1,98 @@
+"""fp8 beyond the walk over all techniques: recipes, the head, what it stands beside, what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rush.errors import MachineError
+from rush.hardware import probe
+from rush.techniques import check
+from rush.techniques.fp8 import Fp8Linear
+from rush.techniques.proofs import prove
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_runs import compare, make_run, recipe_of, trace
+
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:mkldnn_matmul failed:UserWarning",
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    )
+]
+pytest.importorskip("triton", reason="the kernels need Triton")
+SMALL = ["model.shape.num_layers=1", "batch.micro=2", "batch.total_tokens=64"]
+HEAD = "{name='fp8', scope='blocks_and_head'}"
+
+
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        ("{name='fp8', recipe='rowwise'}",),
+        ("{name='fp8', casts='kernel', fast='all'}", "checkpoint_full"),
+        (HEAD, "vocab_pad"),
+        ("fp8", "chunked_loss"),
+        ("fp8", "{name='compile', scope='block'}"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", ["llama-tiny", "tiny"])
+def test_it_takes_effect_and_learns_what_plain_learns(name: str, techniques: tuple[str, ...]) -> None:
+    run = make_run(*techniques, name=name, overrides=SMALL)
+    ours = trace(run, 4, watch=True)
+    assert ours.seen is not None
+    for technique, proof in prove(run.uses, ours.seen).items():
+        if technique != "chunked_loss":  # 64 tokens fit into one chunk
+            assert proof.took_effect, f"{technique}: {proof.what}"
+    assert "emulated on a CPU" in prove(run.uses, ours.seen)["fp8"].what
+    reference = trace(make_run(name=name, overrides=SMALL), 4)
+    verdict = compare(run, "float32", ours, reference)
+    assert verdict.verdict == "equal", verdict.why
+    assert ours.losses != reference.losses, "nothing was rounded"
+
+
+def test_every_linear_layer_of_the_blocks_is_changed_and_the_head_only_when_asked() -> None:
+    run = make_run("fp8", overrides=SMALL)
+    for role, layers in run.model.linears().items():
+        assert all(isinstance(layer, Fp8Linear) == (role != "head") for _, layer in layers), role
+    products = 3 * sum(len(layers) for role, layers in run.model.linears().items() if role != "head")
+    for techniques, more in ((("fp8",), 0), ((HEAD, "vocab_pad"), 3)):
+        seen = trace(make_run(*techniques, overrides=SMALL), 1, watch=True).seen
+        assert seen is not None
+        assert seen.ops["rush::fp8_emulated_product"] == products + more
+
+
+def test_weights_keep_their_names_and_values_and_stay_wide() -> None:
+    plain = make_run(overrides=SMALL).model.state_dict()
+    run = make_run("fp8", overrides=SMALL)
+    state = run.model.state_dict()
+    assert list(state) == list(plain)
+    assert all(torch.equal(state[key], plain[key]) for key in plain)
+    trace(run, 1)
+    assert {p.dtype for p in run.model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize(
+    ("techniques", "overrides", "why"),
+    [
+        (("fp8",), ["model.shape.intermediate=100"], "in multiples of 16"),
+        (("fp8",), ["batch.micro=1", "batch.sequence=31", "batch.total_tokens=31"], "in multiples of 16"),
+        ((HEAD,), [], "add vocab_pad"),
+        ((HEAD, "chunked_loss"), ["model.shape.vocab_size=256"], "set scope to blocks"),
+        (("{name='fp8', recipe='rowwise', casts='kernel'}",), [], "set casts to compiler"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_anything_is_built(
+    techniques: tuple[str, ...], overrides: list[str], why: str
+) -> None:
+    with pytest.raises(MachineError, match=f"technique fp8 cannot run here: .*{why}"):
+        check(recipe_of(*techniques, overrides=overrides), probe("cpu"))
+
+
+def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    with pytest.raises(MachineError, match="technique fp8 cannot run here"):
+        check(recipe_of("fp8"), probe("cpu"))

@@ -1,0 +1,95 @@
+"""Fused norms, rotary positions and MLP activations beyond the walk over all techniques: families, stacks, seams."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rush.errors import MachineError
+from rush.hardware import probe
+from rush.techniques import check
+from rush.techniques.fused_norm import FusedNormBlock
+from rush.techniques.proofs import prove
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_runs import SHORT, compare, make_run, recipe_of, trace
+
+pytestmark = [
+    pytest.mark.filterwarnings(
+        "ignore:mkldnn_matmul failed:UserWarning",
+        "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
+    )
+]
+pytest.importorskip("triton", reason="the kernels need Triton")
+ALL = ("fused_norm", "fused_rope", "fused_mlp")
+SMALL = ["model.shape.num_layers=1", "batch.micro=2", "batch.total_tokens=64"]
+
+
+def assert_equal_and_proved(
+    *techniques: str, name: str = "llama-tiny", dtype: str = "float32", steps: int = 3
+) -> None:
+    overrides = SHORT if dtype != "float32" else SMALL
+    run = make_run(*techniques, name=name, overrides=overrides)
+    ours = trace(run, steps, watch=True)
+    assert ours.seen is not None
+    for technique, proof in prove(run.uses, ours.seen).items():
+        assert proof.took_effect, f"{technique}: {proof.what}"
+    verdict = compare(run, dtype, ours, trace(make_run(name=name, overrides=overrides), steps))
+    assert verdict.verdict == "equal", verdict.why
+
+
+def test_gpt2_gets_its_own_norm_and_activation() -> None:
+    assert_equal_and_proved("fused_norm", "fused_mlp", name="tiny")
+    seen = trace(make_run("fused_norm", "fused_mlp", name="tiny", overrides=SMALL), 1, watch=True).seen
+    assert seen is not None
+    assert {"rush::add_layernorm_backward", "rush::gelu_backward"} <= set(seen.ops)
+    assert not [name for name in seen.ops if "rmsnorm" in name or "swiglu" in name]
+    assert not {"aten::native_layer_norm", "aten::gelu"} & set(seen.ops), "the plain ones are gone"
+
+
+def test_gpt2_has_nothing_to_rotate() -> None:
+    with pytest.raises(
+        MachineError, match="fused_rope cannot run here: it needs a model with rotary positions"
+    ):
+        check(recipe_of("fused_rope", name="tiny"), probe("cpu"))
+
+
+def test_all_three_stand_together_and_beside_checkpointing() -> None:
+    assert_equal_and_proved(*ALL, "checkpoint_full")
+
+
+def test_all_three_stand_beside_mixed_precision() -> None:
+    assert_equal_and_proved(*ALL, "amp_bf16", dtype="bfloat16")
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "tiny"])
+def test_they_compile_without_a_graph_break(name: str) -> None:
+    techniques = ALL if name == "llama-tiny" else ("fused_norm", "fused_mlp")
+    assert_equal_and_proved(*techniques, "{name='compile', scope='block'}", name=name, steps=2)
+
+
+@pytest.mark.parametrize("name", ["llama-tiny", "tiny"])
+def test_weights_keep_their_names_and_values(name: str) -> None:
+    techniques = ALL if name == "llama-tiny" else ("fused_norm", "fused_mlp")
+    plain = make_run(name=name, overrides=SMALL).model.state_dict()
+    fused = make_run(*techniques, name=name, overrides=SMALL).model.state_dict()
+    assert list(fused) == list(plain)
+    assert all(torch.equal(fused[key], plain[key]) for key in plain)
+
+
+def test_two_models_in_one_process_do_not_share_what_was_changed() -> None:
+    fused, plain = make_run("fused_norm", overrides=SMALL).model, make_run(overrides=SMALL).model
+    assert all(type(block) is FusedNormBlock for block in fused.blocks)
+    assert not any(isinstance(block, FusedNormBlock) for block in plain.blocks)
+
+
+def test_under_autocast_a_norm_writes_what_the_next_matmul_reads() -> None:
+    run = make_run("fused_norm", "amp_bf16", overrides=SHORT)
+    x_btd = torch.randn(2, 3, run.model.shape.hidden)
+    with run.autocast():
+        normed = run.model.final_norm(x_btd)
+    assert normed.dtype == torch.bfloat16
+    assert run.model.final_norm(x_btd).dtype == torch.float32
