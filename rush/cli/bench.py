@@ -113,6 +113,8 @@ def _show_kernels(record: KernelRecord) -> None:
         for op in record["ops"]
         for t in op["targets"]
     ]
+    if record["interpreted"]:
+        typer.echo("Our kernels were interpreted: not a speed, only a check of what they compute.")
     if targets:
         print_table(["kernel", "size", "pass", "target", "reached", ""], targets, title="Targets")
 

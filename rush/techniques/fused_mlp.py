@@ -80,6 +80,7 @@ technique = Technique(
     stage=Stage.MODEL,
     apply=apply,
     requires=(needs_triton,),
+    conflicts=("liger",),
     claim=Claim(
         "bytes kept by the activation",
         -0.33,

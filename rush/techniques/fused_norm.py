@@ -122,6 +122,7 @@ technique = Technique(
     stage=Stage.MODEL,
     apply=apply,
     requires=(needs_triton,),
+    conflicts=("liger",),
     claim=Claim(
         "time of a norm",
         -0.86,

@@ -51,6 +51,7 @@ technique = Technique(
             lambda machine, recipe: recipe.shape().rope_theta is not None,
         ),
     ),
+    conflicts=("liger",),
     claim=Claim(
         "bytes moved by the turn",
         -0.93,

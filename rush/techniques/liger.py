@@ -10,7 +10,7 @@ little. GPT-2 gets its norms and loss only: it has no rotary turn, and Liger no 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -99,7 +99,8 @@ class LigerLossHead(nn.Module):
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     chosen = _chosen(str(knobs["parts"]))
     model, expected = build.model, []
-    for block in model.blocks:
+    blocks: Iterable[Any] = model.blocks
+    for block in blocks:
         if "norm" in chosen:
             block.attention_norm, block.mlp_norm = _norm(block.attention_norm), _norm(block.mlp_norm)
         if "rope" in chosen and hasattr(block.attention, "rotate"):
@@ -151,7 +152,7 @@ technique = Technique(
         ),
         needs_cuda,
     ),
-    conflicts=("chunked_loss", "vocab_pad"),
+    conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "vocab_pad"),
     knobs={"parts": KnobRange(PARTS, "which parts of the model the library computes")},
     claim=Claim(
         "tokens_per_s",

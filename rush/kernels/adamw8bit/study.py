@@ -5,6 +5,9 @@ The check is the first step from moments of zero, which the packed moments do no
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import torch
 
 from rush.kernels import study
@@ -13,10 +16,8 @@ from rush.kernels.adamw8bit import RushAdamW8bit
 from rush.kernels.study import Contender, Pass, Size, Study, Target, Work
 
 
-def _bitsandbytes(*args: object, **options: object) -> torch.optim.Optimizer:
-    from bitsandbytes.optim import AdamW8bit
-
-    made: torch.optim.Optimizer = AdamW8bit(*args, **options)
+def _bitsandbytes(*args: Any, **options: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = import_module("bitsandbytes.optim").AdamW8bit(*args, **options)
     return made
 
 

@@ -39,7 +39,7 @@ class _Produced(torch.autograd.Function):
         return logits.data
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
 
 

@@ -33,8 +33,8 @@ def plain(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> Tensor:
 
 def by_head(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> Tensor:
     rows = []
-    for row in zip(*(tensor.split(1) for tensor in (q_bhtd, k_bktd, v_bktd)), strict=True):
-        heads = zip(*(tensor.split(1, 1) for tensor in row), strict=True)
+    for row in zip(*(torch.split(tensor, 1) for tensor in (q_bhtd, k_bktd, v_bktd)), strict=True):
+        heads = zip(*(torch.split(tensor, 1, 1) for tensor in row), strict=True)
         rows.append(torch.cat([_again(*head) for head in heads], dim=1))
     return torch.cat(rows)
 

@@ -42,7 +42,11 @@ def kernel_casts(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _interpreter_cuts_off(device: torch.device) -> str | None:
-    return None if device.type == "cuda" else "Triton's interpreter cuts 8-bit floats off instead of rounding them"
+    return (
+        None
+        if device.type == "cuda"
+        else "Triton's interpreter cuts 8-bit floats off instead of rounding them"
+    )
 
 
 def work(size: Size, element: int, step: Pass) -> Work:

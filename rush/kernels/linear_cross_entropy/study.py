@@ -6,6 +6,8 @@ ignored. The memory that counts is what is held beyond the results: full logits 
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -47,9 +49,8 @@ def liger(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def cut(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
-
-    loss: Tensor = cut_cross_entropy(hidden, weight, labels, ignore_index=-100, reduction="sum")
+    library = import_module("cut_cross_entropy")
+    loss: Tensor = library.linear_cross_entropy(hidden, weight, labels, ignore_index=-100, reduction="sum")
     return loss
 
 
