@@ -15,10 +15,11 @@ from rush.kernels.flash_attention import flash_attention, triton
 from rush.kernels.flash_attention.documents import document_bounds
 from rush.kernels.flash_attention.reference import attention
 from rush.kernels.flash_attention.tiles import HOPPER, PARTS, Part, Tiles, choose
+from rush.kernels.support import INTERPRETED
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # a CPU without units for bf16
 Check = Callable[..., None]
 FORWARD, BACKWARD = 2.0, 3.0
-BITS = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.fixture(autouse=True)
@@ -74,20 +75,25 @@ def shape_of(device: str, small: tuple[int, ...], large: tuple[int, ...]) -> tup
     return small if device == "cpu" else large
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 # batch, query heads, key/value heads, positions, head dim: here, and on a GPU
 SHAPES = [
-    ((1, 1, 1, 1, 64), (1, 1, 1, 1, 64)),
     ((1, 2, 1, 31, 64), (2, 4, 2, 333, 64)),
-    ((2, 2, 2, 64, 64), (2, 4, 4, 1024, 64)),
+    ((2, 1, 1, 64, 64), (2, 4, 4, 1024, 64)),
     ((1, 2, 2, 77, 128), (2, 4, 1, 777, 128)),
     ((1, 1, 1, 40, 32), (3, 2, 2, 200, 32)),
     ((1, 3, 1, 33, 16), (1, 6, 2, 130, 16)),
 ]
+CASES = [
+    *((shapes, dtype, True) for shapes in SHAPES[:3] for dtype in (BF16, FP16, FP32)),
+    *((shapes, BF16, False) for shapes in SHAPES[:2]),
+    (SHAPES[2], FP32, False),
+    (SHAPES[3], BF16, True),
+    (SHAPES[4], FP32, True),
+]
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("dtype", BITS, ids=str)
-@pytest.mark.parametrize("shapes", SHAPES, ids=str)
+@pytest.mark.parametrize(("shapes", "dtype", "causal"), CASES, ids=str)
 def test_it_is_as_exact_as_plain_attention(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     dtype: torch.dtype,
@@ -95,11 +101,20 @@ def test_it_is_as_exact_as_plain_attention(
     device: str,
     check_errors: Check,
 ) -> None:
-    if not causal and (dtype == torch.float16 or shapes is SHAPES[5]):
-        pytest.skip("covered by the others")
     batch, heads, kv_heads, length, head_dim = shape_of(device, *shapes)
     q, k, v, do = inputs(batch, heads, kv_heads, length, head_dim, dtype, device)
     hold(check_errors, q, k, v, do, causal=causal)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32], ids=str)
+def test_a_single_position_gives_its_value(dtype: torch.dtype, device: str) -> None:
+    """Its weight is 1 whatever the score, so the gradients of query and key are zero, up to a rounding of Σ o·do."""
+    q, k, v, do = inputs(2, 2, 1, 1, 64, dtype, device)
+    o, dq, dk, dv = with_gradients(flash_attention, q, k, v, do)
+    assert torch.equal(o, v.expand_as(o))
+    torch.testing.assert_close(dv, do.sum(1, keepdim=True))
+    for gradient in (dq, dk):
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-5)
 
 
 def test_the_scale_is_one_over_the_root_of_the_head_dim_unless_given(
@@ -112,10 +127,21 @@ def test_the_scale_is_one_over_the_root_of_the_head_dim_unless_given(
     assert not torch.equal(given, flash_attention(q, k, v, scale=0.126))
 
 
-def test_scores_far_apart_stay_finite_and_exact(device: str, check_errors: Check) -> None:
-    """Scores of some hundreds: without the running maximum their powers would overflow."""
-    q, k, v, do = inputs(1, 2, 2, 50, 64, torch.float32, device)
-    hold(check_errors, 20 * q, 10 * k, v, do)
+def test_scores_far_apart_stay_finite_and_exact(
+    device: str, error: Callable[[Tensor, Tensor], float]
+) -> None:
+    """Scores of some hundreds: without the running maximum their powers would overflow.
+
+    A power is as exact as its exponent, which fp32 rounds at its own size: so the bound grows with the largest score.
+    """
+    q, k, v, do = inputs(1, 1, 1, 50, 64, torch.float32, device)
+    q, k = 20 * q, 10 * k
+    largest = float((q @ k.transpose(-1, -2)).abs().max()) / 8
+    assert largest > 300
+    ours = with_gradients(flash_attention, q, k, v, do)
+    exact = with_gradients(attention, *(tensor.double() for tensor in (q, k, v, do)))
+    for mine, truth in zip(ours, exact, strict=True):
+        assert error(mine, truth) < largest * torch.finfo(torch.float32).eps
 
 
 @pytest.mark.parametrize(
@@ -138,7 +164,7 @@ def test_scores_far_apart_stay_finite_and_exact(device: str, check_errors: Check
     ],
 )
 def test_it_reads_any_strides(cut: Callable[[Tensor], Tensor], device: str) -> None:
-    tensors = inputs(2, 4, 2, 45, 64, torch.bfloat16, device)
+    tensors = inputs(*shape_of(device, (1, 2, 1, 34, 16), (2, 4, 2, 45, 64)), torch.bfloat16, device)
     strided = [cut(tensor) for tensor in tensors]
     expected = with_gradients(flash_attention, *(tensor.contiguous() for tensor in strided))
     for mine, theirs in zip(with_gradients(flash_attention, *strided), expected, strict=True):
@@ -164,30 +190,30 @@ def test_the_output_lies_in_memory_as_the_next_layer_reads_it(device: str) -> No
     assert o.transpose(1, 2).is_contiguous()
 
 
-# Sides equal, unequal either way, one not dividing the sequence; with and without a loop of its own for whole tiles.
+# Sides equal, unequal either way; with and without a loop of its own for whole tiles; both ways to load.
 CUTS = [
-    Tiles(16, 16), Tiles(32, 16), Tiles(16, 32), Tiles(64, 16), Tiles(16, 64), Tiles(16, 16, split=False),
-    Tiles(32, 16, tma=True), Tiles(16, 32, tma=True), Tiles(32, 32, tma=True, split=False),
+    (Tiles(16, 16), False), (Tiles(32, 16, tma=True), False), (Tiles(16, 32, split=False), False),
+    (Tiles(16, 16, tma=True), True), (Tiles(32, 16), True), (Tiles(16, 32, tma=True), True),
+    (Tiles(16, 16, tma=True, split=False), True),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("tiles", CUTS, ids=str)
-@pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
+@pytest.mark.parametrize(("tiles", "packed"), CUTS, ids=str)
 def test_how_the_work_is_cut_does_not_matter(tiles: Tiles, packed: bool) -> None:
     """In the interpreter, where any cut can run: each against float64."""
-    if not triton.choose("forward", 64, torch.float32, torch.device("cpu")) == Tiles(32, 16):
+    if not INTERPRETED:
         pytest.skip("kernels are compiled on this machine")
-    for length, causal in ((50, True), (64, True), (37, False)):
-        q, k, v, do = inputs(1, 4, 2, length, 16, torch.float32, "cpu")
-        documents = torch.tensor([[0] * 5 + [1] * 20 + [2] * (length - 25)]) if packed else None
-        first, last = document_bounds(documents, 1, length) if documents is not None else (None, None)
-        exact = with_gradients(
-            attention, q.double(), k.double(), v.double(), do.double(), causal=causal, documents=documents
-        )
-        o, lse2 = triton.forward(q, k, v, first, last, causal, 0.25, tiles)
-        dq, dk, dv = triton.backward(do, q, k, v, o, lse2, first, last, causal, 0.25, tiles, tiles)
-        for mine, truth in zip((o, dq, dk, dv), exact, strict=True):
-            torch.testing.assert_close(mine.double(), truth, rtol=1e-4, atol=2e-6)
+    causal = tiles.rows != 16 or tiles.columns != 16 or not packed
+    q, k, v, do = inputs(1, 2, 1, 53, 16, torch.float32, "cpu")
+    documents = torch.tensor([[0] * 5 + [1] * 33 + [2] * 15]) if packed else None
+    first, last = document_bounds(documents, 1, 53) if documents is not None else (None, None)
+    exact = with_gradients(
+        attention, *(tensor.double() for tensor in (q, k, v, do)), causal=causal, documents=documents
+    )
+    o, lse2 = triton.forward(q, k, v, first, last, causal, 0.25, tiles)
+    dq, dk, dv = triton.backward(do, q, k, v, o, lse2, first, last, causal, 0.25, tiles, tiles)
+    for mine, truth in zip((o, dq, dk, dv), exact, strict=True):
+        torch.testing.assert_close(mine.double(), truth, rtol=1e-4, atol=2e-6)
 
 
 @pytest.mark.gpu
@@ -216,26 +242,33 @@ def test_the_cuts_to_choose_from_agree(part: Part, head_dim: int) -> None:
                 pairs = [(again[0], dk), (again[1], dv)]
             for mine, theirs in pairs:
                 torch.testing.assert_close(
-                    mine.float(), theirs.float(), rtol=2e-2, atol=2e-2, msg=lambda m: f"{tiles}: {m}"
+                    mine.float(), theirs.float(), rtol=2e-2, atol=2e-2, msg=f"{part} cut {tiles}"
                 )
 
 
 def lengths_of(device: str) -> list[int]:
-    return [3, 17, 32, 1, 20] if device == "cpu" else [3, 170, 256, 1, 391, 64, 500]
+    return [3, 40, 1, 30] if device == "cpu" else [3, 391, 1, 170, 256, 64, 500]
 
 
 def ids_of(lengths: list[int], device: str) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))[None].to(device)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("given_as", ["ids", "cumulative lengths"])
+@pytest.mark.parametrize(
+    ("given_as", "dtype", "causal"),
+    [
+        ("ids", torch.bfloat16, True),
+        ("ids", torch.float32, False),
+        ("cumulative lengths", torch.float32, True),
+        ("cumulative lengths", torch.bfloat16, False),
+    ],
+    ids=str,
+)
 def test_packed_documents_are_as_exact(
     given_as: str, dtype: torch.dtype, causal: bool, device: str, check_errors: Check
 ) -> None:
     lengths = lengths_of(device)
-    q, k, v, do = inputs(1, 4, 2, sum(lengths), 64, dtype, device)
+    q, k, v, do = inputs(1, 2, 1, sum(lengths), 64, dtype, device)
     documents = ids_of(lengths, device)
     if given_as == "cumulative lengths":
         documents = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
@@ -243,8 +276,8 @@ def test_packed_documents_are_as_exact(
 
 
 def test_rows_of_a_batch_have_documents_of_their_own(device: str, check_errors: Check) -> None:
-    q, k, v, do = inputs(3, 2, 1, 60, 64, torch.float32, device)
-    cuts = [[60], [7, 53], [20, 20, 20]]
+    q, k, v, do = inputs(2, 1, 1, 60, 64, torch.float32, device)
+    cuts = [[7, 53], [20, 20, 20]]
     documents = torch.cat([ids_of(lengths, device) for lengths in cuts])
     hold(check_errors, q, k, v, do, documents=documents)
 
@@ -253,7 +286,7 @@ def test_packed_is_the_same_as_each_document_by_itself(
     device: str, error: Callable[[Tensor, Tensor], float]
 ) -> None:
     lengths = lengths_of(device)
-    tensors = inputs(1, 2, 1, sum(lengths), 64, torch.float32, device)
+    tensors = inputs(1, 1, 1, sum(lengths), 64, torch.float32, device)
     packed = with_gradients(flash_attention, *tensors, documents=ids_of(lengths, device))
     pieces = zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True)
     alone = [with_gradients(flash_attention, *piece) for piece in pieces]
@@ -261,14 +294,13 @@ def test_packed_is_the_same_as_each_document_by_itself(
         assert error(together, torch.cat(apart, 2).double()) < 2e-6
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("dtype", "causal"), [(torch.float32, True), (torch.bfloat16, False)], ids=str)
 def test_a_changed_document_changes_no_bit_of_another(dtype: torch.dtype, causal: bool, device: str) -> None:
     lengths = lengths_of(device)
     documents = ids_of(lengths, device)
-    before = inputs(1, 4, 2, sum(lengths), 64, dtype, device)
-    others = inputs(1, 4, 2, sum(lengths), 64, dtype, device, seed=1)
-    changed = documents[0] == 2
+    before = inputs(1, 2, 1, sum(lengths), 64, dtype, device)
+    others = inputs(1, 2, 1, sum(lengths), 64, dtype, device, seed=1)
+    changed = documents[0] == 1
     after = [torch.where(changed[:, None], 30 * new, old) for new, old in zip(others, before, strict=True)]
     one = with_gradients(flash_attention, *before, causal=causal, documents=documents)
     two = with_gradients(flash_attention, *after, causal=causal, documents=documents)
@@ -300,8 +332,8 @@ def test_positions_after_the_last_cumulative_length_are_a_document_of_their_own(
 
 
 def test_a_hundred_repeats_give_the_same_bits(device: str) -> None:
-    repeats = 3 if device == "cpu" else 100  # the interpreter has no threads that could race
-    batch, heads, kv_heads, length, head_dim = shape_of(device, (1, 4, 2, 40, 64), (2, 8, 2, 777, 128))
+    repeats = 2 if device == "cpu" else 100  # the interpreter has no threads that could race
+    batch, heads, kv_heads, length, head_dim = shape_of(device, (1, 2, 1, 40, 16), (2, 8, 2, 777, 128))
     tensors = inputs(batch, heads, kv_heads, length, head_dim, torch.bfloat16, device)
     expected = with_gradients(flash_attention, *tensors)
     for _ in range(repeats):
@@ -311,9 +343,9 @@ def test_a_hundred_repeats_give_the_same_bits(device: str) -> None:
 
 def test_the_gradient_is_that_of_finite_differences(device: str) -> None:
     """Against the kernel's own forward pass, in a random direction of all three inputs."""
-    q, k, v, do = (tensor.float() for tensor in inputs(1, 2, 1, 24, 64, torch.float32, device))
+    q, k, v, do = (tensor.float() for tensor in inputs(1, 1, 1, 24, 16, torch.float32, device))
     gradients = with_gradients(flash_attention, q, k, v, do)[1:]
-    steps = inputs(1, 2, 1, 24, 64, torch.float32, device, seed=3)[:3]
+    steps = inputs(1, 1, 1, 24, 16, torch.float32, device, seed=3)[:3]
     size = 1e-2
     above, below = (
         (flash_attention(*(x + sign * size * step for x, step in zip((q, k, v), steps, strict=True))) * do)
@@ -331,8 +363,8 @@ def test_the_gradient_is_that_of_finite_differences(device: str) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("packed", [False, True], ids=["one document", "packed"])
 def test_compiled_it_is_one_graph_and_the_same_bits(packed: bool, device: str) -> None:
-    tensors = inputs(2, 4, 2, 48, 64, torch.bfloat16, device)
-    documents = torch.tensor([0] * 10 + [1] * 38, device=device).expand(2, 48) if packed else None
+    tensors = inputs(1, 2, 1, 48, 64, torch.bfloat16, device)
+    documents = torch.tensor([[0] * 10 + [1] * 38], device=device) if packed else None
 
     def model(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return (

@@ -119,7 +119,7 @@ def test_without_triton_it_is_refused() -> None:
 
 @pytest.mark.parametrize("other", ["flash_attention", "cudnn_attention", "flex_attention"])
 def test_two_cores_are_refused(other: str) -> None:
-    with pytest.raises((RecipeError, MachineError), match="cannot stand together|cannot run here"):
+    with pytest.raises((RecipeError, MachineError), match=r"cannot stand together|cannot run here"):
         check(recipe_of("triton_attention", other), probe("cpu"))
 
 
@@ -127,7 +127,7 @@ def test_kernels_that_ran_beside_another_cores_are_no_evidence() -> None:
     """Half the layers through another kernel is not what was asked for."""
 
     def seen(*kernels: str, ops: tuple[str, ...] = ()) -> Observation:
-        run, ours = plain_run()
+        _, ours = plain_run()
         assert ours.seen is not None
         return replace(ours.seen, kernels=dict.fromkeys(kernels, 1.0), ops=dict.fromkeys(ops, 1))
 

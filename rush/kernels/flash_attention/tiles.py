@@ -109,9 +109,9 @@ OLDER: dict[Part, Tiles] = {"forward": Tiles(64, 64), "dq": Tiles(64, 32), "dkdv
 FP32: dict[Part, Tiles] = {part: Tiles(32, 32, warps=4, stages=1) for part in PARTS}
 # Small, and of unequal sides, so that short sequences cover every kind of tile.
 FOR_THE_INTERPRETER: dict[Part, Tiles] = {
-    "forward": Tiles(32, 16),
-    "dq": Tiles(16, 32),
-    "dkdv": Tiles(16, 32),
+    "forward": Tiles(64, 32),
+    "dq": Tiles(32, 64),
+    "dkdv": Tiles(32, 64),
 }
 
 

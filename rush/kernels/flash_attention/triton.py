@@ -33,8 +33,11 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rush.kernels.flash_attention.tiles import Tiles, choose
+from rush.kernels.support import INTERPRETED
 
 LOG2E = math.log2(math.e)
+# The interpreter multiplies the bit patterns of bf16 instead of its values; in fp32 the products are the same.
+_WIDEN = tl.constexpr(INTERPRETED)
 # Numbers that change from batch to batch, and that a kernel need not be compiled anew for.
 _PLAIN = ["num_batch_heads", "section"]
 SECTION_BYTES = 24 * 2**20
@@ -86,6 +89,15 @@ def _put(target, strides, batch, head, start, num_tokens, tile, SIZE: tl.constex
 
 
 @triton.jit
+def _dot(left, right, so_far, PRECISION: tl.constexpr):
+    """so_far + left · right, summed in fp32."""
+    if _WIDEN:
+        left = left.to(tl.float32)
+        right = right.to(tl.float32)
+    return tl.dot(left, right, so_far, input_precision=PRECISION)
+
+
+@triton.jit
 def _within(position, low, high, LOW: tl.constexpr, HIGH: tl.constexpr):
     """Whether positions of the side that streams by are in view of those that stay: low <= position < high."""
     if LOW and HIGH:
@@ -124,7 +136,7 @@ def _keys_in_view(
         a = tl.load(first + row + start) // COLUMNS * COLUMNS
         b = tl.cdiv(tl.load(first + row + end - 1), COLUMNS) * COLUMNS
         if not CAUSAL:
-            high_m = tl.load(last + row + query_m, mask=query_m < num_tokens, other=0)
+            high_m = tl.load(last + row + query_m, mask=query_m < num_tokens, other=num_tokens)
             c = tl.load(last + row + start) // COLUMNS * COLUMNS
             d = tl.load(last + row + end - 1)
         c = tl.maximum(b, c)
@@ -168,10 +180,10 @@ def _attend(
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Let the keys from begin to end stream by: the running output, maximum and sum of each query."""
-    for start in tl.range(begin, end, COLUMNS):
-        start = tl.multiple_of(start, COLUMNS)
+    for next_start in tl.range(begin, end, COLUMNS):
+        start = tl.multiple_of(next_start, COLUMNS)
         k_nd = _tile(k, k_strides, batch, kv_head, start, num_tokens, COLUMNS, D, TMA, MASKED)
-        s_mn = tl.dot(q_md, tl.trans(k_nd), input_precision=PRECISION)
+        s_mn = _dot(q_md, tl.trans(k_nd), None, PRECISION)
         if MASKED:
             key_n = start + tl.arange(0, COLUMNS)
             seen = _within(key_n[None, :], low_m[:, None], high_m[:, None], DOCUMENTS, True)
@@ -186,7 +198,7 @@ def _attend(
         sum_m = sum_m * shrink_m + tl.sum(p_mn, 1)
         acc_md = acc_md * shrink_m[:, None]
         v_nd = _tile(v, v_strides, batch, kv_head, start, num_tokens, COLUMNS, D, TMA, MASKED)
-        acc_md = tl.dot(p_mn.to(v_nd.dtype), v_nd, acc_md, input_precision=PRECISION)
+        acc_md = _dot(p_mn.to(v_nd.dtype), v_nd, acc_md, PRECISION)
         max_m = new_max_m
     return acc_md, max_m, sum_m
 
@@ -245,19 +257,20 @@ def _gather_dq(
     PRECISION: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys from begin to end give to the gradient of a tile of queries (the scale comes last)."""
-    for start in tl.range(begin, end, COLUMNS):
-        start = tl.multiple_of(start, COLUMNS)
+    for next_start in tl.range(begin, end, COLUMNS):
+        start = tl.multiple_of(next_start, COLUMNS)
         k_nd = _tile(k, k_strides, batch, kv_head, start, num_tokens, COLUMNS, D, TMA, MASKED)
         v_nd = _tile(v, v_strides, batch, kv_head, start, num_tokens, COLUMNS, D, TMA, MASKED)
-        s_mn = tl.dot(q_md, tl.trans(k_nd), input_precision=PRECISION)
-        dp_mn = tl.dot(do_md, tl.trans(v_nd), input_precision=PRECISION)
-        p_mn = tl.exp2(s_mn * scale2 - lse2_m[:, None])
+        s_mn = _dot(q_md, tl.trans(k_nd), None, PRECISION)
+        dp_mn = _dot(do_md, tl.trans(v_nd), None, PRECISION)
+        power_mn = s_mn * scale2 - lse2_m[:, None]
         if MASKED:
             key_n = start + tl.arange(0, COLUMNS)
             seen = _within(key_n[None, :], low_m[:, None], high_m[:, None], DOCUMENTS, True)
-            p_mn = tl.where(seen, p_mn, 0.0)
+            power_mn = tl.where(seen, power_mn, -float("inf"))
+        p_mn = tl.exp2(power_mn)
         ds_mn = p_mn * (dp_mn - delta_m[:, None])
-        dq_md = tl.dot(ds_mn.to(k_nd.dtype), k_nd, dq_md, input_precision=PRECISION)
+        dq_md = _dot(ds_mn.to(k_nd.dtype), k_nd, dq_md, PRECISION)
     return dq_md
 
 
@@ -336,20 +349,21 @@ def _gather_dkdv(
             lse2_m = tl.load(lse2 + statistics, mask=query_m < num_tokens, other=0.0)
         else:
             lse2_m = tl.load(lse2 + statistics)
-        s_nm = tl.dot(k_nd, tl.trans(q_md), input_precision=PRECISION)
-        p_nm = tl.exp2(s_nm * scale2 - lse2_m[None, :])
+        s_nm = _dot(k_nd, tl.trans(q_md), None, PRECISION)
+        power_nm = s_nm * scale2 - lse2_m[None, :]
         if MASKED:
             seen = _within(query_m[None, :], low_n[:, None], high_n[:, None], True, DOCUMENTS)
-            p_nm = tl.where(seen, p_nm, 0.0)
+            power_nm = tl.where(seen, power_nm, -float("inf"))
+        p_nm = tl.exp2(power_nm)
         do_md = _tile(do, do_strides, batch, head, start, num_tokens, ROWS, D, TMA, BOUNDED)
-        dv_nd = tl.dot(p_nm.to(do_md.dtype), do_md, dv_nd, input_precision=PRECISION)
+        dv_nd = _dot(p_nm.to(do_md.dtype), do_md, dv_nd, PRECISION)
         if BOUNDED:
             delta_m = tl.load(delta + statistics, mask=query_m < num_tokens, other=0.0)
         else:
             delta_m = tl.load(delta + statistics)
-        dp_nm = tl.dot(v_nd, tl.trans(do_md), input_precision=PRECISION)
+        dp_nm = _dot(v_nd, tl.trans(do_md), None, PRECISION)
         ds_nm = p_nm * (dp_nm - delta_m[None, :])
-        dk_nd = tl.dot(ds_nm.to(q_md.dtype), q_md, dk_nd, input_precision=PRECISION)
+        dk_nd = _dot(ds_nm.to(q_md.dtype), q_md, dk_nd, PRECISION)
     return dk_nd, dv_nd
 
 
