@@ -126,9 +126,10 @@ def _y_ticks(panel: Curves) -> list[float]:
 
 
 def _x_ticks(panel: Curves) -> list[float]:
-    """Measured sizes where there are few enough to be read, else round places."""
-    xs = sorted({dot.x for line in panel.lines for dot in line.dots if line.style != "dots"})
-    if panel.x_log and panel.x_unit in ("B", "") and 1 < len(xs) <= 24:
+    """The measured sizes where they are whole and few enough to be read, else round places."""
+    joined = [line for line in panel.lines if line.style in ("measured", "extrapolated")]
+    xs = sorted({dot.x for line in joined for dot in line.dots})
+    if panel.x_log and 1 < len(xs) <= 24 and all(x == int(x) for x in xs):
         return xs
     x_low, x_high, _, _ = _ranges(panel)
     return tick_values(x_low, x_high, panel.x_log, panel.x_unit)

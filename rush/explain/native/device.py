@@ -1,6 +1,7 @@
-# mypy: allow-untyped-decorators
+# mypy: allow-untyped-decorators, allow-untyped-defs
 """The walks on a GPU, as Triton kernels: a chain of loads, a stream of loads, and programs that only compute.
 
+Parameters of a kernel carry no types: Triton would look up what the annotation names.
 Imported only where a CUDA device is measured: it needs Triton. (With `device="cpu"` they run in Triton's interpreter, for tests.)
 """
 
@@ -17,7 +18,7 @@ BLOCK = 4096
 
 
 @triton.jit
-def chase_kernel(table: Any, start: Any, out: Any, hops: Any) -> None:
+def chase_kernel(table, start, out, hops):
     """One program follows the chain: each load needs the result of the one before."""
     place = tl.load(start)
     for _ in range(hops):
@@ -26,7 +27,7 @@ def chase_kernel(table: Any, start: Any, out: Any, hops: Any) -> None:
 
 
 @triton.jit
-def read_kernel(source: Any, out: Any, num_blocks: Any, rounds: Any, BLOCK: tl.constexpr) -> None:
+def read_kernel(source, out, num_blocks, rounds, BLOCK: tl.constexpr):
     """Every program reads blocks of the working set in turn, past the first-level cache."""
     program = tl.program_id(0)
     stride = tl.num_programs(0)
@@ -39,7 +40,7 @@ def read_kernel(source: Any, out: Any, num_blocks: Any, rounds: Any, BLOCK: tl.c
 
 
 @triton.jit
-def busy_kernel(out: Any, rounds: Any, BLOCK: tl.constexpr) -> None:
+def busy_kernel(out, rounds, BLOCK: tl.constexpr):
     """A fixed amount of arithmetic and one store: a task as long as every other."""
     lane = tl.arange(0, BLOCK)
     x = lane.to(tl.float32) * 1e-4
