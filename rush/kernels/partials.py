@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """The end of a sum over rows: many private sums become one, and get their final dtype.
 
 Kernels that sum over all rows (the gradients of a norm's gain and offset) let each program keep a sum of its

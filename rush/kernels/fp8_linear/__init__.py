@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """Linear layers whose three matrix products (forward, and both gradients) have 8-bit factors.
 
 The units for 8-bit floats do twice the work of those for 16 bits. What it costs is precision, and the
@@ -76,8 +77,9 @@ def fp8_linear(
         casts == "compiler" or recipe == "tensorwise", "fp8_linear's casting kernel is for tensorwise scales."
     )
     x_mk = x.reshape(-1, x.shape[-1])
-    out_mn = _Fp8Linear.apply(x_mk, weight, recipe == "rowwise", fast == "all", casts == "kernel")
-    return out_mn.reshape(*x.shape[:-1], weight.shape[0])  # type: ignore[no-any-return]
+    options = (recipe == "rowwise", fast == "all", casts == "kernel")
+    out_mn: Tensor = _Fp8Linear.apply(x_mk, weight, *options)  # type: ignore[no-untyped-call]
+    return out_mn.reshape(*x.shape[:-1], weight.shape[0])
 
 
 class _Fp8Linear(torch.autograd.Function):
@@ -100,7 +102,7 @@ class _Fp8Linear(torch.autograd.Function):
         return _product(x, weight, x_mk.dtype, fast=True)
 
     @staticmethod
-    def backward(ctx: Any, dout_mn: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dout_mn: Tensor) -> tuple[Any, ...]:
         if ctx.rowwise:
             x_mk, weight_nk = ctx.saved_tensors
             dout, dout_turned = quantise(dout_mn, E4M3, True), _turned(dout_mn, E4M3)

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """Cast to fp8 in both layouts at once.
 
 The 8-bit matmuls of Hopper want both factors with the inner dim side by side in memory. A linear layer

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """GELU in its tanh form (GPT-2's), nothing kept but its input.
 
 Takes fp32, bf16 and fp16 (under autocast: what the linear layer gives); fp32 inside, rounded once. An input

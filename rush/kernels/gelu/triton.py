@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """GELU in its tanh form, as one kernel forward and one backward.
 
 Since (1 + tanh(z)) / 2 = sigmoid(2z), the function is x · sigmoid(u) with

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """LayerNorm with gain and offset, alone or with the residual add before it.
 
 Takes fp32, bf16 and fp16 as they come: everything is fp32 inside and rounded once at the end. The result

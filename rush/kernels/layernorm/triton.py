@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """LayerNorm, forward and backward, each in one pass over memory.
 
 As with RMSNorm, a program holds whole rows in registers: read once, written once. Because the row is at

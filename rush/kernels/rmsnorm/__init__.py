@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """RMSNorm, alone or with the residual add before it.
 
 Takes fp32, bf16 and fp16 as they come: statistics are fp32, the scaled value is rounded to the input's

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """RMSNorm, forward and backward, each in one pass over memory.
 
 Plain torch writes the fp32 copy, its square, the scaled value: each a trip to device memory, while the

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """Rotary positions: queries and keys turned in one launch, in the layout the linear layers leave them in.
 
 Takes fp32, bf16 and fp16 queries and keys with fp32 angles; the turn is done in fp32 and rounded once. No

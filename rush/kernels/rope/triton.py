@@ -1,7 +1,8 @@
+# mypy: allow-untyped-decorators
 """Rotary positions for queries and keys in one launch.
 
 Plain torch makes an fp32 copy, two concatenations and three more temporaries of queries and keys. The
-turn itself is four multiplications a pair. Here a program takes one token with all its query and key heads:
+turn itself is four multiplications a pair. Here a program takes a token with all its query and key heads:
 it reads each half of every head and the token's cosines and sines once, and writes both halves turned.
 The linear layers leave the heads of a token side by side; the kernel follows strides, so nothing is
 copied first, and its results lie as its inputs do. A turn is undone by the opposite turn, so the
@@ -17,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.support import next_power_of_2
+from rush.kernels.support import INTERPRETED, next_power_of_2
 
 # Shapes: b batch, h query heads, k key heads, t positions, d head dim.
 
@@ -26,23 +27,26 @@ from rush.kernels.support import next_power_of_2
 def _turn_heads(
     x_ptr: Any,
     out_ptr: Any,
+    x_place: Any,
+    place: Any,
     head_stride: Any,
     num_heads: Any,
     cos: Any,
     sin: Any,
     half: Any,
+    inside: Any,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    head = tl.arange(0, HEADS)[:, None]
-    pair = tl.arange(0, HALF)[None, :]
-    inside = (head < num_heads) & (pair < half)
-    place = x_ptr + head * head_stride + pair
-    first = tl.load(place, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(place + half, mask=inside, other=0.0).to(tl.float32)
-    out = out_ptr + head * (2 * half) + pair
-    tl.store(out, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(out + half, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    head = tl.arange(0, HEADS)[None, :, None]
+    pair = tl.arange(0, HALF)[None, None, :]
+    mask = inside & (head < num_heads) & (pair < half)
+    source = x_ptr + x_place + head * head_stride + pair
+    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+    second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
+    out = out_ptr + (place * num_heads + head) * (2 * half) + pair
+    tl.store(out, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out + half, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -61,44 +65,33 @@ def rope_kernel(
     k_token_stride: Any,
     angle_batch_stride: Any,
     angle_token_stride: Any,
+    num_places: Any,
     num_tokens: Any,
     num_q_heads: Any,
     num_k_heads: Any,
     half: Any,
     BACK: tl.constexpr,
+    PLACES: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    place = tl.program_id(0).to(tl.int64)
+    place = (tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES))[:, None, None]
     batch, token = place // num_tokens, place % num_tokens
-    pair = tl.arange(0, HALF)[None, :]
+    inside = place < num_places
+    pair = tl.arange(0, HALF)[None, None, :]
     angle = batch * angle_batch_stride + token * angle_token_stride + pair
-    cos = tl.load(cos_ptr + angle, mask=pair < half, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=pair < half, other=0.0).to(tl.float32)
+    cos = tl.load(cos_ptr + angle, mask=inside & (pair < half), other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=inside & (pair < half), other=0.0).to(tl.float32)
     if BACK:
         sin = -sin
+    q_place = batch * q_batch_stride + token * q_token_stride
+    k_place = batch * k_batch_stride + token * k_token_stride
     _turn_heads(
-        q_ptr + batch * q_batch_stride + token * q_token_stride,
-        q_out_ptr + place * num_q_heads * (2 * half),
-        q_head_stride,
-        num_q_heads,
-        cos,
-        sin,
-        half,
-        Q_HEADS,
-        HALF,
+        q_ptr, q_out_ptr, q_place, place, q_head_stride, num_q_heads, cos, sin, half, inside, Q_HEADS, HALF
     )
     _turn_heads(
-        k_ptr + batch * k_batch_stride + token * k_token_stride,
-        k_out_ptr + place * num_k_heads * (2 * half),
-        k_head_stride,
-        num_k_heads,
-        cos,
-        sin,
-        half,
-        K_HEADS,
-        HALF,
+        k_ptr, k_out_ptr, k_place, place, k_head_stride, num_k_heads, cos, sin, half, inside, K_HEADS, HALF
     )
 
 
@@ -113,8 +106,10 @@ def turn(
     q_out, k_out = side_by_side(q_bhtd), side_by_side(k_bktd)
     num_k_heads, half = k_bktd.shape[1], head_dim // 2
     if batch * num_tokens:
-        heads = next_power_of_2(num_q_heads) * next_power_of_2(half)
-        rope_kernel[(batch * num_tokens,)](
+        token_size = next_power_of_2(num_q_heads) * next_power_of_2(half)
+        # Small models put several tokens into a program; the interpreter many, since it pays for each program.
+        places = next_power_of_2(max(1, (16384 if INTERPRETED else 1024) // token_size))
+        rope_kernel[(triton.cdiv(batch * num_tokens, places),)](
             q_bhtd,
             k_bktd,
             cos_btd,
@@ -129,15 +124,17 @@ def turn(
             k_bktd.stride(2),
             0 if cos_btd.shape[0] == 1 else cos_btd.stride(0),
             cos_btd.stride(1),
+            batch * num_tokens,
             num_tokens,
             num_q_heads,
             num_k_heads,
             half,
             BACK=back,
+            PLACES=places,
             Q_HEADS=next_power_of_2(num_q_heads),
             K_HEADS=next_power_of_2(num_k_heads),
             HALF=next_power_of_2(half),
-            num_warps=min(8, max(1, heads // 256)),
+            num_warps=min(8, max(1, places * token_size // 256)),
         )
     return q_out, k_out
 

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """SwiGLU: silu(gate) · up, nothing kept but its inputs.
 
 Takes fp32, bf16 and fp16, both inputs in one dtype (under autocast: what the linear layers give); fp32

@@ -1,3 +1,4 @@
+# mypy: allow-untyped-decorators
 """SwiGLU, silu(gate) · up, as one kernel forward and one backward.
 
 Plain torch writes silu(gate), reads it again to multiply, and keeps it for the backward pass: three
