@@ -3,7 +3,7 @@
 Hopper's units do twice as many 8-bit products as 16-bit ones. Each factor is scaled to the 8-bit range and
 rounded on its way into the product; weights and optimizer stay as they are. What is left of the factor of
 two depends on the casts, which read every activation and gradient again, and on the shapes: it pays for wide
-layers and many tokens, and costs time below a hidden size of about 2,000. Use it beside `compile`, which
+layers and many tokens, and can cost time where layers are narrow. Use it beside `compile`, which
 fuses the casts; eager it is slower than bf16. A 3-bit mantissa is coarse: losses follow those of bf16, step
 by step they differ. One scale per tensor is fastest; one per row spares small values beside large ones.
 """
