@@ -7,6 +7,7 @@ do. Its height is measured. Forward passes, and the optimizer's update.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -20,12 +21,15 @@ from rush.explain.contract import Data, Settings, Table, Topic
 if TYPE_CHECKING:
     import torch
 
+    from rush.hardware import Machine
     from rush.models import Shape
 
 HALF = {"amp_bf16": "bfloat16", "bf16_master": "bfloat16", "pure_bf16": "bfloat16", "amp_fp16": "float16"}
 KINDS = {"matmul": 1, "attention": 2, "elementwise": 3, "optimizer": 4}
 NORM_FLOPS, GELU_FLOPS, SWIGLU_FLOPS, LOSS_FLOPS, ADAM_FLOPS = 8, 10, 6, 5, 15
 """Operations per number, roughly: few enough that it makes no difference which side of the ridge they fall on."""
+
+TOO_LONG_S = 90.0
 
 Case = tuple[str, str, int, float, float, Callable[[], object]]
 """Name, kind, copies in the model, FLOPs, least bytes, and the work itself."""
@@ -57,6 +61,8 @@ def measure(settings: Settings) -> Data:
     budget = 0.1 if settings.quick else 1.5
     matmul = rates.matmul(settings.device, dtype, budget_s=budget)
     assert not isinstance(matmul, str), matmul
+    peak = max(sample.rate for sample in matmul)
+    _check_size(shape, rows, sequence, peak, settings.machine)
     copy = rates.bandwidth(settings.device, budget_s=budget)["copy"]
     cases = _cases(shape, rows, sequence, getattr(torch, dtype), settings.device)
     ops = []
@@ -90,10 +96,34 @@ def measure(settings: Settings) -> Data:
         "batch": rows,
         "sequence": sequence,
         "dtype": dtype,
-        "matmul_flops": max(sample.rate for sample in matmul),
+        "matmul_flops": peak,
         "copy_bytes_per_s": copy.rate,
         "ops": ops,
     }
+
+
+def _check_size(shape: Shape, rows: int, sequence: int, peak: float, machine: Machine) -> None:
+    """Refuse beforehand what would take minutes, or more memory than there is."""
+    from rush.models import count_parameters
+    from rush.models.counts import parameter_table
+
+    tokens = rows * sequence
+    matrices = [math.prod(entry.dims) for entry in parameter_table(shape) if entry.matmul_parameters]
+    # Each product is made seven times or more: warm-up and samples.
+    seconds = 7 * 2 * tokens * sum(matrices) / peak
+    scores = 4 * rows * shape.num_heads * sequence * sequence
+    # The loss keeps logits and their softmax, plain attention some copies of its scores, AdamW four numbers a weight.
+    needed = max(8 * tokens * shape.vocab_size, 4 * scores, 16 * count_parameters(shape))
+    if seconds > TOO_LONG_S or needed > 0.7 * machine.memory_bytes:
+        reason = (
+            f"take about {say.duration(seconds)}"
+            if seconds > TOO_LONG_S
+            else f"need about {say.size(needed)}"
+        )
+        raise RecipeError(
+            f"the operations of this model with {rows} × {sequence} tokens would {reason} on this device; "
+            "use a smaller --batch or --sequence, or a smaller --model."
+        )
 
 
 def _cases(

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from rush.explain import Settings, find, say, topics
 from rush.explain.drawing import draw
 from rush.explain.page import page
 from rush.explain.records import explain, make, picture, read, write
-from rush.hardware import probe
+from rush.hardware import Device, probe
 from tests.explain import made_up
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -94,6 +95,21 @@ def test_the_measured_shapes_are_the_recipes() -> None:
 def test_a_sequence_longer_than_the_model_reads_is_refused() -> None:
     with pytest.raises(RecipeError, match="256 tokens"):
         find("roofline").measure(Settings(probe("cpu"), "cpu", options={"sequence": 100_000}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"model": "llama-3.1-8b"}, "take about"),
+        ({"model": "llama-3.1-8b", "batch": 1, "sequence": 1}, "need about"),
+    ],
+)
+def test_what_would_take_minutes_or_does_not_fit_is_refused_beforehand(
+    changes: dict[str, str | int], reason: str
+) -> None:
+    small = replace(probe("cpu"), devices=(Device("small", 2**33),))
+    with pytest.raises(RecipeError, match=f"{reason} .*use a smaller --batch"):
+        find("roofline").measure(Settings(small, "cpu", quick=True, options=changes))
 
 
 def test_fusion_compiles_or_says_why_not_and_computes_the_chain() -> None:

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-decorators, allow-untyped-defs
+# mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs
 """The walks on a GPU, as Triton kernels: a chain of loads, a stream of loads, and programs that only compute.
 
 Parameters of a kernel carry no types: Triton would look up what the annotation names.
