@@ -3,7 +3,8 @@
 Adam keeps two running averages for every parameter, 8 bytes in fp32: as much as weights and gradients
 together. Here they are stored in blocks of 8-bit codes with a scale for each block and are unpacked, updated
 and packed again inside one kernel: about 2 bytes. Small tensors stay in fp32. It buys memory, not
-speed: the update touches fewer bytes but does more arithmetic.
+speed: the update touches fewer bytes but does more arithmetic. Backend `rush` is our own kernel, one launch
+for all tensors; it can also round bf16 weights by chance (see `fused_update`), which the libraries cannot.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 import torch
 
-from rush.recipe import Knob
+from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     Build,
     Claim,
@@ -28,10 +29,14 @@ from rush.techniques.contract import (
     Stage,
     Technique,
     knob_of,
+    used,
 )
 from rush.techniques.evidence import state_per_parameter
+from rush.techniques.seams import needs_triton
 
-BACKENDS = ("torchao", "bitsandbytes")
+BACKENDS = ("torchao", "bitsandbytes", "rush")
+OP, KERNEL = "rush::adamw8bit", "adamw8bit_kernel"
+BY_CHANCE = "rush::stochastic_rounding"
 
 
 def _torchao(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -63,23 +68,45 @@ def _bitsandbytes(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     return made
 
 
+def _rush(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = import_module("rush.kernels.adamw8bit").RushAdamW8bit(*args, **kwargs)
+    return made
+
+
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    build.make_optimizer = {"torchao": _torchao, "bitsandbytes": _bitsandbytes}[str(knobs["backend"])]
+    makers = {"torchao": _torchao, "bitsandbytes": _bitsandbytes, "rush": _rush}
+    build.make_optimizer = makers[str(knobs["backend"])]
     build.optimizer_options.clear()
+    if knobs["backend"] == "rush":
+        build.optimizer_options |= {
+            "stochastic_rounding": bool(knobs["stochastic_rounding"]),
+            "seed": build.recipe.run.seed,
+        }
+        build.facts["state_bytes_per_parameter"] = 5.5  # at the most, where many tensors are small and stay in fp32
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The optimizer's state has bytes in uint8 and comes to less than 6 bytes per parameter (plain: 8, all in blocks: 2)."""
+    """The optimizer's state has bytes in uint8 and comes to less than 6 bytes per parameter (plain: 8, all in blocks: 2).
+    Our own kernel was seen to run if, and only if, backend is rush, and rounding by chance if it was asked for."""
     per_parameter = state_per_parameter(seen)
+    ours = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
     return Proof(
-        seen.state_bytes.get("uint8", 0) > 0 and per_parameter < 6,
-        f"optimizer state {per_parameter:.2f} bytes per parameter, by dtype: "
-        + ", ".join(f"{dtype} {size:,}" for dtype, size in sorted(seen.state_bytes.items())),
+        seen.state_bytes.get("uint8", 0) > 0
+        and per_parameter < 6
+        and ours == (knobs["backend"] == "rush")
+        and (BY_CHANCE in seen.ops) == knobs["stochastic_rounding"],
+        f"{'our own kernel ran' if ours else 'our own kernel did not run'}; optimizer state {per_parameter:.2f} bytes per "
+        "parameter, by dtype: "
+        + (", ".join(f"{dtype} {size:,}" for dtype, size in sorted(seen.state_bytes.items())) or "none"),
     )
 
 
-def _installed(recipe: Any) -> bool:
-    return find_spec(str(knob_of(recipe, "adam8bit", "backend", BACKENDS[0]))) is not None
+def _backend(recipe: Recipe) -> str:
+    return str(knob_of(recipe, "adam8bit", "backend", BACKENDS[0]))
+
+
+def _installed(recipe: Recipe) -> bool:
+    return _backend(recipe) == "rush" or find_spec(_backend(recipe)) is not None
 
 
 technique = Technique(
@@ -88,20 +115,31 @@ technique = Technique(
     apply=apply,
     requires=(
         Requirement(
-            "it needs the library that its backend knob names: "
+            "it needs the library that its backend knob names (rush is our own kernel): "
             'pip install "optimization-rush[quant]" -c constraints.txt',
             lambda machine, recipe: _installed(recipe),
         ),
         Requirement(
             "with backend bitsandbytes it needs a CUDA GPU; torchao runs everywhere",
+            lambda machine, recipe: machine.device == "cuda" or _backend(recipe) != "bitsandbytes",
+        ),
+        Requirement(
+            f"with backend rush {needs_triton.sentence}",
+            lambda machine, recipe: _backend(recipe) != "rush" or needs_triton.met(machine, recipe),
+        ),
+        Requirement(
+            "stochastic rounding is for weights in bf16 and our own kernel; add pure_bf16 and set backend rush",
             lambda machine, recipe: (
-                machine.device == "cuda"
-                or knob_of(recipe, "adam8bit", "backend", BACKENDS[0]) != "bitsandbytes"
+                not knob_of(recipe, "adam8bit", "stochastic_rounding", False)
+                or (_backend(recipe) == "rush" and used(recipe, "pure_bf16"))
             ),
         ),
     ),
-    conflicts=("bf16_master", "fused_adamw"),
-    knobs={"backend": KnobRange(BACKENDS, "the library whose kernels do the update")},
+    conflicts=("bf16_master", "fused_adamw", "fused_update"),
+    knobs={
+        "backend": KnobRange(BACKENDS, "whose kernels do the update"),
+        "stochastic_rounding": KnobRange((False, True), "round weights in bf16 by chance (backend rush)"),
+    },
     claim=Claim(
         "optimizer state bytes",
         -0.75,

@@ -90,7 +90,7 @@ technique = Technique(
     name="chunked_loss",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("liger",),
+    conflicts=("fused_loss", "liger"),
     knobs={"chunk_tokens": KnobRange((1024, 256, 512, 2048, 4096, 64), "tokens whose logits exist at once")},
     claim=Claim(
         "bytes of logits",

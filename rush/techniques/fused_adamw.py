@@ -24,7 +24,7 @@ technique = Technique(
     name="fused_adamw",
     stage=Stage.UPDATE,
     apply=apply,
-    conflicts=("adam8bit",),
+    conflicts=("adam8bit", "fused_update"),
     claim=Claim(
         "tokens_per_s",
         0.10,

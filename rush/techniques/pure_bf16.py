@@ -21,10 +21,12 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Weights and matmul inputs are bf16, and the optimizer's state comes to 4 bytes per parameter (plain: 8)."""
+    """Weights and matmul inputs are bf16, and the optimizer's state comes to 4 bytes per parameter (plain: 8), or what
+    the technique for the update says it keeps."""
     per_parameter = state_per_parameter(seen)
-    # Two moments of 2 bytes; 8-bit moments are smaller still.
-    took_effect = seen.weight_dtypes == seen.matmul_dtypes == {"bfloat16"} and per_parameter < 4.5
+    # Two moments of 2 bytes; 8-bit moments are smaller still; an update may say that it keeps them larger.
+    most = seen.facts.get("state_bytes_per_parameter", 4) + 0.5
+    took_effect = seen.weight_dtypes == seen.matmul_dtypes == {"bfloat16"} and per_parameter < most
     weights = ", ".join(sorted(seen.weight_dtypes))
     return Proof(
         took_effect,

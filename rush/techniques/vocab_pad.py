@@ -88,7 +88,7 @@ technique = Technique(
     name="vocab_pad",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("liger",),
+    conflicts=("fused_loss", "liger"),
     after=("chunked_loss",),
     requires=(
         Requirement(

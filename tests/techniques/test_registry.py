@@ -148,6 +148,16 @@ def recipes(name: str) -> list[Recipe]:
     own = [recipe_of(name, overrides=changes) for changes in unlike]
     if name == "adam8bit":
         own.append(recipe_of("{name='adam8bit', backend='bitsandbytes'}"))
+        own.append(recipe_of("{name='adam8bit', backend='rush'}"))
+        own.append(recipe_of("{name='adam8bit', backend='rush', stochastic_rounding=true}"))
+    if name == "fused_update":
+        own.append(recipe_of("{name='fused_update', stochastic_rounding=true}"))
+    if name == "fp8":
+        own.append(recipe_of(name, overrides=["model.shape.intermediate=100"]))
+        own.append(recipe_of("{name='fp8', recipe='rowwise', casts='kernel'}"))
+        own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", "chunked_loss"))
+    if name == "fused_rope":
+        own.append(recipe_of(name, name="tiny"))
     if name != "compile" and "compile" not in registry()[name].conflicts:
         own.append(recipe_of(name, "{name='compile', mode='reduce-overhead'}"))
     return own
