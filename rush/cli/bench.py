@@ -97,17 +97,21 @@ def _show_kernels(record: KernelRecord) -> None:
         title = f"{op['op']} ({op['dtype']})" + (
             "" if op["status"] == "ok" else f": {op['status']}, {op['reason']}"
         )
-        rows = [_kernel_row(row) for row in op["rows"] if row["status"] != "absent"]
-        if rows:
-            print_table(
-                ["size", "pass", "contender", "ms", "of ceiling", "extra", "result"], rows, title=title
-            )
+        here = [row for row in op["rows"] if row["status"] != "absent"]
+        passes = list(dict.fromkeys(row["step"] for row in here))
+        if here:
+            columns = ["size", "contender", *(f"{step} ms" for step in passes), "extra", "result"]
+            pairs = dict.fromkeys((row["size"], row["contender"]) for row in here)
+            rows = [
+                _kernel_row([row for row in here if (row["size"], row["contender"]) == pair])
+                for pair in pairs
+            ]
+            print_table(columns, rows, title=title)
         else:
             note(title)
-        if away := sorted(
-            {f"{row['contender']} ({row['reason']})" for row in op["rows"] if row["status"] == "absent"}
-        ):
-            note(f"  not here: {', '.join(away)}")
+        away = {f"{row['contender']} ({row['reason']})" for row in op["rows"] if row["status"] == "absent"}
+        if away:
+            note(f"  not here: {', '.join(sorted(away))}")
     targets = [
         [op["op"], t["size"], t["step"], t["what"], _reached(t), t["verdict"]]
         for op in record["ops"]
@@ -119,21 +123,28 @@ def _show_kernels(record: KernelRecord) -> None:
         print_table(["kernel", "size", "pass", "target", "reached", ""], targets, title="Targets")
 
 
-def _kernel_row(row: Row) -> list[str]:
-    time, right = row["time_ms"], row["correctness"]
+def _kernel_row(rows: list[Row]) -> list[str]:
+    """One contender at one size: its passes side by side, with their part of the ceiling."""
+    first, right, extra = rows[0], rows[0]["correctness"], rows[0].get("beyond_results_bytes")
     verdict = right["verdict"] if right else ""
     if right and right["error"] is not None:
-        verdict += f" ({right['error']:.1e})"
-    fraction, extra = row.get("ceiling_fraction"), row.get("beyond_results_bytes")
+        verdict += f" ({right['error']:.0e})"
+    said = f"{verdict}; {first['reason']}".strip("; ") if first["status"] != "ok" else verdict
     return [
-        row["size"],
-        row["step"],
-        row["contender"],
-        f"{time['median']:.3f} ± {(time['ci95'][1] - time['ci95'][0]) / 2:.3f}" if time else "",
-        f"{100 * fraction:.0f} %" if fraction is not None else "",
+        first["size"],
+        first["contender"],
+        *(_time_cell(row) for row in rows),
         f"{extra / 2**20:,.0f} MiB" if extra is not None else "",
-        verdict if row["status"] == "ok" else f"{verdict} {row['reason'] or row['status']}".strip()[:70],
+        said[:90],
     ]
+
+
+def _time_cell(row: Row) -> str:
+    time, fraction = row["time_ms"], row.get("ceiling_fraction")
+    if time is None:
+        return "-"
+    part = f" ({100 * fraction:.0f} %)" if fraction is not None else ""
+    return f"{time['median']:.3f}{part}"
 
 
 def _reached(target: dict[str, Any]) -> str:

@@ -18,7 +18,7 @@ from markupsafe import Markup
 from rush.files import write_atomic
 from rush.records.kernels import KernelRecord, Op, Row, read_kernels
 from rush.report import findings, words
-from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
+from rush.report.axes import NARROW, Frame, x_axis, y_axis
 from rush.report.compare import letter_of, series_of
 from rush.report.page import flattened, render
 from rush.report.svg import Scale, number, path, picture, tag, ticks, tooltip
@@ -57,11 +57,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Figure:
-    """A picture in both sizes, with the words around it."""
+    """A picture, small enough that two or three stand side by side, and its legend."""
 
     title: str
-    wide: Markup
-    narrow: Markup
+    picture: Markup
     lines: tuple[Line, ...]
 
 
@@ -128,21 +127,25 @@ def reached_words(target: dict[str, Any]) -> str:
 def part_of(op: Op) -> Part:
     """The pictures of an op: one for each series and pass in which something was timed."""
     names = list(dict.fromkeys(row["contender"] for row in op["rows"]))
+    reached = [row.get("ceiling_fraction") or 0.0 for row in op["rows"] if row.get("time_ms")]
+    # Where all stay far below the ceiling (tiny sizes, as on a CPU) nothing could be told apart under it.
+    fractions = all(map(_finite, reached)) and max(reached, default=0.0) >= 0.1
     figures = []
     for series in dict.fromkeys(row.get("series", "") for row in op["rows"]):
         for step in dict.fromkeys(row["step"] for row in op["rows"]):
             rows = [row for row in op["rows"] if row.get("series", "") == series and row["step"] == step]
-            if (figure := _figure(op, rows, names, series, step)) is not None:
+            if (figure := _figure(op, rows, names, series, step, fractions)) is not None:
                 figures.append(figure)
     away = {row["contender"]: row["reason"] for row in op["rows"] if row["status"] == "absent"}
     return Part(op, tuple(figures), tuple(f"{name}: {why}" for name, why in away.items()))
 
 
-def _figure(op: Op, rows: Sequence[Row], names: Sequence[str], series: str, step: str) -> Figure | None:
+def _figure(
+    op: Op, rows: Sequence[Row], names: Sequence[str], series: str, step: str, fractions: bool
+) -> Figure | None:
     timed = [row for row in rows if row.get("time_ms")]
     if not timed:
         return None
-    fractions = all(_finite(row.get("ceiling_fraction")) for row in timed)
     lines = []
     for place, name in enumerate(names):
         own = [row for row in timed if row["contender"] == name]
@@ -150,8 +153,7 @@ def _figure(op: Op, rows: Sequence[Row], names: Sequence[str], series: str, step
             points = tuple(sorted((_point(op, row, fractions) for row in own), key=lambda point: point.x))
             lines.append(Line(letter_of(place), series_of(place), name, own[0]["kind"] == "ours", points))
     title = PASS_WORDS[step] + (f", {series}" if series else "")
-    drawn = [_picture(frame, op, lines, title, fractions) for frame in (WIDE, NARROW)]
-    return Figure(title, drawn[0], drawn[1], tuple(lines))
+    return Figure(title, _picture(op, lines, title, fractions), tuple(lines))
 
 
 def _finite(value: object) -> bool:
@@ -177,8 +179,8 @@ def _point(op: Op, row: Row, fractions: bool) -> Point:
     return Point(x, y, y * time["median"] / high, y * time["median"] / low, said)
 
 
-def _picture(frame: Frame, op: Op, lines: Sequence[Line], title: str, fractions: bool) -> Markup:
-    frame = Frame(frame.width, frame.height, frame.left, 34, 26, frame.bottom)
+def _picture(op: Op, lines: Sequence[Line], title: str, fractions: bool) -> Markup:
+    frame = Frame(NARROW.width, 300, NARROW.left, 34, 26, NARROW.bottom)
     points = [point for line in lines for point in line.points]
     xs = sorted({point.x for point in points})
     x = Scale(xs[0] / 1.25, xs[-1] * 1.25, frame.left, frame.x_end, log=True)
@@ -223,9 +225,14 @@ def _draw(line: Line, x: Scale, y: Scale) -> list[Markup]:
 def _letters(frame: Frame, lines: Sequence[Line], x: Scale, y: Scale) -> list[Markup]:
     """Each line's letter beside its last point, pushed apart where they would touch."""
     ends = sorted((y(line.points[-1].y), x(line.points[-1].x), line.letter) for line in lines)
-    marks, last = [], -math.inf
-    for at, right, letter in ends:
-        last = max(at, last + 13)
-        marks.append(tag("text", letter, class_="note strong", x=right + 11, y=last + 4))
-    # Pushed below the axis only by a dozen contenders at zero, which no op has.
-    return marks
+    places = []
+    for at, _, _ in ends:
+        places.append(max(at, places[-1] + 13 if places else at))
+    lowest = frame.y_end - 6  # above the axis' own labels: the last ones push the others up
+    for index in reversed(range(len(places))):
+        places[index] = min(places[index], lowest)
+        lowest = places[index] - 13
+    return [
+        tag("text", letter, class_="note strong", x=right + 11, y=place + 4)
+        for place, (_, right, letter) in zip(places, ends, strict=True)
+    ]

@@ -57,7 +57,7 @@ def test_interpreted_kernels_are_never_shown_with_a_speed() -> None:
 def test_points_are_where_the_numbers_put_them() -> None:
     part = part_of(made.op("rmsnorm"))  # type: ignore[arg-type]
     assert [figure.title for figure in part.figures] == ["forward", "forward and backward"]
-    root = ET.fromstring(str(part.figures[1].wide))
+    root = ET.fromstring(str(part.figures[1].picture))
     ticks = {
         float(text.replace("%", "")) / 100: float(e.get("y", "nan")) - 4
         for e in root.iter("text")
