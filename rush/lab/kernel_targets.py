@@ -48,11 +48,19 @@ def _judged(
         return {**line, "verdict": "not measured"}
     enough = target.at_least is None or reached >= target.at_least
     little = target.at_most is None or reached <= target.at_most
+    if interval and enough and little and not _clear(target, interval):
+        line["why"] = "a close call: the interval reaches beyond the target"
     correctness = (row or {}).get("correctness") or {}
     right = correctness.get("verdict") == "equal"
     if not right:
         line["why"] = f"what it computed is not proved equal: {correctness.get('why', 'not judged')}"
     return {**line, "verdict": "reached" if enough and little and right else "missed"}
+
+
+def _clear(target: Target, interval: Sequence[float]) -> bool:
+    """Whether the whole interval is on the right side."""
+    above = target.at_least is None or interval[0] >= target.at_least
+    return above and (target.at_most is None or interval[1] <= target.at_most)
 
 
 def _reached(

@@ -96,7 +96,13 @@ def rival_pass(model: Any) -> Pass:
     def run(tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Tensor:
         # Our labels are shifted already. Divided by one item, the library's loss is the sum over labels.
         labels_bt = labels_bt.contiguous()
-        found = model(input_ids=tokens_bt, labels=labels_bt, shift_labels=labels_bt, num_items_in_batch=1)
+        found = model(
+            input_ids=tokens_bt,
+            labels=labels_bt,
+            shift_labels=labels_bt,
+            num_items_in_batch=1,
+            return_dict=True,
+        )
         (found.loss * share).backward()
         loss: Tensor = found.loss.detach()
         return loss.float()

@@ -163,6 +163,9 @@ class Match:
         }
 
 
+CLOSE_CALL = "a close call: the interval reaches below the target"
+
+
 def target_of(at_least: float, rung: Rung) -> Target:
     """Reached only with the ratio, an equal parity verdict, and every technique of the recipe seen at work."""
     gain, parity = rung.get("gain"), rung.get("parity") or {}
@@ -179,12 +182,13 @@ def target_of(at_least: float, rung: Rung) -> Target:
         )
     if idle:
         problems.append(f"no trace of {', '.join(idle)} in the profile")
+    close = gain["ci95"][0] < at_least <= gain["ratio"]
     return {
         "at_least": at_least,
         "reached": gain["ratio"],
         "ci95": gain["ci95"],
         "verdict": "missed" if problems else "reached",
-        "why": "; ".join(problems) or None,
+        "why": "; ".join([*problems, *([CLOSE_CALL] if close else [])]) or None,
     }
 
 

@@ -225,7 +225,7 @@ def _draw(line: Line, x: Scale, y: Scale) -> list[Markup]:
 def _letters(frame: Frame, lines: Sequence[Line], x: Scale, y: Scale) -> list[Markup]:
     """Each line's letter beside its last point, pushed apart where they would touch."""
     ends = sorted((y(line.points[-1].y), x(line.points[-1].x), line.letter) for line in lines)
-    places = []
+    places: list[float] = []
     for at, _, _ in ends:
         places.append(max(at, places[-1] + 13 if places else at))
     lowest = frame.y_end - 6  # above the axis' own labels: the last ones push the others up

@@ -259,7 +259,9 @@ def test_a_speed_is_their_time_over_ours_and_a_time_ours_over_theirs() -> None:
     assert line["reached"] == pytest.approx(1.5)
     assert line["verdict"] == "reached"
     assert line["ci95"][0] < 1.5 < line["ci95"][1]
+    assert line["why"] is None
     assert judged(FASTER, row("rush", 3.0), row("them", 2.0))["verdict"] == "missed"
+    assert "close call" in judged(FASTER, row("rush", 2.0), row("them", 2.001))["why"]
     longer = Target("time", ("both",), at_most=1.05, against="them")
     line = judged(longer, row("rush", 2.2), row("them", 2.0))
     assert line["reached"] == pytest.approx(1.1)

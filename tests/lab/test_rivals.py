@@ -40,6 +40,8 @@ def test_a_target_needs_the_ratio_the_parity_and_the_evidence() -> None:
 
     assert judged(1.25)["verdict"] == "reached"
     assert judged(1.25)["why"] is None
+    assert "close call" in judged(1.205)["why"]
+    assert judged(1.205)["verdict"] == "reached"
     slow, wrong, idle = judged(1.19), judged(1.25, "different"), judged(1.25, idle=True)
     assert {case["verdict"] for case in (slow, wrong, idle)} == {"missed"}
     assert "1.190× is less than 1.2×" in slow["why"]
