@@ -12,11 +12,12 @@ from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
 from rush.kernels.layernorm import _add_layernorm, _layernorm, add_layernorm, layernorm, reference
+from rush.kernels.partials import sum_partials
 from rush.models.layers import LayerNorm
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 3), (3, 7), (2, 5, 64), (9, 300), (3, 1100)]
+SHAPES = [(1, 3), (3, 7), (2, 5, 64), (9, 300), (37, 1100)]  # the last: more rows than programs
 LARGE = [(1000, 768), (257, 2048), (64, 8192), (3, 65536), (7, 5000)]
 
 
@@ -159,6 +160,21 @@ def test_the_same_bits_every_time(device: str, repeats: int) -> None:
         found = [out, total, *gradients]
         assert seen is None or all(torch.equal(mine, first) for mine, first in zip(found, seen, strict=True))
         seen = found
+
+
+@pytest.mark.parametrize(("partials", "quantities", "width"), [(1, 1, 1), (3, 2, 20), (600, 2, 40)])
+def test_sums_of_programs_are_added_up(device: str, partials: int, quantities: int, width: int) -> None:
+    partial = torch.randn(partials, quantities, width, device=device)
+    for dtype in (torch.float32, torch.bfloat16):
+        sums = sum_partials(partial, dtype)
+        assert len({x.data_ptr() for x in sums}) == quantities
+        exact = partial.double().sum(0)
+        # Adding up rounds by the size of what is added, not of what is left; the cast rounds once more.
+        allowed = (
+            torch.finfo(torch.float32).eps * partial.double().abs().sum(0)
+            + torch.finfo(dtype).eps / 2 * exact.abs()
+        )
+        assert bool(((torch.stack(sums).double() - exact).abs() <= allowed).all())
 
 
 def test_torch_finds_the_operators_well_formed(device: str) -> None:

@@ -16,7 +16,7 @@ from rush.models.layers import RMSNorm
 
 EPS = 1e-5
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-SHAPES = [(1, 3), (3, 7), (2, 5, 64), (9, 300), (3, 1100)]
+SHAPES = [(1, 3), (3, 7), (2, 5, 64), (9, 300), (37, 1100)]  # the last: more rows than programs
 LARGE = [(1000, 768), (257, 2048), (64, 8192), (3, 65536), (7, 5000)]
 
 
