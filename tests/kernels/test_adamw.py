@@ -213,17 +213,25 @@ def test_a_second_moment_in_bf16_decays_only_when_it_is_rounded_by_chance(device
 
 
 def test_what_is_no_number_and_what_is_infinite_stay_so(device: str) -> None:
-    for given in (float("nan"), float("inf"), -float("inf")):
+    # All bits of this one are set below the sign: whatever is added to it must not carry over into a number.
+    every_bit = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    for given, moment in (
+        (float("inf"), 1.0),
+        (-float("inf"), 1.0),
+        (1.0, float(every_bit)),
+        (float("nan"), 1.0),
+    ):
         parameter = torch.full((64,), given, device=device, dtype=torch.bfloat16)
-        others = [torch.ones(64, device=device, dtype=torch.bfloat16) for _ in range(3)]
-        adamw_(
-            [parameter],
-            *([t] for t in others),
-            **{**SETTINGS, "weight_decay": 0.0},
-            step=1,
-            stochastic_rounding=True,
+        exp_avg = torch.full((64,), moment, device=device)
+        if moment != moment:
+            exp_avg.copy_(every_bit.expand(64))
+        rest = [torch.ones_like(parameter), exp_avg, torch.ones(64, device=device)]
+        settings = {**SETTINGS, "weight_decay": 0.0}
+        adamw_([parameter], *([tensor] for tensor in rest), **settings, step=1, stochastic_rounding=True)
+        expected = given if moment == 1 else float("nan")
+        torch.testing.assert_close(
+            parameter, torch.full_like(parameter, expected), rtol=0, atol=0, equal_nan=True
         )
-        assert bool(parameter.isnan().all() if given != given else (parameter == given).all())
 
 
 def test_the_plain_definition_of_rounding_by_chance_is_right_on_average() -> None:
