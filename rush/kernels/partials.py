@@ -8,8 +8,6 @@ result has the same bits every time, and rounds it once.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -23,11 +21,11 @@ PARTIALS, COLUMNS = 256, 16
 
 @triton.jit
 def sum_partials_kernel(
-    partial_ptr: Any,
-    first_ptr: Any,
-    second_ptr: Any,
-    num_partials: Any,
-    width: Any,
+    partial_ptr: tl.tensor,
+    first_ptr: tl.tensor,
+    second_ptr: tl.tensor,
+    num_partials: tl.tensor,
+    width: tl.tensor,
     QUANTITIES: tl.constexpr,
     PARTIALS: tl.constexpr,
     COLUMNS: tl.constexpr,

@@ -11,8 +11,6 @@ number for the tensor, made by plain operators that a compiler fuses with what c
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,13 +23,13 @@ NUM_WARPS = 4
 
 @triton.jit
 def fp8_cast_both_kernel(
-    x_ptr: Any,
-    scale_ptr: Any,
-    out_ptr: Any,
-    turned_ptr: Any,
-    num_rows: Any,
-    num_columns: Any,
-    row_stride: Any,
+    x_ptr: tl.tensor,
+    scale_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    turned_ptr: tl.tensor,
+    num_rows: tl.tensor,
+    num_columns: tl.tensor,
+    row_stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     row = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]

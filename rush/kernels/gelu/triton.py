@@ -9,8 +9,6 @@ gains little; what a kernel of our own gives is a place to fuse more.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,7 +23,7 @@ CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
-def gelu_forward_kernel(x_ptr: Any, out_ptr: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def gelu_forward_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -34,7 +32,9 @@ def gelu_forward_kernel(x_ptr: Any, out_ptr: Any, size: Any, BLOCK: tl.constexpr
 
 
 @triton.jit
-def gelu_backward_kernel(dout_ptr: Any, x_ptr: Any, dx_ptr: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def gelu_backward_kernel(
+    dout_ptr: tl.tensor, x_ptr: tl.tensor, dx_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     dout = tl.load(dout_ptr + place, mask=inside, other=0.0).to(tl.float32)

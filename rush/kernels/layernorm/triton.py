@@ -13,8 +13,6 @@ on its way, and a small sum over programs ends it. No atomics, so the same bits 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -28,19 +26,19 @@ from rush.kernels.support import as_rows, num_sms, row_tile
 
 @triton.jit
 def layernorm_forward_kernel(
-    x_ptr: Any,
-    residual_ptr: Any,
-    weight_ptr: Any,
-    bias_ptr: Any,
-    out_ptr: Any,
-    sum_ptr: Any,
-    mean_ptr: Any,
-    rstd_ptr: Any,
-    x_stride: Any,
-    residual_stride: Any,
-    num_rows: Any,
-    width: Any,
-    eps: Any,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    bias_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    mean_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -76,19 +74,19 @@ def layernorm_forward_kernel(
 
 @triton.jit
 def layernorm_backward_kernel(
-    dout_ptr: Any,
-    dsum_ptr: Any,
-    x_ptr: Any,
-    weight_ptr: Any,
-    mean_ptr: Any,
-    rstd_ptr: Any,
-    dx_ptr: Any,
-    partial_ptr: Any,
-    dout_stride: Any,
-    dsum_stride: Any,
-    x_stride: Any,
-    num_rows: Any,
-    width: Any,
+    dout_ptr: tl.tensor,
+    dsum_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    mean_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    dout_stride: tl.tensor,
+    dsum_stride: tl.tensor,
+    x_stride: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,

@@ -15,8 +15,6 @@ reduced the next one is already on its way: that keeps memory busy with few prog
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -30,17 +28,17 @@ from rush.kernels.support import as_rows, num_sms, row_tile
 
 @triton.jit
 def rmsnorm_forward_kernel(
-    x_ptr: Any,
-    residual_ptr: Any,
-    weight_ptr: Any,
-    out_ptr: Any,
-    sum_ptr: Any,
-    rstd_ptr: Any,
-    x_stride: Any,
-    residual_stride: Any,
-    num_rows: Any,
-    width: Any,
-    eps: Any,
+    x_ptr: tl.tensor,
+    residual_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    sum_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    x_stride: tl.tensor,
+    residual_stride: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
+    eps: tl.tensor,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -73,18 +71,18 @@ def rmsnorm_forward_kernel(
 
 @triton.jit
 def rmsnorm_backward_kernel(
-    dout_ptr: Any,
-    dsum_ptr: Any,
-    x_ptr: Any,
-    weight_ptr: Any,
-    rstd_ptr: Any,
-    dx_ptr: Any,
-    partial_ptr: Any,
-    dout_stride: Any,
-    dsum_stride: Any,
-    x_stride: Any,
-    num_rows: Any,
-    width: Any,
+    dout_ptr: tl.tensor,
+    dsum_ptr: tl.tensor,
+    x_ptr: tl.tensor,
+    weight_ptr: tl.tensor,
+    rstd_ptr: tl.tensor,
+    dx_ptr: tl.tensor,
+    partial_ptr: tl.tensor,
+    dout_stride: tl.tensor,
+    dsum_stride: tl.tensor,
+    x_stride: tl.tensor,
+    num_rows: tl.tensor,
+    width: tl.tensor,
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,

@@ -11,8 +11,6 @@ backward pass is the same kernel with the sine negated, and only the angles are 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -25,16 +23,16 @@ from rush.kernels.support import INTERPRETED, next_power_of_2
 
 @triton.jit
 def _turn_heads(
-    x_ptr: Any,
-    out_ptr: Any,
-    x_place: Any,
-    place: Any,
-    head_stride: Any,
-    num_heads: Any,
-    cos: Any,
-    sin: Any,
-    half: Any,
-    inside: Any,
+    x_ptr: tl.tensor,
+    out_ptr: tl.tensor,
+    x_place: tl.tensor,
+    place: tl.tensor,
+    head_stride: tl.tensor,
+    num_heads: tl.tensor,
+    cos: tl.tensor,
+    sin: tl.tensor,
+    half: tl.tensor,
+    inside: tl.tensor,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
@@ -51,25 +49,25 @@ def _turn_heads(
 
 @triton.jit
 def rope_kernel(
-    q_ptr: Any,
-    k_ptr: Any,
-    cos_ptr: Any,
-    sin_ptr: Any,
-    q_out_ptr: Any,
-    k_out_ptr: Any,
-    q_batch_stride: Any,
-    q_head_stride: Any,
-    q_token_stride: Any,
-    k_batch_stride: Any,
-    k_head_stride: Any,
-    k_token_stride: Any,
-    angle_batch_stride: Any,
-    angle_token_stride: Any,
-    num_places: Any,
-    num_tokens: Any,
-    num_q_heads: Any,
-    num_k_heads: Any,
-    half: Any,
+    q_ptr: tl.tensor,
+    k_ptr: tl.tensor,
+    cos_ptr: tl.tensor,
+    sin_ptr: tl.tensor,
+    q_out_ptr: tl.tensor,
+    k_out_ptr: tl.tensor,
+    q_batch_stride: tl.tensor,
+    q_head_stride: tl.tensor,
+    q_token_stride: tl.tensor,
+    k_batch_stride: tl.tensor,
+    k_head_stride: tl.tensor,
+    k_token_stride: tl.tensor,
+    angle_batch_stride: tl.tensor,
+    angle_token_stride: tl.tensor,
+    num_places: tl.tensor,
+    num_tokens: tl.tensor,
+    num_q_heads: tl.tensor,
+    num_k_heads: tl.tensor,
+    half: tl.tensor,
     BACK: tl.constexpr,
     PLACES: tl.constexpr,
     Q_HEADS: tl.constexpr,

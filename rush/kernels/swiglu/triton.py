@@ -9,8 +9,6 @@ writes both gradients in one go: three reads, two writes.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,7 +20,9 @@ NUM_WARPS = 8
 
 
 @triton.jit
-def swiglu_forward_kernel(gate_ptr: Any, up_ptr: Any, out_ptr: Any, size: Any, BLOCK: tl.constexpr) -> None:
+def swiglu_forward_kernel(
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
+) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size
     gate = tl.load(gate_ptr + place, mask=inside, other=0.0).to(tl.float32)
@@ -33,12 +33,12 @@ def swiglu_forward_kernel(gate_ptr: Any, up_ptr: Any, out_ptr: Any, size: Any, B
 
 @triton.jit
 def swiglu_backward_kernel(
-    dout_ptr: Any,
-    gate_ptr: Any,
-    up_ptr: Any,
-    dgate_ptr: Any,
-    dup_ptr: Any,
-    size: Any,
+    dout_ptr: tl.tensor,
+    gate_ptr: tl.tensor,
+    up_ptr: tl.tensor,
+    dgate_ptr: tl.tensor,
+    dup_ptr: tl.tensor,
+    size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
