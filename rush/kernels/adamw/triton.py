@@ -1,4 +1,4 @@
-# mypy: allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """AdamW for a whole list of tensors in one launch, every value read once and written once.
 
 The update of a parameter is a dozen operations on four numbers; written as separate operations each of them
@@ -16,8 +16,6 @@ function of seed, step, tensor and element, so a resumed run draws the same. One
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -39,7 +37,7 @@ TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
 
 @triton.jit
-def draw(seed: Any, step: Any, tensor: Any, index: Any) -> Any:
+def draw(seed, step, tensor, index):
     """Four random numbers of 32 bits for each index (int64) of a tensor at a step."""
     low = (index & 0xFFFFFFFF).to(tl.uint32)
     high = (index >> 32).to(tl.uint32)
@@ -50,7 +48,7 @@ def draw(seed: Any, step: Any, tensor: Any, index: Any) -> Any:
 
 
 @triton.jit
-def by_chance(x: Any, bits: Any) -> Any:
+def by_chance(x, bits):
     """fp32 to bf16: a random lower half is added, then the lower half cut off. What is no number stays none."""
     carried = (x.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000
     return tl.where(x == x, carried.to(tl.float32, bitcast=True), x).to(tl.bfloat16)
@@ -58,20 +56,20 @@ def by_chance(x: Any, bits: Any) -> Any:
 
 @triton.jit
 def adamw_values(
-    p: Any,
-    g: Any,
-    m: Any,
-    v: Any,
-    lr: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
-    weight_decay: Any,
-    correction1: Any,
-    root_correction2: Any,
-) -> Any:
+    p,
+    g,
+    m,
+    v,
+    lr,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    weight_decay,
+    correction1,
+    root_correction2,
+):
     """The new parameter and moments. `rest` is 1 − beta, which fp32 would get wrong in the fifth digit."""
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
@@ -81,24 +79,24 @@ def adamw_values(
 
 @triton.jit
 def _update_block(
-    p_ptr: Any,
-    g_ptr: Any,
-    m_ptr: Any,
-    v_ptr: Any,
-    at: Any,
-    inside: Any,
-    bits: Any,
-    lr: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
-    weight_decay: Any,
-    correction1: Any,
-    root_correction2: Any,
+    p_ptr,
+    g_ptr,
+    m_ptr,
+    v_ptr,
+    at,
+    inside,
+    bits,
+    lr,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    weight_decay,
+    correction1,
+    root_correction2,
     STOCHASTIC: tl.constexpr,
-) -> None:
+):
     p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
     m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -120,20 +118,20 @@ def _update_block(
 # The step changes every time: a kernel must not be compiled anew when it happens to be 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["seed", "step"])
 def adamw_kernel(
-    table_ptr: Any,
-    rows_ptr: Any,
-    starts_ptr: Any,
-    lr_or_ptr: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
-    weight_decay: Any,
-    correction1: Any,
-    root_correction2: Any,
-    seed: Any,
-    step: Any,
+    table_ptr,
+    rows_ptr,
+    starts_ptr,
+    lr_or_ptr,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    weight_decay,
+    correction1,
+    root_correction2,
+    seed,
+    step,
     PARAMETER: tl.constexpr,
     GRADIENT: tl.constexpr,
     MOMENT: tl.constexpr,
@@ -142,7 +140,7 @@ def adamw_kernel(
     STOCHASTIC: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     program = tl.program_id(0)
     entry = table_ptr + tl.load(rows_ptr + program) * COLUMNS
     start = tl.load(starts_ptr + program)

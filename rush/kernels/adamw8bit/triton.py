@@ -1,4 +1,4 @@
-# mypy: allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """AdamW whose moments live in 8-bit codes: unpacked, updated and packed again inside one kernel.
 
 Moments are two thirds of what AdamW reads and writes. As codes with one scale for 256 of them they take 2.03
@@ -12,8 +12,6 @@ seven decades of equal steps, so seven comparisons tell the decade and one multi
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -32,7 +30,7 @@ COLUMNS = 8
 
 
 @triton.jit
-def encode(x: Any, SIGNED: tl.constexpr) -> Any:
+def encode(x, SIGNED: tl.constexpr):
     """The code of the value nearest to each x, of magnitude at most 1."""
     size = tl.abs(x)
     # From the lowest decade up: where x reaches into a decade, its steps are the ones that count.
@@ -57,33 +55,33 @@ def encode(x: Any, SIGNED: tl.constexpr) -> Any:
 
 
 @triton.jit
-def _largest(x: Any) -> Any:
+def _largest(x):
     return tl.max(tl.abs(x), axis=1, keep_dims=True)
 
 
 @triton.jit
-def _normal(x: Any, scale: Any) -> Any:
+def _normal(x, scale):
     return tl.where(scale > 0, x / tl.where(scale > 0, scale, 1.0), 0.0)
 
 
 @triton.jit(do_not_specialize=["seed", "step"])
 def adamw8bit_kernel(
-    table_ptr: Any,
-    rows_ptr: Any,
-    starts_ptr: Any,
-    signed_ptr: Any,
-    unsigned_ptr: Any,
-    lr_or_ptr: Any,
-    beta1: Any,
-    rest1: Any,
-    beta2: Any,
-    rest2: Any,
-    eps: Any,
-    weight_decay: Any,
-    correction1: Any,
-    root_correction2: Any,
-    seed: Any,
-    step: Any,
+    table_ptr,
+    rows_ptr,
+    starts_ptr,
+    signed_ptr,
+    unsigned_ptr,
+    lr_or_ptr,
+    beta1,
+    rest1,
+    beta2,
+    rest2,
+    eps,
+    weight_decay,
+    correction1,
+    root_correction2,
+    seed,
+    step,
     PARAMETER: tl.constexpr,
     GRADIENT: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
@@ -92,7 +90,7 @@ def adamw8bit_kernel(
     COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     program = tl.program_id(0)
     entry = table_ptr + tl.load(rows_ptr + program) * COLUMNS
     start = tl.load(starts_ptr + program)

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
 """Cross-entropy over rows of logits, in one walk for the loss and one for the gradient.
 
 Logits are the largest tensor of a language model: tokens × vocabulary. Plain torch converts them to fp32,
@@ -17,8 +17,6 @@ Sums are fp32 in a fixed order, without atomics: the same bits every time.
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -34,21 +32,21 @@ fit into the second-level cache and the walk that writes the gradient finds them
 
 @triton.jit
 def cross_entropy_forward_kernel(
-    logits_ptr: Any,
-    labels_ptr: Any,
-    losses_ptr: Any,
-    lse_ptr: Any,
-    row_stride: Any,
-    num_columns: Any,
-    padded_columns: Any,
-    ignore_index: Any,
-    smoothing: Any,
-    z_loss: Any,
-    gradient_scale: Any,
+    logits_ptr,
+    labels_ptr,
+    losses_ptr,
+    lse_ptr,
+    row_stride,
+    num_columns,
+    padded_columns,
+    ignore_index,
+    smoothing,
+    z_loss,
+    gradient_scale,
     WRITE_GRADIENT: tl.constexpr,
     SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     column = tl.arange(0, BLOCK)
@@ -106,19 +104,19 @@ def cross_entropy_forward_kernel(
 
 @triton.jit
 def cross_entropy_backward_kernel(
-    logits_ptr: Any,
-    labels_ptr: Any,
-    lse_ptr: Any,
-    upstream_ptr: Any,
-    out_ptr: Any,
-    row_stride: Any,
-    upstream_stride: Any,
-    num_columns: Any,
-    ignore_index: Any,
-    smoothing: Any,
-    z_loss: Any,
+    logits_ptr,
+    labels_ptr,
+    lse_ptr,
+    upstream_ptr,
+    out_ptr,
+    row_stride,
+    upstream_stride,
+    num_columns,
+    ignore_index,
+    smoothing,
+    z_loss,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = at < num_columns
@@ -134,14 +132,14 @@ def cross_entropy_backward_kernel(
 
 @triton.jit
 def scale_rows_kernel(
-    x_ptr: Any,
-    scales_ptr: Any,
-    row_stride: Any,
-    scale_stride: Any,
-    width: Any,
-    factor: Any,
+    x_ptr,
+    scales_ptr,
+    row_stride,
+    scale_stride,
+    width,
+    factor,
     BLOCK: tl.constexpr,
-) -> None:
+):
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scales_ptr + row * scale_stride).to(tl.float32) * factor
     if scale != 1.0:
