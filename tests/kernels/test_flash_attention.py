@@ -14,10 +14,12 @@ from rush.errors import KernelRefusal
 from rush.kernels.flash_attention import flash_attention, triton
 from rush.kernels.flash_attention.documents import document_bounds
 from rush.kernels.flash_attention.reference import attention
-from rush.kernels.flash_attention.tiles import HOPPER, PARTS, Part, Tiles, choose
+from rush.kernels.flash_attention.tiles import HOPPER, PARTS, Tiles, choose
 from rush.kernels.support import INTERPRETED
 
-pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # a CPU without units for bf16
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:mkldnn_matmul failed:UserWarning"
+)  # a CPU without units for bf16
 Check = Callable[..., None]
 FORWARD, BACKWARD = 2.0, 3.0
 
@@ -85,15 +87,22 @@ SHAPES = [
     ((1, 3, 1, 33, 16), (1, 6, 2, 130, 16)),
 ]
 CASES = [
-    *((shapes, dtype, True) for shapes in SHAPES[:3] for dtype in (BF16, FP16, FP32)),
-    *((shapes, BF16, False) for shapes in SHAPES[:2]),
-    (SHAPES[2], FP32, False),
+    *((SHAPES[0], dtype, True) for dtype in (BF16, FP16, FP32)),
+    (SHAPES[0], BF16, False),
+    (SHAPES[1], BF16, True),
+    (SHAPES[2], BF16, True),
     (SHAPES[3], BF16, True),
+]
+# On a GPU every one of these would compile three kernels more.
+INTERPRETED_CASES = [
+    (SHAPES[1], FP16, True),
+    (SHAPES[2], FP32, True),
+    (SHAPES[2], FP32, False),
     (SHAPES[4], FP32, True),
 ]
 
 
-@pytest.mark.parametrize(("shapes", "dtype", "causal"), CASES, ids=str)
+@pytest.mark.parametrize(("shapes", "dtype", "causal"), [*CASES, *INTERPRETED_CASES], ids=str)
 def test_it_is_as_exact_as_plain_attention(
     shapes: tuple[tuple[int, ...], tuple[int, ...]],
     dtype: torch.dtype,
@@ -101,6 +110,8 @@ def test_it_is_as_exact_as_plain_attention(
     device: str,
     check_errors: Check,
 ) -> None:
+    if device == "cuda" and (shapes, dtype, causal) in INTERPRETED_CASES:
+        pytest.skip("checked in the interpreter")
     batch, heads, kv_heads, length, head_dim = shape_of(device, *shapes)
     q, k, v, do = inputs(batch, heads, kv_heads, length, head_dim, dtype, device)
     hold(check_errors, q, k, v, do, causal=causal)
@@ -120,7 +131,7 @@ def test_a_single_position_gives_its_value(dtype: torch.dtype, device: str) -> N
 def test_the_scale_is_one_over_the_root_of_the_head_dim_unless_given(
     device: str, check_errors: Check
 ) -> None:
-    q, k, v, do = inputs(1, 1, 1, 20, 64, torch.float32, device)
+    q, k, v, do = inputs(1, 2, 1, 20, 64, torch.float32, device)
     hold(check_errors, q, k, v, do, scale=0.3)
     given = flash_attention(q, k, v, scale=64**-0.5)
     assert torch.equal(given, flash_attention(q, k, v))
@@ -134,9 +145,9 @@ def test_scores_far_apart_stay_finite_and_exact(
 
     A power is as exact as its exponent, which fp32 rounds at its own size: so the bound grows with the largest score.
     """
-    q, k, v, do = inputs(1, 1, 1, 50, 64, torch.float32, device)
+    q, k, v, do = inputs(1, 2, 1, 50, 64, torch.float32, device)
     q, k = 20 * q, 10 * k
-    largest = float((q @ k.transpose(-1, -2)).abs().max()) / 8
+    largest = float((q @ k.transpose(-1, -2).expand(-1, 2, -1, -1)).abs().max()) / 8
     assert largest > 300
     ours = with_gradients(flash_attention, q, k, v, do)
     exact = with_gradients(attention, *(tensor.double() for tensor in (q, k, v, do)))
@@ -185,7 +196,7 @@ def test_an_expanded_gradient_is_read_too(device: str) -> None:
 
 
 def test_the_output_lies_in_memory_as_the_next_layer_reads_it(device: str) -> None:
-    q, k, v, _ = inputs(2, 4, 2, 20, 64, torch.bfloat16, device)
+    q, k, v, _ = inputs(1, 2, 1, 20, 64, torch.bfloat16, device)
     o = flash_attention(q, k, v)
     assert o.transpose(1, 2).is_contiguous()
 
@@ -218,32 +229,19 @@ def test_how_the_work_is_cut_does_not_matter(tiles: Tiles, packed: bool) -> None
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("part", PARTS)
-def test_the_cuts_to_choose_from_agree(part: Part, head_dim: int) -> None:
-    """On a GPU: the copy engine and the threads' own loads, one loop and two, on a length no tile divides."""
+def test_both_ways_to_load_tiles_agree(head_dim: int, error: Callable[[Tensor, Tensor], float]) -> None:
+    """On a GPU: the copy engine and the threads' own loads, on a length no tile divides."""
     q, k, v, do = inputs(2, 4, 2, 500, head_dim, torch.bfloat16, "cuda")
-    bounds = document_bounds(
-        torch.arange(500, device="cuda").div(190, rounding_mode="floor").expand(2, 500), 2, 500
-    )
-    scale = head_dim**-0.5
-    for documents in ((None, None), bounds):
-        o, lse2 = triton.forward(q, k, v, *documents, True, scale)
-        dq, delta = triton.backward_dq(do, q, k, v, o, lse2, *documents, True, scale)
-        dk, dv = triton.backward_dkdv(do, q, k, v, lse2, delta, *documents, True, scale)
-        usual = choose(part, head_dim, q.dtype, q.device)
-        for tiles in (dataclasses.replace(usual, tma=not usual.tma), dataclasses.replace(usual, split=False)):
-            if part == "forward":
-                pairs = [(triton.forward(q, k, v, *documents, True, scale, tiles)[0], o)]
-            elif part == "dq":
-                again = triton.backward_dq(do, q, k, v, o, lse2, *documents, True, scale, tiles)
-                pairs = [(again[0], dq), (again[1], delta)]
-            else:
-                again = triton.backward_dkdv(do, q, k, v, lse2, delta, *documents, True, scale, tiles)
-                pairs = [(again[0], dk), (again[1], dv)]
-            for mine, theirs in pairs:
-                torch.testing.assert_close(
-                    mine.float(), theirs.float(), rtol=2e-2, atol=2e-2, msg=f"{part} cut {tiles}"
-                )
+    results = []
+    for tma in (False, True):
+        cuts = [dataclasses.replace(choose(part, head_dim, q.dtype, q.device), tma=tma) for part in PARTS]
+        o, lse2 = triton.forward(q, k, v, None, None, True, head_dim**-0.5, cuts[0])
+        gradients = triton.backward(do, q, k, v, o, lse2, None, None, True, head_dim**-0.5, cuts[1], cuts[2])
+        results.append([o, lse2, *gradients])
+    for name, mine, theirs in zip(("o", "lse2", "dq", "dk", "dv"), *results, strict=True):
+        assert error(mine, theirs.double()) < 1e-3, (
+            name
+        )  # a rounding to bf16 that went the other way, here and there
 
 
 def lengths_of(device: str) -> list[int]:
@@ -267,6 +265,8 @@ def ids_of(lengths: list[int], device: str) -> Tensor:
 def test_packed_documents_are_as_exact(
     given_as: str, dtype: torch.dtype, causal: bool, device: str, check_errors: Check
 ) -> None:
+    if device == "cuda" and dtype == torch.float32 and not causal:
+        pytest.skip("checked in the interpreter")
     lengths = lengths_of(device)
     q, k, v, do = inputs(1, 2, 1, sum(lengths), 64, dtype, device)
     documents = ids_of(lengths, device)
@@ -276,7 +276,7 @@ def test_packed_documents_are_as_exact(
 
 
 def test_rows_of_a_batch_have_documents_of_their_own(device: str, check_errors: Check) -> None:
-    q, k, v, do = inputs(2, 1, 1, 60, 64, torch.float32, device)
+    q, k, v, do = inputs(2, 2, 1, 60, 64, torch.float32, device)
     cuts = [[7, 53], [20, 20, 20]]
     documents = torch.cat([ids_of(lengths, device) for lengths in cuts])
     hold(check_errors, q, k, v, do, documents=documents)
@@ -286,7 +286,7 @@ def test_packed_is_the_same_as_each_document_by_itself(
     device: str, error: Callable[[Tensor, Tensor], float]
 ) -> None:
     lengths = lengths_of(device)
-    tensors = inputs(1, 1, 1, sum(lengths), 64, torch.float32, device)
+    tensors = inputs(1, 2, 1, sum(lengths), 64, torch.float32, device)
     packed = with_gradients(flash_attention, *tensors, documents=ids_of(lengths, device))
     pieces = zip(*(tensor.split(lengths, dim=2) for tensor in tensors), strict=True)
     alone = [with_gradients(flash_attention, *piece) for piece in pieces]
@@ -343,9 +343,9 @@ def test_a_hundred_repeats_give_the_same_bits(device: str) -> None:
 
 def test_the_gradient_is_that_of_finite_differences(device: str) -> None:
     """Against the kernel's own forward pass, in a random direction of all three inputs."""
-    q, k, v, do = (tensor.float() for tensor in inputs(1, 1, 1, 24, 16, torch.float32, device))
+    q, k, v, do = (tensor.float() for tensor in inputs(1, 2, 1, 24, 64, torch.float32, device))
     gradients = with_gradients(flash_attention, q, k, v, do)[1:]
-    steps = inputs(1, 1, 1, 24, 16, torch.float32, device, seed=3)[:3]
+    steps = inputs(1, 2, 1, 24, 64, torch.float32, device, seed=3)[:3]
     size = 1e-2
     above, below = (
         (flash_attention(*(x + sign * size * step for x, step in zip((q, k, v), steps, strict=True))) * do)

@@ -50,7 +50,7 @@ def build(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> P
     """Load the operators that the sources register, building them if the cache does not hold them: the library."""
     library = cache_folder() / "extensions" / f"{name}-{_identity([*sources, *headers])}.so"
     if library.is_file():
-        torch.ops.load_library(str(library))
+        torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     else:
         _build_and_load(name, sources, library)
     return library

@@ -2,10 +2,10 @@
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -65,15 +65,16 @@ at::Tensor launch(const at::Tensor& input, const at::Tensor& above) {
   }
   const c10::cuda::CUDAGuard guard(input.device());
   const int64_t wanted = (count + kThreads - 1) / kThreads;
-  const int64_t resident = 16L * at::cuda::getCurrentDeviceProperties()->multiProcessorCount;
-  const int blocks = static_cast<int>(std::min(wanted, resident));
+  int multiprocessors = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, input.get_device()));
+  const int blocks = static_cast<int>(std::min<int64_t>(wanted, 16 * multiprocessors));
   AT_DISPATCH_FLOATING_TYPES_AND2(at::kHalf, at::kBFloat16, input.scalar_type(), "squared_relu", [&] {
     const scalar_t* from = input.const_data_ptr<scalar_t>();
     const scalar_t* down = kBackward ? above.const_data_ptr<scalar_t>() : nullptr;
     scalar_t* to = output.mutable_data_ptr<scalar_t>();
     const bool aligned = is_aligned(from) && is_aligned(down) && is_aligned(to);
     squared_relu_kernel<scalar_t, kBackward>
-        <<<blocks, kThreads, 0, at::cuda::getCurrentCUDAStream()>>>(from, down, to, count, aligned);
+        <<<blocks, kThreads, 0, c10::cuda::getCurrentCUDAStream()>>>(from, down, to, count, aligned);
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   });
   return output;

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """The attention kernels: three of them, each a loop over tiles that never leave the chip.
 
 Plain attention writes a score for every pair of positions to device memory and reads it back three times.
@@ -39,7 +39,7 @@ LOG2E = math.log2(math.e)
 # The interpreter multiplies the bit patterns of bf16 instead of its values; in fp32 the products are the same.
 _WIDEN = tl.constexpr(INTERPRETED)
 # Numbers that change from batch to batch, and that a kernel need not be compiled anew for.
-_PLAIN = ["num_batch_heads", "section"]
+_PLAIN = ["num_batch_heads", "num_heads", "num_kv_heads", "num_tokens", "section"]
 SECTION_BYTES = 24 * 2**20
 """Keys and values walked over side by side: half of the 50 MiB second-level cache of a Hopper GPU."""
 
