@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rush.cli import main
+from rush.lab.kernel_bench import Progress
+from tests.report import made_up_benches as made
 
 
 def call(capfd: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
@@ -19,27 +22,82 @@ def call(capfd: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, st
     return (code if isinstance(code, int) else 0), out, err
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
-
-
-def test_a_kernel_bench_on_a_cpu_says_what_it_is_worth(
-    capfd: pytest.CaptureFixture[str], tmp_path: Path
+def test_a_kernel_bench_shows_a_table_says_what_it_is_worth_and_draws_its_page(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    asked: dict[str, Any] = {}
+
+    def measured(ops: list[str], folder: Path, *, quick: bool, device: str, watch: Any) -> dict[str, Any]:
+        asked.update(ops=ops, quick=quick, device=device)
+        watch(Progress("swiglu", "timing both", 0, 1))
+        record = made.interpreted_kernels()
+        folder.mkdir()
+        (folder / "kernels.json").write_text(json.dumps(record))
+        return record
+
+    monkeypatch.setattr("rush.lab.kernel_bench.bench_kernels", measured)
     folder = tmp_path / "bench"
-    words = ("bench", "kernels", "gelu", "--quick", "--device", "cpu", "--out", folder)
+    code, out, err = call(capfd, "bench", "kernels", "swiglu", "--quick", "--device", "cpu", "--out", folder)
+    assert code == 0, err
+    assert asked == {"ops": ["swiglu"], "quick": True, "device": "cpu"}
+    assert "[0/1] swiglu: timing both" in err
+    assert "Our kernels were interpreted: not a speed" in out
+    assert "plain torch" in out
+    assert "flash-attn (flash_attn is not installed)" in err
+    assert (folder / "report.html").read_text().startswith("<!doctype html>")
+
+
+def test_targets_are_a_table_of_their_own_and_json_is_the_record(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(ops: list[str], folder: Path, **rest: Any) -> dict[str, Any]:
+        folder.mkdir(exist_ok=True)
+        (folder / "kernels.json").write_text(json.dumps(made.kernels()))
+        return made.kernels()
+
+    monkeypatch.setattr("rush.lab.kernel_bench.bench_kernels", measured)
+    code, out, err = call(capfd, "bench", "kernels", "--out", tmp_path / "bench")
+    assert code == 0, err
+    words = " ".join(out.split())
+    assert "Targets" in words
+    assert "reached" in words
+    assert "missed" in words
+    code, out, _ = call(capfd, "bench", "kernels", "--json", "--out", tmp_path / "bench")
+    assert code == 0
+    assert json.loads(out) == made.kernels()
+
+
+def test_a_model_bench_shows_the_ratio_beside_the_wanted_one(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+
+    def measured(workloads: list[Any], folder: Path, **rest: Any) -> dict[str, Any]:
+        asked.extend(workloads)
+        folder.mkdir()
+        (folder / "models.json").write_text(json.dumps(made.models()))
+        return made.models()
+
+    monkeypatch.setattr("rush.lab.rivals.bench_models", measured)
+    file = tmp_path / "w.toml"
+    file.write_text(
+        """[workloads.small]
+        about = "small"
+        batch = { "batch.micro" = 2 }
+        ours = [{ recipe = "llama-tiny", at_least = 1.1 }]
+        rival = { title = "them", kind = "transformers", recipe = "llama-tiny" }
+        """
+    )
+    words = ("bench", "models", "small", "batch.sequence=64", "--file", file, "--out", tmp_path / "bench")
     code, out, err = call(capfd, *words)
     assert code == 0, err
-    assert "interpreted: not a speed" in out
-    assert "equal" in out
-    assert "plain torch" in out
-    assert (folder / "report.html").read_text().startswith("<!doctype html>")
-    code, out, _ = call(capfd, *words, "--json")
-    assert code == 0
-    record = json.loads(out)
-    assert record == json.loads((folder / "kernels.json").read_text())
-    assert [op["op"] for op in record["ops"]] == ["gelu"]
+    assert [workload.name for workload in asked] == ["small"]
+    assert asked[0].rival.recipe.batch.sequence == asked[0].ours[0].recipe.batch.sequence == 64
+    said = " ".join(out.split())
+    assert "681,250" in said
+    assert "reached" in said
+    assert "it died" in said
+    assert (tmp_path / "bench" / "report.html").read_text().startswith("<!doctype html>")
 
 
 def test_what_it_does_not_know_is_refused_with_the_nearest(

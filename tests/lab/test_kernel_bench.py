@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from rush.errors import KernelRefusal, RecipeError
+from rush.hardware.measure import bandwidth
 from rush.kernels import study as studies
 from rush.kernels.study import Contender, Pass, Size, Study, Target, Work
 from rush.lab import kernel_bench, kernel_check, kernel_measure
@@ -406,3 +408,54 @@ def test_an_op_that_kills_its_process_hangs_or_raises_is_noted_and_the_others_go
     assert "said nothing for 3 s" in str(reasons["rope"])
     assert "the device is lost" in str(reasons["swiglu"])
     assert progress[-1] == ("adamw", 6)
+
+
+# On a GPU.
+
+
+@pytest.mark.gpu
+def test_the_clock_counts_device_time_and_not_the_host() -> None:
+    device = torch.device("cuda")
+    source = torch.ones(2**28, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    small = torch.ones(1024, device=device)
+
+    def launched_late(_: object) -> None:
+        time.sleep(0.001)
+        small.add_(1)
+
+    found = take_turns(
+        {
+            "copy": Case(lambda: None, lambda _: target.copy_(source)),
+            "late": Case(lambda: None, launched_late),
+        },
+        device,
+        Effort(least=10, most=10, budget_s=0.0),
+    )
+    rate = 2 * 2**28 / (sorted(found["copy"])[5] / 1000)
+    known = bandwidth("cuda", budget_s=0.3)["copy"].rate
+    assert 0.6 * known < rate < 1.25 * known, (rate, known)
+    assert sorted(found["late"])[5] < 0.3, "a host that sleeps a millisecond was timed"
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_bench_on_a_gpu_times_and_weighs_our_kernel(tmp_path: Path) -> None:
+    record = kernel_bench.bench_kernels(["swiglu"], tmp_path, quick=True)
+    (op,) = record["ops"]
+    assert op["status"] == "ok", op["reason"]
+    failed = [
+        (row["contender"], row["reason"]) for row in op["rows"] if row["status"] not in ("ok", "absent")
+    ]
+    assert failed == []
+    ours = [row for row in op["rows"] if row["contender"] == "rush"]
+    assert len(ours) == 4
+    for row in ours:
+        assert verdict(row) == "equal", row["correctness"]
+        assert row["ceiling_fraction"] is not None
+        assert 0.1 < row["ceiling_fraction"] < 1.4, (row["size"], row["step"], row["ceiling_fraction"])
+        assert row["peak_extra_bytes"] is not None
+        # The result and two gradients, each as large as an input.
+        least = 3 * row["dims"]["rows"] * row["dims"]["columns"] * 2
+        assert least <= row["peak_extra_bytes"] < 1.5 * least
+    assert {target["verdict"] for target in op["targets"]} <= {"reached", "missed", "not measured"}

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from rush.errors import RecipeError
+from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.lab import workloads
 from rush.lab.rivals import bench_models, target_of
 from rush.models import Shape, build_model
 from rush.models.huggingface_names import exported_name
+from rush.recipe_io import load_recipe, write_toml
 from rush.records.models import read_models
 
 SHAPE = Shape(
@@ -122,17 +123,15 @@ def test_the_rival_and_ours_take_turns_in_fresh_processes_and_a_second_call_meas
     assert again["workloads"] == record["workloads"]
 
 
-def test_a_rival_whose_library_is_missing_is_a_result_and_ours_is_still_measured(
-    small_recipe: Path, tmp_path: Path
+def test_a_rival_whose_library_is_missing_is_refused_with_the_way_to_get_it(
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = 'kind = "transformers"\ndtype = "float32"\nwith_liger = true'
-    file = small_workloads(tmp_path, small_recipe, options, processes=1)
-    pytest.importorskip("transformers")
-    (found,) = bench_models(workloads.load_workloads([], [], file), tmp_path / "out")["workloads"]
-    assert found["rival"]["status"] in ("unsupported", "crashed")
-    (ours,) = found["ours"]
-    assert ours["rung"]["status"] == "ok"
-    assert ours["target"]["verdict"] == "not measured"
+    from rush.lab import rival_run
+
+    monkeypatch.setattr(rival_run, "find_spec", lambda name: None if name == "liger_kernel" else True)
+    spec = {"machine": probe("cpu").to_dict(), "recipe": write_toml(load_recipe("llama-tiny"))}
+    with pytest.raises(MachineError, match=r"needs liger_kernel; .*optimization-rush\[rivals\]"):
+        rival_run.measure_rival({**spec, "options": {"with_liger": True}}, None)
 
 
 def rival_with_our_weights() -> tuple[Any, Any]:
@@ -169,7 +168,6 @@ def test_the_library_s_model_steps_in_our_loop() -> None:
     pytest.importorskip("transformers")
     from rush.data import Batch
     from rush.lab.rival_run import rival_run
-    from rush.recipe_io import load_recipe
     from rush.train.step import train_step
 
     recipe = load_recipe("llama-tiny", ["batch.micro=2", "batch.sequence=16", "batch.total_tokens=32"])
