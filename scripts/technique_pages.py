@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rush.techniques import Technique, registry
 from rush.techniques.contract import Parity
-from rush.techniques.parity import CLOSE, STATISTICAL_LOSS
+from rush.techniques.parity import CLOSE, STATISTICAL_LEARNED
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "techniques"
 NOTE = "<!-- Written by scripts/technique_pages.py from the technique's file. Change that file, not this page. -->"
@@ -114,7 +114,7 @@ def _tolerance(parity: Parity) -> str:
             f"of the matmuls: {listed}."
         )
     if parity is Parity.STATISTICAL:
-        return f"The mean loss of the second half of the steps may differ by {STATISTICAL_LOSS:.0%}."
+        return f"How far the loss fell, to its mean over the second half of the steps, may differ by {STATISTICAL_LEARNED:.0%}."
     return "It is not held against the plain run."
 
 

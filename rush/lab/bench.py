@@ -27,7 +27,7 @@ from rush.lab.trial import Outcome, execute
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 
-TIMING = ("windows", "window_ms", "warmup_max_steps", "warmup_max_s")
+TIMING = ("windows", "window_ms", "warmup_max_steps", "warmup_max_s", "timed_max_s")
 
 
 @dataclass
@@ -56,11 +56,12 @@ class Bench:
         """The outcome of a trial, made now or earlier. The `first` of a rung is also watched and traced."""
         if (known := self.known(recipe, kind)) is not None:
             return known
-        parity = None
-        if first:
-            wanted = self.parity_recipe(recipe)
-            if self.trace(wanted) is None:
-                parity = {"recipe": write_toml(wanted), "gradients": str(self.gradients(wanted).resolve())}
+        wanted, parity = self.parity_recipe(recipe), []
+        if first and self.trace(wanted) is None:
+            # A plain recipe is what others are held against, and needs its twin.
+            for rounded in (False, True)[: 1 if recipe.techniques else 2]:
+                file = str(self.gradients(wanted, rounded).resolve())
+                parity.append({"recipe": write_toml(wanted), "gradients": file, "rounded": rounded})
         spec = {
             "kind": "measure",
             "recipe": write_toml(recipe),
@@ -74,8 +75,9 @@ class Bench:
         compiled = (self.work / f"compiled-{recipe.digest[:16]}").resolve()
         outcome = execute(self.starter, spec, self.work / path.stem, self.plan.measure.limit_s, compiled)
         self.seconds.append(outcome.wall_s)
-        if "trace" in outcome.found:
-            write_json_atomic(self._trace_path(wanted), outcome.found["trace"])
+        for name, rounded in (("trace", False), ("twin", True)):
+            if name in outcome.found:
+                write_json_atomic(self._trace_path(wanted, rounded), outcome.found[name])
         path.parent.mkdir(exist_ok=True)
         write_json_atomic(path, outcome.to_dict())
         return outcome
@@ -84,23 +86,23 @@ class Bench:
         settings = self.plan.parity
         return parity_recipe(recipe, self.plan.base, settings.steps, settings.changes)
 
-    def trace(self, wanted: Recipe) -> dict[str, Any] | None:
-        """The parity trace of a parity recipe, if it was made."""
-        path = self._trace_path(wanted)
-        if not (path.exists() and self.gradients(wanted).exists()):
+    def trace(self, wanted: Recipe, rounded: bool = False) -> dict[str, Any] | None:
+        """The parity trace of a parity recipe, or of its twin from rounded weights, if it was made."""
+        path = self._trace_path(wanted, rounded)
+        if not (path.exists() and self.gradients(wanted, rounded).exists()):
             return None
         found: dict[str, Any] = json.loads(path.read_text())
         return found
 
-    def gradients(self, wanted: Recipe) -> Path:
-        return self.folder / "parity" / f"{self._digest(wanted)}.safetensors"
+    def gradients(self, wanted: Recipe, rounded: bool = False) -> Path:
+        return self.folder / "parity" / f"{self._digest(wanted)}{'-twin' if rounded else ''}.safetensors"
 
     def clean(self) -> None:
         """Remove what only unfinished trials and compilers need."""
         shutil.rmtree(self.work, ignore_errors=True)
 
-    def _trace_path(self, wanted: Recipe) -> Path:
-        return self.gradients(wanted).with_suffix(".json")
+    def _trace_path(self, wanted: Recipe, rounded: bool = False) -> Path:
+        return self.gradients(wanted, rounded).with_suffix(".json")
 
     def _path(self, recipe: Recipe, kind: str) -> Path:
         return self.folder / "trials" / f"{self._digest(recipe)}-{kind}.json"

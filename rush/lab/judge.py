@@ -17,7 +17,7 @@ from rush.lab.bench import Bench
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 from rush.techniques import Parity
-from rush.techniques.parity import gradient_errors, judge
+from rush.techniques.parity import Twin, gradient_errors, judge
 
 LOOSER = [Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL, Parity.CHANGES]
 
@@ -31,7 +31,7 @@ def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome)
     """The record's parity part for one rung."""
     promise = loosest(row["parity"] for row in outcome.found["techniques"].values())
     wanted = bench.parity_recipe(recipe)
-    plain, tried = bench.trace(reference), bench.trace(wanted)
+    plain, tried, twin = bench.trace(reference), bench.trace(wanted), bench.trace(reference, rounded=True)
     if tried is None:
         diverged = outcome.found.get("ended") == "diverged"
         why = outcome.reason or "its gradients at step one are missing"
@@ -48,6 +48,7 @@ def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome)
         tried["grad_norms"],
         plain["grad_norms"],
         errors,
+        Twin(twin["losses"], twin["grad_norms"]) if twin else None,
     )
     worst = max(errors, key=lambda name: errors[name])
     finite = math.isfinite(errors[worst])
@@ -61,6 +62,7 @@ def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome)
         "reference_losses": plain["losses"],
         "grad_norms": tried["grad_norms"],
         "reference_grad_norms": plain["grad_norms"],
+        "twin_losses": twin["losses"] if twin else [],
         "worst_tensor": {"name": worst, "relative_error": errors[worst] if finite else None},
         "why": judged.why + (f"; {tried['skipped']} updates were left out" if tried["skipped"] else ""),
     }
@@ -77,6 +79,6 @@ def stored_errors(ours: Path, reference: Path) -> dict[str, float]:
 def _unjudged(promise: Parity, verdict: str, why: str) -> dict[str, Any]:
     nothing: dict[str, Any] = dict.fromkeys(("tolerance", "worst", "worst_tensor"))
     empty: dict[str, Any] = {
-        key: [] for key in ("losses", "reference_losses", "grad_norms", "reference_grad_norms")
+        key: [] for key in ("losses", "reference_losses", "grad_norms", "reference_grad_norms", "twin_losses")
     }
     return {"verdict": verdict, "class": promise.name, "steps": 0, **nothing, **empty, "why": why}

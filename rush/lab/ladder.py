@@ -175,15 +175,19 @@ class Climb:
 
     def _trial(self, stand: Stand, number: int) -> None:
         assert stand.recipe is not None
-        kind = f"time-{number}"
-        if self.bench.known(stand.recipe, kind) is None:
+        if self.bench.known(stand.recipe, f"time-{number}") is None:
             self._tell(stand.name)
-        outcome = self.bench.run(stand.recipe, kind, first=number == 0)
-        stand.outcomes.append(outcome)
+        self._run(stand, number)
         self.done += 1
+        self._tell(stand.name)
+
+    def _run(self, stand: Stand, number: int) -> None:
+        """One more process of a rung; the first one also tells its parity."""
+        assert stand.recipe is not None
+        outcome = self.bench.run(stand.recipe, f"time-{number}", first=number == 0)
+        stand.outcomes.append(outcome)
         if number == 0 and stand.status in ("ok", "no_effect"):
             stand.parity = parity_of(self.bench, stand.recipe, self._reference(), outcome)
-        self._tell(stand.name)
 
     def _reference(self) -> Recipe:
         """Plain fp32, which all are compared with; a base that is plain and fits has made that trace itself."""
@@ -209,7 +213,7 @@ class Climb:
         below = Climb(self.bench, "cumulative", self.file.parent, self.watch)
         for stand in below._rise(self.plan.additions):
             if stand.recipe is not None:
-                stand.outcomes.append(self.bench.run(stand.recipe, "time-0", first=True))
+                below._run(stand, 0)
         return below.top
 
     def _tell(self, doing: str | None) -> LadderRecord:
@@ -267,9 +271,11 @@ class Climb:
 
 def _builds_on(addition: Addition, stand: Stand, last: Stand) -> bool:
     """Whether the rungs above stand on this one; the first process of each decides which is faster."""
-    if addition.keep == "faster" and last.measured:
-        return centre(stand.processes[:1]) > centre(last.processes[:1])
-    return bool(addition.keep)
+    if addition.keep != "faster":
+        return addition.keep
+    if stand.parity is not None and stand.parity["verdict"] == "different":
+        return False
+    return not last.measured or centre(stand.processes[:1]) > centre(last.processes[:1])
 
 
 def _now() -> str:

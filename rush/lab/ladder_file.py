@@ -52,6 +52,8 @@ class Measure(Table):
     window_ms: Seconds = 50.0
     warmup_max_steps: Whole = 40
     warmup_max_s: Seconds = 120.0
+    timed_max_s: Seconds = 30.0
+    """Where samples would take longer than this, eight of them do."""
     limit_s: Seconds = 1200.0
     """A trial that takes longer is ended."""
     noise_floor: Annotated[float, Field(ge=0, lt=1)] = 0.003

@@ -2,7 +2,7 @@
 
 A trace is the loss and the gradient norm of every step, and the gradient of every tensor at step one. The
 gradients of a small model are kept whole. Those of a large one are folded: each value gets a random sign
-and is added into one of a few thousand places. Folding is linear and keeps lengths (in expectation), so
+and is added into one of a thousand places. Folding is linear and keeps lengths (in expectation), so
 the folded difference of two gradients is as long as the difference itself, within a few per cent.
 
 The batch is the ladder's, not the rung's: a rung that only changes the batch learns from other samples
@@ -35,7 +35,7 @@ from rush.train.step import StepResult, train_step
 
 WHOLE_UP_TO = 8_000_000
 """Parameters up to which gradients are kept whole."""
-FOLDED = 4096
+FOLDED = 1024
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,18 @@ def parity_recipe(recipe: Recipe, base: Recipe, steps: int, changes: Mapping[str
     return parse(tree)
 
 
-def trace(recipe: Recipe, machine: Machine, corpus: Corpus, gradients: Path) -> Trace:
-    """Make the recipe's steps and write the gradients of the first to `gradients` (safetensors)."""
+def trace(
+    recipe: Recipe, machine: Machine, corpus: Corpus, gradients: Path, *, rounded: bool = False
+) -> Trace:
+    """Make the recipe's steps and write the gradients of the first to `gradients` (safetensors).
+
+    The twin of a plain run starts from weights `rounded` to bf16: how far it drifts is what rounding grows to.
+    """
     run = build(recipe, machine, starting_weights(recipe))
+    if rounded:
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.copy_(parameter.bfloat16())
     losses, norms, skipped = [], [], 0
     with corpus.loader(recipe, run.loader_options) as loader:
         for step in range(1, recipe.schedule.steps + 1):

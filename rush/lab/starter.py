@@ -84,7 +84,7 @@ class Starter:
             self._line, far = Pipe()
             with far:
                 self._server = subprocess.Popen(
-                    [sys.executable, "-m", "rush.lab.starter", str(far.fileno()), str(os.getpid())],
+                    [sys.executable, "-m", "rush.lab.starter", str(os.getpid()), str(far.fileno())],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is for the ladder, which ends its trial and this
                     pass_fds=[far.fileno()],
@@ -161,5 +161,5 @@ def _be_trial(order: Mapping[str, Any]) -> None:
 if __name__ == "__main__":
     from rush.lab.dying import die_with_parent
 
-    die_with_parent(int(sys.argv[2]))
-    _serve(Connection(int(sys.argv[1])))
+    die_with_parent(int(sys.argv[1]))
+    _serve(Connection(int(sys.argv[2])))

@@ -26,6 +26,8 @@ from rush.train.step import StepResult, train_step
 
 STEADY_STEPS = 3
 STEADY_WITHIN = 0.05
+ENOUGH = 8
+"""Samples that do where each takes long."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Timing:
     window_ms: float = 50.0
     warmup_max_steps: int = 40
     warmup_max_s: float = 60.0
+    timed_max_s: float = 30.0
 
 
 class Stepper:
@@ -73,8 +76,11 @@ def time_steps(run: Run, loader: Loader, timing: Timing) -> dict[str, Any]:
     stepper.waited_s, before = 0.0, stepper.step
     samples: list[float] = []
     around = None
-    for window in range(timing.windows):
-        if window == timing.windows // 2:
+    windows = max(
+        min(timing.windows, ENOUGH), min(timing.windows, int(timing.timed_max_s / (per_window * step_s)))
+    )
+    for window in range(windows):
+        if window == windows // 2:
             around = conditions(run.machine)  # in the middle of the work, between two windows
         samples.append(clock(stepper, per_window) / per_window)
     assert around is not None

@@ -13,6 +13,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -80,6 +81,10 @@ class _Result:
         self.found |= parts
         write_json_atomic(self.path, json_safe(self.found)[0])
 
+    def took(self, part: str, began: float) -> None:
+        """Note how long a part of the trial took."""
+        self.add(seconds={**self.found.get("seconds", {}), part: round(time.monotonic() - began, 2)})
+
     def finish(self, status: str, reason: str | None) -> None:
         timed = "timing" in self.found and status != "ok"
         # Figures that were taken stay good when a later part of the trial fails.
@@ -111,21 +116,26 @@ def _measure(spec: Mapping[str, Any], result: _Result) -> None:
     gc.collect()
     if machine.device == "cuda":
         torch.cuda.empty_cache()
-    parity = spec["parity"]
-    if parity is not None:
+    for number, parity in enumerate(spec["parity"]):
         wanted = _recipe(parity["recipe"])
-        found = trace(
-            wanted, machine, open_corpus(wanted, None, lambda text: None), Path(parity["gradients"])
-        )
-        result.add(trace=found.to_dict())
+        began, text = time.monotonic(), open_corpus(wanted, None, lambda text: None)
+        found = trace(wanted, machine, text, Path(parity["gradients"]), rounded=parity["rounded"])
+        result.add(**{("trace", "twin")[number]: found.to_dict()})
+        result.took(f"parity {number}", began)
 
 
 def _time(recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, Any], result: _Result) -> None:
+    began = time.monotonic()
     run = build(recipe, machine, starting_weights(recipe))
+    result.took("build", began)
     with corpus.loader(recipe, run.loader_options) as loader:
+        began = time.monotonic()
         result.add(timing=time_steps(run, loader, Timing(**spec["timing"])))
+        result.took("timing", began)
         if spec["profile"]:
+            began = time.monotonic()
             _watch(run, Stepper(run, loader), result)
+            result.took("profile", began)
 
 
 def _watch(run: Run, stepper: Stepper, result: _Result) -> None:
@@ -176,4 +186,4 @@ def _recipe(toml: str) -> Recipe:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3], parent=os.getppid())
+    main(sys.argv[1], sys.argv[2], os.getppid())

@@ -42,7 +42,7 @@ def initial_value(shape: Shape, spec: ParameterSpec, seed: int) -> Tensor:
     if spec.role.endswith("norm"):
         return torch.ones(spec.dims, device="cpu", dtype=torch.float32)
     value = torch.empty(spec.dims, device="cpu", dtype=torch.float32)
-    blocks, deviation = value.flatten().split(BLOCK), _standard_deviation(shape, spec)
+    blocks, deviation = torch.split(value.flatten(), BLOCK), _standard_deviation(shape, spec)
 
     def draw(number: int) -> None:
         name = spec.name if number == 0 else f"{spec.name}:{number}"

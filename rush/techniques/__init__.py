@@ -58,7 +58,7 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
             if not requirement.met(machine, recipe):
                 raise MachineError(
                     f"technique {technique.name} cannot run here: {requirement.sentence}; found "
-                    f"{machine.summary()}. Take it out with techniques-={technique.name}, or change what it needs."
+                    f"{recipe.model.name} on {machine.summary()}. Take it out with techniques-={technique.name}, or change what it needs."
                 )
     _check_layout(recipe)
     return uses

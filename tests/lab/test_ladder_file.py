@@ -5,8 +5,11 @@ from pathlib import Path
 import pytest
 
 from rush.errors import RecipeError
-from rush.lab.ladder_file import compose, load_plan
+from rush.lab.findings import Stand
+from rush.lab.ladder import _builds_on
+from rush.lab.ladder_file import Addition, compose, load_plan
 from rush.lab.names import ladder_names
+from rush.lab.trial import Outcome
 from rush.techniques import registry
 
 
@@ -27,9 +30,39 @@ def test_the_ready_ladders_are_there_and_tiny_has_eight_rungs() -> None:
     assert len(load_plan("tiny").additions) >= 8
 
 
-def test_the_large_ladder_tries_every_technique() -> None:
-    tried = {addition.technique_name for addition in load_plan("llama-3.2-1b").additions}
+@pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2-124m"])
+def test_the_large_ladders_try_every_technique(name: str) -> None:
+    tried = {addition.technique_name for addition in load_plan(name).additions}
     assert set(registry()) - tried == set()
+
+
+def test_what_a_later_rung_takes_the_place_of_is_not_at_the_top(tmp_path: Path) -> None:
+    rungs = """["flash_attention", {"batch.micro" = 4}, {name = "compile", scope = "block"}, "compile",
+        {name = "cudnn_attention", replaces = ["flash_attention"]}, {"batch.micro" = 8, "batch.sequence" = 64}]"""
+    flash, four, block, whole, cudnn, eight = load_plan(_ladder(tmp_path, f"rungs = {rungs}")).additions
+    assert cudnn.supersedes(flash)
+    assert whole.supersedes(block)
+    assert eight.supersedes(four)
+    assert not four.supersedes(eight)
+    assert not cudnn.supersedes(four)
+    assert not eight.supersedes(flash)
+
+
+def _tried(ratio: float, parity: str, keep: bool | str) -> bool:
+    def stand(speed: float) -> Stand:
+        timing = {"step_tokens": speed, "samples_s": [1.0], "peak_memory_bytes": 1}
+        outcome = Outcome("ok", None, {"timing": timing})
+        return Stand(None, "thing", "thing", None, [outcome], parity={"verdict": parity})
+
+    return _builds_on(Addition("thing", "thing", "thing", {}, keep=keep), stand(ratio), stand(1.0))  # type: ignore[arg-type]
+
+
+def test_a_rung_is_built_upon_if_it_is_to_be_or_if_it_pays_and_learns_the_same() -> None:
+    assert _tried(0.5, "equal", True)
+    assert not _tried(2.0, "equal", False)
+    assert _tried(1.01, "equal", "faster")
+    assert not _tried(0.99, "equal", "faster")
+    assert not _tried(1.5, "different", "faster")
 
 
 def test_overrides_reach_the_base_recipe_and_the_ladders_own_tables() -> None:
@@ -67,6 +100,7 @@ def test_a_rung_may_have_knobs_changes_a_title_and_replace_another(tmp_path: Pat
         ("rungs = []\n[measur]\nwindows = 3", "measure"),
         ("rungs = []\n[measure]\nwindow = 3", "measure.windows"),
         ("rungs = []\n[measure]\nwindows = 0", "measure.windows is 0"),
+        ('rungs = [{name = "tf32", keep = "often"}]', 'true, false or "faster"'),
         ("rungs = [\n", "not valid TOML"),
         ("about = 'x'", "list of rungs"),
     ],

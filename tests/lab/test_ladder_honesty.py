@@ -75,7 +75,8 @@ def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderF
     assert base["parity"]["losses"] == base["parity"]["reference_losses"]
     assert batch["step_tokens"] == 2 * base["step_tokens"]
     assert batch["parity"]["losses"] == flash["parity"]["losses"]  # the batch of parity is the ladder's
-    assert len(list((tmp_path / "out" / "parity").glob("*.safetensors"))) == 3
+    # The plain run, its twin, and a trace for each technique.
+    assert len(list((tmp_path / "out" / "parity").glob("*.safetensors"))) == 4
 
 
 def test_a_planted_slowdown_of_five_per_cent_is_found_and_a_twin_is_no_gain(
@@ -128,7 +129,24 @@ def test_an_interrupted_ladder_leaves_no_process(
     assert process.wait(timeout=20) == 130
     assert _commands("sleep 987") == []
     assert _commands(str(out)) == []
+    assert _commands(f"rush.lab.starter {process.pid}") == []
     assert read_ladder(out)["finished"] is None
+
+
+def test_killing_what_starts_the_trials_costs_one_trial_and_no_more(
+    ladder_file: LadderFile, tmp_path: Path
+) -> None:
+    path, out = ladder_file([_plant("hang"), '"fused_adamw"']), tmp_path / "out"
+    process = _start(path, out, "--technique", str(PLANT))
+    _wait_for(lambda: bool(_commands("sleep 987")), process)
+    for pid in _commands(f"rush.lab.starter {process.pid}"):
+        os.kill(pid, signal.SIGKILL)
+    assert process.wait(timeout=120) == 0
+    _, hung, fused = read_ladder(out)["rungs"]
+    assert (hung["status"], fused["status"]) == ("out_of_memory", "ok")
+    assert "SIGKILL" in str(hung["reason"])
+    assert _commands("sleep 987") == []
+    assert _commands(f"rush.lab.starter {process.pid}") == []
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from rush.recipe import Knob
 from rush.techniques import registry
 from rush.techniques.contract import Build, Claim, Parity, Pass, Stage, Technique
 from rush.techniques.evidence import ran
-from rush.techniques.parity import CLOSE, gradient_errors, judge
+from rush.techniques.parity import CLOSE, Twin, gradient_errors, judge
 from rush.techniques.proofs import prove
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -138,11 +138,33 @@ def test_each_class_and_dtype_has_its_own_tolerance() -> None:
         assert judged(Parity.CLOSE, 1 + 0.9 * tolerance.loss, dtype) == "equal"
         assert judged(Parity.CLOSE, 1 + 1.1 * tolerance.loss, dtype) == "different"
     assert CLOSE["float32"].gradient < CLOSE["float16"].gradient < CLOSE["bfloat16"].gradient
-    assert judged(Parity.STATISTICAL, 1.02) == "equal"
-    assert judged(Parity.STATISTICAL, 1.04) == "different"
+    # The loss falls from 5 to a mean of 2.5 over the second half: 5 % of that fall is 0.125.
+    assert judged(Parity.STATISTICAL, 1.04) == "equal"
+    assert judged(Parity.STATISTICAL, 1.06) == "different"
+    assert judged(Parity.STATISTICAL, 0.94) == "different"
     assert judged(Parity.CHANGES, 7.0) == "not judged"
     assert judged(Parity.CLOSE, float("nan")) == "different"
     assert judged(Parity.STATISTICAL, float("inf")) == "different"
+
+
+def test_what_one_rounding_grows_to_is_allowed_and_no_more() -> None:
+    reference, plain_norms = [5.0, 4.0, 3.0, 2.0], [1.0, 1.0, 1.0, 1.0]
+    twin = Twin([5.0, 4.0, 3.0, 2.0], [1.0, 1.0, 1.02, 1.1])
+
+    def norms(*found: float) -> str:
+        given = Parity.CLOSE, "bfloat16", reference, reference, found, plain_norms, {"w": 0.0}
+        assert judge(*given).verdict == "different"  # without the twin none of these would pass
+        return judge(*given, twin).verdict
+
+    assert norms(1.0, 1.0, 1.1, 1.3) == "equal"
+    assert norms(1.0, 1.06, 1.0, 1.0) == "different"  # the twin was not off yet: rounding does not explain it
+    assert norms(1.0, 1.0, 1.0, 1.4) == "different"
+    tight = Parity.CLOSE, "float32", reference, reference, (1.0, 1.0, 1.0, 1.01), plain_norms, {"w": 0.0}
+    assert judge(*tight, twin).verdict == "different"  # fp32 rounds 65,536 times finer
+    late = [5.0, 4.0, 3.3, 2.3]
+    given = Parity.STATISTICAL, "bfloat16", late, reference, plain_norms, plain_norms, {"w": 0.0}
+    assert judge(*given).verdict == "different"
+    assert judge(*given, Twin([5.0, 4.0, 3.1, 2.1], plain_norms)).verdict == "equal"
 
 
 def test_gradient_errors_are_relative_to_the_reference_with_a_floor_for_gradients_that_are_nothing() -> None:
