@@ -171,5 +171,5 @@ def update(
         COLUMNS=COLUMNS,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=4,
+        num_warps=8,
     )
