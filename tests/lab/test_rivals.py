@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,14 @@ import pytest
 import torch
 
 from rush.errors import MachineError, RecipeError
-from rush.hardware import probe
+from rush.hardware import Device, probe
 from rush.lab import workloads
 from rush.lab.rivals import bench_models, target_of
 from rush.models import Shape, build_model
 from rush.models.huggingface_names import exported_name
 from rush.recipe_io import load_recipe, write_toml
 from rush.records.models import read_models
+from rush.techniques import check
 
 SHAPE = Shape(
     family="llama", num_layers=2, hidden=32, num_heads=4, num_kv_heads=2, head_dim=8, intermediate=48, vocab_size=101,
@@ -55,6 +57,26 @@ def test_a_target_needs_the_ratio_the_parity_and_the_evidence() -> None:
 def test_an_unknown_workload_is_refused_with_the_nearest() -> None:
     with pytest.raises(RecipeError, match=r"no workload named 'gpt2'.*gpt2-124m"):
         workloads.load_workloads(["gpt2"])
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.2-1b", "llama-3.1-8b"])
+def test_the_workloads_that_ship_can_run_on_a_hopper_gpu(name: str) -> None:
+    try:
+        (workload,) = workloads.load_workloads([name])
+    except RecipeError as error:
+        if "no recipe named" in str(error):
+            pytest.skip(f"a recipe is not there yet: {error}")
+        raise
+    hopper = Device("NVIDIA H200", 140 * 2**30, capability=(9, 0))
+    machine = dataclasses.replace(probe("cpu"), device="cuda", devices=(hopper,), triton="3.6")
+    recipes = [workload.rival.recipe, *(ours.recipe for ours in workload.ours)]
+    for recipe in recipes:
+        check(recipe, machine)
+    same = {
+        (r.batch.micro, r.batch.sequence, r.step_tokens, r.data.source, r.data.vocab_size) for r in recipes
+    }
+    assert len(same) == 1, "both sides must get the same batch and text"
+    assert len({ours.name for ours in workload.ours}) == len(workload.ours)
 
 
 def small_workloads(folder: Path, recipe: Path, rival: str, **measure: Any) -> Path:
