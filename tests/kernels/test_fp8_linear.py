@@ -180,6 +180,8 @@ def test_the_master_weight_is_untouched_and_gets_a_gradient_in_its_own_dtype(dev
 def test_it_compiles_without_a_graph_break_and_means_the_same(
     device: str, backend: str, how: dict[str, Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:
+    if device == "cuda" and (how["recipe"] == "rowwise" or "fast" in how):
+        pytest.skip("compiled on a GPU with a whole model, in tests/gpu")
     x, weight, dout = inputs(device, (48, 32, 80))
 
     def layer(x: Tensor, weight: Tensor) -> Tensor:

@@ -55,7 +55,7 @@ def against_float64(
 def test_turn_and_gradients_are_as_near_to_float64_as_plain_torch(
     device: str, dtype: torch.dtype, own_positions: bool, compare: Callable[..., None]
 ) -> None:
-    for shape in [*SHAPES, *LARGE] if device == "cuda" else SHAPES:
+    for shape in [*SHAPES[1:3], *LARGE] if device == "cuda" else SHAPES:
         against_float64(compare, *inputs(device, shape, dtype, own_positions))
 
 

@@ -16,9 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-BLOCK = 64
-"""Rows and columns of a tile: 64 bytes of fp8 in either direction, two sectors of memory."""
-NUM_WARPS = 4
+BLOCK = 128
+"""Rows and columns of a tile: in either direction 128 bytes of fp8, a whole line of memory."""
+NUM_WARPS = 8
 
 
 @triton.jit

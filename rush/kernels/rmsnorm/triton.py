@@ -161,7 +161,7 @@ def backward(
     num_rows, width = x_nd.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     tile = row_tile(width, elements_per_thread=16)
-    programs = num_sms(x.device) * max(2, 16 // tile.num_warps)
+    programs = num_sms(x.device) * max(1, 16 // tile.num_warps)
     programs = max(1, min(programs, triton.cdiv(num_rows, tile.rows)))
     partial = torch.empty(programs, 1, width, dtype=torch.float32, device=x.device)
     rmsnorm_backward_kernel[(programs,)](
