@@ -160,4 +160,3 @@ def test_the_library_takes_effect_and_learns_the_same(family: str, beside: tuple
     _, reference = on_gpu(name=family)
     verdict = compare(run, "float32", ours, reference)
     assert verdict.verdict == "equal", verdict.why
-
