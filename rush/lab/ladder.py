@@ -108,7 +108,10 @@ class Climb:
         self.file = into / "ladder.json"
         self.stands: list[Stand] = []
         self.again: list[Outcome] = []
-        self.started = read_ladder(self.file)["started"] if self.file.exists() else _now()
+        before = read_ladder(self.file) if self.file.exists() else None
+        self.started = before["started"] if before else _now()
+        self.interactions = before["interactions"] if before else None
+        self.num_rungs = len(self.plan.additions) + 1
         self.done = 0
         self.finished: str | None = None
         self.top: list[Addition] = []
@@ -126,6 +129,7 @@ class Climb:
 
     def go(self) -> LadderRecord:
         additions = self.plan.additions if self.view != "left_out" else self._kept_by_climbing()
+        self.num_rungs = len(additions) + 1
         for stand in self._rise(additions):
             if stand.recipe is not None:
                 self._trial(stand, 0)
@@ -221,7 +225,7 @@ class Climb:
         record = self.record()
         write_ladder(self.file, record)
         measured = sum(stand.measured or not stand.outcomes for stand in self.stands)
-        measured += len(self.plan.additions) + 1 - len(self.stands)
+        measured += self.num_rungs - len(self.stands)
         failed = sum(bool(stand.outcomes) and not stand.measured for stand in self.stands)
         total = measured * self.plan.measure.processes + failed + 1
         seconds = self.bench.seconds
@@ -262,7 +266,7 @@ class Climb:
             "batch_curve": self.curve,
             "batch_stops_paying_at": stops_paying(self.curve) if self.curve else None,
             "sequence_limits": self.limits,
-            "interactions": None,
+            "interactions": self.interactions,
         }
 
     def _again_timings(self) -> list[dict[str, Any]]:

@@ -79,6 +79,40 @@ def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderF
     assert len(list((tmp_path / "out" / "parity").glob("*.safetensors"))) == 4
 
 
+def test_three_views_and_the_search_for_a_batch_agree_on_what_was_measured(
+    ladder_file: LadderFile, tmp_path: Path
+) -> None:
+    path, out = ladder_file(['"fused_adamw"', '{"batch.micro" = 4}']), tmp_path / "out"
+    plan = load_plan(str(path), ["search.batch_up_to=4"])
+    whole = climb(plan, out, view="all")
+    alone, left_out = read_ladder(out / "alone"), read_ladder(out / "left_out")
+    assert [rung["name"] for rung in alone["rungs"]] == ["base", "fused_adamw", "batch.micro=4"]
+    assert [rung["name"] for rung in left_out["rungs"]] == [
+        "all",
+        "without fused_adamw",
+        "without batch.micro=4",
+    ]
+    # One recipe is one trial, whichever view asks for it.
+    assert alone["rungs"][1]["tokens_per_s"] == whole["rungs"][1]["tokens_per_s"]
+    assert left_out["rungs"][1]["tokens_per_s"] == alone["rungs"][2]["tokens_per_s"]
+    assert left_out["rungs"][0]["digest"] == whole["rungs"][2]["digest"]
+    assert whole["interactions"] is not None
+    assert [row["technique"] for row in whole["interactions"]] == ["fused_adamw", "batch.micro=4"]
+    assert all(
+        row["alone"] and row["left_out"] and row["technique"] in row["sentence"]
+        for row in whole["interactions"]
+    )
+    assert whole["batch_curve"] is not None
+    assert [point["micro"] for point in whole["batch_curve"]] == [1, 2, 4]
+    rung = whole["rungs"][2]["tokens_per_s"]
+    assert rung is not None
+    assert whole["batch_curve"][2]["tokens_per_s"]["median"] == rung["median"]
+    # Asked for again, nothing is measured and nothing is forgotten.
+    before = {file.name for file in out.glob("trials/*.json")}
+    assert climb(plan, out)["interactions"] == whole["interactions"]
+    assert {file.name for file in out.glob("trials/*.json")} == before
+
+
 def test_a_planted_slowdown_of_five_per_cent_is_found_and_a_twin_is_no_gain(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
