@@ -82,7 +82,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             "stochastic_rounding": bool(knobs["stochastic_rounding"]),
             "seed": build.recipe.run.seed,
         }
-        build.facts["state_bytes_per_parameter"] = 5.5  # at the most, where many tensors are small and stay in fp32
+        # At the most: where many tensors are small, and stay in fp32.
+        build.facts["state_bytes_per_parameter"] = 5.5
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:

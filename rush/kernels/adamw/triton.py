@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """AdamW for a whole list of tensors in one launch, every value read once and written once.
 
 The update of a parameter is a dozen operations on four numbers; written as separate operations each of them

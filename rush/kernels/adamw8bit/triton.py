@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """AdamW whose moments live in 8-bit codes: unpacked, updated and packed again inside one kernel.
 
 Moments are two thirds of what AdamW reads and writes. As codes with one scale for 256 of them they take 2.03

@@ -1,11 +1,12 @@
-# mypy: allow-untyped-defs, allow-untyped-calls, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
 """Cross-entropy over rows of logits, in one walk for the loss and one for the gradient.
 
 Logits are the largest tensor of a language model: tokens × vocabulary. Plain torch converts them to fp32,
 writes the log-softmax, picks the labels, and in the backward pass reads it all again. All that is needed
 from a row, though, is one number, the log of Σ exp(logit). Here a program walks over a row in blocks with a
 running maximum and a running sum: when a block raises the maximum, the sum so far is scaled down to match
-(the "online" softmax), so one read suffices and nothing overflows.
+(the "online" softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), so one read suffices and nothing
+overflows.
 
 With that number known, the gradient of a logit is softmax − target, a function of the logit alone. So the
 same program may walk over its row once more, most of it still in cache, and write the gradient over the
