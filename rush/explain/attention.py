@@ -176,9 +176,9 @@ def words(data: Data) -> list[str]:
 
 def _short_reason(small: Any, large: Any) -> str:
     if large.ratio > 1.3 * small.ratio:
-        return "a short score matrix fits into a cache, so there is less traffic to save"
+        return "less than at the longest length, as is to be expected where a short score matrix fits into a cache"
     if small.ratio > 1.3 * large.ratio:
-        return "at this length the plain version's many small steps weigh more than its traffic"
+        return "more than at the longest length, perhaps because plain is many small steps, each with its own call"
     return "about the same as at the longest length"
 
 
@@ -188,7 +188,7 @@ def _memory_words(data: Data, plain: list[Data], flash: list[Data], length: int)
     text = (
         f"For that plain needs {say.size(a['peak_bytes'])} ({say.times(a['peak_bytes'] / scores)} one score matrix of "
         f"{say.size(scores)}), flash {say.size(b['peak_bytes'])}: {say.times(a['peak_bytes'] / b['peak_bytes'])} "
-        f"{'more' if a['peak_bytes'] > b['peak_bytes'] else 'as much, no saving'}."
+        f"{'less' if a['peak_bytes'] > b['peak_bytes'] else 'as little, no saving'}."
     )
     growth_a, growth_b = _growth(plain, "peak_bytes"), _growth(flash, "peak_bytes")
     if growth_a is None or growth_b is None:

@@ -8,7 +8,9 @@ never have to come from memory.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from rush.explain import say
@@ -17,7 +19,7 @@ from rush.explain.clock import stat, timed
 from rush.explain.contract import Data, Settings, Table, Topic
 
 FREE = 1.5
-"""Batches that take no longer than this times a batch of one are called nearly free."""
+"""A batch that takes no longer than this times a smaller one is called nearly free."""
 
 
 def measure(settings: Settings) -> Data:
@@ -104,24 +106,44 @@ def words(data: Data) -> list[str]:
     return said
 
 
+def free_range(rows: Sequence[Data]) -> Sequence[Data]:
+    """The longest run of batches of which none takes longer than `FREE` times the first of them."""
+    best: Sequence[Data] = rows[:1]
+    for start, first in enumerate(rows):
+        end = start
+        while end < len(rows) and rows[end]["seconds"]["median"] <= FREE * first["seconds"]["median"]:
+            end += 1
+        if end - start > len(best):
+            best = rows[start:end]
+    return best
+
+
 def _free_words(data: Data) -> str:
     rows = data["rows"]
-    base = rows[0]["seconds"]["median"]
-    free = rows[0]
-    for row in rows:
-        if row["seconds"]["median"] > FREE * base:
-            break
-        free = row
-    if free is rows[0]:
-        second = rows[1]
-        return (
-            f"Nothing is free here: {_rows(second['batch'])} already take {say.times(second['seconds']['median'] / base)} "
-            f"the time of {_rows(rows[0]['batch'])}."
-        )
+    found = free_range(rows)
+    first, last = found[0], found[-1]
+    if len(found) < 2:
+        steps = max(b["seconds"]["median"] / a["seconds"]["median"] for a, b in pairwise(rows))
+        return f"Nothing is free here: more rows always take longer, up to {say.times(steps)} from one size to the next."
+    said = (
+        f"From {_rows(first['batch'])} to {_rows(last['batch'])} the time grows by {say.times(last['seconds']['median'] / first['seconds']['median'])} "
+        f"only ({say.duration(first['seconds']['median'])} to {say.duration(last['seconds']['median'])}): there the further rows "
+        f"are nearly free, {_why_free(data, first)}."
+    )
+    if first is rows[0]:
+        return said
+    apart = first["seconds"]["median"] / rows[0]["seconds"]["median"]
+    return f"{said} ({_rows(rows[0]['batch'])} alone {'is' if rows[0]['batch'] == 1 else 'are'} {say.times(apart)} quicker than {_rows(first['batch'])}: another kernel, made for it.)"
+
+
+def _why_free(data: Data, first: Data) -> str:
+    """Only what the bytes per second bear out."""
+    got = traffic(data, first["batch"]) / first["seconds"]["median"]
+    if got > 0.6 * data["read_bytes_per_s"]:
+        return f"because the time goes into fetching weights (at {say.bandwidth(got)})"
     return (
-        f"Up to {_rows(free['batch'])} take at most {say.times(FREE)} the time of one "
-        f"({say.duration(free['seconds']['median'])} against {say.duration(base)}): the further rows are nearly free, "
-        "because the time goes into fetching weights."
+        f"though the weights flow at {say.bandwidth(got)} only: the kernel does something with each of them that does not "
+        "depend on the rows"
     )
 
 

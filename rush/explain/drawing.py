@@ -50,6 +50,8 @@ def draw(panel: Panel, width: float) -> Drawn:
 def short(value: float, unit: Unit) -> str:
     """A label on an axis, without the zeros that say how exact a measurement is."""
     text = label(value, unit)
+    if value == 0:
+        return "0"
     if unit == "":
         return text if text.replace("\u202f", "").isdigit() else words.tick(value)
     head, join, tail = text.partition(words.JOIN)
@@ -97,7 +99,8 @@ def _places(marked: Sequence[Mark], frame: Frame, x: Scale) -> list[Markup]:
 
 def _ranges(panel: Curves) -> tuple[float, float, float, float]:
     xs = [dot.x for line in panel.lines for dot in line.dots]
-    ys = [dot.y for line in panel.lines for dot in line.dots]
+    dots = [dot for line in panel.lines for dot in line.dots]
+    ys = [y for dot in dots for y in (dot.y, dot.low, dot.high) if y is not None]
     return min(xs), max(xs), min(ys), max(ys)
 
 

@@ -18,6 +18,7 @@ def page(explanation: Explanation, picture: str) -> str:
         f"## On {explanation.where}",
         f"![{topic.title}]({picture})",
         *explanation.words,
+        *([explanation.warning] if explanation.warning else []),
         f"This took {seconds:g} seconds there. On your machine the numbers are others, and so are the sentences: the tool "
         "writes them from what it measured.",
         "## How it is measured",

@@ -8,9 +8,12 @@ no multiple of the tile pays for the part that sticks out. Whether and how much 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
+from threading import Barrier
 from typing import Any
 
 from rush.errors import MachineError
@@ -53,24 +56,42 @@ Run = Callable[[int], object]
 
 
 def _host_tasks(settings: Settings) -> tuple[int, list[int], Run]:
-    """Tasks on the CPU: each a row of operations too small for torch to divide, one thread per core."""
+    """Tasks on the CPU: running sums, which torch cannot divide among threads; one Python thread per core."""
     import torch
 
     workers = settings.machine.cpu.num_threads
     counts = list(range(1, 3 * workers + 2)) if workers <= 8 else _around(workers, settings.quick)
-    x = torch.rand(2**14)
-    rounds = 8 if settings.quick else 60
+    x = torch.rand(2**16)
+    rounds = 4 if settings.quick else 100
     outs = [torch.empty_like(x) for _ in range(counts[-1])]
-    pool = ThreadPoolExecutor(workers)
+    pool = ThreadPoolExecutor(workers, initializer=_own_core(workers))
+    # All threads are made now, each on its core: they wait for one another before the first task.
+    meeting = Barrier(workers)
+    list(pool.map(lambda _: meeting.wait(), range(workers)))
 
     def task(index: int) -> None:
         for _ in range(rounds):
-            torch.exp(x, out=outs[index])
+            torch.cumsum(x, 0, out=outs[index])
 
     def run(number: int) -> None:
         list(pool.map(task, range(number)))
 
     return workers, counts, run
+
+
+def _own_core(workers: int) -> Callable[[], None]:
+    """What a thread does first: stay on a core of its own, where the system lets it choose."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
+    free = SimpleQueue[int]()
+    for core in cores[:workers]:
+        free.put(core)
+
+    def settle() -> None:
+        # Two threads that wake on one core would stay there for a while, and show a wave that is none.
+        if cores:
+            os.sched_setaffinity(0, {free.get()})
+
+    return settle
 
 
 def _around(workers: int, quick: bool) -> list[int]:
@@ -350,7 +371,7 @@ topic = Topic(
     method=(
         (
             "equal tasks",
-            "CPU: rows of small operations, one thread per core; GPU: programs of 1024 threads with a fixed amount of arithmetic",
+            "CPU: running sums over a vector, which cannot be divided, one thread per core; GPU: programs of 1024 threads with a fixed amount of arithmetic",
         ),
         ("vocabulary", "logits = x · Wᵀ, and the gradients of x and of W, as in training"),
         ("use of the machine", "the best time per task of all counts, over the time per task of this count"),

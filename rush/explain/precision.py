@@ -158,11 +158,7 @@ def _rate_words(rows: list[Data]) -> str:
         else "no shorter format is faster on this device, so here it saves memory and traffic, not arithmetic"
     )
     slow = [name for name, ratio in others.items() if ratio < 0.5]
-    tail = (
-        f" ({say.listed(slow)}: no instructions for it, so every number is converted back and forth)"
-        if slow
-        else ""
-    )
+    tail = f" (for {say.listed(slow)} this device, or torch on it, has no fast way)" if slow else ""
     absent = [row["name"] for row in rows if row["rate"] is None]
     lacks = f" There is no product in {say.listed(absent)} here." if absent else ""
     return f"Matrix products run at {say.flops(base)} in fp32; {say.listed(said)}: {verdict}{tail}.{lacks}"

@@ -6,6 +6,7 @@ nothing to load.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 
 from markupsafe import Markup
@@ -46,6 +47,9 @@ def standalone(title: str, where: str, panels: Sequence[Panel]) -> str:
         marks.append(tag("text", panel.title, class_="panel-title", x=24, y=y + 8))
         marks.append(tag("g", *drawn.marks, transform=f"translate(24 {number(y + 22)})"))
         y += drawn.height + 46
+        for line in textwrap.wrap(panel.caption, 105):
+            marks.append(tag("text", line, class_="soft", x=24, y=y - 14))
+            y += 17
     style = STYLE.replace("COLOURS", _colours(_LIGHT)).replace("DARK", _colours(_DARK))
     head = [
         tag("style", Markup(style)),

@@ -125,12 +125,19 @@ def test_fusion_without_a_compiler_uses_the_slices_and_gives_the_reason() -> Non
 def test_batch_says_from_where_to_where_it_is_free() -> None:
     text = said("batch", made_up.batch())
     # Weights at 20 GB/s take as long as 7 rows at 70 GFLOP/s: 8 rows are the last within 1.5 times.
-    assert "Up to 8 rows" in text
+    assert "From 1 row to 8 rows the time grows by" in text
     assert "memory is the limit" in text
     assert "the two roofs meet at about 7 rows" in text
     flat = said("batch", made_up.batch(memory_bound=False))
     assert "no difference that is worth the name" in flat
     assert "Nothing is free here" in flat
+    data = made_up.batch()
+    data["rows"][0]["seconds"] = made_up.took(1e-3)  # a kernel of its own for a single row
+    assert "From 2 rows to 8 rows" in said("batch", data)
+    assert "another kernel, made for it" in said("batch", data)
+    assert "because the time goes into fetching weights" in said("batch", data)
+    slow = {**data, "read_bytes_per_s": 60e9}
+    assert "because the time goes into fetching weights" not in said("batch", slow)
 
 
 def test_roofline_names_what_memory_binds_and_explains_what_stands_above() -> None:
@@ -147,7 +154,7 @@ def test_precision_names_the_faster_format_or_says_that_none_is() -> None:
     assert "bf16 buys the most speed" in said("precision", made_up.precision(half_gain=2.0))
     slow = said("precision", made_up.precision(half_gain=0.2))
     assert "no shorter format is faster on this device" in slow
-    assert "bf16 and fp16: no instructions for it" in slow
+    assert "for bf16 and fp16 this device, or torch on it, has no fast way" in slow
     assert "one number format only" in said("precision", made_up.precision(half_gain=None))
 
 
