@@ -38,28 +38,30 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+# One block of two query heads on one row: the interpreter takes its time for every program.
+SMALL = (
+    "model.shape.num_layers=1", "model.shape.num_heads=2", "model.shape.num_kv_heads=1", "batch.micro=1",
+    "batch.total_tokens=32",
+)  # fmt: skip
+
+
 def tried(
-    *techniques: str, device: str, name: str = "llama-tiny", overrides: tuple[str, ...] = ()
+    *techniques: str, device: str, name: str = "llama-tiny", overrides: tuple[str, ...] = SMALL
 ) -> tuple[Run, Trace]:
     run = make_run(*techniques, name=name, overrides=overrides, machine=probe(device))
-    return run, trace(run, 4, watch=True)
+    return run, trace(run, 2, watch=True)
 
 
-@pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
-@pytest.mark.parametrize("head_dim", [16, 64])
+@pytest.mark.parametrize(("name", "head_dim"), [("tiny", 16), ("llama-tiny", 64)])
 def test_it_takes_effect_and_learns_the_same_in_both_families(name: str, head_dim: int, device: str) -> None:
     """In fp32, where a small mistake shows; the second family shares key/value heads among query heads."""
-    size = (
-        f"model.shape.head_dim={head_dim}",
-        f"model.shape.hidden={4 * head_dim}",
-        "batch.micro=2",
-        "batch.total_tokens=64",
-    )
-    run, ours = tried("triton_attention", device=device, name=name, overrides=size)
+    shape = (*SMALL, f"model.shape.head_dim={head_dim}", f"model.shape.hidden={2 * head_dim}")
+    shape = (*shape, "model.shape.num_kv_heads=2") if name == "tiny" else shape
+    run, ours = tried("triton_attention", device=device, name=name, overrides=shape)
     assert ours.seen is not None
     proof = prove(run.uses, ours.seen)["triton_attention"]
     assert proof.took_effect, proof.what
-    plain = tried(device=device, name=name, overrides=size)[1]
+    plain = tried(device=device, name=name, overrides=shape)[1]
     verdict = compare(run, "float32", ours, plain)
     assert verdict.verdict == "equal", verdict.why
 
@@ -68,11 +70,10 @@ def test_it_takes_effect_and_learns_the_same_in_both_families(name: str, head_di
     ("amp", "dtype"), [("amp_bf16", "bfloat16"), ("amp_fp16", "float16"), ("pure_bf16", "bfloat16")]
 )
 def test_it_takes_what_mixed_precision_hands_it(amp: str, dtype: str, device: str) -> None:
-    size = ("batch.micro=2", "batch.total_tokens=64", "model.shape.num_layers=1")
-    run, ours = tried("triton_attention", amp, device=device, overrides=size)
+    run, ours = tried("triton_attention", amp, device=device)
     assert ours.seen is not None
     assert all(proof.took_effect for proof in prove(run.uses, ours.seen).values()), prove(run.uses, ours.seen)
-    verdict = compare(run, dtype, ours, tried(device=device, overrides=size)[1])
+    verdict = compare(run, dtype, ours, tried(device=device)[1])
     assert verdict.verdict == "equal", verdict.why
 
 
