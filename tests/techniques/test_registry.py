@@ -22,7 +22,7 @@ from rush.techniques.contract import Proof, Stage
 from rush.techniques.proofs import prove
 
 sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import ROOT, SHORT, Trace, compare, make_run, recipe_of, trace
+from tiny_runs import INTERPRETED_SLOWLY, ROOT, SHORT, Trace, compare, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",  # a CPU without units for bf16
@@ -53,7 +53,7 @@ ON_THIS_CPU = [
 
 
 def overrides(name: str) -> tuple[str, ...]:
-    return tuple(SHORT) if name in SIXTEEN_BITS else ()
+    return tuple(SHORT) if name in SIXTEEN_BITS else tuple(INTERPRETED_SLOWLY.get(name, ()))
 
 
 def steps(name: str) -> int:

@@ -29,6 +29,10 @@ SHAPE = ["model.shape.num_layers=2", "model.shape.hidden=64", "model.shape.num_h
 # Sixteen-bit matmuls crawl on CPUs without units for them.
 SHORT = ["model.shape.hidden=32", "model.shape.head_dim=8", "model.shape.intermediate=48", "model.shape.num_layers=1",
          "batch.sequence=16", "batch.micro=2", "batch.total_tokens=32"]  # fmt: skip
+# Techniques whose kernels the interpreter takes long for: one row through one block.
+INTERPRETED_SLOWLY = {
+    "triton_attention": ["model.shape.num_layers=1", "batch.micro=1", "batch.total_tokens=32"],
+}
 
 
 @cache
