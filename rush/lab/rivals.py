@@ -123,7 +123,7 @@ class Match:
             "machine": bench.machine.to_dict(),
             "timing": self.workload.measure.model_dump(include=set(TIMING)),
             "profile": number == 0,
-            "parity": None,
+            "parity": [],
             "extra_techniques": [],
             "options": dict(rival.options),
         }
