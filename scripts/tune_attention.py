@@ -11,6 +11,7 @@ their times add up, and the best two make its rate.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import multiprocessing
 import os
@@ -51,17 +52,18 @@ def flops(length: int, part: str) -> float:
 
 
 def milliseconds(call: Callable[[], Any], repeats: int = 12) -> float:
+    """The median over calls that wait in a queue behind each other, so that launching them costs the GPU no time."""
     for _ in range(3):
         call()
-    times = []
-    for _ in range(repeats):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(4_000_000)
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
+    marks[0].record()
+    for mark in marks[1:]:
         call()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end))
-    return statistics.median(times)
+        mark.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in itertools.pairwise(marks))
 
 
 def caller(

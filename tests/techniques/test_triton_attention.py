@@ -40,8 +40,8 @@ def device(request: pytest.FixtureRequest) -> str:
 
 # One block of two query heads on one row: the interpreter takes its time for every program.
 SMALL = (
-    "model.shape.num_layers=1", "model.shape.num_heads=2", "model.shape.num_kv_heads=1", "batch.micro=1",
-    "batch.total_tokens=32",
+    "model.shape.num_layers=1", "model.shape.num_heads=2", "model.shape.num_kv_heads=1", "model.shape.head_dim=64",
+    "batch.micro=1", "batch.total_tokens=32",
 )  # fmt: skip
 
 
@@ -52,11 +52,10 @@ def tried(
     return run, trace(run, 2, watch=True)
 
 
-@pytest.mark.parametrize(("name", "head_dim"), [("tiny", 16), ("llama-tiny", 64)])
-def test_it_takes_effect_and_learns_the_same_in_both_families(name: str, head_dim: int, device: str) -> None:
+@pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
+def test_it_takes_effect_and_learns_the_same_in_both_families(name: str, device: str) -> None:
     """In fp32, where a small mistake shows; the second family shares key/value heads among query heads."""
-    shape = (*SMALL, f"model.shape.head_dim={head_dim}", f"model.shape.hidden={2 * head_dim}")
-    shape = (*shape, "model.shape.num_kv_heads=2") if name == "tiny" else shape
+    shape = (*SMALL, "model.shape.hidden=128", "model.shape.num_kv_heads=2") if name == "tiny" else SMALL
     run, ours = tried("triton_attention", device=device, name=name, overrides=shape)
     assert ours.seen is not None
     proof = prove(run.uses, ours.seen)["triton_attention"]
