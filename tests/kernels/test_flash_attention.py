@@ -448,7 +448,7 @@ def test_a_row_beyond_two_to_the_31_numbers(check_errors: Check) -> None:
         (lambda q, k, v: (q.double(), k.double(), v.double()), "found torch.float64"),
         (lambda q, k, v: (q[:, :, :0], k[:, :, :0], v[:, :, :0]), "at least one position"),
     ],
-    ids=str,
+    ids=range(8),
 )
 def test_what_it_does_not_support_it_refuses(
     change: Callable[..., tuple[Tensor, ...]], sentence: str, device: str
