@@ -62,20 +62,37 @@ def _build_and_load(name: str, sources: Sequence[Path], library: Path) -> None:
     if reason := cannot_build():
         raise MachineError(f"The extension {name} cannot be built here: {reason}.")
     library.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=library.parent) as folder:
+    with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=library.parent) as workshop:
         try:
             load(
                 name,
                 [str(source) for source in sources],
                 extra_cflags=["-O2"],
                 extra_cuda_cflags=["-O3"],
-                build_directory=folder,
+                extra_ldflags=[f"-L{folder}" for folder in _cuda_libraries()] if _has_cuda(sources) else [],
+                build_directory=workshop,
                 is_python_module=False,
             )
         except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
             raise MachineError(f"The extension {name} could not be built: {error}") from error
         # The library is mapped into this process already, and stays so under its new name.
-        os.replace(Path(folder) / f"{name}.so", library)
+        os.replace(Path(workshop) / f"{name}.so", library)
+
+
+def _has_cuda(sources: Sequence[Path]) -> bool:
+    return any(source.suffix == ".cu" for source in sources)
+
+
+def _cuda_libraries() -> list[Path]:
+    """Where the CUDA runtime may lie: nvcc on the path can be a link or a script far from its libraries."""
+    from torch.utils.cpp_extension import CUDA_HOME
+
+    homes = [
+        Path(CUDA_HOME or "/usr/local/cuda"),
+        Path("/usr/local/cuda"),
+        *Path("/usr/local").glob("cuda-*"),
+    ]
+    return [home / "lib64" for home in homes if (home / "lib64" / "libcudart.so").is_file()]
 
 
 def _identity(files: Sequence[Path]) -> str:
