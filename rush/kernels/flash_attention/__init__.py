@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rush.errors import KernelRefusal
 from rush.kernels.flash_attention import triton as kernels
 from rush.kernels.flash_attention.documents import document_bounds
 from rush.kernels.flash_attention.tiles import HEAD_DIMS
-from rush.kernels.support import need, need_device, op
+from rush.kernels.support import need_device, op
 
 __all__ = ["flash_attention"]
 
@@ -47,7 +48,8 @@ def flash_attention(
     _check(q_bhtd, k_bktd, v_bktd)
     batch, _, length, head_dim = q_bhtd.shape
     scale = head_dim**-0.5 if scale is None else float(scale)
-    need(scale > 0, f"flash_attention needs a positive scale, found {scale}.")
+    if scale <= 0:
+        raise KernelRefusal(f"flash_attention needs a positive scale, found {scale}.")
     first_bt = last_bt = None
     if documents is not None:
         _check_documents(documents, q_bhtd)
@@ -57,52 +59,49 @@ def flash_attention(
 
 
 def _check(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> None:
+    # Sentences are made only when they are needed: a compiler traces through this.
     need_device("flash_attention", q_bhtd, k_bktd, v_bktd)
-    shapes = f"found queries {tuple(q_bhtd.shape)}, keys {tuple(k_bktd.shape)}, values {tuple(v_bktd.shape)}"
-    need(
-        q_bhtd.dim() == k_bktd.dim() == v_bktd.dim() == 4,
-        f"flash_attention takes [batch, heads, positions, head dim]; {shapes}.",
-    )
-    need(
-        k_bktd.shape == v_bktd.shape
-        and q_bhtd.shape[0] == k_bktd.shape[0]
-        and q_bhtd.shape[3] == k_bktd.shape[3],
-        f"flash_attention needs one batch size and one head dim, and as many values as keys; {shapes}.",
-    )
-    need(
-        q_bhtd.shape[2] == k_bktd.shape[2],
-        f"flash_attention needs as many queries as keys; {shapes}. Decoding with a cache uses the plain core.",
-    )
-    need(q_bhtd.numel() > 0, f"flash_attention needs at least one position; {shapes}.")
-    need(
-        q_bhtd.shape[3] in HEAD_DIMS,
-        f"flash_attention is made for head dims {', '.join(map(str, HEAD_DIMS))}; found {q_bhtd.shape[3]}.",
-    )
-    need(
-        k_bktd.shape[1] > 0 and q_bhtd.shape[1] % k_bktd.shape[1] == 0,
-        f"flash_attention needs the query heads to be a multiple of the key/value heads; {shapes}.",
-    )
-    need(
-        q_bhtd.dtype == k_bktd.dtype == v_bktd.dtype and q_bhtd.dtype in DTYPES,
-        "flash_attention needs queries, keys and values in one of bfloat16, float16 and float32; found "
-        f"{q_bhtd.dtype}, {k_bktd.dtype} and {v_bktd.dtype}. Cast them to one.",
-    )
+    if wrong := _wrong_shapes(q_bhtd, k_bktd, v_bktd):
+        raise KernelRefusal(
+            f"flash_attention {wrong}; found queries {tuple(q_bhtd.shape)}, keys {tuple(k_bktd.shape)}, values "
+            f"{tuple(v_bktd.shape)}."
+        )
+    if not (q_bhtd.dtype == k_bktd.dtype == v_bktd.dtype and q_bhtd.dtype in DTYPES):
+        raise KernelRefusal(
+            "flash_attention needs queries, keys and values in one of bfloat16, float16 and float32; found "
+            f"{q_bhtd.dtype}, {k_bktd.dtype} and {v_bktd.dtype}. Cast them to one."
+        )
+
+
+def _wrong_shapes(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> str | None:
+    if not q_bhtd.dim() == k_bktd.dim() == v_bktd.dim() == 4:
+        return "takes [batch, heads, positions, head dim]"
+    (batch, heads, length, head_dim), (kv_batch, kv_heads, kv_length, kv_dim) = q_bhtd.shape, k_bktd.shape
+    if not (k_bktd.shape == v_bktd.shape and batch == kv_batch and head_dim == kv_dim):
+        return "needs one batch size and one head dim, and as many values as keys"
+    if length != kv_length:
+        return "needs as many queries as keys (decoding with a cache uses the plain core)"
+    if head_dim not in HEAD_DIMS:
+        return f"is made for head dims {', '.join(map(str, HEAD_DIMS))}"
+    if min(batch, length, kv_heads, heads) < 1:
+        return "needs at least one position of one head"
+    if heads % kv_heads != 0:
+        return "needs the query heads to be a multiple of the key/value heads"
+    return None
 
 
 def _check_documents(documents: Tensor, q_bhtd: Tensor) -> None:
     batch, _, length, _ = q_bhtd.shape
     need_device("flash_attention", q_bhtd, documents)
-    need(
-        not documents.is_floating_point() and documents.dtype != torch.bool,
-        f"flash_attention takes documents as whole numbers; found {documents.dtype}.",
-    )
+    if documents.is_floating_point() or documents.dtype == torch.bool:
+        raise KernelRefusal(f"flash_attention takes documents as whole numbers; found {documents.dtype}.")
     of_ids = documents.dim() == 2 and tuple(documents.shape) == (batch, length)
     of_lengths = documents.dim() == 1 and batch == 1 and documents.shape[0] >= 2
-    need(
-        of_ids or of_lengths,
-        f"flash_attention takes documents as ids {(batch, length)}, or for a single row as cumulative lengths "
-        f"(0, …, {length}); found shape {tuple(documents.shape)} for a batch of {batch}.",
-    )
+    if not (of_ids or of_lengths):
+        raise KernelRefusal(
+            f"flash_attention takes documents as ids {(batch, length)}, or for a single row as cumulative lengths "
+            f"(0, …, {length}); found shape {tuple(documents.shape)} for a batch of {batch}."
+        )
 
 
 @op("flash_attention_forward")
