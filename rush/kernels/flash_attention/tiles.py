@@ -108,11 +108,11 @@ HOPPER: dict[tuple[Part, int], tuple[Tiles, ...]] = {
 OLDER: dict[Part, Tiles] = {"forward": Tiles(64, 64), "dq": Tiles(64, 32), "dkdv": Tiles(32, 64)}
 # Products in fp32 do not use the tensor cores here: every one is made by the ordinary units, exactly.
 FP32: dict[Part, Tiles] = {part: Tiles(16, 16, warps=4, stages=1) for part in PARTS}
-# Small, and of unequal sides, so that short sequences cover every kind of tile.
+# Small enough that short sequences have several, large enough that there are few: the interpreter is slow by the tile.
 FOR_THE_INTERPRETER: dict[Part, Tiles] = {
     "forward": Tiles(64, 32),
-    "dq": Tiles(32, 64),
-    "dkdv": Tiles(32, 64),
+    "dq": Tiles(64, 64),
+    "dkdv": Tiles(64, 64),
 }
 
 
