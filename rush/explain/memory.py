@@ -280,7 +280,7 @@ def words(data: Data) -> list[str]:
         more = (
             f"{say.times(gain)} one core"
             if gain > 1.1
-            else "no more than one core alone: the memory is what they share"
+            else "no more than one core alone: they share the memory, or other programs took a part of it"
         )
         said.append(
             f"All {data['together']['workers']} cores reading together get {say.bandwidth(both)}, {more}."

@@ -195,10 +195,10 @@ def _update_words(data: Data) -> str:
     known = [(row["name"], step) for row in data["rows"] if (step := lost_below(data, row)) is not None]
     if not known:
         return "Updates of all sizes tried here change most weights in every format."
-    parts = [f"{say.si(step * 100)} % of it ({name})" for name, step in known]
+    parts = [f"{say.si(step * 100)} % ({name})" for name, step in known]
     return (
-        f"An update is lost in most weights once it is as small as {say.listed(parts)}: the weight rounds back to where it "
-        "was. That is why a master copy of the weights is kept in fp32, or rounding is made random."
+        f"An update is lost in most weights once it is as small, in per cent of the weight, as {say.listed(parts)}: the weight "
+        "rounds back to where it was. That is why a master copy of the weights is kept in fp32, or rounding is made random."
     )
 
 
