@@ -1,0 +1,270 @@
+"""Every Triton kernel compiles for a GPU, on a machine without one: what only the interpreter tolerates is found here.
+
+The launches are those of the public functions (`gpu_launches`), stopped where a driver would start them
+(`offline_compiler`). So types, tiles and warps are the ones a GPU would get. Nothing runs: that results are right, or
+quick, is for other tests.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton", reason="kernels need Triton")
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import gpu_launches
+
+Report = dict[str, Any]
+HOPPER, AMPERE = 90, 80
+
+NEEDS_HOPPER = {"fp8_linear bf16"}
+"""Ampere has no 8-bit floats of the kind that forward passes use."""
+
+STACK_BYTES = {
+    "flash_dkdv_tiles bf16": 128,
+    "flash_forward_tiles bf16": 16,
+    "flash_dq_tiles fp32": 256,
+    "flash_dkdv_tiles fp32": 32,
+}
+"""What a thread may keep outside its registers; for all other kernels: nothing. Gradients of keys with documents at head
+dim 128 have three loops' worth of addresses (40 bytes by Triton 3.9, 112 by 3.6); fp32 is there for checking."""
+
+NARROW_LOADS = {
+    "rmsnorm_forward_kernel": 0,
+    "rmsnorm_backward_kernel": 8,
+    "layernorm_forward_kernel": 0,
+    "layernorm_backward_kernel": 16,
+    "sum_partials_kernel": 0,
+    "swiglu_forward_kernel": 0,
+    "swiglu_backward_kernel": 0,
+    "gelu_forward_kernel": 0,
+    "gelu_backward_kernel": 0,
+    "fp8_cast_both_kernel": 1,
+    "read_kernel": 0,
+    "cross_entropy_forward_kernel": 2,
+    "cross_entropy_backward_kernel": 3,
+    "scale_rows_kernel": 1,
+    "adamw_kernel": 8,
+}
+"""Load instructions of less than 16 bytes a thread: one number of a row, of the table of tensors, a scale. Triton 3.6 loads
+a row's mean and deviation once for each of a thread's vectors (up to 8 times), 3.9 once. Any tensor read by single
+elements would take 16 or more. Left out: rope, whose few key heads give a thread 4 or 8 bytes; adamw8bit, whose codes
+are bytes, 8 to a thread."""
+
+
+@pytest.fixture
+def compile_offline(tmp_path: Path) -> Callable[..., Report]:
+    """compile_offline(module, *options): the report of a process in which nothing is interpreted."""
+
+    def run(module: str, *options: str) -> Report:
+        report = tmp_path / "report.json"
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+        environment |= {
+            "TRITON_CACHE_DIR": str(tmp_path / "triton"),
+            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE), str(HERE.parents[1])]),
+            "CUDA_VISIBLE_DEVICES": "",
+        }
+        command = [sys.executable, str(HERE / "offline_compiler.py"), module, str(report), *options]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr[-4000:]
+        found: Report = json.loads(report.read_text())
+        return found
+
+    return run
+
+
+def short(kernel: dict[str, Any]) -> str:
+    return str(kernel["kernel"].rsplit(".", 1)[1])
+
+
+def label(kernel: dict[str, Any]) -> str:
+    return f"{kernel['launch']}: {short(kernel)}"
+
+
+def spilled(report: Report) -> dict[str, int]:
+    """Kernels that keep more on the stack than is allowed, and how many bytes."""
+    found = {}
+    for kernel in report["compiled"]:
+        dtype = next((name for name in ("fp32", "bf16") if name in kernel["launch"]), "")
+        allowed = STACK_BYTES.get(f"{short(kernel)} {dtype}", 0)
+        if kernel["stack_bytes"] > allowed:
+            found[label(kernel)] = kernel["stack_bytes"]
+    return found
+
+
+def narrow(report: Report, allowed: dict[str, int] = NARROW_LOADS) -> dict[str, dict[str, int]]:
+    """Memory-bound kernels that load fewer than 16 bytes at a time, more often than is allowed: bytes → instructions."""
+    found = {}
+    for kernel in report["compiled"]:
+        loads = {int(width): count for width, count in kernel["loads"].items()}
+        small = sum(count for width, count in loads.items() if width < 16)
+        if short(kernel) in allowed and (small > allowed[short(kernel)] or max(loads) < 16):
+            found[label(kernel)] = kernel["loads"]
+    return found
+
+
+def multiplied_by(report: Report) -> dict[str, set[str]]:
+    """The units that attention uses, for each launch."""
+    units: dict[str, set[str]] = {}
+    for kernel in report["compiled"]:
+        if short(kernel).startswith("flash_"):
+            named = units.setdefault(label(kernel), set())
+            named.update(name for name, count in kernel["instructions"].items() if count)
+    return units
+
+
+def test_every_kernel_is_launched(compile_offline: Callable[..., Report]) -> None:
+    """A new kernel that no launch here reaches, directly or by a call from another kernel, is named."""
+    report = compile_offline("gpu_launches", "--list")
+    assert report["errors"] == {}
+    assert report["forgotten"] == [], "add a launch to gpu_launches.py"
+    assert len(report["launched"]) > 20
+
+
+def check(report: Report, names: list[str], architecture: int) -> None:
+    assert report["errors"] == {}
+    # Two launches may share a kernel, but these here have at least one of their own.
+    assert {kernel["launch"] for kernel in report["compiled"]} == set(names)
+    assert {kernel["target"] for kernel in report["compiled"]} == {f"sm_{architecture}"}
+    assert spilled(report) == {}, "bytes of registers' contents in device memory"
+    assert narrow(report) == {}, "bytes of a load → how many instructions"
+    for what, units in multiplied_by(report).items():
+        expected = {"wgmma.mma_async", "cp.async.bulk.tensor"} if architecture == HOPPER else {"mma.sync"}
+        assert units == (set() if "fp32" in what else expected), what
+
+
+QUICK = {
+    "Hopper, limited by memory": (HOPPER, list(gpu_launches.STREAMING)),
+    "Hopper, attention": (HOPPER, list(gpu_launches.ATTENTION)),
+    "Ampere": (AMPERE, [name for name in gpu_launches.STREAMING if "bf16" in name and name not in NEEDS_HOPPER]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("which", QUICK)
+def test_kernels_compile(compile_offline: Callable[..., Report], which: str) -> None:
+    architecture, names = QUICK[which]
+    report = compile_offline("gpu_launches", "--architecture", str(architecture), "--only", *names)
+    check(report, names, architecture)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("architecture", [HOPPER, AMPERE])
+def test_the_rarer_kernels_compile(compile_offline: Callable[..., Report], architecture: int) -> None:
+    done = {name for where, names in QUICK.values() if where == architecture for name in names}
+    names = [name for name in gpu_launches.LAUNCHES if name not in done]
+    if architecture == AMPERE:
+        names = [name for name in names if name not in NEEDS_HOPPER]
+    report = compile_offline("gpu_launches", "--architecture", str(architecture), "--only", *names)
+    check(report, names, architecture)
+
+
+PLANTED = """
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+PACKAGES = ["planted"]
+SCALE = 3.0
+
+
+@triton.jit
+def helper(x):
+    return x + 1.0
+
+
+@triton.jit
+def sound_kernel(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, helper(tl.load(x_ptr + at)))
+
+
+@triton.jit
+def annotated_kernel(x_ptr: Any, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at))
+
+
+@triton.jit
+def global_kernel(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + at) * SCALE)
+
+
+@triton.jit
+def joined_kernel(x_ptr, BLOCK: tl.constexpr):
+    total = 0
+    if tl.load(x_ptr) > 0:
+        total = tl.load(x_ptr + 1)
+    tl.store(x_ptr, total)
+
+
+@triton.jit
+def spilling_kernel(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + at)
+    x = x - tl.sum(x)
+    x = x * tl.sum(x * x)
+    tl.store(x_ptr + at, x)
+
+
+@triton.jit
+def narrow_kernel(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, BLOCK)
+    tl.store(x_ptr + at, tl.load(x_ptr + 2 * at))
+
+
+@triton.jit
+def greedy_kernel(x_ptr, BLOCK: tl.constexpr):
+    at = tl.arange(0, 256)[:, None] * 256 + tl.arange(0, 256)[None, :]
+    x = tl.load(x_ptr + at)
+    tl.store(x_ptr + at, tl.trans(x) + 1.0)
+
+
+@triton.jit
+def forgotten_kernel(x_ptr, BLOCK: tl.constexpr):
+    tl.store(x_ptr + tl.arange(0, BLOCK), 0.0)
+
+
+def launch(kernel, block=1024, **options):
+    return lambda: kernel[(1,)](torch.zeros(2**18), BLOCK=block, **options)
+
+
+LAUNCHES = {
+    "sound": launch(sound_kernel),
+    "Any": launch(annotated_kernel),
+    "a global": launch(global_kernel),
+    "a join": launch(joined_kernel),
+    "spilling": launch(spilling_kernel, block=16384, num_warps=1),
+    "narrow": launch(narrow_kernel),
+    "greedy": launch(greedy_kernel, num_warps=32),
+}
+"""
+
+
+def test_planted_mistakes_are_found(compile_offline: Callable[..., Report], tmp_path: Path) -> None:
+    """Each of these runs in the interpreter."""
+    (tmp_path / "planted.py").write_text(PLANTED)
+    report = compile_offline("planted", "--architecture", "80")
+    errors = report["errors"]
+    assert set(errors) == {"Any", "a global", "a join", "greedy"}
+    assert "Any" in errors["Any"]
+    assert "SCALE" in errors["a global"]
+    assert "total" in errors["a join"]
+    assert "shared memory" in errors["greedy"]
+    assert list(spilled(report)) == ["spilling: spilling_kernel"]
+    allowed = {"narrow_kernel": 0, "sound_kernel": 0}
+    assert list(narrow(report, allowed)) == ["narrow: narrow_kernel"]
+    assert report["forgotten"] == ["planted.forgotten_kernel"]
