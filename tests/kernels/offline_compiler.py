@@ -18,11 +18,10 @@ import json
 import pkgutil
 import re
 import subprocess
-import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.runtime.driver import driver
-from triton.runtime.jit import JITFunction
+from triton.runtime.jit import JITFunction, KernelInterface
 
 SHARED_BYTES = {80: 99 * 1024, 90: 227 * 1024}
 """Shared memory a program may have. For 80 that of the consumer cards (8.6, 8.9), which run the same code with less."""
@@ -79,19 +78,16 @@ def jit_functions(packages: list[str]) -> dict[str, JITFunction]:
     """Every function of these packages that Triton compiles, by its full name."""
     modules = [importlib.import_module(package) for package in packages]
     for module in list(modules):
-        for found in pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}."):
-            modules.append(importlib.import_module(found.name))
-    functions = {}
-    for module in modules:
-        for value in vars(module).values():
-            # Around a kernel there may be a tuner.
-            while not isinstance(value, JITFunction) and isinstance(
-                getattr(value, "base_fn", None), Callable
-            ):
-                value = value.fn
-            if isinstance(value, JITFunction):
-                functions[full_name(value)] = value
-    return functions
+        inside = pkgutil.walk_packages(getattr(module, "__path__", []), f"{module.__name__}.")
+        modules.extend(importlib.import_module(found.name) for found in inside)
+    kernels = [_without_tuner(value) for module in modules for value in vars(module).values()]
+    return {full_name(kernel): kernel for kernel in kernels if isinstance(kernel, JITFunction)}
+
+
+def _without_tuner(value: Any) -> Any:
+    while isinstance(value, KernelInterface) and not isinstance(value, JITFunction):
+        value = value.fn
+    return value
 
 
 def full_name(function: JITFunction) -> str:
@@ -193,7 +189,7 @@ def main() -> None:
         return bool(options.list)  # true: do not compile
 
     knobs.runtime.jit_cache_hook = note
-    report: dict[str, Any] = {"triton": triton.__version__, "compiled": [], "errors": {}}
+    report: dict[str, Any] = {"triton": triton.__version__, "compiled": [], "errors": {}, "seconds": {}}
     seen: set[int] = set()
     for name, launch in module.LAUNCHES.items():
         if options.only and name not in options.only:
@@ -207,13 +203,12 @@ def main() -> None:
             while causes[-1].__cause__ is not None:
                 causes.append(causes[-1].__cause__)  # type: ignore[arg-type]
             report["errors"][name] = "\n".join(f"{type(cause).__name__}: {cause}" for cause in causes)
-        seconds = time.perf_counter() - start
+        report["seconds"][name] = round(time.perf_counter() - start, 1)
         for function in launched.values():
             for kernel in function.device_caches[0][0].values():
                 if id(kernel) not in seen:
                     seen.add(id(kernel))
                     report["compiled"].append({"launch": name, **describe(function, kernel)})
-        print(f"{name}: {seconds:.1f} s", file=sys.stderr)
     report["launched"] = sorted(launched)
     report["forgotten"] = sorted(set(functions) - reached(list(launched.values())))
     options.report.write_text(json.dumps(report, indent=1))

@@ -17,11 +17,10 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("triton", reason="kernels need Triton")
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).parent))
 import gpu_launches
 
+HERE = Path(__file__).parent
 Report = dict[str, Any]
 HOPPER, AMPERE = 90, 80
 
@@ -122,8 +121,12 @@ def multiplied_by(report: Report) -> dict[str, set[str]]:
 
 
 def test_every_kernel_is_launched(compile_offline: Callable[..., Report]) -> None:
-    """A new kernel that no launch here reaches, directly or by a call from another kernel, is named."""
-    report = compile_offline("gpu_launches", "--list")
+    """A new kernel that no launch reaches, directly or by a call from another kernel, is named.
+
+    Only launches that the quick tests below compile count.
+    """
+    names = [name for architecture, names in QUICK.values() if architecture == HOPPER for name in names]
+    report = compile_offline("gpu_launches", "--list", "--only", *names)
     assert report["errors"] == {}
     assert report["forgotten"] == [], "add a launch to gpu_launches.py"
     assert len(report["launched"]) > 20
