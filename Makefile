@@ -36,9 +36,10 @@ check: $(VENV)/.dev ## format, lint, types, import contracts, public names
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_public_names.py
 
-docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys
+docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explanations
 	$(BIN)/python scripts/technique_pages.py
 	$(BIN)/python scripts/recipe_page.py
+	$(BIN)/python scripts/explain_pages.py
 
 format: $(VENV)/.dev ## format and mend what can be mended
 	$(BIN)/ruff format .
