@@ -28,13 +28,17 @@ NEEDS_HOPPER = {"fp8_linear bf16"}
 """Ampere has no 8-bit floats of the kind that forward passes use."""
 
 STACK_BYTES = {
-    "flash_dkdv_tiles bf16": 128,
-    "flash_forward_tiles bf16": 16,
-    "flash_dq_tiles fp32": 256,
-    "flash_dkdv_tiles fp32": 32,
+    "attention bf16 128 documents: flash_dkdv_tiles": 128,
+    "attention bf16 128 documents: flash_forward_tiles": 16,
+    "attention bf16 128: flash_dkdv_tiles": 16,
+    "attention fp32 128: flash_dq_tiles": 256,
+    "attention fp32 64: flash_dkdv_tiles": 32,
+    "add_rmsnorm fp32 8192: rmsnorm_backward_kernel": 64,
+    "cross_entropy_ fp16 smoothed: cross_entropy_forward_kernel": 16,
 }
-"""What a thread may keep outside its registers; for all other kernels: nothing. Gradients of keys with documents at head
-dim 128 have three loops' worth of addresses (40 bytes by Triton 3.9, 112 by 3.6); fp32 is there for checking."""
+"""What a thread may keep outside its registers; everywhere else nothing. These were found by compiling, rounded up, and
+must not grow. Some come from one compiler or one GPU only: the first is 40 bytes by Triton 3.9 for Hopper, 112 by 3.6,
+8 for Ampere."""
 
 NARROW_LOADS = {
     "rmsnorm_forward_kernel": 0,
@@ -90,19 +94,19 @@ def label(kernel: dict[str, Any]) -> str:
 
 def spilled(report: Report) -> dict[str, int]:
     """Kernels that keep more on the stack than is allowed, and how many bytes."""
-    found = {}
-    for kernel in report["compiled"]:
-        dtype = next((name for name in ("fp32", "bf16") if name in kernel["launch"]), "")
-        allowed = STACK_BYTES.get(f"{short(kernel)} {dtype}", 0)
-        if kernel["stack_bytes"] > allowed:
-            found[label(kernel)] = kernel["stack_bytes"]
-    return found
+    return {
+        label(kernel): kernel["stack_bytes"]
+        for kernel in report["compiled"]
+        if kernel["stack_bytes"] > STACK_BYTES.get(label(kernel), 0)
+    }
 
 
 def narrow(report: Report, allowed: dict[str, int] = NARROW_LOADS) -> dict[str, dict[str, int]]:
     """Memory-bound kernels that load fewer than 16 bytes at a time, more often than is allowed: bytes → instructions."""
     found = {}
     for kernel in report["compiled"]:
+        if "odd size" in kernel["launch"]:
+            continue
         loads = {int(width): count for width, count in kernel["loads"].items()}
         small = sum(count for width, count in loads.items() if width < 16)
         if short(kernel) in allowed and (small > allowed[short(kernel)] or max(loads) < 16):
@@ -137,8 +141,8 @@ def check(report: Report, names: list[str], architecture: int) -> None:
     # Two launches may share a kernel, but these here have at least one of their own.
     assert {kernel["launch"] for kernel in report["compiled"]} == set(names)
     assert {kernel["target"] for kernel in report["compiled"]} == {f"sm_{architecture}"}
-    assert spilled(report) == {}, "bytes of registers' contents in device memory"
-    assert narrow(report) == {}, "bytes of a load → how many instructions"
+    # Bytes of registers' contents in device memory; bytes of a load → how many instructions.
+    assert {"spilled": spilled(report), "narrow": narrow(report)} == {"spilled": {}, "narrow": {}}
     for what, units in multiplied_by(report).items():
         expected = {"wgmma.mma_async", "cp.async.bulk.tensor"} if architecture == HOPPER else {"mma.sync"}
         assert units == (set() if "fp32" in what else expected), what
