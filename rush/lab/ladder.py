@@ -134,9 +134,8 @@ class Climb:
             if stand.recipe is not None:
                 self._trial(stand, 0)
         for number in range(1, self.plan.measure.processes):
-            for stand in self.stands:
-                if stand.measured:
-                    self._trial(stand, number)
+            for stand in worth_repeating(self.stands, self.plan.measure.clear):
+                self._trial(stand, number)
         if self.first.measured:
             assert self.first.recipe is not None
             self._tell(f"{self.first.name} again")
@@ -271,6 +270,22 @@ class Climb:
 
     def _again_timings(self) -> list[dict[str, Any]]:
         return [o.found["timing"] for o in self.again if o.status == "ok" and "timing" in o.found]
+
+
+def worth_repeating(stands: Sequence[Stand], clear: float | None) -> list[Stand]:
+    """The rungs another process may tell something about: those near the one they are compared with, and that one."""
+    measured = [stand for stand in stands if stand.measured]
+    if clear is None:
+        return measured
+    near = {id(measured[0])} if measured else set()
+    for stand in measured:
+        over = stand.over
+        if over is not None and over.measured:
+            # By the first process, so that going on after an interruption decides the same.
+            ratio = centre(stand.processes[:1]) / centre(over.processes[:1])
+            if max(ratio, 1 / ratio) <= 1 + clear:
+                near |= {id(stand), id(over)}
+    return [stand for stand in measured if id(stand) in near]
 
 
 def _builds_on(addition: Addition, stand: Stand, last: Stand) -> bool:

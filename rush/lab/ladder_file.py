@@ -47,6 +47,8 @@ class Measure(Table):
 
     processes: Whole = 1
     """Fresh processes per rung; every round measures each rung once, so that slow drift meets all alike."""
+    clear: Annotated[float, Field(gt=0)] | None = None
+    """With it, rungs that differ from the one before by more than this are not measured again; for long trials."""
     windows: Whole = 20
     """Timed samples per process."""
     window_ms: Seconds = 50.0

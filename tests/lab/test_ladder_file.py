@@ -6,7 +6,7 @@ import pytest
 
 from rush.errors import RecipeError
 from rush.lab.findings import Stand
-from rush.lab.ladder import _builds_on
+from rush.lab.ladder import _builds_on, worth_repeating
 from rush.lab.ladder_file import Addition, compose, load_plan
 from rush.lab.names import ladder_names
 from rush.lab.trial import Outcome
@@ -16,8 +16,7 @@ from rush.techniques import registry
 @pytest.mark.parametrize("name", ladder_names())
 def test_every_ready_ladder_reads_and_every_rung_composes(name: str) -> None:
     plan = load_plan(name)
-    assert plan.base.techniques == []
-    kept = []
+    kept: list[Addition] = []
     for addition in plan.additions:
         recipe = compose(plan.base, [*kept, addition])
         assert {used for used, _ in recipe.technique_uses()} <= set(registry())
@@ -31,9 +30,11 @@ def test_the_ready_ladders_are_there_and_tiny_has_eight_rungs() -> None:
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2-124m"])
-def test_the_large_ladders_try_every_technique(name: str) -> None:
-    tried = {addition.technique_name for addition in load_plan(name).additions}
-    assert set(registry()) - tried == set()
+def test_the_two_large_ladders_of_a_model_try_every_technique(name: str) -> None:
+    plans = [load_plan(name), load_plan(f"{name}-kernels")]
+    started = {used for plan in plans for used, _ in plan.base.technique_uses()}
+    tried = {addition.technique_name for plan in plans for addition in plan.additions}
+    assert set(registry()) - tried - started == set()
 
 
 def test_what_a_later_rung_takes_the_place_of_is_not_at_the_top(tmp_path: Path) -> None:
@@ -48,13 +49,31 @@ def test_what_a_later_rung_takes_the_place_of_is_not_at_the_top(tmp_path: Path) 
     assert not eight.supersedes(flash)
 
 
-def _tried(ratio: float, parity: str, keep: bool | str) -> bool:
-    def stand(speed: float) -> Stand:
-        timing = {"step_tokens": speed, "samples_s": [1.0], "peak_memory_bytes": 1}
-        outcome = Outcome("ok", None, {"timing": timing})
-        return Stand(None, "thing", "thing", None, [outcome], parity={"verdict": parity})
+def _stand(speed: float, over: Stand | None = None, parity: str = "equal") -> Stand:
+    timing = {"step_tokens": speed, "samples_s": [1.0], "peak_memory_bytes": 1}
+    outcome = Outcome("ok", None, {"timing": timing})
+    return Stand(None, "thing", "thing", None, [outcome], parity={"verdict": parity}, over=over)
 
-    return _builds_on(Addition("thing", "thing", "thing", {}, keep=keep), stand(ratio), stand(1.0))  # type: ignore[arg-type]
+
+def _tried(ratio: float, parity: str, keep: bool | str) -> bool:
+    addition = Addition("thing", "thing", "thing", {}, keep=keep)  # type: ignore[arg-type]
+    return _builds_on(addition, _stand(ratio, parity=parity), _stand(1.0))
+
+
+def test_what_is_clear_after_one_process_is_not_measured_again() -> None:
+    base = _stand(100.0)
+    doubled = _stand(200.0, base)
+    near = _stand(190.0, doubled)
+    halved = _stand(95.0, near)
+    lost = Stand(None, "lost", "lost", None, [Outcome("crashed", "why", {})], over=near)
+    stands = [base, doubled, near, halved, lost]
+    assert worth_repeating(stands, None) == [base, doubled, near, halved]
+    assert worth_repeating(stands, 0.15) == [
+        base,
+        doubled,
+        near,
+    ]  # the ground of what is near must be known as well
+    assert worth_repeating(stands, 0.01) == [base]
 
 
 def test_a_rung_is_built_upon_if_it_is_to_be_or_if_it_pays_and_learns_the_same() -> None:
