@@ -90,9 +90,19 @@ def test_the_ratio_is_the_quotient_and_its_interval_holds_it() -> None:
     assert ratio.faster
 
 
-def test_with_the_base_alone_measured_twice_the_floor_is_their_distance() -> None:
-    floor = noise_floor([[[100.0], [103.0]], [[50.0]]])
-    assert math.log(1.03) <= floor.half_width(1, 1) <= 2.2 * math.log(1.03)
+def test_with_the_base_alone_measured_twice_only_large_differences_are_believed() -> None:
+    rungs = [[[100.0] * 9, [100.0] * 9], [[88.0] * 9], [[160.0] * 9]]
+    floor = noise_floor(rungs)
+    assert not ratio_of_medians(
+        rungs[0], rungs[1], floor
+    ).real  # the base's two processes say nothing of the others
+    assert ratio_of_medians(rungs[0], rungs[2], floor).faster
+    assert noise_floor([[[100.0], [130.0]], [[50.0]]]).half_width(1, 1) >= math.log(1.3)
+
+
+def test_with_two_recipes_measured_twice_the_floor_is_their_distance() -> None:
+    floor = noise_floor([[[100.0], [103.0]], [[50.0], [51.5]]])
+    assert math.log(1.03) <= floor.half_width(2, 2) <= 2.2 * math.log(1.03)
 
 
 def test_one_process_in_a_busy_minute_does_not_blind_the_ladder() -> None:
