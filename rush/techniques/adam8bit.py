@@ -116,6 +116,13 @@ technique = Technique(
     apply=apply,
     requires=(
         Requirement(
+            "stochastic rounding is for weights in bf16 and our own kernel; add pure_bf16 and set backend rush",
+            lambda machine, recipe: (
+                not knob_of(recipe, "adam8bit", "stochastic_rounding", False)
+                or (_backend(recipe) == "rush" and used(recipe, "pure_bf16"))
+            ),
+        ),
+        Requirement(
             "it needs the library that its backend knob names (rush is our own kernel): "
             'pip install "optimization-rush[quant]" -c constraints.txt',
             lambda machine, recipe: _installed(recipe),
@@ -127,13 +134,6 @@ technique = Technique(
         Requirement(
             f"with backend rush {needs_triton.sentence}",
             lambda machine, recipe: _backend(recipe) != "rush" or needs_triton.met(machine, recipe),
-        ),
-        Requirement(
-            "stochastic rounding is for weights in bf16 and our own kernel; add pure_bf16 and set backend rush",
-            lambda machine, recipe: (
-                not knob_of(recipe, "adam8bit", "stochastic_rounding", False)
-                or (_backend(recipe) == "rush" and used(recipe, "pure_bf16"))
-            ),
         ),
     ),
     conflicts=("bf16_master", "fused_adamw", "fused_update"),

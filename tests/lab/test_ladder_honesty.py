@@ -20,6 +20,14 @@ PLANTED = Path(__file__).parent / "planted"
 PLANT, STEADY = PLANTED / "plant.py", PLANTED / "steady.py"
 ROOT = Path(__file__).resolve().parents[2]
 LadderFile = Callable[..., Path]
+SECONDS = f"987.{os.getpid()}"
+SLEEP = f"sleep {SECONDS}"
+"""What a planted technique that hangs leaves running; the tests of another process have another."""
+
+
+@pytest.fixture(autouse=True)
+def _own_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PLANTED_SLEEP", SECONDS)
 
 
 def _plant(kind: str) -> str:
@@ -56,7 +64,7 @@ def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
     assert last["techniques"] == ["plant", "fused_adamw"]
     assert last["gain"] is not None
     assert last["gain"]["over"] == "plant(kind=gradient)"
-    assert _commands("sleep 987") == []
+    assert _commands(SLEEP) == []
     assert read_ladder(tmp_path / "out") == record
     assert record["finished"] is not None
     assert record["drift"] is not None
@@ -158,10 +166,10 @@ def test_an_interrupted_ladder_leaves_no_process(
 ) -> None:
     path, out = ladder_file([_plant("hang")]), tmp_path / "out"
     process = _start(path, out, "--technique", str(PLANT))
-    _wait_for(lambda: bool(_commands("sleep 987")), process)
+    _wait_for(lambda: bool(_commands(SLEEP)), process)
     process.send_signal(number)
     assert process.wait(timeout=20) == 130
-    assert _commands("sleep 987") == []
+    assert _commands(SLEEP) == []
     assert _commands(str(out)) == []
     assert _commands(f"rush.lab.starter {process.pid}") == []
     assert read_ladder(out)["finished"] is None
@@ -172,14 +180,14 @@ def test_killing_what_starts_the_trials_costs_one_trial_and_no_more(
 ) -> None:
     path, out = ladder_file([_plant("hang"), '"fused_adamw"']), tmp_path / "out"
     process = _start(path, out, "--technique", str(PLANT))
-    _wait_for(lambda: bool(_commands("sleep 987")), process)
+    _wait_for(lambda: bool(_commands(SLEEP)), process)
     for pid in _commands(f"rush.lab.starter {process.pid}"):
         os.kill(pid, signal.SIGKILL)
     assert process.wait(timeout=120) == 0
     _, hung, fused = read_ladder(out)["rungs"]
     assert (hung["status"], fused["status"]) == ("out_of_memory", "ok")
     assert "SIGKILL" in str(hung["reason"])
-    assert _commands("sleep 987") == []
+    assert _commands(SLEEP) == []
     assert _commands(f"rush.lab.starter {process.pid}") == []
 
 
@@ -205,7 +213,9 @@ def test_five_per_cent_of_real_work_more_is_found(ladder_file: LadderFile, tmp_p
 
 
 def _start(path: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
+    # Tests that were started in the background have Ctrl-C ignored, and hand that down; a person's ladder has not.
     code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "import sys, typer; from rush.cli.ladder import ladder\n"
         "app = typer.Typer(); app.command()(ladder)\n"
         "sys.exit(app(sys.argv[1:], standalone_mode=False))\n"

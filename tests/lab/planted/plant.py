@@ -32,7 +32,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     elif kind == "memory_error":
         raise MemoryError("planted")
     elif kind == "hang":
-        subprocess.Popen(["sleep", "987"])  # a grandchild that must be ended, too
+        # A grandchild that must be ended, too; tests beside this one have theirs.
+        subprocess.Popen(["sleep", os.environ["PLANTED_SLEEP"]])
         time.sleep(600)
     elif kind == "segfault":
         os.kill(os.getpid(), signal.SIGSEGV)
