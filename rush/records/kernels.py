@@ -7,13 +7,12 @@ computed the right thing at that size. Statuses and verdicts are closed lists.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypedDict
 
 from rush.errors import DataError
 from rush.files import write_json_atomic
+from rush.records.checked import check_head, check_in, check_measured, check_of, read_json
 
 FORMAT = 1
 FILE = "kernels.json"
@@ -96,15 +95,7 @@ def write_kernels(folder: Path, record: KernelRecord) -> None:
 
 def read_kernels(path: Path) -> KernelRecord:
     """The record in a file or in a bench's folder; a DataError when it is something else."""
-    file = path / FILE if path.is_dir() else path
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise DataError(
-            f"there is no kernel bench at {file}; give a folder that `rush bench kernels` wrote."
-        ) from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise DataError(f"{file} is not JSON ({error}); run the bench again.") from None
+    tree, file = read_json(path, FILE, "kernel bench", "rush bench kernels")
     check_kernels(tree, str(file))
     record: KernelRecord = tree
     return record
@@ -112,73 +103,39 @@ def read_kernels(path: Path) -> KernelRecord:
 
 def check_kernels(tree: Any, where: str) -> None:
     """Raise a DataError that names the first thing that is not as it should be."""
-    if not isinstance(tree, Mapping):
-        raise DataError(f"{where} holds no kernel bench: found {type(tree).__name__}, allowed: an object.")
-    if tree.get("format") != FORMAT:
-        raise DataError(f"{where}: format is {tree.get('format')!r}; this version reads format {FORMAT}.")
+    check_head(tree, "kernel bench", FORMAT, where)
     for key, kind in (("started", str), ("machine", dict), ("ops", list), ("formulas", dict)):
-        _of(tree, key, kind, where)
+        check_of(tree, key, kind, where)
     for index, op in enumerate(tree["ops"]):
         _check_op(op, f"{where}: ops[{index}]")
 
 
 def _check_op(op: Any, where: str) -> None:
-    if not isinstance(op, Mapping):
-        raise DataError(f"{where} is {op!r:.80}; allowed: an object.")
     for key, kind in (("op", str), ("rows", list), ("targets", list)):
-        _of(op, key, kind, where)
-    _in(op, "status", OP_STATUSES, where)
+        check_of(op, key, kind, where)
+    check_in(op, "status", OP_STATUSES, where)
     if op["status"] != "ok" and not op.get("reason"):
         raise DataError(f"{where}: status is {op['status']} without a reason.")
     for index, row in enumerate(op["rows"]):
         _check_row(row, f"{where}.rows[{index}]")
     for index, target in enumerate(op["targets"]):
-        _in(target, "verdict", TARGET_VERDICTS, f"{where}.targets[{index}]")
+        check_in(target, "verdict", TARGET_VERDICTS, f"{where}.targets[{index}]")
 
 
 def _check_row(row: Any, where: str) -> None:
-    if not isinstance(row, Mapping):
-        raise DataError(f"{where} is {row!r:.80}; allowed: an object.")
     for key in ("size", "contender"):
-        _of(row, key, str, where)
-    _in(row, "kind", KINDS, where)
-    _in(row, "step", PASSES, where)
-    _in(row, "status", ROW_STATUSES, where)
+        check_of(row, key, str, where)
+    check_in(row, "kind", KINDS, where)
+    check_in(row, "step", PASSES, where)
+    check_in(row, "status", ROW_STATUSES, where)
     correctness = row.get("correctness")
     if correctness is not None:
-        _of(row, "correctness", dict, where)
-        _in(correctness, "verdict", CORRECTNESS, f"{where}.correctness")
+        check_of(row, "correctness", dict, where)
+        check_in(correctness, "verdict", CORRECTNESS, f"{where}.correctness")
     if row["status"] != "ok":
         if not row.get("reason"):
             raise DataError(f"{where}: status is {row['status']} without a reason.")
         return
     if correctness is None:
         raise DataError(f"{where}: a time without a check of what was computed is not a finding.")
-    _check_time(row.get("time_ms"), f"{where}.time_ms")
-
-
-def _check_time(time: Any, where: str) -> None:
-    if not isinstance(time, Mapping):
-        raise DataError(f"{where} is {time!r:.80}; allowed: an object with median, ci95 and samples.")
-    samples, interval = time.get("samples"), time.get("ci95")
-    if not (isinstance(samples, list) and samples and all(_number(s) and s > 0 for s in samples)):
-        raise DataError(f"{where}.samples must be positive numbers, at least one.")
-    if not (isinstance(interval, list) and len(interval) == 2 and all(_number(end) for end in interval)):
-        raise DataError(f"{where}.ci95 is {interval!r:.80}; allowed: two numbers.")
-    if not (_number(time.get("median")) and interval[0] <= time["median"] <= interval[1]):
-        raise DataError(f"{where}: the median {time.get('median')!r} is outside its interval {interval}.")
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _of(tree: Mapping[str, Any], key: str, kind: type, where: str) -> None:
-    if not isinstance(tree.get(key), kind):
-        raise DataError(f"{where}: {key} is {tree.get(key)!r:.80}; the record is damaged or no kernel bench.")
-
-
-def _in(tree: Any, key: str, allowed: tuple[str, ...], where: str) -> None:
-    if not isinstance(tree, Mapping) or tree.get(key) not in allowed:
-        found = tree.get(key) if isinstance(tree, Mapping) else tree
-        raise DataError(f"{where}: {key} is {found!r:.80}; allowed: {', '.join(allowed)}.")
+    check_measured(row.get("time_ms"), f"{where}.time_ms")
