@@ -25,9 +25,11 @@ test: $(VENV)/.dev ## the tests: under 15 minutes on two cores
 test-all: $(VENV)/.dev ## the tests, with the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu'
 
-# On a GPU machine without network the dependencies are there already; what is missing travels in bundle/.
+# On a GPU machine without network the dependencies are there already; what is missing travels in bundle/. Most of the
+# time is the compiler's, on the host: with a large card, GPU_WORKERS=8 takes a fraction of it.
+GPU_WORKERS ?= 1
 test-gpu: ## the GPU tests, with the Python at hand (no virtual environment, see `make bundle`)
-	PYTHONPATH=$(CURDIR)/bundle $(PYTHON) -m pytest -p no:cacheprovider -m gpu
+	PYTHONPATH=$(CURDIR)/bundle $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal
 
 check: $(VENV)/.dev ## format, lint, types, import contracts, public names
 	$(BIN)/ruff format --check .
@@ -51,7 +53,7 @@ format: $(VENV)/.dev ## format and mend what can be mended
 BUNDLE_PLATFORMS ?= manylinux2014_x86_64 manylinux_2_24_x86_64 manylinux_2_28_x86_64
 BUNDLE_PYTHON    ?= 3.12
 BUNDLE_CUDA      ?= 130
-BUNDLE_PACKAGES  ?= pydantic pydantic-core typer annotated-types annotated-doc typing-inspection typing-extensions shellingham click rich pytest-timeout \
+BUNDLE_PACKAGES  ?= pydantic pydantic-core typer annotated-types annotated-doc typing-inspection typing-extensions shellingham click rich pytest-timeout pytest-xdist execnet \
                     liger-kernel cut-cross-entropy torchao bitsandbytes
 bundle: ## gather the wheels an offline GPU machine lacks into bundle/
 	rm -rf bundle

@@ -19,7 +19,7 @@ from torch.optim.adamw import adamw
 
 from rush.recipe import Knob
 from rush.techniques.contract import Build, Claim, MemoryEffect, Observation, Parity, Proof, Stage, Technique
-from rush.techniques.evidence import say_dtypes, state_per_parameter
+from rush.techniques.evidence import matmuls_took, say_dtypes, state_per_parameter
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -84,7 +84,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     per_parameter = state_per_parameter(seen)
     took_effect = (
         seen.weight_dtypes == {"bfloat16"}
-        and seen.matmul_dtypes == {"bfloat16"}
+        and matmuls_took(seen, "bfloat16")
         and set(seen.state_bytes) == {"float32"}
         and per_parameter > 11.5
     )

@@ -55,15 +55,17 @@ def matmuls_in(dtype: str, weights: str) -> Evidence:
     """Matrix products took their inputs in `dtype`, none in float32, and the weights are kept in `weights`."""
 
     def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-        held = (
-            dtype in seen.matmul_dtypes
-            and "float32" not in seen.matmul_dtypes
-            and seen.weight_dtypes == {weights}
-        )
+        held = matmuls_took(seen, dtype) and seen.weight_dtypes == {weights}
         return Proof(held, f"{say_dtypes(seen)}; weights are {', '.join(sorted(seen.weight_dtypes))}")
 
     evidence.__doc__ = f"All matmuls took their inputs in {dtype}, and the weights are {weights}."
     return evidence
+
+
+def matmuls_took(seen: Observation, dtype: str) -> bool:
+    """Whether matrix products took their inputs in `dtype`, and no others but those made in 8 bits on purpose."""
+    others = {name for name in seen.matmul_dtypes if name != dtype and not name.startswith("float8")}
+    return bool(seen.matmul_dtypes) and not others
 
 
 def say_dtypes(seen: Observation) -> str:

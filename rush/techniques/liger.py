@@ -47,7 +47,7 @@ KERNELS = {
 
 
 def functions() -> Any:
-    """The library's functions; they need no transformers."""
+    """The library's functions; they need no transformers. Asked for while building: the compiler cannot trace an import."""
     return import_module("liger_kernel.transformers.functional")
 
 
@@ -58,35 +58,45 @@ class LigerNorm(nn.Module):
         super().__init__()
         self.eps, self.weight = plain.eps, plain.weight
         self.bias = plain.bias if isinstance(plain, LayerNorm) else None
+        self.call = functions().liger_rms_norm if self.bias is None else functions().liger_layer_norm
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        call = functions()
-        if self.bias is None:
-            out: Tensor = call.liger_rms_norm(x_btd, self.weight, self.eps)
-        else:
-            out = call.liger_layer_norm(x_btd, self.weight, self.bias, self.eps)
+        given = [self.weight] if self.bias is None else [self.weight, self.bias]
+        out: Tensor = self.call(x_btd, *given, self.eps)
         return out
 
 
 class LigerRotate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = functions().liger_rope
+
     def forward(
         self, q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
     ) -> tuple[Tensor, Tensor]:
-        turned: tuple[Tensor, Tensor] = functions().liger_rope(q_bhtd, k_bktd, cos_btd, sin_btd)
+        turned: tuple[Tensor, Tensor] = self.call(q_bhtd, k_bktd, cos_btd, sin_btd)
         return turned
 
 
 class LigerSwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = functions().liger_swiglu
+
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        out: Tensor = functions().liger_swiglu(gate, up)
+        out: Tensor = self.call(gate, up)
         return out
 
 
 class LigerLossHead(nn.Module):
     """LM head and summed loss by chunks; the gradients are made in the forward pass."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = functions().liger_fused_linear_cross_entropy
+
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
-        loss: Tensor = functions().liger_fused_linear_cross_entropy(
+        loss: Tensor = self.call(
             hidden_btd.flatten(0, 1),
             head_weight_vd,
             labels_bt.flatten(),

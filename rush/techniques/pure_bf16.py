@@ -14,7 +14,7 @@ import torch
 
 from rush.recipe import Knob
 from rush.techniques.contract import Build, Claim, MemoryEffect, Observation, Parity, Proof, Stage, Technique
-from rush.techniques.evidence import say_dtypes, state_per_parameter
+from rush.techniques.evidence import matmuls_took, say_dtypes, state_per_parameter
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -27,7 +27,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     per_parameter = state_per_parameter(seen)
     # Two moments of 2 bytes; 8-bit moments are smaller still; an update may say that it keeps them larger.
     most = seen.facts.get("state_bytes_per_parameter", 4) + 0.5
-    took_effect = seen.weight_dtypes == seen.matmul_dtypes == {"bfloat16"} and per_parameter < most
+    took_effect = (
+        seen.weight_dtypes == {"bfloat16"} and matmuls_took(seen, "bfloat16") and per_parameter < most
+    )
     weights = ", ".join(sorted(seen.weight_dtypes))
     return Proof(
         took_effect,

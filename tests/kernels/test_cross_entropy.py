@@ -129,8 +129,11 @@ def test_strided_logits_give_what_contiguous_ones_give(device: str) -> None:
     for strided in (logits.t().contiguous().t(), wide[:, 8:48]):
         assert not strided.is_contiguous()
         leaf = strided.detach().requires_grad_()
-        assert torch.equal(cross_entropy(leaf, labels), expected)
-        assert torch.equal(torch.autograd.grad(cross_entropy(leaf, labels), leaf)[0], expected_gradient)
+        # How wide the loads are, and with it the order of the sums, follows the alignment of the rows.
+        near = {"rtol": 4e-7 * 40, "atol": 0.0}
+        torch.testing.assert_close(cross_entropy(leaf, labels), expected, **near)
+        found = torch.autograd.grad(cross_entropy(leaf, labels), leaf)[0]
+        torch.testing.assert_close(found, expected_gradient, **near)
     every_other = labels.repeat_interleave(2)[::2]
     assert torch.equal(cross_entropy(logits, every_other), expected)
     grouped = cross_entropy(logits.view(2, 3, 40), labels.view(2, 3), reduction="none")
