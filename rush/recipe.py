@@ -54,11 +54,30 @@ class Data(Part):
     """Read at most this many documents."""
     shuffle: bool = True
     """Shuffle the samples anew each epoch, as a pure function of the seed."""
+    format: Literal["auto", "chat", "prompt", "instruction", "text", "preference"] = "auto"
+    """For fine-tuning, what a row holds: `messages`; `prompt` and `completion`; `instruction`, `input`, `output`; a text;
+    or `chosen` and `rejected`. `auto` looks at the fields."""
+    template: str = "auto"
+    """How a conversation is written: `auto` (the tokenizer's own template, else chatml), `chatml`, `llama-3` or `plain`."""
+    too_long: Literal["error", "drop", "cut"] = "error"
+    """What becomes of a conversation longer than `batch.sequence`; what is dropped or cut is counted."""
 
 
 class Objective(Part):
-    kind: Literal["lm"] = "lm"
-    """`lm`: predict the next token."""
+    kind: Literal["lm", "sft", "dpo"] = "lm"
+    """`lm`: predict the next token of a corpus. `sft`: of the answers in conversations. `dpo`: prefer one answer."""
+    train_on: Literal["completion", "all"] = "completion"
+    """With sft, which tokens are targets: what the assistant says, or everything."""
+    loss: Literal["sigmoid", "ipo", "orpo", "simpo"] = "sigmoid"
+    """With dpo, how a preference becomes a loss; orpo and simpo need no reference model."""
+    beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
+    """With dpo, how strongly the model is held to its reference (orpo: the weight of the odds)."""
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
+    """With dpo and sigmoid, the share of pairs assumed to be the wrong way round."""
+    margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """With simpo, by how much the chosen answer should win."""
+    reference: Literal["cached", "live"] = "cached"
+    """With dpo, the reference's log-probabilities: computed once before training, or beside every step."""
 
 
 class Batch(Part):
@@ -117,6 +136,8 @@ class Run(Part):
     """Steps between text samples; 0 samples at the end only."""
     sample_prompt: str = "def "
     sample_tokens: NotNegative = 100
+    memory_limit_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Use no more of the device's memory than this (GB of 10⁹ bytes), as if it were a smaller card."""
     tensorboard: bool = True
     wandb: str | None = None
     """A Weights & Biases project to log to; the key comes from the environment, never from a recipe."""

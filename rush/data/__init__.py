@@ -12,6 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rush.data.dataset import TokenDataset
+from rush.data.documents import Documents
 from rush.data.inspect import corpus_statistics, sample_window
 from rush.data.prepare import Preparation, Progress, prepare
 from rush.data.progress import progress_bar
@@ -22,11 +23,13 @@ from rush.data.sources import describe_source, open_source
 from rush.data.tokenizer import Tokenizer, train_bpe
 
 if TYPE_CHECKING:
-    from rush.data.loader import Batch, Loader, validation_batches
+    from rush.data.batch import Batch
+    from rush.data.loader import Loader, validation_batches
 
 __all__ = [
     "Batch",
     "Document",
+    "Documents",
     "Loader",
     "Manifest",
     "Preparation",

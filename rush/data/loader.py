@@ -24,10 +24,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rush.data.batch import IGNORED, Batch
 from rush.data.order import shuffled
 from rush.errors import DataError, MachineError, RecipeError
-
-IGNORED = -100  # a label that is no target
 
 
 class Windows(Protocol):
@@ -36,13 +35,6 @@ class Windows(Protocol):
     def __len__(self) -> int: ...
     def window(self, index: int) -> npt.NDArray[np.int64]: ...
     def sample_name(self, index: int) -> str: ...
-
-
-@dataclass(frozen=True)
-class Batch:
-    tokens_bt: torch.Tensor  # int64
-    labels_bt: torch.Tensor  # int64; labels_bt[b, t] is the token that follows tokens_bt[b, t]
-    samples: Sequence[str]  # names of the rows, for messages
 
 
 @dataclass(frozen=True)
@@ -172,9 +164,7 @@ class Loader:
     def _batch(self, place: int) -> Batch:
         indices = self._indices(np.arange(place, place + self.micro, dtype=np.int64))
         batch = make_batch(self.dataset, indices)
-        if not self.pin:
-            return batch
-        return Batch(batch.tokens_bt.pin_memory(), batch.labels_bt.pin_memory(), batch.samples)
+        return batch.pin() if self.pin else batch
 
     def _indices(self, places: npt.NDArray[np.int64]) -> list[int]:
         count = len(self.dataset)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import Machine
 from rush.lab.timing import Stepper, Timing, time_steps
@@ -93,11 +94,11 @@ def rival_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
 def rival_pass(model: Any) -> Pass:
     """Forward and backward of a micro batch: the summed loss, as our own pass returns it."""
 
-    def run(tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Tensor:
+    def run(batch: Batch, share: Tensor) -> Tensor:
         # Our labels are shifted already. Divided by one item, the library's loss is the sum over labels.
-        labels_bt = labels_bt.contiguous()
+        labels_bt = batch.labels_bt.contiguous()
         found = model(
-            input_ids=tokens_bt,
+            input_ids=batch.tokens_bt,
             labels=labels_bt,
             shift_labels=labels_bt,
             num_items_in_batch=1,

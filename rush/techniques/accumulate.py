@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rush.data import Batch
 from rush.recipe import Knob
 from rush.techniques.contract import (
     Build,
@@ -34,9 +35,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     factor = int(knobs["factor"])
 
     def cut(inner: Pass) -> Pass:
-        def passes(tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Tensor:
-            parts = zip(tokens_bt.chunk(factor), labels_bt.chunk(factor), strict=True)
-            return torch.stack([inner(tokens, labels, share) for tokens, labels in parts]).sum()
+        def passes(batch: Batch, share: Tensor) -> Tensor:
+            return torch.stack([inner(part, share) for part in batch.split(factor)]).sum()
 
         return passes
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from rush.data import Batch
 from rush.hardware import Machine
 from rush.models import Decoder
 from rush.recipe import Knob, Recipe
@@ -139,9 +140,9 @@ class Proof:
     what: str
 
 
-Pass = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Forward and backward of one micro batch: (tokens_bt, labels_bt, share) adds `share` times the gradient of the
-summed loss to the gradients, and returns that loss, detached."""
+Pass = Callable[[Batch, Tensor], Tensor]
+"""Forward and backward of one micro batch on the device: (batch, share) adds `share` times the gradient of the summed
+loss to the gradients, and returns that loss, detached."""
 
 Evidence = Callable[[Observation, Mapping[str, Knob]], Proof]
 

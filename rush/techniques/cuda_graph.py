@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+from rush.data import Batch
 from rush.recipe import Knob
 from rush.techniques.contract import (
     Build,
@@ -36,8 +37,7 @@ from rush.techniques.contract import (
 @dataclass(frozen=True)
 class Recording:
     graph: torch.cuda.CUDAGraph
-    tokens_bt: Tensor
-    labels_bt: Tensor
+    batch: Batch
     share: Tensor
     loss: Tensor
 
@@ -48,15 +48,17 @@ class RecordedPass:
     def __init__(self, inner: Pass, parameters: Callable[[], list[nn.Parameter]]) -> None:
         self.inner = inner
         self.parameters = parameters
-        self.recordings: dict[torch.Size, Recording] = {}
+        self.recordings: dict[tuple[object, ...], Recording] = {}
         self.gradients: list[Tensor] = []
 
-    def __call__(self, tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Tensor:
-        if tokens_bt.shape not in self.recordings:
-            self.recordings[tokens_bt.shape] = self._record(tokens_bt, labels_bt, share)
-        recording = self.recordings[tokens_bt.shape]
-        recording.tokens_bt.copy_(tokens_bt)
-        recording.labels_bt.copy_(labels_bt)
+    def __call__(self, batch: Batch, share: Tensor) -> Tensor:
+        tensors = batch.tensors()
+        shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
+        if shapes not in self.recordings:
+            self.recordings[shapes] = self._record(batch, share)
+        recording = self.recordings[shapes]
+        for name, tensor in recording.batch.tensors().items():
+            tensor.copy_(tensors[name])
         recording.share.copy_(share)
         self._attach_gradients()
         with record_function("rush::forward"):
@@ -75,8 +77,8 @@ class RecordedPass:
         for parameter, gradient in fresh:
             parameter.grad = gradient
 
-    def _record(self, tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Recording:
-        inputs = tokens_bt.clone(), labels_bt.clone(), share.clone()
+    def _record(self, batch: Batch, share: Tensor) -> Recording:
+        inputs = batch.each(torch.clone), share.clone()
         parameters = self.parameters()
         so_far = [p.grad for p in parameters]
         # Libraries set themselves up at their first calls, which must not be part of the recording.

@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
+from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import Machine
 from rush.models import Decoder, build_model
 from rush.recipe import Recipe
 from rush.techniques import Build, Pass, Stage, Use, check
+from rush.train.objectives import NextToken, Objective, objective_of
 from rush.train.optimizer import build_optimizer
 
 FORWARD = "rush::forward"
@@ -37,6 +39,7 @@ class Run:
     device: torch.device
     model: Decoder
     optimizer: torch.optim.Optimizer
+    objective: Objective = field(default_factory=NextToken)
     autocast_dtype: torch.dtype | None = None
     step_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     loader_options: dict[str, Any] = field(default_factory=dict)
@@ -51,10 +54,10 @@ class Run:
         for wrap in self.pass_wrappers:
             self.micro_pass = wrap(self.micro_pass)
 
-    def forward_backward(self, tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Tensor:
+    def forward_backward(self, batch: Batch, share: Tensor) -> Tensor:
         """The plain pass over a micro batch; `micro_pass` is it with what techniques put around it."""
         with record_function(FORWARD), self.autocast():
-            loss: Tensor = self.model(tokens_bt, labels_bt)
+            loss = self.objective.loss(self.model, batch)
         (loss * share).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -80,6 +83,7 @@ def build(recipe: Recipe, machine: Machine, weights: dict[str, torch.Tensor] | N
     """The run a recipe describes, on this machine; random weights from the seed unless given."""
     uses = check(recipe, machine)
     device = torch.device(machine.device)
+    _limit_memory(recipe, device)
     with torch.device("meta"):
         model = build_model(recipe.shape())
     half_made = Build(recipe=recipe, machine=machine, device=device, model=model)
@@ -97,6 +101,7 @@ def build(recipe: Recipe, machine: Machine, weights: dict[str, torch.Tensor] | N
         device=device,
         model=half_made.model,
         optimizer=optimizer,
+        objective=objective_of(recipe),
         autocast_dtype=half_made.autocast_dtype,
         step_contexts=half_made.step_contexts,
         loader_options=half_made.loader_options,
@@ -108,6 +113,24 @@ def build(recipe: Recipe, machine: Machine, weights: dict[str, torch.Tensor] | N
     if recipe.run.deterministic:
         run.step_contexts.append(deterministic)
     return run
+
+
+def _limit_memory(recipe: Recipe, device: torch.device) -> None:
+    """Hold this process to a part of the device, or to all of it."""
+    limit = recipe.run.memory_limit_gb
+    if device.type != "cuda":
+        if limit is not None:
+            raise MachineError(
+                f"run.memory_limit_gb is {limit:g}, but this run is on the CPU, whose memory it does not hold back; "
+                "take the key out, or use ulimit -v."
+            )
+        return
+    whole = torch.cuda.get_device_properties(device).total_memory
+    if limit is not None and limit * 1e9 > whole:
+        raise MachineError(
+            f"run.memory_limit_gb is {limit:g}, more than the {whole / 1e9:.0f} GB of this device; lower it or take it out."
+        )
+    torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit * 1e9 / whole, device)
 
 
 def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None:

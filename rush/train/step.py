@@ -9,7 +9,7 @@ the micro batches' own means, as many trainers did, gives the wrong weight to ev
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,8 +19,6 @@ from rush.errors import DataError, Diverged
 from rush.train.build import Run
 from rush.train.optimizer import set_learning_rate
 
-IGNORED = -100
-
 
 @dataclass(frozen=True)
 class StepResult:
@@ -28,6 +26,10 @@ class StepResult:
     grad_norm: float
     num_tokens: int
     num_labels: int
+    num_real: int
+    """Tokens without padding."""
+    figures: Mapping[str, float]
+    """Further numbers the objective gives."""
     skipped: bool = False
     """The scaled gradients overflowed, so there was no update (and no norm: it reads 0); the scale goes down."""
 
@@ -39,19 +41,18 @@ def train_step(run: Run, step: int, lr: float, batches: Iterable[Batch]) -> Step
 
 
 def _train_step(run: Run, step: int, lr: float, batches: list[Batch]) -> StepResult:
-    num_labels = sum(int((batch.labels_bt != IGNORED).sum()) for batch in batches)
-    if num_labels == 0:
+    num_labels = sum(batch.num_labels for batch in batches)
+    units = sum(run.objective.units(batch) for batch in batches)
+    if num_labels == 0 or units == 0:
         raise DataError(f"step {step} has no label to learn from; every target in its batches is masked.")
-    share = run.scaler.scale(torch.full((), 1 / num_labels, device=run.device))
+    share = run.scaler.scale(torch.full((), 1 / units, device=run.device))
     total = torch.zeros((), device=run.device)
     for batch in batches:
-        tokens_bt = batch.tokens_bt.to(run.device, non_blocking=True)
-        labels_bt = batch.labels_bt.to(run.device, non_blocking=True)
-        total += run.micro_pass(tokens_bt, labels_bt, share)
+        total += run.micro_pass(batch.to(run.device), share)
     run.scaler.unscale_(run.optimizer)
     grad_norm = gradient_norm(run)
     summed_loss, norm = torch.stack([total, grad_norm.to(total.device)]).tolist()
-    mean_loss = summed_loss / num_labels
+    mean_loss = summed_loss / units
     skipped = _overflowed(run, norm)
     if not (math.isfinite(mean_loss) and (math.isfinite(norm) or skipped)):
         run.optimizer.zero_grad(set_to_none=True)
@@ -63,8 +64,15 @@ def _train_step(run: Run, step: int, lr: float, batches: list[Batch]) -> StepRes
     run.scaler.step(run.optimizer)
     run.scaler.update()
     run.optimizer.zero_grad(set_to_none=True)
-    num_tokens = sum(batch.tokens_bt.numel() for batch in batches)
-    return StepResult(mean_loss, 0.0 if skipped else norm, num_tokens, num_labels, skipped)
+    return StepResult(
+        mean_loss,
+        0.0 if skipped else norm,
+        num_tokens=sum(batch.tokens_bt.numel() for batch in batches),
+        num_labels=num_labels,
+        num_real=sum(batch.num_real for batch in batches),
+        figures=run.objective.figures(),
+        skipped=skipped,
+    )
 
 
 def _overflowed(run: Run, norm: float) -> bool:
@@ -75,7 +83,12 @@ def _overflowed(run: Run, norm: float) -> bool:
 def gradient_norm(run: Run) -> torch.Tensor:
     """The Euclidean norm of all gradients together."""
     gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
-    return torch.nn.utils.get_total_norm(gradients)
+    if not gradients:
+        return torch.zeros((), device=run.device)
+    # In fp32 whatever the gradients are: a norm in bf16 has three digits, and clipping would inherit them.
+    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
+    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
 
 
 def clip(run: Run, grad_norm: torch.Tensor) -> None:
@@ -95,12 +108,12 @@ def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> 
 
 @torch.no_grad()
 def validate(run: Run, batches: Iterable[Batch]) -> float:
-    """Mean loss per label over held-out batches."""
-    total, num_labels = 0.0, 0
+    """Mean loss per unit over held-out batches."""
+    total, units = 0.0, 0
     with run.in_step():
         for batch in batches:
             with run.autocast():
-                loss = run.model(batch.tokens_bt.to(run.device), batch.labels_bt.to(run.device))
+                loss = run.objective.loss(run.model, batch.to(run.device))
             total += float(loss)
-            num_labels += int((batch.labels_bt != IGNORED).sum())
-    return total / num_labels
+            units += run.objective.units(batch)
+    return total / units

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from rush.data import Batch
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
@@ -178,7 +179,7 @@ def test_a_recording_follows_the_weights_and_other_shapes() -> None:
     generator = torch.Generator().manual_seed(0)
     for rows in (4, 2, 4):
         tokens, labels = (torch.randint(0, 257, (rows, 256), generator=generator).cuda() for _ in range(2))
-        losses = [run.micro_pass(tokens, labels, share) for run in (recorded, eager)]
+        losses = [run.micro_pass(Batch(tokens, labels), share) for run in (recorded, eager)]
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
         with torch.no_grad():
             for run in (recorded, eager):

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from rush.data import Batch
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, probe
 from rush.lab import workloads
@@ -180,7 +181,7 @@ def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> 
     share = torch.tensor(1 / 34)
     expected = ours(tokens, labels)
     (expected * share).backward()
-    found = rival_pass(theirs)(tokens, labels, share)
+    found = rival_pass(theirs)(Batch(tokens, labels), share)
     assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
     mine, other = ours.embedding.weight.grad, theirs.model.embed_tokens.weight.grad
     assert float((mine - other).norm() / mine.norm()) < 1e-4
@@ -188,7 +189,6 @@ def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> 
 
 def test_the_library_s_model_steps_in_our_loop() -> None:
     pytest.importorskip("transformers")
-    from rush.data import Batch
     from rush.lab.rival_run import rival_run
     from rush.train.step import train_step
 

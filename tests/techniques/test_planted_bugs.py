@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rush.techniques
+from rush.data import Batch
 from rush.recipe import Knob
 from rush.techniques import registry
 from rush.techniques.contract import Build, Claim, Parity, Pass, Stage, Technique
@@ -54,9 +55,9 @@ def averages_micro_batches(build: Build, knobs: Mapping[str, Knob]) -> None:
     """Half of the micro batch counts double: the mean of means where label counts differ."""
 
     def wrap(inner: Pass) -> Pass:
-        def passes(tokens: Tensor, labels: Tensor, share: Tensor) -> Tensor:
-            first = inner(tokens[:1], labels[:1], share * 2)
-            return first + inner(tokens[1:], labels[1:], share * 2 / 3)
+        def passes(batch: Batch, share: Tensor) -> Tensor:
+            first = inner(batch.each(lambda rows: rows[:1]), share * 2)
+            return first + inner(batch.each(lambda rows: rows[1:]), share * 2 / 3)
 
         return passes
 

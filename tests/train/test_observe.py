@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rush.data import Batch
 from rush.train.breakdown import CLASSES, classify
 from rush.train.observe import observe, state_bytes
 
@@ -88,7 +89,7 @@ def test_what_is_kept_for_the_backward_pass_is_measured_and_recomputation_shrink
 def test_a_step_replayed_from_a_recording_is_told_by_its_eager_twin() -> None:
     run = make_run("accumulate")
 
-    def replayed(tokens_bt: Tensor, labels_bt: Tensor, share: Tensor) -> Tensor:
+    def replayed(batch: Batch, share: Tensor) -> Tensor:
         """Leaves gradients but shows no operator of a model, as a recording does."""
         for parameter in run.model.parameters():
             parameter.grad = torch.zeros_like(parameter)

@@ -1,0 +1,73 @@
+"""What one forward pass is given.
+
+Legend: b rows, t positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+IGNORED = -100
+"""A label that is no target."""
+TENSORS = ("tokens_bt", "labels_bt", "positions_bt", "documents_bt", "reference_b")
+
+
+@dataclass(frozen=True)
+class Batch:
+    tokens_bt: Tensor
+    """int64"""
+    labels_bt: Tensor
+    """int64; labels_bt[b, t] is the token that follows tokens_bt[b, t], or `IGNORED`."""
+    samples: Sequence[str] = ()
+    """Names of the rows, for messages."""
+    positions_bt: Tensor | None = None
+    """Where each token stands in its document; counted along the row without it."""
+    documents_bt: Tensor | None = None
+    """The number of each token's document; attention stays within it. One document a row without it."""
+    reference_b: Tensor | None = None
+    """What a reference model gives each row, where it was computed beforehand."""
+    padding: int = 0
+    """Tokens that only fill up a shape."""
+
+    @property
+    def num_labels(self) -> int:
+        return int((self.labels_bt != IGNORED).sum())
+
+    @property
+    def num_real(self) -> int:
+        """Tokens without padding."""
+        return self.tokens_bt.numel() - self.padding
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Those it has, by name."""
+        found = {name: getattr(self, name) for name in TENSORS}
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        """The same batch with every tensor changed."""
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items()})  # type: ignore[arg-type]
+
+    def to(self, device: torch.device | str) -> Batch:
+        return self.each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin(self) -> Batch:
+        """In memory that a device reads without a copy in between."""
+        return self.each(lambda tensor: tensor.pin_memory())
+
+    def split(self, parts: int) -> list[Batch]:
+        """Rows dealt into `parts` batches, in order; what was padding is counted in the first."""
+        pieces = {name: tensor.chunk(parts) for name, tensor in self.tensors().items()}
+        count = len(pieces["tokens_bt"])
+        names = -(-len(self.samples) // count) if count else 0
+        return [
+            Batch(
+                **{name: chunks[part] for name, chunks in pieces.items()},
+                samples=self.samples[part * names : (part + 1) * names],
+                padding=self.padding if part == 0 else 0,
+            )
+            for part in range(count)
+        ]

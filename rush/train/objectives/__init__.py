@@ -1,0 +1,39 @@
+"""What a run minimises. The recipe's `objective.kind` picks one; loop, step and lab know none by name.
+
+A step minimises the mean over its *units*: labels for next-token objectives, pairs for preferences. Each
+micro batch adds the gradient of its summed loss over the number of units in the whole step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from torch import Tensor, nn
+
+from rush.data import Batch
+from rush.recipe import Recipe
+from rush.train.objectives.next_token import NextToken
+
+__all__ = ["NextToken", "Objective", "objective_of"]
+
+
+class Objective(Protocol):
+    unit: str
+    """What the mean is over, for messages: label, pair."""
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The summed loss of a micro batch, fp32, for backward to start from."""
+        ...
+
+    def units(self, batch: Batch) -> int:
+        """How many units a micro batch holds; it is asked before the batch goes to the device."""
+        ...
+
+    def figures(self) -> Mapping[str, float]:
+        """Further numbers of the step since this was last asked, for the metrics."""
+        ...
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    return NextToken()

@@ -1,0 +1,26 @@
+"""Predict the next token, wherever there is a label: pretraining and supervised fine-tuning alike."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from rush.data import Batch
+
+
+class NextToken:
+    unit = "label"
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        given = {"positions_bt": batch.positions_bt, "documents_bt": batch.documents_bt}
+        # What is not there is not named, so that the plain call of pretraining stays what it was.
+        named = {name: tensor for name, tensor in given.items() if tensor is not None}
+        loss: Tensor = model(batch.tokens_bt, batch.labels_bt, **named)
+        return loss
+
+    def units(self, batch: Batch) -> int:
+        return batch.num_labels
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
