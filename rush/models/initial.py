@@ -46,7 +46,7 @@ def initial_value(shape: Shape, spec: ParameterSpec, seed: int) -> Tensor:
 
     def draw(number: int) -> None:
         name = spec.name if number == 0 else f"{spec.name}:{number}"
-        generator = torch.Generator(device="cpu").manual_seed(_tensor_seed(seed, name))
+        generator = torch.Generator(device="cpu").manual_seed(tensor_seed(seed, name))
         blocks[number].normal_(0.0, deviation, generator=generator)
 
     if len(blocks) == 1:
@@ -63,6 +63,6 @@ def _standard_deviation(shape: Shape, spec: ParameterSpec) -> float:
     return STANDARD_DEVIATION
 
 
-def _tensor_seed(seed: int, name: str) -> int:
+def tensor_seed(seed: int, name: str) -> int:
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1  # torch takes 63 bits without wrapping

@@ -16,12 +16,16 @@ from rush.recipe import Recipe
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups, decayed and not, each trainable parameter in exactly one (a tied one once)."""
+    """Two groups, decayed and not, each trainable parameter in exactly one (a tied one once).
+
+    A group that nobody is in (beside adapters no vector is trained) is left out: some updates refuse it.
+    """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
+    groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
     ]
+    return [group for group in groups if group["params"]]
 
 
 def build_optimizer(

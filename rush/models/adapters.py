@@ -1,0 +1,255 @@
+"""Low-rank adapters: a frozen linear layer and a small trained product beside it.
+
+The weight W stays as it is; what is trained is B·A, with A [rank, in] and B [out, rank], so a layer has
+rank·(in + out) trained values instead of in·out. B starts as zeros: an adapted model begins as its base, to
+the bit. DoRA also trains the length of each row: W + s·B·A is brought to the length `magnitude`.
+
+An adapter is a child of the layer it belongs to (`blocks.0.attention.q.adapter`), and the layer gets a
+forward of its own. So the base keeps its names, and any kind of layer can be adapted: plain, with 8-bit
+products, with a quantised weight. What the forward keeps for the backward pass is the layer's input (once:
+the frozen product keeps nothing but its weight) and `rank` values for each token.
+
+Shapes: n tokens, i inputs, o outputs, r rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rush.models.decoder import Decoder
+from rush.models.initial import tensor_seed
+
+ROLE_GROUPS: Mapping[str, frozenset[str] | None] = {
+    "all": None,
+    "attention": frozenset({"q", "k", "v", "qkv", "attention_out"}),
+    "mlp": frozenset({"mlp_gate", "mlp_up", "mlp_down"}),
+    "qv": frozenset({"q", "v", "qkv"}),
+}
+"""Which linear layers of a block; the head is never among them."""
+
+
+@dataclass(frozen=True)
+class AdapterSpec:
+    """What an adapter is made of: `alpha / rank` is the factor its product is multiplied with."""
+
+    rank: int
+    alpha: float
+    dora: bool = False
+    scale_by_root: bool = False
+    """alpha / sqrt(rank) instead ("rank-stabilised"): the factor shrinks less at high ranks."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (math.sqrt(self.rank) if self.scale_by_root else self.rank)
+
+
+class Adapter(nn.Module):
+    """The trained part of an adapted layer."""
+
+    squares_o: Tensor
+
+    def __init__(self, in_features: int, out_features: int, spec: AdapterSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        self.active = True
+        self.a = nn.Parameter(torch.empty(spec.rank, in_features))
+        self.b = nn.Parameter(torch.empty(out_features, spec.rank))
+        self.magnitude = nn.Parameter(torch.empty(out_features)) if spec.dora else None
+        # The squared length of each row of W, once: only DoRA asks for it.
+        self.register_buffer("squares_o", torch.empty(out_features if spec.dora else 0), persistent=False)
+
+    def forward(self, x: Tensor, base: Tensor, layer: nn.Linear) -> Tensor:
+        down_nr = F.linear(x, self.a.to(x.dtype)).flatten(0, -2)
+        return self.add(down_nr, base, layer)
+
+    def add(self, down_nr: Tensor, base: Tensor, layer: nn.Linear) -> Tensor:
+        """The layer's own output and, on top, the adapter's: one product that adds as it writes."""
+        b_or = self.b.to(down_nr.dtype)
+        if self.magnitude is None:
+            flat_no = torch.addmm(base.flatten(0, -2), down_nr, b_or.t(), alpha=self.spec.scale)
+            return flat_no.view_as(base)
+        ratio_o = (self.magnitude / self.row_lengths(layer)).to(base.dtype)
+        straight = base if layer.bias is None else base - layer.bias.to(base.dtype)
+        low_rank = (F.linear(down_nr, b_or) * self.spec.scale).view_as(base)
+        # At the start the ratio is exactly 1 and the low-rank part exactly 0, so this is the base, to the bit.
+        return base + (ratio_o - 1) * straight + ratio_o * low_rank
+
+    def row_lengths(self, layer: nn.Linear) -> Tensor:
+        """The length of each row of W + s·B·A, in fp32, a constant for the gradient (as DoRA's authors advise).
+
+        From |W|² + 2s·W·BA + s²·|BA|², row by row: the sum itself, as large as W, never exists.
+        """
+        with torch.no_grad(), torch.autocast(self.a.device.type, enabled=False):
+            a_ri, b_or, scale = self.a.float(), self.b.float(), self.spec.scale
+            weight_oi = dense_weight(layer, torch.float32)
+            cross_o = (F.linear(weight_oi, a_ri) * b_or).sum(1)
+            own_o = (b_or @ (a_ri @ a_ri.t()) * b_or).sum(1)
+            return (self.squares_o + 2 * scale * cross_o + scale**2 * own_o).clamp_min(1e-12).sqrt()
+
+    @torch.no_grad()
+    def fill(self, seed: int, name: str, layer: nn.Linear) -> None:
+        """The start: A uniform within 1/sqrt(in), a function of seed and name; B zero; lengths as they are."""
+        generator = torch.Generator(device="cpu").manual_seed(tensor_seed(seed, f"{name}.adapter.a"))
+        bound = 1 / math.sqrt(self.a.shape[1])
+        drawn = torch.empty(self.a.shape, dtype=torch.float32, device="cpu")
+        self.a.copy_(drawn.uniform_(-bound, bound, generator=generator))
+        self.b.zero_()
+        self.measure(layer)
+        if self.magnitude is not None:
+            self.magnitude.copy_(self.squares_o.sqrt())
+
+    @torch.no_grad()
+    def measure(self, layer: nn.Linear) -> None:
+        """Take the row lengths of the base, which DoRA compares with; after the base has got its weights."""
+        if self.magnitude is not None:
+            self.squares_o = dense_weight(layer, torch.float32).square().sum(1)
+
+    def delta(self) -> Tensor:
+        """s·B·A in fp32, as large as the weight."""
+        return self.spec.scale * (self.b.float() @ self.a.float())
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        # A base knows nothing of adapters: they keep the values they have.
+        if any(name.startswith(prefix) for name in state):
+            super()._load_from_state_dict(state, prefix, *rest)
+
+
+def dense_weight(layer: nn.Linear, dtype: torch.dtype | None = None) -> Tensor:
+    """The weight of a layer as a matrix, whatever form it is stored in."""
+    unpack = getattr(layer, "dense_weight", None)
+    weight: Tensor = layer.weight.detach() if unpack is None else unpack(dtype)
+    return weight if dtype is None else weight.to(dtype)
+
+
+def adapted_forward(self: nn.Linear, x: Tensor) -> Tensor:
+    """The forward of an adapted layer. One function for all, so that a compiler that saw one has seen them all."""
+    adapter = self.adapter
+    assert isinstance(adapter, Adapter)
+    x = autocast_input(x)
+    base: Tensor = type(self).forward(self, x)
+    return adapter(x, base, self) if adapter.active else base
+
+
+def autocast_input(x: Tensor) -> Tensor:
+    """Cast once, where autocast would cast for each product (and the backward pass keep each copy)."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
+def attach(layer: nn.Linear, adapter: Adapter) -> None:
+    """Give a layer its adapter; the layer's own weight and bias are frozen."""
+    assert "adapter" not in layer._modules, "a layer takes one adapter"
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    layer.adapter = adapter
+    layer.__dict__["forward"] = MethodType(adapted_forward, layer)
+
+
+def detach(layer: nn.Linear) -> None:
+    """Take the adapter out again: the layer is what it was, still frozen."""
+    del layer._modules["adapter"], layer.__dict__["forward"]
+
+
+def chosen_linears(model: Decoder, roles: str) -> list[tuple[str, nn.Linear]]:
+    """The layers a group of roles names, block by block."""
+    wanted = ROLE_GROUPS[roles]
+    return [
+        entry
+        for role, entries in model.linears().items()
+        if role != "head" and (wanted is None or role in wanted)
+        for entry in entries
+    ]
+
+
+def adapt(model: Decoder, specs: Mapping[str, AdapterSpec]) -> None:
+    """Freeze the whole model and put adapters on the layers named."""
+    model.requires_grad_(False)
+    layers = {name: layer for entries in model.linears().values() for name, layer in entries}
+    for name, spec in specs.items():
+        layer = layers[name]
+        device = next(iter([*layer.parameters(), *layer.buffers()])).device
+        with torch.device(device):
+            attach(layer, Adapter(layer.in_features, layer.out_features, spec))
+
+
+def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Linear, Adapter]]:
+    """Every adapted layer: its name, the layer, its adapter."""
+    for name, module in model.named_modules():
+        adapter = module._modules.get("adapter")
+        if isinstance(adapter, Adapter):
+            assert isinstance(module, nn.Linear)
+            yield name, module, adapter
+
+
+def is_adapted(model: nn.Module) -> bool:
+    return any(True for _ in adapters(model))
+
+
+def fill_adapters(model: nn.Module, seed: int) -> None:
+    """Initial values for every adapter of a model that has its weights."""
+    for name, layer, adapter in adapters(model):
+        adapter.fill(seed, name, layer)
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is its base: for a reference, a comparison, a switch while chatting."""
+    before = [(adapter, adapter.active) for _, _, adapter in adapters(model)]
+    set_active(model, active=False)
+    try:
+        yield
+    finally:
+        for adapter, was in before:
+            adapter.active = was
+
+
+def set_active(model: nn.Module, active: bool) -> None:
+    for _, _, adapter in adapters(model):
+        adapter.active = active
+
+
+@torch.no_grad()
+def merged_weight(layer: nn.Linear, adapter: Adapter) -> Tensor:
+    """The one matrix that does what layer and adapter do together, in fp32."""
+    weight_oi = dense_weight(layer, torch.float32) + adapter.delta()
+    if adapter.magnitude is not None:
+        weight_oi *= (adapter.magnitude.float() / adapter.row_lengths(layer))[:, None]
+    return weight_oi
+
+
+@torch.no_grad()
+def merged_state(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """The plain model's weights with every adapter merged in; a quantised base is unpacked.
+
+    A merged matrix is rounded once, from fp32 to `dtype` (or the dtype that the embedding has).
+    """
+    kept = dtype or model.embedding.weight.dtype
+    state = {
+        name: tensor.detach()
+        for name, tensor in model.state_dict().items()
+        if name.rpartition(".")[0].rpartition(".")[2] != "adapter"
+    }
+    for name, layer in _linears_of(model):
+        found = layer._modules.get("adapter")
+        if isinstance(found, Adapter):
+            state[f"{name}.weight"] = merged_weight(layer, found).to(kept)
+        elif hasattr(layer, "dense_weight"):
+            state[f"{name}.weight"] = dense_weight(layer, kept)
+    return state
+
+
+def trained_parameters(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+
+
+def _linears_of(model: Decoder) -> Iterable[tuple[str, nn.Linear]]:
+    return (entry for role, entries in model.linears().items() if role != "head" for entry in entries)
