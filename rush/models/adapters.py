@@ -247,6 +247,22 @@ def merged_state(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, 
     return state
 
 
+def share_weights(model: Decoder, twin: Decoder) -> None:
+    """Give a plain twin, still on meta, the weights of a model: the same memory, adapters and quantised layers
+    included, without what else was done to the model's layers."""
+    state, wanted = model.state_dict(), twin.state_dict().keys()
+    twin.load_state_dict({name: state[name] for name in wanted & state.keys()}, strict=False, assign=True)
+    for (name, layer), (_, plain) in zip(_linears_of(model), _linears_of(twin), strict=True):
+        adapter = layer._modules.get("adapter")
+        if hasattr(layer, "dense_weight"):
+            parent, _, own = name.rpartition(".")
+            setattr(twin.get_submodule(parent), own, layer)
+        elif isinstance(adapter, Adapter):
+            attach(plain, adapter)
+    without = [name for name, parameter in twin.named_parameters() if parameter.is_meta]
+    assert not without, f"no weights for {without[:3]}"
+
+
 def trained_parameters(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 

@@ -147,9 +147,14 @@ class Decoder(nn.Module):
 
         Parameters that a technique added are the technique's to fill.
         """
-        parameters = dict(self.named_parameters())
         for name, value in initial_values(self.shape, seed):
-            parameter = parameters[name]
+            owner, _, own = name.rpartition(".")
+            module = self.get_submodule(owner)
+            take: Any = getattr(module, "set_weight", None)
+            if own == "weight" and take is not None:
+                take(value)  # stored in a form of its own: the layer converts what it is given
+                continue
+            parameter = module.get_parameter(own)
             assert parameter.shape == value.shape, f"{name}: {tuple(parameter.shape)} {tuple(value.shape)}"
             parameter.copy_(value)
         self.init_buffers()

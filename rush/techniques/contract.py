@@ -110,6 +110,7 @@ class Observation:
     state_bytes: Mapping[str, int]
     """Optimizer state by dtype."""
     num_parameters: int
+    """Those that are trained."""
     block_forwards: float
     """How often a block's linear layers were computed forward per micro batch: 1, or 2 where all is recomputed."""
     largest_tensor: int
@@ -157,6 +158,8 @@ class Build:
     model: Decoder
     """On the meta device until MATERIALISE is over."""
     weight_dtype: torch.dtype = torch.float32
+    weight_hooks: list[Callable[[Decoder], None]] = field(default_factory=list)
+    """Called once the model has its memory and weights: parameters that a technique added are its own to fill."""
     autocast_dtype: torch.dtype | None = None
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_options: dict[str, Any] = field(default_factory=lambda: {"foreach": False})

@@ -50,7 +50,7 @@ def add_adapters(build: Build, knobs: Mapping[str, Knob]) -> None:
     layers = chosen_linears(model, str(knobs["roles"]))
     before = sum(parameter.numel() for parameter in model.parameters())
     adapt(model, {name: spec for name, _ in layers})
-    build.optimizer_hooks.append(lambda optimizer: fill_adapters(model, seed))
+    build.weight_hooks.append(lambda model: fill_adapters(model, seed))
     build.facts["adapters"] = {
         "base": before,
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -148,9 +148,13 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
             f"the weights of {half_made.recipe.model.name} do not fit into {half_made.machine.summary()}; "
             "take a smaller model or a larger device."
         ) from None
-    model.init_weights(half_made.recipe.run.seed)
-    if weights is not None:
+    if weights is None:
+        model.init_weights(half_made.recipe.run.seed)
+    else:
         model.load_state_dict(weights)
+        model.init_buffers()
+    for hook in half_made.weight_hooks:
+        hook(model)
 
 
 @contextmanager

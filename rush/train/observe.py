@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from rush.data import Batch
 from rush.hardware import peak_memory_bytes, reset_peak_memory
+from rush.models.adapters import adapters
 from rush.techniques.contract import Observation
 from rush.techniques.evidence import dynamo_counts
 from rush.train.breakdown import breakdown, callers
@@ -80,7 +81,7 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
         matmul_shapes=seen.matmuls,
         weight_dtypes=frozenset(_name(p.dtype) for p in run.model.parameters()),
         state_bytes=state_bytes(run.optimizer),
-        num_parameters=sum(p.numel() for p in run.model.parameters()),
+        num_parameters=sum(p.numel() for p in run.model.parameters() if p.requires_grad),
         block_forwards=seen.block_forwards,
         largest_tensor=seen.largest,
         held_bytes=seen.held,
@@ -240,18 +241,24 @@ def _elements(shape: Any) -> int:
 
 
 def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_passes: int) -> float:
-    """From counts: a linear layer is one product forward and two backward; what is more was recomputed.
+    """From counts: a linear layer is one product forward and two backward (one, if its weight is frozen); what is more
+    was recomputed.
 
-    Products that have the vocabulary as a dim are the head's and do not count.
+    Products that have the vocabulary as a dim are the head's, those with the rank of an adapter are its own; neither
+    count.
     """
     linears = [
         module for role, layers in run.model.linears().items() if role != "head" for _, module in layers
     ]
-    vocab = {run.model.shape.vocab_size, run.facts.get("padded_vocab_size", 0)}
-    if any(vocab & {module.in_features, module.out_features} for module in linears):
+    others = {run.model.shape.vocab_size, run.facts.get("padded_vocab_size", 0)}
+    others |= {adapter.spec.rank for _, _, adapter in adapters(run.model)}
+    if any(others & {module.in_features, module.out_features} for module in linears):
         return 0.0  # a vocabulary as wide as a layer: the head's products cannot be told from the others
-    count = sum(count for shape, count in matmuls.items() if not vocab.intersection(shape))
-    return max(0.0, count / (len(linears) * num_passes) - 2) if num_passes else 0.0
+    count = sum(count for shape, count in matmuls.items() if not others.intersection(shape))
+    backward = sum(
+        2 if any(p.requires_grad for p in module.parameters(recurse=False)) else 1 for module in linears
+    )
+    return max(0.0, count / num_passes - backward) / len(linears) if num_passes else 0.0
 
 
 def _settings(run: Run) -> dict[str, Any]:

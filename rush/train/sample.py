@@ -7,6 +7,7 @@ import torch
 from rush.data import Tokenizer
 from rush.generate import generate
 from rush.models import Decoder, build_model
+from rush.models.adapters import share_weights
 from rush.train.build import Run
 
 
@@ -35,6 +36,6 @@ def plain_twin(model: Decoder) -> Decoder:
     """
     with torch.device("meta"):
         twin = build_model(model.shape)
-    twin.load_state_dict(model.state_dict(), assign=True)
+    share_weights(model, twin)
     twin.init_buffers()
     return twin
