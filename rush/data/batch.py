@@ -32,6 +32,8 @@ class Batch:
     """What a reference model gives each row, where it was computed beforehand."""
     padding: int = 0
     """Tokens that only fill up a shape."""
+    paired: bool = False
+    """Rows are the chosen answers of some pairs, then the rejected ones of the same pairs, in the same order."""
 
     @property
     def num_labels(self) -> int:
@@ -59,7 +61,9 @@ class Batch:
         return self.each(lambda tensor: tensor.pin_memory())
 
     def split(self, parts: int) -> list[Batch]:
-        """Rows dealt into `parts` batches, in order; what was padding is counted in the first."""
+        """Rows dealt into `parts` batches, in order; what was padding is counted in the first. Pairs stay together."""
+        if self.paired:
+            return self._split_pairs(parts)
         pieces = {name: tensor.chunk(parts) for name, tensor in self.tensors().items()}
         count = len(pieces["tokens_bt"])
         names = -(-len(self.samples) // count) if count else 0
@@ -71,3 +75,14 @@ class Batch:
             )
             for part in range(count)
         ]
+
+    def _split_pairs(self, parts: int) -> list[Batch]:
+        pairs = self.tokens_bt.shape[0] // 2
+        whole: list[Batch] = []
+        for some in torch.arange(pairs).chunk(parts):
+            rows = torch.cat((some, some + pairs))
+            names = [self.samples[row] for row in rows.tolist()] if self.samples else ()
+            padding = self.padding if not whole else 0
+            pieces = {name: tensor[rows.to(tensor.device)] for name, tensor in self.tensors().items()}
+            whole.append(replace(self, **pieces, samples=names, padding=padding))  # type: ignore[arg-type]
+        return whole

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from rush.errors import DataError
 from rush.models.initial import initial_values
-from rush.models.layers import KVCache, LayerCache, PlainLossHead, Rotary
+from rush.models.layers import KVCache, LayerCache, PlainLossHead, Rotary, losses_by_row
 from rush.models.shape import Shape
 
 
@@ -88,8 +88,10 @@ class Decoder(nn.Module):
         positions_bt: Tensor | None = None,
         documents_bt: Tensor | None = None,
         cache: KVCache | None = None,
+        by_row: bool = False,
     ) -> Tensor:
-        """fp32 logits [b, t, v]; or, given labels (already shifted, -100 ignored), the fp32 sum of their NLL.
+        """fp32 logits [b, t, v]; or, given labels (already shifted, -100 ignored), the fp32 sum of their NLL (`by_row`:
+        a sum for each row [b]).
 
         Positions count on from the cache unless given. `documents_bt` numbers the document of each
         token: attention stays within it (positions do not restart by themselves).
@@ -124,6 +126,8 @@ class Decoder(nn.Module):
         if labels_bt is None:
             logits_btv: Tensor = self.head(hidden_btd).float()
             return logits_btv
+        if by_row:
+            return losses_by_row(self.loss_head, hidden_btd, self.head.weight, labels_bt)
         loss: Tensor = self.loss_head(hidden_btd, self.head.weight, labels_bt)
         return loss
 

@@ -18,6 +18,7 @@ from typing import Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from rush.errors import DataError
 from rush.models.shape import RopeScaling, Shape
@@ -92,6 +93,25 @@ class PlainLossHead(nn.Module):
         return F.cross_entropy(
             logits_btv.flatten(0, 1), labels_bt.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
         )
+
+
+def losses_by_row(
+    loss_head: nn.Module, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor
+) -> Tensor:
+    """The summed loss of each row [b], by whatever head is in the slot: one row's logits exist at a time.
+
+    A preference weighs each row's gradient by what all rows came to, so a row is computed again for the backward
+    pass, unless its head (`recomputes`) already forgets its logits by itself.
+    """
+    again = torch.is_grad_enabled() and not getattr(loss_head, "recomputes", False)
+    sums: list[Tensor] = []
+    for row in range(labels_bt.shape[0]):
+        given = hidden_btd[row : row + 1], head_weight_vd, labels_bt[row : row + 1]
+        if again:
+            sums.append(checkpoint(loss_head, *given, use_reentrant=False, preserve_rng_state=False))
+        else:
+            sums.append(loss_head(*given))
+    return torch.stack(sums)
 
 
 class GeluTanh(nn.Module):

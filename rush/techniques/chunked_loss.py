@@ -43,6 +43,8 @@ class Projection(nn.Module):
 class ChunkedLossHead(nn.Module):
     """The summed loss over chunks of tokens; each chunk's logits are made twice and kept never."""
 
+    recomputes = True
+
     def __init__(self, chunk_tokens: int, project: nn.Module) -> None:
         super().__init__()
         self.chunk_tokens = chunk_tokens
