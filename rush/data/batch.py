@@ -69,7 +69,7 @@ class Batch:
         names = -(-len(self.samples) // count) if count else 0
         return [
             Batch(
-                **{name: chunks[part] for name, chunks in pieces.items()},
+                **{name: chunks[part] for name, chunks in pieces.items()},  # type: ignore[arg-type]
                 samples=self.samples[part * names : (part + 1) * names],
                 padding=self.padding if part == 0 else 0,
             )
@@ -80,9 +80,11 @@ class Batch:
         pairs = self.tokens_bt.shape[0] // 2
         whole: list[Batch] = []
         for some in torch.arange(pairs).chunk(parts):
-            rows = torch.cat((some, some + pairs))
-            names = [self.samples[row] for row in rows.tolist()] if self.samples else ()
-            padding = self.padding if not whole else 0
-            pieces = {name: tensor[rows.to(tensor.device)] for name, tensor in self.tensors().items()}
-            whole.append(replace(self, **pieces, samples=names, padding=padding))  # type: ignore[arg-type]
+            first, last = int(some[0]), int(some[-1]) + 1
+            rows = [*range(first, last), *range(pairs + first, pairs + last)]
+            part = self.each(
+                lambda x, a=first, z=last: torch.cat((x[a:z], x[pairs + a : pairs + z]))  # type: ignore[misc]
+            )
+            names = [self.samples[row] for row in rows] if self.samples else ()
+            whole.append(replace(part, samples=names, padding=0 if whole else self.padding))
         return whole
