@@ -1,4 +1,4 @@
-"""`rush data`: prepare a corpus, look at it, check it."""
+"""`rush data`: clean data, prepare a corpus, look at it, check it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from rush.cli import clean
 from rush.cli.complete import complete_recipe
 from rush.cli.output import Json, print_json, print_table
 from rush.errors import RecipeError
 
-app = typer.Typer(help="Prepare a recipe's corpus, look at it, check it.", no_args_is_help=True)
+app = typer.Typer(help="Clean data; prepare a recipe's corpus, look at it, check it.", no_args_is_help=True)
+app.command("clean")(clean.clean)
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it.")]

@@ -11,9 +11,10 @@ nothing that users exchange is pickled. For a corpus of a few gigabytes, `prepar
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,9 +44,7 @@ def prepare_pipeline(
     datatrove's executor (for Slurm at least `partition` and `time`). With Slurm the jobs are only
     submitted: the folder is ready when the last of them has written the manifest.
     """
-    _check_executor(executor, options or {})
-    if executor == "slurm" and shutil.which("sbatch") is None:
-        raise MachineError("There is no sbatch here: submit from a node of a Slurm cluster.")
+    check_executor(executor, options or {})
     key, tokenizer = fingerprint(preparation)
     folder = folder_of(preparation, cache, key)
     with writable(folder):
@@ -61,7 +60,8 @@ def prepare_pipeline(
                 workspace, executor, tasks=tasks, workers=workers, options=options
             )
             if merger is None:
-                _run_here(runner, executor)
+                with engine_running(executor):
+                    runner.run()
                 _finish(workspace)
     if merger is not None:
         merger.run()  # submits the array, and itself to start after it; the merge takes the lock then
@@ -89,9 +89,6 @@ def build_executors(
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
     """datatrove's executors for the units and, on Slurm, for the merge that follows them (else None)."""
-    options = dict(options or {})
-    _check_executor(executor, options)
-    module = import_extra(f"datatrove.executor.{executor}", "corpus", "Preparing with datatrove")
     blocks = import_extra("rush.data.blocks", "corpus", "Preparing with datatrove")
     num_tasks = min(tasks or 4 * (os.cpu_count() or 1), len(workspace.jobs))
     steps = [
@@ -99,23 +96,59 @@ def build_executors(
         blocks.TokenizeDocuments(str(workspace.folder / "tokenizer")),
         blocks.WriteShards(workspace.jobs, workspace.tokenizer.eos_id),
     ]
-    # What is done is known from the units' own records; datatrove's marks would only be a second truth.
-    common = {"logging_dir": str(workspace.folder / "pipeline"), "skip_completed": False}
-    if executor == "local":
-        at_once = min(workers or os.cpu_count() or 1, num_tasks)
-        runner = module.LocalPipelineExecutor(steps, tasks=num_tasks, workers=at_once, **common, **options)
+    logs = workspace.folder / "pipeline"
+    runner = make_executor(
+        executor,
+        steps,
+        tasks=num_tasks,
+        workers=workers,
+        options=options,
+        logging_dir=str(logs),
+        job_name="rush-tokenise",
+    )
+    if executor != "slurm":
         return runner, None
-    if executor == "ray":
-        import_extra("ray", "ray", "Preparing on Ray")
-        at_once = min(workers or num_tasks, num_tasks)
-        runner = module.RayPipelineExecutor(steps, tasks=num_tasks, workers=at_once, **common, **options)
-        return runner, None
-    array = {"tasks": num_tasks, "workers": workers or -1, "job_name": "rush-tokenise"}
-    runner = module.SlurmPipelineExecutor(steps, **{**array, **common, **options})
-    last = {"tasks": 1, "job_name": "rush-merge", "depends": runner}
-    common["logging_dir"] = str(workspace.folder / "pipeline" / "merge")
-    merger = module.SlurmPipelineExecutor([blocks.MergeManifest(workspace)], **{**options, **common, **last})
+    merger = make_executor(
+        executor,
+        [blocks.MergeManifest(workspace)],
+        tasks=1,
+        options=options,
+        logging_dir=str(logs / "merge"),
+        job_name="rush-merge",
+        depends=runner,
+    )
     return runner, merger
+
+
+def make_executor(
+    executor: str,
+    steps: list[Any],
+    *,
+    tasks: int,
+    workers: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    logging_dir: str,
+    job_name: str,
+    depends: Any = None,
+    skip_completed: bool = False,
+    purpose: str = "Preparing with datatrove",
+) -> Any:
+    """One of datatrove's executors. `job_name` and `depends` (what has to end before it) are Slurm's.
+
+    `skip_completed` goes by datatrove's own marks of finished tasks; without it the blocks know what is done.
+    """
+    _check_options(executor, options or {})
+    module = import_extra(f"datatrove.executor.{executor}", "corpus", purpose)
+    fixed = {"tasks": tasks, "logging_dir": logging_dir, "skip_completed": skip_completed}
+    if executor == "local":
+        at_once = min(workers or os.cpu_count() or 1, tasks)
+        return module.LocalPipelineExecutor(steps, **{"workers": at_once, **(options or {}), **fixed})
+    if executor == "ray":
+        import_extra("ray", "ray", f"{purpose} on Ray")
+        at_once = min(workers or tasks, tasks)
+        return module.RayPipelineExecutor(steps, **{"workers": at_once, **(options or {}), **fixed})
+    named = {"workers": workers or -1, "job_name": job_name}
+    return module.SlurmPipelineExecutor(steps, **{**named, **(options or {}), **fixed, "depends": depends})
 
 
 def slurm_script(executor: Any) -> str:
@@ -129,7 +162,14 @@ def slurm_script(executor: Any) -> str:
     )
 
 
-def _check_executor(executor: str, options: Mapping[str, Any]) -> None:
+def check_executor(executor: str, options: Mapping[str, Any]) -> None:
+    """Refuse an unknown engine, missing options, or Slurm where there is none."""
+    _check_options(executor, options)
+    if executor == "slurm" and shutil.which("sbatch") is None:
+        raise MachineError("There is no sbatch here: submit from a node of a Slurm cluster.")
+
+
+def _check_options(executor: str, options: Mapping[str, Any]) -> None:
     if executor not in EXECUTORS:
         raise RecipeError(f"Unknown executor {executor!r}: {nearest(executor, EXECUTORS)}")
     missing = [name for name in ("partition", "time") if executor == "slurm" and name not in options]
@@ -137,18 +177,17 @@ def _check_executor(executor: str, options: Mapping[str, Any]) -> None:
         raise RecipeError(f"The slurm executor needs the option(s) {', '.join(missing)}.")
 
 
-def _run_here(runner: Any, executor: str) -> None:
-    if executor != "ray":
-        runner.run()
-        return
-    ray = import_extra("ray", "ray", "Preparing on Ray")
-    if ray.is_initialized():
-        runner.run()
+@contextlib.contextmanager
+def engine_running(executor: str) -> Iterator[None]:
+    """Ray, where it is asked for and does not run yet; nothing for the others."""
+    ray = import_extra("ray", "ray", "Running on Ray") if executor == "ray" else None
+    if ray is None or ray.is_initialized():
+        yield
         return
     # Workers start in folders of their own and must still find this package when it is not installed.
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}, log_to_driver=False)
     try:
-        runner.run()
+        yield
     finally:
         ray.shutdown()

@@ -103,7 +103,7 @@ def plan_units(
         slices = list(_limited(slices, text_field, limit))
     if not slices:
         raise DataError(f"The corpus is empty: {len(paths)} file(s) with {total} bytes hold no document.")
-    return [Unit(i, tuple(group)) for i, group in enumerate(_grouped(slices, unit_bytes))]
+    return [Unit(i, tuple(group)) for i, group in enumerate(grouped(slices, unit_bytes))]
 
 
 def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
@@ -111,7 +111,7 @@ def read_unit(unit: Unit, text_field: str) -> Iterator[Document]:
         yield from read_hub_slice(piece, text_field) if piece.kind == "hub" else read_slice(piece, text_field)
 
 
-def _grouped(slices: Iterable[Slice], unit_bytes: int) -> Iterator[list[Slice]]:
+def grouped(slices: Iterable[Slice], unit_bytes: int) -> Iterator[list[Slice]]:
     """Neighbours together until they weigh enough: a thousand small files are not a thousand shards."""
     group: list[Slice] = []
     held = 0

@@ -1,0 +1,169 @@
+"""`rush data clean`: filters and duplicate removal, with a table of what each stage took away."""
+
+from __future__ import annotations
+
+import contextlib
+import json as json_module
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
+from rich.progress import Progress as Bar
+
+from rush.cli.output import Json, note, print_json, print_table
+from rush.errors import RecipeError
+
+if TYPE_CHECKING:
+    from rush.data.clean import CleanProgress
+
+
+def complete_pipeline(incomplete: str) -> list[str]:
+    from rush.data.clean.names import pipeline_names
+
+    return [name for name in pipeline_names() if name.startswith(incomplete)]
+
+
+def clean(
+    pipeline: Annotated[
+        str, typer.Argument(help="A pipeline's name or TOML file.", autocompletion=complete_pipeline)
+    ],
+    files: Annotated[
+        list[str], typer.Argument(help="Files or patterns: .jsonl (.gz, .zst), .parquet, .csv, .tsv.")
+    ],
+    output: Annotated[
+        Path,
+        typer.Option(
+            "--output", "-o", help="A .jsonl, .jsonl.gz or .parquet file; a name without ending is a folder."
+        ),
+    ],
+    format: Annotated[
+        Literal["jsonl", "parquet"] | None,
+        typer.Option(help="For a folder: the format of its files; that of the input without it."),
+    ] = None,
+    examples: Annotated[
+        int, typer.Option(help="Examples shown of what each stage removed.", min=0, max=20)
+    ] = 2,
+    skip_unreadable: Annotated[
+        bool, typer.Option("--skip-unreadable", help="Count and leave out rows that cannot be read.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an output that is there.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Tasks at once; all cores without it.", min=1)] = None,
+    executor: Annotated[
+        Literal["local", "slurm", "ray"], typer.Option(help="Where the datatrove pipeline runs.")
+    ] = "local",
+    option: Annotated[
+        list[str] | None, typer.Option(help="For the executor, as in partition=cpu or time=04:00:00.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Clean rows by a TOML pipeline: lengths, list items, rare items, language, patterns, duplicates.
+
+    Streams; needs little memory whatever the size of the files; goes on where it was interrupted; gives the
+    same bytes with any number of workers. Samples of what was removed and report.json are kept beside the output.
+
+    Examples:
+
+      rush data clean cooking recipes.jsonl -o cleaned.jsonl
+
+      rush data clean my-pipeline.toml 'crawl/*.jsonl.gz' -o cleaned --executor slurm --option partition=cpu --option time=04:00:00
+    """
+    from rush.data.clean import clean as run
+    from rush.data.clean import load_pipeline
+
+    wanted = load_pipeline(pipeline)
+    if skip_unreadable:
+        wanted = wanted.model_copy(update={"on_unreadable": "skip"})
+    with _bar() as show:
+        report = run(
+            wanted,
+            files,
+            output,
+            format=format,
+            executor=executor,
+            workers=workers,
+            options=_pairs(option or []),
+            force=force,
+            progress=show,
+        )
+    if report is None:
+        note(f"Submitted: {output} appears when the last job has ended.")
+    elif json:
+        print_json(report)
+    else:
+        _show(report, output, examples)
+
+
+def _pairs(words: list[str]) -> dict[str, str]:
+    for word in words:
+        if "=" not in word:
+            raise RecipeError(f"--option is {word!r}; write it as name=value.")
+    return dict(word.split("=", 1) for word in words)
+
+
+@contextlib.contextmanager
+def _bar() -> Iterator[Callable[[CleanProgress], None]]:
+    """Drawn on a copy of standard error: the engine's own talk is led into a file meanwhile."""
+    columns = (
+        TextColumn("Cleaning"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.description}"),
+        TimeElapsedColumn(),
+    )
+    with os.fdopen(os.dup(2), "w") as stream, Bar(*columns, console=Console(file=stream)) as bar:
+        task = bar.add_task("", total=None, visible=False)
+
+        def show(now: CleanProgress) -> None:
+            bar.update(task, total=now.total, completed=now.done, description=now.step, visible=True)
+
+        yield show
+
+
+def _show(report: dict[str, Any], output: Path, examples: int) -> None:
+    counts = report["documents"]
+    rows = [
+        [stage["name"], f"{stage['documents_in']:,}", f"{stage['removed']:,}", _percent(stage), f"{stage['kept']:,}"]
+        for stage in report["stages"]
+    ]  # fmt: skip
+    if counts["unreadable"]:
+        first = {"documents_in": counts["read"], "removed": counts["unreadable"]}
+        left = counts["read"] - counts["unreadable"]
+        rows.insert(
+            0,
+            [
+                "(unreadable)",
+                f"{counts['read']:,}",
+                f"{counts['unreadable']:,}",
+                _percent(first),
+                f"{left:,}",
+            ],
+        )
+    print_table(["stage", "documents", "removed", "of them", "left"], rows)
+    unreadable = {"name": "(unreadable)", "examples": report["unreadable_examples"]}
+    for stage in [unreadable, *report["stages"]]:
+        if stage["examples"][:examples]:
+            typer.secho(f"\nremoved by {stage['name']}", bold=True)
+        for example in stage["examples"][:examples]:
+            typer.echo(f"  {example['document']}: {example['reason']}")
+            typer.secho(f"    {_one_line(example['row'])}", dim=True)
+    share = counts["kept"] / counts["read"] if counts["read"] else 0
+    beside = (
+        "removed/"
+        if output.suffix == ""
+        else f"{output.name.split('.jsonl')[0].removesuffix('.parquet')}.removed/"
+    )
+    typer.echo(f"\nWrote {output}: {counts['kept']:,} of {counts['read']:,} documents ({share:.1%}); "
+               f"more of what was removed is in {beside}")  # fmt: skip
+
+
+def _percent(stage: dict[str, Any]) -> str:
+    return f"{stage['removed'] / stage['documents_in']:.1%}" if stage["documents_in"] else "-"
+
+
+def _one_line(row: Any, width: int = 160) -> str:
+    text = row if isinstance(row, str) else json_module.dumps(row, ensure_ascii=False)
+    return text if len(text) <= width else f"{text[:width]}…"

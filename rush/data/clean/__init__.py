@@ -1,0 +1,31 @@
+"""Cleaning data: a pipeline of filters and duplicate removal over rows of JSONL, CSV or Parquet.
+
+    pipeline = load_pipeline("cooking")
+    report = clean(pipeline, ["recipes.jsonl"], "cleaned.jsonl")
+
+The engine is datatrove (extra `corpus`); what needs it is imported on first use, so that a pipeline can be read and
+its mistakes told without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rush.data.clean.names import pipeline_names
+from rush.data.clean.spec import load_pipeline, parse_pipeline
+from rush.data.clean.stages import Pipeline
+from rush.data.readers import import_extra
+
+if TYPE_CHECKING:
+    from rush.data.clean.run import CleanProgress, clean
+
+__all__ = ["CleanProgress", "Pipeline", "clean", "load_pipeline", "parse_pipeline", "pipeline_names"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("CleanProgress", "clean"):
+        import_extra("datatrove", "corpus", "Cleaning data")
+        from rush.data.clean import run
+
+        return getattr(run, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

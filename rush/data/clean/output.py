@@ -1,0 +1,238 @@
+"""What is kept, as it went in: lines of JSONL unchanged, rows of Parquet in the schema of their file.
+
+Every unit writes its own part; the last step joins the parts in order, or names them, and moves the result to
+its place in one rename. Until then nothing stands where the output will be.
+"""
+
+from __future__ import annotations
+
+import datetime
+import decimal
+import gzip
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from datatrove.data import Document
+from datatrove.pipeline.base import PipelineStep
+
+from rush.data.clean.failure import noting_errors
+from rush.data.clean.rows import Inputs, Row, open_parquet
+from rush.data.readers import import_extra
+from rush.errors import DataError
+from rush.files import json_safe, replacing
+
+CHUNK_ROWS = 4096
+CHUNK_BYTES = 32 << 20
+
+
+def input_schema(inputs: Inputs) -> Any:
+    """The one schema of all Parquet inputs, for files that are to have it too."""
+    first = open_parquet(inputs.paths[0]).schema_arrow
+    for path in inputs.paths[1:]:
+        other = open_parquet(path).schema_arrow
+        if not first.equals(other):
+            raise DataError(
+                f"{path} has other columns or types than {inputs.paths[0]} ({', '.join(other.names)}), so they do "
+                "not fit in one Parquet output. Clean them one by one, or write a .jsonl file."
+            )
+    return first
+
+
+class WriteKept(PipelineStep):  # type: ignore[misc]
+    """The part of the output that a unit becomes."""
+
+    name = "kept rows"
+    type = "rush writer"
+
+    def __init__(self, folder: str, arrow: bool, infer: bool, errors: str) -> None:
+        super().__init__()
+        self.folder = folder
+        self.arrow = arrow
+        self.infer = infer
+        self.errors = errors
+
+    def run(
+        self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
+    ) -> Iterator[Document]:
+        folder = Path(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        rows = (document.metadata["row"] for document in data or ())
+        with noting_errors(self.errors, rank):
+            if self.arrow:
+                with replacing(folder / f"{rank:05d}.parquet") as temporary:
+                    kept = _write_batches(temporary, rows)
+            else:
+                with replacing(folder / f"{rank:05d}.jsonl") as temporary, open(temporary, "wb") as file:
+                    kept = self._write_lines(file, rows, folder / f"{rank:05d}.schema")
+        with replacing(folder / f"{rank:05d}.count") as temporary:
+            temporary.write_text(str(kept))
+        yield from ()
+
+    def _write_lines(self, file: IO[bytes], rows: Iterable[Row], schema_path: Path) -> int:
+        kept = 0
+        schema: Any = None
+        for chunk in _chunks(rows):
+            for row in chunk:
+                file.write((row.line if row.line is not None else as_line(row)) + b"\n")
+            kept += len(chunk)
+            if self.infer:
+                schema = unified(
+                    schema, schema_of([row.values for row in chunk], chunk[0].name), chunk[0].name
+                )
+        if schema is not None:
+            with replacing(schema_path) as temporary:
+                temporary.write_bytes(schema.serialize().to_pybytes())
+        return kept
+
+
+def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
+    chunk: list[Row] = []
+    held = 0
+    batch = None
+    for row in rows:
+        chunk.append(row)
+        held += len(row.line or b"")
+        if row.batch is not batch:
+            batch = row.batch
+            held += batch.nbytes
+        if len(chunk) >= CHUNK_ROWS or held >= CHUNK_BYTES:
+            yield chunk
+            chunk, held = [], 0
+    if chunk:
+        yield chunk
+
+
+def as_line(row: Row) -> bytes:
+    """A row of CSV or Parquet as a line of JSON. Dates as ISO text, decimals as text, no NaN: JSON has none."""
+
+    def plain(value: object) -> str:
+        if isinstance(value, datetime.date | datetime.time):
+            return value.isoformat()
+        if isinstance(value, decimal.Decimal):
+            return str(value)
+        raise DataError(
+            f"{row.name}: a value is {type(value).__name__}, which JSON cannot hold; write a .parquet file."
+        )
+
+    values, _ = json_safe(row.values)
+    return json.dumps(values, ensure_ascii=False, default=plain).encode()
+
+
+def _write_batches(path: Path, rows: Iterable[Row]) -> int:
+    """Rows of Parquet, taken out of the batches they came in, so that types and order stay."""
+    arrow = import_extra("pyarrow", "parquet", "Writing Parquet files")
+    parquet = import_extra("pyarrow.parquet", "parquet", "Writing Parquet files")
+    kept, writer = 0, None
+    try:
+        for chunk in _chunks(rows):
+            tables = [batch.take(arrow.array(offsets)) for batch, offsets in _by_batch(chunk)]
+            table = arrow.Table.from_batches(tables)
+            writer = writer or parquet.ParquetWriter(path, table.schema)
+            writer.write_table(table)
+            kept += len(chunk)
+    finally:
+        if writer is not None:
+            writer.close()
+        else:
+            path.touch()
+    return kept
+
+
+def _by_batch(rows: list[Row]) -> Iterator[tuple[Any, list[int]]]:
+    batch, offsets = rows[0].batch, [rows[0].offset]
+    for row in rows[1:]:
+        if row.batch is not batch:
+            yield batch, offsets
+            batch, offsets = row.batch, []
+        offsets.append(row.offset)
+    yield batch, offsets
+
+
+def schema_of(rows: list[dict[str, Any]], name: str) -> Any:
+    """The Arrow schema of some rows: every key of any of them, in the order they appear."""
+    arrow = import_extra("pyarrow", "parquet", "Writing Parquet files")
+    keys = dict.fromkeys(key for row in rows for key in row)
+    fields = []
+    for key in keys:
+        try:
+            fields.append(arrow.field(key, arrow.array([row.get(key) for row in rows]).type))
+        except (arrow.ArrowException, OverflowError) as error:
+            raise _mixed(key, name, error) from None
+    return arrow.schema(fields)
+
+
+def unified(first: Any, second: Any, name: str) -> Any:
+    arrow = import_extra("pyarrow", "parquet", "Writing Parquet files")
+    if first is None:
+        return second
+    try:
+        return arrow.unify_schemas([first, second], promote_options="permissive")
+    except arrow.ArrowException as error:
+        raise _mixed(None, name, error) from None
+
+
+def _mixed(key: str | None, name: str, error: Exception) -> DataError:
+    what = f"the field {key!r}" if key else "a field"
+    return DataError(
+        f"Around {name}, {what} does not keep to one type ({str(error).splitlines()[0]}), which Parquet cannot hold; "
+        "write a .jsonl file instead."
+    )
+
+
+def join_parts(parts: list[Path], target: Path, schema: Any) -> None:
+    """One file out of the parts, in order: JSONL, compressed or not, or Parquet with `schema`."""
+    if target.suffix == ".parquet":
+        _join_parquet(parts, target, schema)
+        return
+    with open(target, "wb") as file:
+        # No name and no time in the header: the same rows are the same bytes.
+        packed = target.suffix == ".gz"
+        stream: Any = gzip.GzipFile("", "wb", 6, file, mtime=0) if packed else file
+        for part in parts:
+            with open(part, "rb") as content:
+                shutil.copyfileobj(content, stream, 1 << 20)
+        if packed:
+            stream.close()
+
+
+def _join_parquet(parts: list[Path], target: Path, schema: Any) -> None:
+    arrow = import_extra("pyarrow", "parquet", "Writing Parquet files")
+    parquet = import_extra("pyarrow.parquet", "parquet", "Writing Parquet files")
+    with parquet.ParquetWriter(target, schema) as writer:
+        for part in parts:
+            if part.stat().st_size == 0:
+                continue
+            if part.suffix == ".parquet":
+                with parquet.ParquetFile(part) as file:
+                    for group in range(file.num_row_groups):
+                        writer.write_table(file.read_row_group(group))
+                continue
+            for rows in _parsed(part):
+                writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
+
+
+def _parsed(part: Path) -> Iterator[list[dict[str, Any]]]:
+    rows: list[dict[str, Any]] = []
+    held = 0
+    with open(part, "rb") as file:
+        for line in file:
+            rows.append(json.loads(line))
+            held += len(line)
+            if len(rows) >= CHUNK_ROWS or held >= CHUNK_BYTES:
+                yield rows
+                rows, held = [], 0
+    if rows:
+        yield rows
+
+
+def parts_schema(folder: Path) -> Any:
+    """The schema that all parts of inferred type fit in; None where nothing was kept."""
+    arrow = import_extra("pyarrow", "parquet", "Writing Parquet files")
+    schema = None
+    for path in sorted(folder.glob("*.schema")):
+        found = arrow.ipc.read_schema(arrow.py_buffer(path.read_bytes()))
+        schema = unified(schema, found, f"unit {int(path.stem)}")
+    return schema

@@ -1,0 +1,232 @@
+"""Rows out of files: JSONL (also .gz, .zst), CSV and Parquet, whole, so that they can be written again.
+
+Files are cut into units with the same code as for corpus preparation, from their sizes alone; a unit is what
+one worker takes at a time. A row keeps its origin: the line as it stood, or its place in an Arrow batch.
+What is kept comes out as it went in, and a row that an earlier pass removed is not even parsed.
+"""
+
+from __future__ import annotations
+
+import csv
+import glob
+import gzip
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rush.data.readers import Slice, cut_file, file_kind, import_extra, opened
+from rush.data.sources import MAX_UNIT_BYTES, MIN_UNIT_BYTES, UNITS_WANTED, grouped
+from rush.errors import DataError
+
+ENDINGS = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .csv, .tsv"
+BATCH_ROWS = 256
+
+
+@dataclass(slots=True)
+class Row:
+    """A row of a unit. `place` is the slice of the unit it is in, and the line (or row) there."""
+
+    index: int
+    place: tuple[int, int]
+    name: str
+    values: dict[str, Any]
+    line: bytes | None = None
+    batch: Any = None
+    offset: int = 0
+
+
+@dataclass(slots=True)
+class Unreadable:
+    index: int
+    name: str
+    reason: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The files to clean, cut into units."""
+
+    paths: tuple[str, ...]
+    units: tuple[tuple[Slice, ...], ...]
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Short names for messages: what is left of a path without the folder all files share."""
+        shared = os.path.commonpath([os.path.dirname(path) for path in self.paths])
+        return {path: os.path.relpath(path, shared) for path in self.paths}
+
+    def describe(self) -> list[dict[str, Any]]:
+        stats = [(path, os.stat(path)) for path in self.paths]
+        return [{"path": path, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns} for path, stat in stats]
+
+    @property
+    def parquet(self) -> bool:
+        return all(path.lower().endswith(".parquet") for path in self.paths)
+
+
+def find_inputs(patterns: Sequence[str]) -> Inputs:
+    """The files that paths and globs name, cut into units; refuses what cannot be read as rows."""
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        if os.path.isdir(pattern):
+            raise DataError(f"{pattern} is a folder; write its files, as in '{pattern.rstrip('/')}/*.jsonl'.")
+        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        if not matches:
+            raise DataError(f"No file matches {pattern!r} (from {os.getcwd()}).")
+        found.update((os.path.abspath(match), None) for match in matches if not os.path.isdir(match))
+    paths = tuple(found)
+    total = sum(os.path.getsize(path) for path in paths)
+    unit_bytes = min(max(total // UNITS_WANTED, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
+    slices = [piece for path in paths for piece in _cut(path, unit_bytes)]
+    if not slices:
+        raise DataError(f"There is nothing to clean: {len(paths)} file(s) with {total} bytes hold no row.")
+    return Inputs(paths, tuple(tuple(group) for group in grouped(slices, unit_bytes)))
+
+
+def _cut(path: str, unit_bytes: int) -> list[Slice]:
+    if path.lower().endswith((".csv", ".tsv")):
+        # A quoted cell may hold line ends, so a CSV file cannot be entered in the middle.
+        size = os.path.getsize(path)
+        return [Slice("csv", path, 0, size, first=1)] if size else []
+    if file_kind(Path(path)) == "text":
+        raise DataError(f"{path}: rows are read from {ENDINGS}; found another ending.")
+    return cut_file(Path(path), unit_bytes)
+
+
+def read_rows(
+    unit: Sequence[Slice], labels: dict[str, str], dead: npt.NDArray[np.bool_] | None = None
+) -> Iterator[Row | Unreadable]:
+    """The rows of a unit in order, without those marked in `dead` (by index; missing marks mean alive)."""
+    index = 0
+    marks = dead if dead is not None else np.empty(0, dtype=np.bool_)
+    readers: dict[str, Callable[[Slice], Iterator[tuple[int, Any]]]] = {
+        "jsonl": _lines_of,
+        "packed": _packed_lines,
+        "csv": _cells,
+        "parquet": _arrow_rows,
+    }
+    for number, piece in enumerate(unit):
+        for at, raw in readers[piece.kind](piece):
+            if index >= len(marks) or not marks[index]:
+                yield _row(piece.kind, raw, index, (number, at), place_name(piece, labels, at))
+            index += 1
+
+
+def place_name(piece: Slice, labels: dict[str, str], at: int) -> str:
+    """A row's name in messages: `recipes.jsonl:17`, or `recipes.parquet:row 17` (from 0)."""
+    return f"{labels[piece.path]}:{'row ' if piece.kind == 'parquet' else ''}{at}"
+
+
+def _row(kind: str, raw: Any, index: int, place: tuple[int, int], name: str) -> Row | Unreadable:
+    if kind == "parquet":
+        batch, offset, values = raw
+        return Row(index, place, name, values, batch=batch, offset=offset)
+    if kind == "csv":
+        header, cells, problem = raw
+        if problem:
+            return Unreadable(index, name, problem, " | ".join(cells))
+        return Row(index, place, name, dict(zip(header, cells, strict=True)))
+    try:
+        values = json.loads(raw.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return _unreadable(index, name, f"not UTF-8 text (byte 0x{raw[error.start]:02x})", raw)
+    except json.JSONDecodeError as error:
+        return _unreadable(index, name, f"not valid JSON ({error.msg} at column {error.colno})", raw)
+    except (RecursionError, ValueError) as error:  # nested a thousand deep; a number of thousands of digits
+        return _unreadable(index, name, f"not readable as JSON ({error})", raw)
+    if not isinstance(values, dict):
+        return _unreadable(index, name, f"expected a JSON object, found {type(values).__name__}", raw)
+    if b"\\ud" in raw or b"\\uD" in raw:
+        try:
+            json.dumps(values, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return _unreadable(index, name, "half of a surrogate pair, which no encoding can write", raw)
+    return Row(index, place, name, values, line=raw)
+
+
+def _unreadable(index: int, name: str, reason: str, raw: bytes) -> Unreadable:
+    return Unreadable(index, name, reason, raw[:2000].decode("utf-8", errors="replace"))
+
+
+def _lines_of(piece: Slice) -> Iterator[tuple[int, bytes]]:
+    with opened(piece.path) as file:
+        file.seek(piece.start)
+        at, number = piece.start, piece.first
+        while at < piece.stop:
+            line = file.readline()
+            if not line:
+                return
+            if line.strip():
+                yield number, line.rstrip(b"\r\n")
+            at += len(line)
+            number += 1
+
+
+def _packed_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
+    try:
+        with _unpacked(piece.path) as stream:
+            for number, line in enumerate(stream, start=1):
+                if line.strip():
+                    yield number, line.rstrip(b"\r\n")
+    except (OSError, EOFError) as error:
+        raise DataError(f"{piece.path}: the compressed file is damaged ({error}). Fetch it again.") from error
+
+
+def _unpacked(path: str) -> io.BufferedReader:
+    if path.lower().endswith(".zst"):
+        arrow = import_extra("pyarrow", "parquet", "Reading .jsonl.zst files")
+        return io.BufferedReader(arrow.input_stream(path, compression="zstd"), 1 << 20)
+    return io.BufferedReader(gzip.open(path, "rb"), 1 << 20)
+
+
+def _cells(piece: Slice) -> Iterator[tuple[int, tuple[list[str], list[str], str]]]:
+    """Cells of each record, with what is wrong with it; the first record names the columns."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    delimiter = "\t" if piece.path.lower().endswith(".tsv") else ","
+    try:
+        with open(piece.path, encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file, delimiter=delimiter, strict=True)
+            header = next(reader, [])
+            if len(set(header)) != len(header):
+                raise DataError(f"{piece.path}:1: a column's name stands twice; each needs its own.")
+            at = reader.line_num + 1
+            for cells in reader:
+                wrong = len(cells) != len(header)
+                problem = f"{len(cells)} cells under {len(header)} columns" if wrong else ""
+                if cells:
+                    yield at, (header, cells, problem)
+                at = reader.line_num + 1
+    except UnicodeDecodeError as error:
+        raise DataError(
+            f"{piece.path}: not UTF-8 text ({error.reason}). Convert it, for example with iconv."
+        ) from None
+    except csv.Error as error:
+        raise DataError(f"{piece.path}:{reader.line_num}: not valid CSV ({error}).") from None
+
+
+def open_parquet(path: str) -> Any:
+    arrow = import_extra("pyarrow", "parquet", "Reading Parquet files")
+    parquet = import_extra("pyarrow.parquet", "parquet", "Reading Parquet files")
+    try:
+        return parquet.ParquetFile(path)
+    except (arrow.ArrowException, OSError) as error:
+        raise DataError(f"{path}: not a readable Parquet file ({error}).") from error
+
+
+def _arrow_rows(piece: Slice) -> Iterator[tuple[int, tuple[Any, int, dict[str, Any]]]]:
+    number = piece.first
+    groups = list(range(piece.start, piece.stop))
+    with open_parquet(piece.path) as file:
+        for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=groups):
+            for offset, values in enumerate(batch.to_pylist()):
+                yield number, (batch, offset, values)
+                number += 1

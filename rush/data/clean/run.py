@@ -1,0 +1,257 @@
+"""Cleaning from start to end: check, plan, run every step on the engine, leave a report.
+
+All state is in a hidden folder beside the output, named after it: what each unit has done is marked there, and
+a run that was interrupted goes on from the marks, as long as the pipeline, the inputs and the output are the
+same. If they are not, it starts anew. The folder goes when the output is in place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rush.data.clean.failure import first_error
+from rush.data.clean.join import Join, Target, exists
+from rush.data.clean.language import check_languages
+from rush.data.clean.output import input_schema
+from rush.data.clean.plan import Layout, Step, plan
+from rush.data.clean.report import REPORT
+from rush.data.clean.rows import Inputs, find_inputs
+from rush.data.clean.stages import Language, Pipeline, Tokens
+from rush.data.pipeline import check_executor, engine_running, make_executor
+from rush.data.published import find_tokenizer
+from rush.data.storage import folder_lock
+from rush.errors import MachineError, RecipeError
+from rush.files import remove_temporaries, write_json_atomic, writing
+
+VERSION = 1
+EXAMPLES = 20
+
+
+@dataclass(frozen=True)
+class CleanProgress:
+    """How far a cleaning is: tasks of all steps together, and what it does just now."""
+
+    step: str
+    done: int
+    total: int
+
+
+def clean(
+    pipeline: Pipeline,
+    files: Sequence[str],
+    output: str | Path,
+    *,
+    format: str | None = None,
+    executor: str = "local",
+    workers: int | None = None,
+    options: Mapping[str, Any] | None = None,
+    force: bool = False,
+    examples: int = EXAMPLES,
+    progress: Callable[[CleanProgress], None] | None = None,
+) -> dict[str, Any] | None:
+    """Clean `files` into `output` and return the report; None where Slurm will do it later.
+
+    The same bytes for any number of `workers` and on any engine. `options` go to datatrove's executor.
+    """
+    check_executor(executor, options or {})
+    if workers is not None and workers < 1:
+        raise RecipeError(f"The number of workers is {workers}; it must be at least 1.")
+    inputs = find_inputs(files)
+    target = Target.of(output, format, inputs.parquet)
+    _check_target(target, inputs, force)
+    _check_pipeline(pipeline)
+    if target.format == "parquet" and inputs.parquet:
+        input_schema(inputs)
+    layout = Layout(target.working)
+    with writing(target.path, "the cleaned data to "):
+        target.path.parent.mkdir(parents=True, exist_ok=True)
+        layout.folder.mkdir(exist_ok=True)
+        with folder_lock(layout.folder, wait=False):
+            _open(layout, _key(pipeline, inputs, target, examples))
+            _settle_tokenizers(pipeline, layout)
+            steps = plan(pipeline, inputs, layout, parquet=target.format == "parquet", examples=examples)
+            steps.append(Step("joining", [Join(pipeline, inputs, target, examples, force)], 1))
+            runners = _executors(steps, layout, executor, workers, options or {})
+            if executor == "slurm":
+                runners[-1].run()  # submits itself and, before it, all it depends on
+                return None
+            _run(steps, runners, executor, layout, progress)
+            report = _read_report(target)
+        shutil.rmtree(layout.folder)
+    return report
+
+
+def _check_target(target: Target, inputs: Inputs, force: bool) -> None:
+    if target.path.exists() and not force:
+        raise RecipeError(exists(target.path))
+    if target.path.exists() and target.path.is_dir() == target.one_file:
+        kind = "a folder" if target.path.is_dir() else "a file"
+        raise RecipeError(
+            f"{target.path} is {kind} and will not be replaced by another kind; choose another --output."
+        )
+    for path in inputs.paths:
+        if Path(path) == target.path or target.path in Path(path).parents:
+            raise RecipeError(
+                f"--output {target.path} would replace the input {path}; choose another --output."
+            )
+    for folder, mark in ((target.removed, REPORT), (target.path, "report.json")):
+        ours = (folder / mark).is_file() or (folder.parent / REPORT).is_file()
+        if folder.is_dir() and any(folder.iterdir()) and not ours:
+            raise RecipeError(
+                f"{folder} was not written by a cleaning and will not be replaced; move it, or choose another --output."
+            )
+
+
+def _check_pipeline(pipeline: Pipeline) -> None:
+    for stage in pipeline.stage:
+        if isinstance(stage, Language):
+            check_languages(stage.languages)
+
+
+def _key(pipeline: Pipeline, inputs: Inputs, target: Target, examples: int) -> str:
+    described = {
+        "version": VERSION,
+        "pipeline": pipeline.model_dump(),
+        "inputs": inputs.describe(),
+        "format": target.format,
+        "examples": examples,
+    }
+    return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
+
+
+def _open(layout: Layout, key: str) -> None:
+    """Keep what an interrupted run of the same cleaning did; sweep away everything else."""
+    path = layout.folder / "key.json"
+    known = json.loads(path.read_bytes())["key"] if path.is_file() else None
+    if known != key:
+        for entry in layout.folder.iterdir():
+            if entry.is_dir():
+                shutil.rmtree(entry)
+            elif entry.name != "lock":
+                entry.unlink()
+        write_json_atomic(path, {"key": key})
+    shutil.rmtree(layout.errors, ignore_errors=True)
+    remove_temporaries(layout.folder, deep=True)
+    for folder in (layout.counts, layout.parts):
+        Path(folder).mkdir(exist_ok=True)
+
+
+def _settle_tokenizers(pipeline: Pipeline, layout: Layout) -> None:
+    """Copies for the workers, who may have no network."""
+    for number, stage in enumerate(pipeline.stage):
+        if isinstance(stage, Tokens):
+            find_tokenizer(stage.tokenizer).save(layout.tokenizer(number))
+
+
+def _executors(
+    steps: Sequence[Step], layout: Layout, executor: str, workers: int | None, options: Mapping[str, Any]
+) -> list[Any]:
+    made: list[Any] = []
+    for number, step in enumerate(steps):
+        made.append(
+            make_executor(
+                executor,
+                step.blocks,
+                tasks=step.tasks,
+                workers=workers,
+                options=options,
+                logging_dir=_logs(layout, number),
+                job_name=f"rush-clean-{number + 1}",
+                depends=made[-1] if made and executor == "slurm" else None,
+                skip_completed=True,
+                purpose="Cleaning data",
+            )
+        )
+    return made
+
+
+def _logs(layout: Layout, number: int) -> str:
+    return str(layout.folder / "pipeline" / f"{number:02d}")
+
+
+def _run(
+    steps: Sequence[Step],
+    runners: Sequence[Any],
+    executor: str,
+    layout: Layout,
+    progress: Callable[[CleanProgress], None] | None,
+) -> None:
+    with _watching(steps, layout, progress), quiet(layout.folder / "log.txt"), engine_running(executor):
+        for step, runner in zip(steps, runners, strict=True):
+            try:
+                runner.run()
+            except Exception as error:
+                raise (first_error(layout.errors) or error) from error
+            unfinished = runner.get_incomplete_ranks(skip_completed=True)
+            if unfinished:
+                raise first_error(layout.errors) or MachineError(
+                    f"{len(unfinished)} of {step.tasks} tasks did not finish while {step.name}; the reasons are in "
+                    f"{runner.logging_dir.path}/logs. Run the same command again: what is done is kept."
+                )
+
+
+@contextlib.contextmanager
+def _watching(
+    steps: Sequence[Step], layout: Layout, progress: Callable[[CleanProgress], None] | None
+) -> Iterator[None]:
+    """Report from the marks of finished tasks, which all engines leave alike."""
+    if progress is None:
+        yield
+        return
+    total = sum(step.tasks for step in steps)
+    stop = threading.Event()
+
+    def look() -> CleanProgress:
+        done, current = 0, steps[0].name
+        for number, step in enumerate(steps):
+            marks = Path(_logs(layout, number)) / "completions"
+            finished = len(os.listdir(marks)) if marks.is_dir() else 0
+            done += finished
+            current = step.name
+            if finished < step.tasks:
+                break
+        return CleanProgress(current, done, total)
+
+    def watch() -> None:
+        while not stop.wait(0.2):
+            progress(look())
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    progress(look())
+
+
+@contextlib.contextmanager
+def quiet(log: Path) -> Iterator[None]:
+    """The engine tells every task's story on standard error, as do its worker processes; it goes to a file instead."""
+    sys.stderr.flush()
+    saved = os.dup(2)
+    with log.open("a") as file, contextlib.redirect_stderr(file):
+        os.dup2(file.fileno(), 2)
+        try:
+            yield
+        finally:
+            file.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+
+
+def _read_report(target: Target) -> dict[str, Any]:
+    path = (target.removed if target.one_file else target.path) / REPORT
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found

@@ -1,0 +1,83 @@
+"""A cleaning pipeline out of its TOML file, with a sentence for a person where something is wrong."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rush.data.clean.names import pipeline_folder, pipeline_names
+from rush.data.clean.stages import KINDS, Pipeline
+from rush.errors import RecipeError, nearest
+
+
+def load_pipeline(name_or_path: str) -> Pipeline:
+    """A pipeline by the name of a ready one, or by path."""
+    path = Path(name_or_path).expanduser()
+    if path.suffix != ".toml" and "/" not in name_or_path:
+        path = pipeline_folder() / f"{name_or_path}.toml"
+        if not path.is_file():
+            raise RecipeError(
+                f"there is no pipeline named {name_or_path!r}; {nearest(name_or_path, pipeline_names())} "
+                "A path to a .toml file works too."
+            )
+    try:
+        tree = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise RecipeError(f"cannot read the pipeline {path}: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        raise RecipeError(
+            f"{path} is not UTF-8 text (byte {error.start}); save the pipeline as UTF-8."
+        ) from None
+    except tomllib.TOMLDecodeError as error:
+        raise RecipeError(f"{path} is not valid TOML: {error}.") from None
+    return parse_pipeline(tree)
+
+
+def parse_pipeline(tree: Mapping[str, Any]) -> Pipeline:
+    """A checked pipeline from a tree of plain values."""
+    if not tree.get("stage") and not set(tree) - set(Pipeline.model_fields):
+        raise RecipeError(
+            "the pipeline is empty: it has no [[stage]], so nothing would be removed; add one, such as "
+            'kind = "words" with min = 5.'
+        )
+    try:
+        return Pipeline.model_validate(tree)
+    except ValidationError as error:
+        problems = error.errors(include_url=False)
+        first = min(problems, key=lambda item: item["type"] != "extra_forbidden")
+        raise RecipeError(_sentence(first, tree)) from None
+
+
+def _sentence(problem: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
+    kind, found, path = problem["type"], problem.get("input"), list(problem["loc"])
+    fields, where = Pipeline.model_fields, "the pipeline"
+    if len(path) > 1 and path[0] == "stage":
+        table = tree["stage"][path[1]]
+        named = table.get("name") or table.get("kind") if isinstance(table, dict) else None
+        where = f"stage {int(path[1]) + 1}" + (f" ({named})" if named else "")
+        path = path[2:]
+        if path and path[0] in KINDS:
+            fields = KINDS[str(path.pop(0))].model_fields
+    key = ".".join(str(part) for part in path)
+    if kind == "extra_forbidden":
+        return f"{where}: {key} is not a key here; {nearest(key, fields)}"
+    if kind == "missing":
+        return f"{where}: {key} is missing; add it."
+    if kind == "union_tag_not_found":
+        return f"{where}: kind is missing; {nearest('', KINDS)}"
+    if kind == "union_tag_invalid":
+        tag = problem["ctx"]["tag"]
+        return f"{where}: there is no stage of kind {tag!r}; {nearest(str(tag), KINDS)}"
+    if kind == "value_error":
+        return f"{where}: {problem['ctx']['error']}."
+    if kind == "literal_error":
+        return f"{where}: {key} is {found!r}; allowed: {problem['ctx']['expected']}."
+    if not key and kind in ("model_attributes_type", "model_type"):
+        return f"{where} is {found!r}; allowed: a table, written as [[stage]]."
+    reason = re.sub(r"^(Input|List|String) should (be|have) ", "", problem["msg"])
+    return f"{where}: {key} is {found!r}; allowed: {reason}."

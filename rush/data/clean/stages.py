@@ -1,0 +1,178 @@
+"""The stages a cleaning pipeline may have, one table of TOML each.
+
+Strict as a recipe is: an unknown key is refused, and so is a table that could not remove anything. What a
+stage does is in `filters` (judged document by document), `counting` and `duplicates` (judged against all
+the others, for which the data is read once more).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Count = Annotated[int, Field(ge=0)]
+Positive = Annotated[int, Field(ge=1)]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+class StagePart(Part):
+    name: Annotated[str, Field(min_length=1, max_length=60)] | None = None
+    """What the table of removals calls it; the kind without one."""
+
+    @property
+    def label(self) -> str:
+        return self.name or str(self.model_dump()["kind"])
+
+
+class Range(StagePart):
+    min: Count | None = None
+    max: Count | None = None
+
+    @model_validator(mode="after")
+    def _bounds(self) -> Self:
+        if self.min is None and self.max is None:
+            raise ValueError("neither min nor max is given, so it would remove nothing; give one of them")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"min is {self.min} and max is {self.max}; min must not be larger")
+        return self
+
+
+class Words(Range):
+    """Length in words: what stands between spaces."""
+
+    kind: Literal["words"]
+    field: str | None = None
+
+
+class Tokens(Range):
+    """Length in tokens of a tokenizer, by name or path."""
+
+    kind: Literal["tokens"]
+    field: str | None = None
+    tokenizer: str
+
+
+class Items(Range):
+    """Number of items in a list."""
+
+    kind: Literal["items"]
+    field: str
+    separator: Annotated[str, Field(min_length=1)] | None = None
+
+
+class RareItems(StagePart):
+    """Documents that contain an item seen fewer than `min_count` times in all that reached this stage."""
+
+    kind: Literal["rare_items"]
+    field: str
+    min_count: Annotated[int, Field(ge=2)]
+    count: Literal["occurrences", "documents"] = "occurrences"
+    ignore_case: bool = False
+    separator: Annotated[str, Field(min_length=1)] | None = None
+
+
+class Language(StagePart):
+    """Language of a text, told by py3langid."""
+
+    kind: Literal["language"]
+    field: str | None = None
+    languages: Annotated[list[str], Field(min_length=1)]
+    min_confidence: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class Regex(StagePart):
+    """A regular expression that must be found in a text, or must not."""
+
+    kind: Literal["regex"]
+    field: str | None = None
+    must_match: str | None = None
+    must_not_match: str | None = None
+
+    @model_validator(mode="after")
+    def _expressions(self) -> Self:
+        given = {"must_match": self.must_match, "must_not_match": self.must_not_match}
+        if not any(given.values()):
+            raise ValueError("neither must_match nor must_not_match is given; give one of them")
+        for key, expression in given.items():
+            try:
+                re.compile(expression or "")
+            except re.error as error:
+                raise ValueError(
+                    f"{key} is {expression!r}, which is not a regular expression ({error}); "
+                    "write TOML's single quotes around it, so that backslashes stay"
+                ) from None
+        return self
+
+
+class ExactDuplicates(StagePart):
+    """All but the first of the documents that are the same in `fields` (["*"] for the whole row)."""
+
+    kind: Literal["exact_duplicates"]
+    fields: Annotated[list[str], Field(min_length=1)] | None = None
+    ignore_case: bool = False
+    ignore_space: bool = False
+
+
+class NearDuplicates(StagePart):
+    """All but the first of the documents that share most of their runs of words (MinHash)."""
+
+    kind: Literal["near_duplicates"]
+    field: str | None = None
+    ngram: Positive = 5
+    buckets: Annotated[int, Field(ge=1, le=1000)] = 14
+    hashes_per_bucket: Annotated[int, Field(ge=1, le=100)] = 8
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
+
+    @property
+    def threshold(self) -> float:
+        """About the similarity at which half of the pairs are found."""
+        return float((1 / self.buckets) ** (1 / self.hashes_per_bucket))
+
+
+Stage = Annotated[
+    Words | Tokens | Items | RareItems | Language | Regex | ExactDuplicates | NearDuplicates,
+    Field(discriminator="kind"),
+]
+KINDS: dict[str, type[StagePart]] = {
+    "words": Words,
+    "tokens": Tokens,
+    "items": Items,
+    "rare_items": RareItems,
+    "language": Language,
+    "regex": Regex,
+    "exact_duplicates": ExactDuplicates,
+    "near_duplicates": NearDuplicates,
+}
+
+
+class Pipeline(Part):
+    """A cleaning pipeline: stages in the order they act, and what to do with what cannot be judged."""
+
+    text: Annotated[str, Field(min_length=1)] = "text"
+    """The field that stages about text look at, unless they name their own."""
+    on_missing: Literal["error", "drop"] = "error"
+    on_unreadable: Literal["error", "skip"] = "error"
+    stage: Annotated[list[Stage], Field(min_length=1)]
+
+    def names(self) -> list[str]:
+        """The stages' names: the given ones, else the kind, numbered where it stands more than once."""
+        kinds = [stage.kind for stage in self.stage if stage.name is None]
+        taken: list[str] = []
+        for stage in self.stage:
+            earlier = sum(1 for name in taken if name == stage.kind or name.startswith(f"{stage.kind} "))
+            numbered = f"{stage.kind} {earlier + 1}" if kinds.count(stage.kind) > 1 else stage.kind
+            taken.append(stage.name or numbered)
+        return taken
+
+    @model_validator(mode="after")
+    def _distinct(self) -> Self:
+        names = self.names()
+        for name in names:
+            if names.count(name) > 1:
+                raise ValueError(f"two stages are called {name!r}; give each its own name")
+        return self
