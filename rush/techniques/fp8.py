@@ -163,6 +163,7 @@ technique = Technique(
             ),
         ),
     ),
+    conflicts=("int8_base", "qlora"),
     after=("chunked_loss", "vocab_pad"),
     knobs={
         "recipe": KnobRange(

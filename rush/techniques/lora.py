@@ -16,6 +16,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
+from rush.models import count_parameters
 from rush.models.adapters import ROLE_GROUPS, AdapterSpec, adapt, chosen_linears, fill_adapters
 from rush.recipe import Knob
 from rush.techniques.contract import (
@@ -48,11 +49,10 @@ def add_adapters(build: Build, knobs: Mapping[str, Knob]) -> None:
     rank, alpha = int(knobs["rank"]), float(knobs["alpha"])
     spec = AdapterSpec(rank, alpha, dora=knobs["variant"] == "dora")
     layers = chosen_linears(model, str(knobs["roles"]))
-    before = sum(parameter.numel() for parameter in model.parameters())
     adapt(model, {name: spec for name, _ in layers})
     build.weight_hooks.append(lambda model: fill_adapters(model, seed))
     build.facts["adapters"] = {
-        "base": before,
+        "base": count_parameters(model.shape),
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
         "layers": len(layers),
         "widths": {(layer.out_features, layer.in_features) for layer in _frozen_linears(build)},
@@ -113,6 +113,7 @@ technique = Technique(
     stage=Stage.ADAPT,
     apply=apply,
     requires=(lengths_in_fp32,),
+    conflicts=("int8_base", "qlora"),
     knobs=KNOBS,
     claim=Claim(
         "trained parameters",

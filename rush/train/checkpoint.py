@@ -8,6 +8,8 @@
 Names, not positions, tie a tensor to its place: a list index silently means something else once a layer is
 added. Everything is compared (names, shapes, dtypes) before the first value is copied, so a checkpoint that
 does not fit leaves the model as it was. There is no pickle: reading a stranger's checkpoint runs nothing.
+
+Of a model with adapters only what is trained is saved; state.json says which frozen base it belongs to.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from torch.optim import Optimizer
 
 from rush.errors import DataError
 from rush.files import write_json_atomic
+from rush.models.adapters import is_adapted
 from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
+from rush.train.frozen import check_base, describe_base
 from rush.train.tensors import TensorFile, describe, save_tensors
 
 MODEL, OPTIMIZER, RANDOM, STATE = (
@@ -59,13 +63,15 @@ def save(
     """
     folder = store.begin(step)
     try:
-        tensors, aliases = _named_tensors(model)
+        tensors, aliases = _saved_tensors(model)
         save_tensors(folder / MODEL, tensors, {"format": "pt", "tied": json.dumps(aliases)})
         optimizer_tensors, optimizer_state = _pack_optimizer(model, optimizer)
         save_tensors(folder / OPTIMIZER, optimizer_tensors, {})
         random_tensors, random_state = _pack_random()
         save_tensors(folder / RANDOM, random_tensors, {})
         state = {"step": step, "extra": dict(extra), "optimizer": optimizer_state, "random": random_state}
+        if is_adapted(model):
+            state["base"] = describe_base(model)
         write_json_atomic(folder / STATE, state)
         return store.commit(step, {"metrics": dict(metrics or {}), **(meta or {})})
     finally:
@@ -83,7 +89,8 @@ def load(
     """
     checkpoint = _verified(checkpoint)
     state = _read_state(checkpoint.path / STATE)
-    tensors, aliases = _named_tensors(model)
+    _check_kind(checkpoint.path, state, model)
+    tensors, aliases = _saved_tensors(model)
     with TensorFile(checkpoint.path / MODEL) as weights:
         if weights.tied != aliases:
             raise DataError(
@@ -105,11 +112,18 @@ def load(
 def load_weights(checkpoint: Checkpoint | Path) -> dict[str, Tensor]:
     """The weights alone, verified, on the CPU; tied names share one tensor. For generation and export."""
     checkpoint = _verified(checkpoint)
+    assert base_record(checkpoint) is None, "adapters alone are no model"
     with TensorFile(checkpoint.path / MODEL) as weights:
         # A copy, because what the library returns may still lie on the file.
         found = {name: weights.tensor(name).clone() for name in weights.names}
         found.update({alias: found[name] for alias, name in weights.tied.items()})
     return found
+
+
+def base_record(checkpoint: Checkpoint) -> dict[str, Any] | None:
+    """What a checkpoint of adapters says about its base; None for one that holds the whole model."""
+    base: dict[str, Any] | None = _read_state(checkpoint.path / STATE).get("base")
+    return base
 
 
 def clean_name(name: str) -> str:
@@ -135,6 +149,24 @@ def _read_state(path: Path) -> dict[str, Any]:
             f"{path} is not the state of a training run; a run cannot go on from this checkpoint."
         )
     return state
+
+
+def _check_kind(path: Path, state: Mapping[str, Any], model: nn.Module) -> None:
+    saved = state.get("base")
+    if (saved is not None) != is_adapted(model):
+        holds, has = ("adapters", "none") if saved is not None else ("a whole model", "adapters")
+        raise DataError(
+            f"{path} holds {holds}, this run has {has}; the techniques are not those it was saved with."
+        )
+    if saved is not None:
+        check_base(path, saved, model)
+
+
+def _saved_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """What a checkpoint holds: all of the model, or of one with adapters what is trained."""
+    if not is_adapted(model):
+        return _named_tensors(model)
+    return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}, {}
 
 
 def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:

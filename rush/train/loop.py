@@ -99,7 +99,9 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View) -> S
             f"every checkpoint in {store.folder} is damaged; restore one from a backup, or start a new run with "
             "another --out."
         )
-    weights = starting_weights(recipe) if resumed is None else None
+    # A checkpoint of adapters does not hold the base they belong to.
+    needs_base = resumed is None or checkpoint.base_record(resumed) is not None
+    weights = starting_weights(recipe) if needs_base else None
     corpus = open_corpus(recipe, folder.tokenizer, view.note)
     run = build(recipe, machine, weights)
     loader = corpus.loader(recipe, run.loader_options)
