@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from rush.data import Batch
 from rush.recipe import Recipe
 from rush.train.objectives.next_token import NextToken
+from rush.train.objectives.preference import Preference
 
-__all__ = ["NextToken", "Objective", "objective_of"]
+__all__ = ["NextToken", "Objective", "Preference", "objective_of"]
 
 
 class Objective(Protocol):
@@ -36,4 +37,5 @@ class Objective(Protocol):
 
 
 def objective_of(recipe: Recipe) -> Objective:
-    return NextToken()
+    """The objective a recipe names; settings that do not belong to it are refused."""
+    return Preference(recipe) if recipe.objective.kind == "dpo" else NextToken()
