@@ -2,9 +2,9 @@
 
 Forward and backward see bf16 weights only: no cast of a weight in any pass, and gradients of 2 bytes. The
 optimizer keeps an fp32 copy of every weight, updates that, and rounds it down to bf16 for the next step,
-so small updates add up instead of being rounded away as in `pure_bf16`. A forward pass sees them only once
-they add up to a step of bf16: while the learning rate is tiny the model lags behind. The bytes in all are those of
-plain fp32 (2 + 2 + 4 + 8 for each parameter); what is saved is casts, and traffic when gradients are
+so small updates add up instead of being rounded away as in `pure_bf16`. The copy starts from the weights before
+they were rounded, so even updates smaller than a step of bf16 show at once, in the share of weights they carry
+over to the next number. The bytes in all are those of plain fp32 (2 + 2 + 4 + 8 for each parameter); what is saved is casts, and traffic when gradients are
 exchanged. It loses to `amp_bf16` where norms and the residual stream need fp32.
 """
 
@@ -49,7 +49,11 @@ class MasterAdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            state["master"] = parameter.detach().float().clone()
+            # What the weight was rounded from, where it is known. From the rounded value the first updates, each smaller than
+            # the distance of two bf16 numbers, would all be lost on the passes; from the true one as many weights as it
+            # takes cross to the next number at every step.
+            exact = parameter.__dict__.pop("master", None)
+            state["master"] = parameter.detach().float().clone() if exact is None else exact
             state["exp_avg"] = torch.zeros_like(state["master"])
             state["exp_avg_sq"] = torch.zeros_like(state["master"])
             state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
@@ -75,7 +79,7 @@ class MasterAdamW(torch.optim.Optimizer):
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    build.weight_dtype = torch.bfloat16
+    build.weight_dtype, build.masters = torch.bfloat16, True
     build.make_optimizer = MasterAdamW
 
 

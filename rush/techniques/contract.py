@@ -160,6 +160,8 @@ class Build:
     weight_dtype: torch.dtype = torch.float32
     weight_hooks: list[Callable[[Decoder], None]] = field(default_factory=list)
     """Called once the model has its memory and weights: parameters that a technique added are its own to fill."""
+    masters: bool = False
+    """Whether each weight keeps, as `parameter.master`, the fp32 value it was rounded from, for the optimizer to take over."""
     autocast_dtype: torch.dtype | None = None
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_options: dict[str, Any] = field(default_factory=lambda: {"foreach": False})

@@ -140,7 +140,7 @@ def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None
 
 
 def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> None:
-    model = half_made.model.to(half_made.weight_dtype)
+    model = half_made.model.to(torch.float32 if half_made.masters else half_made.weight_dtype)
     try:
         model.to_empty(device=half_made.device)
     except torch.OutOfMemoryError:
@@ -153,6 +153,10 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
     else:
         model.load_state_dict(weights)
         model.init_buffers()
+    if half_made.masters:
+        masters = [parameter.detach().clone() for parameter in model.parameters()]
+        for parameter, master in zip(model.to(half_made.weight_dtype).parameters(), masters, strict=True):
+            parameter.master = master  # type: ignore[attr-defined]
     for hook in half_made.weight_hooks:
         hook(model)
 

@@ -277,3 +277,18 @@ def test_whole_models_and_blocks_can_be_compiled_one_after_another(name: str) ->
         assert ours.seen.graphs == 1
         assert {use.technique.parity for use in run.uses} <= {Parity.CLOSE, Parity.EXACT}
         assert compare(run, "float32", ours, plain).verdict == "equal"
+
+
+def test_a_master_copy_shows_updates_smaller_than_a_step_of_bf16() -> None:
+    """The copy starts from the exact weights: of many weights, the right share crosses to the next bf16 number."""
+    run = make_run("bf16_master")
+    weight = run.model.get_parameter("blocks.0.mlp.up.weight")
+    before, lr = weight.detach().float().clone(), 1e-6
+    for parameter in run.model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for group in run.optimizer.param_groups:
+        group["lr"], group["weight_decay"] = lr, 0.0
+    run.optimizer.step()
+    # Adam's first step moves every weight by the learning rate, a hundredth of the distance of two numbers near 0.02.
+    moved = float((before - weight.detach().float()).mean())
+    assert moved == pytest.approx(lr, rel=0.25), moved
