@@ -35,7 +35,7 @@ from datatrove.pipeline.dedup.minhash import (
     MinhashDedupFilter,
     MinhashDedupSignature,
 )
-from datatrove.utils.text import ngrams, simplify_text
+from datatrove.utils.text import TextNormConfig, ngrams, simplify_text
 from datatrove.utils.word_tokenizers import WordTokenizer
 
 from rush.data.clean.fields import value_at
@@ -146,6 +146,8 @@ def near_config(stage: NearDuplicates) -> MinhashConfig:
         num_buckets=stage.buckets,
         hashes_per_bucket=stage.hashes_per_bucket,
         seed=stage.seed,
+        # datatrove reads every number as 0; "3 + 4" and "5 + 6" are then the same question.
+        norm_config=TextNormConfig(norm_numbers=stage.ignore_numbers),
     )
 
 
@@ -162,7 +164,9 @@ class NearSignatures(MinhashDedupSignature):  # type: ignore[misc]
         pieces = [
             super(NearSignatures, self).get_signature(shingles[at : at + SHINGLES_AT_ONCE]) for at in starts
         ]
-        return [[int(value) for value in np.min(bucket, axis=0)] for bucket in zip(*pieces, strict=True)]
+        if len(pieces) == 1:
+            return pieces[0]
+        return [np.min(bucket, axis=0).tolist() for bucket in zip(*pieces, strict=True)]
 
     def get_shingles(self, text: str) -> npt.NDArray[np.uint64]:
         words = self.word_tokenizer.word_tokenize(simplify_text(text, self.config.norm_config))

@@ -23,11 +23,12 @@ import numpy as np
 import numpy.typing as npt
 
 from rush.data.readers import Slice, cut_file, file_kind, import_extra, opened
-from rush.data.sources import MAX_UNIT_BYTES, MIN_UNIT_BYTES, UNITS_WANTED, grouped
+from rush.data.sources import MAX_UNIT_BYTES, UNITS_WANTED, grouped
 from rush.errors import DataError
 
 ENDINGS = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .csv, .tsv"
 BATCH_ROWS = 256
+MIN_UNIT_BYTES = 8 << 20  # the engine takes some 30 ms to begin a task, in each of several passes
 
 
 @dataclass(slots=True)
@@ -67,6 +68,10 @@ class Inputs:
     def describe(self) -> list[dict[str, Any]]:
         stats = [(path, os.stat(path)) for path in self.paths]
         return [{"path": path, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns} for path, stat in stats]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(os.path.getsize(path) for path in self.paths)
 
     @property
     def parquet(self) -> bool:

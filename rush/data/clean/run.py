@@ -35,6 +35,7 @@ from rush.files import remove_temporaries, write_json_atomic, writing
 
 VERSION = 1
 EXAMPLES = 20
+SMALL_BYTES = 32 << 20
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ def clean(
     _check_pipeline(pipeline)
     if target.format == "parquet" and inputs.parquet:
         input_schema(inputs)
+    if workers is None and executor == "local" and inputs.num_bytes < SMALL_BYTES:
+        workers = 1  # starting processes for every step would take longer than the work
     layout = Layout(target.working)
     with writing(target.path, "the cleaned data to "):
         target.path.parent.mkdir(parents=True, exist_ok=True)

@@ -126,6 +126,7 @@ class NearDuplicates(StagePart):
     ngram: Positive = 5
     buckets: Annotated[int, Field(ge=1, le=1000)] = 14
     hashes_per_bucket: Annotated[int, Field(ge=1, le=100)] = 8
+    ignore_numbers: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
 
     @property
