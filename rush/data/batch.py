@@ -13,7 +13,7 @@ from torch import Tensor
 
 IGNORED = -100
 """A label that is no target."""
-TENSORS = ("tokens_bt", "labels_bt", "positions_bt", "documents_bt", "reference_b")
+TENSORS = ("tokens_bt", "labels_bt", "positions_bt", "documents_bt", "starts_n", "reference_b")
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,8 @@ class Batch:
     """Where each token stands in its document; counted along the row without it."""
     documents_bt: Tensor | None = None
     """The number of each token's document; attention stays within it. One document a row without it."""
+    starts_n: Tensor | None = None
+    """int32; where each document begins in the flattened batch, and the end, repeated up to a fixed length."""
     reference_b: Tensor | None = None
     """What a reference model gives each row, where it was computed beforehand."""
     padding: int = 0
@@ -64,12 +66,13 @@ class Batch:
         """Rows dealt into `parts` batches, in order; what was padding is counted in the first. Pairs stay together."""
         if self.paired:
             return self._split_pairs(parts)
-        pieces = {name: tensor.chunk(parts) for name, tensor in self.tensors().items()}
+        pieces = {name: tensor.chunk(parts) for name, tensor in self.tensors().items() if name != "starts_n"}
         count = len(pieces["tokens_bt"])
         names = -(-len(self.samples) // count) if count else 0
         return [
             Batch(
                 **{name: chunks[part] for name, chunks in pieces.items()},  # type: ignore[arg-type]
+                starts_n=self._starts_of(part, pieces["tokens_bt"]),
                 samples=self.samples[part * names : (part + 1) * names],
                 padding=self.padding if part == 0 else 0,
             )
@@ -88,3 +91,10 @@ class Batch:
             names = [self.samples[row] for row in rows] if self.samples else ()
             whole.append(replace(part, samples=names, padding=0 if whole else self.padding))
         return whole
+
+    def _starts_of(self, part: int, tokens_bt: Sequence[Tensor]) -> Tensor | None:
+        """The beginnings within a part; documents outside of it become empty ones at its ends."""
+        if self.starts_n is None:
+            return None
+        before = sum(tokens.numel() for tokens in tokens_bt[:part])
+        return (self.starts_n - before).clamp(0, tokens_bt[part].numel())

@@ -37,11 +37,15 @@ class Windows(Protocol):
     def sample_name(self, index: int) -> str: ...
 
 
+class Named(Protocol):
+    def sample_name(self, index: int) -> str: ...
+
+
 @dataclass(frozen=True)
 class SampleNames(Sequence[str]):
     """Names looked up only when someone reads them: finding a document costs more than reading its tokens."""
 
-    dataset: Windows
+    dataset: Named
     indices: Sequence[int]
 
     def __len__(self) -> int:

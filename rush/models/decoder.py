@@ -4,8 +4,9 @@ One forward serves training and inference: with labels it returns the summed los
 logits. So whatever wraps a model (compile, DDP, FSDP) wraps one thing.
 
 A technique changes a model through its slots, per instance: `block.attention.core`,
-`block.attention.rotate`, the norms, `block.mlp` and its `activation`, `model.loss_head`, and the
-linear layers that `linears()` lists by role. The forward never asks which one it got.
+`block.attention.rotate`, the norms, `block.mlp` and its `activation`, `model.loss_head`,
+`model.document_form` (how packed documents are described to attention), and the linear layers that
+`linears()` lists by role. The forward never asks which one it got.
 
 Shapes: b batch, t position, d hidden, v vocabulary.
 """
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 
 from rush.errors import DataError
 from rush.models.initial import initial_values
-from rush.models.layers import KVCache, LayerCache, PlainLossHead, Rotary, losses_by_row
+from rush.models.layers import DocumentIds, KVCache, LayerCache, PlainLossHead, Rotary, losses_by_row
 from rush.models.shape import Shape
 
 
@@ -41,14 +42,14 @@ class Block(nn.Module):
         x_btd: Tensor,
         *,
         rotary: tuple[Tensor, Tensor] | None = None,
-        documents_bt: Tensor | None = None,
+        documents: Any = None,
         cache: LayerCache | None = None,
         query_offset: int = 0,
     ) -> Tensor:
         x_btd = x_btd + self.attention(
             self.attention_norm(x_btd),
             rotary=rotary,
-            documents_bt=documents_bt,
+            documents=documents,
             cache=cache,
             query_offset=query_offset,
         )
@@ -69,6 +70,7 @@ class Decoder(nn.Module):
         self.final_norm = final_norm
         self.head = nn.Linear(shape.hidden, shape.vocab_size, bias=False)
         self.loss_head: nn.Module = PlainLossHead()
+        self.document_form: nn.Module = DocumentIds()
         self.rotary: Rotary | None = None
         self.tie_head()
         self.register_state_dict_post_hook(_leave_out_tied_head)  # type: ignore[no-untyped-call]
@@ -87,6 +89,7 @@ class Decoder(nn.Module):
         *,
         positions_bt: Tensor | None = None,
         documents_bt: Tensor | None = None,
+        starts_n: Tensor | None = None,
         cache: KVCache | None = None,
         by_row: bool = False,
     ) -> Tensor:
@@ -94,7 +97,8 @@ class Decoder(nn.Module):
         a sum for each row [b]).
 
         Positions count on from the cache unless given. `documents_bt` numbers the document of each
-        token: attention stays within it (positions do not restart by themselves).
+        token: attention stays within it (positions do not restart by themselves); `starts_n` says where each
+        begins in the flattened batch, for the cores that want it so.
         """
         num_new = tokens_bt.shape[1]
         offset = 0
@@ -109,13 +113,14 @@ class Decoder(nn.Module):
             _check_length("the model", offset + num_new, self.shape.context)
             positions_bt = torch.arange(offset, offset + num_new, device=tokens_bt.device)[None]
 
+        documents = None if documents_bt is None else self.document_form(documents_bt, starts_n)
         x_btd = self.embed(tokens_bt, positions_bt)
         rotary = None if self.rotary is None else self.rotary(positions_bt)
         for layer, block in enumerate(self.blocks):
             x_btd = block(
                 x_btd,
                 rotary=rotary,
-                documents_bt=documents_bt,
+                documents=documents,
                 cache=None if cache is None else cache.layers[layer],
                 query_offset=offset,
             )

@@ -8,7 +8,7 @@ does not, and neither do we.)
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -32,7 +32,7 @@ class FusedAttention(nn.Module):
         x_btd: Tensor,
         *,
         rotary: tuple[Tensor, Tensor] | None = None,
-        documents_bt: Tensor | None = None,
+        documents: Any = None,
         cache: LayerCache | None = None,
         query_offset: int = 0,
     ) -> Tensor:
@@ -43,7 +43,7 @@ class FusedAttention(nn.Module):
         )
         if cache is not None:
             k_bhtd, v_bhtd = cache.extend(k_bhtd, v_bhtd, query_offset)
-        o_bhtd = self.core(q_bhtd, k_bhtd, v_bhtd, documents_bt=documents_bt, query_offset=query_offset)
+        o_bhtd = self.core(q_bhtd, k_bhtd, v_bhtd, documents=documents, query_offset=query_offset)
         out: Tensor = self.out(o_bhtd.transpose(1, 2).flatten(2))
         return out
 

@@ -53,6 +53,17 @@ class RMSNorm(nn.Module):
         return self.weight * scaled.to(x_btd.dtype)
 
 
+class DocumentIds(nn.Module):
+    """What the plain core is told of packed documents: the number of each token's document.
+
+    Other cores want other forms (where documents begin, a mask in blocks); their technique puts a module into this
+    slot, which makes the form once for all layers from the ids and the beginnings in the flattened batch.
+    """
+
+    def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> Tensor:
+        return documents_bt
+
+
 class PlainAttention(nn.Module):
     """Softmax attention with the whole score matrix in memory: the core other cores are compared with."""
 
@@ -62,12 +73,12 @@ class PlainAttention(nn.Module):
         k_bksd: Tensor,
         v_bksd: Tensor,
         *,
-        documents_bt: Tensor | None = None,
+        documents: Tensor | None = None,
         query_offset: int = 0,
     ) -> Tensor:
         """Query t stands at key position t + query_offset, and sees the keys up to its own.
 
-        With `documents_bt` (ids of the key positions) it sees only those of its own document.
+        With `documents` (ids of the key positions [b, s]) it sees only those of its own document.
         """
         group = q_bhtd.shape[1] // k_bksd.shape[1]
         k_bhsd, v_bhsd = k_bksd.repeat_interleave(group, dim=1), v_bksd.repeat_interleave(group, dim=1)
@@ -76,9 +87,9 @@ class PlainAttention(nn.Module):
         key_s = torch.arange(num_keys, device=q_bhtd.device)
         query_t = torch.arange(query_offset, query_offset + num_queries, device=q_bhtd.device)
         visible = (key_s[None, :] <= query_t[:, None])[None, None]
-        if documents_bt is not None:
-            asking = documents_bt[:, query_offset : query_offset + num_queries]
-            visible = visible & (asking[:, :, None] == documents_bt[:, None, :])[:, None]
+        if documents is not None:
+            asking = documents[:, query_offset : query_offset + num_queries]
+            visible = visible & (asking[:, :, None] == documents[:, None, :])[:, None]
         # Every query sees at least its own key, so no row of the softmax is empty.
         scores_bhts = scores_bhts.masked_fill(~visible, -math.inf)
         weights_bhts = torch.softmax(scores_bhts, dim=-1, dtype=torch.float32).to(v_bhsd.dtype)

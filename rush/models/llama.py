@@ -8,7 +8,7 @@ scores stay as many. Small models tie the head to the embedding, larger ones do 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -36,7 +36,7 @@ class GroupedAttention(nn.Module):
         x_btd: Tensor,
         *,
         rotary: tuple[Tensor, Tensor] | None = None,
-        documents_bt: Tensor | None = None,
+        documents: Any = None,
         cache: LayerCache | None = None,
         query_offset: int = 0,
     ) -> Tensor:
@@ -48,7 +48,7 @@ class GroupedAttention(nn.Module):
         q_bhtd, k_bktd = self.rotate(q_bhtd, k_bktd, *rotary)
         if cache is not None:
             k_bktd, v_bktd = cache.extend(k_bktd, v_bktd, query_offset)
-        o_bhtd = self.core(q_bhtd, k_bktd, v_bktd, documents_bt=documents_bt, query_offset=query_offset)
+        o_bhtd = self.core(q_bhtd, k_bktd, v_bktd, documents=documents, query_offset=query_offset)
         out: Tensor = self.out(o_bhtd.transpose(1, 2).flatten(2))
         return out
 

@@ -23,6 +23,7 @@ from rush.techniques.contract import (
     Stage,
     Technique,
     half_precision,
+    used,
 )
 from rush.techniques.evidence import attention_ran
 from rush.techniques.seams import repeat_heads, set_attention_core, to_autocast_dtype
@@ -39,10 +40,10 @@ class CudnnCore(nn.Module):
         k_bktd: Tensor,
         v_bktd: Tensor,
         *,
-        documents_bt: Tensor | None = None,
+        documents: Tensor | None = None,
         query_offset: int = 0,
     ) -> Tensor:
-        assert documents_bt is None, "packed documents need variable-length attention"
+        assert documents is None, "packed documents need variable-length attention"
         assert query_offset == 0, "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
         k_bhtd, v_bhtd = repeat_heads(q_bhtd, k_bktd, v_bktd)
@@ -69,6 +70,11 @@ technique = Technique(
             ),
         ),
         half_precision,
+        Requirement(
+            "torch does not offer cuDNN's kernel for documents packed into one row (pack_best_fit, flatten); use "
+            "flash_attention, triton_attention or flex_attention with them",
+            lambda machine, recipe: not used(recipe, "flatten", "pack_best_fit"),
+        ),
     ),
     conflicts=("flash_attention", "flex_attention", "triton_attention"),
     claim=Claim(

@@ -6,12 +6,16 @@ running maximum and sum, and recomputes the tiles in the backward pass: memory g
 sequence instead of its square, and the traffic that bound the plain version is gone. At short
 sequences there is little to save.
 
+Packed documents lie one after the other as one line, and the kernel is told where each begins: what lies outside of
+a document is never read, so short documents cost little. (The CPU's operator masks instead.)
+
 torch's dispatcher picks a backend by its own rules, and a compiled graph from a cache can carry
 another backend than the one asked for. So this calls the flash operator itself.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
@@ -30,11 +34,29 @@ from rush.techniques.contract import (
 from rush.techniques.evidence import attention_ran
 from rush.techniques.seams import repeat_heads, set_attention_core, to_autocast_dtype
 
-# Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
+# Shapes: b batch, h query heads, k key/value heads, t positions, d head dim, n documents + 1.
+
+
+class Line(nn.Module):
+    """Packed documents for the flash operators: where they begin in the flattened batch; on a CPU, a mask of scores."""
+
+    def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> Tensor:
+        if documents_bt.is_cuda:
+            assert starts_n is not None, "variable-length attention is told where documents begin"
+            return starts_n
+        position_t = torch.arange(documents_bt.shape[1])
+        visible_bts = documents_bt[:, :, None] == documents_bt[:, None, :]
+        visible_bts = visible_bts & (position_t[None, :] <= position_t[:, None])
+        return torch.where(visible_bts, 0.0, -math.inf)[:, None]
 
 
 class FlashCore(nn.Module):
     """The attention core through torch's flash operator for the tensors' device."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = longest
+        """No packed document has more tokens."""
 
     def forward(
         self,
@@ -42,24 +64,37 @@ class FlashCore(nn.Module):
         k_bktd: Tensor,
         v_bktd: Tensor,
         *,
-        documents_bt: Tensor | None = None,
+        documents: Tensor | None = None,
         query_offset: int = 0,
     ) -> Tensor:
-        assert documents_bt is None, "packed documents need variable-length attention"
         assert query_offset == 0, "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
+        if q_bhtd.is_cuda and documents is not None:
+            return self._line(q_bhtd, k_bktd, v_bktd, documents)
+        out: Tensor
         if q_bhtd.is_cuda:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention
             # The kernel reads a shared key/value head for each of its query heads by itself.
-        else:
-            flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-            k_bktd, v_bktd = repeat_heads(q_bhtd, k_bktd, v_bktd)
-        out: Tensor = flash(q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True)[0]
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            out = flash(q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True)[0]
+            return out
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        k_bhtd, v_bhtd = repeat_heads(q_bhtd, k_bktd, v_bktd)
+        mask = None if documents is None else documents.to(q_bhtd.dtype)
+        out = flash(q_bhtd, k_bhtd, v_bhtd, dropout_p=0.0, is_causal=mask is None, attn_mask=mask)[0]
         return out
+
+    def _line(self, q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, starts_n: Tensor) -> Tensor:
+        """All rows as one line of documents. Empty ones, which fill up `starts_n`, are left at once by the kernel."""
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_bhtd, k_bktd, v_bktd))
+        varlen = torch.ops.aten._flash_attention_forward
+        out: Tensor = varlen(q, k, v, starts_n, starts_n, self.longest, self.longest, 0.0, True, False)[0]
+        batch, heads, length, head_dim = q_bhtd.shape
+        return out.view(batch, length, heads, head_dim).transpose(1, 2)
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    set_attention_core(build.model, FlashCore)
+    longest = build.recipe.batch.sequence
+    set_attention_core(build.model, lambda: FlashCore(longest), Line())
 
 
 technique = Technique(

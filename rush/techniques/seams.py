@@ -52,9 +52,14 @@ def give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     module.__dict__["forward"] = MethodType(forward, module)
 
 
-def set_attention_core(model: nn.Module, core: Callable[[], nn.Module]) -> None:
+def set_attention_core(
+    model: nn.Module, core: Callable[[], nn.Module], document_form: nn.Module | None = None
+) -> None:
+    """Another attention in every block, and the form in which it wants packed documents, if not as ids."""
     for block in model.get_submodule("blocks").children():
         block.get_submodule("attention").core = core()
+    if document_form is not None:
+        model.document_form = document_form
 
 
 def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:

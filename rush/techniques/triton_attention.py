@@ -36,6 +36,15 @@ KERNELS = ("flash_forward_tiles", "flash_dq_tiles", "flash_dkdv_tiles")
 OTHERS = ("flash_fwd", "flash_bwd", "fmha", "cudnn_generated", "scaled_dot_product", "flex_attention")
 
 
+class Bounds(nn.Module):
+    """Packed documents for our kernel: where the document of each position begins and ends."""
+
+    def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> tuple[Tensor, Tensor]:
+        from rush.kernels.flash_attention import document_bounds
+
+        return document_bounds(documents_bt, *documents_bt.shape)
+
+
 class TritonCore(nn.Module):
     """The attention core through rush's own kernel."""
 
@@ -45,18 +54,18 @@ class TritonCore(nn.Module):
         k_bktd: Tensor,
         v_bktd: Tensor,
         *,
-        documents_bt: Tensor | None = None,
+        documents: Tensor | tuple[Tensor, Tensor] | None = None,
         query_offset: int = 0,
     ) -> Tensor:
         from rush.kernels.flash_attention import flash_attention
 
         assert query_offset == 0, "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
-        return flash_attention(q_bhtd, k_bktd, v_bktd, documents=documents_bt)
+        return flash_attention(q_bhtd, k_bktd, v_bktd, documents=documents)
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    set_attention_core(build.model, TritonCore)
+    set_attention_core(build.model, TritonCore, Bounds())
 
 
 _ours_ran = attention_ran(

@@ -56,7 +56,7 @@ def test_plain_attention_equals_a_loop_over_what_each_query_sees(
     documents = None
     if packed:
         documents = torch.tensor([[0] * 4 + [1] * (5 + offset), [3] * (8 + offset) + [9]])
-    found = PlainAttention()(q, k, v, documents_bt=documents, query_offset=offset)
+    found = PlainAttention()(q, k, v, documents=documents, query_offset=offset)
     expected = attention_by_hand(q, k, v, documents, offset)
     assert (found - expected).abs().max() < 2e-6
 

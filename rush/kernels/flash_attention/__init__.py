@@ -19,7 +19,7 @@ from rush.kernels.flash_attention.documents import document_bounds
 from rush.kernels.flash_attention.tiles import HEAD_DIMS
 from rush.kernels.support import need_device, op
 
-__all__ = ["flash_attention"]
+__all__ = ["document_bounds", "flash_attention"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -31,14 +31,15 @@ def flash_attention(
     *,
     causal: bool = True,
     scale: float | None = None,
-    documents: Tensor | None = None,
+    documents: Tensor | tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """softmax(scale · q kᵀ) v, where each query sees the keys up to its own (all of them if not `causal`).
 
     Several query heads may share a key/value head: h is a multiple of k, and neighbouring query heads share.
     `scale` is 1/√d unless given. With `documents` a query sees its own document only, and nothing of another can
     change its output or gradients by a bit: ids [b, t] (a document is a run of one id), or the cumulative lengths
-    [n + 1] of documents that lie one after the other in one row (0 first, t last).
+    [n + 1] of documents that lie one after the other in one row (0 first, t last), or, where several calls share
+    them, what `document_bounds` made of either.
 
     The inputs are read where they are, by their strides; the output's memory is [b, t, h, d]. They must be of one
     dtype, bf16, fp16 or fp32, and of one length: decoding, where a query stands behind a cache of keys, is refused.
@@ -51,7 +52,10 @@ def flash_attention(
     if scale <= 0:
         raise KernelRefusal(f"flash_attention needs a positive scale, found {scale}.")
     first_bt = last_bt = None
-    if documents is not None:
+    if isinstance(documents, tuple):
+        first_bt, last_bt = documents
+        _check_bounds(first_bt, last_bt, q_bhtd)
+    elif documents is not None:
         _check_documents(documents, q_bhtd)
         first_bt, last_bt = document_bounds(documents, batch, length)
     o_bhtd: Tensor = _forward(q_bhtd, k_bktd, v_bktd, first_bt, last_bt, causal, scale)[0]
@@ -102,6 +106,17 @@ def _check_documents(documents: Tensor, q_bhtd: Tensor) -> None:
             f"flash_attention takes documents as ids {(batch, length)}, or for a single row as cumulative lengths "
             f"(0, …, {length}); found shape {tuple(documents.shape)} for a batch of {batch}."
         )
+
+
+def _check_bounds(first_bt: Tensor, last_bt: Tensor, q_bhtd: Tensor) -> None:
+    batch, _, length, _ = q_bhtd.shape
+    need_device("flash_attention", q_bhtd, first_bt, last_bt)
+    for bound in (first_bt, last_bt):
+        if bound.dtype != torch.int32 or tuple(bound.shape) != (batch, length) or not bound.is_contiguous():
+            raise KernelRefusal(
+                f"flash_attention takes bounds of documents as two contiguous int32 tensors {(batch, length)}, as "
+                f"document_bounds makes them; found {bound.dtype} {tuple(bound.shape)}."
+            )
 
 
 @op("flash_attention_forward")

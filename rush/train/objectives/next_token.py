@@ -13,7 +13,11 @@ class NextToken:
     unit = "label"
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        given = {"positions_bt": batch.positions_bt, "documents_bt": batch.documents_bt}
+        given = {
+            "positions_bt": batch.positions_bt,
+            "documents_bt": batch.documents_bt,
+            "starts_n": batch.starts_n,
+        }
         # What is not there is not named, so that the plain call of pretraining stays what it was.
         named = {name: tensor for name, tensor in given.items() if tensor is not None}
         loss: Tensor = model(batch.tokens_bt, batch.labels_bt, **named)

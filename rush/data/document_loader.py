@@ -1,0 +1,314 @@
+"""Batches of documents for fine-tuning, in an order that is a formula and from a state that is three numbers.
+
+A packing (`rush.data.packing`) lays out each epoch from the lengths of the documents, the seed and the number
+of the epoch; the micro batches of all epochs stand in one line. A step takes the next `batches_per_step` of it;
+with several ranks they are dealt out in turn. So what a step learns from does not depend on ranks or workers,
+and the state names a place in the line: the epoch, and the micro batch in it.
+
+Steps of equally many micro batches hold as many documents as fit. To compare packings, `documents_per_step` makes
+steps of the same documents for all of them, in as many micro batches as each needs.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from types import TracebackType
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from rush.data.batch import Batch
+from rush.data.documents import Documents
+from rush.data.loader import SampleNames
+from rush.data.order import shuffled
+from rush.data.packing import Concat, Ints, Mix, Packing, Pad, Plan, in_order, join_plans, most_documents
+from rush.data.rows import packed_batch, padded_batch
+from rush.errors import DataError, MachineError, RecipeError
+
+Place = tuple[int, int]
+"""Epoch, and micro batch in it."""
+_SECOND_SHUFFLE = 0x5EED
+"""Batches are shuffled by another key than documents."""
+
+
+class DocumentLoader:
+    """Steps of micro batches for one rank. `state()` is the place of the next step in the line.
+
+    `paired` documents are the two answers of preferences (`rush.data.documents`): `micro` counts pairs, the rows
+    are all chosen answers, then all rejected ones. `references`, a number for each document, are handed on
+    with the rows.
+    """
+
+    def __init__(
+        self,
+        documents: Documents,
+        micro: int,
+        sequence: int,
+        batches_per_step: int,
+        seed: int,
+        packing: Packing | None = None,
+        shuffle: bool = True,
+        paired: bool = False,
+        references: npt.NDArray[np.float32] | None = None,
+        documents_per_step: int | None = None,
+        rank: int = 0,
+        world: int = 1,
+        workers: int = 0,
+        pin: bool = False,
+    ) -> None:
+        packing = packing or Pad()
+        _check(documents, packing, paired)
+        if min(micro, sequence, batches_per_step, world) < 1 or batches_per_step % world:
+            raise RecipeError(
+                f"A step of {batches_per_step} micro batches of {micro} × {sequence} tokens cannot be dealt to {world} "
+                "rank(s); each must be at least 1, and the micro batches of a step a multiple of the ranks."
+            )
+        if not 0 <= rank < world:
+            raise RecipeError(f"Rank {rank} of {world} does not exist; ranks count from 0.")
+        if workers < 0:
+            raise RecipeError(f"The number of loader workers is {workers}; it must be at least 0.")
+        if pin and not torch.cuda.is_available():
+            raise MachineError(
+                "Pinned memory was asked for, but there is no CUDA device. Switch pinning off."
+            )
+        assert documents_per_step is None or world == 1, "steps of the same documents are for one rank"
+        self.layout = Layout(documents, packing, micro, sequence, paired, references)
+        self.batches_per_step = batches_per_step
+        self.seed = seed
+        self.shuffle = shuffle
+        self.documents_per_step = documents_per_step
+        self.rank = rank
+        self.world = world
+        self.pin = pin
+        self._place: Place = (0, 0)
+        self._plans: dict[int, tuple[Plan, Ints]] = {}
+        self._pool = ThreadPoolExecutor(workers, "rush-loader") if workers else None
+        self._ahead = 2 * workers
+        self._waiting: deque[tuple[Place, Future[Batch]]] = deque()
+
+    def next_step(self) -> Iterator[Batch]:
+        """This rank's micro batches of the next step. The state moves on when this is called."""
+        start = self._place
+        count = self._step_size(start)
+        self._place = self._after(start, count)
+        first = self._after(start, self.rank)
+        places = [first]
+        while len(places) < count // self.world:
+            places.append(self._after(places[-1], self.world))
+        if self._pool is None:
+            return (self._batch(*self._found(place)) for place in places)
+        return self._prefetched(places, self._pool)
+
+    def state(self) -> dict[str, int]:
+        return {"seed": self.seed, "epoch": self._place[0], "position": self._place[1]}
+
+    def load_state(self, state: Mapping[str, int]) -> None:
+        """Continue from a state: seed, epoch and position all come from it."""
+        if set(state) != {"seed", "epoch", "position"} or any(type(v) is not int for v in state.values()):
+            raise DataError(
+                f"Not a loader state: {dict(state)}. Expected whole numbers seed, epoch, position."
+            )
+        self._drop_waiting()
+        self._plans.clear()
+        self.seed = state["seed"]
+        count = len(self._plan(state["epoch"])[0]) if state["epoch"] >= 0 else 0
+        if not 0 <= state["position"] < count:
+            raise DataError(
+                f"The loader state {dict(state)} does not fit these documents, which make {count} micro batches in "
+                "that epoch. The state belongs to other data, another packing or another batch."
+            )
+        self._place = (state["epoch"], state["position"])
+
+    def close(self) -> None:
+        """Stop the workers. Also done at the end of a `with` block."""
+        self._drop_waiting()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> DocumentLoader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def epoch_plan(self, epoch: int) -> Plan:
+        """How an epoch is laid out."""
+        return self._plan(epoch)[0]
+
+    def _plan(self, epoch: int) -> tuple[Plan, Ints]:
+        """An epoch's plan, and the first micro batch of each of its steps where those are fixed by documents."""
+        if epoch not in self._plans:
+            self._plans = {other: plan for other, plan in self._plans.items() if abs(other - epoch) <= 1}
+            self._plans[epoch] = self._make_plan(epoch)
+        return self._plans[epoch]
+
+    def _make_plan(self, epoch: int) -> tuple[Plan, Ints]:
+        count = len(self.layout)
+        order = in_order(count)
+        if self.shuffle:
+            order = shuffled(order, count, self.seed, epoch)
+        if self.documents_per_step is not None:
+            cuts = range(0, count, self.documents_per_step)
+            plans = [self.layout.plan(order[cut : cut + self.documents_per_step], in_order) for cut in cuts]
+            return join_plans(plans), np.cumsum([0, *map(len, plans)])
+
+        def mix(things: int) -> Ints:
+            if not self.shuffle:
+                return in_order(things)
+            return shuffled(in_order(things), things, self.seed ^ _SECOND_SHUFFLE, epoch)
+
+        return self.layout.plan(order, mix), in_order(0)
+
+    def _step_size(self, place: Place) -> int:
+        if self.documents_per_step is None:
+            return self.batches_per_step
+        firsts = self._plan(place[0])[1]
+        return int(firsts[np.searchsorted(firsts, place[1], side="right")]) - place[1]
+
+    def _after(self, place: Place, count: int) -> Place:
+        """The place `count` micro batches further on."""
+        epoch, index = place[0], place[1] + count
+        while index >= (size := len(self._plan(epoch)[0])):
+            epoch, index = epoch + 1, index - size
+        return epoch, index
+
+    def _prefetched(self, places: list[Place], pool: ThreadPoolExecutor) -> Iterator[Batch]:
+        for place in places:
+            while self._waiting and self._waiting[0][0] != place:  # a step was left before its end
+                self._waiting.popleft()[1].cancel()
+            following = self._waiting[-1][0] if self._waiting else None
+            while len(self._waiting) <= self._ahead:
+                following = place if following is None else self._after(following, self.world)
+                self._waiting.append((following, pool.submit(self._batch, *self._found(following))))
+            yield self._waiting.popleft()[1].result()
+
+    def _found(self, place: Place) -> tuple[Plan, int]:
+        return self._plan(place[0])[0], place[1]
+
+    def _batch(self, plan: Plan, index: int) -> Batch:
+        batch = self.layout.batch(plan.batch(index))
+        return batch.pin() if self.pin else batch
+
+    def _drop_waiting(self) -> None:
+        for _, future in self._waiting:
+            future.cancel()
+        self._waiting.clear()
+
+
+class Layout:
+    """Documents, a packing and the size of a micro batch: from lengths to plans, from plans to tensors."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        packing: Packing,
+        micro: int,
+        sequence: int,
+        paired: bool = False,
+        references: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        self.documents, self.packing = documents, packing
+        self.micro, self.sequence = micro, sequence
+        self.paired, self.references = paired, references
+        # Two answers that go together are as long as the longer.
+        self.lengths = documents.lengths.reshape(-1, 2).max(1) if paired else documents.lengths
+        if paired and (longest := int(self.lengths.max())) > sequence + 1:
+            raise DataError(
+                f"A preference has an answer of {longest} tokens, more than batch.sequence = {sequence} can hold, and an "
+                "answer cannot be cut in two. Raise batch.sequence, or prepare the data with data.too_long=drop."
+            )
+
+    def __len__(self) -> int:
+        """Documents, or pairs of them."""
+        return len(self.lengths)
+
+    def plan(self, order: Ints, mix: Mix) -> Plan:
+        return self.packing.plan(self.lengths, order, self.micro, self.sequence, mix)
+
+    def batch(self, rows: list[Ints]) -> Batch:
+        """The tensors of a micro batch; with no rows at all, one of nothing but padding."""
+        packing, micro, sequence = self.packing, self.micro, self.sequence
+        if self.paired:
+            return self._pairs(rows)
+        if not packing.isolated:
+            return padded_batch(self.documents, rows, micro, packing, sequence)
+        num_rows, length = (1, micro * sequence) if packing.one_row else (micro, sequence)
+        most = most_documents(self.lengths, length)
+        return packed_batch(self.documents, rows, num_rows, length, sequence, most)
+
+    def _pairs(self, rows: list[Ints]) -> Batch:
+        """Rows of chosen, then of rejected answers; what fills up a micro batch are pairs without a label."""
+        pairs = [int(row[0, 0]) for row in rows]
+        pairs += pairs[:1] * (self.micro - len(pairs))
+        indices = [2 * pair for pair in pairs] + [2 * pair + 1 for pair in pairs]
+        nothing = np.zeros((0, 3), np.int64)
+        pieces = [
+            np.array([[index, 0, self.documents.lengths[index] - 1]])
+            if row % self.micro < len(rows)
+            else nothing
+            for row, index in enumerate(indices)
+        ]
+        batch = padded_batch(self.documents, pieces, len(pieces), self.packing, self.sequence)
+        references = None if self.references is None else torch.from_numpy(self.references[indices])
+        # A name for each row, so that a message can name the two answers of a pair.
+        names = SampleNames(self.documents, indices)
+        return replace(batch, paired=True, samples=names, reference_b=references)
+
+
+def document_validation(
+    documents: Documents,
+    packing: Packing | None,
+    micro: int,
+    sequence: int,
+    samples: int | None = None,
+    *,
+    paired: bool = False,
+    references: npt.NDArray[np.float32] | None = None,
+    rank: int = 0,
+    world: int = 1,
+) -> Iterator[Batch]:
+    """The first `samples` documents or pairs (or all), in order, once each; the same batches every time.
+
+    Every rank gets equally many batches: what fills up the last round carries no label. `pack_concat` lets
+    documents see each other and drops a tail, which would make another number of the same model, so there documents are
+    padded.
+    """
+    packing = packing or Pad()
+    _check(documents, packing, paired)
+    layout = Layout(
+        documents, Pad() if isinstance(packing, Concat) else packing, micro, sequence, paired, references
+    )
+    count = len(layout) if samples is None else min(samples, len(layout))
+    plan = layout.plan(in_order(count), in_order)
+    assert not paired or world == 1, "a round of pairs cannot be filled up"
+    for index in range(rank, -(-len(plan) // world) * world, world):
+        yield layout.batch(plan.batch(index) if index < len(plan) else [])
+
+
+def _check(documents: Documents, packing: Packing, paired: bool) -> None:
+    if len(documents) == 0:
+        raise DataError("There is no document, so there is nothing to train on.")
+    short = np.flatnonzero(documents.lengths < 2)
+    if len(short):
+        name = documents.sample_name(int(short[0]))
+        raise DataError(
+            f"{len(short)} document(s) have fewer than two tokens, the first is {name}; there is nothing to predict in "
+            "them. Take them out of the data."
+        )
+    if not paired:
+        return
+    if not packing.pairs:
+        raise RecipeError(
+            f"Packing {packing.name} cannot keep the two answers of a preference together; for objective.kind = "
+            '"dpo" use technique pad, or none.'
+        )
+    if len(documents) % 2:
+        raise DataError(
+            f"Preferences come as pairs of a chosen and a rejected answer, but there are {len(documents)} documents."
+        )

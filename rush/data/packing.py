@@ -1,0 +1,314 @@
+"""Documents into rows: which piece of which document stands where, for a whole epoch at once.
+
+A packing lays out an epoch as a `Plan` from the documents' lengths alone, so the layout is a pure function of
+lengths, seed and epoch, and a place in it is one number. What is left empty is padding: it costs as much
+as real tokens and teaches nothing. Padding rows to the longest is simple and wastes most; sorting by length
+first wastes little but makes batches of one kind; packing several documents into a row wastes almost nothing,
+if attention can be kept inside each document (`rush.data.rows` writes down where they begin).
+
+A document of n tokens has n - 1 positions: the last token predicts nothing. One with more positions than
+`batch.sequence` is cut into pieces, each a document of its own.
+Words: piece (document, first position, one past the last), row, micro batch.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from rush.errors import DataError
+
+Ints = npt.NDArray[np.int64]
+Mix = Callable[[int], Ints]
+"""A permutation of so many things: the epoch's shuffle, or the order as it is."""
+
+
+def in_order(count: int) -> Ints:
+    return np.arange(count, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The micro batches of an epoch."""
+
+    pieces: Ints
+    """[n, 3]: document, first position, one past the last."""
+    rows: Ints
+    """[r + 1]: the first piece of each row, and the end."""
+    batches: Ints
+    """[m + 1]: the first row of each micro batch, and the end."""
+    dropped: int = 0
+    """Tokens of the epoch that are in no row."""
+
+    def __len__(self) -> int:
+        return len(self.batches) - 1
+
+    def batch(self, index: int) -> list[Ints]:
+        """The rows of a micro batch, each the pieces in it."""
+        rows = range(self.batches[index], self.batches[index + 1])
+        return [self.pieces[self.rows[row] : self.rows[row + 1]] for row in rows]
+
+
+class Packing(Protocol):
+    """A way to lay out documents. Its fields are what a recipe may choose."""
+
+    name: ClassVar[str]
+    isolated: ClassVar[bool]
+    """Whether a row holds several documents that do not see each other."""
+    one_row: ClassVar[bool]
+    """Whether a micro batch is one long row."""
+    pairs: ClassVar[bool]
+    """Whether it can keep the two answers of a preference together."""
+
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+        """Lay out the documents of `order`; `lengths` are the tokens of all of them."""
+        ...
+
+    def row_length(self, longest: int, sequence: int) -> int:
+        """The length of a micro batch's rows, if the longest of them has so many positions."""
+        ...
+
+
+@dataclass(frozen=True)
+class Pad:
+    """A document a row, filled up to one of `shapes` lengths; 0 fills up to exactly the longest row."""
+
+    shapes: int = 1
+    name: ClassVar[str] = "pad"
+    isolated: ClassVar[bool] = False
+    one_row: ClassVar[bool] = False
+    pairs: ClassVar[bool] = True
+
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+        pieces = _pieces(lengths, order, sequence)
+        return Plan(pieces, in_order(len(pieces) + 1), _cut(len(pieces), micro))
+
+    def row_length(self, longest: int, sequence: int) -> int:
+        return longest if self.shapes == 0 else _round_up(longest, sequence, self.shapes)
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """Like `Pad`, with documents sorted by length within windows, and the micro batches shuffled."""
+
+    shapes: int = 1
+    window: int = 100
+    """Micro batches whose documents are sorted together."""
+    name: ClassVar[str] = "bucket"
+    isolated: ClassVar[bool] = False
+    one_row: ClassVar[bool] = False
+    pairs: ClassVar[bool] = False
+
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+        pieces = _pieces(lengths, order, sequence)
+        sizes = _sizes(pieces)
+        for window in _windows(len(pieces), self.window * micro):
+            pieces[window] = pieces[window][np.argsort(sizes[window], kind="stable")]
+        batches = [pieces[some] for some in _windows(len(pieces), micro)]
+        batches = [batches[place] for place in mix(len(batches))]
+        first = np.cumsum([0, *map(len, batches)])
+        return Plan(np.concatenate(batches), in_order(len(pieces) + 1), first)
+
+    def row_length(self, longest: int, sequence: int) -> int:
+        return Pad(self.shapes).row_length(longest, sequence)
+
+
+@dataclass(frozen=True)
+class Concat:
+    """All documents in one line, cut every `batch.sequence` tokens; what is left at the end is dropped."""
+
+    name: ClassVar[str] = "pack_concat"
+    isolated: ClassVar[bool] = False
+    one_row: ClassVar[bool] = False
+    pairs: ClassVar[bool] = False
+
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+        ends = np.cumsum(lengths[order])
+        total = int(ends[-1])
+        num_rows = total // sequence
+        if num_rows == 0:
+            raise DataError(
+                f"All documents together are {total} tokens, less than one row of batch.sequence = {sequence}, so "
+                "pack_concat has nothing to cut. Use more documents or a shorter sequence."
+            )
+        edges = np.arange(1, num_rows + 1, dtype=np.int64) * sequence
+        stops = np.union1d(ends[ends < edges[-1]], edges)
+        starts = np.concatenate(([0], stops[:-1]))
+        which = np.searchsorted(ends, starts, side="right")
+        begins = (ends - lengths[order])[which]
+        pieces = np.stack([order[which], starts - begins, stops - begins], axis=1)
+        rows = np.searchsorted(starts, np.concatenate(([0], edges))).astype(np.int64)
+        return Plan(pieces, rows, _cut(num_rows, micro), dropped=total - num_rows * sequence)
+
+    def row_length(self, longest: int, sequence: int) -> int:
+        return sequence
+
+
+@dataclass(frozen=True)
+class BestFit:
+    """Rows of `batch.sequence`, each document whole and in the fullest row that has room, longest first."""
+
+    window: int = 4096
+    """Documents that are packed together; rows are shuffled afterwards."""
+    name: ClassVar[str] = "pack_best_fit"
+    isolated: ClassVar[bool] = True
+    one_row: ClassVar[bool] = False
+    pairs: ClassVar[bool] = False
+
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+        pieces = _pieces(lengths, order, sequence)
+        sizes, most = _sizes(pieces), most_documents(lengths, sequence)
+        rows: list[Ints] = []
+        for window in _windows(len(pieces), self.window):
+            inside = pieces[window]
+            rows += [inside[row] for row in best_fit(sizes[window].tolist(), sequence, most)]
+        rows = [rows[place] for place in mix(len(rows))]
+        first = np.cumsum([0, *map(len, rows)])
+        return Plan(np.concatenate(rows), first, _cut(len(rows), micro))
+
+    def row_length(self, longest: int, sequence: int) -> int:
+        return sequence
+
+
+@dataclass(frozen=True)
+class Flatten:
+    """One row of `batch.micro` × `batch.sequence` tokens a micro batch, made of whole documents in their order;
+    where the next does not fit, the largest that does is taken from those ahead."""
+
+    window: int = 1024
+    """How many documents ahead are looked at."""
+    name: ClassVar[str] = "flatten"
+    isolated: ClassVar[bool] = True
+    one_row: ClassVar[bool] = True
+    pairs: ClassVar[bool] = False
+
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+        pieces = _pieces(lengths, order, sequence)
+        most = most_documents(lengths, micro * sequence)
+        rows = list(fill_rows(_sizes(pieces).tolist(), micro * sequence, most, self.window))
+        # The last row is the emptiest, and the fillers were taken from ahead: the shuffle spreads both.
+        rows = [rows[place] for place in mix(len(rows))]
+        first = np.cumsum([0, *map(len, rows)])
+        return Plan(pieces[np.concatenate(rows)], first, in_order(len(rows) + 1))
+
+    def row_length(self, longest: int, sequence: int) -> int:
+        return longest
+
+
+def best_fit(sizes: list[int], capacity: int, most: int) -> list[list[int]]:
+    """Best-fit decreasing: each thing, largest first, into the fullest row that has room; at most `most` in a row."""
+    rows: list[list[int]] = []
+    open_rows: list[
+        tuple[int, int]
+    ] = []  # (space left, row), sorted: the first with enough space is the fullest
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        found = bisect_left(open_rows, (sizes[place], -1))
+        if found == len(open_rows):
+            space, row = capacity, len(rows)
+            rows.append([])
+        else:
+            space, row = open_rows.pop(found)
+        rows[row].append(place)
+        space -= sizes[place]
+        if space and len(rows[row]) < most:
+            insort(open_rows, (space, row))
+    return rows
+
+
+def fill_rows(sizes: list[int], capacity: int, most: int, window: int) -> Iterator[list[int]]:
+    """Things in their order, row by row; the space at the end of a row is filled from the next `window` things."""
+    ahead: list[
+        tuple[int, int]
+    ] = []  # (size, -place) of what is not taken: of equal ones the first comes last
+    taken = [False] * len(sizes)
+    seen = following = 0
+    row: list[int] = []
+    space = capacity
+    while following < len(sizes):
+        while seen < min(len(sizes), following + window):
+            insort(ahead, (sizes[seen], -seen))
+            seen += 1
+        found = bisect_left(ahead, (sizes[following], -following))
+        if sizes[following] > space:
+            found = bisect_right(ahead, (space, 0)) - 1
+        if found < 0 or len(row) == most:
+            yield row
+            row, space = [], capacity
+            continue
+        size, place = ahead.pop(found)
+        taken[-place] = True
+        row.append(-place)
+        space -= size
+        while following < len(sizes) and taken[following]:
+            following += 1
+    if row:
+        yield row
+
+
+def most_documents(lengths: Ints, capacity: int) -> int:
+    """How many documents a row may hold: four times what fits on average, rounded up to a power of two.
+
+    The limit makes the list of their beginnings as long in every batch, so that a compiler sees one shape; a row of
+    uncommonly many short documents is closed before it is full.
+    """
+    positions = max(1.0, float(lengths.mean()) - 1)
+    return 1 << max(4, int(np.ceil(np.log2(max(1.0, 4 * capacity / positions)))))
+
+
+def padding_share(plan: Plan, packing: Packing, micro: int, sequence: int) -> float:
+    """How much of a plan's micro batches is padding, from lengths alone."""
+    real, whole = 0, 0
+    for index in range(len(plan)):
+        sizes = [int(_sizes(row).sum()) for row in plan.batch(index)]
+        longest = micro * sequence if packing.one_row else max(sizes)
+        rows = 1 if packing.one_row else micro
+        real += sum(sizes)
+        whole += rows * packing.row_length(longest, sequence)
+    return 1 - real / whole
+
+
+def _pieces(lengths: Ints, order: Ints, sequence: int) -> Ints:
+    """Every document's positions in order, those with more than a row's in several pieces."""
+    positions = lengths[order] - 1
+    counts = -(-positions // sequence)
+    number = in_order(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    starts = number * sequence
+    stops = np.minimum(starts + sequence, np.repeat(positions, counts))
+    return np.stack([np.repeat(order, counts), starts, stops], axis=1)
+
+
+def _sizes(pieces: Ints) -> Ints:
+    sizes: Ints = pieces[:, 2] - pieces[:, 1]
+    return sizes
+
+
+def _cut(count: int, each: int) -> Ints:
+    """Where `count` things are cut into lots of `each`; the last may be smaller."""
+    return np.append(np.arange(0, count, each, dtype=np.int64), count)
+
+
+def _windows(count: int, each: int) -> Iterator[slice]:
+    return (slice(first, first + each) for first in range(0, count, each))
+
+
+def _round_up(length: int, limit: int, shapes: int) -> int:
+    each = -(-limit // shapes)
+    return min(limit, -(-length // each) * each)
+
+
+def join_plans(plans: Iterable[Plan]) -> Plan:
+    """One after the other."""
+    listed = list(plans)
+    rows, batches, num_pieces, num_rows = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 0, 0
+    for plan in listed:
+        rows.append(plan.rows[1:] + num_pieces)
+        batches.append(plan.batches[1:] + num_rows)
+        num_pieces, num_rows = num_pieces + len(plan.pieces), num_rows + len(plan.rows) - 1
+    pieces = np.concatenate([plan.pieces for plan in listed])
+    dropped = sum(plan.dropped for plan in listed)
+    return Plan(pieces, np.concatenate(rows), np.concatenate(batches), dropped)
