@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from rush import __version__
-from rush.cli import bench, data, explain, export, ladder, probe, recipes, talk, train
+from rush.cli import bench, data, explain, export, ladder, merge, probe, recipes, talk, train
 from rush.errors import RushError
 
 app = typer.Typer(
@@ -32,6 +32,7 @@ app.command("train")(train.train)
 app.command("generate")(talk.generate)
 app.command("chat")(talk.chat)
 app.command("export")(export.export)
+app.command("merge")(merge.merge)
 app.add_typer(bench.app, name="bench")
 app.add_typer(recipes.app, name="recipes")
 app.add_typer(data.app, name="data")

@@ -20,17 +20,37 @@ def export(
         Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="The dtype of the weights.")
     ] = "keep",
     max_shard_gb: Annotated[float, typer.Option(help="Largest weight file, in gigabytes.", min=0.001)] = 5.0,
+    adapter: Annotated[
+        bool,
+        typer.Option("--adapter", help="Only the adapters of a run that trained some, in PEFT's format."),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Write config, safetensors and tokenizer, ready for AutoModelForCausalLM.from_pretrained.
 
+    A run that trained adapters is written as the merged model; with --adapter, as a folder that PEFT loads.
+
     Example: rush export runs/tiny --to exported/tiny
+
+    Example: rush export runs/sft-lora --adapter --to adapters/sft
     """
     import torch
 
+    from rush.errors import RecipeError
     from rush.models import count_parameters
-    from rush.train.folders import export_model
+    from rush.train.folders import export_adapter, export_model
 
+    if adapter:
+        if dtype != "keep":
+            raise RecipeError(
+                "--dtype is for whole models; adapters are written in the dtype they were trained in."
+            )
+        written = export_adapter(folder, to, checkpoint=checkpoint, note=note)
+        if json:
+            print_json({"folder": str(to), "files": written})
+        else:
+            typer.echo(f"Wrote {to}: {', '.join(written)}.")
+        return
     chosen = None if dtype == "keep" else getattr(torch, dtype)
     shape = export_model(
         folder, to, checkpoint=checkpoint, dtype=chosen, max_shard_bytes=int(max_shard_gb * 1e9), note=note

@@ -45,8 +45,8 @@ class TensorFile:
         self.path = path
         self._file = _open(path)
         self.names = frozenset(self._file.keys())
-        metadata = self._file.metadata() or {}
-        self.tied: dict[str, str] = json.loads(metadata.get("tied", "{}"))
+        self.metadata: dict[str, str] = self._file.metadata() or {}
+        self.tied: dict[str, str] = json.loads(self.metadata.get("tied", "{}"))
         for alias, name in self.tied.items():
             if name not in self.names:
                 raise DataError(f"{path}: {alias} is tied to {name}, which is not in the file.")
