@@ -54,6 +54,8 @@ class Stand:
     over: Stand | None = None
     """The rung it is compared with."""
     parity: dict[str, Any] | None = None
+    kept: bool = True
+    """Whether the rungs above stand on it."""
 
     @property
     def added(self) -> list[str]:
@@ -124,6 +126,7 @@ def rung_of(stand: Stand, base: Stand, yard: Yard) -> Rung:
         "status": stand.status,
         "reason": stand.reason,
         **_nothing(),
+        "kept": stand.kept,
         "evidence": stand.evidence,
         "parity": stand.parity,
         "claim": _claim(stand),
@@ -188,8 +191,9 @@ def _figures(stand: Stand, yard: Yard) -> Rung:
     speed = median_interval(stand.processes)
     steps = [[1000 * seconds for seconds in t["samples_s"]] for t in timings]
     work = flops_per_token(stand.recipe.shape(), stand.recipe.batch.sequence)
-    peak = (yard.peaks or {}).get(first["dtype"])
-    ceiling = ((yard.ceilings or {}).get("matmul") or {}).get(first["dtype"])
+    dtype = first.get("rate_dtype", first["dtype"])
+    peak = (yard.peaks or {}).get(dtype)
+    ceiling = ((yard.ceilings or {}).get("matmul") or {}).get(dtype)
     mfu = speed.median * work / peak if peak else None
     again = _recomputed(stand.recipe.shape(), work, stand.outcomes[0].found.get("block_forwards"))
     return {

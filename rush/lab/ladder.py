@@ -160,7 +160,10 @@ class Climb:
             below = self.top if self.view == "cumulative" else []
             stand = self._stand(addition, addition.name, [*below, addition], last)
             yield stand
-            if self.view == "cumulative" and stand.status == "ok" and _builds_on(addition, stand, last):
+            if self.view != "cumulative":
+                continue
+            stand.kept = stand.status == "ok" and _builds_on(addition, stand, last)
+            if stand.kept:
                 self.top = [*(part for part in self.top if not addition.supersedes(part)), addition]
                 last = stand
 

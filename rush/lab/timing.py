@@ -96,7 +96,8 @@ def time_steps(run: Run, loader: Loader, timing: Timing) -> dict[str, Any]:
         "steady": steady,
         "data_wait_ms": 1000 * stepper.waited_s / (stepper.step - before),
         "peak_memory_bytes": peak_memory_bytes(run.device.type),
-        "dtype": matmul_dtype(run),
+        "dtype": run.matmul_dtype(),
+        "rate_dtype": run.facts.get("matmul_dtype", run.matmul_dtype()),
         "environment": around.to_dict(),
     }
 
@@ -137,12 +138,3 @@ def _clock(device: torch.device) -> Clock:
         return float(start.elapsed_time(end)) / 1000
 
     return by_device if device.type == "cuda" else by_host
-
-
-def matmul_dtype(run: Run) -> str:
-    """The dtype whose matmul rate is this run's yardstick."""
-    dtype = str(run.compute_dtype).removeprefix("torch.")
-    with run.in_step():
-        if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
-            return "tf32"
-    return dtype

@@ -50,6 +50,7 @@ class Rung(TypedDict, total=False):
     techniques: list[str]
     recipe: str
     digest: str
+    kept: bool
     status: str
     reason: str | None
     tokens_per_s: Measured | None

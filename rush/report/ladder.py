@@ -73,6 +73,8 @@ class Rung:
     techniques: tuple[str, ...]
     recipe: str | None
     digest: str | None
+    kept: bool
+    """Whether the rungs above stand on it."""
     status: str
     reason: str | None
     verdict: str

@@ -55,7 +55,11 @@ def report_page(ladder: Ladder) -> str:
             (
                 rung,
                 bars.speed_bar(
-                    rung.speed, top, rung.title, total=rung.total_gain.ratio if rung.total_gain else None
+                    rung.speed,
+                    top,
+                    rung.title,
+                    kind="speed" if rung.kept else "speed tried",
+                    total=rung.total_gain.ratio if rung.total_gain else None,
                 ),
                 bars.memory_bar(rung.peak_memory_bytes, memory, rung.title),
             )

@@ -26,7 +26,7 @@ STYLE = """
 svg { font: 13px -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
 .paper { fill: #fcfbf8; } text { fill: #22262b; } .soft { fill: #565e68; font-size: 12px; }
 .title { font: 600 19px Charter, "Iowan Old Style", Georgia, serif; } .speed { fill: #2f6db3; } .memory { fill: #b58a3c; }
-.whisker { stroke: #16191d; stroke-width: 1.5; } .line { stroke: #dedad1; }
+.tried { opacity: 0.4; } .whisker { stroke: #16191d; stroke-width: 1.5; } .line { stroke: #dedad1; }
 .good { fill: #0b6b5d; } .caution { fill: #8a5200; } .bad { fill: #a82c2c; } .plain { fill: #565e68; }
 @media (prefers-color-scheme: dark) {
   .paper { fill: #14171b; } text { fill: #e6e4de; } .soft { fill: #a5adb8; } .speed { fill: #6ba3e0; } .memory { fill: #c9a25a; }
@@ -57,7 +57,7 @@ def ladder_picture(ladder: Ladder) -> str:
         ),
     ]
     for x, word in (
-        (SPEED_X, "tokens per second (× in all)"),
+        (SPEED_X, "tokens per second (× in all); pale: tried, not built upon"),
         (MEMORY_X, "peak memory"),
         (VERDICT_X, "verdict"),
     ):
@@ -81,14 +81,22 @@ def _row(rung: Rung, y: float, top: float | None, memory: float | None) -> list[
     base = y + 20
     marks = [
         tag("line", class_="line", x1=20, x2=WIDTH - 20, y1=y, y2=y),
-        tag("text", _cut(rung.title, MOST_LETTERS), x=20, y=base),
+        tag("text", _cut(rung.title, MOST_LETTERS), class_=None if rung.kept else "soft", x=20, y=base),
     ]
     if rung.speed and top is not None:
         marks += _speed(rung, y, top)
     if rung.peak_memory_bytes and memory is not None:
         end = Scale(0, memory, MEMORY_X, MEMORY_END)(rung.peak_memory_bytes)
         marks.append(
-            tag("rect", class_="memory", x=MEMORY_X, y=y + 10, width=end - MEMORY_X, height=10, rx=2)
+            tag(
+                "rect",
+                class_=_pale("memory", rung),
+                x=MEMORY_X,
+                y=y + 10,
+                width=end - MEMORY_X,
+                height=10,
+                rx=2,
+            )
         )
         marks.append(tag("text", words.size(rung.peak_memory_bytes), x=end + 7, y=base))
     verdict = findings.verdict_of(rung)
@@ -103,7 +111,9 @@ def _speed(rung: Rung, y: float, top: float) -> list[Markup]:
     assert rung.speed is not None
     scale = Scale(0, top, SPEED_X, SPEED_END)
     end = scale(rung.speed.median)
-    marks = [tag("rect", class_="speed", x=SPEED_X, y=y + 7, width=end - SPEED_X, height=16, rx=2)]
+    marks = [
+        tag("rect", class_=_pale("speed", rung), x=SPEED_X, y=y + 7, width=end - SPEED_X, height=16, rx=2)
+    ]
     if rung.speed.low is not None and rung.speed.high is not None:
         low, high = scale(max(0.0, rung.speed.low)), scale(rung.speed.high)
         for x1, x2, y1, y2 in (
@@ -116,6 +126,11 @@ def _speed(rung: Rung, y: float, top: float) -> list[Markup]:
     total = [tag("tspan", words.ratio(rung.total_gain.ratio), class_="soft", dx=6)] if rung.total_gain else []
     marks.append(tag("text", words.speed(rung.speed.median), *total, x=end + 7, y=y + 20))
     return marks
+
+
+def _pale(kind: str, rung: Rung) -> str:
+    """What was only tried is drawn pale, so that the eye follows what was built upon."""
+    return kind if rung.kept else f"{kind} tried"
 
 
 def _cut(text: str, most: int) -> str:

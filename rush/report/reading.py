@@ -128,6 +128,7 @@ def _rung(index: int, row: Mapping[str, Json]) -> Rung:
         techniques=_adds(row.get("techniques")),
         recipe=text(row.get("recipe")),
         digest=text(row.get("digest")),
+        kept=row.get("kept") is not False,
         status=status,
         reason=text(row.get("reason")),
         verdict=text(row.get("verdict")) or status.replace("_", " "),

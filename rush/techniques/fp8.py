@@ -81,6 +81,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
     options: Any = {"recipe": knobs["recipe"], "fast": knobs["fast"], "casts": knobs["casts"]}
     product = partial(fp8_linear, **options)
+    # What speeds are held against: the rate of 8-bit products, although heads and attention stay at 16 bits.
+    build.facts["matmul_dtype"] = "float8"
     for role, layers in build.model.linears().items():
         for name, plain in layers if role != "head" else []:
             parent, _, own = name.rpartition(".")

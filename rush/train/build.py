@@ -66,6 +66,14 @@ class Run:
         """The dtype the matmuls run in."""
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
+    def matmul_dtype(self) -> str:
+        """The dtype that most matmuls' factors have; tf32 is what some units make of fp32."""
+        dtype = str(self.compute_dtype).removeprefix("torch.")
+        with self.in_step():
+            if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
+                return "tf32"
+        return dtype
+
     @contextmanager
     def in_step(self) -> Iterator[None]:
         """The surroundings of every forward pass and update of this run."""

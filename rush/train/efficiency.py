@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from rush.hardware import datasheet_peak, measured_matmul_rate
 from rush.models import flops_per_token
 from rush.train.build import Run
@@ -30,10 +28,7 @@ class Yardstick:
 def yardstick(run: Run) -> Yardstick:
     """MFU where the datasheet is known, else the fraction of the measured ceiling."""
     work = flops_per_token(run.model.shape, run.recipe.batch.sequence)
-    dtype = str(run.compute_dtype).removeprefix("torch.")
-    with run.in_step():
-        if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
-            dtype = "tf32"
+    dtype = run.facts.get("matmul_dtype", run.matmul_dtype())
     peak = datasheet_peak(run.machine, dtype)
     if peak is not None:
         return Yardstick("mfu", work, peak)
