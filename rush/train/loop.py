@@ -216,6 +216,7 @@ class _Session:
             "data_s": data_s,
             "memory_bytes": memory_in_use(self.run.device.type),
             **gauge.of(speed),
+            **result.figures,
             # Mixed precision in fp16 leaves out a step whose scaled gradients overflowed.
             **({"skipped": True} if result.skipped else {}),
         }
@@ -224,6 +225,7 @@ class _Session:
         settings = self.recipe.run
         if last or _due(settings.validate_every, step):
             row["val_loss"] = validate(self.run, self.corpus.validation(self.recipe))
+            row |= {f"val_{name}": value for name, value in self.run.objective.figures().items()}
         self.metrics.write(row)
         for sink in self.sinks:
             sink.write(step, {k: v for k, v in row.items() if isinstance(v, float)})

@@ -9,18 +9,24 @@ from torch import Tensor, nn
 from rush.data import Batch
 
 
+def told(batch: Batch) -> dict[str, Tensor]:
+    """What a batch tells a model besides tokens and labels.
+
+    What is not there is not named, so that the plain call of pretraining stays what it was.
+    """
+    given = {
+        "positions_bt": batch.positions_bt,
+        "documents_bt": batch.documents_bt,
+        "starts_n": batch.starts_n,
+    }
+    return {name: tensor for name, tensor in given.items() if tensor is not None}
+
+
 class NextToken:
     unit = "label"
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        given = {
-            "positions_bt": batch.positions_bt,
-            "documents_bt": batch.documents_bt,
-            "starts_n": batch.starts_n,
-        }
-        # What is not there is not named, so that the plain call of pretraining stays what it was.
-        named = {name: tensor for name, tensor in given.items() if tensor is not None}
-        loss: Tensor = model(batch.tokens_bt, batch.labels_bt, **named)
+        loss: Tensor = model(batch.tokens_bt, batch.labels_bt, **told(batch))
         return loss
 
     def units(self, batch: Batch) -> int:

@@ -29,6 +29,7 @@ from rush.errors import DataError, RecipeError
 from rush.models.adapters import adapters_off, is_adapted
 from rush.recipe import Objective as Settings
 from rush.recipe import Recipe
+from rush.train.objectives.next_token import told
 
 REFERENCE_FREE = ("orpo", "simpo")
 FIGURES = ("reward_chosen", "reward_rejected", "reward_margin", "accuracy", "logp_chosen", "logp_rejected")
@@ -113,9 +114,7 @@ def needs_reference(settings: Settings) -> bool:
 
 def log_probabilities(model: nn.Module, batch: Batch) -> Tensor:
     """The summed log-probability of each row's labels [b], through the model's own forward and loss head."""
-    given = {"positions_bt": batch.positions_bt, "documents_bt": batch.documents_bt}
-    named = {name: tensor for name, tensor in given.items() if tensor is not None}
-    losses_b: Tensor = model(batch.tokens_bt, batch.labels_bt, **named, by_row=True)
+    losses_b: Tensor = model(batch.tokens_bt, batch.labels_bt, **told(batch), by_row=True)
     return -losses_b
 
 

@@ -1,0 +1,200 @@
+"""The reference of a preference run: what the model gave every answer before it learned anything.
+
+`cached`: one pass over the pairs before the first step, in the shapes, precision and with the techniques of
+training, so that the run starts at a difference of exactly zero. The numbers (one for each answer) are kept in the
+cache, named by base, data and settings, and beside the run, which needs them when it goes on; a pass that was
+interrupted goes on where it stopped. `live`: a frozen copy of the start is asked beside every step, which takes
+its memory and a third more arithmetic, and pays where a run sees only a small part of the pairs. With adapters
+the copy is the model itself with the adapters switched off.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from rush.data.document_loader import Layout
+from rush.data.documents import Documents
+from rush.data.packing import Pad, in_order
+from rush.errors import DataError
+from rush.files import writing
+from rush.hardware.ceilings import cache_folder
+from rush.models.adapters import is_adapted
+from rush.models.quantised import fingerprint
+from rush.train.build import Run, build
+from rush.train.objectives import Preference
+from rush.train.objectives.preference import log_probabilities, needs_reference
+
+Values = npt.NDArray[np.float32]
+Show = Callable[[int, int], None]
+SAVE_EVERY = 50
+"""Micro batches between two writings of a pass under way."""
+
+
+def wants_cached(run: Run) -> bool:
+    settings = run.recipe.objective
+    return (
+        isinstance(run.objective, Preference) and needs_reference(settings) and settings.reference == "cached"
+    )
+
+
+def set_live_reference(run: Run, weights: dict[str, torch.Tensor] | None) -> None:
+    """Give a run that asks for it a frozen copy of its start; `weights` are those it started from, as for `build`."""
+    objective, settings = run.objective, run.recipe.objective
+    if not isinstance(objective, Preference) or not needs_reference(settings) or settings.reference != "live":
+        return
+    if not is_adapted(run.model):
+        objective.reference_model = build(run.recipe, run.machine, weights).model.requires_grad_(False)
+
+
+def references(
+    run: Run,
+    splits: Mapping[str, tuple[Documents, int | None]],
+    digest: str,
+    folder: Path,
+    *,
+    resumed: bool,
+    cache: Path | None = None,
+) -> dict[str, Values]:
+    """The reference's log-probability of every answer, for each split: documents, and how many pairs of them at most.
+
+    The run must stand at its start, unless it is resumed: then the numbers beside the run are read.
+    """
+    found: dict[str, Values] = {}
+    for split, (documents, limit) in splits.items():
+        path = folder / "reference" / f"{split}.npy"
+        count = min(len(documents), 2 * limit) if limit else len(documents)
+        if resumed:
+            found[split] = _read(path, count)
+            continue
+        key = reference_key(run, f"{digest}:{split}:{count}")
+        with progress_bar() as show:
+            found[split] = compute(
+                run, documents, count, (cache or cache_folder()) / "references" / f"{key}.npy", show
+            )
+        _write(path, found[split])
+    return found
+
+
+def reference_key(run: Run, data: str) -> str:
+    """Names a pass: the base's values, the data, and whatever changes how the numbers are rounded."""
+    weights = {
+        name: fingerprint(tensor)
+        for name, tensor in run.model.state_dict().items()
+        if isinstance(tensor, torch.Tensor) and ".adapter." not in name
+    }
+    recipe = run.recipe
+    told: dict[str, Any] = {
+        "weights": sorted(weights.items()),
+        "data": data,
+        "techniques": recipe.technique_uses(),
+        "batch": [recipe.batch.micro, recipe.batch.sequence],
+        "device": run.machine.summary(),
+        "torch": torch.__version__,
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+
+
+@torch.no_grad()
+def compute(
+    run: Run, documents: Documents, count: int, path: Path, show: Show = lambda done, all: None
+) -> Values:
+    """One pass over the first `count` documents, or what an earlier one left at `path`."""
+    if path.is_file():
+        return _read(path, count)
+    batch, options = run.recipe.batch, run.loader_options
+    layout = Layout(documents, options.get("packing") or Pad(), batch.micro, batch.sequence, paired=True)
+    plan = layout.plan(in_order(count // 2), in_order)
+    partial = path.with_name(f".{path.stem}.partial.npy")
+    with writing(path, "the reference in "):
+        values = _open_partial(partial, count)
+        for index in range(len(plan)):
+            rows = plan.batch(index)
+            pairs = np.array([int(row[0, 0]) for row in rows])
+            where = np.concatenate((2 * pairs, 2 * pairs + 1))
+            if np.isnan(values[where]).any():
+                values[where] = _of_batch(run, layout, rows)
+                if index % SAVE_EVERY == 0:
+                    values.flush()
+            show(index + 1, len(plan))
+        values.flush()
+        result = np.array(values)
+        assert not np.isnan(result).any(), "an answer was left out"
+        partial.replace(path)
+    return result
+
+
+def _of_batch(run: Run, layout: Layout, rows: list[npt.NDArray[np.int64]]) -> Values:
+    batch = layout.batch(rows)
+    run.objective.units(batch)  # refuses what is no preference, before hours are spent on it
+    with run.in_step(), run.autocast():
+        logp_b = log_probabilities(run.model, batch.to(run.device)).float().cpu()
+    chosen, rejected = logp_b.chunk(2)
+    result: Values = torch.cat((chosen[: len(rows)], rejected[: len(rows)])).numpy()
+    if not np.isfinite(result).all():
+        raise DataError(
+            f"the reference gives {batch.samples[int((~np.isfinite(result)).argmax())]} a log-probability that is no finite "
+            "number; the weights of model.init_from are damaged, or the precision is too low for them."
+        )
+    return result
+
+
+def _open_partial(path: Path, count: int) -> np.memmap[Any, np.dtype[np.float32]]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if path.is_file():
+        try:
+            found = np.lib.format.open_memmap(path, mode="r+")
+            if found.shape == (count,) and found.dtype == np.float32:
+                return found
+        except ValueError:
+            pass  # cut off while it was made: it is made anew
+    values = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(count,))
+    values[:] = np.nan
+    return values
+
+
+def _read(path: Path, count: int) -> Values:
+    try:
+        values: Values = np.load(path, allow_pickle=False)
+    except (OSError, ValueError) as error:
+        raise DataError(
+            f"the reference's log-probabilities in {path} cannot be read ({error}); restore the file, or start a new run "
+            "with another --out."
+        ) from None
+    if values.shape != (count,) or values.dtype != np.float32 or not np.isfinite(values).all():
+        raise DataError(
+            f"{path} holds {values.dtype} numbers of shape {list(values.shape)}, but the reference of this run is {count} "
+            "finite float32 numbers; it belongs to other data. Restore the file, or start a new run with another --out."
+        )
+    return values
+
+
+def _write(path: Path, values: Values) -> None:
+    with writing(path, "the reference in "):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_name(f".{path.name}")
+        np.save(partial.with_suffix(".partial.npy"), values, allow_pickle=False)
+        partial.with_suffix(".partial.npy").replace(path)
+
+
+@contextmanager
+def progress_bar() -> Iterator[Show]:
+    """A bar on standard error that appears with the first report."""
+    columns = (TextColumn("Asking the reference"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("reference", total=None, visible=False)
+
+        def show(done: int, total: int) -> None:
+            bar.update(task, completed=done, total=total, visible=True)
+
+        yield show
