@@ -48,15 +48,20 @@ def hub_slices(dataset: HubDataset, limit: int | None) -> list[Slice]:
 
 
 def read_hub_slice(piece: Slice, text_field: str) -> Iterator[Document]:
+    for name, row in read_hub_rows(piece):
+        if text_field not in row:
+            raise DataError(missing_field(name, text_field, list(row)))
+        yield from as_document(row[text_field], name)
+
+
+def read_hub_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a shard of a stream, with their names."""
     dataset = HubDataset.parse(piece.path)
     stream = _open_stream(dataset).shard(num_shards=piece.stop, index=piece.start)
     if piece.take is not None:
         stream = stream.take(piece.take)
     for row_number, row in enumerate(stream):
-        name = f"{dataset.name}:{piece.start}:row {row_number}"
-        if text_field not in row:
-            raise DataError(missing_field(name, text_field, list(row)))
-        yield from as_document(row[text_field], name)
+        yield f"{dataset.name}:{piece.start}:row {row_number}", row
 
 
 def _open_stream(dataset: HubDataset) -> Any:

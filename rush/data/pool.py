@@ -5,26 +5,35 @@ from __future__ import annotations
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
+from typing import TypeVar
 
 from rush.data.shards import Shard
 from rush.data.units import UnitJob, run_unit
 from rush.errors import MachineError
 
+Job = TypeVar("Job")
+Result = TypeVar("Result")
+
 
 def run_jobs(jobs: list[UnitJob], workers: int) -> Iterator[tuple[Shard, ...]]:
-    """The shards of each job as it ends: in this process where one worker is enough, in a pool otherwise."""
+    """The shards of each job as it ends."""
+    return run_each(run_unit, jobs, workers)
+
+
+def run_each(run: Callable[[Job], Result], jobs: Sequence[Job], workers: int) -> Iterator[Result]:
+    """What each job gives, as it ends: in this process where one worker is enough, in a pool otherwise."""
     workers = min(workers, len(jobs))
     if workers <= 1:
-        yield from map(run_unit, jobs)
+        yield from map(run, jobs)
         return
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, mp_context=context, initializer=_start_worker) as pool:
         try:
-            for future in as_completed([pool.submit(run_unit, job) for job in jobs]):
+            for future in as_completed([pool.submit(run, job) for job in jobs]):
                 yield future.result()
         except BrokenProcessPool as error:
             raise MachineError(

@@ -157,9 +157,9 @@ def read_slice(piece: Slice, text_field: str) -> Iterator[Document]:
     readers = {
         "text": _read_text,
         "python": _read_python,
-        "jsonl": _read_jsonl,
-        "packed": _read_packed,
-        "parquet": _read_parquet,
+        "jsonl": _read_rows,
+        "packed": _read_rows,
+        "parquet": _read_rows,
     }
     documents = readers[piece.kind](replace(piece, take=None), text_field)
     for count, document in enumerate(documents):
@@ -187,7 +187,25 @@ def _read_python(piece: Slice, _: str) -> Iterator[Document]:
         yield from as_document(file.read().decode(encoding), piece.path)
 
 
-def _read_jsonl(piece: Slice, text_field: str) -> Iterator[Document]:
+def read_rows(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of a slice of JSONL or Parquet with their names; of Parquet, only `columns` where given."""
+    if piece.kind == "parquet":
+        return _parquet_rows(piece, columns)
+    return _jsonl_rows(piece) if piece.kind == "jsonl" else _packed_rows(piece)
+
+
+def _read_rows(piece: Slice, text_field: str) -> Iterator[Document]:
+    if piece.kind == "parquet":
+        names = _open_parquet(piece.path).schema_arrow.names
+        if text_field not in names:
+            raise DataError(missing_field(piece.path, text_field, names))
+    for name, row in read_rows(piece, [text_field]):
+        if text_field not in row:
+            raise DataError(missing_field(name, text_field, list(row)))
+        yield from as_document(row[text_field], name)
+
+
+def _jsonl_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
     with opened(piece.path) as file:
         file.seek(piece.start)
         at = piece.start
@@ -196,12 +214,12 @@ def _read_jsonl(piece: Slice, text_field: str) -> Iterator[Document]:
             line = file.readline()
             if not line:
                 return
-            yield from _parse_line(line, piece.path, line_number, text_field)
+            yield from _parse_line(line, piece.path, line_number)
             at += len(line)
             line_number += 1
 
 
-def _read_packed(piece: Slice, text_field: str) -> Iterator[Document]:
+def _packed_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
     if piece.path.lower().endswith(".zst"):
         arrow = import_extra("pyarrow", "parquet", "Reading .jsonl.zst files")
         stream = arrow.input_stream(piece.path, compression="zstd")
@@ -210,7 +228,7 @@ def _read_packed(piece: Slice, text_field: str) -> Iterator[Document]:
     with stream:
         try:
             for line_number, line in enumerate(_lines(stream), start=1):
-                yield from _parse_line(line, piece.path, line_number, text_field)
+                yield from _parse_line(line, piece.path, line_number)
         except (OSError, EOFError) as error:
             raise DataError(
                 f"{piece.path}: the compressed file is damaged ({error}). Fetch it again."
@@ -226,7 +244,7 @@ def _lines(stream: Any) -> Iterator[bytes]:
         yield held
 
 
-def _parse_line(line: bytes, path: str, number: int, text_field: str) -> Iterator[Document]:
+def _parse_line(line: bytes, path: str, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
     if not line.strip():
         return
     name = f"{path}:{number}"
@@ -239,21 +257,16 @@ def _parse_line(line: bytes, path: str, number: int, text_field: str) -> Iterato
         ) from error
     if not isinstance(row, dict):
         raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")
-    if text_field not in row:
-        raise DataError(missing_field(name, text_field, list(row)))
-    yield from as_document(row[text_field], name)
+    yield name, row
 
 
-def _read_parquet(piece: Slice, text_field: str) -> Iterator[Document]:
-    file = _open_parquet(piece.path)
-    if text_field not in file.schema_arrow.names:
-        raise DataError(missing_field(piece.path, text_field, file.schema_arrow.names))
-    row = piece.first
+def _parquet_rows(piece: Slice, columns: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
     groups = list(range(piece.start, piece.stop))
-    for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=[text_field]):
-        for text in batch.column(0).to_pylist():
-            yield from as_document(text, f"{piece.path}:row {row}")
-            row += 1
+    number = piece.first
+    for batch in _open_parquet(piece.path).iter_batches(batch_size=256, row_groups=groups, columns=columns):
+        for row in batch.to_pylist():
+            yield f"{piece.path}:row {number}", row
+            number += 1
 
 
 def _open_parquet(path: str) -> Any:

@@ -1,0 +1,225 @@
+"""Questions and answers from the standard library's docstrings: chat data that is on every machine.
+
+A source file is parsed, never imported, so nothing runs. Its public modules, classes and functions are asked
+about in varied words; answers are first paragraphs, whole docstrings, signatures and lists of methods, and
+classes are talked about in several turns. Which words and which kind depend on a hash of the name alone.
+
+For preferences, the right answer stands against a wrong one: what another object's docstring says, the right
+words in a wrong order, or the beginning of the right answer said over and over.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import re
+import sysconfig
+import tokenize
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from rush.errors import DataError
+
+VERSION = 1
+"""Part of what names prepared data: raise it when other rows come out."""
+
+_T = TypeVar("_T")
+# What few would ask about: programs that come with Python, and what newer versions have dropped.
+_SKIPPED = frozenset({"idlelib", "lib2to3", "distutils", "turtledemo", "ensurepip"})
+_ANSWER_LETTERS = 600
+_WHAT = {
+    "module": (
+        "What is the module {name} for?",
+        "What does the Python module {name} do?",
+        "Tell me about the module {name}.",
+        "I found `import {name}` in a program. What is it?",
+        "When would I use {name}?",
+    ),
+    "class": (
+        "What is {name}?",
+        "What is the class {name} for?",
+        "Describe the class {name}.",
+        "Can you explain {name} to me?",
+        "What does an object of {name} do?",
+    ),
+    "function": (
+        "What does {name} do?",
+        "What is {name} for?",
+        "Explain the function {name}.",
+        "Can you tell me what {name}() does?",
+        "I saw a call of {name}. What happens there?",
+        "In one sentence: what is the purpose of {name}?",
+    ),
+}
+_DETAIL = (
+    "Explain {name} in detail.",
+    "What is the full documentation of {name}?",
+    "Tell me all about {name}.",
+)
+_CALL = ("How do I call {name}?", "What is the signature of {name}?", "Which arguments does {name} take?")
+_METHODS = ("Which methods does it have?", "What can I call on it?", "What are its methods?")
+_METHOD = ("And what does {name} do?", "What is {name} for?", "Explain its method {name}.")
+
+
+@dataclass
+class _Thing:
+    """A module, class or function that has a docstring."""
+
+    kind: str
+    name: str
+    docstring: str
+    line: int
+    call: str = ""
+    methods: list[_Thing] = field(default_factory=list)
+
+    @property
+    def summary(self) -> str:
+        """The first paragraph as one line."""
+        return " ".join(re.split(r"\n\s*\n", self.docstring, maxsplit=1)[0].split())
+
+    @property
+    def short_name(self) -> str:
+        return self.name.rsplit(".", 1)[-1]
+
+
+Rows = Iterator[tuple[str, dict[str, Any], str]]
+
+
+def docstring_questions(path: str) -> Rows:
+    """Chat rows of a source file: name, fields, group."""
+    for thing in _things(path):
+        for number, messages in enumerate(_conversations(thing)):
+            yield f"{path}:{thing.line} {thing.name}#{number}", {"messages": messages}, thing.name
+
+
+def docstring_pairs(path: str) -> Rows:
+    """Preference rows of a source file: name, fields, group."""
+    things = _things(path)
+    everything = [*things, *(method for thing in things for method in thing.methods)]
+    answers = sorted({thing.summary for thing in everything})
+    for thing in things:
+        for one in (thing, *thing.methods):
+            wrong = _wrong(one, answers)
+            if wrong is None or not _fit(one.summary):
+                continue
+            prompt = _pick(_WHAT[one.kind], one.name, "question").format(name=one.name)
+            row = {"prompt": prompt, "chosen": one.summary, "rejected": wrong}
+            yield f"{path}:{one.line} {one.name}", row, thing.name
+
+
+def _conversations(thing: _Thing) -> Iterator[list[dict[str, str]]]:
+    name = thing.name
+    if _fit(thing.summary):
+        yield _talk(_pick(_WHAT[thing.kind], name, "first").format(name=name), thing.summary)
+        yield _talk(_pick(_WHAT[thing.kind], name, "second", other="first").format(name=name), thing.summary)
+    if thing.docstring != thing.summary and _fit(thing.docstring):
+        yield _talk(_pick(_DETAIL, name, "detail").format(name=name), thing.docstring)
+    if thing.call:
+        yield _talk(_pick(_CALL, name, "call").format(name=name), thing.call)
+    if thing.methods and _fit(thing.summary):
+        method = _pick(thing.methods, name, "method")
+        known = ", ".join(one.short_name for one in thing.methods)
+        talk = _talk(_pick(_WHAT[thing.kind], name, "talk").format(name=name), thing.summary)
+        talk += _talk(_pick(_METHODS, name, "methods"), f"It has these methods: {known}.")
+        if _fit(method.summary):
+            talk += _talk(_pick(_METHOD, name, "of").format(name=method.short_name), method.summary)
+        if _fit(known):
+            yield talk
+    for method in thing.methods:
+        if _fit(method.summary):
+            yield _talk(
+                _pick(_WHAT["function"], method.name, "first").format(name=method.name), method.summary
+            )
+
+
+def _talk(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _fit(answer: str) -> bool:
+    """Whether a text is an answer: a word or two says nothing, a page is not for conversation."""
+    return 12 <= len(answer) <= _ANSWER_LETTERS
+
+
+def _wrong(thing: _Thing, answers: Sequence[str]) -> str | None:
+    """A wrong answer to what `thing` is, or None where none can be made."""
+    right = thing.summary
+    kind = _number(thing.name, "wrong") % 4
+    words = right.split()
+    if kind == 2 and len(set(words)) >= 4:
+        shuffled = sorted(words, key=lambda word: _number(thing.name, word))
+        return " ".join(shuffled) if shuffled != words else None
+    if kind == 3 and len(words) >= 4:
+        return " ".join([*words[:3]] * max(2, len(words) // 3))
+    others = [answer for answer in answers if answer != right and _fit(answer)]
+    return _pick(others, thing.name, "other") if others else None
+
+
+def _pick(choices: Sequence[_T], *key: str, other: str | None = None) -> _T:
+    """One of the choices, by a hash of `key`; with `other`, not the one picked for that key instead."""
+    number = _number(*key)
+    if other is None or len(choices) == 1:
+        return choices[number % len(choices)]
+    taken = _number(*key[:-1], other) % len(choices)
+    return choices[(taken + 1 + number % (len(choices) - 1)) % len(choices)]
+
+
+def _number(*key: str) -> int:
+    return int.from_bytes(hashlib.blake2b("\0".join(key).encode(), digest_size=8).digest(), "little")
+
+
+def _things(path: str) -> list[_Thing]:
+    """The public objects of a source file that have docstrings; methods within their class."""
+    module = _module_name(Path(path))
+    parts = module.split(".")
+    if parts[0] in _SKIPPED or any(part.startswith("_") for part in parts):
+        return []
+    try:
+        with tokenize.open(path) as file:
+            tree = ast.parse(file.read())
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as Python source ({error}).") from error
+    found = [_thing("module", module, tree, 1)]
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            thing = _thing("class", f"{module}.{node.name}", node, node.lineno)
+            methods = [
+                inner for inner in node.body if isinstance(inner, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+            made = [_function(f"{thing.name}.{inner.name}", inner) for inner in methods]
+            thing.methods = _unlike([one for one in made if _public(one)])
+            found.append(thing)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append(_function(f"{module}.{node.name}", node))
+    return _unlike([thing for thing in found if _public(thing)])
+
+
+def _function(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> _Thing:
+    thing = _thing("function", name, node, node.lineno)
+    thing.call = f"{name}({ast.unparse(node.args)})"
+    return thing
+
+
+def _thing(
+    kind: str, name: str, node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, line: int
+) -> _Thing:
+    return _Thing(kind, name, inspect.cleandoc(ast.get_docstring(node) or ""), line)
+
+
+def _public(thing: _Thing) -> bool:
+    return bool(thing.summary) and not thing.short_name.startswith("_")
+
+
+def _unlike(things: list[_Thing]) -> list[_Thing]:
+    """The last of each name: a function may be defined anew, for another system."""
+    return list({thing.name: thing for thing in things}.values())
+
+
+def _module_name(path: Path) -> str:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    relative = path.relative_to(root) if path.is_relative_to(root) else Path(path.name)
+    parts = [*relative.parent.parts, relative.stem]
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)

@@ -1,0 +1,266 @@
+"""A conversation to token ids, and which of them are targets.
+
+Where an answer begins and ends is read off the template's structure, never searched for in the text. The
+conversation is rendered up to each answer as generation would have it (with the generation prompt) and again
+with the answer; each rendering must begin with the one before, and what is new is the answer with its
+end-of-turn token. A template that rewrites earlier turns fails that test and is refused, unless it marks its
+answers itself (`{% generation %}`).
+
+The text is then cut where answers begin and end, and each piece is encoded on its own. So the prompt has the
+very tokens that generation will give the model: encoded in one go, the line end before an answer and the
+first letters of the answer could merge into a token that no prompt ever ends with.
+
+The names of special tokens inside a turn are letters. A question that says `<|im_end|>` ends nothing: every
+character of such a turn is guarded with a character that no text uses, which is taken away again after the
+real special tokens have been found.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from rush.data.conversations.templates import Template
+from rush.data.conversations.turns import BadRow, Conversation, Text, Turn
+from rush.data.tokenizer import Tokenizer
+from rush.errors import DataError
+
+# Unicode sets these aside for use inside a program: no text holds them. (If one does, the others serve.)
+_NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+# Characters after which a text goes on without a space, to encode the middle of a text as such.
+_ANCHORS = ("\n", ":", ">", ".")
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids, and for each whether it is a target: a label for the position before it."""
+
+    tokens: list[int]
+    trained: list[bool]
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def num_trained(self) -> int:
+        return sum(self.trained)
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A stretch of the rendered text. Answers count from 0; -1 is what stands between them."""
+
+    text: str
+    answer: int
+
+
+def encode(
+    conversation: Conversation | Text,
+    tokenizer: Tokenizer,
+    template: Template,
+    train_on: str = "completion",
+    *,
+    prompt_turns: int = 0,
+) -> Encoded:
+    """Encode a conversation or a text. Answers within the first `prompt_turns` turns are context only."""
+    if isinstance(conversation, Text):
+        return _encode_text(conversation.text, tokenizer)
+    encoder = _encoder(tokenizer, template)
+    first = sum(turn.role == "assistant" for turn in conversation.turns[:prompt_turns])
+    tokens: list[int] = []
+    trained: list[bool] = []
+    for piece, ids in encoder.pieces(conversation.turns, generation=False):
+        tokens += ids
+        trained += [train_on == "all" or piece.answer >= first] * len(ids)
+    encoder.check(tokens)
+    if trained:
+        trained[0] = False  # there is no position before it
+    if not any(trained):
+        raise BadRow("nothing to train on", "the template leaves no token that is a target")
+    return Encoded(tokens, trained)
+
+
+def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: Template) -> list[int]:
+    """The tokens to generate an answer from: those that `encode` puts before it."""
+    encoder = _encoder(tokenizer, template)
+    tokens = [token for _, ids in encoder.pieces(conversation.turns, generation=True) for token in ids]
+    encoder.check(tokens)
+    return tokens
+
+
+def _encode_text(text: str, tokenizer: Tokenizer) -> Encoded:
+    """A plain text is all answer: everything is a target, and so is its end."""
+    begin = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    tokens = [*begin, *tokenizer.encode(text, specials=False), tokenizer.eos_id]
+    return Encoded(tokens, [False] + [True] * (len(tokens) - 1))
+
+
+@functools.lru_cache(maxsize=8)
+def _encoder(tokenizer: Tokenizer, template: Template) -> _Encoder:
+    return _Encoder(tokenizer, template)
+
+
+@dataclass(frozen=True)
+class _Encoder:
+    tokenizer: Tokenizer
+    template: Template
+
+    @functools.cached_property
+    def specials(self) -> re.Pattern[str]:
+        """Finds special tokens; the longest first, as where one begins another."""
+        names = sorted(self.tokenizer.special_ids, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, names)) if names else r"(?!)")
+
+    @functools.cached_property
+    def adds_space(self) -> bool:
+        """Whether the tokenizer puts a space before a text it is given, as those made with SentencePiece do."""
+        encode = self.tokenizer.encode
+        return encode("\nab") != encode("\n") + encode("ab")
+
+    def pieces(self, turns: Sequence[Turn], *, generation: bool) -> list[tuple[_Piece, list[int]]]:
+        """The rendered conversation in pieces with their ids; with `generation`, up to the answer to come."""
+        _check_turns_appear(self.template, tuple(turn.role for turn in turns))
+        text, guard, answers = self._rendered(turns, generation)
+        pieces = _cut(text, answers)
+        if not generation and pieces[-1].answer < 0 and not pieces[-1].text.strip():
+            pieces.pop()  # the line end after the last turn: there is nothing left to predict from it
+        found = []
+        before = ""
+        for piece in pieces:
+            found.append((piece, self._ids(piece.text, guard, before)))
+            before = piece.text
+        return found
+
+    def _rendered(self, turns: Sequence[Turn], generation: bool) -> tuple[str, str, list[tuple[int, int]]]:
+        """The text with guards in it, the guard, and where the answers are: from, to."""
+        content = "".join(turn.content for turn in turns)
+        free = [mark for mark in _NONCHARACTERS if mark not in content]
+        if len(free) < 3:
+            raise BadRow(
+                "unreadable characters", "the turns hold all the noncharacters that Unicode reserves"
+            )
+        guard, *marks = free[:3]
+        guarded = [replace(turn, content=self._guarded(turn.content, guard)) for turn in turns]
+        if self.template.marked:
+            text, answers = self._marked_answers(guarded, (marks[0], marks[1]), generation)
+        else:
+            text, answers = self._nested_answers(guarded, generation)
+        return text, guard, [self._with_its_end(text, start, stop) for start, stop in answers]
+
+    def _guarded(self, content: str, guard: str) -> str:
+        """White space stays bare, so that a template that trims still does."""
+        return re.sub(r"(?=\S)", guard, content) if self.specials.search(content) else content
+
+    def _nested_answers(self, turns: list[Turn], generation: bool) -> tuple[str, list[tuple[int, int]]]:
+        full = self.template.render(turns, generation=generation)
+        answers: list[tuple[int, int]] = []
+        for place, turn in enumerate(turns):
+            if turn.role != "assistant":
+                continue
+            before = self.template.render(turns[:place], generation=True)
+            after = self.template.render(turns[: place + 1])
+            if not (after.startswith(before) and full.startswith(after)):
+                raise DataError(
+                    f"The template ({self.template.name}) writes the turns before answer {len(answers) + 1} differently "
+                    "when more follows, so what is learned would not be what generation sees. Mark the answers in it "
+                    "with {% generation %} … {% endgeneration %}, or set data.template to chatml, llama-3 or plain."
+                )
+            answers.append((len(before), len(after)))
+        return full, answers
+
+    def _marked_answers(
+        self, turns: list[Turn], marks: tuple[str, str], generation: bool
+    ) -> tuple[str, list[tuple[int, int]]]:
+        parts = re.split(
+            f"([{marks[0]}{marks[1]}])", self.template.render(turns, generation=generation, marks=marks)
+        )
+        text, start = "", 0
+        answers: list[tuple[int, int]] = []
+        for part in parts:
+            if part == marks[0]:
+                start = len(text)
+            elif part == marks[1]:
+                answers.append((start, len(text)))
+            else:
+                text += part
+        wanted = sum(turn.role == "assistant" for turn in turns)
+        if len(answers) != wanted:
+            raise DataError(
+                f"The template ({self.template.name}) marks {len(answers)} answers with {{% generation %}} in a "
+                f"conversation that has {wanted}; every answer must be marked once."
+            )
+        return text, answers
+
+    def _with_its_end(self, text: str, start: int, stop: int) -> tuple[int, int]:
+        """An answer up to and with its end-of-turn token: a model that never learns it never stops."""
+        ends = [found.end() for found in self.specials.finditer(text, start, stop)]
+        if ends and not text[ends[-1] : stop].strip():
+            return start, ends[-1]
+        # Who marks an answer may leave its end outside.
+        following = self.specials.match(text, stop) if self.template.marked else None
+        if following is None:
+            raise DataError(
+                f"The template ({self.template.name}) writes no special token after an answer, so a model would not "
+                "learn to stop. Let it write {{ eos_token }} there, or set data.template to chatml, llama-3 or plain."
+            )
+        return start, following.end()
+
+    def _ids(self, text: str, guard: str, before: str) -> list[int]:
+        if guard not in text:
+            return self._inside(text, before, specials=True)
+        # Real special tokens are found first; what is between them is letters, whatever it says.
+        ids: list[int] = []
+        at = 0
+        for found in re.finditer(f"(?<!{guard})(?:{self.specials.pattern})", text):
+            ids += self._inside(text[at : found.start()].replace(guard, ""), before, specials=False)
+            ids.append(self.tokenizer.special_ids[found.group()])
+            at, before = found.end(), found.group()
+        return ids + self._inside(text[at:].replace(guard, ""), before, specials=False)
+
+    def _inside(self, text: str, before: str, *, specials: bool) -> list[int]:
+        """The ids of a text that follows `before`: no space is put in front of it."""
+        encode = functools.partial(self.tokenizer.encode, specials=specials)
+        if not text:
+            return []
+        if not self.adds_space or not before:
+            return encode(text)
+        ends = [found.group() for found in self.specials.finditer(before) if found.end() == len(before)]
+        for anchor in (*ends[-1:], *_ANCHORS):
+            lead = encode(anchor)
+            ids = encode(anchor + text)
+            if ids[: len(lead)] == lead:
+                return ids[len(lead) :]
+        return encode(text)
+
+    def check(self, tokens: list[int]) -> None:
+        bos = self.tokenizer.bos_id
+        if bos is not None and tokens[:2] == [bos, bos]:
+            raise DataError(
+                f"The template ({self.template.name}) writes {self.tokenizer.bos_token} twice at the beginning. Once is "
+                "what the model knows; take one out of the template."
+            )
+
+
+def _cut(text: str, answers: list[tuple[int, int]]) -> list[_Piece]:
+    pieces, at = [], 0
+    for number, (start, stop) in enumerate(answers):
+        pieces += [_Piece(text[at:start], -1), _Piece(text[start:stop], number)]
+        at = stop
+    return [*pieces, _Piece(text[at:], -1)]
+
+
+@functools.lru_cache(maxsize=4096)
+def _check_turns_appear(template: Template, roles: tuple[str, ...]) -> None:
+    """Every turn must be in the text: tried once for each order of roles, with words that can be told apart."""
+    turns = [Turn(role, f"turn{place}of{len(roles)}") for place, role in enumerate(roles)]
+    text = template.render(turns)
+    missing = [
+        f"{place} ({turn.role})" for place, turn in enumerate(turns, start=1) if turn.content not in text
+    ]
+    if missing:
+        raise DataError(
+            f"The template ({template.name}) drops turn {', '.join(missing)} of a conversation of {', '.join(roles)}: "
+            "what it leaves out would silently not be learned from. Use another template, or remove such turns."
+        )

@@ -1,0 +1,112 @@
+"""The ways to write a conversation: a tokenizer's own template, or one of a few by name.
+
+A named template ends every turn with a special token, because that is what tells a model to stop: its usual
+mark where the tokenizer has it, the end-of-text token where not. The rest of a template may be plain text, so
+that it works with any vocabulary. A generation prompt ends with a line end rather than a space: a space would
+belong to the answer's first token.
+"""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rush.data.chat import render
+from rush.data.conversations.turns import Turn
+from rush.data.tokenizer import Tokenizer
+from rush.errors import RecipeError, nearest
+
+_PLAIN = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- message['role'] | capitalize + ':\\n' + message['content'] + END + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- 'Assistant:\\n' }}
+{%- endif %}
+"""
+_CHATML = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + END + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+_LLAMA_3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' + message['content'] | trim + END }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
+{%- endif %}
+"""
+_RAW = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- message['content'] }}
+    {%- if message['role'] == 'assistant' %}{{- END }}{%- endif %}
+{%- endfor %}
+"""
+# A template, and the special token that ends a turn in it where the tokenizer knows it.
+_NAMED: dict[str, tuple[str, str | None]] = {
+    "chatml": (_CHATML, "<|im_end|>"),
+    "llama-3": (_LLAMA_3, "<|eot_id|>"),
+    "plain": (_PLAIN, None),
+    "raw": (_RAW, None),
+}
+NAMES = ("auto", *_NAMED)
+
+TRAINING_DATE = datetime.date(2024, 7, 26)
+"""Stands for today in templates that write the date, so that data prepared tomorrow is the same data."""
+_MARKED = re.compile(r"\{%-?\s*generation\b")
+
+
+@dataclass(frozen=True)
+class Template:
+    """A template with the special tokens it may mention."""
+
+    name: str
+    source: str
+    bos_token: str | None
+    eos_token: str | None
+
+    @property
+    def marked(self) -> bool:
+        """Whether it says itself which text is generated."""
+        return _MARKED.search(self.source) is not None
+
+    def render(
+        self, turns: Sequence[Turn], *, generation: bool = False, marks: tuple[str, str] = ("", "")
+    ) -> str:
+        messages = [{"role": turn.role, "content": turn.content} for turn in turns]
+        return render(
+            self.source,
+            messages,
+            generation,
+            date=TRAINING_DATE,
+            marks=marks,
+            bos_token=self.bos_token,
+            eos_token=self.eos_token,
+        )
+
+
+def find_template(name: str, tokenizer: Tokenizer) -> Template:
+    """A template by name; `auto` is the tokenizer's own, or chatml where it has none."""
+    if name == "auto":
+        if tokenizer.chat_template is not None:
+            return Template(
+                "the tokenizer's own", tokenizer.chat_template, tokenizer.bos_token, tokenizer.eos_token
+            )
+        name = "chatml"
+    if name not in _NAMED:
+        raise RecipeError(
+            f"data.template is {name!r}, which is no template known here; {nearest(name, NAMES)}"
+        )
+    source, mark = _NAMED[name]
+    end = f"'{mark}'" if mark in tokenizer.special_ids else "eos_token"
+    return Template(name, source.replace("END", end), tokenizer.bos_token, tokenizer.eos_token)

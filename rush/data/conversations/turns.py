@@ -1,0 +1,103 @@
+"""What a row of fine-tuning data says: a conversation, a plain text, or a pair of answers to one prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+ROLES = ("system", "user", "assistant")
+
+
+class BadRow(Exception):
+    """A row that cannot be trained on. `reason` is a few words to count by, the message a sentence."""
+
+    def __init__(self, reason: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.reason = reason
+
+
+@dataclass(frozen=True)
+class Turn:
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Conversation:
+    turns: tuple[Turn, ...]
+
+    @classmethod
+    def of(cls, messages: Sequence[Mapping[str, str]]) -> Conversation:
+        """From the usual list of `{"role": …, "content": …}`."""
+        return cls(tuple(Turn(message["role"], message["content"]) for message in messages))
+
+    @property
+    def prompt(self) -> tuple[Turn, ...]:
+        """The turns before the first answer."""
+        roles = [turn.role for turn in self.turns]
+        return self.turns[: roles.index("assistant")] if "assistant" in roles else self.turns
+
+    @property
+    def group(self) -> str:
+        """Conversations of one group go to the same split, so that no held-out question is trained on."""
+        return _joined(self.prompt)
+
+
+@dataclass(frozen=True)
+class Text:
+    text: str
+
+    @property
+    def group(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two ways to go on from one prompt."""
+
+    prompt: tuple[Turn, ...]
+    chosen: tuple[Turn, ...]
+    rejected: tuple[Turn, ...]
+
+    @property
+    def conversations(self) -> tuple[Conversation, Conversation]:
+        return Conversation(self.prompt + self.chosen), Conversation(self.prompt + self.rejected)
+
+    @property
+    def group(self) -> str:
+        return _joined(Conversation(self.prompt).prompt)
+
+
+Sample = Conversation | Text | Pair
+
+
+def _joined(turns: Sequence[Turn]) -> str:
+    return "\0".join(turn.content for turn in turns)
+
+
+def check_order(turns: Sequence[Turn]) -> None:
+    """A system turn may come first; then user and assistant alternate, and the assistant has the last word."""
+    roles = [turn.role for turn in turns]
+    talk = roles[1:] if roles[:1] == ["system"] else roles
+    expected = ["user", "assistant"] * ((len(talk) + 1) // 2)
+    if not talk:
+        raise BadRow("no answer", "the conversation holds no question and no answer")
+    for place, (found, wanted) in enumerate(zip(talk, expected, strict=False), start=len(roles) - len(talk)):
+        if found != wanted:
+            raise BadRow(
+                "roles out of order",
+                f"turn {place + 1} is the {found}'s where the {wanted}'s is due; a conversation is an optional system "
+                f"turn, then user and assistant in turn (found: {', '.join(roles)})",
+            )
+    if talk[-1] != "assistant":
+        raise BadRow(
+            "no answer", f"the last turn is the {talk[-1]}'s, so there is no answer to it to learn from"
+        )
+
+
+def check_contents(turns: Sequence[Turn]) -> None:
+    for place, turn in enumerate(turns, start=1):
+        if not turn.content.strip():
+            what = {"assistant": "answer", "user": "question", "system": "system turn"}[turn.role]
+            raise BadRow(f"empty {what}", f"turn {place}, the {turn.role}'s, is empty")
