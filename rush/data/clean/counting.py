@@ -1,6 +1,6 @@
 """Rare items: how often every item is seen, counted without keeping the items.
 
-An item becomes eight bytes of a hash. Each unit writes its hashes with their counts, sorted; sixteen tasks
+An item becomes eight bytes of a hash. Each unit writes its hashes with their counts, sorted; then sixteen tasks
 each add up one sixteenth of the hashes over all units and write the rare ones. What then judges documents
 looks hashes up in those files through a memory map. So memory holds the hashes of one unit, or a sixteenth of
 the different ones, never the items; two items that share a hash (one chance in 10⁴ among a hundred million
@@ -26,11 +26,14 @@ from rush.data.clean.rows import Row
 from rush.data.clean.stages import Pipeline, RareItems
 from rush.files import replacing
 
-PARTS = 16
-SHIFT = np.uint64(60)  # the upper four bits of a hash say which part it belongs to
 HELD = 1 << 20  # counts gathered before they are added up
 
 Counted = npt.NDArray[np.uint64]  # two rows: hashes, sorted, and how often each was seen
+
+
+def num_parts(num_units: int) -> int:
+    """How many tasks add up the counts: one is enough for what a few units hold."""
+    return 16 if num_units >= 16 else 1
 
 
 def nothing() -> Counted:
@@ -121,7 +124,7 @@ class MergeCounts(PipelineStep):  # type: ignore[misc]
         total = nothing()
         held: list[Counted] = []
         for path in sorted(Path(self.counts).glob("*.npy")):
-            held.append(_part(np.load(path, mmap_mode="r", allow_pickle=False), rank))
+            held.append(_part(np.load(path, mmap_mode="r", allow_pickle=False), rank, world_size))
             if sum(part.shape[1] for part in held) >= HELD:
                 total, held = add_up(np.concatenate([total, *held], axis=1)), []
         total = add_up(np.concatenate([total, *held], axis=1))
@@ -130,25 +133,27 @@ class MergeCounts(PipelineStep):  # type: ignore[misc]
         yield from ()
 
 
-def _part(counted: Counted, part: int) -> Counted:
-    start = np.searchsorted(counted[0], np.uint64(part) << SHIFT)
-    stop = counted.shape[1]
-    if part + 1 < PARTS:
-        stop = int(np.searchsorted(counted[0], np.uint64(part + 1) << SHIFT))
-    return np.array(counted[:, start:stop])
+def _part(counted: Counted, part: int, parts: int) -> Counted:
+    """The hashes whose first bits, read as a number, are `part`."""
+    start = np.searchsorted(counted[0], np.uint64((part << 64) // parts))
+    last = np.uint64(((part + 1 << 64) // parts) - 1)
+    return np.array(counted[:, start : np.searchsorted(counted[0], last, side="right")])
 
 
 class RareItemsFilter(PickItems):
     """Drops what contains a rare item."""
 
-    def __init__(self, stage: RareItems, pipeline: Pipeline, removals: Removals, rare: str) -> None:
+    def __init__(
+        self, stage: RareItems, pipeline: Pipeline, removals: Removals, rare: str, parts: int
+    ) -> None:
         super().__init__(stage, pipeline, removals)
         self.rare = rare
+        self.num_parts = parts
         self.parts: list[Counted] | None = None
 
     def judge(self, row: Row, document: Document) -> str | None:
         if self.parts is None:
-            paths = [Path(self.rare) / f"{part:02d}.npy" for part in range(PARTS)]
+            paths = [Path(self.rare) / f"{part:02d}.npy" for part in range(self.num_parts)]
             self.parts = [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]
         rarest: tuple[int, str] | None = None
         for item in self.items(row):
@@ -163,7 +168,7 @@ class RareItemsFilter(PickItems):
     def _count(self, item: str) -> int | None:
         """How often a rare item was seen; None for one that is not rare."""
         assert self.parts is not None
-        value = np.uint64(item_hash(item))
-        hashes, counts = self.parts[int(value >> SHIFT)]
-        at = int(np.searchsorted(hashes, value))
+        value = item_hash(item)
+        hashes, counts = self.parts[value * self.num_parts >> 64]
+        at = int(np.searchsorted(hashes, np.uint64(value)))
         return int(counts[at]) if at < len(hashes) and hashes[at] == value else None

@@ -161,7 +161,7 @@ class NearSignatures(MinhashDedupSignature):  # type: ignore[misc]
     def get_signature(self, shingles: npt.NDArray[np.uint64]) -> list[list[int]]:
         """The minimum over all shingles; piece by piece, or a book would take a kilobyte for every word of it."""
         starts = range(0, len(shingles), SHINGLES_AT_ONCE)
-        pieces = [
+        pieces: list[list[list[int]]] = [
             super(NearSignatures, self).get_signature(shingles[at : at + SHINGLES_AT_ONCE]) for at in starts
         ]
         if len(pieces) == 1:

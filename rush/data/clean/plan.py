@@ -135,8 +135,9 @@ def _together(
     if isinstance(stage, RareItems):
         gather = [counting.PickItems(stage, pipeline, removals), counting.CountItems(stage, at("counts"))]
         merge = counting.MergeCounts(stage, at("counts"), at("rare"))
-        act = counting.RareItemsFilter(stage, pipeline, Removals(late, examples), at("rare"))
-        return gather, [Step("adding up items", [merge], counting.PARTS)], act
+        parts = counting.num_parts(len(inputs.units))
+        act = counting.RareItemsFilter(stage, pipeline, Removals(late, examples), at("rare"), parts)
+        return gather, [Step("adding up items", [merge], parts)], act
     if isinstance(stage, ExactDuplicates):
         config = duplicates.exact_config()
         gather = [

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from datatrove.utils.logging import setup_default_logger
+
 from rush.data.clean.failure import first_error
 from rush.data.clean.join import Join, Target, exists
 from rush.data.clean.language import check_languages
@@ -252,6 +254,7 @@ def quiet(log: Path) -> Iterator[None]:
             file.flush()
             os.dup2(saved, 2)
             os.close(saved)
+    setup_default_logger()  # the engine's log had turned to the file
 
 
 def _read_report(target: Target) -> dict[str, Any]:
