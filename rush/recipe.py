@@ -45,7 +45,8 @@ class Data(Part):
     text_field: str = "text"
     """The field that holds the text in JSONL and Parquet rows."""
     tokenizer: str = "train"
-    """`train` (byte-level BPE on this corpus), `gpt2`, `llama-3`, or a path to a tokenizer.json or its folder."""
+    """`train` (byte-level BPE on this corpus), `gpt2`, `llama-3`, a path to a tokenizer.json or its folder, or, for
+    fine-tuning, `model`: the one that comes with `model.init_from`."""
     vocab_size: Positive | None = None
     """Vocabulary of the trained tokenizer; the model's vocabulary without it."""
     validation: Annotated[float, Field(gt=0, lt=0.5, allow_inf_nan=False)] = 0.01
@@ -59,6 +60,9 @@ class Data(Part):
     or `chosen` and `rejected`. `auto` looks at the fields."""
     template: str = "auto"
     """How a conversation is written: `auto` (the tokenizer's own template, else chatml), `chatml`, `llama-3` or `plain`."""
+    bad_rows: Literal["error", "drop"] = "error"
+    """What becomes of a row that is no conversation (a missing role, an empty answer, nothing to learn); what is dropped
+    is counted by its reason."""
     too_long: Literal["error", "drop", "cut"] = "error"
     """What becomes of a conversation longer than `batch.sequence`; what is dropped or cut is counted."""
 

@@ -24,7 +24,7 @@ from rush.data.tokenizer import Tokenizer, train_bpe
 
 if TYPE_CHECKING:
     from rush.data.batch import Batch
-    from rush.data.loader import Loader, validation_batches
+    from rush.data.loader import Loader, Steps, validation_batches
 
 __all__ = [
     "Batch",
@@ -34,6 +34,7 @@ __all__ = [
     "Manifest",
     "Preparation",
     "Progress",
+    "Steps",
     "TokenDataset",
     "Tokenizer",
     "corpus_statistics",
@@ -51,7 +52,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Batch", "Loader", "validation_batches"):
+    if name in ("Batch", "Loader", "Steps", "validation_batches"):
         from rush.data import loader
 
         return getattr(loader, name)

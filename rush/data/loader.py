@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Protocol, overload
+from typing import Protocol, Self, overload
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,19 @@ import torch
 from rush.data.batch import IGNORED, Batch
 from rush.data.order import shuffled
 from rush.errors import DataError, MachineError, RecipeError
+
+
+class Steps(Protocol):
+    """What training needs of a loader."""
+
+    def next_step(self) -> Iterator[Batch]: ...
+    def state(self) -> dict[str, int]: ...
+    def load_state(self, state: Mapping[str, int]) -> None: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
 
 
 class Windows(Protocol):

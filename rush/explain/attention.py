@@ -94,7 +94,7 @@ def _pass(way: str, length: int, heads: int, device: str) -> Callable[[], object
         return torch.randn(1, heads, length, HEAD_DIM, device=device, generator=generator).to(dtype)
 
     q, k, v, slope = drawn().requires_grad_(), drawn().requires_grad_(), drawn().requires_grad_(), drawn()
-    core = PlainAttention() if way == "plain" else FlashCore()
+    core = PlainAttention() if way == "plain" else FlashCore(longest=length)
 
     def run() -> None:
         out = core(q, k, v)

@@ -180,7 +180,7 @@ def _attention(way: str, shape: Shape, rows: int, sequence: int, drawn: Draw, si
 
     q = drawn(rows, shape.num_heads, sequence, shape.head_dim)
     k, v = (drawn(rows, shape.num_kv_heads, sequence, shape.head_dim) for _ in range(2))
-    core = PlainAttention() if way == "plain" else FlashCore()
+    core = PlainAttention() if way == "plain" else FlashCore(longest=sequence)
     pairs = rows * shape.num_heads * sequence * sequence
     # Plain computes the masked half as well; flash leaves it out.
     flops = 4.0 * pairs * shape.head_dim * (1.0 if way == "plain" else 0.5)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from rush.data import Batch, Loader
+from rush.data import Batch, Steps
 from rush.hardware import conditions, peak_memory_bytes, reset_peak_memory
 from rush.train.build import Run
 from rush.train.schedule import learning_rate
@@ -44,7 +44,7 @@ class Timing:
 class Stepper:
     """Makes the run's next step each time it is asked, and keeps the time it waited for data."""
 
-    def __init__(self, run: Run, loader: Loader) -> None:
+    def __init__(self, run: Run, loader: Steps) -> None:
         self.run = run
         self.loader = loader
         self.step = 0
@@ -65,7 +65,7 @@ class Stepper:
         self.last = train_step(self.run, self.step, lr, self.batches())
 
 
-def time_steps(run: Run, loader: Loader, timing: Timing) -> dict[str, Any]:
+def time_steps(run: Run, loader: Steps, timing: Timing) -> dict[str, Any]:
     """Warm up, then time; everything as plain JSON values."""
     stepper, clock = Stepper(run, loader), _clock(run.device)
     first_s = clock(stepper, 1)

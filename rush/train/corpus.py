@@ -1,16 +1,27 @@
-"""The data a recipe names, ready to train on: prepared once, found again afterwards."""
+"""The data a recipe names, ready to train on: prepared once, found again afterwards.
+
+Pretraining reads windows of one long line of tokens; fine-tuning reads documents, each with its own targets.
+Loop and lab see one thing: a corpus that gives a loader and held-out batches.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
 
 from rush.data import (
     Batch,
     Loader,
     Preparation,
+    Steps,
     TokenDataset,
     Tokenizer,
     prepare,
@@ -18,19 +29,59 @@ from rush.data import (
     read_manifest,
     validation_batches,
 )
+from rush.data.conversations import (
+    DocumentPreparation,
+    DocumentSet,
+    prepare_documents,
+    read_document_manifest,
+)
+from rush.data.document_loader import DocumentLoader, document_validation
+from rush.errors import DataError, RecipeError
 from rush.hardware.ceilings import cache_folder
 from rush.recipe import Recipe
+from rush.records.run_folder import RunFolder
+from rush.train.build import Run
+from rush.train.reference import references, set_live_reference, wants_cached
+
+Note = Callable[[str], None]
+
+
+class Corpus(Protocol):
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def tokenizer(self) -> Tokenizer: ...
+
+    @property
+    def digest(self) -> str:
+        """Names the tokens themselves; a resumed run must find the same."""
+        ...
+
+    def loader(self, recipe: Recipe, options: Mapping[str, Any]) -> Steps:
+        """The training samples in the run's order; `options` are what techniques set."""
+        ...
+
+    def validation(self, recipe: Recipe, options: Mapping[str, Any]) -> Iterator[Batch]:
+        """The held-out batches, always the same ones."""
+        ...
+
+    def ready_for(
+        self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
+    ) -> Corpus:
+        """The corpus with what the run's objective needs besides: the reference's numbers, for preferences."""
+        ...
 
 
 @dataclass(frozen=True)
-class Corpus:
+class TokenCorpus:
+    """One line of tokens, read in windows."""
+
     folder: Path
     tokenizer: Tokenizer
     digest: str
-    """Names the tokens themselves; a resumed run must find the same."""
 
-    def loader(self, recipe: Recipe, options: dict[str, Any]) -> Loader:
-        """The training samples in the run's order; `options` are what techniques set."""
+    def loader(self, recipe: Recipe, options: Mapping[str, Any]) -> Loader:
         return Loader(
             TokenDataset(self.folder, "train", recipe.batch.sequence),
             samples_per_step=recipe.step_tokens // recipe.batch.sequence,
@@ -40,10 +91,68 @@ class Corpus:
             **options,
         )
 
-    def validation(self, recipe: Recipe) -> Iterator[Batch]:
-        """The held-out batches, always the same ones."""
+    def validation(self, recipe: Recipe, options: Mapping[str, Any]) -> Iterator[Batch]:
         dataset = TokenDataset(self.folder, "validation", recipe.batch.sequence)
         return validation_batches(dataset, recipe.batch.micro, samples=recipe.run.validate_sequences)
+
+    def ready_for(
+        self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
+    ) -> Corpus:
+        return self
+
+
+@dataclass(frozen=True)
+class DocumentCorpus:
+    """Documents with targets; for preferences in pairs, with what the reference gives each of them."""
+
+    folder: Path
+    tokenizer: Tokenizer
+    digest: str
+    references: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+
+    def loader(self, recipe: Recipe, options: Mapping[str, Any]) -> DocumentLoader:
+        return DocumentLoader(
+            DocumentSet(self.folder, "train"),
+            micro=recipe.batch.micro,
+            sequence=recipe.batch.sequence,
+            batches_per_step=recipe.accumulation * recipe.data_ranks,
+            seed=recipe.run.seed,
+            shuffle=recipe.data.shuffle,
+            paired=recipe.objective.kind == "dpo",
+            references=self.references.get("train"),
+            **options,
+        )
+
+    def validation(self, recipe: Recipe, options: Mapping[str, Any]) -> Iterator[Batch]:
+        documents = DocumentSet(self.folder, "validation")
+        if len(documents) == 0:
+            raise DataError(
+                f"no document is held out ({self.folder}), so there is nothing to validate on; raise data.validation or use "
+                "more rows."
+            )
+        return document_validation(
+            documents,
+            options.get("packing"),
+            recipe.batch.micro,
+            recipe.batch.sequence,
+            recipe.run.validate_sequences,
+            paired=recipe.objective.kind == "dpo",
+            references=self.references.get("validation"),
+        )
+
+    def ready_for(
+        self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
+    ) -> Corpus:
+        set_live_reference(run, weights)
+        if not wants_cached(run):
+            return self
+        splits = {
+            "train": (DocumentSet(self.folder, "train"), None),
+            "validation": (DocumentSet(self.folder, "validation"), run.recipe.run.validate_sequences),
+        }
+        with nullcontext(beside) if beside else tempfile.TemporaryDirectory() as folder:
+            found = references(run, splits, self.digest, Path(folder), resumed=resumed)
+        return replace(self, references=found)
 
 
 def preparation_of(recipe: Recipe) -> Preparation:
@@ -59,18 +168,74 @@ def preparation_of(recipe: Recipe) -> Preparation:
     )
 
 
-def open_corpus(recipe: Recipe, tokenizer_folder: Path | None, note: Callable[[str], None]) -> Corpus:
+def documents_of(recipe: Recipe) -> DocumentPreparation:
+    """What fine-tuning reads."""
+    data = recipe.data
+    return DocumentPreparation(
+        source=data.source,
+        files=tuple(data.files),
+        format=data.format,
+        template=data.template,
+        train_on=recipe.objective.train_on,
+        too_long=data.too_long,
+        sequence=recipe.batch.sequence,
+        tokenizer=_tokenizer_of(recipe),
+        vocab_size=data.vocab_size or recipe.shape().vocab_size,
+        validation=data.validation,
+        limit=data.limit,
+        paired=recipe.objective.kind == "dpo",
+        text_field=data.text_field,
+        bad_rows=data.bad_rows,
+    )
+
+
+def _tokenizer_of(recipe: Recipe) -> str:
+    """The tokenizer of a fine-tuned model: its own, unless the recipe names one."""
+    base, asked = recipe.model.init_from, recipe.data.tokenizer
+    if asked == "model":
+        if base is None:
+            raise RecipeError(
+                "data.tokenizer is 'model', but model.init_from names no model to take it from; set model.init_from, or "
+                "data.tokenizer=train to start from random weights."
+            )
+        run = RunFolder(Path(base))
+        return str(run.tokenizer if run.tokenizer.is_dir() else base)
+    if asked == "train" and base is not None:
+        raise RecipeError(
+            f"data.tokenizer is 'train', but the weights of {base} know their own tokenizer only; set data.tokenizer=model."
+        )
+    return asked
+
+
+def open_corpus(recipe: Recipe, tokenizer_folder: Path | None, note: Note) -> Corpus:
     """Prepare the recipe's corpus (with a progress bar) or find it prepared; keep its tokenizer with the run."""
+    corpus = _open_tokens(recipe, note) if recipe.objective.kind == "lm" else _open_documents(recipe, note)
+    if tokenizer_folder is not None:
+        corpus.tokenizer.save(tokenizer_folder)
+    return corpus
+
+
+def _open_tokens(recipe: Recipe, note: Note) -> TokenCorpus:
     folder = prepare_with_bar(preparation_of(recipe))
     manifest = read_manifest(folder)
-    tokenizer = Tokenizer.load(folder / "tokenizer")
-    if tokenizer_folder is not None:
-        tokenizer.save(tokenizer_folder)
     note(
         f"Corpus: {manifest.documents('train'):,} documents, {manifest.tokens('train'):,} tokens to train on; "
         f"{manifest.tokens('validation'):,} tokens held out ({folder})."
     )
-    return Corpus(folder, tokenizer, manifest.content_sha256)
+    return TokenCorpus(folder, Tokenizer.load(folder / "tokenizer"), manifest.content_sha256)
+
+
+def _open_documents(recipe: Recipe, note: Note) -> DocumentCorpus:
+    with progress_bar() as show:
+        folder = prepare_documents(documents_of(recipe), cache_folder() / "documents", show)
+    manifest = read_document_manifest(folder)
+    lost = manifest.losses()
+    note(
+        f"Documents: {manifest.documents('train'):,} to train on, {manifest.trained('train'):,} of their "
+        f"{manifest.tokens('train'):,} tokens targets; {manifest.documents('validation'):,} held out ({folder})."
+        + (f" {lost}" if lost else "")
+    )
+    return DocumentCorpus(folder, Tokenizer.load(folder / "tokenizer"), manifest.content_sha256)
 
 
 def prepare_with_bar(preparation: Preparation, **options: Any) -> Path:

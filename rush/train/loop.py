@@ -104,6 +104,7 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View) -> S
     weights = starting_weights(recipe) if needs_base else None
     corpus = open_corpus(recipe, folder.tokenizer, view.note)
     run = build(recipe, machine, weights)
+    corpus = corpus.ready_for(run, weights, folder.path, resumed=resumed is not None)
     loader = corpus.loader(recipe, run.loader_options)
     done, tokens = 0, 0
     if resumed is not None:
@@ -224,7 +225,7 @@ class _Session:
     def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
         settings = self.recipe.run
         if last or _due(settings.validate_every, step):
-            row["val_loss"] = validate(self.run, self.corpus.validation(self.recipe))
+            row["val_loss"] = validate(self.run, self.corpus.validation(self.recipe, self.run.loader_options))
             row |= {f"val_{name}": value for name, value in self.run.objective.figures().items()}
         self.metrics.write(row)
         for sink in self.sinks:
