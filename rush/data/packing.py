@@ -14,8 +14,9 @@ Words: piece (document, first position, one past the last), row, micro batch.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -99,6 +100,8 @@ class Bucket:
     shapes: int = 1
     window: int = 100
     """Micro batches whose documents are sorted together."""
+    unsorted: Counter[str] = field(default_factory=Counter, compare=False, repr=False)
+    """What the first micro batches of every plan would have been unsorted: tokens, and padding among them."""
     name: ClassVar[str] = "bucket"
     isolated: ClassVar[bool] = False
     one_row: ClassVar[bool] = False
@@ -107,12 +110,18 @@ class Bucket:
     def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
         pieces = _pieces(lengths, order, sequence)
         sizes = _sizes(pieces)
+        self._note_unsorted(pieces[: self.window * micro], micro, sequence)
         for window in _windows(len(pieces), self.window * micro):
             pieces[window] = pieces[window][np.argsort(sizes[window], kind="stable")]
         batches = [pieces[some] for some in _windows(len(pieces), micro)]
         batches = [batches[place] for place in mix(len(batches))]
         first = np.cumsum([0, *map(len, batches)])
         return Plan(np.concatenate(batches), in_order(len(pieces) + 1), first)
+
+    def _note_unsorted(self, pieces: Ints, micro: int, sequence: int) -> None:
+        plan = Plan(pieces, in_order(len(pieces) + 1), _cut(len(pieces), micro))
+        tokens, padding = padded_tokens(plan, self, micro, sequence)
+        self.unsorted.update(tokens=tokens, padding=padding)
 
     def row_length(self, longest: int, sequence: int) -> int:
         return Pad(self.shapes).row_length(longest, sequence)
@@ -260,16 +269,15 @@ def most_documents(lengths: Ints, capacity: int) -> int:
     return 1 << max(4, int(np.ceil(np.log2(max(1.0, 4 * capacity / positions)))))
 
 
-def padding_share(plan: Plan, packing: Packing, micro: int, sequence: int) -> float:
-    """How much of a plan's micro batches is padding, from lengths alone."""
+def padded_tokens(plan: Plan, packing: Packing, micro: int, sequence: int) -> tuple[int, int]:
+    """Tokens of a plan's micro batches, and how many of them are padding, from lengths alone."""
     real, whole = 0, 0
     for index in range(len(plan)):
         sizes = [int(_sizes(row).sum()) for row in plan.batch(index)]
         longest = micro * sequence if packing.one_row else max(sizes)
-        rows = 1 if packing.one_row else micro
         real += sum(sizes)
-        whole += rows * packing.row_length(longest, sequence)
-    return 1 - real / whole
+        whole += (1 if packing.one_row else micro) * packing.row_length(longest, sequence)
+    return whole, whole - real
 
 
 def _pieces(lengths: Ints, order: Ints, sequence: int) -> Ints:

@@ -26,7 +26,7 @@ from rush.data.packing import (
     fill_rows,
     in_order,
     most_documents,
-    padding_share,
+    padded_tokens,
 )
 from rush.errors import DataError
 
@@ -192,10 +192,10 @@ def test_rows_are_filled_in_order_and_from_the_window_ahead(sizes: list[int], wi
 
 def test_padding_shrinks_from_packing_to_packing() -> None:
     lengths = realistic_lengths(2000, seed=1)
-    shares = {
-        packing.name: padding_share(planned(packing, lengths, 4, 64), packing, 4, 64)
-        for packing in (Pad(shapes=8), Bucket(shapes=8), BestFit(), Flatten())
-    }
+    shares = {}
+    for packing in (Pad(shapes=8), Bucket(shapes=8), BestFit(), Flatten()):
+        tokens, padding = padded_tokens(planned(packing, lengths, 4, 64), packing, 4, 64)
+        shares[packing.name] = padding / tokens
     assert shares["pad"] > 0.35
     assert shares["bucket"] < 0.25
     assert shares["pack_best_fit"] < 0.03

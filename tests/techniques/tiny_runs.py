@@ -13,10 +13,11 @@ import numpy.typing as npt
 import torch
 
 from rush.data import Batch, Loader
+from rush.data.document_loader import DocumentLoader
 from rush.hardware import Machine, probe
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
-from rush.techniques.contract import Observation
+from rush.techniques.contract import Observation, Parity
 from rush.techniques.parity import Judgement, gradient_errors, gradients_of, judge
 from rush.train.build import Run, build
 from rush.train.observe import observe
@@ -68,8 +69,44 @@ def make_run(
     return build(recipe_of(*techniques, name=name, overrides=overrides), machine or probe("cpu"))
 
 
-def make_loader(run: Run) -> Loader:
+@dataclass(frozen=True)
+class TextDocuments:
+    """Pieces of the text as documents of unequal length; the second half of each is trained."""
+
+    count: int = 200
+    longest: int = 33
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        return 5 + np.arange(self.count) * 7919 % (self.longest - 4)
+
+    def __len__(self) -> int:
+        return self.count
+
+    def tokens(self, index: int) -> npt.NDArray[np.int64]:
+        return text()[index * self.longest :][: self.lengths[index]]
+
+    def trained(self, index: int) -> npt.NDArray[np.bool_]:
+        return np.arange(self.lengths[index]) >= self.lengths[index] // 2
+
+    def sample_name(self, index: int) -> str:
+        return f"document {index}"
+
+
+def make_loader(run: Run) -> Loader | DocumentLoader:
     batch = run.recipe.batch
+    if run.recipe.objective.kind == "sft":
+        # Steps of the same documents, however they are packed, so that their losses can be held together.
+        alike = all(use.technique.parity is not Parity.CHANGES for use in run.uses)
+        return DocumentLoader(
+            TextDocuments(longest=batch.sequence + 1),
+            micro=batch.micro,
+            sequence=batch.sequence,
+            batches_per_step=run.recipe.accumulation,
+            seed=run.recipe.run.seed,
+            documents_per_step=batch.micro * run.recipe.accumulation if alike else None,
+            **run.loader_options,
+        )
     return Loader(
         TextWindows(batch.sequence),
         samples_per_step=run.recipe.step_tokens // batch.sequence,
