@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -177,9 +178,29 @@ def _check_options(executor: str, options: Mapping[str, Any]) -> None:
         raise RecipeError(f"The slurm executor needs the option(s) {', '.join(missing)}.")
 
 
+def leave_with_parent() -> None:
+    """End this process when the one that started it dies: it would hold its lock, or write into the next run's files.
+
+    The engine's workers, and the manager it keeps beside them, otherwise outlive a killed run.
+    """
+    connection = import_extra("multiprocess.connection", "corpus", "Running datatrove")
+    parent = import_extra("multiprocess", "corpus", "Running datatrove").parent_process()
+    if parent is None or any(thread.name == "leave-with-parent" for thread in threading.enumerate()):
+        return
+
+    def wait() -> None:
+        connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=wait, name="leave-with-parent", daemon=True).start()
+
+
 @contextlib.contextmanager
 def engine_running(executor: str) -> Iterator[None]:
-    """Ray, where it is asked for and does not run yet; nothing for the others."""
+    """What an engine needs while it runs: that its processes go with this one; Ray, if it does not run yet."""
+    hook = threading.Event()  # something that lives as long as this frame; the forks are told through it
+    util = import_extra("multiprocess.util", "corpus", "Running datatrove")
+    util.register_after_fork(hook, lambda _: leave_with_parent())
     ray = import_extra("ray", "ray", "Running on Ray") if executor == "ray" else None
     if ray is None or ray.is_initialized():
         yield

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 
 pytest.importorskip("datatrove")
-arrow = pytest.importorskip("pyarrow")
-parquet = pytest.importorskip("pyarrow.parquet")
 
 from rush.data.clean import clean, parse_pipeline
 from rush.errors import DataError, RecipeError
 
+arrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 WORDS = parse_pipeline({"stage": [{"kind": "words", "min": 2}]})
 LINES = [
     b'{"text":"two words",  "n": 1.50, "odd": NaN}',

@@ -24,6 +24,7 @@ from rush.data.clean.filters import StageFilter
 from rush.data.clean.removal import Removals
 from rush.data.clean.rows import Row
 from rush.data.clean.stages import Pipeline, RareItems
+from rush.data.pipeline import leave_with_parent
 from rush.files import replacing
 
 HELD = 1 << 20  # counts gathered before they are added up
@@ -121,6 +122,7 @@ class MergeCounts(PipelineStep):  # type: ignore[misc]
     def run(
         self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
+        leave_with_parent()
         total = nothing()
         held: list[Counted] = []
         for path in sorted(Path(self.counts).glob("*.npy")):

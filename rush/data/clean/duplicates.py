@@ -43,6 +43,7 @@ from rush.data.clean.filters import StageFilter
 from rush.data.clean.removal import Example, Removals
 from rush.data.clean.rows import Inputs, Row, place_name
 from rush.data.clean.stages import ExactDuplicates, NearDuplicates
+from rush.data.pipeline import leave_with_parent
 from rush.files import replacing
 
 SHINGLES_AT_ONCE = 4096
@@ -104,6 +105,7 @@ def _of_unit(data: Iterable[Document], unit: int) -> Iterator[Document]:
 
 class FindExact(ExactFindDedups):  # type: ignore[misc]
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        leave_with_parent()
         open_many_files()
         super().run(data, rank, world_size)
         yield from ()
@@ -190,6 +192,7 @@ def _noting(data: Iterable[Document], places: list[tuple[int, int]]) -> Iterator
 
 class NearBuckets(MinhashDedupBuckets):  # type: ignore[misc]
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
+        leave_with_parent()
         open_many_files()
         super().run(data, rank, world_size)
         yield from ()

@@ -24,6 +24,7 @@ from rush.data.clean.language import identify
 from rush.data.clean.removal import Removals, dead_rows
 from rush.data.clean.rows import Inputs, Row, read_rows
 from rush.data.clean.stages import Items, Language, Pipeline, Regex, StagePart, Tokens, Words
+from rush.data.pipeline import leave_with_parent
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError
 from rush.files import write_json_atomic
@@ -49,6 +50,7 @@ class ReadRows(PipelineStep):  # type: ignore[misc]
     def run(
         self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
+        leave_with_parent()
         rows = read_rows(self.units[rank], self.labels, dead_rows(self.dead, rank))
         if self.first is None:
             for row in rows:

@@ -88,7 +88,8 @@ def clean(
             steps.append(Step("joining", [Join(pipeline, inputs, target, examples, force)], 1))
             runners = _executors(steps, layout, executor, workers, options or {})
             if executor == "slurm":
-                runners[-1].run()  # submits itself and, before it, all it depends on
+                with quiet(layout.folder / "log.txt"):
+                    runners[-1].run()  # submits itself and, before it, all it depends on
                 return None
             _run(steps, runners, executor, layout, progress)
             report = _read_report(target)
@@ -248,13 +249,14 @@ def quiet(log: Path) -> Iterator[None]:
     saved = os.dup(2)
     with log.open("a") as file, contextlib.redirect_stderr(file):
         os.dup2(file.fileno(), 2)
+        setup_default_logger()  # the engine's log holds on to the stream it began with
         try:
             yield
         finally:
             file.flush()
             os.dup2(saved, 2)
             os.close(saved)
-    setup_default_logger()  # the engine's log had turned to the file
+    setup_default_logger()
 
 
 def _read_report(target: Target) -> dict[str, Any]:
