@@ -7,13 +7,14 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from rush.cli import clean
+from rush.cli import clean, inspect
 from rush.cli.complete import complete_recipe
 from rush.cli.output import Json, print_json, print_table
 from rush.errors import RecipeError
 
 app = typer.Typer(help="Clean data; prepare a recipe's corpus, look at it, check it.", no_args_is_help=True)
 app.command("clean")(clean.clean)
+app.command("inspect")(inspect.inspect)
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it.")]
@@ -48,7 +49,15 @@ def prepare(
     from rush.recipe_io import load_recipe
     from rush.train.corpus import preparation_of, prepare_on, prepare_with_bar
 
-    wanted = preparation_of(load_recipe(recipe, overrides or []))
+    loaded = load_recipe(recipe, overrides or [])
+    if loaded.objective.kind != "lm":
+        if executor != "plain" or tasks is not None or option:
+            raise RecipeError(
+                "--executor, --tasks and --option are for a corpus; conversations are prepared by processes here."
+            )
+        inspect.report(inspect.prepare_recipe(loaded, workers=workers, force=force), json)
+        return
+    wanted = preparation_of(loaded)
     if executor == "plain":
         if tasks is not None or option:
             raise RecipeError(
@@ -86,8 +95,11 @@ def show(
 def verify(folder: Prepared, json: Json = False) -> None:
     """Check every checksum and every token id of a prepared corpus."""
     from rush.data import verify_shards
+    from rush.data.conversations import holds_documents, verify_documents
 
-    manifest = verify_shards(folder, full=True)
+    manifest = (
+        verify_documents(folder, full=True) if holds_documents(folder) else verify_shards(folder, full=True)
+    )
     if json:
         print_json({"folder": str(folder), "ok": True, "shards": len(manifest.shards)})
         return

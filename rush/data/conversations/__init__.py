@@ -12,6 +12,7 @@ from rush.data.conversations.prepare import DocumentPreparation, prepare_documen
 from rush.data.conversations.store import (
     DocumentManifest,
     DocumentSet,
+    holds_documents,
     read_document_manifest,
     verify_documents,
 )
@@ -31,6 +32,7 @@ __all__ = [
     "encode",
     "encode_prompt",
     "find_template",
+    "holds_documents",
     "prepare_documents",
     "read_document_manifest",
     "verify_documents",

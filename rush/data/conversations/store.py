@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rush.data.conversations.encode import Encoded
-from rush.data.shards import SPLITS, token_dtype
+from rush.data.shards import SPLITS, check_ids, token_dtype
 from rush.errors import DataError, RecipeError, nearest
 from rush.files import sha256_file, write_atomic
 
@@ -242,8 +242,18 @@ def read_document_manifest(folder: str | Path) -> DocumentManifest:
     )
 
 
+def holds_documents(folder: str | Path) -> bool:
+    """Whether a folder's manifest says that it holds documents, rather than a corpus or nothing."""
+    path = Path(folder) / "manifest.json"
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(body, dict) and body.get("format") == FORMAT
+
+
 def verify_documents(folder: str | Path, *, full: bool = False) -> DocumentManifest:
-    """Check a prepared folder: every file present with its size; with `full`, every checksum."""
+    """Check a prepared folder: every file present with its size; with `full`, every checksum and token id."""
     folder = Path(folder)
     manifest = read_document_manifest(folder)
     for shard in manifest.shards:
@@ -256,6 +266,9 @@ def verify_documents(folder: str | Path, *, full: bool = False) -> DocumentManif
                 raise DataError(f"{path} is damaged: {found} bytes, the manifest says {expected}. {_ADVICE}")
             if full and sha256_file(path) != shard.sha256[suffix]:
                 raise DataError(f"{path} is damaged: its content does not match its checksum. {_ADVICE}")
+        if full:
+            path = shard.path(folder, "bin")
+            check_ids(np.memmap(path, dtype=manifest.dtype, mode="r"), manifest.vocab_size, path, 0)
     if full:
         tokenizer = folder / "tokenizer" / "tokenizer.json"
         if not tokenizer.is_file() or sha256_file(tokenizer) != manifest.tokenizer_sha256:

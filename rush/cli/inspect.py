@@ -1,0 +1,181 @@
+"""`rush data inspect`: fine-tuning data before it is trained on, so that a mask error is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rush.cli.complete import complete_recipe
+from rush.cli.output import Json, print_json, print_table
+from rush.errors import RecipeError
+
+if TYPE_CHECKING:
+    from rush.recipe import Recipe
+
+Target = Annotated[
+    str,
+    typer.Argument(help="A recipe's name or file, or a folder it prepared.", autocompletion=complete_recipe),
+]
+Overrides = Annotated[
+    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe.")
+]
+BAR = 40
+# Control characters in somebody's data are shown, not obeyed by the terminal.
+_PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
+    0x7F: "␡",
+    0x9B: "␛",
+}
+
+
+def inspect(
+    target: Target,
+    overrides: Overrides = None,
+    split: Annotated[
+        Literal["train", "validation"], typer.Option(help="Where the examples come from.")
+    ] = "train",
+    examples: Annotated[int, typer.Option(help="Examples to show, spread over the split.", min=0)] = 3,
+    at: Annotated[
+        int | None, typer.Option(help="Show the document (or pair) of this number instead.")
+    ] = None,
+    html: Annotated[Path | None, typer.Option(help="Write it as a page of its own as well.")] = None,
+    json: Json = False,
+) -> None:
+    """Conversations or preferences as a model will get them: lengths, counts, what was left out, examples.
+
+    What is trained is coloured; where there are no colours it stands in ⟦brackets⟧. The data is prepared first
+    where it is not yet, as `rush train` would.
+
+    Examples:
+
+      rush data inspect sft-tiny
+
+      rush data inspect sft data.source=files 'data.files=["talks.jsonl"]' data.too_long=drop --html talks.html
+    """
+    from rush.data.conversations.look import document_examples, document_statistics
+    from rush.data.conversations.page import document_page
+    from rush.files import write_atomic
+
+    folder = _prepared(target, overrides or [])
+    found = document_statistics(folder)
+    shown = document_examples(folder, split, examples, at) if examples or at is not None else []
+    if html is not None:
+        write_atomic(html, document_page(found, shown))
+    if json:
+        print_json(found | {"examples": shown})
+        return
+    _print_statistics(found)
+    for example in shown:
+        _print_example(example)
+    if html is not None:
+        typer.echo(f"\nWritten: {html}")
+
+
+def report(folder: Path, json: bool) -> None:
+    """The numbers without the examples."""
+    from rush.data.conversations.look import document_statistics
+
+    found = document_statistics(folder)
+    print_json(found) if json else _print_statistics(found)
+
+
+def prepare_recipe(recipe: Recipe, **options: Any) -> Path:
+    """Prepare what a recipe fine-tunes on, or find it prepared, where `rush train` will look for it."""
+    from rush.data import progress_bar
+    from rush.data.conversations import prepare_documents
+    from rush.hardware.ceilings import cache_folder
+    from rush.train.corpus import documents_of
+
+    with progress_bar() as show:
+        return prepare_documents(documents_of(recipe), cache_folder() / "documents", show, **options)
+
+
+def _prepared(target: str, overrides: list[str]) -> Path:
+    """The folder meant: one that is there, or the one that a recipe's data is prepared in."""
+    from rush.recipe_io import load_recipe
+
+    if Path(target).is_dir():
+        if overrides:
+            raise RecipeError(
+                f"{target} is prepared data, which {overrides[0]!r} cannot change; give a recipe instead."
+            )
+        return Path(target)
+    recipe = load_recipe(target, overrides)
+    if recipe.objective.kind == "lm":
+        raise RecipeError(
+            f"{target} trains on a corpus (objective.kind is 'lm'), which has no prompts and answers; see it with "
+            "`rush data show`, or set objective.kind to sft or dpo."
+        )
+    return prepare_recipe(recipe)
+
+
+def _print_statistics(found: dict[str, Any]) -> None:
+    _print_counts(found)
+    for name, counts in found["splits"].items():
+        if counts["documents"]:
+            _print_lengths(name, counts)
+
+
+def _print_counts(found: dict[str, Any]) -> None:
+    typer.echo(
+        f"{found['folder']}\nsource {found['source']}, template {found['template']}, trained on {found['train_on']}, "
+        f"sequence {found['sequence']:,}, vocabulary {found['vocab_size']:,}\n"
+    )
+    splits = found["splits"]
+    rows = [
+        [name, f"{c['rows']:,}", f"{c['documents']:,}", f"{c['tokens']:,}", f"{c['trained']:,}", f"{c['trained_share']:.1%}",
+         f"{c.get('document_tokens', {}).get('median', 0):,}", f"{c.get('document_tokens', {}).get('max', 0):,}"]
+        for name, c in splits.items()
+    ]  # fmt: skip
+    print_table(
+        ["split", "rows", "documents", "tokens", "trained", "share", "median length", "longest"], rows
+    )
+    lost = [
+        [name, reason, f"{count:,}", counts["examples"][reason][0]]
+        for name, counts in splits.items()
+        for reason, count in counts["dropped"].items()
+    ]
+    lost += [
+        [name, "cut", f"{c['cut']:,}", f"{c['cut_tokens']:,} tokens lost"]
+        for name, c in splits.items()
+        if c["cut"]
+    ]
+    typer.echo("")
+    if lost:
+        print_table(["left out of", "reason", "rows", "such as"], lost)
+    else:
+        typer.echo("Nothing was dropped, nothing was cut.")
+
+
+def _print_lengths(split: str, counts: dict[str, Any]) -> None:
+    typer.secho(f"\nLengths in tokens: {split} (mean {counts['mean_tokens']:.0f})", bold=True)
+    bins = counts["histogram"]
+    most = max(bin["documents"] for bin in bins)
+    labels = [f"{bin['from']:,}–{bin['below'] - 1:,}" for bin in bins]
+    wide = max(map(len, labels))
+    for label, bin in zip(labels, bins, strict=True):
+        # A bin that holds anything has a bar, however short.
+        eighths = -(-8 * BAR * bin["documents"] // most)
+        bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
+        typer.echo(f"{label:>{wide}}  {bar} {bin['documents']:,}")
+
+
+def _print_example(example: dict[str, Any]) -> None:
+    typer.secho(
+        f"\n{example['name']}: {example['tokens']:,} tokens, {example['trained']:,} trained", bold=True
+    )
+    console = Console(soft_wrap=True)
+    colours = console.is_terminal and not console.no_color
+    text = Text()
+    for piece in example["pieces"]:
+        shown = piece["text"].translate(_PICTURES)
+        if not piece["trained"]:
+            text.append(shown)
+        elif colours:
+            text.append(shown, style="black on green")  # a background shows spaces too
+        else:
+            text.append(f"⟦{shown}⟧")
+    console.print(text)
