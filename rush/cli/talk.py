@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -18,6 +18,16 @@ TopP = Annotated[float, typer.Option(help="Choose among the likeliest tokens tha
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
 Checkpoint = Annotated[str, typer.Option(help="Of a run: last, best, or a step's number.")]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
+Adapter = Annotated[
+    Path | None,
+    typer.Option(help="An adapter to put on: PEFT's folder, or a run that trained one on this base."),
+]
+Offload = Annotated[
+    Literal["none", "cpu", "disk"],
+    typer.Option(
+        help="Keep the layers in host memory or on disk and bring in one at a time: for models larger than the GPU."
+    ),
+]
 
 
 def generate(
@@ -33,17 +43,21 @@ def generate(
     seed: Seed = 1337,
     checkpoint: Checkpoint = "last",
     device: Device = "auto",
+    adapter: Adapter = None,
+    offload: Offload = "none",
     json: Json = False,
 ) -> None:
     """Continue a prompt, streaming the text as it comes.
 
     Example: rush generate runs/tiny --prompt 'def ' --temperature 0.7
+
+    Example: rush generate models/llama-3.1-8b --offload disk --prompt 'Once'
     """
     from rush.errors import RecipeError
     from rush.generate import generate as generate_ids
     from rush.generate import stream_text
 
-    model, tokenizer = _open(folder, checkpoint, device)
+    model, tokenizer = _open(folder, checkpoint, device, adapter, offload)
     stop_ids = {tokenizer.eos_id}
     for word in stop or []:
         ids = tokenizer.encode(word)
@@ -79,7 +93,15 @@ def generate(
 
 def chat(
     folder: Folder,
+    adapter: Adapter = None,
     system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    template: Annotated[
+        str,
+        typer.Option(
+            help="How a conversation is written: auto (as the run was trained, or the tokenizer's own), a name (chatml, "
+            "llama-3, plain), or none (continue the text as it stands)."
+        ),
+    ] = "auto",
     max_tokens: MaxTokens = 400,
     temperature: Temperature = 0.8,
     top_k: TopK = 50,
@@ -87,67 +109,58 @@ def chat(
     seed: Seed = 1337,
     checkpoint: Checkpoint = "last",
     device: Device = "auto",
+    offload: Offload = "none",
 ) -> None:
-    """Talk with a model, turn by turn, through its tokenizer's chat template.
+    """Talk with a model, turn by turn, through its chat template.
 
-    A base model without a template just continues the text. Leave with an empty line or Ctrl-D.
+    With an adapter (--adapter, or a run that trained one), /switch or Ctrl-T changes between it and the base, and /again
+    answers the last question once more. A base model without a template just continues the text. Leave with
+    an empty line or Ctrl-D.
+
+    Example: rush chat runs/sft-lora
+
+    Example: rush chat models/llama-3.1-8b --adapter adapters/mine --offload cpu
     """
-    from rush.generate import generate as generate_ids
-    from rush.generate import stream_text
+    from rush.cli.chatting import Chat, writer
 
-    model, tokenizer = _open(folder, checkpoint, device)
-    templated = tokenizer.chat_template is not None
-    if not templated:
+    model, tokenizer = _open(folder, checkpoint, device, adapter, offload)
+    chosen = _template(template, folder, adapter, tokenizer)
+    own = template == "auto" and tokenizer.chat_template is not None
+    if chosen is None and not own:
         note("This tokenizer has no chat template: the model continues your text as it stands.")
-    messages: list[dict[str, str]] = [{"role": "system", "content": system}] if system else []
-    plain = system or ""
-    for turn in range(sys.maxsize):
-        try:
-            line = input("you> " if sys.stdin.isatty() else "")
-        except EOFError:
-            break
-        if not line.strip():
-            break
-        messages.append({"role": "user", "content": line})
-        plain += line if templated else line + "\n"
-        text = tokenizer.render_chat(messages, add_generation_prompt=True) if templated else plain
-        start = tokenizer.encode(text)
-        room = model.shape.context - len(start)
-        if room <= 0:
-            note(f"The conversation fills the model's {model.shape.context} tokens; start again.")
-            break
-        ids = generate_ids(
-            model,
-            start,
-            max_new_tokens=min(max_tokens, room),
-            temperature=temperature,
-            top_k=top_k or None,
-            top_p=top_p,
-            stop_ids=tuple(_ends(tokenizer)),
-            seed=seed + turn,
-        )
-        answer = ""
-        for piece in stream_text(tokenizer.decode, ids):
-            answer += piece
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        messages.append({"role": "assistant", "content": answer})
-        plain += answer
+    Chat(
+        model=model,
+        tokenizer=tokenizer,
+        write=writer(tokenizer, chosen, own),
+        sampling={"temperature": temperature, "top_k": top_k or None, "top_p": top_p},
+        max_tokens=max_tokens,
+        seed=seed,
+        system=system,
+    ).talk()
 
 
-def _ends(tokenizer: Any) -> set[int]:
-    """Tokens that end an answer: end of text, and the usual end-of-turn marks where the tokenizer has them."""
-    marks = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-    return {
-        tokenizer.eos_id,
-        *(tokenizer.special_ids[mark] for mark in marks if mark in tokenizer.special_ids),
-    }
+def _template(name: str, folder: Path, adapter: Path | None, tokenizer: Any) -> Any:
+    """The template asked for, or the one a run was trained with; None where neither is."""
+    from rush.data.conversations import find_template
+    from rush.recipe_io import load_recipe
+    from rush.records.run_folder import RunFolder
+
+    if name not in ("auto", "none"):
+        return find_template(name, tokenizer)
+    for path in (adapter, folder) if name == "auto" else ():
+        run = None if path is None else RunFolder(path)
+        recipe = load_recipe(str(run.recipe)) if run is not None and run.recipe.is_file() else None
+        if recipe is not None and recipe.objective.kind != "lm":
+            return find_template(recipe.data.template, tokenizer)
+    return None
 
 
-def _open(folder: Path, checkpoint: str, device: str) -> tuple[Any, Any]:
+def _open(folder: Path, checkpoint: str, device: str, adapter: Path | None, offload: str) -> tuple[Any, Any]:
     from rush.hardware import probe
     from rush.train.folders import load_model, load_tokenizer
 
     machine = probe(device)
-    return load_model(folder, checkpoint=checkpoint, device=machine.device, note=note), load_tokenizer(folder)
+    model = load_model(
+        folder, checkpoint=checkpoint, device=machine.device, adapter=adapter, offload=offload, note=note
+    )
+    return model, load_tokenizer(folder)

@@ -66,6 +66,20 @@ def load_hf_folder(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, Tenso
     return shape, state
 
 
+def locate_hf_tensors(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, tuple[Path, str, bool]]]:
+    """The shape, and where each of our parameters is: its file, its name there, whether it is stored transposed."""
+    folder = Path(path)
+    shape = shape_from_config(_read_json(folder / "config.json"))
+    where = _locate(folder, shape)
+    places: dict[str, tuple[Path, str, bool]] = {}
+    for spec in list_parameters(shape):
+        file, stored = where[stored_name(shape, spec.name)]
+        with _open(file) as tensors:
+            _check_stored(tensors, stored, spec, shape, file)
+        places[spec.name] = (file, stored, is_transposed(shape, spec))
+    return shape, places
+
+
 def save_hf_folder(
     path: str | os.PathLike[str],
     source: nn.Module | Mapping[str, Tensor],
@@ -171,20 +185,23 @@ def _open(file: Path) -> Any:
 
 
 def _read(tensors: Any, stored: str, spec: ParameterSpec, shape: Shape, file: Path) -> Tensor:
+    _check_stored(tensors, stored, spec, shape, file)
+    tensor: Tensor = tensors.get_tensor(stored)
+    return tensor.t().contiguous() if is_transposed(shape, spec) else tensor
+
+
+def _check_stored(tensors: Any, stored: str, spec: ParameterSpec, shape: Shape, file: Path) -> None:
     entry = tensors.get_slice(stored)
     if entry.get_dtype() not in _PLAIN_DTYPES:
         raise DataError(
             f"{file}: {stored} is stored as {entry.get_dtype()}; allowed are {', '.join(_PLAIN_DTYPES)}. "
             f"Quantised weights must be converted first."
         )
-    transposed = is_transposed(shape, spec)
-    expected = spec.dims[::-1] if transposed else spec.dims
+    expected = spec.dims[::-1] if is_transposed(shape, spec) else spec.dims
     if tuple(entry.get_shape()) != expected:
         raise DataError(
             f"{file}: {stored} has the shape {tuple(entry.get_shape())}; config.json calls for {expected}."
         )
-    tensor: Tensor = tensors.get_tensor(stored)
-    return tensor.t().contiguous() if transposed else tensor
 
 
 def _settle_tied_head(shape: Shape, state: dict[str, Tensor], folder: Path) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from rush.errors import DataError, RecipeError
 from rush.files import replacing
@@ -97,7 +97,11 @@ def save_adapter(folder: Path, model: Decoder, base: str | None) -> list[str]:
     }
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / WEIGHTS) as temporary:
-        save_file(tensors, temporary, metadata={"format": "pt", _IDENTITY: base_identity(model)})
+        save_file(
+            tensors,
+            temporary,
+            metadata={"format": "pt", _IDENTITY: base_identity(dict(model.named_parameters()))},
+        )
     with replacing(folder / CONFIG) as temporary:
         temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     return [CONFIG, WEIGHTS]
@@ -253,8 +257,11 @@ def _some(names: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def put_on(model: Decoder, stored: StoredAdapter) -> None:
-    """Give a model these adapters, or refuse them if they were made for another one."""
+def put_on(model: Decoder, stored: StoredAdapter, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Give a model these adapters, or refuse them if they were made for another one.
+
+    `weights` are those of a model whose blocks are elsewhere; the adapters themselves are always where its embedding is.
+    """
     if is_adapted(model):
         raise RecipeError(
             "the model has adapters already; merge them first, or give its base and one adapter."
@@ -268,15 +275,22 @@ def put_on(model: Decoder, stored: StoredAdapter) -> None:
                 f"{tuple(down.shape) if down is not None else 'nothing'}, this model has "
                 f"{f'{layer.in_features} inputs there' if layer is not None else 'no such layer'}."
             )
-    if stored.identity is not None and stored.identity != base_identity(model):
+    named = dict(model.named_parameters()) if weights is None else weights
+    if stored.identity is not None and stored.identity != base_identity(named):
         raise DataError(
             f"{stored.path} was trained on another base of the same shape"
             f"{f' ({stored.base})' if stored.base else ''}: embedding, norms or head differ; give the base it was "
             "trained on."
         )
+    if weights is not None and any(spec.dora for spec in stored.specs.values()):
+        raise RecipeError(
+            f"{stored.path} is a DoRA adapter, which has to see whole weights; merge it first (rush merge) to use it with "
+            "--offload."
+        )
     adapt(model, stored.specs)
+    device = model.embedding.weight.device
     for name, layer, adapter in adapters(model):
-        for part, parameter in adapter.named_parameters():
-            value = stored.tensors[f"{name}.adapter.{part}"]
-            parameter.data = value.to(parameter.device)
+        for part in dict(adapter.named_parameters()):
+            value = stored.tensors[f"{name}.adapter.{part}"].to(device)
+            setattr(adapter, part, nn.Parameter(value, requires_grad=False))
         adapter.measure(layer)

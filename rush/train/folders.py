@@ -6,7 +6,7 @@ Nothing in either is executed: weights are safetensors, settings are TOML or JSO
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from rush.data import Tokenizer
 from rush.errors import DataError, RecipeError
 from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import adapters, merged_state
+from rush.models.counts import list_parameters
 from rush.models.huggingface import load_hf_folder, save_hf_folder
 from rush.models.quantised import form_of
 from rush.recipe import Recipe
@@ -32,6 +33,7 @@ from rush.train.adapters import (
     save_adapter,
 )
 from rush.train.frozen import adapted_model
+from rush.train.offload import hf_weights, run_weights, streamed_model
 
 Note = Callable[[str], None]
 
@@ -147,13 +149,18 @@ def load_model(
     device: str = "cpu",
     dtype: torch.dtype | None = None,
     adapter: str | Path | None = None,
+    offload: str = "none",
     note: Note = _quiet,
 ) -> Decoder:
     """The model in a run folder or a Hugging Face folder; calling it with token ids gives fp32 logits.
 
+    With `offload` its blocks stay in host memory (`cpu`) or in their files (`disk`) and come in one at a time.
+
     A run's adapters, and those of the folder `adapter`, stay apart from their base: `rush.models.adapters` switches them
     off and on.
     """
+    if offload != "none":
+        return _load_streamed(path, checkpoint, device, dtype, adapter, offload, note)
     run = RunFolder(_existing(path))
     found = _pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
     if found is not None and checkpoints.base_record(found) is not None:
@@ -167,6 +174,47 @@ def load_model(
     if adapter is not None:
         put_on(model, read_adapter(adapter, model.shape, note))
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def _load_streamed(
+    path: str | Path,
+    which: str,
+    device: str,
+    dtype: torch.dtype | None,
+    adapter: str | Path | None,
+    offload: str,
+    note: Note,
+) -> Decoder:
+    """A model whose blocks are brought in one at a time, with the adapters of a run or a folder on it."""
+    run = RunFolder(_existing(path))
+    found = _pick_checkpoint(run, which, note) if run.recipe.is_file() else None
+    record = None if found is None else checkpoints.base_record(found)
+    base: str | Path = path
+    if record is not None:
+        named = load_recipe(str(run.recipe)).model.init_from
+        if named is None or record["form"] is not None or adapter is not None:
+            raise RecipeError(
+                f"{path} holds adapters over a base that is {'quantised' if record['form'] else 'drawn from a seed'}"
+                f"{', and another adapter was given' if adapter is not None else ''}; write the merged model first (rush "
+                "merge) and use that with --offload."
+            )
+        base, adapter = named, path
+    if offload == "cpu":
+        shape, weights = read_weights(base, "last" if record is not None else which, note)
+        held: Mapping[str, torch.Tensor] = {spec.name: weights[spec.name] for spec in list_parameters(shape)}
+    elif RunFolder(Path(base)).recipe.is_file():
+        run = RunFolder(_existing(base))
+        found = _pick_checkpoint(run, "last" if record is not None else which, note)
+        if checkpoints.base_record(found) is not None:
+            raise RecipeError(f"{base} holds adapters itself; write the merged model first (rush merge).")
+        shape = load_recipe(str(run.recipe)).shape()
+        held = run_weights(found.path, shape)
+    else:
+        shape, held = hf_weights(_existing(base))
+    model = streamed_model(shape, held, device, dtype)
+    if adapter is not None:
+        put_on(model, read_adapter(adapter, shape, note), held)
+    return model
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:

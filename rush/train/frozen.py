@@ -27,7 +27,7 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
     assert isinstance(model, Decoder), type(model)
     return {
         "digest": base_digest(model),
-        "identity": base_identity(model),
+        "identity": base_identity(dict(model.named_parameters())),
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "form": None if form is None else asdict(form),
         "adapters": {name: asdict(adapter.spec) for name, _, adapter in adapters(model)},
@@ -49,11 +49,11 @@ def base_digest(model: nn.Module) -> str:
     return hashlib.sha256(repr(clean).encode()).hexdigest()
 
 
-def base_identity(model: Decoder) -> str:
+def base_identity(weights: Mapping[str, Tensor]) -> str:
     """Names a base by what no adapter and no quantisation touches, rounded to bf16, so that its dtype does not matter."""
     kept = {
-        name: fingerprint(parameter.detach().to(torch.bfloat16))
-        for name, parameter in model.named_parameters()
+        name: fingerprint(weights[name].detach().to(torch.bfloat16))
+        for name in weights
         if not name.startswith("blocks.") or "norm" in name
     }
     return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()[:32]

@@ -19,13 +19,13 @@ from torch import Tensor
 from rush.errors import DataError
 from rush.records.tensor_file import TensorSource, write_tensors
 
-_DTYPES = {
+DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
     "I32": torch.int32, "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64,
     "F16": torch.float16, "BF16": torch.bfloat16, "F32": torch.float32, "F64": torch.float64,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-_DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
@@ -54,7 +54,7 @@ class TensorFile:
     def header(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype, without reading the values."""
         piece = self._file.get_slice(name)
-        return torch.Size(piece.get_shape()), _DTYPES[piece.get_dtype()]
+        return torch.Size(piece.get_shape()), DTYPES[piece.get_dtype()]
 
     def tensor(self, name: str) -> Tensor:
         """The values. They may lie on the file: copy what is to live on."""
