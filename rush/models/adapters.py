@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from rush.models.decoder import Decoder
 from rush.models.initial import tensor_seed
+from rush.models.layers import FanOut
 
 ROLE_GROUPS: Mapping[str, frozenset[str] | None] = {
     "all": None,
@@ -123,6 +124,30 @@ class Adapter(nn.Module):
             super()._load_from_state_dict(state, prefix, *rest)
 
 
+class SharedDown(FanOut):
+    """The products with A of adapted layers that have one input (queries, keys, values; gate and up) as one product.
+
+    Each is a pass over the whole input for a few columns: bound by reading, so one pass for all costs as much as one.
+    The same holds backward, where the input's gradient is written once instead of once for each layer.
+    """
+
+    def forward(self, x_btd: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        found = [layer._modules.get("adapter") for layer in layers]
+        both = [(layer, one) for layer, one in zip(layers, found, strict=True) if isinstance(one, Adapter)]
+        if len(both) < 2 or not all(adapter.active for _, adapter in both):
+            return tuple(layer(x_btd) for layer in layers)
+        x_btd = autocast_input(x_btd)
+        a_ri = torch.cat([adapter.a for _, adapter in both]).to(x_btd.dtype)
+        down_nr = F.linear(x_btd, a_ri).flatten(0, -2)
+        parts = iter(torch.split(down_nr, [adapter.spec.rank for _, adapter in both], dim=-1))
+        return tuple(
+            adapter.add(next(parts), type(layer).forward(layer, x_btd), layer)
+            if isinstance(adapter, Adapter)
+            else layer(x_btd)
+            for layer, adapter in zip(layers, found, strict=True)
+        )
+
+
 def dense_weight(layer: nn.Linear, dtype: torch.dtype | None = None) -> Tensor:
     """The weight of a layer as a matrix, whatever form it is stored in."""
     unpack = getattr(layer, "dense_weight", None)
@@ -179,6 +204,9 @@ def adapt(model: Decoder, specs: Mapping[str, AdapterSpec]) -> None:
         device = next(iter([*layer.parameters(), *layer.buffers()])).device
         with torch.device(device):
             attach(layer, Adapter(layer.in_features, layer.out_features, spec))
+    for module in model.modules():
+        if isinstance(module._modules.get("fan_out"), FanOut):
+            module.fan_out = SharedDown()
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, nn.Linear, Adapter]]:

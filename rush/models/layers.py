@@ -153,6 +153,13 @@ class GeluMLP(nn.Module):
         return out
 
 
+class FanOut(nn.Module):
+    """Several linear layers of one input, one after another: a slot for doing together what they share."""
+
+    def forward(self, x_btd: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        return tuple(layer(x_btd) for layer in layers)
+
+
 class GatedMLP(nn.Module):
     """Llama's MLP: two wide layers, one gating the other, then narrow, without biases."""
 
@@ -160,11 +167,12 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate = nn.Linear(shape.hidden, shape.intermediate, bias=False)
         self.up = nn.Linear(shape.hidden, shape.intermediate, bias=False)
+        self.fan_out: nn.Module = FanOut()
         self.activation = SwiGLU()
         self.down = nn.Linear(shape.intermediate, shape.hidden, bias=False)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(self.gate(x_btd), self.up(x_btd)))
+        out: Tensor = self.down(self.activation(*self.fan_out(x_btd, self.gate, self.up)))
         return out
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 
 from rush.models.decoder import Block, Decoder
-from rush.models.layers import GatedMLP, LayerCache, PlainAttention, PlainRotate, RMSNorm, Rotary
+from rush.models.layers import FanOut, GatedMLP, LayerCache, PlainAttention, PlainRotate, RMSNorm, Rotary
 from rush.models.shape import Shape
 
 
@@ -27,6 +27,7 @@ class GroupedAttention(nn.Module):
         self.q = nn.Linear(shape.hidden, query_width, bias=False)
         self.k = nn.Linear(shape.hidden, key_width, bias=False)
         self.v = nn.Linear(shape.hidden, key_width, bias=False)
+        self.fan_out: nn.Module = FanOut()
         self.rotate: nn.Module = PlainRotate()
         self.core: nn.Module = PlainAttention()
         self.out = nn.Linear(query_width, shape.hidden, bias=False)
@@ -42,8 +43,8 @@ class GroupedAttention(nn.Module):
     ) -> Tensor:
         assert rotary is not None, "Llama's attention needs the rotary angles of its positions"
         q_bhtd, k_bktd, v_bktd = (
-            linear(x_btd).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for linear in (self.q, self.k, self.v)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for part in self.fan_out(x_btd, self.q, self.k, self.v)
         )
         q_bhtd, k_bktd = self.rotate(q_bhtd, k_bktd, *rotary)
         if cache is not None:

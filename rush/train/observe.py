@@ -251,7 +251,8 @@ def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_p
         module for role, layers in run.model.linears().items() if role != "head" for _, module in layers
     ]
     others = {run.model.shape.vocab_size, run.facts.get("padded_vocab_size", 0)}
-    others |= {adapter.spec.rank for _, _, adapter in adapters(run.model)}
+    # Up to three adapters of one input share a product.
+    others |= {share * adapter.spec.rank for _, _, adapter in adapters(run.model) for share in (1, 2, 3)}
     if any(others & {module.in_features, module.out_features} for module in linears):
         return 0.0  # a vocabulary as wide as a layer: the head's products cannot be told from the others
     count = sum(count for shape, count in matmuls.items() if not others.intersection(shape))
