@@ -32,6 +32,7 @@ from rush.hardware.ceilings import cache_folder
 from rush.models.adapters import is_adapted
 from rush.models.quantised import fingerprint
 from rush.train.build import Run, build
+from rush.train.folders import starting_weights
 from rush.train.objectives import Preference
 from rush.train.objectives.preference import log_probabilities, needs_reference
 
@@ -49,12 +50,14 @@ def wants_cached(run: Run) -> bool:
 
 
 def set_live_reference(run: Run, weights: dict[str, torch.Tensor] | None) -> None:
-    """Give a run that asks for it a frozen copy of its start; `weights` are those it started from, as for `build`."""
+    """Give a run that asks for it a frozen copy of its start: `weights`, or what the recipe starts from without them (a
+    resumed run has read its checkpoint instead)."""
     objective, settings = run.objective, run.recipe.objective
     if not isinstance(objective, Preference) or not needs_reference(settings) or settings.reference != "live":
         return
     if not is_adapted(run.model):
-        objective.reference_model = build(run.recipe, run.machine, weights).model.requires_grad_(False)
+        start = starting_weights(run.recipe) if weights is None else weights
+        objective.reference_model = build(run.recipe, run.machine, start).model.requires_grad_(False)
 
 
 def references(
@@ -112,6 +115,8 @@ def compute(
     """One pass over the first `count` documents, or what an earlier one left at `path`."""
     if path.is_file():
         return _read(path, count)
+    if count == 0:
+        return np.zeros(0, np.float32)
     batch, options = run.recipe.batch, run.loader_options
     layout = Layout(documents, options.get("packing") or Pad(), batch.micro, batch.sequence, paired=True)
     plan = layout.plan(in_order(count // 2), in_order)
