@@ -174,7 +174,8 @@ def ladder_table(progress: Progress) -> Table:
 
     record = progress.record
     table = Table(title=_title(progress), title_justify="left", caption=_caption(record), box=box.SIMPLE_HEAD)
-    for column in ("rung", "tokens/s", "± 95 %", "gain", "in all", "memory", "verdict"):
+    kind = "trained/s" if record.get("counted") == "trained" else "tokens/s"
+    for column in ("rung", kind, "± 95 %", "gain", "in all", "memory", "verdict"):
         justify: Any = "left" if column in ("rung", "verdict") else "right"
         table.add_column(column, justify=justify)
     for rung in record["rungs"]:

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rush.lab.ladder_file import Addition
-from rush.lab.statistics import Floor, Interval, Ratio, median_interval, ratio_of_medians
+from rush.lab.statistics import Floor, Interval, Ratio, centre, median_interval, ratio_of_medians
+from rush.lab.timing import KINDS, rates
 from rush.lab.trial import Outcome
 from rush.models import Shape, flops_per_token
 from rush.recipe import Recipe
@@ -95,8 +96,8 @@ class Stand:
 
     @property
     def processes(self) -> list[list[float]]:
-        """Tokens per second: the samples of every process."""
-        return [[t["step_tokens"] / seconds for seconds in t["samples_s"]] for t in self.timings]
+        """Tokens per second of the kind that counts: the samples of every process."""
+        return [rates(timing) for timing in self.timings]
 
     @property
     def peak_memory(self) -> list[int]:
@@ -189,24 +190,21 @@ def _figures(stand: Stand, yard: Yard) -> Rung:
     assert stand.recipe is not None
     timings, first = stand.timings, stand.timings[0]
     speed = median_interval(stand.processes)
+    kinds = {kind: centre([rates(timing, kind) for timing in timings]) for kind in KINDS}
     steps = [[1000 * seconds for seconds in t["samples_s"]] for t in timings]
     work = flops_per_token(stand.recipe.shape(), stand.recipe.batch.sequence)
     dtype = first.get("rate_dtype", first["dtype"])
     peak = (yard.peaks or {}).get(dtype)
     ceiling = ((yard.ceilings or {}).get("matmul") or {}).get(dtype)
-    mfu = speed.median * work / peak if peak else None
+    mfu = kinds["processed"] * work / peak if peak else None
     again = _recomputed(stand.recipe.shape(), work, stand.outcomes[0].found.get("block_forwards"))
     return {
         "tokens_per_s": measured(speed, stand.processes),
         "step_ms": measured(median_interval(steps), steps),
-        "tokens_kind": {
-            "processed": speed.median,
-            "real": speed.median,
-            "trained": speed.median * first["step_labels"] / first["step_tokens"],
-        },
+        "tokens_kind": kinds,
         "mfu": mfu,
         "hfu": mfu * again if mfu is not None and again is not None else None,
-        "ceiling_fraction": speed.median * work / ceiling if ceiling else None,
+        "ceiling_fraction": kinds["processed"] * work / ceiling if ceiling else None,
         "peak_memory_bytes": int(statistics.median(stand.peak_memory)),
         # The first process compiled into an empty cache; the later ones found it filled.
         "compile_s": first["compile_s"],

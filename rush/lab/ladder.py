@@ -24,6 +24,7 @@ from rush.lab.judge import parity_of
 from rush.lab.ladder_file import Addition, Plan, compose
 from rush.lab.search import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.statistics import centre, noise_floor, ratio_of_medians
+from rush.lab.timing import rates
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
@@ -238,7 +239,7 @@ class Climb:
     def record(self) -> LadderRecord:
         """Everything known so far."""
         tried = [stand for stand in self.stands if stand.outcomes or stand.refused]
-        again = [[t["step_tokens"] / s for s in t["samples_s"]] for t in self._again_timings()]
+        again = [rates(timing) for timing in self._again_timings()]
         families = [stand.processes + (again if stand is self.first else []) for stand in tried]
         floor = noise_floor(families, self.plan.measure.noise_floor)
         yard = Yard(self.bench.ceilings, self.bench.peaks, floor, self.plan.measure.smaller)
@@ -264,6 +265,9 @@ class Climb:
             "base": {"recipe": write_toml(self.plan.base), "digest": self.plan.base.digest},
             "formulas": FORMULAS,
             "rungs": [rung_of(stand, self.first, yard) for stand in tried],
+            "counted": next(
+                (str(t.get("counted", "processed")) for s in tried for t in s.timings), "processed"
+            ),
             "drift": drift,
             "batch_curve": self.curve,
             "batch_stops_paying_at": stops_paying(self.curve) if self.curve else None,

@@ -17,6 +17,7 @@ from rush.lab.bench import Bench
 from rush.lab.findings import measured
 from rush.lab.ladder_file import Addition, Plan, compose
 from rush.lab.statistics import median_interval
+from rush.lab.timing import rates
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 
@@ -129,7 +130,7 @@ def _point(size: int, outcome: Outcome) -> dict[str, Any]:
     timing = outcome.found.get("timing")
     speed = None
     if timing is not None:
-        samples = [[timing["step_tokens"] / seconds for seconds in timing["samples_s"]]]
+        samples = [rates(timing)]
         speed = measured(median_interval(samples), samples)
     return {
         "micro": size,

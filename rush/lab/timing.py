@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,8 @@ STEADY_STEPS = 3
 STEADY_WITHIN = 0.05
 ENOUGH = 8
 """Samples that do where each takes long."""
+KINDS = ("processed", "real", "trained")
+"""Tokens: all of them, those that are no padding, those with a label."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,8 @@ class Stepper:
         self.step = 0
         self.waited_s = 0.0
         self.last: StepResult | None = None
+        self.counts = dict.fromkeys(KINDS, 0)
+        """Tokens of every kind so far."""
 
     def batches(self) -> list[Batch]:
         """The micro batches of the next step."""
@@ -63,6 +67,9 @@ class Stepper:
         schedule_step = min(self.step, self.run.recipe.schedule.steps)
         lr = learning_rate(self.run.recipe, schedule_step)
         self.last = train_step(self.run, self.step, lr, self.batches())
+        self.counts["processed"] += self.last.num_tokens
+        self.counts["real"] += self.last.num_real
+        self.counts["trained"] += self.last.num_labels
 
 
 def time_steps(run: Run, loader: Steps, timing: Timing) -> dict[str, Any]:
@@ -75,6 +82,7 @@ def time_steps(run: Run, loader: Steps, timing: Timing) -> dict[str, Any]:
     reset_peak_memory(run.device.type)
     stepper.waited_s, before = 0.0, stepper.step
     samples: list[float] = []
+    tokens: dict[str, list[float]] = {kind: [] for kind in KINDS}
     around = None
     windows = max(
         min(timing.windows, ENOUGH), min(timing.windows, int(timing.timed_max_s / (per_window * step_s)))
@@ -82,12 +90,18 @@ def time_steps(run: Run, loader: Steps, timing: Timing) -> dict[str, Any]:
     for window in range(windows):
         if window == windows // 2:
             around = conditions(run.machine)  # in the middle of the work, between two windows
+        so_far = dict(stepper.counts)
         samples.append(clock(stepper, per_window) / per_window)
+        for kind, count in stepper.counts.items():
+            tokens[kind].append((count - so_far[kind]) / per_window)
     assert around is not None
     assert stepper.last is not None
     return {
         "samples_s": samples,
         "steps_per_sample": per_window,
+        # What counts is tokens in pretraining, and in fine-tuning those that are learned from.
+        "counted": "processed" if run.recipe.objective.kind == "lm" else "trained",
+        "sample_tokens": tokens,
         "step_tokens": stepper.last.num_tokens,
         "step_labels": stepper.last.num_labels,
         "compile_s": max(0.0, first_s - step_s),
@@ -100,6 +114,16 @@ def time_steps(run: Run, loader: Steps, timing: Timing) -> dict[str, Any]:
         "rate_dtype": run.facts.get("matmul_dtype", run.matmul_dtype()),
         "environment": around.to_dict(),
     }
+
+
+def rates(timing: Mapping[str, Any], kind: str | None = None) -> list[float]:
+    """Tokens per second of each sample, of one kind, or of the kind that counts; steps may hold unequal numbers."""
+    counted = kind or timing.get("counted", "processed")
+    if "sample_tokens" not in timing:  # written before steps could differ
+        each = timing["step_labels"] if counted == "trained" else timing["step_tokens"]
+        return [each / seconds for seconds in timing["samples_s"]]
+    tokens = timing["sample_tokens"][counted]
+    return [count / seconds for count, seconds in zip(tokens, timing["samples_s"], strict=True)]
 
 
 def _warm_up(stepper: Stepper, clock: Clock, timing: Timing) -> tuple[list[float], bool]:

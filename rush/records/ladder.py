@@ -90,6 +90,7 @@ class LadderRecord(TypedDict, total=False):
     base: dict[str, str]
     formulas: dict[str, str]
     rungs: list[Rung]
+    counted: str
     drift: dict[str, Any] | None
     batch_curve: list[dict[str, Any]] | None
     batch_stops_paying_at: int | None

@@ -106,7 +106,7 @@ def figures(ladder: Ladder) -> list[Figure]:
     if first and first.speed and best and best.speed:
         if best is not first:
             found.append(_gain_figure(best, best.speed.median / first.speed.median))
-        found.append(Figure(words.si(best.speed.median), "tokens per second", best.title))
+        found.append(Figure(words.si(best.speed.median), ladder.rate, best.title))
         if best.mfu is not None:
             found.append(Figure(words.share(best.mfu), "of the datasheet peak (MFU)", best.title))
         elif best.ceiling_fraction is not None:

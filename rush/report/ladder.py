@@ -149,6 +149,13 @@ class Ladder:
     batch_stops_paying_at: int | None
     sequence_limits: tuple[Mapping[str, Json], ...]
     interactions: tuple[Interaction, ...]
+    trained: bool = False
+    """Whether speeds count the tokens learned from, as in fine-tuning, instead of all."""
+
+    @property
+    def rate(self) -> str:
+        """What a speed is."""
+        return "trained tokens per second" if self.trained else "tokens per second"
 
     def rung(self, name: str | None) -> Rung | None:
         return next((rung for rung in self.rungs if rung.name == name), None)

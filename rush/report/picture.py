@@ -57,7 +57,7 @@ def ladder_picture(ladder: Ladder) -> str:
         ),
     ]
     for x, word in (
-        (SPEED_X, "tokens per second (× in all); pale: tried, not built upon"),
+        (SPEED_X, f"{ladder.rate} (× in all); pale: tried, not built upon"),
         (MEMORY_X, "peak memory"),
         (VERDICT_X, "verdict"),
     ):

@@ -113,6 +113,7 @@ def _ladder(raw: Mapping[str, Json]) -> Ladder:
         batch_curve=_batch_curve(raw.get("batch_curve")),
         batch_stops_paying_at=whole(raw.get("batch_stops_paying_at")),
         sequence_limits=tuple(map(_table, _list(raw.get("sequence_limits")))),
+        trained=raw.get("counted") == "trained",
         interactions=tuple(_interaction(_table(row)) for row in _list(raw.get("interactions"))),
     )
 

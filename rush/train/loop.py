@@ -212,6 +212,17 @@ class _Session:
             "lr": lr,
             "tokens": tokens + result.num_tokens,
             "labels": result.num_labels,
+            # With padding in it, a step is worth less than its tokens.
+            **(
+                {"padding": 1 - result.num_real / result.num_tokens}
+                if result.num_real < result.num_tokens
+                else {}
+            ),
+            **(
+                {"trained_per_s": result.num_labels / seconds}
+                if result.num_labels < result.num_tokens
+                else {}
+            ),
             "tokens_per_s": speed,
             "step_s": seconds,
             "data_s": data_s,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMES = {"tokens_per_s", "step_s", "data_s", "memory_bytes", "mfu", "ceiling_fraction"}
+TIMES = {"tokens_per_s", "trained_per_s", "step_s", "data_s", "memory_bytes", "mfu", "ceiling_fraction"}
 
 
 def write_corpus(folder: Path) -> Path:
