@@ -126,7 +126,7 @@ def _conversations(thing: _Thing) -> Iterator[list[dict[str, str]]]:
         talk += _talk(_pick(_METHODS, name, "methods"), f"It has these methods: {known}.")
         if _fit(method.summary):
             talk += _talk(_pick(_METHOD, name, "of").format(name=method.short_name), method.summary)
-        if _fit(known):
+        if len(known) <= _ANSWER_LETTERS:
             yield talk
     for method in thing.methods:
         if _fit(method.summary):

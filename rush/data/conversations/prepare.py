@@ -93,6 +93,10 @@ class DocumentPreparation:
             raise RecipeError(
                 f"data.validation is {self.validation}; it is a fraction: at least 0, less than 1."
             )
+        if self.limit is not None and self.limit < 1:
+            raise RecipeError(
+                f"data.limit is {self.limit}; it counts rows and must be at least 1, or be left out."
+            )
         if self.sequence < 2:
             raise RecipeError(f"batch.sequence is {self.sequence}; a conversation needs at least 2 tokens.")
         if self.tokenizer == "train" and self.vocab_size is None:
