@@ -41,7 +41,7 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 from rush.data.clean.fields import value_at
 from rush.data.clean.filters import StageFilter
 from rush.data.clean.removal import Example, Removals
-from rush.data.clean.rows import Inputs, Row, place_name
+from rush.data.clean.rows import Row, load_inputs, place_name
 from rush.data.clean.stages import ExactDuplicates, NearDuplicates
 from rush.data.pipeline import leave_with_parent
 from rush.files import replacing
@@ -239,12 +239,11 @@ class KeepFirst(PipelineStep):  # type: ignore[misc]
 class NearRemovals(Removals):
     """Names the document that stays for each example of one that goes."""
 
-    def __init__(self, folder: str, examples: int, remove: str, places: str, inputs: Inputs) -> None:
+    def __init__(self, folder: str, examples: int, remove: str, places: str, inputs_file: str) -> None:
         super().__init__(folder, examples)
         self.remove = remove
         self.places = places
-        self.units = inputs.units
-        self.labels = inputs.labels
+        self.inputs_file = inputs_file
 
     def explained(self, example: Example, number: int) -> Example:
         if example.reason:
@@ -253,7 +252,10 @@ class NearRemovals(Removals):
         _, unit, document = table[number].tolist()
         places = np.load(Path(self.places) / f"{unit:05d}.npy", mmap_mode="r", allow_pickle=False)
         piece, at = places[document].tolist()
-        return replace(example, reason=f"much like {place_name(self.units[unit][piece], self.labels, at)}")
+        inputs = load_inputs(self.inputs_file)
+        return replace(
+            example, reason=f"much like {place_name(inputs.units[unit][piece], inputs.labels, at)}"
+        )
 
 
 def near_filter(remove: str, removals: Removals) -> MinhashDedupFilter:

@@ -22,7 +22,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from rush.data.clean.fields import Missing, items_at, text_at
 from rush.data.clean.language import identify
 from rush.data.clean.removal import Removals, dead_rows
-from rush.data.clean.rows import Inputs, Row, read_rows
+from rush.data.clean.rows import Row, load_inputs, read_rows
 from rush.data.clean.stages import Items, Language, Pipeline, Regex, StagePart, Tokens, Words
 from rush.data.pipeline import leave_with_parent
 from rush.data.tokenizer import Tokenizer
@@ -37,11 +37,10 @@ class ReadRows(PipelineStep):  # type: ignore[misc]
     type = "rush reader"
 
     def __init__(
-        self, inputs: Inputs, dead: tuple[str, ...], skip: bool, first: Removals | None, counts: str
+        self, inputs_file: str, dead: tuple[str, ...], skip: bool, first: Removals | None, counts: str
     ) -> None:
         super().__init__()
-        self.units = inputs.units
-        self.labels = inputs.labels
+        self.inputs_file = inputs_file
         self.dead = dead
         self.skip = skip
         self.first = first
@@ -51,7 +50,8 @@ class ReadRows(PipelineStep):  # type: ignore[misc]
         self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
         leave_with_parent()
-        rows = read_rows(self.units[rank], self.labels, dead_rows(self.dead, rank))
+        inputs = load_inputs(self.inputs_file)
+        rows = read_rows(inputs.units[rank], inputs.labels, dead_rows(self.dead, rank))
         if self.first is None:
             for row in rows:
                 assert isinstance(row, Row)  # what cannot be read is among the dead

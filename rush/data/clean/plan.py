@@ -83,10 +83,12 @@ ALONE: dict[type[Any], type[filters.StageFilter]] = {
 
 def plan(pipeline: Pipeline, inputs: Inputs, layout: Layout, *, parquet: bool, examples: int) -> list[Step]:
     """The passes over the data and the merges between them, in order. What comes after them is the joining."""
+    inputs_file = inputs.save(layout.folder)
+    units = len(inputs.units)
     steps: list[Step] = []
     dead: list[str] = [layout.unreadable]
     first = Removals(layout.unreadable, examples)
-    blocks = [_reader(pipeline, inputs, layout, (), first)]
+    blocks = [_reader(pipeline, inputs_file, layout, (), first)]
     names = pipeline.names()
     for number, stage in enumerate(pipeline.stage):
         removals = Removals(layout.removed(number), examples)
@@ -97,31 +99,34 @@ def plan(pipeline: Pipeline, inputs: Inputs, layout: Layout, *, parquet: bool, e
         if type(stage) in ALONE:
             blocks.append(ALONE[type(stage)](stage, pipeline, removals))
             continue
-        gather, merges, act = _together(stage, number, pipeline, inputs, layout, removals, examples)
+        gather, merges, act = _together(
+            stage, number, pipeline, inputs_file, units, layout, removals, examples
+        )
         *picks, last = gather
         name = f"reading for {names[number]}"
-        steps.append(Step(name, [*blocks, *picks, Guard(layout.errors), last], len(inputs.units)))
+        steps.append(Step(name, [*blocks, *picks, Guard(layout.errors), last], units))
         steps += merges
-        blocks = [_reader(pipeline, inputs, layout, tuple(dead), None), act]
+        blocks = [_reader(pipeline, inputs_file, layout, tuple(dead), None), act]
         dead.append(layout.removed(number, late=True))
     writer = WriteKept(
         layout.parts, parquet and inputs.parquet, parquet and not inputs.parquet, layout.errors
     )
-    steps.append(Step("writing what is kept", [*blocks, Guard(layout.errors), writer], len(inputs.units)))
+    steps.append(Step("writing what is kept", [*blocks, Guard(layout.errors), writer], units))
     return steps
 
 
 def _reader(
-    pipeline: Pipeline, inputs: Inputs, layout: Layout, dead: tuple[str, ...], first: Removals | None
+    pipeline: Pipeline, inputs_file: str, layout: Layout, dead: tuple[str, ...], first: Removals | None
 ) -> filters.ReadRows:
-    return filters.ReadRows(inputs, dead, pipeline.on_unreadable == "skip", first, layout.counts)
+    return filters.ReadRows(inputs_file, dead, pipeline.on_unreadable == "skip", first, layout.counts)
 
 
 def _together(
     stage: Any,
     number: int,
     pipeline: Pipeline,
-    inputs: Inputs,
+    inputs_file: str,
+    units: int,
     layout: Layout,
     removals: Removals,
     examples: int,
@@ -135,7 +140,7 @@ def _together(
     if isinstance(stage, RareItems):
         gather = [counting.PickItems(stage, pipeline, removals), counting.CountItems(stage, at("counts"))]
         merge = counting.MergeCounts(stage, at("counts"), at("rare"))
-        parts = counting.num_parts(len(inputs.units))
+        parts = counting.num_parts(units)
         act = counting.RareItemsFilter(stage, pipeline, Removals(late, examples), at("rare"), parts)
         return gather, [Step("adding up items", [merge], parts)], act
     if isinstance(stage, ExactDuplicates):
@@ -154,10 +159,10 @@ def _together(
     ]
     buckets = duplicates.NearBuckets(at("signatures"), at("pairs"), config=duplicates.near_config(stage))
     clusters = duplicates.cluster(at("pairs"), at("clusters"), stage)
-    keep = duplicates.KeepFirst(at("clusters"), at("remove"), len(inputs.units))
+    keep = duplicates.KeepFirst(at("clusters"), at("remove"), units)
     merges = [
         Step("comparing signatures", [buckets], stage.buckets),
         Step("clustering", [clusters, keep], 1),
     ]
-    near = duplicates.NearRemovals(late, examples, at("remove"), at("places"), inputs)
+    near = duplicates.NearRemovals(late, examples, at("remove"), at("places"), inputs_file)
     return gather, merges, duplicates.near_filter(at("remove"), near)

@@ -8,14 +8,16 @@ What is kept comes out as it went in, and a row that an earlier pass removed is 
 from __future__ import annotations
 
 import csv
+import functools
 import glob
 import gzip
+import hashlib
 import io
 import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ import numpy.typing as npt
 from rush.data.readers import Slice, cut_file, file_kind, import_extra, opened
 from rush.data.sources import MAX_UNIT_BYTES, UNITS_WANTED, grouped
 from rush.errors import DataError
+from rush.files import write_atomic
 
 ENDINGS = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .csv, .tsv"
 BATCH_ROWS = 256
@@ -77,6 +80,22 @@ class Inputs:
     def parquet(self) -> bool:
         return all(path.lower().endswith(".parquet") for path in self.paths)
 
+    def save(self, folder: Path) -> str:
+        """As a file whose name tells its content: thousands of tasks then carry the name, not the thousands of units."""
+        content = json.dumps(
+            {"paths": self.paths, "units": [[asdict(piece) for piece in unit] for unit in self.units]}
+        )
+        path = folder / f"inputs-{hashlib.sha256(content.encode()).hexdigest()[:16]}.json"
+        write_atomic(path, content)
+        return str(path)
+
+
+@functools.lru_cache(maxsize=2)
+def load_inputs(path: str) -> Inputs:
+    content = json.loads(Path(path).read_bytes())
+    units = tuple(tuple(Slice(**piece) for piece in unit) for unit in content["units"])
+    return Inputs(tuple(content["paths"]), units)
+
 
 def find_inputs(patterns: Sequence[str]) -> Inputs:
     """The files that paths and globs name, cut into units; refuses what cannot be read as rows."""
@@ -84,11 +103,15 @@ def find_inputs(patterns: Sequence[str]) -> Inputs:
     for pattern in patterns:
         if os.path.isdir(pattern):
             raise DataError(f"{pattern} is a folder; write its files, as in '{pattern.rstrip('/')}/*.jsonl'.")
-        matches = sorted(glob.glob(os.path.expanduser(pattern), recursive=True))
+        literal = os.path.expanduser(pattern)
+        matches = [literal] if os.path.isfile(literal) else sorted(glob.glob(literal, recursive=True))
         if not matches:
             raise DataError(f"No file matches {pattern!r} (from {os.getcwd()}).")
         found.update((os.path.abspath(match), None) for match in matches if not os.path.isdir(match))
     paths = tuple(found)
+    for path in paths:
+        if not os.access(path, os.R_OK):
+            raise DataError(f"{path} may not be read by this user; change its permissions.")
     total = sum(os.path.getsize(path) for path in paths)
     unit_bytes = min(max(total // UNITS_WANTED, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
     slices = [piece for path in paths for piece in _cut(path, unit_bytes)]
