@@ -150,6 +150,7 @@ def test_the_page_marks_the_targets_and_needs_nothing_else(
         world / "recipe.toml",
         f"data.files=['{world}/odd.jsonl']",
         "data.validation=0.05",
+        "batch.sequence=128",
         "--html",
         page,
     )
