@@ -248,6 +248,59 @@ def test_a_marked_template_may_rewrite_earlier_answers(chatty: Tokenizer) -> Non
         encode(talk, bare, find_template("auto", bare))
 
 
+# How published families write a conversation, in short: roles renamed, system turns merged or added, contents trimmed.
+FAMILIES = {
+    "gemma": (
+        "{{ bos_token }}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n'"
+        " + m.content | trim + '<end_of_turn>\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}",
+        "<end_of_turn>",
+    ),
+    "mistral": (
+        "{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = messages[0].content + '\n\n' %}{% set talk = messages[1:] %}"
+        "{% else %}{% set first = '' %}{% set talk = messages %}{% endif %}{% for m in talk %}{% if m.role == 'user' %}"
+        "{{ '[INST] ' + (first if loop.first else '') + m.content + ' [/INST]' }}{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}",
+        "<|endoftext|>",
+    ),
+    "qwen": (
+        "{% if messages[0].role != 'system' %}{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}{% for m in messages %}"
+        "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}",
+        "<|im_end|>",
+    ),
+    "zephyr": (
+        "{% for m in messages %}{{ '<|' + m.role + '|>\n' + m.content + eos_token }}\n"
+        "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}\n{% endif %}{% endfor %}",
+        "<|endoftext|>",
+    ),
+    "dated": (
+        "{{ bos_token }}{{ '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + strftime_now('%d %b %Y') + '\n\n' }}"
+        "{% if messages[0].role == 'system' %}{{ messages[0].content | trim }}{% set messages = messages[1:] %}{% endif %}"
+        "{{ '<|eot_id|>' }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' + m.content | trim"
+        " + '<|eot_id|>' }}{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}",
+        "<|eot_id|>",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("conversation", [TALK, SHORT], ids=["many turns", "one turn"])
+def test_the_templates_of_published_families_have_the_right_mask(
+    chatty: Tokenizer, family: str, conversation: Conversation
+) -> None:
+    core = tokenizers.Tokenizer.from_str(chatty.json_text)
+    core.add_special_tokens(["<start_of_turn>", "<end_of_turn>"])
+    source, end = FAMILIES[family]
+    used = replace(chatty, json_text=core.to_str(), chat_template=source)
+    template = find_template("auto", used)
+    encoded = encode(conversation, used, template)
+    answers = [turn.content for turn in conversation.turns if turn.role == "assistant"]
+    assert trained_text(encoded, used) == "".join(answer + end for answer in answers)
+    assert used.decode(encoded.tokens).rstrip("\n") == template.render(conversation.turns).rstrip("\n")
+    prompt = encode_prompt(Conversation(conversation.turns[:-1]), used, template)
+    assert encoded.tokens[: len(prompt)] == prompt
+    assert all(encoded.trained[len(prompt) :])
+
+
 def sentencepiece_like(texts: list[str], scheme: str) -> Tokenizer:
     """A tokenizer that puts a space in front of what it is given, as those of Llama 2 and Mistral do."""
     core = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>", byte_fallback=True))
