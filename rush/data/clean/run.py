@@ -14,6 +14,7 @@ import os
 import shutil
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ from rush.files import remove_temporaries, write_json_atomic, writing
 VERSION = 1
 EXAMPLES = 20
 SMALL_BYTES = 32 << 20
+PATIENCE_S = 2.0
 
 
 @dataclass(frozen=True)
@@ -81,7 +83,7 @@ def clean(
     with writing(target.path, "the cleaned data to "):
         target.path.parent.mkdir(parents=True, exist_ok=True)
         layout.folder.mkdir(exist_ok=True)
-        with folder_lock(layout.folder, wait=False):
+        with _locked(layout.folder):
             _open(layout, _key(pipeline, inputs, target, examples))
             _settle_tokenizers(pipeline, layout)
             steps = plan(pipeline, inputs, layout, parquet=target.format == "parquet", examples=examples)
@@ -97,6 +99,22 @@ def clean(
     return report
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """The folder's lock, with a little patience: what is left of a killed run takes a moment to go."""
+    patience = time.monotonic() + PATIENCE_S
+    with contextlib.ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(folder_lock(folder, wait=False))
+                break
+            except MachineError:
+                if time.monotonic() > patience:
+                    raise
+                time.sleep(0.1)
+        yield
+
+
 def _check_target(target: Target, inputs: Inputs, force: bool) -> None:
     if target.path.exists() and not force:
         raise RecipeError(exists(target.path))
@@ -110,12 +128,17 @@ def _check_target(target: Target, inputs: Inputs, force: bool) -> None:
             raise RecipeError(
                 f"--output {target.path} would replace the input {path}; choose another --output."
             )
-    for folder, mark in ((target.removed, REPORT), (target.path, "report.json")):
-        ours = (folder / mark).is_file() or (folder.parent / REPORT).is_file()
-        if folder.is_dir() and any(folder.iterdir()) and not ours:
-            raise RecipeError(
-                f"{folder} was not written by a cleaning and will not be replaced; move it, or choose another --output."
-            )
+    beside = target.removed if target.one_file else target.path
+    if not beside.is_dir() or not any(beside.iterdir()):
+        return
+    if not (beside / REPORT).is_file():
+        raise RecipeError(
+            f"{beside} was not written by a cleaning and will not be replaced; move it, or choose another --output."
+        )
+    if (
+        not force and not target.working.is_dir()
+    ):  # a run that was killed between its last two renames leaves both
+        raise RecipeError(exists(beside))
 
 
 def _check_pipeline(pipeline: Pipeline) -> None:
