@@ -167,7 +167,11 @@ def test_isolated_eager(core: tuple[str, ...], family: str, packing: Packing) ->
 # One row of one length for both packings: the second finds in the compiler's cache what the first made.
 @pytest.mark.parametrize(
     ("core", "packing"),
-    [((), BestFit()), ((), Flatten()), (("flash_attention",), Flatten())],
+    [
+        ((), BestFit()),
+        ((), Flatten()),
+        pytest.param(("flash_attention",), Flatten(), marks=pytest.mark.slow),
+    ],
     ids=["plain-best_fit", "plain-flatten", "flash-flatten"],
 )
 def test_isolated_compiled(core: tuple[str, ...], packing: Packing) -> None:
