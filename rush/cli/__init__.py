@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from rush import __version__
-from rush.cli import bench, data, explain, export, ladder, merge, probe, recipes, talk, train
+from rush.cli import bench, data, evaluate, explain, export, ladder, merge, overfit, probe, recipes, talk, train
 from rush.errors import RushError
 
 app = typer.Typer(
@@ -29,6 +29,8 @@ app.command("compare")(ladder.compare)
 app.command("probe")(probe.probe)
 app.command("explain")(explain.explain)
 app.command("train")(train.train)
+app.command("overfit")(overfit.overfit)
+app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(talk.generate)
 app.command("chat")(talk.chat)
 app.command("export")(export.export)

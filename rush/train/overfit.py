@@ -18,11 +18,16 @@ from torch import Tensor
 
 from rush.data import Batch
 from rush.errors import Diverged, MachineError
+from rush.hardware import probe
 from rush.recipe import Recipe
-from rush.train.build import Run
+from rush.techniques import check
+from rush.train.build import Run, build
+from rush.train.corpus import open_corpus
+from rush.train.folders import starting_weights
 from rush.train.label_checks import lowest_loss, misaligned
+from rush.train.objectives import objective_of
 from rush.train.objectives.preference import log_probabilities
-from rush.train.reference import wants_cached
+from rush.train.reference import set_live_reference, wants_cached
 from rush.train.step import train_step
 
 NEAR_ZERO = 0.05
@@ -105,6 +110,25 @@ def overfit(make: MakeRun, batch: Batch, steps: int = 300, show: Show = lambda s
     return Verdict(False, cause, reason, tuple(checks), tuple(trial.losses), floor, target)
 
 
+def overfit_recipe(recipe: Recipe, steps: int, note: Callable[[str], None]) -> Verdict:
+    """`overfit` for a recipe: its data, its model, its first batch."""
+    machine = probe(recipe.run.device)
+    check(recipe, machine)
+    objective_of(recipe)
+    corpus = open_corpus(recipe, None, note)
+    weights = starting_weights(recipe)
+
+    def make() -> Run:
+        run = build(recipe, machine, weights)
+        set_live_reference(run, weights)
+        return run
+
+    # What techniques say about the data is known once a run is built.
+    with corpus.loader(recipe, make().loader_options) as loader:
+        batch = next(iter(loader.next_step()))
+    return overfit(make, batch, steps)
+
+
 def _with_reference(run: Run, batch: Batch) -> Batch:
     if not wants_cached(run) or batch.reference_b is not None or not batch.num_labels:
         return batch
@@ -145,7 +169,7 @@ def _floor(recipe: Recipe, batch: Batch) -> float:
     if recipe.objective.kind != "dpo":
         return lowest_loss(batch)
     share = recipe.objective.label_smoothing
-    return -sum(p * math.log(p) for p in (share, 1 - share) if p > 0)
+    return sum(p * math.log(1 / p) for p in (share, 1 - share) if p > 0)
 
 
 def _target(trial: _Trial, floor: float) -> float:

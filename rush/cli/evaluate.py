@@ -1,0 +1,101 @@
+"""`rush evaluate`: how good is a model, in numbers and in words?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rush.cli.output import Json, note, print_json, print_table
+
+
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="A run folder or a Hugging Face folder.")],
+    against: Annotated[
+        Path | None,
+        typer.Option(help="Another model to hold it against, such as the one it was trained from."),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(
+            help="What to evaluate on: a recipe or run (what it holds out), or a .jsonl or .parquet file (all of it). "
+            "Without it, what the run itself holds out."
+        ),
+    ] = None,
+    choices: Annotated[
+        Path | None, typer.Option(help="A JSONL file of multiple-choice questions in HellaSwag's format.")
+    ] = None,
+    prompt: Annotated[
+        list[str] | None, typer.Option(help="A question to answer; several may be given.")
+    ] = None,
+    answers: Annotated[int, typer.Option(help="Held-out prompts to answer, besides those given.", min=0)] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1)] = 80,
+    limit: Annotated[int | None, typer.Option(help="Documents, pairs and questions at most.", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="Rows that go through a model at once.", min=1)] = 16,
+    checkpoint: Annotated[str, typer.Option(help="Of the run: last, best, or a step's number.")] = "last",
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+    json: Json = False,
+) -> None:
+    """Held-out loss, win rate of chosen over rejected answers, multiple choice, and answers side by side.
+
+    Examples:
+
+      rush evaluate runs/dpo-tiny --against runs/sft-tiny
+
+      rush evaluate runs/sft --data pairs.jsonl
+
+      rush evaluate exported/llama --choices hellaswag_val.jsonl --limit 1000
+
+      rush evaluate runs/sft-tiny --prompt 'What does textwrap.wrap do?'
+
+    For the published benchmarks: rush export RUN --to FOLDER, then lm_eval --model hf --model_args pretrained=FOLDER
+    --tasks hellaswag (docs/finetuning/evaluation.md).
+    """
+    from rush.train.report_card import report_card
+
+    card = report_card(
+        folder,
+        against,
+        data=data,
+        choices=choices,
+        questions=prompt or [],
+        answers=answers,
+        max_tokens=max_tokens,
+        limit=limit,
+        rows=batch,
+        checkpoint=checkpoint,
+        device=device,
+        note=note,
+    )
+    if json:
+        print_json(asdict(card))
+        return
+    names = [model.folder for model in card.models]
+    print_table(["", *names], _figures(card.models), title=f"on {card.about}" if card.about else None)
+    for said in card.answers:
+        typer.echo("")
+        typer.secho(said.prompt, bold=True)
+        columns = [text or "(nothing)" for text in said.texts]
+        print_table(names, [columns])
+
+
+def _figures(models: Any) -> list[list[str]]:
+    rows: dict[str, list[str]] = {}
+
+    def put(name: str, cells: list[str]) -> None:
+        if any(cells):
+            rows[name] = cells
+
+    put("held-out loss", [f"{m.held_out.loss:.4f}" if m.held_out else "" for m in models])
+    put("perplexity", [f"{m.held_out.perplexity:,.2f}" if m.held_out else "" for m in models])
+    put("labels", [f"{m.held_out.labels:,}" if m.held_out else "" for m in models])
+    put("chosen wins, whole answer", [str(m.wins.by_sum) if m.wins else "" for m in models])
+    put("chosen wins, per token", [str(m.wins.by_token) if m.wins else "" for m in models])
+    put("chosen wins, by reward", [str(m.wins.by_reward or "") if m.wins else "" for m in models])
+    put("mean log-probability, chosen", [f"{m.wins.logp_chosen:.2f}" if m.wins else "" for m in models])
+    put("mean log-probability, rejected", [f"{m.wins.logp_rejected:.2f}" if m.wins else "" for m in models])
+    put("acc", [str(m.choices.acc) if m.choices else "" for m in models])
+    put("acc_norm", [str(m.choices.acc_norm) if m.choices else "" for m in models])
+    return [[name, *cells] for name, cells in rows.items()]

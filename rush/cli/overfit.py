@@ -1,0 +1,66 @@
+"""`rush overfit`: can this setting learn at all?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from rush.cli.complete import complete_recipe
+from rush.cli.output import Json, note, print_json
+
+
+def overfit(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe's name (see `rush recipes`) or a .toml file.", autocompletion=complete_recipe
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as in batch.micro=4 optimizer.lr=3e-4."),
+    ] = None,
+    steps: Annotated[int, typer.Option(help="Steps on the one batch, at most.", min=10)] = 300,
+    json: Json = False,
+) -> None:
+    """Train on one batch until its loss is near zero, and say with reasons whether this setting can learn.
+
+    Looked at are the labels (masked, moved), which parameters are trained and get a gradient, whether the
+    precision rounds the updates away, and the learning rate: ten times more and less are tried where the loss does
+    not get there. The recipe's learning rate is used from the first step on; nothing is written. Leaves with 0 if it
+    can learn, 5 if not.
+
+    Examples:
+
+      rush overfit tiny
+
+      rush overfit sft-tiny optimizer.lr=1e-6
+
+      rush overfit dpo-tiny model.init_from=runs/sft-tiny data.tokenizer=model batch.micro=2
+    """
+    from rush.recipe_io import load_recipe
+    from rush.train.overfit import overfit_recipe
+    from rush.train.view import sparkline
+
+    verdict = overfit_recipe(
+        load_recipe(recipe, overrides or []), steps, (lambda text: None) if json else note
+    )
+    if json:
+        print_json(asdict(verdict))
+    else:
+        if verdict.losses:
+            curve = sparkline(list(verdict.losses), 60)
+            typer.echo(
+                f"loss {verdict.losses[0]:.4f} {curve} {verdict.losses[-1]:.4f}  ({len(verdict.losses)} steps)"
+            )
+            typer.echo(
+                f"near zero is {verdict.target:.4f} here; no model gets below {verdict.floor:.4f} on this batch"
+            )
+        for check in verdict.checks:
+            mark, colour = ("ok ", "green") if check.good else ("bad", "red")
+            typer.secho(mark, fg=colour, nl=False)
+            typer.echo(f" {check.name + ':':<12} {check.what}")
+        typer.secho(verdict.reason, fg="green" if verdict.can_learn else "red", bold=True)
+    raise typer.Exit(0 if verdict.can_learn else 5)
