@@ -74,14 +74,16 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     if noted is None:
         return Proof(False, "no adapters were put in")
     rank, tokens = int(knobs["rank"]), seen.facts["micro_tokens"]
-    thin = sum(count for shape, count in seen.matmul_shapes.items() if rank in shape)
+    thin_widths = {rank, 2 * rank, 3 * rank}  # adapters of one input share a product
+    thin = sum(count for shape, count in seen.matmul_shapes.items() if thin_widths.intersection(shape))
     wide = [
         shape
         for shape in seen.matmul_shapes
-        # A weight's gradient is a product over all tokens; a layer as wide as there are tokens cannot be told apart.
+        # A weight's gradient is a product over all tokens. A layer as wide as there are tokens, or as narrow as an
+        # adapter, cannot be told apart.
         if shape[1] == tokens
         and {(shape[0], shape[2]), (shape[2], shape[0])} & noted["widths"]
-        and tokens not in (shape[0], shape[2])
+        and not {tokens, *thin_widths}.intersection((shape[0], shape[2]))
     ]
     state = sum(seen.state_bytes.values())
     per_trained = state / noted["trained"]

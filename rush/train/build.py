@@ -148,7 +148,10 @@ def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None
 
 
 def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> None:
-    model = half_made.model.to(torch.float32 if half_made.masters else half_made.weight_dtype)
+    model = half_made.model.to(half_made.weight_dtype)
+    for parameter in _mastered(half_made):
+        # What is trained gets its values in fp32 first; a frozen base never exists in it.
+        parameter.data = parameter.data.float()
     try:
         model.to_empty(device=half_made.device)
     except torch.OutOfMemoryError:
@@ -161,12 +164,16 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
     else:
         model.load_state_dict(weights)
         model.init_buffers()
-    if half_made.masters:
-        masters = [parameter.detach().clone() for parameter in model.parameters()]
-        for parameter, master in zip(model.to(half_made.weight_dtype).parameters(), masters, strict=True):
-            parameter.master = master  # type: ignore[attr-defined]
     for hook in half_made.weight_hooks:
         hook(model)
+    for parameter in _mastered(half_made):
+        parameter.master = parameter.data  # type: ignore[attr-defined]
+        parameter.data = parameter.data.to(half_made.weight_dtype)
+
+
+def _mastered(half_made: Build) -> list[torch.nn.Parameter]:
+    """The parameters that the update keeps fp32 copies of."""
+    return [p for p in half_made.model.parameters() if half_made.masters and p.requires_grad]
 
 
 @contextmanager

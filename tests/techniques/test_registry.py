@@ -33,6 +33,8 @@ NAMES = sorted(registry())
 GPU_ONLY = {
     "tf32", "cudnn_attention", "flex_attention", "offload_activations", "pin_memory", "cuda_graph", "liger",
 }  # fmt: skip
+# What they learn differs by design: test_lora.py holds it against the written-out formula instead.
+ADAPTERS = {"lora", "qlora", "int8_base"}
 SIXTEEN_BITS = {
     "amp_bf16": "bfloat16",
     "amp_fp16": "float16",
@@ -163,6 +165,10 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", "chunked_loss"))
     if name == "fused_rope":
         own.append(recipe_of(name, name="tiny"))
+    if name in ADAPTERS:
+        own.append(recipe_of(f"{{name='{name}', variant='dora'}}", "pure_bf16"))
+        narrow = ["model.shape.hidden=36", "model.shape.num_heads=6", "model.shape.head_dim=6"]
+        own.append(recipe_of(name, overrides=narrow))
     if name in FINE_TUNING:
         sft = "objective.kind=sft"
         own.append(recipe_of(name, overrides=[sft, "batch.micro=1", "batch.total_tokens=32"]))
@@ -182,6 +188,7 @@ def recipes(name: str) -> list[Recipe]:
 def test_every_requirement_can_be_unmet_and_then_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rush.techniques.adam8bit.find_spec", lambda library: None)
     monkeypatch.setattr("rush.techniques.liger.find_spec", lambda library: None)
+    monkeypatch.setattr("rush.techniques.qlora.find_spec", lambda library: None)
     for requirement in registry()[name].requires:
         unmet = [(m, r) for m in machines() for r in recipes(name) if not requirement.met(m, r)]
         assert unmet, f"no situation here is without what is needed: {requirement.sentence}"
@@ -199,6 +206,8 @@ def test_a_technique_for_gpus_is_refused_on_a_cpu(name: str) -> None:
 def needs(name: str) -> None:
     if name == "adam8bit":
         pytest.importorskip("torchao", reason="torchao is not installed")
+    if name in ADAPTERS - {"lora"}:
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
 
 
 @pytest.mark.parametrize("name", ON_THIS_CPU)
