@@ -121,7 +121,7 @@ def _print_statistics(found: dict[str, Any]) -> None:
 
 def _print_counts(found: dict[str, Any]) -> None:
     typer.echo(
-        f"{found['folder']}\nsource {found['source']}, template {found['template']}, trained on {found['train_on']}, "
+        f"{found['folder']}\nsource {found['source']}{_formats(found)}, template {found['template']}, trained on {found['train_on']}, "
         f"sequence {found['sequence']:,}, vocabulary {found['vocab_size']:,}\n"
     )
     splits = found["splits"]
@@ -148,6 +148,11 @@ def _print_counts(found: dict[str, Any]) -> None:
         print_table(["left out of", "reason", "rows", "such as"], lost)
     else:
         typer.echo("Nothing was dropped, nothing was cut.")
+
+
+def _formats(found: dict[str, Any]) -> str:
+    names = sorted({name for counts in found["splits"].values() for name in counts["formats"]})
+    return f" ({', '.join(names)})" if names else ""
 
 
 def _print_lengths(split: str, counts: dict[str, Any]) -> None:

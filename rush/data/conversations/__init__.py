@@ -8,14 +8,15 @@ documents.tokens(0), documents.trained(0)
 from __future__ import annotations
 
 from rush.data.conversations.encode import Encoded, encode, encode_prompt
-from rush.data.conversations.prepare import DocumentPreparation, prepare_documents
-from rush.data.conversations.store import (
+from rush.data.conversations.manifest import (
     DocumentManifest,
-    DocumentSet,
     holds_documents,
     read_document_manifest,
     verify_documents,
 )
+from rush.data.conversations.preparation import DocumentPreparation
+from rush.data.conversations.prepare import prepare_documents
+from rush.data.conversations.store import DocumentSet
 from rush.data.conversations.templates import Template, find_template
 from rush.data.conversations.turns import Conversation, Pair, Text, Turn
 

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rush.data.conversations.store import DocumentManifest, DocumentSet, verify_documents
+from rush.data.conversations.manifest import DocumentManifest, verify_documents
+from rush.data.conversations.store import DocumentSet
 from rush.data.shards import SPLITS
 from rush.data.tokenizer import Tokenizer
 from rush.errors import RecipeError

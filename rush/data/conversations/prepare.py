@@ -21,19 +21,19 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rush.data.conversations.encode import Encoded, encode
-from rush.data.conversations.formats import FORMATS, detect, read_sample
-from rush.data.conversations.rows import Row, describe_rows, plan_rows, read_unit_rows
-from rush.data.conversations.store import (
+from rush.data.conversations.judge import read_row, split_of_row, write_row
+from rush.data.conversations.manifest import (
     Counts,
     DocumentManifest,
     DocumentShard,
-    DocumentWriter,
     verify_documents,
     write_document_manifest,
 )
+from rush.data.conversations.preparation import DocumentPreparation
+from rush.data.conversations.rows import plan_rows, read_unit_rows
+from rush.data.conversations.store import DocumentWriter
 from rush.data.conversations.templates import Template, find_template
-from rush.data.conversations.turns import BadRow, Conversation, Pair, Sample, Text
+from rush.data.conversations.turns import BadRow, Conversation, Text
 from rush.data.pool import run_each
 from rush.data.prepare import Progress
 from rush.data.published import find_tokenizer
@@ -41,73 +41,8 @@ from rush.data.shards import SPLITS, token_dtype
 from rush.data.sources import Unit
 from rush.data.storage import folder_lock, writable
 from rush.data.tokenizer import Tokenizer, train_bpe
-from rush.data.units import split_of
-from rush.errors import DataError, RecipeError, nearest
+from rush.errors import DataError, RecipeError
 from rush.files import remove_temporaries, write_atomic
-
-TOO_LONG = ("error", "drop", "cut")
-BAD_ROWS = ("error", "drop")
-
-
-@dataclass(frozen=True)
-class DocumentPreparation:
-    """What to prepare. `vocab_size` is the model's; with `tokenizer="train"`, the size to train."""
-
-    source: str = "python-docstrings"
-    files: tuple[str, ...] = ()
-    format: str = "auto"
-    template: str = "auto"
-    train_on: str = "completion"
-    too_long: str = "error"
-    sequence: int = 1024
-    tokenizer: str = "train"
-    vocab_size: int | None = None
-    validation: float = 0.01
-    limit: int | None = None
-    paired: bool = False
-    text_field: str = "text"
-    bad_rows: str = "error"
-    seed: int = 0
-    tokenizer_bytes: int = 64 << 20
-
-    def __post_init__(self) -> None:
-        choices = {
-            "data.format": (self.format, ("auto", *FORMATS)),
-            "data.too_long": (self.too_long, TOO_LONG),
-            "data.bad_rows": (self.bad_rows, BAD_ROWS),
-            "objective.train_on": (self.train_on, ("completion", "all")),
-        }
-        for key, (found, allowed) in choices.items():
-            if found not in allowed:
-                raise RecipeError(f"{key} is {found!r}; {nearest(found, allowed)}")
-        if self.paired and self.format not in ("auto", "preference"):
-            raise RecipeError(
-                f"data.format is {self.format!r}, but preferences (objective.kind = 'dpo') need pairs of answers: "
-                "set data.format to 'preference' or 'auto'."
-            )
-        if not self.paired and self.format == "preference":
-            raise RecipeError(
-                "data.format is 'preference', which is for objective.kind = 'dpo'; set the objective, or another format."
-            )
-        if not 0 <= self.validation < 1:
-            raise RecipeError(
-                f"data.validation is {self.validation}; it is a fraction: at least 0, less than 1."
-            )
-        if self.limit is not None and self.limit < 1:
-            raise RecipeError(
-                f"data.limit is {self.limit}; it counts rows and must be at least 1, or be left out."
-            )
-        if self.sequence < 2:
-            raise RecipeError(f"batch.sequence is {self.sequence}; a conversation needs at least 2 tokens.")
-        if self.tokenizer == "train" and self.vocab_size is None:
-            raise RecipeError("data.tokenizer is 'train', which needs a vocabulary size.")
-
-    def describe(self) -> dict[str, Any]:
-        """All that determines the documents, but for the tokenizer and its template."""
-        asked = asdict(self)
-        for name in ("source", "files", "limit", "tokenizer", "vocab_size", "tokenizer_bytes", "template"):
-            del asked[name]
-        return {"source": describe_rows(self.source, self.files, self.limit), **asked}
 
 
 @dataclass(frozen=True)
@@ -223,27 +158,16 @@ def _training_texts(preparation: DocumentPreparation, units: list[tuple[Unit, in
     for unit, take in units:
         for row in read_unit_rows(preparation.source, unit, take):
             try:
-                sample = _read(row, preparation)
+                _, sample = read_row(row, preparation)
             except BadRow:
                 continue  # it is judged when it is encoded
-            if _split(row, sample, preparation) != "train":
+            if split_of_row(row, sample, preparation) != "train":
                 continue
             if isinstance(sample, Text):
                 yield sample.text
             else:
                 turns = sample.turns if isinstance(sample, Conversation) else sample.prompt + sample.chosen
                 yield "\n".join(turn.content for turn in turns)
-
-
-def _read(row: Row, preparation: DocumentPreparation) -> Sample:
-    return read_sample(
-        row.values, preparation.format, paired=preparation.paired, text_field=preparation.text_field
-    )
-
-
-def _split(row: Row, sample: Sample | None, preparation: DocumentPreparation) -> str:
-    group = row.group or (sample.group if sample is not None else row.name)
-    return split_of(group, preparation.seed, preparation.validation)
 
 
 def _run(jobs: list[_Job], workers: int, progress: Callable[[Progress], None] | None) -> None:
@@ -263,7 +187,7 @@ def run_documents(job: _Job) -> _Done:
     tokenizer = _load_once(job.folder / "tokenizer")
     writers = {split: DocumentWriter(job.folder, split, job.name, job.vocab_size) for split in SPLITS}
     for row in read_unit_rows(job.preparation.source, job.unit, job.take):
-        _write_row(row, job, tokenizer, writers)
+        write_row(row, job.preparation, tokenizer, job.template, writers)
     shards = tuple(shard for split in SPLITS if (shard := writers[split].finish()) is not None)
     finished = _Done(shards, {split: writer.counts for split, writer in writers.items()})
     write_atomic(job.record, finished.to_json())
@@ -273,80 +197,6 @@ def run_documents(job: _Job) -> _Done:
 @functools.lru_cache(maxsize=1)
 def _load_once(folder: Path) -> Tokenizer:
     return Tokenizer.load(folder)
-
-
-def _write_row(row: Row, job: _Job, tokenizer: Tokenizer, writers: dict[str, DocumentWriter]) -> None:
-    preparation = job.preparation
-    sample: Sample | None = None
-    try:
-        sample = _read(row, preparation)
-        encoded = _encode(sample, tokenizer, job.template, preparation.train_on)
-        counts = writers[_split(row, sample, preparation)].counts
-        kept = _fitting(encoded, preparation, counts)
-    except BadRow as bad:
-        policy, key = preparation.bad_rows, "data.bad_rows"
-        if bad.reason.startswith("too long"):
-            policy, key = preparation.too_long, "data.too_long"
-        if policy == "error":
-            leave = f"set {key} to 'drop' to leave such rows out and count them"
-            how = (
-                f"mend the row, or {leave}"
-                if key == "data.bad_rows"
-                else f"raise batch.sequence, or {leave}, or to 'cut'"
-            )
-            raise DataError(f"{row.name}: {bad}; {how}.") from bad
-        counts = writers[_split(row, sample, preparation)].counts
-        counts.rows += 1
-        counts.drop(bad.reason, row.name)
-        return
-    except DataError as error:
-        raise DataError(f"{row.name}: {error}") from error
-    writer = writers[_split(row, sample, preparation)]
-    counts.rows += 1
-    name = preparation.format if preparation.format != "auto" else detect(
-        row.values, paired=preparation.paired, text_field=preparation.text_field
-    )  # fmt: skip
-    counts.formats[name] = counts.formats.get(name, 0) + 1
-    names = (row.name,) if len(kept) == 1 else (f"{row.name} (chosen)", f"{row.name} (rejected)")
-    for document, document_name in zip(kept, names, strict=True):
-        writer.append(document, document_name)
-
-
-def _encode(sample: Sample, tokenizer: Tokenizer, template: Template, train_on: str) -> list[Encoded]:
-    """One document, or the two of a pair."""
-    if not isinstance(sample, Pair):
-        return [encode(sample, tokenizer, template, train_on)]
-    # Of a pair only what follows the prompt is compared, whatever train_on says.
-    pair = [
-        encode(conversation, tokenizer, template, prompt_turns=len(sample.prompt))
-        for conversation in sample.conversations
-    ]
-    starts = [document.trained.index(True) for document in pair]
-    if starts[0] != starts[1] or pair[0].tokens[: starts[0]] != pair[1].tokens[: starts[1]]:
-        raise DataError(
-            f"the template ({template.name}) writes the prompt differently before the two answers, so they cannot be "
-            "compared. Set data.template to chatml, llama-3 or plain."
-        )
-    if pair[0].tokens == pair[1].tokens:
-        raise BadRow("chosen equals rejected", "chosen and rejected are the same answer")
-    return pair
-
-
-def _fitting(encoded: list[Encoded], preparation: DocumentPreparation, counts: Counts) -> list[Encoded]:
-    """The documents, cut to the sequence where that is asked for; both of a pair or neither."""
-    longest, limit = max(map(len, encoded)), preparation.sequence
-    if longest <= limit:
-        return encoded
-    if preparation.too_long != "cut":
-        raise BadRow("too long", f"{longest:,} tokens, longer than batch.sequence = {limit:,}")
-    kept = [Encoded(document.tokens[:limit], document.trained[:limit]) for document in encoded]
-    if not all(any(document.trained) for document in kept):
-        raise BadRow("too long: no answer left", f"no token of the answer is within the first {limit:,}")
-    if len(kept) == 2 and kept[0].tokens == kept[1].tokens:
-        raise BadRow("too long: no difference left", f"the two answers differ only after {limit:,} tokens")
-    counts.cut += 1
-    counts.cut_tokens += sum(map(len, encoded)) - sum(map(len, kept))
-    return kept
 
 
 def _finish(
