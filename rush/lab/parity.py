@@ -75,13 +75,17 @@ def trace(
 
     The twin of a plain run starts from weights `rounded` to bf16: how far it drifts is what rounding grows to.
     """
-    run = build(recipe, machine, starting_weights(recipe))
+    weights = starting_weights(recipe)
+    run = build(recipe, machine, weights)
     if rounded:
         with torch.no_grad():
             for parameter in run.model.parameters():
                 parameter.copy_(parameter.bfloat16())
     losses, norms, skipped = [], [], 0
-    with corpus.loader(recipe, run.loader_options) as loader:
+    corpus = corpus.ready_for(run, weights, None)
+    # The same documents in every step, so that two ways to pack them can be held against each other.
+    samples = recipe.batch.micro * recipe.accumulation
+    with corpus.loader(recipe, run.loader_options, same_samples=samples) as loader:
         for step in range(1, recipe.schedule.steps + 1):
             if step == 1:
                 result = _first_step(run, loader.next_step(), gradients)

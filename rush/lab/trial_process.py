@@ -126,7 +126,9 @@ def _measure(spec: Mapping[str, Any], result: _Result) -> None:
 
 def _time(recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, Any], result: _Result) -> None:
     began = time.monotonic()
-    run = build(recipe, machine, starting_weights(recipe))
+    weights = starting_weights(recipe)
+    run = build(recipe, machine, weights)
+    corpus = corpus.ready_for(run, weights, None)
     result.took("build", began)
     with corpus.loader(recipe, run.loader_options) as loader:
         began = time.monotonic()

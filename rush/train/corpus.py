@@ -58,8 +58,11 @@ class Corpus(Protocol):
         """Names the tokens themselves; a resumed run must find the same."""
         ...
 
-    def loader(self, recipe: Recipe, options: Mapping[str, Any]) -> Steps:
-        """The training samples in the run's order; `options` are what techniques set."""
+    def loader(self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None) -> Steps:
+        """The training samples in the run's order; `options` are what techniques set.
+
+        With `same_samples` every step holds that many documents, the same ones however they are packed.
+        """
         ...
 
     def validation(self, recipe: Recipe, options: Mapping[str, Any]) -> Iterator[Batch]:
@@ -81,7 +84,9 @@ class TokenCorpus:
     tokenizer: Tokenizer
     digest: str
 
-    def loader(self, recipe: Recipe, options: Mapping[str, Any]) -> Loader:
+    def loader(
+        self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None
+    ) -> Loader:
         return Loader(
             TokenDataset(self.folder, "train", recipe.batch.sequence),
             samples_per_step=recipe.step_tokens // recipe.batch.sequence,
@@ -110,7 +115,9 @@ class DocumentCorpus:
     digest: str
     references: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
 
-    def loader(self, recipe: Recipe, options: Mapping[str, Any]) -> DocumentLoader:
+    def loader(
+        self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None
+    ) -> DocumentLoader:
         return DocumentLoader(
             DocumentSet(self.folder, "train"),
             micro=recipe.batch.micro,
@@ -120,6 +127,7 @@ class DocumentCorpus:
             shuffle=recipe.data.shuffle,
             paired=recipe.objective.kind == "dpo",
             references=self.references.get("train"),
+            documents_per_step=same_samples,
             **options,
         )
 

@@ -134,6 +134,10 @@ FORMS = {
     "lr": ("lr", "{:.2e}"),
     "grad_norm": ("grad norm", "{:.3f}"),
     "tokens_per_s": ("tokens/s", "{:,.0f}"),
+    "trained_per_s": ("trained/s", "{:,.0f}"),
+    "padding": ("padding", "{:.0%}"),
+    "accuracy": ("wins", "{:.0%}"),
+    "val_accuracy": ("held-out wins", "{:.0%}"),
     "mfu": ("MFU", "{:.1%}"),
     "ceiling_fraction": ("of ceiling", "{:.1%}"),
 }

@@ -29,12 +29,19 @@ def test_the_ready_ladders_are_there_and_tiny_has_eight_rungs() -> None:
     assert len(load_plan("tiny").additions) >= 8
 
 
+FINE_TUNING = {"bucket", "flatten", "int8_base", "lora", "pack_best_fit", "pack_concat", "pad", "qlora"}
+
+
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2-124m"])
-def test_the_two_large_ladders_of_a_model_try_every_technique(name: str) -> None:
+def test_the_two_large_ladders_of_a_model_try_every_technique_of_pretraining(name: str) -> None:
     plans = [load_plan(name), load_plan(f"{name}-kernels")]
     started = {used for plan in plans for used, _ in plan.base.technique_uses()}
     tried = {addition.technique_name for plan in plans for addition in plan.additions}
-    assert set(registry()) - tried - started == set()
+    assert set(registry()) - tried - started == FINE_TUNING
+
+
+def test_the_ladder_of_fine_tuning_tries_what_is_for_fine_tuning() -> None:
+    assert FINE_TUNING <= {addition.technique_name for addition in load_plan("sft").additions}
 
 
 def test_what_a_later_rung_takes_the_place_of_is_not_at_the_top(tmp_path: Path) -> None:
