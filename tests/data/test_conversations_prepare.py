@@ -479,6 +479,7 @@ def test_local_copies_of_published_data_are_read_by_name(
     paired: bool,
 ) -> None:
     """JSONL, Parquet and a dataset's folder give the same documents."""
+    pytest.importorskip("datasets")
     parquet = write_parquet(tmp_path / "dataset" / "train.parquet", rows)
     digests = set()
     for name, files in ((source, [write(rows)]), (source, [parquet]), (f"hub:{parquet.parent}", [])):
@@ -493,6 +494,7 @@ def test_local_copies_of_published_data_are_read_by_name(
 def test_published_data_without_a_hub_says_what_to_do(
     asked: DocumentPreparation, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    pytest.importorskip("datasets")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(MachineError, match=r"HuggingFaceH4/ultrachat_200k.*train_sft.*data\.files"):
         prepare_documents(replace(asked, source="ultrachat"), tmp_path / "cache")

@@ -21,6 +21,7 @@ from rush.files import sha256_file, write_atomic
 
 FORMAT = "rush-documents"
 VERSION = 1
+"""Of the files and of what is in them: raise it when the same rows give other documents."""
 SUFFIXES = ("bin", "trn", "idx", "ids")
 EXAMPLES = 3
 _ADVICE = "Prepare the data again (rush data prepare --force), or restore the file."

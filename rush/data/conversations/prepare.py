@@ -23,6 +23,7 @@ from typing import Any
 
 from rush.data.conversations.judge import read_row, split_of_row, write_row
 from rush.data.conversations.manifest import (
+    VERSION,
     Counts,
     DocumentManifest,
     DocumentShard,
@@ -111,7 +112,7 @@ def prepare_documents(
 
 def _fingerprint(preparation: DocumentPreparation) -> tuple[str, Tokenizer | None, Template | None]:
     """The key of all that determines the content; tokenizer and template unless they have to be made first."""
-    described: dict[str, Any] = preparation.describe()
+    described: dict[str, Any] = preparation.describe() | {"version": VERSION}
     limit = preparation.vocab_size
     if preparation.tokenizer == "train":
         described["train"] = [limit, preparation.tokenizer_bytes, preparation.template]
