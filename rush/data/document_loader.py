@@ -6,7 +6,8 @@ with several ranks they are dealt out in turn. So what a step learns from does n
 and the state names a place in the line: the epoch, and the micro batch in it.
 
 Steps of equally many micro batches hold as many documents as fit. To compare packings, `documents_per_step` makes
-steps of the same documents for all of them, in as many micro batches as each needs.
+steps of the same documents for all of them, in as many micro batches as each needs (but for `pack_concat`, which cuts
+documents, so that its steps cannot be of whole ones).
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class DocumentLoader:
                 "Pinned memory was asked for, but there is no CUDA device. Switch pinning off."
             )
         assert documents_per_step is None or world == 1, "steps of the same documents are for one rank"
+        if isinstance(packing, Concat):
+            documents_per_step = None
         self.layout = Layout(documents, packing, micro, sequence, paired, references)
         self.batches_per_step = batches_per_step
         self.seed = seed

@@ -4,7 +4,7 @@ Within a large window of the shuffled order, documents are sorted by length and 
 micro batches are shuffled. Rows of a micro batch are almost equally long, and what is left to fill up is small. It
 needs no special attention, so it works with every core. The price: a micro batch holds documents of one kind (all
 short, all long), so with few micro batches a step the gradient is noisier, and steps take unequal time. Packing wastes
-still less, but attention must then keep documents apart.
+still less, but attention must then keep documents apart. Parity is judged on steps of the same documents.
 """
 
 from __future__ import annotations

@@ -5,7 +5,8 @@ of documents and their beginnings. So there is nothing to fill up but the end of
 batch.sequence tokens, always the same shape, which suits a compiler), and that is filled from the documents ahead.
 Positions start again with each document, and none sees another, to the bit. It wins over `pack_best_fit` where
 rows are too short to be filled well; else the two are alike. Without a kernel that skips what lies between
-documents (plain attention, or the CPU's) all scores of the long row are made, batch.micro times as many: it loses there.
+documents (plain attention, or the CPU's) all scores of the long row are made, batch.micro times as many: it loses
+there. Parity is judged on steps of the same documents.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@ Bin packing: within a window of the shuffled order, documents go longest first i
 is smallest but enough. Rows of `batch.sequence` tokens end up all but full, where padding may fill half of them.
 Attention stays inside each document, positions start again with it, so a document is computed as if it were alone:
 changing one changes nothing, to the bit, in another. Plain attention masks for that and still makes all scores;
-flash, flex and our Triton kernel skip what lies between documents. A document longer than a row is cut. With packed rows
-a step holds more documents than with padded ones, so the learning rate may want to be looked at again.
+flash, flex and our Triton kernel skip what lies between documents. A document longer than a row is cut. A step holds
+more documents than with padded rows, so the learning rate may want to be looked at again; parity is judged on steps of
+the same documents.
 """
 
 from __future__ import annotations

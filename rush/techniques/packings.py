@@ -17,8 +17,8 @@ from rush.techniques.contract import Build, KnobRange, Observation, Pass, Requir
 
 PACKINGS = ("bucket", "flatten", "pack_best_fit", "pack_concat", "pad")
 SHAPES = KnobRange(
-    (8, 1, 2, 4, 16, 32, 0),
-    "how many lengths rows may have, each a share of batch.sequence (1: always batch.sequence; 0: exactly the longest)",
+    (0, 1, 2, 4, 8, 16, 32),
+    "how many lengths rows may have, each a share of batch.sequence (1: always batch.sequence); 0: exactly the longest",
 )
 WINDOW_MEANING = "documents looked at together"
 
@@ -40,9 +40,11 @@ def others(name: str) -> tuple[str, ...]:
 
 def few_shapes(name: str) -> Requirement:
     return Requirement(
-        "with shapes=0 every length is another shape, and compile or cuda_graph would start anew for each; use 1 to 32",
+        "every new length would start compile or cuda_graph anew; beside them set shapes to 1 … 32",
         lambda machine, recipe: (
-            knob_of(recipe, name, "shapes", 1) != 0 or not used(recipe, "compile", "cuda_graph")
+            not used(recipe, name)
+            or knob_of(recipe, name, "shapes", SHAPES.default) != 0
+            or not used(recipe, "compile", "cuda_graph")
         ),
     )
 

@@ -3,8 +3,8 @@
 Rows of a micro batch must be of one length, so shorter conversations are filled up with tokens that teach nothing
 and cost as much as any other. Without this, every row is `batch.sequence` long. Filling up to the longest row at
 hand wins the more the shorter the conversations are; one long row among short ones spoils its micro batch. Ever
-new lengths would start a compiler anew each time, so lengths are rounded up to one of a few (`shapes`). What
-the model computes for a document does not change: causal attention never looks at what comes after.
+new lengths would start a compiler anew each time, so beside one they are rounded up to one of a few (`shapes`).
+What the model computes for a document does not change: causal attention never looks at what comes after.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from rush.data.document_loader import DocumentLoader
 from rush.hardware import Machine, probe
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
-from rush.techniques.contract import Observation, Parity
+from rush.techniques.contract import Observation
 from rush.techniques.parity import Judgement, gradient_errors, gradients_of, judge
 from rush.train.build import Run, build
 from rush.train.observe import observe
@@ -97,14 +97,13 @@ def make_loader(run: Run) -> Loader | DocumentLoader:
     batch = run.recipe.batch
     if run.recipe.objective.kind == "sft":
         # Steps of the same documents, however they are packed, so that their losses can be held together.
-        alike = all(use.technique.parity is not Parity.CHANGES for use in run.uses)
         return DocumentLoader(
             TextDocuments(longest=batch.sequence + 1),
             micro=batch.micro,
             sequence=batch.sequence,
             batches_per_step=run.recipe.accumulation,
             seed=run.recipe.run.seed,
-            documents_per_step=batch.micro * run.recipe.accumulation if alike else None,
+            documents_per_step=batch.micro * run.recipe.accumulation,
             **run.loader_options,
         )
     return Loader(
