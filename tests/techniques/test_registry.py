@@ -174,7 +174,7 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of(name, overrides=[sft, "batch.micro=1", "batch.total_tokens=32"]))
         own.append(recipe_of(name, "accumulate", overrides=[sft]))
         if name in ("bucket", "pad"):
-            own.append(recipe_of(f"{{name='{name}', shapes=0}}", "compile", overrides=[sft]))
+            own.append(recipe_of(name, "compile", overrides=[sft]))
     if name == "cudnn_attention":
         own.append(recipe_of(name, "amp_bf16", "flatten", overrides=["objective.kind=sft"]))
     if name == "flex_attention":
