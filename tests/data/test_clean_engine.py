@@ -137,11 +137,19 @@ def test_a_killed_cleaning_shows_nothing_and_continues_to_the_same_bytes(
         time.sleep(0.01)
     assert not left
     assert [path.name for path in output.parent.iterdir()] == [working.name]
-    done = len(list(working.glob("pipeline/*/completions/*")))
-    assert done >= after
-    seen: list[CleanProgress] = []
-    clean(PIPELINE, [str(source)], output, workers=1, progress=seen.append)
-    assert seen[0].done >= done  # what was done is not done again
+    done = {path: path.stat().st_mtime_ns for path in working.glob("pipeline/*/completions/*")}
+    assert len(done) >= after
+    reports: list[CleanProgress] = []
+    again: set[Path] = set()
+
+    def watch(now: CleanProgress) -> None:
+        reports.append(now)
+        again.update(path for path, when in done.items() if path.exists() and path.stat().st_mtime_ns != when)
+
+    clean(PIPELINE, [str(source)], output, workers=1, progress=watch)
+    assert reports[0].done >= len(done)
+    assert reports[-1].done == reports[-1].total
+    assert not again  # what was done is not done again
     assert contents(tmp_path / "out") == expected
 
 
@@ -151,8 +159,10 @@ def test_what_another_pipeline_left_behind_is_not_used(
     copy = tmp_path / "rows.jsonl"
     copy.write_bytes(source.read_bytes() + b"broken\n")
     (tmp_path / "out").mkdir()
+    other = parse_pipeline({"stage": [{"kind": "words", "min": 20}, *STAGES[1:]]})
     with pytest.raises(DataError, match=r"rows\.jsonl:\d+: not valid JSON"):
-        clean(PIPELINE, [str(copy)], tmp_path / "out" / "out.jsonl", workers=1)
+        clean(other, [str(copy)], tmp_path / "out" / "out.jsonl", workers=1)
+    assert list((tmp_path / "out").glob(".out.jsonl.cleaning/pipeline/00/completions/*"))
     copy.write_bytes(source.read_bytes())
     clean(PIPELINE, [str(copy)], tmp_path / "out" / "out.jsonl", workers=1)
     assert contents(tmp_path / "out") == expected

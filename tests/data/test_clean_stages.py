@@ -181,7 +181,9 @@ def test_numbers_tell_near_copies_apart_unless_told_otherwise(tmp_path: Path) ->
     assert len(run(tmp_path / "b", content, {**stage, "ignore_numbers": True})[0]) == 1
 
 
-def test_a_long_document_signed_in_pieces_has_the_signature_of_the_whole(tmp_path: Path) -> None:
+def test_a_long_document_signed_in_pieces_has_the_signature_of_the_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import numpy as np
     from datatrove.pipeline.dedup.minhash import MinhashDedupSignature
 
@@ -190,8 +192,10 @@ def test_a_long_document_signed_in_pieces_has_the_signature_of_the_whole(tmp_pat
     pipeline = parse_pipeline({"stage": [{"kind": "near_duplicates"}]})
     ours = NearSignatures(str(tmp_path / "a"), str(tmp_path / "b"), pipeline.stage[0])  # type: ignore[arg-type]
     plain = MinhashDedupSignature(str(tmp_path / "c"), near_config(pipeline.stage[0]), language=Spaces())  # type: ignore[arg-type]
-    shingles = np.random.default_rng(0).integers(0, 2**63, size=(10_001, 1)).astype(np.uint64)
-    assert ours.get_signature(shingles) == plain.get_signature(shingles)
+    monkeypatch.setattr("rush.data.clean.duplicates.SHINGLES_AT_ONCE", 7)
+    for count in (1, 7, 8, 50):
+        shingles = np.random.default_rng(0).integers(0, 2**63, size=(count, 1)).astype(np.uint64)
+        assert ours.get_signature(shingles) == plain.get_signature(shingles)
 
 
 def test_languages_are_told_apart(tmp_path: Path) -> None:

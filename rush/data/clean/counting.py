@@ -3,7 +3,7 @@
 An item becomes eight bytes of a hash. Each unit writes its hashes with their counts, sorted; then sixteen tasks
 each add up one sixteenth of the hashes over all units and write the rare ones. What then judges documents
 looks hashes up in those files through a memory map. So memory holds the hashes of one unit, or a sixteenth of
-the different ones, never the items; two items that share a hash (one chance in 10⁴ among a hundred million
+the different ones, never the items; two items that share a hash (one chance in 4,000 among a hundred million
 different ones) would be counted as one.
 """
 
