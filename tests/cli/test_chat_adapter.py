@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import pty
 import select
@@ -148,3 +149,46 @@ def test_at_a_terminal_a_key_switches(models: Path) -> None:
         process.kill()
         process.wait()
         os.close(ours)
+
+
+def test_merged_it_says_what_base_and_adapter_say(
+    models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apart, _ = chat(
+        "hello\n", models / "base", "--adapter", models / "adapter", capfd=capfd, monkeypatch=monkeypatch
+    )
+    with pytest.raises(SystemExit) as ended:
+        main(["merge", str(models / "adapter"), "--to", str(tmp_path / "merged"), "--json"])
+    out, err = capfd.readouterr()
+    assert ended.value.code in (0, None), err
+    assert "Merged the adapters of 7 layers into their base." in err
+    assert "model.safetensors" in json.loads(out)["files"]
+    merged, _ = chat("hello\n", tmp_path / "merged", capfd=capfd, monkeypatch=monkeypatch)
+    assert merged == apart
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["chat", "{models}/adapter"], 3, "holds an adapter, not a model; give its base's folder"),
+        (["chat", "{models}/base", "--adapter", "{models}/nothing"], 3, "there is no folder"),
+        (["chat", "{models}/base", "--adapter", "{models}/base"], 3, "is no adapter folder: it lacks"),
+        (["merge", "{models}/base", "--to", "{tmp}/x"], 3, "is no adapter folder: it lacks"),
+        (["merge", "{models}/adapter", "--base", "{models}/nothing", "--to", "{tmp}/x"], 2, "name the base's folder"),
+        (["merge", "{models}/adapter", "--to", "{models}"], 2, "exists and is not an empty folder"),
+        (["export", "{models}/base", "--adapter", "--to", "{tmp}/x"], 3, "was not trained with adapters"),
+        (["export", "{models}/base", "--adapter", "--dtype", "bfloat16", "--to", "{tmp}/x"], 2, "is for whole models"),
+        (["chat", "{models}/base", "--template", "chatmal"], 2, "no template known here"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else None,
+)  # fmt: skip
+def test_mistakes_end_in_one_sentence(
+    words: list[str], code: int, message: str, models: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([word.format(models=models, tmp=tmp_path) for word in words])
+    _, err = capfd.readouterr()
+    assert ended.value.code == code, err
+    assert message in err
+    assert "Traceback" not in err
+    assert len(err.strip().splitlines()) == 1

@@ -42,7 +42,7 @@ def plain(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     )
     (workplace / "recipe.toml").write_text(
         small_recipe(
-            corpus, family="llama", schedule={"steps": 6, "warmup": 1}, run={"save_every": 3, "keep": 10, "sample_every": 3}
+            corpus, family="llama", schedule={"steps": 4, "warmup": 1}, run={"save_every": 2, "keep": 10, "sample_every": 2}
         )
     )  # fmt: skip
     return load_recipe(str(workplace / "recipe.toml"))
@@ -82,7 +82,7 @@ def test_a_run_with_a_frozen_base_resumes_to_the_same_bits(
         pytest.importorskip(LIBRARY[method])
     recipe = with_techniques(plain, *METHODS[method])
     train_recipe(recipe, tmp_path / "whole")
-    assert part_of(recipe, tmp_path / "parts", 4).interrupted
+    assert part_of(recipe, tmp_path / "parts", 3).interrupted
     train_recipe(None, tmp_path / "parts", resume=True)
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
     assert rows(tmp_path / "whole", "samples.jsonl") == rows(tmp_path / "parts", "samples.jsonl")
@@ -96,7 +96,7 @@ def test_a_checkpoint_holds_adapters_and_their_moments_and_nothing_of_the_base(
     plain: Recipe, tmp_path: Path
 ) -> None:
     train_recipe(with_techniques(plain, LORA | {"roles": "qv"}), tmp_path / "run")
-    newest = tmp_path / "run" / "checkpoints" / "step-000006"
+    newest = tmp_path / "run" / "checkpoints" / "step-000004"
     names = set(load_file(newest / "model.safetensors"))
     assert names == {
         f"blocks.{layer}.attention.{role}.adapter.{part}"
@@ -117,7 +117,7 @@ def test_a_base_from_a_folder_is_found_again_and_another_one_is_refused(
     train_recipe(changed(plain, {"schedule.steps": 2}), tmp_path / "base")
     recipe = with_techniques(plain, LORA, **{"model.init_from": str(tmp_path / "base")})
     train_recipe(recipe, tmp_path / "whole")
-    part_of(recipe, tmp_path / "parts", 4)
+    part_of(recipe, tmp_path / "parts", 3)
     train_recipe(None, tmp_path / "parts", resume=True)
     assert rows(tmp_path / "whole") == rows(tmp_path / "parts")
     (tmp_path / "base").rename(tmp_path / "kept")
