@@ -45,7 +45,7 @@ def clean(
         typer.Option(help="For a folder: the format of its files; that of the input without it."),
     ] = None,
     examples: Annotated[
-        int, typer.Option(help="Examples shown of what each stage removed.", min=0, max=20)
+        int, typer.Option(help="Examples shown of what each stage removed.", min=0, max=5)
     ] = 2,
     skip_unreadable: Annotated[
         bool, typer.Option("--skip-unreadable", help="Count and leave out rows that cannot be read.")

@@ -180,6 +180,25 @@ def test_an_error_in_one_of_several_workers_reaches_the_user(tmp_path: Path, sou
     assert not (tmp_path / "out.jsonl").exists()
 
 
+def test_a_worker_that_is_killed_is_told_and_not_waited_for(tmp_path: Path) -> None:
+    source = tmp_path / "rows.jsonl"
+    slow = "ab " * 30_000
+    source.write_text(
+        "".join(json.dumps({"text": f"{number} {slow}", "tags": []}) + "\n" for number in range(100))
+    )
+    process = start(tmp_path / "script.py", source, tmp_path / "out.jsonl", workers=2)
+    logs = tmp_path / ".out.jsonl.cleaning" / "pipeline" / "00" / "logs"
+    deadline = time.monotonic() + 60
+    while not list(logs.glob("*")) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    servers = psutil.Process(process.pid).children(recursive=True)
+    workers = [worker for worker in servers if worker.ppid() != process.pid]
+    workers[0].kill()
+    _, said = process.communicate(timeout=100)
+    assert "MachineError: A worker process died while reading for" in said
+    assert not (tmp_path / "out.jsonl").exists()
+
+
 def test_two_at_once_for_one_output_are_refused(tmp_path: Path, source: Path) -> None:
     from rush.data.storage import folder_lock
 

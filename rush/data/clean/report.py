@@ -18,7 +18,7 @@ from rush.data.clean.stages import Pipeline
 from rush.files import write_atomic, write_json_atomic
 
 REPORT = "report.json"
-IN_REPORT = 3
+IN_REPORT = 5
 CLIP_IN_REPORT = 400
 
 

@@ -30,6 +30,7 @@ from rush.data.clean.plan import Layout, Step, plan
 from rush.data.clean.report import REPORT
 from rush.data.clean.rows import Inputs, find_inputs
 from rush.data.clean.stages import Language, Pipeline, Tokens
+from rush.data.clean.workers import minding_workers
 from rush.data.pipeline import check_executor, engine_running, make_executor
 from rush.data.published import find_tokenizer
 from rush.data.storage import folder_lock
@@ -217,8 +218,10 @@ def _run(
 ) -> None:
     with _watching(steps, layout, progress), quiet(layout.folder / "log.txt"), engine_running(executor):
         for step, runner in zip(steps, runners, strict=True):
+            several = executor == "local" and runner.workers > 1
             try:
-                runner.run()
+                with minding_workers(step.name) if several else contextlib.nullcontext():
+                    runner.run()
             except Exception as error:
                 raise (first_error(layout.errors) or error) from error
             unfinished = runner.get_incomplete_ranks(skip_completed=True)
