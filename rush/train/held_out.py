@@ -83,10 +83,10 @@ def _of_file(folder: Path, path: Path, shape: Shape, rows: int, limit: int | Non
         raise DataError(
             f"there is no file {path}; --data takes a recipe, a run folder, or a .jsonl or .parquet file."
         )
-    first = next(
-        (row for unit, _ in plan_rows("files", [str(path)], None) for row in read_unit_rows("files", unit)),
-        None,
-    )
+    if path.stat().st_size == 0:
+        raise DataError(f"{path} is empty, so there is nothing to evaluate on.")
+    units = plan_rows("files", [str(path)], None)
+    first = next((row for unit, _ in units for row in read_unit_rows("files", unit)), None)
     if first is None:
         raise DataError(f"{path} holds no row, so there is nothing to evaluate on.")
     paired = {"chosen", "rejected"} <= first.values.keys()

@@ -21,7 +21,7 @@ from rush.train.evaluate import (
     score_pairs,
     win_rates,
 )
-from rush.train.folders import load_model, load_tokenizer
+from rush.train.folders import load_model, load_tokenizer, read_weights
 from rush.train.held_out import HeldOutData, open_held_out
 from rush.train.multiple_choice import Accuracy, Question, multiple_choice, read_questions
 
@@ -76,10 +76,8 @@ def report_card(
     judged: list[Judged] = []
     texts: list[list[str]] = []
     before: Scores | None = None
-    tokenizer = load_tokenizer(folder)
-    _check_alike(folders, tokenizer)
-    for path in folders:
-        which = checkpoint if path == folder else "last"
+    tokenizer = _shared_tokenizer(folders)
+    for which, path in zip(("last", checkpoint)[-len(folders) :], folders, strict=True):
         model = load_model(path, checkpoint=which, device=place, note=note)
         if held_out is None and _wants_data(folder, data, choices, questions):
             held_out = open_held_out(folder, data, model.shape, rows, limit, note)
@@ -120,10 +118,14 @@ def _judge(
     )
 
 
-def _check_alike(folders: list[Path], tokenizer: Tokenizer) -> None:
+def _shared_tokenizer(folders: list[Path]) -> Tokenizer:
     for path in folders:
-        if load_tokenizer(path).sha256 != tokenizer.sha256:
-            raise DataError(
-                f"{folders[0]} and {folders[-1]} have different tokenizers, so their losses and probabilities cannot be held "
-                "against each other; compare models that share one."
-            )
+        if not (path / "recipe.toml").is_file() and not (path / "config.json").is_file():
+            read_weights(path)  # which says what such a folder is instead
+    tokenizers = [load_tokenizer(path) for path in folders]
+    if len({tokenizer.sha256 for tokenizer in tokenizers}) > 1:
+        raise DataError(
+            f"{folders[0]} and {folders[-1]} have different tokenizers, so their losses and probabilities cannot be held "
+            "against each other; compare models that share one."
+        )
+    return tokenizers[-1]
