@@ -88,8 +88,6 @@ def test_a_run_with_a_frozen_base_resumes_to_the_same_bits(
     assert rows(tmp_path / "whole", "samples.jsonl") == rows(tmp_path / "parts", "samples.jsonl")
     whole, parts = checkpoint_files(tmp_path / "whole"), checkpoint_files(tmp_path / "parts")
     assert {name: parts[name] for name in whole} == whole
-    losses = [row["loss"] for row in rows(tmp_path / "whole")]
-    assert losses[-1] < losses[0]
 
 
 def test_a_checkpoint_holds_adapters_and_their_moments_and_nothing_of_the_base(

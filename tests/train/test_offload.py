@@ -111,12 +111,12 @@ def grown(small: Path, folder: Path, where: str) -> int:
 
 def test_from_disk_the_process_never_holds_more_than_a_few_blocks(tmp_path: Path) -> None:
     shape = small_shape(
-        "llama", hidden=384, num_heads=6, num_kv_heads=6, head_dim=64, intermediate=1536, num_layers=10
+        "llama", hidden=384, num_heads=6, num_kv_heads=6, head_dim=64, intermediate=1536, num_layers=8
     )
     save_hf_folder(tmp_path / "model", build_model(shape, seed=1), shape)
     size = (tmp_path / "model" / "model.safetensors").stat().st_size
     block = size / shape.num_layers
-    assert size > 90e6
+    assert size > 70e6
     save_hf_folder(tmp_path / "small", build_model(small_shape("llama"), seed=1), small_shape("llama"))
     assert grown(tmp_path / "small", tmp_path / "model", "none") > 0.9 * size
     # The block at work, the bytes of the tensor just read, and what the allocator keeps back.
