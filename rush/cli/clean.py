@@ -151,13 +151,10 @@ def _show(report: dict[str, Any], output: Path, examples: int) -> None:
             typer.echo(f"  {example['document']}: {example['reason']}")
             typer.secho(f"    {_one_line(example['row'])}", dim=True)
     share = counts["kept"] / counts["read"] if counts["read"] else 0
-    beside = (
-        "removed/"
-        if output.suffix == ""
-        else f"{output.name.split('.jsonl')[0].removesuffix('.parquet')}.removed/"
-    )
+    name = output.name.removesuffix(".gz").removesuffix(".jsonl").removesuffix(".parquet")
+    beside = output / "removed" if name == output.name else output.with_name(f"{name}.removed")
     typer.echo(f"\nWrote {output}: {counts['kept']:,} of {counts['read']:,} documents ({share:.1%}); "
-               f"more of what was removed is in {beside}")  # fmt: skip
+               f"more of what was removed is in {beside}/")  # fmt: skip
 
 
 def _percent(stage: dict[str, Any]) -> str:
