@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help ladder train test test-all test-gpu check docs format bundle lock clean
+.PHONY: help ladder train finetune test test-all test-gpu check docs format bundle lock clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -18,6 +18,18 @@ ladder: $(VENV)/.run ## measure what each technique gains on this machine (a few
 
 train: $(VENV)/.run ## train a small model on this machine and see it learn (a few minutes on two cores)
 	$(BIN)/rush train tiny
+
+# Each part is kept: a second call goes on with what is missing. Start anew with rm -r runs/finetune.
+FINETUNE := runs/finetune
+finetune: $(VENV)/.run ## a small chat model on this machine: pretrain, LoRA, merge, DPO, answers before and after, export
+	test -d $(FINETUNE)/base || $(BIN)/rush train tiny --out $(FINETUNE)/base
+	test -d $(FINETUNE)/lora || $(BIN)/rush train sft-lora-tiny model.init_from=$(FINETUNE)/base data.tokenizer=model --out $(FINETUNE)/lora
+	test -d $(FINETUNE)/merged || $(BIN)/rush merge $(FINETUNE)/lora --to $(FINETUNE)/merged
+	test -d $(FINETUNE)/dpo || $(BIN)/rush train dpo-tiny model.init_from=$(FINETUNE)/merged data.tokenizer=model --out $(FINETUNE)/dpo
+	$(BIN)/rush evaluate $(FINETUNE)/lora --against $(FINETUNE)/base --answers 3
+	$(BIN)/rush evaluate $(FINETUNE)/dpo --against $(FINETUNE)/merged --answers 0
+	test -d $(FINETUNE)/exported || $(BIN)/rush export $(FINETUNE)/dpo --to $(FINETUNE)/exported
+	@echo "Talk to it: $(BIN)/rush chat $(FINETUNE)/lora   (/switch shows what the base would have said)"
 
 test: $(VENV)/.dev ## the tests: under 15 minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
