@@ -156,6 +156,13 @@ def test_best_fit_wastes_less_than_first_fit(mean: float) -> None:
     assert sum(ours) < sum(theirs) or sum(ours) == needed
 
 
+def test_a_document_goes_into_the_fullest_row_that_has_room() -> None:
+    """Into the emptiest, three rows would be needed."""
+    sizes = [2, 3, 4, 5, 6]
+    rows = best_fit(sizes, 10, most=10)
+    assert [[sizes[place] for place in row] for row in rows] == [[6, 4], [5, 3, 2]]
+
+
 @settings(max_examples=80, deadline=None)
 @given(sizes=st.lists(st.integers(1, 64), min_size=1, max_size=80))
 def test_no_two_rows_of_best_fit_would_fit_into_one(sizes: list[int]) -> None:
