@@ -78,9 +78,9 @@ def test_packed_batches_are_of_one_shape_and_compiled_once(name: str) -> None:
 @pytest.mark.parametrize(("name", "shapes"), [("pad", 8), ("bucket", 4)])
 def test_padded_batches_are_compiled_once_for_each_of_few_lengths(name: str, shapes: int) -> None:
     """Also where those are more than the compiler takes by itself: it would end the run, here after two."""
-    run = make_run(f"{{name='{name}', shapes={shapes}}}", BLOCKS, overrides=SFT)
     before = dynamo_counts()["recompiles"]
     with torch._dynamo.config.patch(recompile_limit=2):
+        run = make_run(f"{{name='{name}', shapes={shapes}}}", BLOCKS, overrides=SFT)
         _, _, lengths = graphs_over(run, 12)
         recompiles = dynamo_counts()["recompiles"] - before
         validate(run, training(run).next_step())
