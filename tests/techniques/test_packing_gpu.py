@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,7 @@ CORES = ["flash_attention", "flex_attention", "triton_attention"]
 def same_bits() -> Iterator[None]:
     """The flash operator adds up the gradient of queries in whatever order its blocks finish, unless told not to."""
     torch._dynamo.reset()
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
