@@ -260,9 +260,9 @@ class QuantisedLinear(nn.Linear):
     def set_weight(self, weight_oi: Tensor) -> None:
         """Quantise this weight where the codes are; its full precision is there for that moment alone."""
         assert weight_oi.shape == (self.out_features, self.in_features), weight_oi.shape
-        self.source = fingerprint(weight_oi.float())
-        codes = self.get_buffer("codes")
-        packed = _WAYS[str(self.form)].pack(weight_oi.to(codes.device).float())
+        here = weight_oi.to(self.get_buffer("codes").device).float()
+        self.source = fingerprint(here)
+        packed = _WAYS[str(self.form)].pack(here)
         for name in self.part_names:
             self.get_buffer(name).copy_(packed[name].view(self.get_buffer(name).shape))
 

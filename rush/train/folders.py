@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from rush.data import Tokenizer
+from rush.data.conversations import find_template
 from rush.errors import DataError, RecipeError
 from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import adapters, merged_state
@@ -218,10 +219,14 @@ def _load_streamed(
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a run folder or a Hugging Face folder."""
+    """The tokenizer in a run folder or a Hugging Face folder; one that learned to chat, with the template it learned."""
     folder = Path(path)
     run = RunFolder(folder)
-    return Tokenizer.load(run.tokenizer if run.tokenizer.is_dir() else folder)
+    tokenizer = Tokenizer.load(run.tokenizer if run.tokenizer.is_dir() else folder)
+    recipe = load_recipe(str(run.recipe)) if run.recipe.is_file() else None
+    if recipe is None or recipe.objective.kind == "lm":
+        return tokenizer
+    return dataclasses.replace(tokenizer, chat_template=find_template(recipe.data.template, tokenizer).source)
 
 
 def export_model(
