@@ -29,7 +29,12 @@ def tiny(family: str, dtype: torch.dtype = torch.float32) -> Decoder:
         base, vocab_size=96, hidden=32, num_layers=2, num_heads=4, num_kv_heads=2 if family == "llama" else 4,
         head_dim=8, intermediate=48, context=32,
     )  # fmt: skip
-    return build_model(shape, seed=3).to(dtype)
+    model = build_model(shape, seed=3)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith(".bias"):  # they begin as zeros, which would hide mistakes with them
+                parameter.normal_(std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    return model.to(dtype)
 
 
 def adapted(
