@@ -272,3 +272,22 @@ def test_blocks_of_the_mask_hold_what_the_mask_says(length: int, borders: list[i
                 j for j in range(i) if visible[row, i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128].all()
             ]
             assert sorted(found) == below, (row, i)
+
+
+def test_our_kernel_takes_bounds_made_once_and_refuses_other_ones() -> None:
+    from rush.errors import KernelRefusal
+    from rush.kernels.flash_attention import document_bounds, flash_attention
+    from rush.kernels.support import INTERPRETED
+
+    if not INTERPRETED:
+        pytest.skip("kernels are compiled on this machine, and the CPU has only the interpreter")
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 1, 20, 16, generator=generator) for _ in range(3))
+    documents_bt = torch.tensor([[0] * 7 + [1] * 1 + [2] * 12])
+    bounds = document_bounds(documents_bt, 1, 20)
+    assert torch.equal(
+        flash_attention(q, k, v, documents=bounds), flash_attention(q, k, v, documents=documents_bt)
+    )
+    for wrong in ((bounds[0].long(), bounds[1]), (bounds[0], bounds[1][:, :-1])):
+        with pytest.raises(KernelRefusal, match="two contiguous int32 tensors"):
+            flash_attention(q, k, v, documents=wrong)
