@@ -60,7 +60,7 @@ technique = Technique(
         "tokens_per_s",
         1.0,
         regime="up to, over padding, where lengths vary as in FLAN; less where they are alike",
-        source="Kundu et al. 2024, arXiv:2407.09105",
+        source="Hugging Face blog, Packing with Flash Attention 2, August 2024; Kundu et al. 2024, arXiv:2407.09105",
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
