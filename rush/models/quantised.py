@@ -318,7 +318,7 @@ def nf4_reference(weight: Tensor) -> Tensor:
 
 
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)
-_CHUNK = 1 << 22
+_CHUNK = 1 << 20
 
 
 @torch.no_grad()
