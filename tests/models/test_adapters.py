@@ -10,10 +10,13 @@ from torch import Tensor
 
 from rush.models import SIZES, Decoder, build_model
 from rush.models.adapters import (
+    Adapter,
     AdapterSpec,
+    SharedDown,
     adapt,
     adapters,
     adapters_off,
+    attach,
     chosen_linears,
     fill_adapters,
     merged_state,
@@ -125,8 +128,6 @@ def test_nothing_but_adapters_is_trained_or_gets_a_gradient() -> None:
 def test_a_frozen_layer_keeps_its_input_once_and_a_rank_for_each_token() -> None:
     """What the forward pass keeps for the backward pass, weights aside."""
     layer = torch.nn.Linear(64, 96, bias=False)
-    from rush.models.adapters import Adapter, attach
-
     attach(layer, Adapter(64, 96, AdapterSpec(rank=4, alpha=8)))
     layer.adapter.fill(0, "layer", layer)  # type: ignore[union-attr, operator]
     x = torch.randn(50, 64, requires_grad=True)
@@ -184,3 +185,30 @@ def test_initial_values_are_a_function_of_seed_and_name() -> None:
     assert not torch.equal(values["blocks.0.mlp.up"], values["blocks.1.mlp.up"])
     fill_adapters(other, seed=6)
     assert not torch.equal(values["blocks.1.mlp.up"], other.get_parameter("blocks.1.mlp.up.adapter.a"))
+
+
+def test_layers_of_one_input_share_their_product_and_keep_the_input_once() -> None:
+    layers = [torch.nn.Linear(64, width, bias=False) for width in (96, 32, 32)]
+    for layer in layers:
+        attach(layer, Adapter(64, layer.out_features, AdapterSpec(rank=4, alpha=8)))
+        layer.adapter.fill(0, str(layer.out_features), layer)  # type: ignore[union-attr, operator]
+        torch.nn.init.normal_(layer.adapter.b)  # type: ignore[union-attr, arg-type]
+    x = torch.randn(50, 64, requires_grad=True)
+    weights = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        together = SharedDown()(x, *layers)
+    for ours, layer in zip(together, layers, strict=True):
+        assert torch.allclose(ours, layer(x), atol=1e-6)
+    # The input, the rank of each layer for each token, and the A of all three side by side.
+    assert sum(kept.values()) == 4 * (50 * 64 + 3 * 50 * 4 + 3 * 4 * 64)
+    # One that is switched off, or has no adapter, is its plain self.
+    layers[1].adapter.active = False  # type: ignore[union-attr, assignment]
+    assert torch.equal(SharedDown()(x, *layers)[1], torch.nn.functional.linear(x, layers[1].weight))
