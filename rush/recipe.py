@@ -39,7 +39,8 @@ class Model(Part):
 
 class Data(Part):
     source: str = "python-stdlib"
-    """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hub:OWNER/NAME[:CONFIG[:SPLIT]]` for any dataset on the hub."""
+    """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hub:OWNER/NAME[:CONFIG[:SPLIT]]` for any dataset on the hub.
+    For fine-tuning also `python-docstrings`, `python-docstring-pairs`, `ultrachat` and `ultrafeedback`."""
     files: list[str] = []
     """Paths or globs of .txt, .py, .md, .jsonl or .parquet files; with a named source, local files in its schema."""
     text_field: str = "text"
@@ -59,7 +60,8 @@ class Data(Part):
     """For fine-tuning, what a row holds: `messages`; `prompt` and `completion`; `instruction`, `input`, `output`; a text;
     or `chosen` and `rejected`. `auto` looks at the fields."""
     template: str = "auto"
-    """How a conversation is written: `auto` (the tokenizer's own template, else chatml), `chatml`, `llama-3` or `plain`."""
+    """How a conversation is written: `auto` (the tokenizer's own template, else chatml), `chatml`, `llama-3`, `plain`, or
+    `raw` (prompt and answer back to back)."""
     bad_rows: Literal["error", "drop"] = "error"
     """What becomes of a row that is no conversation (a missing role, an empty answer, nothing to learn); what is dropped
     is counted by its reason."""

@@ -78,4 +78,6 @@ def train(
     if summary.interrupted:
         typer.echo(f"Go on with: rush train --out {folder} --resume")
         raise typer.Exit(130)
-    typer.echo(f"Talk to it with: rush generate {folder} --prompt 'def '")
+    tuned = load_recipe(str(folder / "recipe.toml")).objective.kind != "lm"
+    words = f"rush chat {folder}" if tuned else f"rush generate {folder} --prompt 'def '"
+    typer.echo(f"Talk to it with: {words}")

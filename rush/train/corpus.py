@@ -36,7 +36,7 @@ from rush.data.conversations import (
     read_document_manifest,
 )
 from rush.data.document_loader import DocumentLoader, document_validation
-from rush.errors import DataError, RecipeError
+from rush.errors import RecipeError
 from rush.hardware.ceilings import cache_folder
 from rush.recipe import Recipe
 from rush.records.run_folder import RunFolder
@@ -133,11 +133,6 @@ class DocumentCorpus:
 
     def validation(self, recipe: Recipe, options: Mapping[str, Any]) -> Iterator[Batch]:
         documents = DocumentSet(self.folder, "validation")
-        if len(documents) == 0:
-            raise DataError(
-                f"no document is held out ({self.folder}), so there is nothing to validate on; raise data.validation or use "
-                "more rows."
-            )
         return document_validation(
             documents,
             options.get("packing"),
