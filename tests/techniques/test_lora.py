@@ -85,7 +85,15 @@ def test_beside_others_it_learns_what_it_learns_alone(others: tuple[str, ...]) -
     proven(run, together)
 
 
-@pytest.mark.parametrize("others", [("bf16_master",), ("pure_bf16",), ("amp_bf16",)], ids=lambda o: o[0])
+@pytest.mark.parametrize(
+    "others",
+    [
+        ("bf16_master",),
+        pytest.param(("pure_bf16",), marks=pytest.mark.slow),
+        pytest.param(("amp_bf16",), marks=pytest.mark.slow),
+    ],
+    ids=lambda o: o[0],
+)
 @pytest.mark.parametrize("method", [LORA, "{name='qlora', rank=4}"])
 def test_in_bf16_adapters_have_the_dtype_that_weights_have(method: str, others: tuple[str, ...]) -> None:
     needs(method)

@@ -79,10 +79,17 @@ METHODS = {
     "qlora by torchao": ({"name": "qlora", "rank": 4, "backend": "torchao"}, "checkpoint_full"),
     "int8": ({"name": "int8_base", "rank": 4, "roles": "mlp"},),
 }
+
+
+def slow(method: str) -> Any:
+    """The others go the same way: `make test-all` walks it with them too."""
+    return pytest.param(method, marks=pytest.mark.slow)
+
+
 LIBRARY = {"qlora": "bitsandbytes", "qlora by torchao": "torchao", "int8": "bitsandbytes"}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [m if m in ("lora", "qlora") else slow(m) for m in METHODS])
 def test_a_run_with_a_frozen_base_resumes_to_the_same_bits(
     method: str, plain: Recipe, tmp_path: Path
 ) -> None:
@@ -168,7 +175,7 @@ def exact_logits(model: Decoder) -> torch.Tensor:
     return logits(plain).double()
 
 
-@pytest.mark.parametrize("method", ["lora", "dora", "qlora", "int8"])
+@pytest.mark.parametrize("method", ["lora", "qlora", slow("dora"), slow("int8")])
 def test_a_run_is_opened_merged_and_exported(method: str, plain: Recipe, tmp_path: Path) -> None:
     if method in LIBRARY:
         pytest.importorskip(LIBRARY[method])
