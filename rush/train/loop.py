@@ -34,6 +34,7 @@ from rush.train.build import Run, build
 from rush.train.corpus import Corpus, open_corpus
 from rush.train.efficiency import Yardstick, yardstick
 from rush.train.folders import starting_weights
+from rush.train.objectives import objective_of
 from rush.train.sample import sample_text
 from rush.train.schedule import learning_rate
 from rush.train.sinks import Sink, open_sinks
@@ -70,6 +71,7 @@ def train_recipe(
     assert recipe is not None, "a new run needs a recipe"
     machine = probe(recipe.run.device)
     check(recipe, machine)
+    objective_of(recipe)  # refuses settings of another loss before any data is prepared
     with resumed_run(folder.path) if resume else new_run(folder.path):
         return _train(recipe, machine, folder, view)
 
