@@ -12,7 +12,20 @@ from typing import Annotated
 import typer
 
 from rush import __version__
-from rush.cli import bench, data, evaluate, explain, export, ladder, merge, overfit, probe, recipes, talk, train
+from rush.cli import (
+    bench,
+    data,
+    evaluate,
+    explain,
+    export,
+    ladder,
+    merge,
+    overfit,
+    probe,
+    recipes,
+    talk,
+    train,
+)
 from rush.errors import RushError
 
 app = typer.Typer(

@@ -214,9 +214,7 @@ def started(reference: str, *overrides: str) -> tuple[Run, Batch]:
 
 
 @pytest.mark.parametrize("reference", ["cached", "live"])
-@pytest.mark.parametrize(
-    "techniques", [[], ["amp_bf16"], ["pure_bf16"], ["chunked_loss", "amp_bf16"]]
-)
+@pytest.mark.parametrize("techniques", [[], ["amp_bf16"], ["pure_bf16"], ["chunked_loss", "amp_bf16"]])
 def test_dpo_starts_at_exactly_log_two(reference: str, techniques: list[str]) -> None:
     run, batch = started(reference, f"techniques={techniques}")
     result = train_step(run, 1, 0.01, [batch])
