@@ -27,7 +27,8 @@ FORMULAS = {
     "ci95": "bootstrap, 4000 draws: processes with replacement, then samples inside each",
     "gain": "quotient of two medians; its interval is the bootstrap's, and at least what the spread between processes "
     "of one recipe gives; real only if 1 is outside",
-    "flops_per_token": "6 · matmul parameters (LM head included, input embedding not) + 6 · layers · hidden · sequence",
+    "flops_per_token": "6 · matmul parameters (LM head included, input embedding not) + 6 · layers · hidden · sequence; 4 in place of the "
+    "first 6 where the weights are frozen",
     "mfu": "tokens_per_s · flops_per_token / datasheet peak (dense) of the matmuls' dtype",
     "hfu": "as mfu, with the forward passes that were computed again",
     "ceiling_fraction": "tokens_per_s · flops_per_token / matmul rate measured on this machine",
@@ -133,8 +134,8 @@ def rung_of(stand: Stand, base: Stand, yard: Yard) -> Rung:
         "claim": _claim(stand),
     }
     if stand.recipe is not None:
-        shape, batch = stand.recipe.shape(), stand.recipe.batch
-        rung["flops_per_token"] = flops_per_token(shape, batch.sequence)
+        batch = stand.recipe.batch
+        rung["flops_per_token"] = _work(stand)
         rung["step_tokens"], rung["micro"] = stand.recipe.step_tokens, batch.micro
         rung["sequence"] = batch.sequence
     ratio = None
@@ -192,7 +193,7 @@ def _figures(stand: Stand, yard: Yard) -> Rung:
     speed = median_interval(stand.processes)
     kinds = {kind: centre([rates(timing, kind) for timing in timings]) for kind in KINDS}
     steps = [[1000 * seconds for seconds in t["samples_s"]] for t in timings]
-    work = flops_per_token(stand.recipe.shape(), stand.recipe.batch.sequence)
+    work = _work(stand)
     dtype = first.get("rate_dtype", first["dtype"])
     peak = (yard.peaks or {}).get(dtype)
     ceiling = ((yard.ceilings or {}).get("matmul") or {}).get(dtype)
@@ -214,6 +215,13 @@ def _figures(stand: Stand, yard: Yard) -> Rung:
         "breakdown_ms": stand.outcomes[0].found.get("breakdown_ms"),
         "environment": {**first["environment"], "steady": all(t["steady"] for t in timings)},
     }
+
+
+def _work(stand: Stand) -> float:
+    """Arithmetic of a token: what the trial says, or what the shape says before there is one."""
+    assert stand.recipe is not None
+    told = next((t.get("flops_per_token") for t in stand.timings), None)
+    return float(told or flops_per_token(stand.recipe.shape(), stand.recipe.batch.sequence))
 
 
 def _recomputed(shape: Shape, work: float, block_forwards: float | None) -> float | None:

@@ -20,6 +20,7 @@ import torch
 
 from rush.data import Batch, Steps
 from rush.hardware import conditions, peak_memory_bytes, reset_peak_memory
+from rush.models import Decoder
 from rush.train.build import Run
 from rush.train.schedule import learning_rate
 from rush.train.step import StepResult, train_step
@@ -110,6 +111,7 @@ def time_steps(run: Run, loader: Steps, timing: Timing) -> dict[str, Any]:
         "steady": steady,
         "data_wait_ms": 1000 * stepper.waited_s / (stepper.step - before),
         "peak_memory_bytes": peak_memory_bytes(run.device.type),
+        "flops_per_token": _work(run),
         "dtype": run.matmul_dtype(),
         "rate_dtype": run.facts.get("matmul_dtype", run.matmul_dtype()),
         "environment": around.to_dict(),
@@ -124,6 +126,11 @@ def rates(timing: Mapping[str, Any], kind: str | None = None) -> list[float]:
         return [each / seconds for seconds in timing["samples_s"]]
     tokens = timing["sample_tokens"][counted]
     return [count / seconds for count, seconds in zip(tokens, timing["samples_s"], strict=True)]
+
+
+def _work(run: Run) -> int | None:
+    """Unknown for a model that is not ours, a rival's."""
+    return run.flops_per_token() if isinstance(run.model, Decoder) else None
 
 
 def _warm_up(stepper: Stepper, clock: Clock, timing: Timing) -> tuple[list[float], bool]:

@@ -72,10 +72,14 @@ def matmul_parameters(shape: Shape) -> int:
     return tied + sum(spec.count for spec in list_parameters(shape) if spec.matmul)
 
 
-def flops_per_token(shape: Shape, sequence: int) -> int:
-    """Forward and backward FLOPs of one token in a causal row of `sequence` tokens."""
+def flops_per_token(shape: Shape, sequence: int, *, frozen: bool = False) -> int:
+    """Forward and backward FLOPs of one token in a causal row of `sequence` tokens.
+
+    Where the weights are frozen (adapters beside them learn) nobody computes their gradients: a third less.
+    """
     attention_width = shape.num_heads * shape.head_dim
-    return 6 * matmul_parameters(shape) + 6 * shape.num_layers * attention_width * sequence
+    products = 4 if frozen else 6
+    return products * matmul_parameters(shape) + 6 * shape.num_layers * attention_width * sequence
 
 
 def parameter_table(shape: Shape) -> tuple[TableRow, ...]:

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import Machine
-from rush.models import Decoder, build_model
+from rush.models import Decoder, build_model, flops_per_token
 from rush.recipe import Recipe
 from rush.techniques import Build, Pass, Stage, Use, check
 from rush.train.objectives import NextToken, Objective, objective_of
@@ -65,6 +65,18 @@ class Run:
     def compute_dtype(self) -> torch.dtype:
         """The dtype the matmuls run in."""
         return self.autocast_dtype or next(self.model.parameters()).dtype
+
+    def flops_per_token(self) -> int:
+        """The arithmetic of a token, without what is computed again."""
+        blocks = [layers for role, layers in self.model.linears().items() if role != "head"]
+        own = [
+            parameter
+            for layers in blocks
+            for _, layer in layers
+            for parameter in layer.parameters(recurse=False)
+        ]
+        frozen = not any(parameter.requires_grad for parameter in own)
+        return flops_per_token(self.model.shape, self.recipe.batch.sequence, frozen=frozen)
 
     def matmul_dtype(self) -> str:
         """The dtype that most matmuls' factors have; tf32 is what some units make of fp32."""

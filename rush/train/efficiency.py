@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rush.hardware import datasheet_peak, measured_matmul_rate
-from rush.models import flops_per_token
 from rush.train.build import Run
 
 
@@ -27,7 +26,7 @@ class Yardstick:
 
 def yardstick(run: Run) -> Yardstick:
     """MFU where the datasheet is known, else the fraction of the measured ceiling."""
-    work = flops_per_token(run.model.shape, run.recipe.batch.sequence)
+    work = run.flops_per_token()
     dtype = run.facts.get("matmul_dtype", run.matmul_dtype())
     peak = datasheet_peak(run.machine, dtype)
     if peak is not None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
+from rush.models import matmul_parameters
 from rush.models.adapters import adapters, adapters_off
 from rush.models.quantised import (
     NF4_VALUES,
@@ -382,3 +383,10 @@ def test_quantising_replaces_every_layer_of_the_blocks_and_no_other() -> None:
     quantise_linears(model, Form("int8", "torchao"))
     kinds = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert {name for name, kind in kinds.items() if kind is nn.Linear} == {"head"}
+
+
+def test_a_frozen_base_is_not_credited_with_gradients_it_never_makes() -> None:
+    """Forward and the gradient of the input: four FLOPs for each weight and token, not six."""
+    plain, adapted = make_run(), make_run("lora")
+    head_and_blocks = matmul_parameters(plain.model.shape)
+    assert plain.flops_per_token() - adapted.flops_per_token() == 2 * head_and_blocks
