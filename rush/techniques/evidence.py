@@ -63,9 +63,13 @@ def matmuls_in(dtype: str, weights: str) -> Evidence:
 
 
 def matmuls_took(seen: Observation, dtype: str) -> bool:
-    """Whether matrix products took their inputs in `dtype`, and no others but those made in 8 bits on purpose."""
-    others = {name for name in seen.matmul_dtypes if name != dtype and not name.startswith("float8")}
-    return bool(seen.matmul_dtypes) and not others
+    """Whether matrix products took their inputs in `dtype`, or in 8 bits on purpose, and none in another working dtype.
+
+    float64 is none: where kernels are interpreted on a CPU, their products may be made in it.
+    """
+    others = seen.matmul_dtypes & ({"float32", "float16", "bfloat16"} - {dtype})
+    found = any(name == dtype or name.startswith("float8") for name in seen.matmul_dtypes)
+    return found and not others
 
 
 def say_dtypes(seen: Observation) -> str:
