@@ -12,23 +12,21 @@ documents, so that its steps cannot be of whole ones).
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from types import TracebackType
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from rush.data.ahead import Ahead, check_state
 from rush.data.batch import Batch
 from rush.data.documents import Documents
 from rush.data.loader import SampleNames
 from rush.data.order import shuffled
 from rush.data.packing import Concat, Ints, Mix, Packing, Pad, Plan, in_order, join_plans, most_documents
 from rush.data.rows import packed_batch, padded_batch
-from rush.errors import DataError, MachineError, RecipeError
+from rush.errors import DataError, RecipeError
 
 Place = tuple[int, int]
 """Epoch, and micro batch in it."""
@@ -36,7 +34,7 @@ _SECOND_SHUFFLE = 0x5EED
 """Batches are shuffled by another key than documents."""
 
 
-class DocumentLoader:
+class DocumentLoader(Ahead[Place]):
     """Steps of micro batches for one rank. `state()` is the place of the next step in the line.
 
     `paired` documents are the two answers of preferences (`rush.data.documents`): `micro` counts pairs, the rows
@@ -68,14 +66,7 @@ class DocumentLoader:
                 f"A step of {batches_per_step} micro batches of {micro} × {sequence} tokens cannot be dealt to {world} "
                 "rank(s); each must be at least 1, and the micro batches of a step a multiple of the ranks."
             )
-        if not 0 <= rank < world:
-            raise RecipeError(f"Rank {rank} of {world} does not exist; ranks count from 0.")
-        if workers < 0:
-            raise RecipeError(f"The number of loader workers is {workers}; it must be at least 0.")
-        if pin and not torch.cuda.is_available():
-            raise MachineError(
-                "Pinned memory was asked for, but there is no CUDA device. Switch pinning off."
-            )
+        super().__init__(rank, world, workers, pin)
         assert documents_per_step is None or world == 1, "steps of the same documents are for one rank"
         if isinstance(packing, Concat):
             documents_per_step = None
@@ -84,14 +75,8 @@ class DocumentLoader:
         self.seed = seed
         self.shuffle = shuffle
         self.documents_per_step = documents_per_step
-        self.rank = rank
-        self.world = world
-        self.pin = pin
         self._place: Place = (0, 0)
         self._plans: dict[int, tuple[Plan, Ints]] = {}
-        self._pool = ThreadPoolExecutor(workers, "rush-loader") if workers else None
-        self._ahead = 2 * workers
-        self._waiting: deque[tuple[Place, Future[Batch]]] = deque()
 
     def next_step(self) -> Iterator[Batch]:
         """This rank's micro batches of the next step. The state moves on when this is called."""
@@ -102,19 +87,14 @@ class DocumentLoader:
         places = [first]
         while len(places) < count // self.world:
             places.append(self._after(places[-1], self.world))
-        if self._pool is None:
-            return (self._batch(*self._found(place)) for place in places)
-        return self._prefetched(places, self._pool)
+        return self.batches(places)
 
     def state(self) -> dict[str, int]:
         return {"seed": self.seed, "epoch": self._place[0], "position": self._place[1]}
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue from a state: seed, epoch and position all come from it."""
-        if set(state) != {"seed", "epoch", "position"} or any(type(v) is not int for v in state.values()):
-            raise DataError(
-                f"Not a loader state: {dict(state)}. Expected whole numbers seed, epoch, position."
-            )
+        check_state(state)
         self._drop_waiting()
         self._plans.clear()
         self.seed = state["seed"]
@@ -125,20 +105,6 @@ class DocumentLoader:
                 "that epoch. The state belongs to other data, another packing or another batch."
             )
         self._place = (state["epoch"], state["position"])
-
-    def close(self) -> None:
-        """Stop the workers. Also done at the end of a `with` block."""
-        self._drop_waiting()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> DocumentLoader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
 
     def epoch_plan(self, epoch: int) -> Plan:
         """How an epoch is laid out."""
@@ -181,27 +147,12 @@ class DocumentLoader:
             epoch, index = epoch + 1, index - size
         return epoch, index
 
-    def _prefetched(self, places: list[Place], pool: ThreadPoolExecutor) -> Iterator[Batch]:
-        for place in places:
-            while self._waiting and self._waiting[0][0] != place:  # a step was left before its end
-                self._waiting.popleft()[1].cancel()
-            following = self._waiting[-1][0] if self._waiting else None
-            while len(self._waiting) <= self._ahead:
-                following = place if following is None else self._after(following, self.world)
-                self._waiting.append((following, pool.submit(self._batch, *self._found(following))))
-            yield self._waiting.popleft()[1].result()
+    def _following(self, place: Place) -> Place:
+        return self._after(place, self.world)
 
-    def _found(self, place: Place) -> tuple[Plan, int]:
-        return self._plan(place[0])[0], place[1]
-
-    def _batch(self, plan: Plan, index: int) -> Batch:
-        batch = self.layout.batch(plan.batch(index))
-        return batch.pin() if self.pin else batch
-
-    def _drop_waiting(self) -> None:
-        for _, future in self._waiting:
-            future.cancel()
-        self._waiting.clear()
+    def _job(self, place: Place) -> Callable[[], Batch]:
+        rows = self._plan(place[0])[0].batch(place[1])
+        return lambda: self.layout.batch(rows)
 
 
 class Layout:

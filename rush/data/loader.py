@@ -5,17 +5,12 @@ The samples of all epochs stand in one line, fixed by the seed. A step takes the
 turn, as cards are. So the line, and with it what a step learns from, does not depend on the number of
 ranks, the size of a micro batch or the number of workers; the state names a place in the line, and a
 run may be resumed with any of them changed.
-
-Workers are threads: building a batch is copying mapped memory, which Python does without holding its
-lock. Processes would have to be started, fed and buried, and their batches copied once more.
 Legend: b micro batch, t sequence.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Protocol, Self, overload
@@ -24,9 +19,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from rush.data.ahead import Ahead, check_state
 from rush.data.batch import IGNORED, Batch
 from rush.data.order import shuffled
-from rush.errors import DataError, MachineError, RecipeError
+from rush.errors import DataError, RecipeError
 
 
 class Steps(Protocol):
@@ -74,7 +70,7 @@ class SampleNames(Sequence[str]):
         return self.dataset.sample_name(self.indices[place])
 
 
-class Loader:
+class Loader(Ahead[int]):
     """Steps of micro batches for one rank. `state()` is the place of the next step in the line."""
 
     def __init__(
@@ -90,14 +86,7 @@ class Loader:
         pin: bool = False,
     ) -> None:
         _check_division(samples_per_step, micro, world)
-        if not 0 <= rank < world:
-            raise RecipeError(f"Rank {rank} of {world} does not exist; ranks count from 0.")
-        if workers < 0:
-            raise RecipeError(f"The number of loader workers is {workers}; it must be at least 0.")
-        if pin and not torch.cuda.is_available():
-            raise MachineError(
-                "Pinned memory was asked for, but there is no CUDA device. Switch pinning off."
-            )
+        super().__init__(rank, world, workers, pin)
         if len(dataset) == 0:
             raise DataError("The dataset has no window, so there is nothing to train on.")
         self.dataset = dataset
@@ -105,21 +94,13 @@ class Loader:
         self.micro = micro
         self.seed = seed
         self.shuffle = shuffle
-        self.rank = rank
-        self.world = world
-        self.pin = pin
         self._place = 0  # samples before the next step, over all epochs
-        self._pool = ThreadPoolExecutor(workers, "rush-loader") if workers else None
-        self._ahead = 2 * workers
-        self._waiting: deque[tuple[int, Future[Batch]]] = deque()
 
     def next_step(self) -> Iterator[Batch]:
         """This rank's micro batches of the next step. The state moves on when this is called."""
         start = self._place
         self._place += self.samples_per_step
-        if self._pool is None:
-            return (self._batch(place) for place in self._places(start))
-        return self._prefetched(start, self._pool)
+        return self.batches(self._places(start))
 
     def state(self) -> dict[str, int]:
         epoch, position = divmod(self._place, len(self.dataset))
@@ -127,10 +108,7 @@ class Loader:
 
     def load_state(self, state: Mapping[str, int]) -> None:
         """Continue from a state: seed, epoch and position all come from it."""
-        if set(state) != {"seed", "epoch", "position"} or any(type(v) is not int for v in state.values()):
-            raise DataError(
-                f"Not a loader state: {dict(state)}. Expected whole numbers seed, epoch, position."
-            )
+        check_state(state)
         count = len(self.dataset)
         if state["epoch"] < 0 or not 0 <= state["position"] < count:
             raise DataError(
@@ -141,47 +119,16 @@ class Loader:
         self.seed = state["seed"]
         self._place = state["epoch"] * count + state["position"]
 
-    def close(self) -> None:
-        """Stop the workers. Also done at the end of a `with` block."""
-        self._drop_waiting()
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def __enter__(self) -> Loader:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _places(self, start: int) -> range:
         """First places of this rank's micro batches in the step that starts at `start`."""
         return range(start + self.rank * self.micro, start + self.samples_per_step, self.world * self.micro)
 
-    def _prefetched(self, start: int, pool: ThreadPoolExecutor) -> Iterator[Batch]:
-        for place in self._places(start):
-            while self._waiting and self._waiting[0][0] != place:  # a step was left before its end
-                self._waiting.popleft()[1].cancel()
-            following = self._waiting[-1][0] if self._waiting else None
-            while len(self._waiting) <= self._ahead:
-                following = place if following is None else self._after(following)
-                self._waiting.append((following, pool.submit(self._batch, following)))
-            yield self._waiting.popleft()[1].result()
-
-    def _after(self, place: int) -> int:
-        """The place of this rank's micro batch after the one at `place`: ranks take turns."""
+    def _following(self, place: int) -> int:
         return place + self.world * self.micro
 
-    def _drop_waiting(self) -> None:
-        for _, future in self._waiting:
-            future.cancel()
-        self._waiting.clear()
-
-    def _batch(self, place: int) -> Batch:
-        indices = self._indices(np.arange(place, place + self.micro, dtype=np.int64))
-        batch = make_batch(self.dataset, indices)
-        return batch.pin() if self.pin else batch
+    def _job(self, place: int) -> Callable[[], Batch]:
+        places = np.arange(place, place + self.micro, dtype=np.int64)
+        return lambda: make_batch(self.dataset, self._indices(places))
 
     def _indices(self, places: npt.NDArray[np.int64]) -> list[int]:
         count = len(self.dataset)

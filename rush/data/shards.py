@@ -25,6 +25,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
+from rush.data.sealed import ADVICE, check_files, check_tokenizer, read_sealed, write_sealed
 from rush.errors import DataError
 from rush.files import publish, sha256_file, temporary_name, write_atomic
 
@@ -32,7 +33,6 @@ FORMAT = "rush-tokens"
 VERSION = 1
 SPLITS = ("train", "validation")
 SUFFIXES = ("bin", "idx", "ids")
-_ADVICE = "Prepare the data again (rush data prepare --force), or restore the file."
 
 
 @dataclass(frozen=True)
@@ -161,38 +161,12 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
         split: {"documents": manifest.documents(split), "tokens": manifest.tokens(split)} for split in SPLITS
     }
     body["content_sha256"] = manifest.content_sha256
-    body["sha256"] = _seal(body)
-    write_atomic(folder / "manifest.json", (json.dumps(body, indent=1) + "\n").encode())
-
-
-def _seal(body: dict[str, Any]) -> str:
-    """A checksum of the manifest's own content, so that an edited manifest is noticed."""
-    content = {key: value for key, value in body.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    write_sealed(folder, body)
 
 
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a prepared folder, whole and unedited, or a DataError that says what is wrong."""
-    path = folder / "manifest.json"
-    if not path.is_file():
-        raise DataError(
-            f"{folder} is not prepared data: it has no manifest.json. The preparation was not run or not "
-            "finished; run it (again), finished parts are kept."
-        )
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: not valid JSON ({error}). {_ADVICE}") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        raise DataError(f"{path} is not a manifest of token shards (format {FORMAT!r}). {_ADVICE}")
-    if body.get("version") != VERSION:
-        raise DataError(
-            f"{path} has format version {body.get('version')!r}; this program reads {VERSION}. {_ADVICE}"
-        )
-    if body.get("sha256") != _seal(body):
-        raise DataError(
-            f"{path} was edited or damaged: its content does not match its own checksum. {_ADVICE}"
-        )
+    body = read_sealed(folder, FORMAT, VERSION, "token shards")
     shards = tuple(Shard(**shard) for shard in body["shards"])
     names = ("dtype", "vocab_size", "eos_id", "tokenizer_sha256", "key", "preparation")
     return Manifest(**{name: body[name] for name in names}, shards=shards)
@@ -201,37 +175,22 @@ def read_manifest(folder: Path) -> Manifest:
 def verify_shards(folder: Path, *, full: bool = False) -> Manifest:
     """Check a prepared folder: every file present with its size; with `full`, every checksum and token id."""
     manifest = read_manifest(folder)
-    for shard in manifest.shards:
-        for suffix in SUFFIXES:
-            path = shard.path(folder, suffix)
-            if not path.is_file():
-                raise DataError(f"{path} is missing. {_ADVICE}")
-            found, expected = path.stat().st_size, shard.bytes[suffix]
-            if found != expected:
-                raise DataError(f"{path} is damaged: {found} bytes, the manifest says {expected}. {_ADVICE}")
+    check_files(folder, manifest.shards, SUFFIXES, content=full)
     if full:
         _verify_content(folder, manifest)
     return manifest
 
 
 def _verify_content(folder: Path, manifest: Manifest) -> None:
-    tokenizer = folder / "tokenizer" / "tokenizer.json"
-    if not tokenizer.is_file():
-        raise DataError(f"{tokenizer} is missing. {_ADVICE}")
-    if sha256_file(tokenizer) != manifest.tokenizer_sha256:
-        raise DataError(f"{tokenizer} is not the tokenizer these shards were made with. {_ADVICE}")
+    check_tokenizer(folder, manifest.tokenizer_sha256)
     for shard in manifest.shards:
-        for suffix in SUFFIXES:
-            path = shard.path(folder, suffix)
-            if sha256_file(path) != shard.sha256[suffix]:
-                raise DataError(f"{path} is damaged: its content does not match its checksum. {_ADVICE}")
         mapped = map_shard(folder, manifest, shard)
         check_ids(mapped.tokens, manifest.vocab_size, shard.path(folder, "bin"), 0)
         starts, index = mapped.starts, shard.path(folder, "idx")
         if len(starts) != shard.documents + 1 or starts[0] != 0 or starts[-1] != shard.tokens:
-            raise DataError(f"{index} does not bound {shard.documents} documents. {_ADVICE}")
+            raise DataError(f"{index} does not bound {shard.documents} documents. {ADVICE}")
         if (np.diff(starts) < 1).any() or (mapped.tokens[starts[1:] - 1] != manifest.eos_id).any():
-            raise DataError(f"{index}: a document does not end with the end token. {_ADVICE}")
+            raise DataError(f"{index}: a document does not end with the end token. {ADVICE}")
 
 
 def check_ids(tokens: npt.NDArray[Any], vocab_size: int, path: Path, offset: int) -> None:
@@ -240,7 +199,7 @@ def check_ids(tokens: npt.NDArray[Any], vocab_size: int, path: Path, offset: int
         bad = int(np.flatnonzero(tokens >= vocab_size)[0])
         raise DataError(
             f"{path}: token id {int(tokens[bad])} at offset {offset + bad} is outside the vocabulary "
-            f"of {vocab_size}. {_ADVICE}"
+            f"of {vocab_size}. {ADVICE}"
         )
 
 

@@ -1,7 +1,6 @@
 """What vouches for documents on disk: the files with their checksums, what was asked for, what became of each row.
 
-It is written last: a folder without a manifest does not count as prepared. It seals itself, so that an edited one is
-noticed.
+How a manifest is sealed and checked is in `rush.data.sealed`.
 """
 
 from __future__ import annotations
@@ -15,16 +14,14 @@ from typing import Any
 
 import numpy as np
 
+from rush.data.sealed import check_files, check_tokenizer, read_sealed, write_sealed
 from rush.data.shards import check_ids
-from rush.errors import DataError
-from rush.files import sha256_file, write_atomic
 
 FORMAT = "rush-documents"
 VERSION = 1
 """Of the files and of what is in them: raise it when the same rows give other documents."""
 SUFFIXES = ("bin", "trn", "idx", "ids")
 EXAMPLES = 3
-_ADVICE = "Prepare the data again (rush data prepare --force), or restore the file."
 
 
 @dataclass
@@ -134,44 +131,13 @@ class DocumentManifest:
 
 
 def write_document_manifest(folder: Path, manifest: DocumentManifest) -> None:
-    body = {
-        "format": FORMAT,
-        "version": VERSION,
-        **asdict(manifest),
-        "content_sha256": manifest.content_sha256,
-    }
-    body["sha256"] = _seal(body)
-    write_atomic(folder / "manifest.json", (json.dumps(body, indent=1) + "\n").encode())
-
-
-def _seal(body: dict[str, Any]) -> str:
-    content = {key: value for key, value in body.items() if key != "sha256"}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    write_sealed(folder, {**body, "content_sha256": manifest.content_sha256})
 
 
 def read_document_manifest(folder: str | Path) -> DocumentManifest:
     """The manifest of a prepared folder, whole and unedited, or a DataError that says what is wrong."""
-    path = Path(folder) / "manifest.json"
-    if not path.is_file():
-        raise DataError(
-            f"{folder} is not prepared data: it has no manifest.json. The preparation was not run or not finished; "
-            "run it (again), finished parts are kept."
-        )
-    try:
-        body = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{path} is damaged: not valid JSON ({error}). {_ADVICE}") from error
-    if not isinstance(body, dict) or body.get("format") != FORMAT:
-        found = body.get("format") if isinstance(body, dict) else type(body).__name__
-        raise DataError(f"{path} is a manifest of {found!r}, not of documents for fine-tuning ({FORMAT!r}).")
-    if body.get("version") != VERSION:
-        raise DataError(
-            f"{path} has version {body.get('version')!r}; this program reads {VERSION}. {_ADVICE}"
-        )
-    if body.get("sha256") != _seal(body):
-        raise DataError(
-            f"{path} was edited or damaged: its content does not match its own checksum. {_ADVICE}"
-        )
+    body = read_sealed(Path(folder), FORMAT, VERSION, "documents for fine-tuning")
     names = ("dtype", "vocab_size", "eos_id", "tokenizer_sha256", "key", "preparation", "paired")
     return DocumentManifest(
         **{name: body[name] for name in names},
@@ -194,21 +160,10 @@ def verify_documents(folder: str | Path, *, full: bool = False) -> DocumentManif
     """Check a prepared folder: every file present with its size; with `full`, every checksum and token id."""
     folder = Path(folder)
     manifest = read_document_manifest(folder)
-    for shard in manifest.shards:
-        for suffix in SUFFIXES:
-            path = shard.path(folder, suffix)
-            if not path.is_file():
-                raise DataError(f"{path} is missing. {_ADVICE}")
-            found, expected = path.stat().st_size, shard.bytes[suffix]
-            if found != expected:
-                raise DataError(f"{path} is damaged: {found} bytes, the manifest says {expected}. {_ADVICE}")
-            if full and sha256_file(path) != shard.sha256[suffix]:
-                raise DataError(f"{path} is damaged: its content does not match its checksum. {_ADVICE}")
-        if full:
+    check_files(folder, manifest.shards, SUFFIXES, content=full)
+    if full:
+        check_tokenizer(folder, manifest.tokenizer_sha256)
+        for shard in manifest.shards:
             path = shard.path(folder, "bin")
             check_ids(np.memmap(path, dtype=manifest.dtype, mode="r"), manifest.vocab_size, path, 0)
-    if full:
-        tokenizer = folder / "tokenizer" / "tokenizer.json"
-        if not tokenizer.is_file() or sha256_file(tokenizer) != manifest.tokenizer_sha256:
-            raise DataError(f"{tokenizer} is not the tokenizer these documents were made with. {_ADVICE}")
     return manifest
