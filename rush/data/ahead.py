@@ -1,0 +1,90 @@
+"""What all loaders share: their place among ranks, threads that make batches ahead of time, and an end.
+
+Workers are threads: building a batch is copying mapped memory, which Python does without holding its
+lock. Processes would have to be started, fed and buried, and their batches copied once more.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Generic, Self, TypeVar
+
+import torch
+
+from rush.data.batch import Batch
+from rush.errors import DataError, MachineError, RecipeError
+
+Place = TypeVar("Place")
+
+
+class Ahead(ABC, Generic[Place]):
+    """A loader's threads. A subclass names the places of its batches and says how one is made."""
+
+    def __init__(self, rank: int, world: int, workers: int, pin: bool) -> None:
+        if not 0 <= rank < world:
+            raise RecipeError(f"Rank {rank} of {world} does not exist; ranks count from 0.")
+        if workers < 0:
+            raise RecipeError(f"The number of loader workers is {workers}; it must be at least 0.")
+        if pin and not torch.cuda.is_available():
+            raise MachineError(
+                "Pinned memory was asked for, but there is no CUDA device. Switch pinning off."
+            )
+        self.rank, self.world, self.pin = rank, world, pin
+        self._pool = ThreadPoolExecutor(workers, "rush-loader") if workers else None
+        self._ahead = 2 * workers
+        self._waiting: deque[tuple[Place, Future[Batch]]] = deque()
+
+    @abstractmethod
+    def _job(self, place: Place) -> Callable[[], Batch]:
+        """What makes the batch at a place. Called here; the job may run in a thread."""
+
+    @abstractmethod
+    def _following(self, place: Place) -> Place:
+        """The place of this rank's next batch."""
+
+    def batches(self, places: Iterable[Place]) -> Iterator[Batch]:
+        """The batches at these places, made when asked for, or by the threads before that."""
+        for place in places:
+            if self._pool is None:
+                yield self._finished(self._job(place))
+                continue
+            while self._waiting and self._waiting[0][0] != place:  # a step was left before its end
+                self._waiting.popleft()[1].cancel()
+            last = self._waiting[-1][0] if self._waiting else None
+            while len(self._waiting) <= self._ahead:
+                last = place if last is None else self._following(last)
+                self._waiting.append((last, self._pool.submit(self._finished, self._job(last))))
+            yield self._waiting.popleft()[1].result()
+
+    def close(self) -> None:
+        """Stop the workers. Also done at the end of a `with` block."""
+        self._drop_waiting()
+        if self._pool is not None:
+            self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _finished(self, job: Callable[[], Batch]) -> Batch:
+        batch = job()
+        return batch.pin() if self.pin else batch
+
+    def _drop_waiting(self) -> None:
+        for _, future in self._waiting:
+            future.cancel()
+        self._waiting.clear()
+
+
+def check_state(state: Mapping[str, int]) -> None:
+    """A loader's state is three whole numbers."""
+    if set(state) != {"seed", "epoch", "position"} or any(type(v) is not int for v in state.values()):
+        raise DataError(f"Not a loader state: {dict(state)}. Expected whole numbers seed, epoch, position.")
