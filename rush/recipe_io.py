@@ -10,14 +10,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from rush.errors import RecipeError, nearest
+from rush.ready import RECIPES
 from rush.recipe import Recipe
-from rush.recipe_names import recipe_folder, recipe_names
 
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
 
@@ -31,29 +30,7 @@ def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
 
 
 def read_tree(name_or_path: str) -> dict[str, Any]:
-    path = Path(name_or_path)
-    if path.suffix != ".toml" and "/" not in name_or_path:
-        path = recipe_folder() / f"{name_or_path}.toml"
-        if not path.is_file():
-            raise RecipeError(
-                f"there is no recipe named {name_or_path!r}; {nearest(name_or_path, recipe_names())} "
-                "A path to a .toml file works too."
-            )
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RecipeError(f"no recipe file at {path}; give an existing .toml file or one of the names that "
-                          "`rush recipes` lists.") from None  # fmt: skip
-    except IsADirectoryError:
-        raise RecipeError(f"{path} is a folder; a recipe is a .toml file.") from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{path} is not UTF-8 text (byte {error.start}); save the recipe as UTF-8."
-        ) from None
-    except PermissionError:
-        raise RecipeError(f"{path} may not be read by this user; change its permissions.") from None
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path} is not valid TOML: {error}.") from None
+    return RECIPES.read(RECIPES.find(name_or_path))
 
 
 def parse(tree: Mapping[str, Any]) -> Recipe:

@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rush.errors import RecipeError
+from rush.ready import RECIPES
 from rush.recipe import Recipe
-from rush.recipe_io import changed, differences, load_recipe, parse, recipe_names, write_toml
+from rush.recipe_io import changed, differences, load_recipe, parse, write_toml
 
 MINIMAL: dict[str, Any] = {
     "model": {"name": "tiny"},
@@ -31,7 +32,7 @@ def read_back(tmp_path: Any, recipe: Recipe) -> Recipe:
 
 
 def test_the_ready_recipes_are_the_promised_ones() -> None:
-    assert set(READY) <= set(recipe_names())
+    assert set(READY) <= set(RECIPES.names())
 
 
 @pytest.mark.parametrize("name", READY)

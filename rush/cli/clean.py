@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 
 def complete_pipeline(incomplete: str) -> list[str]:
-    from rush.data.clean.names import pipeline_names
+    from rush.ready import PIPELINES
 
-    return [name for name in pipeline_names() if name.startswith(incomplete)]
+    return [name for name in PIPELINES.names() if name.startswith(incomplete)]
 
 
 def clean(

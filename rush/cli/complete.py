@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from rush.recipe_names import recipe_names
+from rush.ready import RECIPES
 
 
 def complete_recipe(incomplete: str) -> list[str]:
-    return [name for name in recipe_names() if name.startswith(incomplete)]
+    return [name for name in RECIPES.names() if name.startswith(incomplete)]

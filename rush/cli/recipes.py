@@ -19,10 +19,10 @@ def _list(context: typer.Context, json: Json = False) -> None:
     if context.invoked_subcommand is not None:
         return
     from rush.models import count_parameters, flops_per_token
+    from rush.ready import RECIPES
     from rush.recipe_io import load_recipe
-    from rush.recipe_names import recipe_names
 
-    recipes = {name: load_recipe(name) for name in recipe_names()}
+    recipes = {name: load_recipe(name) for name in RECIPES.names()}
     rows: list[dict[str, Any]] = [
         {
             "name": name,

@@ -142,7 +142,7 @@ def _break_after(window: bytes) -> int:
 
 
 def _cut_parquet(path: str, slice_bytes: int) -> Iterator[Slice]:
-    metadata = _open_parquet(path).metadata
+    metadata = open_parquet(path).metadata
     start, row, first, held = 0, 0, 0, 0
     for group in range(metadata.num_row_groups):
         held += metadata.row_group(group).total_byte_size
@@ -196,7 +196,7 @@ def read_rows(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[
 
 def _read_rows(piece: Slice, text_field: str) -> Iterator[Document]:
     if piece.kind == "parquet":
-        names = _open_parquet(piece.path).schema_arrow.names
+        names = open_parquet(piece.path).schema_arrow.names
         if text_field not in names:
             raise DataError(missing_field(piece.path, text_field, names))
     for name, row in read_rows(piece, [text_field]):
@@ -263,13 +263,13 @@ def _parse_line(line: bytes, path: str, number: int) -> Iterator[tuple[str, dict
 def _parquet_rows(piece: Slice, columns: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
     groups = list(range(piece.start, piece.stop))
     number = piece.first
-    for batch in _open_parquet(piece.path).iter_batches(batch_size=256, row_groups=groups, columns=columns):
+    for batch in open_parquet(piece.path).iter_batches(batch_size=256, row_groups=groups, columns=columns):
         for row in batch.to_pylist():
             yield f"{piece.path}:row {number}", row
             number += 1
 
 
-def _open_parquet(path: str) -> Any:
+def open_parquet(path: str) -> Any:
     arrow = import_extra("pyarrow", "parquet", "Reading Parquet files")
     parquet = import_extra("pyarrow.parquet", "parquet", "Reading Parquet files")
     try:

@@ -19,7 +19,6 @@ Keys with a dot are recipe keys, the rest of a table are the technique's knobs.
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +27,7 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rush.errors import RecipeError, nearest
-from rush.lab.names import ladder_folder, ladder_names
+from rush.ready import LADDERS
 from rush.recipe import Recipe
 from rush.recipe_io import apply_override, assign, parse, read_tree
 
@@ -124,11 +123,8 @@ class Plan:
 
 def load_plan(name_or_path: str, overrides: Iterable[str] = ()) -> Plan:
     """A ladder by name or path. Overrides change the base recipe, or `measure.`, `parity.`, `search.` keys."""
-    path = _find(name_or_path)
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not valid TOML: {error}.") from None
+    path = LADDERS.find(name_or_path)
+    tree = LADDERS.read(path)
     allowed = ("about", "recipe", "rungs", "base", *OWN_TABLES)
     for key in tree:
         if key not in allowed:
@@ -166,22 +162,6 @@ def compose(base: Recipe, additions: Sequence[Addition]) -> Recipe:
         tree["techniques"] = entries + ([addition.technique] if addition.technique is not None else [])
         change(tree, addition.changes)
     return parse(tree)
-
-
-def _find(name_or_path: str) -> Path:
-    path = Path(name_or_path)
-    if path.suffix != ".toml" and "/" not in name_or_path:
-        path = ladder_folder() / f"{name_or_path}.toml"
-        if not path.is_file():
-            raise RecipeError(
-                f"there is no ladder named {name_or_path!r}; {nearest(name_or_path, ladder_names())} "
-                "A path to a .toml file works too."
-            )
-    if not path.is_file():
-        raise RecipeError(
-            f"no ladder file at {path}; give an existing .toml file or the name of a ready ladder."
-        )
-    return path
 
 
 def _recipe_beside(path: Path, name: str) -> str:

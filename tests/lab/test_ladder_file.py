@@ -8,12 +8,12 @@ from rush.errors import RecipeError
 from rush.lab.findings import Stand
 from rush.lab.ladder import _builds_on, worth_repeating
 from rush.lab.ladder_file import Addition, compose, load_plan
-from rush.lab.names import ladder_names
 from rush.lab.trial import Outcome
+from rush.ready import LADDERS
 from rush.techniques import registry
 
 
-@pytest.mark.parametrize("name", ladder_names())
+@pytest.mark.parametrize("name", LADDERS.names())
 def test_every_ready_ladder_reads_and_every_rung_composes(name: str) -> None:
     plan = load_plan(name)
     kept: list[Addition] = []
@@ -25,7 +25,7 @@ def test_every_ready_ladder_reads_and_every_rung_composes(name: str) -> None:
 
 
 def test_the_ready_ladders_are_there_and_tiny_has_eight_rungs() -> None:
-    assert {"tiny", "gpt2-124m", "llama-3.2-1b", "llama-3.1-8b"} <= set(ladder_names())
+    assert {"tiny", "gpt2-124m", "llama-3.2-1b", "llama-3.1-8b"} <= set(LADDERS.names())
     assert len(load_plan("tiny").additions) >= 8
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -37,6 +37,9 @@ from rush.train.multiple_choice import (
     read_questions,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_pairs import PairsInMemory
+
 TEXT = "the quick brown fox jumps over the lazy dog while a small cat sleeps under the old apple tree " * 8
 
 
@@ -57,31 +60,6 @@ def model() -> Decoder:
     return made.eval().requires_grad_(False)
 
 
-class Documents:
-    """Two answers to each prompt."""
-
-    def __init__(self, count: int) -> None:
-        draw = np.random.default_rng(4)
-        prompts = draw.integers(1, 300, (count, 3))
-        self._tokens = [
-            np.concatenate((prompts[i // 2], draw.integers(1, 300, int(draw.integers(1, 12)))))
-            for i in range(2 * count)
-        ]
-        self.lengths = np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def tokens(self, index: int) -> npt.NDArray[np.int64]:
-        return self._tokens[index]
-
-    def trained(self, index: int) -> npt.NDArray[np.bool_]:
-        return np.arange(len(self._tokens[index])) >= 3
-
-    def sample_name(self, index: int) -> str:
-        return f"answer {index}"
-
-
 def by_hand(model: Decoder, tokens: list[int], first: int) -> float:
     """log p of tokens[first:] after what stands before them, in a row of its own."""
     logp = model(torch.tensor([tokens[:-1]])).double().log_softmax(-1)[0]
@@ -89,7 +67,7 @@ def by_hand(model: Decoder, tokens: list[int], first: int) -> float:
 
 
 def test_held_out_loss_is_the_mean_over_labels(model: Decoder) -> None:
-    documents = Documents(5)
+    documents = PairsInMemory(5, seed=4, vocabulary=300)
     found = held_out_loss(model, document_validation(documents, Pad(0), 4, 16))
     sums = [by_hand(model, documents.tokens(i).tolist(), 3) for i in range(10)]
     labels = sum(len(documents.tokens(i)) - 3 for i in range(10))
@@ -102,7 +80,7 @@ def test_held_out_loss_is_the_mean_over_labels(model: Decoder) -> None:
 
 
 def test_win_rates_by_sum_per_token_and_by_reward(model: Decoder) -> None:
-    documents = Documents(9)
+    documents = PairsInMemory(9, seed=4, vocabulary=300)
     batches = lambda: document_validation(documents, Pad(0), 2, 16, paired=True)  # noqa: E731
     scores = score_pairs(model, batches())
     sums = [by_hand(model, documents.tokens(i).tolist(), 3) for i in range(18)]
@@ -263,6 +241,6 @@ def test_answers_are_the_likeliest_tokens_up_to_the_end(model: Decoder, tokenize
 
 
 def test_prompts_are_what_stands_before_the_first_target_each_once() -> None:
-    documents = Documents(4)
+    documents = PairsInMemory(4, seed=4, vocabulary=300)
     found: Any = prompts_of(documents, 3)
     assert found == [documents.tokens(2 * pair)[:3].tolist() for pair in range(3)]

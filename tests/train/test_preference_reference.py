@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 
@@ -22,36 +22,14 @@ from rush.train.objectives.preference import log_probabilities
 from rush.train.reference import compute, reference_key, references, set_live_reference, wants_cached
 from rush.train.step import train_step, validate
 
+sys.path.insert(0, str(Path(__file__).parent))
+from small_pairs import PairsInMemory
+
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
 
 SMALL = ["model.shape.num_layers=2", "model.shape.hidden=32", "model.shape.vocab_size=64", "model.shape.head_dim=8",
          "model.shape.intermediate=64", "batch.sequence=16", "batch.total_tokens=32", "batch.micro=2",
          "schedule.steps=50", "optimizer.lr=0.01", "objective.kind='dpo'"]  # fmt: skip
-
-
-class PairsInMemory:
-    """Pairs that share a prompt of three tokens, with answers of other lengths."""
-
-    def __init__(self, count: int, seed: int = 0) -> None:
-        draw = np.random.default_rng(seed)
-        prompts = draw.integers(1, 64, (count, 3))
-        self._tokens = [
-            np.concatenate((prompts[i // 2], draw.integers(1, 64, int(draw.integers(1, 12)))))
-            for i in range(2 * count)
-        ]
-        self.lengths = np.array([len(tokens) for tokens in self._tokens], dtype=np.int64)
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def tokens(self, index: int) -> npt.NDArray[np.int64]:
-        return self._tokens[index]
-
-    def trained(self, index: int) -> npt.NDArray[np.bool_]:
-        return np.arange(len(self._tokens[index])) >= 3
-
-    def sample_name(self, index: int) -> str:
-        return f"pair {index // 2} {'rejected' if index % 2 else 'chosen'}"
 
 
 def make_run(*overrides: str) -> Run:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rush.data.clean.names import pipeline_names
 from rush.data.clean.spec import load_pipeline, parse_pipeline
 from rush.data.clean.stages import Pipeline
 from rush.data.readers import import_extra
@@ -19,7 +18,7 @@ from rush.data.readers import import_extra
 if TYPE_CHECKING:
     from rush.data.clean.run import CleanProgress, clean
 
-__all__ = ["CleanProgress", "Pipeline", "clean", "load_pipeline", "parse_pipeline", "pipeline_names"]
+__all__ = ["CleanProgress", "Pipeline", "clean", "load_pipeline", "parse_pipeline"]
 
 
 def __getattr__(name: str) -> Any:

@@ -19,8 +19,8 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from rush.data.clean.failure import noting_errors
-from rush.data.clean.rows import Inputs, Row, open_parquet
-from rush.data.readers import import_extra
+from rush.data.clean.rows import Inputs, Row
+from rush.data.readers import import_extra, open_parquet
 from rush.errors import DataError
 from rush.files import json_safe, replacing
 

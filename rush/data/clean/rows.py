@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rush.data.readers import Slice, cut_file, file_kind, import_extra, opened
+from rush.data.readers import Slice, cut_file, file_kind, import_extra, open_parquet, opened
 from rush.data.sources import MAX_UNIT_BYTES, UNITS_WANTED, grouped
 from rush.errors import DataError
 from rush.files import write_atomic
@@ -239,15 +239,6 @@ def _cells(piece: Slice) -> Iterator[tuple[int, tuple[list[str], list[str], str]
         ) from None
     except csv.Error as error:
         raise DataError(f"{piece.path}:{reader.line_num}: not valid CSV ({error}).") from None
-
-
-def open_parquet(path: str) -> Any:
-    arrow = import_extra("pyarrow", "parquet", "Reading Parquet files")
-    parquet = import_extra("pyarrow.parquet", "parquet", "Reading Parquet files")
-    try:
-        return parquet.ParquetFile(path)
-    except (arrow.ArrowException, OSError) as error:
-        raise DataError(f"{path}: not a readable Parquet file ({error}).") from error
 
 
 def _arrow_rows(piece: Slice) -> Iterator[tuple[int, tuple[Any, int, dict[str, Any]]]]:

@@ -3,39 +3,19 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from rush.data.clean.names import pipeline_folder, pipeline_names
 from rush.data.clean.stages import KINDS, Pipeline
 from rush.errors import RecipeError, nearest
+from rush.ready import PIPELINES
 
 
 def load_pipeline(name_or_path: str) -> Pipeline:
     """A pipeline by the name of a ready one, or by path."""
-    path = Path(name_or_path).expanduser()
-    if path.suffix != ".toml" and "/" not in name_or_path:
-        path = pipeline_folder() / f"{name_or_path}.toml"
-        if not path.is_file():
-            raise RecipeError(
-                f"there is no pipeline named {name_or_path!r}; {nearest(name_or_path, pipeline_names())} "
-                "A path to a .toml file works too."
-            )
-    try:
-        tree = tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise RecipeError(f"cannot read the pipeline {path}: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        raise RecipeError(
-            f"{path} is not UTF-8 text (byte {error.start}); save the pipeline as UTF-8."
-        ) from None
-    except tomllib.TOMLDecodeError as error:
-        raise RecipeError(f"{path} is not valid TOML: {error}.") from None
-    return parse_pipeline(tree)
+    return parse_pipeline(PIPELINES.read(PIPELINES.find(name_or_path)))
 
 
 def parse_pipeline(tree: Mapping[str, Any]) -> Pipeline:

@@ -1,0 +1,64 @@
+"""The ready files that come with the package (recipes, ladders, pipelines): where they are, and how one is read.
+
+Nothing heavy is imported here, because shell completion must answer at once.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rush.errors import RecipeError, nearest
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The ready files of one kind."""
+
+    kind: str
+
+    @property
+    def folder(self) -> Path:
+        """Inside an installed package, or beside it in a checkout."""
+        package = Path(__file__).resolve().parent
+        installed = package / f"_{self.kind}s"
+        return installed if installed.is_dir() else package.parent / f"{self.kind}s"
+
+    def names(self) -> list[str]:
+        return sorted(path.stem for path in self.folder.glob("*.toml"))
+
+    def find(self, name_or_path: str) -> Path:
+        """The file of a ready name, or the path as it is."""
+        if name_or_path.endswith(".toml") or "/" in name_or_path:
+            return Path(name_or_path).expanduser()
+        path = self.folder / f"{name_or_path}.toml"
+        if not path.is_file():
+            raise RecipeError(
+                f"there is no {self.kind} named {name_or_path!r}; {nearest(name_or_path, self.names())} "
+                "A path to a .toml file works too."
+            )
+        return path
+
+    def read(self, path: Path) -> dict[str, Any]:
+        """The tree in a file of this kind."""
+        try:
+            return tomllib.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise RecipeError(
+                f"no {self.kind} file at {path}; give an existing .toml file or the name of a ready {self.kind}."
+            ) from None
+        except IsADirectoryError:
+            raise RecipeError(f"{path} is a folder; a {self.kind} is a .toml file.") from None
+        except UnicodeDecodeError as error:
+            raise RecipeError(
+                f"{path} is not UTF-8 text (byte {error.start}); save the {self.kind} as UTF-8."
+            ) from None
+        except PermissionError:
+            raise RecipeError(f"{path} may not be read by this user; change its permissions.") from None
+        except tomllib.TOMLDecodeError as error:
+            raise RecipeError(f"{path} is not valid TOML: {error}.") from None
+
+
+RECIPES, LADDERS, PIPELINES = Ready("recipe"), Ready("ladder"), Ready("pipeline")
