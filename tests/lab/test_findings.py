@@ -10,6 +10,7 @@ from rush.lab.interactions import interactions
 from rush.lab.judge import loosest
 from rush.lab.ladder_file import Addition
 from rush.lab.statistics import Ratio
+from rush.lab.timing import rates
 from rush.lab.trial import Outcome, _judge
 
 
@@ -87,3 +88,16 @@ def test_interactions_tell_what_the_three_views_say_together() -> None:
     assert (row["alone"], row["in_ladder"]) == (1.5, 1.3)
     assert row["left_out"] == pytest.approx(1 / 0.9)
     assert "already save part" in row["sentence"]
+
+
+def test_rates_count_each_samples_own_tokens_of_the_kind_that_counts() -> None:
+    """Documents differ in length: a step of many labels is not as fast as one of few in the same time."""
+    timing: dict[str, Any] = {
+        "samples_s": [2.0, 2.0],
+        "counted": "trained",
+        "sample_tokens": {"processed": [100, 100], "real": [60, 80], "trained": [10, 40]},
+    }
+    assert rates(timing) == [5.0, 20.0]
+    assert rates(timing, "processed") == [50.0, 50.0]
+    older = {"samples_s": [2.0, 4.0], "step_tokens": 100, "step_labels": 100}
+    assert rates(older) == [50.0, 25.0]

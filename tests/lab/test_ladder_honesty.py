@@ -58,6 +58,8 @@ def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
     assert "20 s" in str(rungs["plant(kind=hang)"]["reason"])
     assert rungs["tf32"]["status"] == "unsupported"
     assert "CUDA" in str(rungs["tf32"]["reason"])
+    assert rungs["fused_adamw"]["kept"]
+    assert not any(rungs[name]["kept"] for name in ("tf32", "plant(kind=hang)", "plant(kind=segfault)"))
     last = rungs["fused_adamw"]
     assert last["status"] == "ok"
     # The failures were left behind; the planted gradient, which ran, was built upon.

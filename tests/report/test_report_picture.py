@@ -42,6 +42,13 @@ def test_every_rung_and_verdict_is_there_and_nothing_leaves_the_picture(tmp_path
     assert "×13.9" in root.get("aria-label", "")
 
 
+def test_what_was_only_tried_is_pale(tmp_path: Path) -> None:
+    ladder = made_up.made_up_ladder()
+    ladder["rungs"][2]["kept"] = False
+    bars = [e for e in _drawn(ladder, tmp_path).iter(f"{SVG}rect") if "speed" in (e.get("class") or "")]
+    assert [e.get("class") for e in bars[:4]] == ["speed", "speed", "speed tried", "speed"]
+
+
 @pytest.mark.parametrize("ladder", [made_up.hostile_ladder(), made_up.odd_ladder(), made_up.one_rung()])
 def test_whatever_the_strings_say_it_stays_a_picture(ladder: dict[str, object], tmp_path: Path) -> None:
     root = _drawn(ladder, tmp_path)

@@ -9,7 +9,7 @@ import torch
 
 from rush.data import Batch
 from rush.data.batch import IGNORED
-from rush.errors import DataError, Diverged
+from rush.errors import DataError, Diverged, MachineError
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.train.build import Run, build
@@ -153,3 +153,20 @@ def test_the_norm_of_bf16_gradients_has_more_digits_than_bf16() -> None:
     norm = gradient_norm(run)
     assert norm.dtype == torch.float32
     assert float(norm) == pytest.approx(exact**0.5, rel=1e-5)
+
+
+def test_a_memory_limit_is_not_ignored_where_it_cannot_be_kept() -> None:
+    with pytest.raises(MachineError, match=r"run\.memory_limit_gb is 2, but this run is on the CPU"):
+        make_run("run.memory_limit_gb=2")
+
+
+@pytest.mark.gpu
+def test_a_memory_limit_holds_on_a_larger_card() -> None:
+    recipe = load_recipe("tiny", [*SMALL, "run.memory_limit_gb=1", "run.device='cuda'"])
+    build(recipe, probe("cuda"))
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
+    build(load_recipe("tiny", [*SMALL, "run.device='cuda'"]), probe("cuda"))
+    torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")  # without a limit the whole card is there again
+    with pytest.raises(MachineError, match="more than the"):
+        build(load_recipe("tiny", [*SMALL, "run.memory_limit_gb=100000", "run.device='cuda'"]), probe("cuda"))
