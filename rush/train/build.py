@@ -150,7 +150,8 @@ def _limit_memory(recipe: Recipe, device: torch.device) -> None:
         raise MachineError(
             f"run.memory_limit_gb is {limit:g}, more than the {whole / 1e9:.0f} GB of this device; lower it or take it out."
         )
-    torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit * 1e9 / whole, device)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit * 1e9 / whole, index)
 
 
 def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None:

@@ -110,8 +110,10 @@ def test_codes_are_the_same_as_on_a_cpu_and_unpack_to_the_same(form: Form, dtype
         layer.to_empty(device=device)
         layer.set_weight(weight)
         made.append(layer.dense_weight(dtype).float().cpu())
-    # A value on the border of two codes may fall to either side.
-    assert float((made[0] != made[1]).float().mean()) < (1e-3 if dtype is torch.float32 else 0.02)
+    # A value on the border of two codes may fall to either side; scales may differ in their last bit, and in bf16 that
+    # can move a value by one step.
+    apart = (made[0] - made[1]).abs() > 1e-5 * made[0].abs().max()
+    assert float(apart.float().mean()) < (1e-3 if dtype is torch.float32 else 0.02)
     assert float((made[0] - made[1]).norm() / made[0].norm()) < 5e-3
 
 
