@@ -14,7 +14,6 @@ Shapes: i inputs, o outputs; codes are flat.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +27,7 @@ from torch import Tensor, nn
 
 from rush.models.adapters import autocast_input
 from rush.models.decoder import Decoder
+from rush.models.fingerprints import base_fingerprint, fingerprint
 
 BLOCK, SCALE_BLOCK = 64, 256
 # Table of NF4 (Dettmers et al. 2023, arXiv:2305.14314, appendix E), to the digits both libraries use.
@@ -241,6 +241,7 @@ class QuantisedLinear(nn.Linear):
         self.form = form
         self.bias = plain.bias
         self.source = ""
+        self.base_source = ""
         way = _WAYS[str(form)]
         layout = way.layout(self.out_features, self.in_features)
         self.part_names = tuple(layout)
@@ -261,7 +262,7 @@ class QuantisedLinear(nn.Linear):
         """Quantise this weight where the codes are; its full precision is there for that moment alone."""
         assert weight_oi.shape == (self.out_features, self.in_features), weight_oi.shape
         here = weight_oi.to(self.get_buffer("codes").device).float()
-        self.source = fingerprint(here)
+        self.source, self.base_source = fingerprint(here), base_fingerprint(here)
         packed = _WAYS[str(self.form)].pack(here)
         for name in self.part_names:
             self.get_buffer(name).copy_(packed[name].view(self.get_buffer(name).shape))
@@ -315,29 +316,3 @@ def nf4_reference(weight: Tensor) -> Tensor:
     largest = blocks.abs().amax(1, keepdim=True).clamp_min(1e-30)
     nearest = (blocks / largest)[..., None].sub(table).abs().argmin(-1)
     return (table[nearest] * largest).view(weight.shape)
-
-
-_MULTIPLIERS = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)
-_CHUNK = 1 << 20
-
-
-@torch.no_grad()
-def fingerprint(tensor: Tensor) -> str:
-    """A name for a tensor's exact values: equal tensors have it in common, on every device.
-
-    Two position-weighted sums of its words, modulo 2^64: whole numbers add up to the same in any order. It tells
-    apart what is different by mistake, not what was forged.
-    """
-    flat = tensor.detach().contiguous().flatten().view(torch.uint8)
-    if rest := -flat.numel() % 4:
-        flat = F.pad(flat, (0, rest))
-    words = flat.view(torch.int32)
-    sums = torch.zeros(2, dtype=torch.int64, device=tensor.device)
-    for start in range(0, words.numel(), _CHUNK):
-        piece = words[start : start + _CHUNK].long()
-        place = torch.arange(start + 1, start + 1 + piece.numel(), device=tensor.device)
-        for number, multiplier in enumerate(_MULTIPLIERS):
-            mixed = place * multiplier
-            sums[number] += ((piece + place) * (mixed ^ (mixed >> 29))).sum()
-    told = f"{tensor.dtype}{tuple(tensor.shape)}{sums.tolist()}"
-    return hashlib.sha256(told.encode()).hexdigest()[:16]

@@ -3,14 +3,14 @@
 Names are translated (`blocks.0.attention.q` is `model.layers.0.self_attn.q_proj` there); A and B are stored alike for
 both families, because even beside GPT-2's transposed weights PEFT keeps them as linear layers. What rush cannot
 do as PEFT does it (trained biases, further trained modules, adapters that changed their base when they
-began) is refused, not left out. A folder that rush wrote also knows its base, by the values of what adapters leave alone
-(embedding, norms, head): another base is refused. Pickles are never opened.
+began) is refused, not left out. A folder that rush wrote also knows its base, by the values of all its weights: another
+base is refused. Pickles are never opened.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,12 +26,12 @@ from rush.models.adapters import AdapterSpec, adapt, adapters, is_adapted
 from rush.models.huggingface_names import exported_name
 from rush.records.checkpoints import Checkpoint
 from rush.train import checkpoint
-from rush.train.frozen import base_identity
+from rush.train.frozen import base_identity, partial_identity
 from rush.train.tensors import TensorFile
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 _PREFIX = "base_model.model."
-_IDENTITY = "rush_base"
+_IDENTITY, _OLD_IDENTITY = "rush_base_values", "rush_base"
 _PARTS = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_magnitude_vector": "magnitude"}
 # Options of PEFT that change what an adapter computes, and the values under which they do nothing.
 _MUST_BE_OFF: Mapping[str, tuple[Any, ...]] = {
@@ -58,6 +58,8 @@ class StoredAdapter:
     """By `layer.adapter.a` and the like."""
     identity: str | None = None
     """What names the base; None where the file does not say."""
+    partial: str | None = None
+    """What older files say instead: embedding, norms and head."""
     base: str | None = None
     """Where its author had the base."""
 
@@ -100,7 +102,7 @@ def save_adapter(folder: Path, model: Decoder, base: str | None) -> list[str]:
         save_file(
             tensors,
             temporary,
-            metadata={"format": "pt", _IDENTITY: base_identity(dict(model.named_parameters()))},
+            metadata={"format": "pt", _IDENTITY: base_identity(model)},
         )
     with replacing(folder / CONFIG) as temporary:
         temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -136,14 +138,14 @@ def read_peft(folder: Path, shape: Shape) -> StoredAdapter:
         for name in sorted(file.names):
             layer, part = _place(folder, name, layers)
             found.setdefault(layer, {})[part] = file.tensor(name).clone()
-        identity = file.metadata.get(_IDENTITY)
+        identity, partial = file.metadata.get(_IDENTITY), file.metadata.get(_OLD_IDENTITY)
     if not found:
         raise DataError(f"{folder} holds no adapter: {WEIGHTS} is empty.")
     specs = {layer.name: _spec(folder, parts, config, layer) for layer, parts in found.items()}
     tensors = {
         f"{layer.name}.adapter.{part}": t for layer, parts in found.items() for part, t in parts.items()
     }
-    return StoredAdapter(folder, specs, tensors, identity, config.get("base_model_name_or_path"))
+    return StoredAdapter(folder, specs, tensors, identity, partial, config.get("base_model_name_or_path"))
 
 
 def peft_base(folder: Path) -> str | None:
@@ -164,7 +166,7 @@ def read_run_adapter(found: Checkpoint, base: str | None) -> StoredAdapter:
     with TensorFile(found.path / checkpoint.MODEL) as file:
         tensors = {name: file.tensor(name).clone() for name in file.names}
     specs = {name: AdapterSpec(**spec) for name, spec in record["adapters"].items()}
-    return StoredAdapter(found.path, specs, tensors, record["identity"], base)
+    return StoredAdapter(found.path, specs, tensors, record.get("values"), record.get("identity"), base)
 
 
 def _refuse_missing(folder: Path) -> None:
@@ -257,7 +259,12 @@ def _some(names: Iterable[str]) -> str:
 
 
 @torch.no_grad()
-def put_on(model: Decoder, stored: StoredAdapter, weights: Mapping[str, Tensor] | None = None) -> None:
+def put_on(
+    model: Decoder,
+    stored: StoredAdapter,
+    weights: Mapping[str, Tensor] | None = None,
+    note: Callable[[str], None] = lambda text: None,
+) -> None:
     """Give a model these adapters, or refuse them if they were made for another one.
 
     `weights` are those of a model whose blocks are elsewhere; the adapters themselves are always where its embedding is.
@@ -275,13 +282,7 @@ def put_on(model: Decoder, stored: StoredAdapter, weights: Mapping[str, Tensor] 
                 f"{tuple(down.shape) if down is not None else 'nothing'}, this model has "
                 f"{f'{layer.in_features} inputs there' if layer is not None else 'no such layer'}."
             )
-    named = dict(model.named_parameters()) if weights is None else weights
-    if stored.identity is not None and stored.identity != base_identity(named):
-        raise DataError(
-            f"{stored.path} was trained on another base of the same shape"
-            f"{f' ({stored.base})' if stored.base else ''}: embedding, norms or head differ; give the base it was "
-            "trained on."
-        )
+    _check_base(stored, model if weights is None else weights, note)
     if weights is not None and any(spec.dora for spec in stored.specs.values()):
         raise RecipeError(
             f"{stored.path} is a DoRA adapter, which has to see whole weights; merge it first (rush merge) to use it with "
@@ -294,3 +295,26 @@ def put_on(model: Decoder, stored: StoredAdapter, weights: Mapping[str, Tensor] 
             value = stored.tensors[f"{name}.adapter.{part}"].to(device)
             setattr(adapter, part, nn.Parameter(value, requires_grad=False))
         adapter.measure(layer)
+
+
+def _check_base(
+    stored: StoredAdapter, base: Decoder | Mapping[str, Tensor], note: Callable[[str], None]
+) -> None:
+    """Refuse another base of the same shape; say where only a part of it can be compared, or nothing."""
+    if stored.identity is not None:
+        same = stored.identity == base_identity(base)
+    elif stored.partial is not None:
+        same = stored.partial == partial_identity(
+            dict(base.named_parameters()) if isinstance(base, Decoder) else base
+        )
+        note(
+            f"{stored.path} was written by an older rush and knows of its base the embedding, norms and head only: those were "
+            "compared, the linear layers were not; export it again to have all of it checked."
+        )
+    else:
+        return  # PEFT's own files say nothing about values
+    if not same:
+        raise DataError(
+            f"{stored.path} was trained on another base of the same shape"
+            f"{f' ({stored.base})' if stored.base else ''}: the weights differ; give the base it was trained on."
+        )

@@ -173,7 +173,7 @@ def load_model(
         model.load_state_dict(weights, assign=True)
         model.init_buffers()
     if adapter is not None:
-        put_on(model, read_adapter(adapter, model.shape, note))
+        put_on(model, read_adapter(adapter, model.shape, note), note=note)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
@@ -214,7 +214,7 @@ def _load_streamed(
         shape, held = hf_weights(_existing(base))
     model = streamed_model(shape, held, device, dtype)
     if adapter is not None:
-        put_on(model, read_adapter(adapter, shape, note), held)
+        put_on(model, read_adapter(adapter, shape, note), held, note)
     return model
 
 

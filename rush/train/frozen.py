@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from rush.errors import DataError
 from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, fill_adapters
-from rush.models.quantised import Form, QuantisedLinear, fingerprint, form_of, quantise_linears
+from rush.models.fingerprints import base_fingerprint, fingerprint
+from rush.models.quantised import Form, QuantisedLinear, form_of, quantise_linears
 
 
 def describe_base(model: nn.Module) -> dict[str, Any]:
@@ -27,7 +28,7 @@ def describe_base(model: nn.Module) -> dict[str, Any]:
     assert isinstance(model, Decoder), type(model)
     return {
         "digest": base_digest(model),
-        "identity": base_identity(dict(model.named_parameters())),
+        "values": base_identity(model),
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "form": None if form is None else asdict(form),
         "adapters": {name: asdict(adapter.spec) for name, _, adapter in adapters(model)},
@@ -45,18 +46,33 @@ def base_digest(model: nn.Module) -> str:
     told |= {
         name: layer.source for name, layer in model.named_modules() if isinstance(layer, QuantisedLinear)
     }
-    clean = sorted((name.replace("_orig_mod.", ""), value) for name, value in told.items())
-    return hashlib.sha256(repr(clean).encode()).hexdigest()
+    return _name_of(told)
 
 
-def base_identity(weights: Mapping[str, Tensor]) -> str:
-    """Names a base by what no adapter and no quantisation touches, rounded to bf16, so that its dtype does not matter."""
+def base_identity(base: nn.Module | Mapping[str, Tensor]) -> str:
+    """Names a base by all of its weights, rounded to bf16, so that their dtype does not matter; a quantised layer by what
+    it was made from. One quick pass: it is asked whenever adapters meet a base."""
+    given = dict(base.named_parameters()) if isinstance(base, nn.Module) else base
+    told = {name: base_fingerprint(given[name]) for name in given if ".adapter." not in name}
+    if isinstance(base, nn.Module):
+        quantised = {n: layer for n, layer in base.named_modules() if isinstance(layer, QuantisedLinear)}
+        told |= {f"{name}.weight": layer.base_source for name, layer in quantised.items()}
+    return _name_of(told)[:32]
+
+
+def partial_identity(weights: Mapping[str, Tensor]) -> str:
+    """What older adapters know of their base: embedding, norms and head."""
     kept = {
         name: fingerprint(weights[name].detach().to(torch.bfloat16))
         for name in weights
         if not name.startswith("blocks.") or "norm" in name
     }
     return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()[:32]
+
+
+def _name_of(told: Mapping[str, str]) -> str:
+    clean = sorted((name.replace("_orig_mod.", ""), value) for name, value in told.items())
+    return hashlib.sha256(repr(clean).encode()).hexdigest()
 
 
 def check_base(path: object, saved: Mapping[str, Any], model: nn.Module) -> None:

@@ -30,7 +30,7 @@ from rush.errors import DataError
 from rush.files import writing
 from rush.hardware.ceilings import cache_folder
 from rush.models.adapters import is_adapted
-from rush.models.quantised import fingerprint
+from rush.models.fingerprints import fingerprint
 from rush.train.build import Run, build
 from rush.train.folders import starting_weights
 from rush.train.objectives import Preference

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from rush.hardware import probe
 from rush.models import SIZES, build_model, save_hf_folder
 from rush.models.adapters import adapters, adapters_off
-from rush.models.quantised import Form, QuantisedLinear, fingerprint
+from rush.models.fingerprints import base_fingerprint, fingerprint
+from rush.models.quantised import Form, QuantisedLinear
 from rush.techniques.proofs import prove
 from rush.train.build import Run
 from rush.train.folders import load_model
@@ -134,6 +135,7 @@ def test_fingerprints_are_those_of_a_cpu() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.uint8):
         tensor = (torch.randn(333, 77) * 50).to(dtype)
         assert fingerprint(tensor) == fingerprint(tensor.cuda())
+        assert base_fingerprint(tensor) == base_fingerprint(tensor.cuda())
 
 
 def peak_of(*techniques: str) -> tuple[int, int]:

@@ -24,8 +24,11 @@ from rush.models.adapters import (
     merged_state,
     set_active,
 )
+from rush.models.fingerprints import base_fingerprint, fingerprint
+from rush.models.quantised import Form, quantise_linears
 from rush.train.adapters import CONFIG, WEIGHTS, put_on, read_peft, save_adapter
 from rush.train.folders import load_model
+from rush.train.frozen import base_identity, partial_identity
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -218,3 +221,68 @@ def test_a_missing_half_of_an_adapter_is_refused(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / WEIGHTS)
     with pytest.raises(DataError, match="has b of the shape nothing"):
         read_peft(tmp_path, small_shape("llama"))
+
+
+@pytest.mark.parametrize("name", [name for name, _ in base("gpt2").named_parameters()])
+def test_a_base_is_known_by_every_one_of_its_weights(tmp_path: Path, name: str) -> None:
+    save_adapter(tmp_path, adapted("gpt2"), None)
+    other = base("gpt2")
+    with torch.no_grad():  # one value, by the smallest step that bf16 can tell
+        place = other.get_parameter(name).view(-1)[-1:]
+        place.copy_(torch.where(place == 0, 1e-3, place.bfloat16().float() * (1 + 2**-7)))
+    with pytest.raises(DataError, match="another base of the same shape: the weights differ"):
+        put_on(other, read_peft(tmp_path, other.shape))
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_base_is_the_same_in_another_dtype_and_before_it_was_quantised(
+    family: str, dtype: torch.dtype
+) -> None:
+    plain = base(family)
+    known = base_identity(plain)
+    assert base_identity(base(family).to(dtype)) == known
+    assert base_identity(dict(base(family).to(dtype).named_parameters())) == known
+    assert base_identity(adapted(family)) == known
+    with torch.device("meta"):
+        quantised = build_model(small_shape(family))
+    quantise_linears(quantised, Form("int8", "torchao"))
+    quantised.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    assert base_identity(quantised) == known
+    quantised.load_state_dict(base(family, seed=4).state_dict())
+    assert base_identity(quantised) != known
+
+
+def test_fingerprints_see_every_value_and_where_rows_are() -> None:
+    weight_oi = torch.randn(24, 640, generator=torch.Generator().manual_seed(2)).bfloat16()
+    swapped = weight_oi.clone()
+    swapped[[3, 17]] = swapped[[17, 3]]
+    for name in (fingerprint, base_fingerprint):
+        others = [weight_oi.t(), weight_oi.view(48, 320), swapped, weight_oi.roll(1, 1), weight_oi[:, :639]]
+        assert len({name(one) for one in (weight_oi, *others)}) == 6, name
+        assert name(weight_oi) == name(weight_oi.clone())
+    assert base_fingerprint(weight_oi) == base_fingerprint(weight_oi.float())
+    assert fingerprint(weight_oi) != fingerprint(weight_oi.float())
+
+
+def as_older_rush_wrote_it(folder: Path, model: Decoder) -> None:
+    metadata = {"format": "pt", "rush_base": partial_identity(dict(model.named_parameters()))}
+    save_file(load_file(folder / WEIGHTS), folder / WEIGHTS, metadata=metadata)
+
+
+def test_an_older_adapter_is_checked_in_part_and_that_is_said(tmp_path: Path) -> None:
+    model = adapted("llama")
+    save_adapter(tmp_path / "adapter", model, None)
+    as_older_rush_wrote_it(tmp_path / "adapter", base("llama"))
+    save_hf_folder(tmp_path / "base", base("llama"), model.shape)
+    said: list[str] = []
+    both = load_model(tmp_path / "base", adapter=tmp_path / "adapter", note=said.append)
+    assert torch.equal(logits(both), logits(model))
+    assert len(said) == 1
+    assert "the linear layers were not" in said[0]
+    save_hf_folder(tmp_path / "other", base("llama", seed=4), model.shape)
+    with pytest.raises(DataError, match="another base of the same shape"):
+        load_model(tmp_path / "other", adapter=tmp_path / "adapter")
+    streamed = load_model(tmp_path / "base", adapter=tmp_path / "adapter", offload="disk", note=said.append)
+    assert torch.equal(logits(streamed), logits(model))
+    assert len(said) == 2
