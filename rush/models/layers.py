@@ -153,6 +153,15 @@ class GeluMLP(nn.Module):
         return out
 
 
+def multiplies(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
+    """How a layer multiplies an input with a weight: plainly, or as its `multiply` does (8-bit factors, say).
+
+    For a fan-out that makes one product of several layers: whatever they are, it is theirs.
+    """
+    own: Callable[[Tensor, Tensor], Tensor] | None = getattr(layer, "multiply", None)
+    return F.linear if own is None else own
+
+
 class FanOut(nn.Module):
     """Several linear layers of one input, one after another: a slot for doing together what they share."""
 

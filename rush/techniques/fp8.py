@@ -57,9 +57,13 @@ class Fp8Linear(nn.Linear):
         self.weight, self.bias, self.product = plain.weight, plain.bias, product
 
     def forward(self, x: Tensor) -> Tensor:
-        (x,) = to_autocast_dtype(x)
-        out = self.product(x, self.weight)
+        out = self.multiply(x, self.weight)
         return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+        """The product alone, with a weight of its own or one that several layers share."""
+        (x,) = to_autocast_dtype(x)
+        return self.product(x, weight)
 
 
 class Fp8Projection(Projection):
