@@ -39,6 +39,11 @@ def _fresh_compiler() -> Iterator[None]:
     torch.cuda.empty_cache()
 
 
+def skip_without_liger(techniques: str) -> None:
+    if "liger" in techniques:
+        pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+
+
 def make_run(techniques: str, *changes: str, device: str = "cuda", name: str = "llama-tiny") -> Run:
     heads = ["model.shape.num_kv_heads=2"] if name == "llama-tiny" else []
     recipe = load_recipe(name, [*SIZE, *heads, f"techniques={techniques}", *changes])
@@ -62,12 +67,17 @@ TECHNIQUES = [
     "['amp_bf16', 'lora']",
     "['amp_bf16', 'accumulate']",
     "['amp_bf16', 'cuda_graph']",
+    "['liger']",
+    "['amp_bf16', 'liger']",
+    "['pure_bf16', 'flash_attention', 'liger']",
+    "['amp_bf16', 'lora', 'liger']",
 ]
 
 
 @pytest.mark.parametrize("reference", ["cached", "live"])
 @pytest.mark.parametrize("techniques", TECHNIQUES)
 def test_dpo_starts_at_exactly_log_two_on_the_device(techniques: str, reference: str) -> None:
+    skip_without_liger(techniques)
     run = make_run(techniques, f"objective.reference='{reference}'")
     batch = make_pairs(4, seed=1, width=256, reference=False)
     batch = with_start(run, batch) if reference == "cached" else batch
@@ -102,10 +112,25 @@ def test_the_device_learns_what_the_cpu_learns(kind: str) -> None:
     assert curves[1] == pytest.approx(curves[0], rel=2e-3), f"{kind}: {curves}"
 
 
-def test_the_logits_of_all_rows_never_exist() -> None:
+@pytest.mark.parametrize("kind", ["sigmoid", "simpo"])
+def test_liger_learns_from_pairs_what_the_plain_model_learns(kind: str) -> None:
+    skip_without_liger("liger")
+    batch = make_pairs(4, seed=2, width=256)
+    curves = []
+    for techniques in ("[]", "['liger']"):
+        run = make_run(techniques, f"objective.loss='{kind}'")
+        curves.append([train_step(run, step, 0.0003, [batch]).loss for step in range(1, 6)])
+    assert curves[1] == pytest.approx(curves[0], rel=2e-3), f"{kind}: {curves}"
+
+
+@pytest.mark.parametrize("beside", ["[]", "['liger']"])
+def test_the_logits_of_all_rows_never_exist(beside: str) -> None:
     """16 rows of 256 tokens with 32,768 words: 512 MiB of logits in fp32, their gradient as much again."""
+    skip_without_liger(beside)
     peaks = {}
-    for techniques in ("['amp_bf16']", "['amp_bf16', 'chunked_loss']"):
+    for techniques in (
+        ("['amp_bf16']", "['amp_bf16', 'chunked_loss']") if beside == "[]" else ("['amp_bf16', 'liger']",)
+    ):
         run = make_run(techniques, "model.shape.vocab_size=32768", "batch.micro=8", "batch.total_tokens=2048")
         batch = make_pairs(8, seed=3, width=256)
         train_step(run, 1, 0.001, [batch])

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from rush.errors import MachineError
 from rush.hardware import probe
+from rush.kernels.support import INTERPRETED
 from rush.models import build_model
+from rush.models.layers import IGNORED_LABEL, PlainLossHead, losses_by_row
 from rush.techniques import check, liger
 from rush.techniques.contract import Build, Observation
 
@@ -110,6 +112,45 @@ def test_only_the_chosen_parts_are_replaced(parts: str, monkeypatch: pytest.Monk
     )
     assert {"norm" if name == "rms" else name for name in calls} == wanted
     assert len(build.facts["liger_kernels"]) == len(wanted)
+
+
+def weighed_rows(head: torch.nn.Module, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
+    """Losses of rows, then the gradients of hidden vectors and head when each row weighs otherwise, as preferences do."""
+    generator = torch.Generator().manual_seed(7)
+    hidden_btd = torch.randn(4, 9, 16, generator=generator).to(device).requires_grad_()
+    head_vd = (torch.randn(40, 16, generator=generator) * 0.3).to(device).requires_grad_()
+    labels_bt = torch.randint(0, 40, (4, 9), generator=generator).to(device)
+    labels_bt[:, :3] = IGNORED_LABEL
+    labels_bt[3] = IGNORED_LABEL  # a row that only fills up a batch
+    losses_b = losses_by_row(head, hidden_btd, head_vd, labels_bt)
+    (losses_b * torch.tensor([0.3, -1.2, 2.0, 0.7], device=device)).sum().backward()
+    assert hidden_btd.grad is not None
+    assert head_vd.grad is not None
+    return losses_b.detach(), hidden_btd.grad, head_vd.grad
+
+
+def test_the_loss_head_serves_preferences_row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr(liger, "functions", lambda: stand_in(calls))
+    for found, expected in zip(
+        weighed_rows(liger.LigerLossHead()), weighed_rows(PlainLossHead()), strict=True
+    ):
+        torch.testing.assert_close(found, expected)
+    assert calls == ["loss"] * 8, "each row once forward, and again for its gradient"
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.filterwarnings("ignore")
+def test_the_library_itself_serves_preferences_row_by_row(device: str) -> None:
+    """Its gradients are made in the forward pass, before it is known how much a row weighs: they are scaled afterwards."""
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    if device == "cpu" and not INTERPRETED:
+        pytest.skip(
+            "the library's kernels are compiled on this machine, and the CPU has only the interpreter"
+        )
+    found = weighed_rows(liger.LigerLossHead(), device)
+    for ours, expected in zip(found, weighed_rows(PlainLossHead(), device), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def seen(kernels: list[str], expected: list[str]) -> Observation:
