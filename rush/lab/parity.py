@@ -31,7 +31,7 @@ from rush.train.build import Run, build
 from rush.train.corpus import Corpus
 from rush.train.folders import starting_weights
 from rush.train.schedule import learning_rate
-from rush.train.step import StepResult, train_step
+from rush.train.step import StepResult, clipped_by, train_step
 
 WHOLE_UP_TO = 8_000_000
 """Parameters up to which gradients are kept whole."""
@@ -107,9 +107,7 @@ def _first_step(run: Run, batches: Iterable[Batch], path: Path) -> StepResult:
     hook = run.optimizer.register_step_pre_hook(keep)
     result = train_step(run, 1, learning_rate(run.recipe, 1), batches)
     hook.remove()
-    # The moment before the update is after clipping, which scaled all gradients by one and the same factor.
-    limit = run.recipe.optimizer.clip
-    factor = min(1.0, limit / (result.grad_norm + 1e-6)) if limit else 1.0
+    factor = clipped_by(run, result.grad_norm)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         save_file({name: gradient / factor for name, gradient in kept.items()}, temporary)

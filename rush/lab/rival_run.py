@@ -2,7 +2,8 @@
 
 Only the model and its loss are the library's. Loader, learning rate, clipping, the update's groups and the
 clock are ours, the same for both sides, so that a ratio compares models and kernels and nothing else. The
-model is made from a configuration with random weights; nothing is downloaded.
+model is made from a configuration with random weights; nothing is downloaded. Conversations come one a row, filled up to the
+longest at hand, with the attention mask that every collator of the library makes.
 
 Liger patches the library the way its users do (`apply_liger_kernel_to_llama`). That rewrites names inside
 transformers for the whole process, which is why it happens only here, in a process of its own.
@@ -10,9 +11,12 @@ transformers for the whole process, which is why it happens only here, in a proc
 
 from __future__ import annotations
 
+import time
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -22,8 +26,12 @@ import torch
 from torch import Tensor
 
 from rush.data import Batch
+from rush.data.batch import IGNORED
+from rush.data.packing import Pad
+from rush.data.rows import FILLING
 from rush.errors import MachineError
 from rush.hardware import Machine
+from rush.lab.rival_adapters import quantised_model, weights_in_words, with_adapters
 from rush.lab.timing import Stepper, Timing, time_steps
 from rush.models import Shape
 from rush.models.huggingface_config import config_from_shape
@@ -34,48 +42,108 @@ from rush.train.build import Run
 from rush.train.corpus import open_corpus
 from rush.train.optimizer import build_optimizer
 
-INTERESTING = ("rms_norm", "swiglu", "rope", "cross_entropy", "flash", "cudnn", "attention", "adam")
+INTERESTING = ("rms_norm", "swiglu", "rope", "cross_entropy", "flash", "cudnn", "attention", "adam", "dequant")
 """Parts of kernel names that say which of a rival's switches did something."""
+LIGER = ("rms_norm_forward_kernel", "swiglu_forward_kernel", "liger_cross_entropy_kernel", "triton_rope")
+LIBRARIES = {
+    "transformers": "transformers",
+    "liger_kernel": "liger-kernel",
+    "peft": "peft",
+    "bitsandbytes": "bitsandbytes",
+}
+"""Modules, and what they are called where they are installed from."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a rival is built: what the workload's table says beside its title, kind and recipe."""
+
+    dtype: str = "float32"
+    """Of the weights that are not quantised."""
+    with_liger: bool = False
+    rank: int | None = None
+    """With it, PEFT's LoRA on all linear layers of the blocks, in place of full training."""
+    alpha: float = 32.0
+    quantised: bool = False
+    """The blocks' frozen linear layers in bitsandbytes' NF4."""
+    checkpointing: bool = False
+    autocast: bool = False
+    """Passes under bf16 autocast, as the library's trainer runs them where adapters are fp32."""
+
+    @property
+    def needs(self) -> list[str]:
+        wanted = {
+            "transformers": True,
+            "liger_kernel": self.with_liger,
+            "peft": self.rank is not None,
+            "bitsandbytes": self.quantised,
+        }
+        return [name for name, needed in wanted.items() if needed]
 
 
 def measure_rival(spec: Mapping[str, Any], result: Any) -> None:
     """Time the rival's steps, then watch one: which kernels ran."""
     machine = Machine.from_dict(spec["machine"])
     recipe = parse(tomllib.loads(spec["recipe"]))
-    options = spec["options"]
+    options = Options(**spec["options"])
     _need(options)
     corpus = open_corpus(recipe, None, lambda text: None)
+    began = time.monotonic()
     run = rival_run(recipe, machine, options)
-    result.add(versions=_versions())
-    with corpus.loader(recipe, {"pin": True} if machine.device == "cuda" else {}) as loader:
+    result.took("build", began)
+    result.add(versions=_versions(options), weights=weights_in_words(run.model))
+    with corpus.loader(recipe, run.loader_options) as loader:
+        began = time.monotonic()
         result.add(timing=time_steps(run, loader, Timing(**spec["timing"])))
+        result.took("timing", began)
         stepper = Stepper(run, loader)
         if spec["profile"]:
-            result.add(evidence=_watch(run, stepper, bool(options.get("with_liger"))))
+            began = time.monotonic()
+            result.add(evidence=_watch(run, stepper, options))
+            result.took("profile", began)
         stepper()
         assert stepper.last is not None
-        result.add(loss=stepper.last.loss)
+        result.add(loss=stepper.last.result().loss)
 
 
-def _need(options: Mapping[str, Any]) -> None:
-    wanted = ["transformers", *(["liger_kernel"] if options.get("with_liger") else [])]
-    if missing := [name for name in wanted if find_spec(name) is None]:
+def _need(options: Options) -> None:
+    if missing := [name for name in options.needs if find_spec(name) is None]:
         raise MachineError(
             f"the rival needs {' and '.join(missing)}; install it with "
             'pip install "optimization-rush[rivals]" -c constraints.txt.'
         )
 
 
-def rival_run(recipe: Recipe, machine: Machine, options: Mapping[str, Any]) -> Run:
+def rival_run(recipe: Recipe, machine: Machine, options: Options) -> Run:
     """The library's model as a run of ours."""
-    device = torch.device(machine.device)
-    model = rival_model(recipe.shape(), device, getattr(torch, options.get("dtype", "float32")))
-    if options.get("with_liger"):
+    device, dtype = torch.device(machine.device), getattr(torch, options.dtype)
+    if options.quantised:
+        make = partial(rival_model, recipe.shape(), torch.device("meta"), dtype)
+        model = quantised_model(make, device, dtype, seed=recipe.run.seed)
+    else:
+        model = rival_model(recipe.shape(), device, dtype)
+    if options.with_liger:
         import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
+    if options.rank is not None:
+        model = with_adapters(model, options.rank, options.alpha, checkpointing=options.checkpointing)
+    elif options.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     fused = {"fused": True} if device.type == "cuda" else {}
     optimizer = build_optimizer(recipe, model, torch.optim.AdamW, fused)
-    wrapped: list[Any] = [lambda plain: rival_pass(model)]
-    return Run(recipe, machine, device, model, optimizer, pass_wrappers=wrapped)
+    padded = recipe.objective.kind == "sft"
+    autocast = torch.bfloat16 if options.autocast else None
+    wrapped: list[Any] = [lambda plain: rival_pass(model, padded=padded, autocast=autocast)]
+    loader: dict[str, Any] = {"packing": Pad(0)} if padded else {}
+    return Run(
+        recipe,
+        machine,
+        device,
+        model,
+        optimizer,
+        autocast_dtype=autocast,
+        loader_options=loader | ({"pin": True} if device.type == "cuda" else {}),
+        pass_wrappers=wrapped,
+    )
 
 
 def rival_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
@@ -91,24 +159,32 @@ def rival_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-def rival_pass(model: Any) -> Pass:
+def rival_pass(model: Any, *, padded: bool = False, autocast: torch.dtype | None = None) -> Pass:
     """Forward and backward of a micro batch: the summed loss, as our own pass returns it."""
 
     def run(batch: Batch, share: Tensor) -> Tensor:
         # Our labels are shifted already. Divided by one item, the library's loss is the sum over labels.
         labels_bt = batch.labels_bt.contiguous()
-        found = model(
-            input_ids=batch.tokens_bt,
-            labels=labels_bt,
-            shift_labels=labels_bt,
-            num_items_in_batch=1,
-            return_dict=True,
-        )
+        with torch.autocast(labels_bt.device.type, autocast, enabled=autocast is not None):
+            found = model(
+                input_ids=batch.tokens_bt,
+                attention_mask=real_tokens(batch) if padded else None,
+                labels=labels_bt,
+                shift_labels=labels_bt,
+                num_items_in_batch=1,
+                return_dict=True,
+            )
         (found.loss * share).backward()
         loss: Tensor = found.loss.detach()
         return loss.float()
 
     return run
+
+
+def real_tokens(batch: Batch) -> Tensor:
+    """The attention mask of rows filled up at their ends: 1 up to the last token that is none of the filling."""
+    real_bt = (batch.tokens_bt != FILLING) | (batch.labels_bt != IGNORED)
+    return real_bt.long().flip(1).cummax(1).values.flip(1)
 
 
 @contextmanager
@@ -121,7 +197,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _watch(run: Run, stepper: Stepper, with_kernels: bool) -> list[dict[str, Any]]:
+def _watch(run: Run, stepper: Stepper, options: Options) -> list[dict[str, Any]]:
     """Which telling kernels ran in a step; nothing on a CPU, which has no kernels to see."""
     if run.device.type != "cuda":
         return []
@@ -129,13 +205,11 @@ def _watch(run: Run, stepper: Stepper, with_kernels: bool) -> list[dict[str, Any
         stepper()
     names = {event.key for event in profile.key_averages()}
     telling = sorted(name[:60] for name in names if any(part in name.lower() for part in INTERESTING))
-    wanted = ("rms_norm_forward_kernel", "swiglu_forward_kernel", "liger_cross_entropy_kernel", "triton_rope")
-    missing = [part for part in wanted if with_kernels and not any(part in name for name in names)]
+    wanted = [*(LIGER if options.with_liger else ()), *(["Dequantize"] if options.quantised else ())]
+    missing = [part for part in wanted if not any(part in name for name in names)]
     what = f"did not run: {', '.join(missing)}" if missing else f"ran {', '.join(telling)[:600]}"
     return [{"technique": "rival", "took_effect": not missing, "what": what}]
 
 
-def _versions() -> dict[str, str]:
-    return {
-        name: version(name) for name in ("transformers", "liger-kernel") if find_spec(name.replace("-", "_"))
-    }
+def _versions(options: Options) -> dict[str, str]:
+    return {LIBRARIES[name]: version(LIBRARIES[name]) for name in options.needs}

@@ -140,7 +140,11 @@ def _serve(line: Connection) -> None:
         if pid == 0:
             line.close()
             _be_trial(order)
-            return  # out through the interpreter's own end, as any process
+            # Its result is written. Leaving by the front door would wait for the compiler's workers to start (they are
+            # made on suspicion, and take seconds) only to stop them; ending the session ends them too.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
         line.send_bytes(str(pid).encode())
         _, status = os.waitpid(pid, 0)
         line.send_bytes(str(os.waitstatus_to_exitcode(status)).encode())

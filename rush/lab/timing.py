@@ -23,7 +23,7 @@ from rush.hardware import conditions, peak_memory_bytes, reset_peak_memory
 from rush.models import Decoder
 from rush.train.build import Run
 from rush.train.schedule import learning_rate
-from rush.train.step import StepResult, train_step
+from rush.train.step import LaunchedStep, launch_step
 
 STEADY_STEPS = 3
 STEADY_WITHIN = 0.05
@@ -45,14 +45,17 @@ class Timing:
 
 
 class Stepper:
-    """Makes the run's next step each time it is asked, and keeps the time it waited for data."""
+    """Launches the run's next step each time it is asked, and keeps the time it waited for data.
+
+    As in training, the host looks at a step's numbers when the next step is under way.
+    """
 
     def __init__(self, run: Run, loader: Steps) -> None:
         self.run = run
         self.loader = loader
         self.step = 0
         self.waited_s = 0.0
-        self.last: StepResult | None = None
+        self.last: LaunchedStep | None = None
         self.counts = dict.fromkeys(KINDS, 0)
         """Tokens of every kind so far."""
 
@@ -67,7 +70,9 @@ class Stepper:
         self.step += 1
         schedule_step = min(self.step, self.run.recipe.schedule.steps)
         lr = learning_rate(self.run.recipe, schedule_step)
-        self.last = train_step(self.run, self.step, lr, self.batches())
+        before, self.last = self.last, launch_step(self.run, self.step, lr, self.batches())
+        if before is not None:
+            before.result()  # raises if it diverged
         self.counts["processed"] += self.last.num_tokens
         self.counts["real"] += self.last.num_real
         self.counts["trained"] += self.last.num_labels
@@ -97,6 +102,7 @@ def time_steps(run: Run, loader: Steps, timing: Timing) -> dict[str, Any]:
             tokens[kind].append((count - so_far[kind]) / per_window)
     assert around is not None
     assert stepper.last is not None
+    stepper.last.result()
     return {
         "samples_s": samples,
         "steps_per_sample": per_window,

@@ -37,6 +37,8 @@ class MasterAdamW(torch.optim.Optimizer):
     ) -> None:
         assert not foreach, "tensors are updated one by one, so that one fp32 gradient exists at a time"
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "fused": fused})
+        self.holds_back = fused
+        """Whether `found_inf` and `grad_scale` are obeyed, as torch's fused update does."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -74,6 +76,8 @@ class MasterAdamW(torch.optim.Optimizer):
             weight_decay=group["weight_decay"],
             eps=group["eps"],
             maximize=False,
+            found_inf=getattr(self, "found_inf", None),
+            grad_scale=getattr(self, "grad_scale", None),
         )
         parameter.copy_(state["master"])
 

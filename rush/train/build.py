@@ -48,6 +48,8 @@ class Run:
     pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """What techniques noted while they were applied, for their evidence."""
+    spoiled: Tensor | None = None
+    """On the device: whether a step so far had a loss or gradient that was not finite."""
 
     def __post_init__(self) -> None:
         self.micro_pass: Pass = self.forward_backward

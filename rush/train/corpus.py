@@ -36,7 +36,8 @@ from rush.data.conversations import (
     read_document_manifest,
 )
 from rush.data.document_loader import DocumentLoader, document_validation
-from rush.errors import RecipeError
+from rush.data.published import find_tokenizer
+from rush.errors import DataError, RecipeError
 from rush.hardware.ceilings import cache_folder
 from rush.recipe import Recipe
 from rush.records.run_folder import RunFolder
@@ -207,7 +208,26 @@ def _tokenizer_of(recipe: Recipe) -> str:
         raise RecipeError(
             f"data.tokenizer is 'train', but the weights of {base} know their own tokenizer only; set data.tokenizer=model."
         )
+    if asked != "train":
+        _check_tokenizer(recipe, find_tokenizer(asked))
     return asked
+
+
+def _check_tokenizer(recipe: Recipe, named: Tokenizer) -> None:
+    """Refuse a tokenizer that is not the one the starting weights know, where they bring theirs."""
+    base = recipe.model.init_from
+    if base is None:
+        return
+    run = RunFolder(Path(base))
+    own = run.tokenizer if run.tokenizer.is_dir() else Path(base)
+    if not (own / "tokenizer.json").is_file():
+        return
+    if (why := Tokenizer.load(own).difference(named)) is not None:
+        instead = "model" if recipe.objective.kind != "lm" else own
+        raise DataError(
+            f"data.tokenizer = {recipe.data.tokenizer!r} is not the tokenizer that the weights of {base} know: {why}; set "
+            f"data.tokenizer={instead}."
+        )
 
 
 def open_corpus(recipe: Recipe, tokenizer_folder: Path | None, note: Note) -> Corpus:
@@ -219,13 +239,17 @@ def open_corpus(recipe: Recipe, tokenizer_folder: Path | None, note: Note) -> Co
 
 
 def _open_tokens(recipe: Recipe, note: Note) -> TokenCorpus:
+    if recipe.model.init_from and recipe.data.tokenizer != "train":
+        _check_tokenizer(recipe, find_tokenizer(recipe.data.tokenizer))
     folder = prepare_with_bar(preparation_of(recipe))
+    tokenizer = Tokenizer.load(folder / "tokenizer")
+    _check_tokenizer(recipe, tokenizer)
     manifest = read_manifest(folder)
     note(
         f"Corpus: {manifest.documents('train'):,} documents, {manifest.tokens('train'):,} tokens to train on; "
         f"{manifest.tokens('validation'):,} tokens held out ({folder})."
     )
-    return TokenCorpus(folder, Tokenizer.load(folder / "tokenizer"), manifest.content_sha256)
+    return TokenCorpus(folder, tokenizer, manifest.content_sha256)
 
 
 def _open_documents(recipe: Recipe, note: Note) -> DocumentCorpus:

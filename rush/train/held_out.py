@@ -70,10 +70,9 @@ def _recipe(folder: Path, data: str | None) -> Recipe:
 
 
 def _check_tokenizer(folder: Path, theirs: Tokenizer, data: str | None) -> None:
-    mine = load_tokenizer(folder)
-    if mine.sha256 != theirs.sha256:
+    if (why := load_tokenizer(folder).difference(theirs)) is not None:
         raise DataError(
-            f"the tokenizer of {folder} is not the one that {data or 'its recipe'} prepares its data with, so the losses "
+            f"the tokenizer of {folder} is not the one that {data or 'its recipe'} prepares its data with ({why}), so the losses "
             "would mean nothing; evaluate on a file, which is encoded with the model's own tokenizer."
         )
 

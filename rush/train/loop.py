@@ -38,7 +38,7 @@ from rush.train.objectives import objective_of
 from rush.train.sample import sample_text
 from rush.train.schedule import learning_rate
 from rush.train.sinks import Sink, open_sinks
-from rush.train.step import train_step, validate
+from rush.train.step import LaunchedStep, launch_step, validate
 from rush.train.view import Silent, View
 
 
@@ -149,6 +149,16 @@ def _check_same_corpus(digest: str, corpus: Corpus) -> None:
         )
 
 
+@dataclass(frozen=True)
+class _Started:
+    """A step that was launched, and what its row will need."""
+
+    launched: LaunchedStep
+    lr: float
+    began: float
+    data_s: float
+
+
 @dataclass
 class _Session:
     """The stepping part of a run, between start (or resume) and end (or interruption)."""
@@ -162,6 +172,8 @@ class _Session:
     samples: MetricsWriter
     sinks: list[Sink]
     view: View
+    finished: float = 0.0
+    """When the last finished step was done."""
 
     def go(self, done: int, tokens: int) -> Summary:
         recipe, total = self.recipe, self.recipe.schedule.steps
@@ -169,10 +181,20 @@ class _Session:
         gauge = yardstick(self.run)
         row: dict[str, Any] = {}
         began, first_tokens = time.perf_counter(), tokens
+        self.finished = began
         try:
             with _graceful_stop() as stop:
+                under_way: _Started | None = None
                 for step in range(done + 1, total + 1):
-                    row = self._step(step, tokens, gauge)
+                    started = self._start(step)
+                    if under_way is not None:
+                        row, under_way = self._finish(under_way, tokens, gauge), None
+                        tokens = row["tokens"]
+                        self._record(row["step"], row, last=False)
+                    if not (stop.asked or started.launched.ready or self._needs_weights(step)):
+                        under_way = started  # the next step is launched while the device works on this one
+                        continue
+                    row = self._finish(started, tokens, gauge)
                     tokens = row["tokens"]
                     self._record(step, row, last=step == total)
                     # Asked once: a request that comes during the save waits for the next step.
@@ -185,33 +207,35 @@ class _Session:
             self.view.close()
         return self._summary(row, done, tokens, (tokens - first_tokens) / (time.perf_counter() - began))
 
-    def _step(self, step: int, tokens: int, gauge: Yardstick) -> dict[str, Any]:
+    def _needs_weights(self, step: int) -> bool:
+        """Whether something is done with the weights as they are after this step."""
+        settings = self.recipe.run
+        return step == self.recipe.schedule.steps or any(
+            _due(every, step)
+            for every in (settings.save_every, settings.validate_every, settings.sample_every)
+        )
+
+    def _start(self, step: int) -> _Started:
+        """Launch a step; on a device it may still be at work when this returns."""
         began = time.perf_counter()
         lr = learning_rate(self.recipe, step)
         batches = list(self.loader.next_step())
         data_s = time.perf_counter() - began
-        try:
-            result = train_step(self.run, step, lr, batches)
-        except torch.OutOfMemoryError:
-            raise MachineError(
-                f"out of memory at step {step} on {self.run.machine.summary()}; halve batch.micro (the total batch in "
-                "tokens stays as it is), or shorten batch.sequence."
-            ) from None
-        except Diverged as error:
-            steps = self.folder.checkpoints.steps()
-            last = self.folder.checkpoints.path(steps[-1]) if steps else None
-            kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been saved yet"
-            raise Diverged(
-                f"{error} Nothing was overwritten: {kept}. Lower optimizer.lr, lengthen schedule.warmup or look "
-                "at these samples."
-            ) from None
-        seconds = time.perf_counter() - began
+        with self._explained(step):
+            return _Started(launch_step(self.run, step, lr, batches), lr, began, data_s)
+
+    def _finish(self, started: _Started, tokens: int, gauge: Yardstick) -> dict[str, Any]:
+        """Wait for a step and make its row. Its time counts from the end of the step before, if it was waiting for that."""
+        with self._explained(started.launched.step):
+            result = started.launched.result()
+        now = time.perf_counter()
+        seconds, self.finished = now - max(started.began, self.finished), now
         speed = result.num_tokens / seconds
         return {
-            "step": step,
+            "step": started.launched.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
-            "lr": lr,
+            "lr": started.lr,
             "tokens": tokens + result.num_tokens,
             "labels": result.num_labels,
             # With padding in it, a step is worth less than its tokens.
@@ -227,13 +251,32 @@ class _Session:
             ),
             "tokens_per_s": speed,
             "step_s": seconds,
-            "data_s": data_s,
+            "data_s": started.data_s,
             "memory_bytes": memory_in_use(self.run.device.type),
             **gauge.of(speed),
             **result.figures,
             # Mixed precision in fp16 leaves out a step whose scaled gradients overflowed.
             **({"skipped": True} if result.skipped else {}),
         }
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        """What can go wrong in a step, in words that help."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise MachineError(
+                f"out of memory at step {step} on {self.run.machine.summary()}; halve batch.micro (the total batch in "
+                "tokens stays as it is), or shorten batch.sequence."
+            ) from None
+        except Diverged as error:
+            steps = self.folder.checkpoints.steps()
+            last = self.folder.checkpoints.path(steps[-1]) if steps else None
+            kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been saved yet"
+            raise Diverged(
+                f"{error} Nothing was overwritten: {kept}. Lower optimizer.lr, lengthen schedule.warmup or look "
+                "at these samples."
+            ) from None
 
     def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
         settings = self.recipe.run

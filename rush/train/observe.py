@@ -32,7 +32,7 @@ from rush.techniques.contract import Observation
 from rush.techniques.evidence import dynamo_counts
 from rush.train.breakdown import breakdown, callers
 from rush.train.build import FORWARD, Run
-from rush.train.step import train_step
+from rush.train.step import launch_step
 
 DATA = "rush::data"
 # Where the two factors stand among an operator's inputs.
@@ -129,6 +129,7 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
     waited = 0.0
     reset_peak_memory(run.device.type)
     # Without acc_events the profiler warns on its first use in a process.
+    launched = []
     with profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True) as prof:
         began = time.perf_counter()
         for step in range(1, steps + 1):
@@ -139,11 +140,11 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
             live.micro_batches = len(given)
             live.micro_tokens = given[0].tokens_bt.numel()
             live.pinned = all(batch.tokens_bt.is_pinned() for batch in given) if on_gpu else False
-            result = train_step(run, step, run.recipe.optimizer.lr, given)
-            live.skipped += result.skipped
+            launched.append(launch_step(run, step, run.recipe.optimizer.lr, given))
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
+    live.skipped += sum(step.result().skipped for step in launched)
     peak = peak_memory_bytes(run.device.type)
     assert prof.profiler is not None
     assert prof.profiler.kineto_results is not None
@@ -245,7 +246,7 @@ def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_p
     was recomputed.
 
     Products that have the vocabulary as a dim are the head's, those with the rank of an adapter are its own; neither
-    count.
+    count. Layers that a technique makes one product of (it notes how many products that saves) are one layer here.
     """
     linears = [
         module for role, layers in run.model.linears().items() if role != "head" for _, module in layers
@@ -259,7 +260,9 @@ def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_p
     backward = sum(
         2 if any(p.requires_grad for p in module.parameters(recurse=False)) else 1 for module in linears
     )
-    return max(0.0, count / num_passes - backward) / len(linears) if num_passes else 0.0
+    saved = run.facts.get("products_saved", 0)
+    forward = count / num_passes - (backward - 2 * saved) if num_passes else 0.0
+    return max(0.0, forward) / (len(linears) - saved)
 
 
 def _settings(run: Run) -> dict[str, Any]:

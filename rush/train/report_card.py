@@ -123,9 +123,9 @@ def _shared_tokenizer(folders: list[Path]) -> Tokenizer:
         if not (path / "recipe.toml").is_file() and not (path / "config.json").is_file():
             read_weights(path)  # which says what such a folder is instead
     tokenizers = [load_tokenizer(path) for path in folders]
-    if len({tokenizer.sha256 for tokenizer in tokenizers}) > 1:
+    if (why := tokenizers[0].difference(tokenizers[-1])) is not None:
         raise DataError(
             f"{folders[0]} and {folders[-1]} have different tokenizers, so their losses and probabilities cannot be held "
-            "against each other; compare models that share one."
+            f"against each other ({why}); compare models that share one."
         )
     return tokenizers[-1]

@@ -283,6 +283,29 @@ def test_a_saved_optimizer_goes_on_with_the_same_bits(device: str) -> None:
     assert torch.equal(other.state[resumed]["exp_avg_sq"], optimizer.state[parameter]["exp_avg_sq"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_the_device_is_told_holds_the_update_back_and_divides_gradients(
+    dtype: torch.dtype, device: str
+) -> None:
+    def after(**told: float) -> list[Tensor]:
+        lists = made(device, dtype, torch.float32)
+        tensors: Any = {name: torch.tensor(value, device=device) for name, value in told.items()}
+        adamw_(*lists, **SETTINGS, step=3, **tensors)
+        return [tensor for index in (0, 2, 3) for tensor in lists[index]]
+
+    def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+    before = made(device, dtype, torch.float32)
+    assert same(after(found_inf=1.0, grad_scale=2.0), [t for index in (0, 2, 3) for t in before[index]])
+    assert same(after(found_inf=0.0, grad_scale=1.0), after())
+    halved = made(device, dtype, torch.float32)
+    adamw_(halved[0], [gradient / 2 for gradient in halved[1]], halved[2], halved[3], **SETTINGS, step=3)
+    assert same(after(grad_scale=2.0), [t for index in (0, 2, 3) for t in halved[index]])
+    with pytest.raises(KernelRefusal, match="found_inf is one number in fp32; found 2"):
+        adamw_(*before, **SETTINGS, step=3, found_inf=torch.zeros(2, device=device))
+
+
 def test_repeats_give_the_same_bits(device: str) -> None:
     def once() -> list[list[Tensor]]:
         lists = (

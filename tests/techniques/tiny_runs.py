@@ -21,7 +21,7 @@ from rush.techniques.contract import Observation
 from rush.techniques.parity import Judgement, gradient_errors, gradients_of, judge
 from rush.train.build import Run, build
 from rush.train.observe import observe
-from rush.train.step import train_step
+from rush.train.step import clipped_by, train_step
 
 ROOT = Path(__file__).resolve().parents[2]
 SHAPE = ["model.shape.num_layers=2", "model.shape.hidden=64", "model.shape.num_heads=4", "model.shape.head_dim=16",
@@ -140,6 +140,8 @@ def trace(run: Run, steps: int, watch: bool = False) -> Trace:
             losses.append(result.loss)
             norms.append(result.grad_norm)
         handle.remove()
+        factor = clipped_by(run, norms[0])
+        gradients = {name: gradient / factor for name, gradient in gradients.items()}
         seen = observe(run, lambda: list(loader.next_step()), steps=1) if watch else None
     return Trace(losses, norms, gradients, seen)
 

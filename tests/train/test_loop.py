@@ -16,6 +16,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.train.loop import Summary, train_recipe
 from rush.train.schedule import learning_rate
+from rush.train.step import LaunchedStep
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_runs import checkpoint_files, rows, small_recipe, write_corpus
@@ -79,6 +80,31 @@ def test_every_step_has_one_row_with_the_scheduled_rate_and_the_view_sees_them_a
     assert [step for step, _ in seen.samples] == [9]
     assert seen.samples[0][1].startswith("def ")
     assert any("tokens to train on" in note for note in seen.notes)
+
+
+def told(folder: Path) -> list[dict[str, Any]]:
+    """The rows without what depends on the clock."""
+    timed = ("tokens_per_s", "step_s", "data_s", "memory_bytes", "mfu", "hfu", "ceiling_fraction")
+    return [{key: value for key, value in row.items() if key not in timed} for row in rows(folder)]
+
+
+def test_steps_that_are_still_under_way_change_neither_rows_nor_weights(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device a step is launched while the one before is at work; a CPU is always done, so it is made to deny it."""
+    train_recipe(recipe, tmp_path / "waiting")
+    monkeypatch.setattr(LaunchedStep, "ready", False)
+    seen = Listener()
+    train_recipe(recipe, tmp_path / "going-on", view=seen)
+    assert [row["step"] for row in seen.rows] == list(range(1, 10))
+    assert told(tmp_path / "going-on") == told(tmp_path / "waiting")
+    assert checkpoint_files(tmp_path / "going-on") == checkpoint_files(tmp_path / "waiting")
+    cut = part_of(changed(recipe, {"run.save_every": 0}), tmp_path / "cut", 4)
+    # The request came with row 4, when step 5 was launched already: it is finished, recorded and saved.
+    assert cut.step == 5
+    assert told(tmp_path / "cut") == told(tmp_path / "waiting")[:5]
+    train_recipe(None, tmp_path / "cut", resume=True)
+    assert told(tmp_path / "cut") == told(tmp_path / "waiting")
 
 
 def test_an_interrupted_run_goes_on_to_the_same_bits(recipe: Recipe, tmp_path: Path) -> None:

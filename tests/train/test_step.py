@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 
 import pytest
@@ -14,8 +15,9 @@ from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.train.build import Run, build
 from rush.train.optimizer import parameter_groups
-from rush.train.step import gradient_norm, train_step, validate
+from rush.train.step import gradient_norm, launch_step, train_step, validate, waits_for_nothing
 
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
 SMALL = ["model.shape.num_layers=2", "model.shape.hidden=32", "model.shape.vocab_size=64", "model.shape.head_dim=8",
          "model.shape.intermediate=64", "batch.sequence=16", "batch.total_tokens=16", "batch.micro=1",
          "schedule.steps=50", "optimizer.lr=0.01"]  # fmt: skip
@@ -163,6 +165,8 @@ def test_a_memory_limit_is_not_ignored_where_it_cannot_be_kept() -> None:
 @pytest.mark.gpu
 def test_a_memory_limit_holds_on_a_larger_card() -> None:
     recipe = load_recipe("tiny", [*SMALL, "run.memory_limit_gb=1", "run.device='cuda'"])
+    gc.collect()
+    torch.cuda.empty_cache()  # what other tests left behind would count
     build(recipe, probe("cuda"))
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
@@ -170,3 +174,91 @@ def test_a_memory_limit_holds_on_a_larger_card() -> None:
     torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")  # without a limit the whole card is there again
     with pytest.raises(MachineError, match="more than the"):
         build(load_recipe("tiny", [*SMALL, "run.memory_limit_gb=100000", "run.device='cuda'"]), probe("cuda"))
+
+
+EARLY = [
+    "techniques=['fused_adamw']",
+    "techniques=['fused_update']",
+    "techniques=['pure_bf16', {name='fused_update', stochastic_rounding=true, state='bfloat16'}]",
+    "techniques=['bf16_master', 'fused_adamw']",
+]
+"""Updates that are launched before the loss is known."""
+
+
+def everything(run: Run) -> list[torch.Tensor]:
+    """Weights and moments, copied. (Updates that were held back may count as steps.)"""
+    state = [
+        value
+        for p in run.model.parameters()
+        for name, value in run.optimizer.state[p].items()
+        if name != "step"
+    ]
+    return [tensor.detach().clone() for tensor in (*run.model.parameters(), *state)]
+
+
+@pytest.mark.parametrize("techniques", EARLY)
+def test_an_update_launched_early_holds_back_and_so_do_all_after_it(techniques: str) -> None:
+    run = make_run(techniques)
+    assert waits_for_nothing(run)
+    train_step(run, 1, 0.01, [make_batch(2, 1)])
+    before, sound_pass = everything(run), run.micro_pass
+
+    def spoiled_pass(batch: Batch, share: torch.Tensor) -> torch.Tensor:
+        loss = sound_pass(batch, share)
+        gradient = run.model.final_norm.get_parameter("weight").grad
+        assert gradient is not None
+        gradient[0] = math.nan
+        return loss
+
+    run.micro_pass = spoiled_pass
+    bad = launch_step(run, 2, 0.01, [make_batch(3, 7)])
+    run.micro_pass = sound_pass
+    after_it = launch_step(run, 3, 0.01, [make_batch(2, 3)])
+    with pytest.raises(Diverged, match=r"step 2: the gradient norm is nan.*row 0, row 1, row 2"):
+        bad.result()
+    assert math.isfinite(after_it.result().grad_norm)
+    assert all(torch.equal(a, b) for a, b in zip(everything(run), before, strict=True))
+
+
+@pytest.mark.parametrize("techniques", EARLY[:2])
+@pytest.mark.parametrize("part", [0.0, 0.25, 4.0])
+def test_clipping_in_the_update_is_clipping_before_it(techniques: str, part: float) -> None:
+    batch = make_batch(2, 3)
+    norm = train_step(make_run(), 1, 0.01, [batch]).grad_norm
+    plain, early = (
+        make_run(f"optimizer.clip={part * norm}"),
+        make_run(techniques, f"optimizer.clip={part * norm}"),
+    )
+    for step in (1, 2):
+        expected = train_step(plain, step, 0.01, [batch])
+        assert train_step(early, step, 0.01, [batch]).grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+    for ours, theirs in zip(early.model.parameters(), plain.model.parameters(), strict=True):
+        for name in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(
+                early.optimizer.state[ours][name], plain.optimizer.state[theirs][name], rtol=1e-3, atol=1e-9
+            )
+
+
+@pytest.mark.parametrize("techniques", [*EARLY, "techniques=['amp_bf16']"])
+def test_looking_at_the_numbers_later_changes_nothing(techniques: str) -> None:
+    batches = [make_batch(2, seed) for seed in range(4)]
+    waiting, going_on = make_run(techniques), make_run(techniques)
+    expected = [train_step(waiting, step, 0.01, [batch]) for step, batch in enumerate(batches, 1)]
+    launched = [launch_step(going_on, step, 0.01, [batch]) for step, batch in enumerate(batches, 1)]
+    assert [step.result() for step in launched] == expected
+    assert all(torch.equal(a, b) for a, b in zip(everything(going_on), everything(waiting), strict=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("techniques", EARLY)
+def test_on_a_device_the_host_waits_for_nothing(techniques: str) -> None:
+    recipe = load_recipe("tiny", [*SMALL, "run.device='cuda'", techniques])
+    run = build(recipe, probe("cuda"))
+    batches = [make_batch(2, seed).pin() for seed in range(3)]
+    train_step(run, 1, 0.01, [batches[0]])  # compiles kernels and makes the state
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        launched = launch_step(run, 2, 0.01, [batches[1]])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert math.isfinite(launched.result().loss)

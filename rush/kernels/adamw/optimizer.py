@@ -30,7 +30,12 @@ class RushAdamW(torch.optim.Optimizer):
 
     Moments have the parameter's dtype unless `state_dtype` says otherwise. The state is that of `torch.optim.AdamW`,
     by name and meaning; what is drawn by chance depends on `seed`, the step and the parameter's place alone.
+    As torch's fused AdamW it obeys two attributes while they are there, `found_inf` and `grad_scale` (see `adamw_`); a
+    step that was held back is counted nevertheless.
     """
+
+    holds_back = True
+    """Whether it obeys them."""
 
     def __init__(
         self,
@@ -100,6 +105,8 @@ class RushAdamW(torch.optim.Optimizer):
             [member.state["exp_avg"] for member in members],
             [member.state["exp_avg_sq"] for member in members],
             numbers=[member.number for member in members],
+            found_inf=getattr(self, "found_inf", None),
+            grad_scale=getattr(self, "grad_scale", None),
             **self.settings(group, step),
         )
 

@@ -95,10 +95,11 @@ def _update_block(
     weight_decay,
     correction1,
     root_correction2,
+    factor,
     STOCHASTIC: tl.constexpr,
 ):
     p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32) * factor
     m = tl.load(m_ptr + at, mask=inside, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + at, mask=inside, other=0.0).to(tl.float32)
     p, m, v = adamw_values(
@@ -122,6 +123,8 @@ def adamw_kernel(
     rows_ptr,
     starts_ptr,
     lr_or_ptr,
+    found_inf_ptr,
+    grad_scale_ptr,
     beta1,
     rest1,
     beta2,
@@ -136,6 +139,8 @@ def adamw_kernel(
     GRADIENT: tl.constexpr,
     MOMENT: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
+    HELD_BACK: tl.constexpr,
+    SCALED: tl.constexpr,
     ALIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -149,6 +154,12 @@ def adamw_kernel(
     m_ptr = tl.load(entry + 2).to(tl.pointer_type(MOMENT))
     v_ptr = tl.load(entry + 3).to(tl.pointer_type(MOMENT))
     size = tl.load(entry + 4)
+    factor = 1.0
+    if SCALED:
+        factor = 1.0 / tl.load(grad_scale_ptr)
+    if HELD_BACK:
+        # Nothing lies within a tensor of no elements: it is neither read nor written.
+        size = tl.where(tl.load(found_inf_ptr) != 0, 0, size)
     if ALIGNED:
         # An address that was read from memory could be anything; told that it is round, the compiler reads vectors.
         p_ptr, g_ptr = tl.multiple_of(p_ptr, 16), tl.multiple_of(g_ptr, 16)
@@ -188,6 +199,7 @@ def adamw_kernel(
             weight_decay,
             correction1,
             root_correction2,
+            factor,
             STOCHASTIC,
         )
 
@@ -196,6 +208,8 @@ def update(
     table: Tensor,
     division: Division,
     lr: Tensor | float,
+    found_inf: Tensor | None,
+    grad_scale: Tensor | None,
     *,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
     betas: tuple[float, float],
@@ -212,6 +226,8 @@ def update(
         division.rows,
         division.starts,
         lr,
+        found_inf,
+        grad_scale,
         *hyperparameters(betas, eps, weight_decay, step),
         seed,
         step,
@@ -219,6 +235,8 @@ def update(
         GRADIENT=TYPES[dtypes[1]],
         MOMENT=TYPES[dtypes[2]],
         LR_ON_DEVICE=isinstance(lr, Tensor),
+        HELD_BACK=found_inf is not None,
+        SCALED=grad_scale is not None,
         ALIGNED=is_aligned,
         STOCHASTIC=stochastic_rounding,
         COLUMNS=COLUMNS,

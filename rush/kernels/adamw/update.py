@@ -37,10 +37,14 @@ def adamw_(
     seed: int = 0,
     numbers: Sequence[int] | None = None,
     divisions: Divisions | None = None,
+    found_inf: Tensor | None = None,
+    grad_scale: Tensor | None = None,
 ) -> None:
     """Step number `step` (the first is 1) for all parameters, in place.
 
-    `numbers` tells the parameters apart for the random generator; by default their place in the list. Only weights
+    `found_inf` and `grad_scale` are a number each, in fp32, that the device reads when the update runs: unless the first
+    is zero nothing is changed, and gradients are divided by the second. So the host can launch an update before it
+    knows whether the gradients are finite, and how long they are. `numbers` tells the parameters apart for the random generator; by default their place in the list. Only weights
     and second moments in bf16 are ever rounded by chance.
     """
     numbers = range(len(parameters)) if numbers is None else numbers
@@ -50,6 +54,13 @@ def adamw_(
         _check(*tensors)
         whole = aligned([tensor.data_ptr() for tensor in tensors], tensors[0].numel())
         kinds.setdefault((*(tensor.dtype for tensor in tensors[:3]), whole), []).append(index)
+    for name, told in (("found_inf", found_inf), ("grad_scale", grad_scale)):
+        if told is not None and parameters:
+            need_device("adamw", parameters[0], told)
+            need(
+                told.dtype == torch.float32 and told.numel() == 1,
+                f"adamw's {name} is one number in fp32; found {told.numel()} in {told.dtype}.",
+            )
     on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
     for kind, members in kinds.items():
         sizes = tuple(parameters[index].numel() for index in members)
@@ -65,6 +76,8 @@ def adamw_(
             divisions[key].rows,
             divisions[key].starts,
             lr if on_device else None,
+            found_inf,
+            grad_scale,
             0.0 if on_device else float(lr),
             *map(float, betas),
             float(eps),
@@ -103,6 +116,8 @@ def _adamw(
     rows: Tensor,
     starts: Tensor,
     lr_on_device: Tensor | None,
+    found_inf: Tensor | None,
+    grad_scale: Tensor | None,
     lr: float,
     beta1: float,
     beta2: float,
@@ -124,6 +139,8 @@ def _adamw(
             table_of(entries, parameters[0].device),
             Division(rows, starts),
             lr if lr_on_device is None else lr_on_device,
+            found_inf,
+            grad_scale,
             dtypes=(parameters[0].dtype, gradients[0].dtype, exp_avgs[0].dtype),
             betas=(beta1, beta2),
             eps=eps,
@@ -144,6 +161,8 @@ def _(
     rows: Tensor,
     starts: Tensor,
     lr_on_device: Tensor | None,
+    found_inf: Tensor | None,
+    grad_scale: Tensor | None,
     lr: float,
     beta1: float,
     beta2: float,

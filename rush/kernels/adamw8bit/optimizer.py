@@ -23,6 +23,8 @@ class RushAdamW8bit(RushAdamW):
     can hold them.
     """
 
+    holds_back = False
+
     def __init__(
         self,
         params: Iterable[Any],
