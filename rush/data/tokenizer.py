@@ -29,6 +29,8 @@ from rush.files import write_atomic
 END_OF_TEXT = "<|endoftext|>"
 # What published tokenizers call the end of a text, for a tokenizer.json without its tokenizer_config.json.
 _END_NAMES = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<|im_end|>", "<eos>", "<|eot_id|>")
+# Words, numbers, code, other scripts, spaces: what tokenizers of one vocabulary may still cut differently.
+_PROBE = "The quick brown fox's 3 rings: 12345.678 \u20ac\n\tdef f(x_1):  return {'a': [x_1 ** 2]}\nNa\u00efve \u0394\u03b9 \u6771\u4eac \u043c\u0438\u0440!"
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,23 @@ class Tokenizer:
     @functools.cached_property
     def sha256(self) -> str:
         return hashlib.sha256(self.json_text.encode()).hexdigest()
+
+    def difference(self, other: Tokenizer) -> str | None:
+        """How another tokenizer gives texts other numbers, as the end of a sentence; None where it does not.
+
+        By content: files may be formatted otherwise, templates and what is added around a text may differ.
+        """
+        mine, theirs = ({id_: token for token, id_ in t._core.get_vocab().items()} for t in (self, other))
+        unlike = sorted(id_ for id_ in mine.keys() | theirs.keys() if mine.get(id_) != theirs.get(id_))
+        if unlike:
+            first = unlike[0]
+            return (
+                f"{len(unlike):,} of {max(len(mine), len(theirs)):,} entries differ (number {first:,} is "
+                f"{mine.get(first)!r} in one and {theirs.get(first)!r} in the other)"
+            )
+        if self.encode(_PROBE, specials=False) != other.encode(_PROBE, specials=False):
+            return "the vocabulary is the same, but texts are cut otherwise"
+        return None
 
     def encode(self, text: str, *, specials: bool = True) -> list[int]:
         """Ids of a text, nothing added. `specials=False` reads names of special tokens as plain letters."""

@@ -218,3 +218,35 @@ def test_an_unreachable_hub_says_how_to_go_on(tmp_path: Path) -> None:
     )
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
     subprocess.run([sys.executable, "-c", script], check=True, env=environment, cwd=ROOT)
+
+
+def test_tokenizers_are_compared_by_what_they_make_of_texts(
+    texts: list[str], tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    assert tokenizer.difference(train_bpe(texts, 400)) is None
+    other = train_bpe([text.swapcase() for text in texts], 400)
+    said = tokenizer.difference(other)
+    assert said is not None
+    assert "of 400 entries differ" in said
+    assert tokenizer.difference(train_bpe(texts, 399)) is not None, "one entry more is another tokenizer"
+    # The same entries, cut otherwise: digits one by one.
+    core = tokenizers.Tokenizer.from_str(tokenizer.json_text)
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Digits(individual_digits=True),
+            tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
+    cut = Tokenizer(core.to_str(), tokenizer.eos_token)
+    assert tokenizer.difference(cut) == "the vocabulary is the same, but texts are cut otherwise"
+
+
+def test_another_librarys_copy_of_a_tokenizer_is_the_same_tokenizer(
+    tokenizer: Tokenizer, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    tokenizer.save(tmp_path / "ours")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path / "ours")
+    theirs("a text that is cut off", truncation=True, max_length=4)  # which stays in the file it writes
+    theirs.save_pretrained(tmp_path / "theirs")
+    assert Tokenizer.load(tmp_path / "theirs").difference(tokenizer) is None
