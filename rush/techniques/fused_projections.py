@@ -197,7 +197,8 @@ def products_by_weight(seen: Observation, weights: set[Weight]) -> dict[Weight, 
     All three products of a layer have the same three dims: its inputs, its outputs and the tokens.
     """
     found = dict.fromkeys(weights, 0.0)
-    tokens = seen.facts["micro_tokens"]
+    # A pass may take less than what the loader gives at a time.
+    tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"] // seen.micro_batches
     for shape, count in seen.matmul_shapes.items():
         if tokens in shape:
             outer, inner = (Counter(shape) - Counter([tokens])).elements()
