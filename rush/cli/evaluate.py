@@ -93,6 +93,8 @@ def _figures(models: Any) -> list[list[str]]:
     put("labels", [f"{m.held_out.labels:,}" if m.held_out else "" for m in models])
     put("chosen wins, whole answer", [str(m.wins.by_sum) if m.wins else "" for m in models])
     put("chosen wins, per token", [str(m.wins.by_token) if m.wins else "" for m in models])
+    put("change, whole answer", [str(m.wins.change_by_sum or "") if m.wins else "" for m in models])
+    put("change, per token", [str(m.wins.change_by_token or "") if m.wins else "" for m in models])
     put("chosen wins, by reward", [str(m.wins.by_reward or "") if m.wins else "" for m in models])
     put("mean log-probability, chosen", [f"{m.wins.logp_chosen:.2f}" if m.wins else "" for m in models])
     put("mean log-probability, rejected", [f"{m.wins.logp_rejected:.2f}" if m.wins else "" for m in models])

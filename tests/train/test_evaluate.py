@@ -23,6 +23,7 @@ from rush.recipe_io import load_recipe
 from rush.train.evaluate import (
     HeldOut,
     answer,
+    change_of,
     encode_question,
     held_out_loss,
     prompts_of,
@@ -103,9 +104,18 @@ def test_win_rates_by_sum_per_token_and_by_reward(model: Decoder) -> None:
     assert moved is not None
     theirs = [by_hand(other, documents.tokens(i).tolist(), 3) for i in range(18)]
     assert moved.share == sum(sums[i] - theirs[i] > sums[i + 1] - theirs[i + 1] for i in range(0, 18, 2)) / 9
-    same = win_rates(before, before).by_reward
-    assert same is not None
-    assert same.share == 0.5, "a model has not moved from itself"
+    changes = win_rates(scores, before).change_by_sum, win_rates(scores, before).change_by_token
+    was = win_rates(before)
+    for change, now, then in zip(
+        changes, (wins.by_sum, wins.by_token), (was.by_sum, was.by_token), strict=True
+    ):
+        assert change is not None
+        assert change.change == pytest.approx(now.share - then.share)
+    same = win_rates(before, before)
+    assert same.by_reward is not None
+    assert same.by_reward.share == 0.5, "a model has not moved from itself"
+    assert same.change_by_sum is not None
+    assert (same.change_by_sum.won, same.change_by_sum.lost) == (0, 0)
 
 
 def test_the_interval_of_a_share_is_wilsons() -> None:
@@ -113,6 +123,37 @@ def test_the_interval_of_a_share_is_wilsons() -> None:
     for wins, count, low, high in ((81, 263, 0.2553, 0.3662), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)):
         found = share_of([1.0] * wins + [0.0] * (count - wins))
         assert (round(found.low, 4), round(found.high, 4), found.count) == (low, high, count)
+
+
+def test_a_change_is_of_the_same_pairs_and_far_surer_than_two_shares() -> None:
+    before = [1.0] * 180 + [0.0] * 80
+    after = [1.0] * 176 + [0.0] * 4 + [1.0] * 24 + [0.0] * 56  # 24 won, 4 lost
+    found = change_of(before, after)
+    assert (found.won, found.lost, found.count) == (24, 4, 260)
+    assert found.change == pytest.approx(20 / 260)
+    # By hand: up 25/262, down 5/262, variance (30/262 - (20/262)^2)/262.
+    half = 1.959964 * math.sqrt((30 / 262 - (20 / 262) ** 2) / 262)
+    assert (found.low, found.high) == (pytest.approx(20 / 262 - half), pytest.approx(20 / 262 + half))
+    assert found.low > 0
+    assert share_of(before).high > share_of(after).low, "side by side the two shares could not be told apart"
+    assert change_of(before, before).change == 0
+    assert change_of(before, before).low < 0 < change_of(before, before).high
+    half_way = change_of([0.0, 0.5, 1.0, 1.0], [0.5, 0.5, 0.0, 1.0])
+    assert (half_way.won, half_way.lost, half_way.change) == (0.5, 1.0, -0.125)
+    assert str(found) == "+7.7 points [+3.6, +11.6]: 24 won, 4 lost of 260"
+
+
+@pytest.mark.parametrize(("up", "down"), [(0.0, 0.0), (0.02, 0.02), (0.08, 0.02), (0.3, 0.1)])
+def test_the_interval_of_a_change_covers_the_truth_as_often_as_it_says(up: float, down: float) -> None:
+    rng = np.random.default_rng(1)
+    hits = 0
+    for _ in range(1000):
+        draw = rng.random(200)
+        before = np.where(draw < up, 0.0, np.where(draw < up + down, 1.0, draw > 0.7))
+        after = np.where(draw < up, 1.0, np.where(draw < up + down, 0.0, before))
+        found = change_of(before.tolist(), after.tolist())
+        hits += found.low <= up - down <= found.high
+    assert hits >= 935, "an interval that promises 95 % may miss a little by chance, not more"
 
 
 QUESTIONS = [
