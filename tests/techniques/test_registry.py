@@ -163,7 +163,7 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of(name, overrides=["model.shape.intermediate=100"]))
         own.append(recipe_of("{name='fp8', recipe='rowwise', casts='kernel'}"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", "chunked_loss"))
-    if name == "fused_rope":
+    if name in ("fused_projections", "fused_rope"):
         own.append(recipe_of(name, name="tiny"))
     if name in ADAPTERS:
         own.append(recipe_of(f"{{name='{name}', variant='dora'}}", "pure_bf16"))
