@@ -1,0 +1,135 @@
+"""On a CUDA device: layers of one input are one product, eager, compiled, recorded and in 8 bits, and learn the same."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from rush.hardware import probe
+from rush.techniques.contract import Observation
+from rush.techniques.proofs import prove
+from rush.train.build import Run
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
+from tiny_runs import Trace, compare, make_run, one_batch, trace
+
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
+
+SIZE = ("model.shape.hidden=256", "model.shape.head_dim=64", "model.shape.intermediate=768", "model.shape.context=256",
+        "batch.sequence=256", "batch.micro=4", "batch.total_tokens=1024", "optimizer.lr=0.001")  # fmt: skip
+STEPS = 6
+FUSED = "fused_projections"
+BLOCKS, WHOLE = "{name='compile', scope='block'}", "compile"
+CHANCE = "{name='fused_update', stochastic_rounding=true, state='bfloat16'}"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> Iterator[None]:
+    """Graphs of other tests must not count against this one's limit of recompiles."""
+    torch._dynamo.reset()
+    yield
+    torch.cuda.empty_cache()
+
+
+def run_of(*techniques: str) -> Run:
+    return make_run(*techniques, overrides=SIZE, machine=probe("cuda"))
+
+
+@cache
+def plain() -> Trace:
+    return trace(run_of(), STEPS)
+
+
+def takes_effect_and_learns_the_same(*techniques: str, dtype: str) -> tuple[Run, Observation]:
+    run = run_of(FUSED, *techniques)
+    ours = trace(run, STEPS, watch=True)
+    assert ours.seen is not None
+    for name, proof in prove(run.uses, ours.seen).items():
+        assert proof.took_effect, f"{name}: {proof.what}"
+    verdict = compare(run, dtype, ours, plain())
+    assert verdict.verdict == "equal", verdict.why
+    return run, ours.seen
+
+
+def joined_weights(run: Run) -> list[list[torch.nn.Parameter]]:
+    parts = (("attention.q", "attention.k", "attention.v"), ("mlp.gate", "mlp.up"))
+    return [
+        [block.get_parameter(f"{name}.weight") for name in names]
+        for block in run.model.blocks
+        for names in parts
+    ]
+
+
+@pytest.mark.parametrize(
+    ("techniques", "dtype"),
+    [
+        ((), "float32"),
+        (("amp_bf16", "flash_attention", BLOCKS), "bfloat16"),
+        (("pure_bf16", "cudnn_attention", CHANCE, BLOCKS), "bfloat16"),
+        (("bf16_master", "triton_attention", WHOLE), "bfloat16"),
+        (("amp_bf16", "fused_norm", "fused_rope", "fused_mlp"), "bfloat16"),
+        (("bf16_master", "checkpoint_selective", "flash_attention", BLOCKS), "bfloat16"),
+        (("amp_bf16", "checkpoint_full", "flash_attention"), "bfloat16"),
+        (("bf16_master", "offload_activations", "flash_attention"), "bfloat16"),
+        (("pure_bf16", "{name='adam8bit', backend='rush'}", BLOCKS), "bfloat16"),
+    ],
+    ids=str,
+)
+def test_stacks(techniques: tuple[str, ...], dtype: str) -> None:
+    run, seen = takes_effect_and_learns_the_same(*techniques, dtype=dtype)
+    assert seen.graph_breaks == 0
+    (batch,) = one_batch(run)
+    with run.in_step():
+        run.forward_backward(batch.to(run.device), torch.ones((), device=run.device))
+    for group in joined_weights(run):
+        for what in ("data", "grad"):
+            places = {getattr(weight, what).untyped_storage().data_ptr() for weight in group}
+            assert len(places) == 1, f"the {what} of a group was copied apart"
+
+
+@pytest.mark.parametrize("compiled", [(), (BLOCKS,)], ids=str)
+def test_a_recording_replays_the_wide_products(compiled: tuple[str, ...]) -> None:
+    takes_effect_and_learns_the_same(
+        "bf16_master", "flash_attention", "cuda_graph", *compiled, dtype="bfloat16"
+    )
+
+
+def test_the_compilers_own_recordings_learn_the_same() -> None:
+    mode = "{name='compile', mode='reduce-overhead'}"
+    takes_effect_and_learns_the_same("bf16_master", "flash_attention", mode, dtype="bfloat16")
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="no 8-bit matmuls here",
+)
+@pytest.mark.parametrize(
+    "fp8",
+    ["fp8", "{name='fp8', recipe='rowwise'}", "{name='fp8', casts='kernel', fast='all'}"],
+)
+@pytest.mark.parametrize("compiled", [(), (BLOCKS,)], ids=str)
+def test_8_bit_products(fp8: str, compiled: tuple[str, ...]) -> None:
+    _, seen = takes_effect_and_learns_the_same(fp8, "bf16_master", *compiled, dtype="bfloat16")
+    assert "float8_e4m3fn" in seen.matmul_dtypes, sorted(seen.matmul_dtypes)
+    # Two blocks: qkv, out, gate and up, down; forward and both gradients.
+    scaled = sum(
+        count for shape, count in seen.matmul_shapes.items() if seen.facts["vocab_size"] not in shape
+    )
+    assert scaled == 2 * 4 * 3, dict(seen.matmul_shapes)
+
+
+def test_the_weights_take_no_more_memory() -> None:
+    held = []
+    for techniques in (("pure_bf16",), ("pure_bf16", FUSED)):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        run = run_of(*techniques)
+        held.append(torch.cuda.memory_allocated() - before)
+        del run
+    # The allocator rounds every piece up to 512 bytes.
+    assert held[1] <= held[0] + 512 * 4, held
