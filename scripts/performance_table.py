@@ -17,7 +17,7 @@ from rush.records.kernels import read_kernels  # noqa: E402
 from rush.records.models import read_models  # noqa: E402
 from rush.report import findings  # noqa: E402
 from rush.report.kernels import PASS_WORDS, reached_words  # noqa: E402
-from rush.report.models import table  # noqa: E402
+from rush.report.models import lengths, table  # noqa: E402
 
 BEGIN, END = "<!-- performance: begin, by scripts/performance_table.py -->", "<!-- performance: end -->"
 
@@ -32,12 +32,15 @@ def _models(results: Path) -> list[str]:
     parts = []
     for path in sorted(results.glob("*/models.json")):
         record = read_models(path)
-        parts.append(
-            f"Whole runs on {_machine(record['machine'])}, ours beside the rival in the same command "
-            f"([record]({_link(path, results)})):\n"
-        )
-        head = ("workload", "rival", "ours", "ratio (95 %)", "wanted", "peak memory", "parity", "")
-        parts.append(_markdown(head, table(record)))
+        where, link = _machine(record["machine"]), f"([record]({_link(path, results)})):\n"
+        if pairs := table(record):
+            parts.append(f"Whole runs on {where}, ours beside the rival in the same command {link}")
+            head = ("workload", "rival", "ours", "ratio (95 %)", "wanted", "peak memory", "parity", "")
+            parts.append(_markdown(head, pairs))
+        if rows := lengths(record):
+            parts.append(f"The longest sequence that fits, on {where} {link}")
+            columns = ("workload", "limit", "reached", "speed there", "peak memory", "published by others")
+            parts.append(_markdown(columns, rows))
     return parts
 
 

@@ -14,7 +14,7 @@ from rush.cli.output import Json, note, print_json, print_table
 if TYPE_CHECKING:
     from rush.records.kernels import KernelRecord, Row
     from rush.records.ladder import Rung
-    from rush.records.models import ModelRecord
+    from rush.records.models import Longest, ModelRecord
 
 app = typer.Typer(
     no_args_is_help=True, help="Kernels and whole runs against the best there is, on this machine."
@@ -179,6 +179,10 @@ def models(
       rush bench models gpt2-124m --out results/models-h200
 
       rush bench models llama-3.2-1b measure.processes=3 batch.micro=8
+
+      rush bench models sft-3b lora-8b qlora-8b-1 qlora-8b-4 --out results/finetuning-h200
+
+      rush bench models qlora-8b-long --out results/finetuning-h200
     """
     from rush.lab.rivals import bench_models
     from rush.lab.workloads import FILE, load_workloads
@@ -203,17 +207,27 @@ def models(
 
 def _show_models(record: ModelRecord) -> None:
     for workload in record["workloads"]:
-        rows = [_model_row(workload["rival"], None)]
-        rows += [_model_row(ours["rung"], dict(ours["target"])) for ours in workload["ours"]]
-        columns = ["who", "tokens/s", "memory", "parity", "ratio", "wanted", "verdict"]
-        print_table(columns, rows, title=f"{workload['name']}: {workload['about']}")
+        title = f"{workload['name']}: {workload['about']}"
+        if "longest" in workload:
+            _show_longest(workload["longest"], title)
+        else:
+            rows = [_model_row(workload["rival"], None)]
+            for ours in workload["ours"]:
+                rows.append(_model_row(ours["rung"], dict(ours["target"]), primary=ours.get("primary", True)))
+                if memory := ours["target"].get("memory"):
+                    rows.append(_memory_row(dict(memory)))
+            columns = ["who", "tokens/s", "memory", "parity", "ratio", "wanted", "verdict"]
+            print_table(columns, rows, title=title)
+        for took in workload.get("took", []):
+            parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in took["parts"].items())
+            note(f"  {took['who']} took {took['wall_s']:.0f} s{f': {parts}' if parts else ''}")
 
 
-def _model_row(rung: Rung, target: dict[str, Any] | None) -> list[str]:
+def _model_row(rung: Rung, target: dict[str, Any] | None, *, primary: bool = True) -> list[str]:
     speed, memory = rung.get("tokens_per_s"), rung.get("peak_memory_bytes")
     parity = rung.get("parity")
     row = [
-        rung["title"],
+        rung["title"] + ("" if primary else " (beside it)"),
         f"{speed['median']:,.0f} ± {(speed['ci95'][1] - speed['ci95'][0]) / 2:,.0f}" if speed else "-",
         f"{memory / 2**30:.1f} GiB" if memory else "-",
         parity["verdict"] if parity else "",
@@ -222,5 +236,34 @@ def _model_row(rung: Rung, target: dict[str, Any] | None) -> list[str]:
         return [*row, "", "", "rival" if speed else f"{rung['status']}: {rung['reason']}"[:80]]
     reached = target["reached"]
     ratio = f"{reached:.3f}× ({target['ci95'][0]:.3f} to {target['ci95'][1]:.3f})" if reached else "-"
-    why = f": {target['why']}" if target["why"] else ""
-    return [*row, ratio, f"≥ {target['at_least']:g}×", f"{target['verdict']}{why}"[:90]]
+    return [*row, ratio, f"≥ {target['at_least']:g}×", _verdict(target)]
+
+
+def _memory_row(target: dict[str, Any]) -> list[str]:
+    """The target of memory, below that of speed."""
+    reached = f"{target['reached']:.3f}×" if target["reached"] else "-"
+    return ["", "", "", "", f"memory {reached}", f"≤ {target['at_most']:g}×", _verdict(target)]
+
+
+def _verdict(target: dict[str, Any]) -> str:
+    return f"{target['verdict']}{': ' + target['why'] if target['why'] else ''}"[:90]
+
+
+def _show_longest(longest: Longest, title: str) -> None:
+    rows = [
+        [
+            f"{tried['sequence']:,}",
+            f"{tried['tokens_per_s']:,.0f}" if tried["tokens_per_s"] else "-",
+            f"{tried['step_s']:.1f} s" if tried["step_s"] else "-",
+            f"{tried['peak_memory_bytes'] / 2**30:.1f} GiB" if tried["peak_memory_bytes"] else "-",
+            "fits" if tried["status"] == "ok" else f"{tried['status']}: {tried['reason']}"[:80],
+        ]
+        for tried in longest["tried"]
+    ]
+    print_table(["sequence", "tokens/s", "a step", "memory", ""], rows, title=title)
+    found = longest["found"]
+    reached = f"{found['sequence']:,} tokens" if found else "none of them"
+    typer.echo(
+        f"Longest in {longest['limit_bytes'] / 1e9:.0f} GB: {reached}. Published: {longest['published']:,} "
+        f"({longest['source']})."
+    )

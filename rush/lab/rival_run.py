@@ -42,7 +42,17 @@ from rush.train.build import Run
 from rush.train.corpus import open_corpus
 from rush.train.optimizer import build_optimizer
 
-INTERESTING = ("rms_norm", "swiglu", "rope", "cross_entropy", "flash", "cudnn", "attention", "adam", "dequant")
+INTERESTING = (
+    "rms_norm",
+    "swiglu",
+    "rope",
+    "cross_entropy",
+    "flash",
+    "cudnn",
+    "attention",
+    "adam",
+    "dequant",
+)
 """Parts of kernel names that say which of a rival's switches did something."""
 LIGER = ("rms_norm_forward_kernel", "swiglu_forward_kernel", "liger_cross_entropy_kernel", "triton_rope")
 LIBRARIES = {
@@ -52,6 +62,8 @@ LIBRARIES = {
     "bitsandbytes": "bitsandbytes",
 }
 """Modules, and what they are called where they are installed from."""
+EXTRAS = {"transformers": "rivals", "liger_kernel": "rivals", "peft": "reference", "bitsandbytes": "quant"}
+"""Which of this project's extras brings them."""
 
 
 @dataclass(frozen=True)
@@ -108,9 +120,10 @@ def measure_rival(spec: Mapping[str, Any], result: Any) -> None:
 
 def _need(options: Options) -> None:
     if missing := [name for name in options.needs if find_spec(name) is None]:
+        extras = ",".join(dict.fromkeys(EXTRAS[name] for name in missing))
         raise MachineError(
             f"the rival needs {' and '.join(missing)}; install it with "
-            'pip install "optimization-rush[rivals]" -c constraints.txt.'
+            f'pip install "optimization-rush[{extras}]" -c constraints.txt.'
         )
 
 

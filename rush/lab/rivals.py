@@ -3,14 +3,18 @@
 Both sides get the same model shape, the same batch, the same text and our own loop. Their processes
 alternate (rival, ours, rival, ours …), each fresh, so that a machine that grows hot does so under both. The
 ratio carries an interval; ours also carry the evidence of their techniques and a parity verdict against
-plain fp32: a ratio without one is not a finding.
+plain fp32: a ratio without one is not a finding. A recipe that learns something else by design (adapters) is held
+against the same method in fp32 without anything that is there for speed: same adapters, same quantised base.
+
+The rival's weights are as random as ours but not the same ones, so the losses of the two sides are not compared here; that
+both compute the same loss from the same weights is for the tests to show, at a small shape.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -22,14 +26,25 @@ from rush.lab.bench import TIMING, Bench, open_bench
 from rush.lab.findings import FORMULAS, Stand, Yard, rung_of
 from rush.lab.judge import parity_of
 from rush.lab.ladder_file import Plan, Search
+from rush.lab.rival_longest import Length, took
 from rush.lab.statistics import noise_floor
 from rush.lab.trial import Outcome, execute
 from rush.lab.workloads import Ours, Workload
+from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.ladder import Rung
 from rush.records.lock import FolderLock
-from rush.records.models import FILE, FORMAT, ModelRecord, Target, read_models, write_models
+from rush.records.models import (
+    FILE,
+    FORMAT,
+    MemoryTarget,
+    ModelRecord,
+    Target,
+    read_models,
+    write_models,
+)
 from rush.records.models import Workload as WorkloadRecord
+from rush.techniques import Parity, registry
 from rush.train.corpus import open_corpus
 
 
@@ -55,14 +70,14 @@ def bench_models(
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
         for workload in workloads:
-            open_corpus(workload.rival.recipe, None, note)  # prepared before the clock runs
+            open_corpus(workload.any_recipe, None, note)  # prepared before the clock runs
         plan = _plan(workloads[0], workloads[0].ours[0])
         with open_bench(plan, folder) as bench:
             record = _start(folder, bench)
-            total = sum(workload.measure.processes * (1 + len(workload.ours)) for workload in workloads)
+            total = sum(_num_trials(workload) for workload in workloads)
             done = 0
             for workload in workloads:
-                match = Match(workload, bench)
+                match = Length(workload, bench) if workload.longest else Match(workload, bench)
                 for what in match.rounds():
                     watch(Progress(workload.name, what, done, total))
                     match.go()
@@ -79,7 +94,8 @@ class Match:
     """One workload: the rival and our recipes taking turns."""
 
     def __init__(self, workload: Workload, bench: Bench) -> None:
-        self.workload = workload
+        assert workload.rival is not None
+        self.workload, self.opponent = workload, workload.rival
         self.rival = Stand(None, "rival", workload.rival.title, workload.rival.recipe)
         self.ours = [
             Stand(None, ours.name, ours.name, ours.recipe, over=self.rival) for ours in workload.ours
@@ -88,7 +104,7 @@ class Match:
         self.bench = self.benches[workload.ours[0].name]
         self._next: tuple[Stand, int] | None = None
 
-    def rounds(self) -> Any:
+    def rounds(self) -> Iterator[str]:
         """What is measured next, in order: in every round the rival first, then each of ours."""
         for number in range(self.workload.measure.processes):
             for stand in (self.rival, *self.ours):
@@ -109,14 +125,19 @@ class Match:
         outcome = bench.run(stand.recipe, f"time-{number}", first=number == 0)
         stand.outcomes.append(outcome)
         if number == 0 and outcome.status == "ok":
-            plain = bench.plan.base.model_copy(update={"techniques": []})
+            plain = without_speed(bench.plan.base)
             reference = bench.parity_recipe(plain)
             if bench.trace(reference) is None:
                 bench.run(plain, "reference", first=True, timed=False)
-            stand.parity = parity_of(bench, stand.recipe, reference, outcome)
+            judged = parity_of(bench, stand.recipe, reference, _promising(outcome, plain))
+            kept = [name for name, _ in plain.technique_uses()]
+            stand.parity = {
+                **judged,
+                "against": " with ".join(["plain fp32", *([", ".join(kept)] if kept else [])]),
+            }
 
     def _rival_trial(self, number: int) -> Outcome:
-        rival, bench = self.workload.rival, self.bench
+        rival, bench = self.opponent, self.bench
         spec: dict[str, Any] = {
             "kind": "measure" if rival.kind == "recipe" else "rival",
             "recipe": write_toml(rival.recipe),
@@ -145,43 +166,72 @@ class Match:
         stands = [stand for stand in (self.rival, *self.ours) if stand.outcomes]
         floor = noise_floor([stand.processes for stand in stands], self.workload.measure.noise_floor)
         yard = Yard(self.bench.ceilings, self.bench.peaks, floor, self.workload.measure.smaller)
-        recipe = self.workload.rival.recipe
+        recipe = self.opponent.recipe
         found = dict(self.rival.outcomes[0].found) if self.rival.outcomes else {}
         return {
             "name": self.workload.name,
             "about": self.workload.about,
             "micro": recipe.batch.micro,
             "sequence": recipe.batch.sequence,
-            "rival_kind": self.workload.rival.kind,
+            "rival_kind": self.opponent.kind,
             "rival_versions": found.get("versions", {}),
-            "rival": rung_of(self.rival, self.rival, yard),
+            "rival_weights": found.get("weights"),
+            "rival": (rival := rung_of(self.rival, self.rival, yard)),
             "ours": [
-                {"rung": rung, "target": target_of(ours.at_least, rung)}
+                {
+                    "rung": rung,
+                    "target": target_of(ours.at_least, rung, ours.memory_at_most, rival),
+                    "primary": ours.primary,
+                }
                 for ours, stand in zip(self.workload.ours, self.ours, strict=True)
                 if stand.outcomes and (rung := rung_of(stand, self.rival, yard))
             ],
+            "took": [took(stand.title, outcome) for stand in stands for outcome in stand.outcomes],
         }
 
 
 CLOSE_CALL = "a close call: the interval reaches below the target"
 
 
-def target_of(at_least: float, rung: Rung) -> Target:
+def without_speed(recipe: Recipe) -> Recipe:
+    """The recipe with those techniques alone that decide what is learned: none, or adapters and what they stand on."""
+    known = registry()
+    kept = [
+        entry
+        for entry, (name, _) in zip(recipe.techniques, recipe.technique_uses(), strict=True)
+        if name in known and known[name].parity is Parity.CHANGES
+    ]
+    return recipe.model_copy(update={"techniques": kept})
+
+
+def _promising(outcome: Outcome, plain: Recipe) -> Outcome:
+    """The outcome as one that promises what its techniques do beyond those of the run it is held against."""
+    shared = {name for name, _ in plain.technique_uses()}
+    declared = {name: row for name, row in outcome.found["techniques"].items() if name not in shared}
+    return replace(outcome, found={**outcome.found, "techniques": declared})
+
+
+def target_of(
+    at_least: float, rung: Rung, memory_at_most: float | None = None, rival: Rung | None = None
+) -> Target:
     """Reached only with the ratio, an equal parity verdict, and every technique of the recipe seen at work."""
-    gain, parity = rung.get("gain"), rung.get("parity") or {}
+    gain = rung.get("gain")
+    memory: Target = {}
+    if memory_at_most is not None:
+        memory = {"memory": memory_target_of(memory_at_most, rung, rival or {})}
     if gain is None:
         why = rung.get("reason") or "there is nothing to compare with"
-        return {"at_least": at_least, "reached": None, "ci95": None, "verdict": "not measured", "why": why}
-    idle = [entry["technique"] for entry in rung["evidence"] if not entry["took_effect"]]
-    problems = []
+        return {
+            "at_least": at_least,
+            "reached": None,
+            "ci95": None,
+            "verdict": "not measured",
+            "why": why,
+            **memory,
+        }
+    problems = _unproved(rung)
     if gain["ratio"] < at_least:
-        problems.append(f"{gain['ratio']:.3f}× is less than {at_least:g}×")
-    if parity.get("verdict") != "equal":
-        problems.append(
-            f"parity is {parity.get('verdict', 'not judged')}: {parity.get('why', 'no trace was made')}"
-        )
-    if idle:
-        problems.append(f"no trace of {', '.join(idle)} in the profile")
+        problems.insert(0, f"{gain['ratio']:.3f}× is less than {at_least:g}×")
     close = gain["ci95"][0] < at_least <= gain["ratio"]
     return {
         "at_least": at_least,
@@ -189,7 +239,43 @@ def target_of(at_least: float, rung: Rung) -> Target:
         "ci95": gain["ci95"],
         "verdict": "missed" if problems else "reached",
         "why": "; ".join([*problems, *([CLOSE_CALL] if close else [])]) or None,
+        **memory,
     }
+
+
+def memory_target_of(at_most: float, rung: Rung, rival: Rung) -> MemoryTarget:
+    """Peak memory over the rival's; a small run that learns something else has saved nothing."""
+    ours, theirs = rung.get("peak_memory_bytes"), rival.get("peak_memory_bytes")
+    if not ours or not theirs:
+        who = "ours" if not ours else "the rival"
+        why = f"the memory of {who} is not known: {(rung if not ours else rival).get('reason') or 'it was not measured'}"
+        return {"at_most": at_most, "reached": None, "verdict": "not measured", "why": why}
+    ratio, problems = ours / theirs, _unproved(rung)
+    if ratio > at_most:
+        problems.insert(0, f"{ratio:.3f}× is more than {at_most:g}×")
+    return {
+        "at_most": at_most,
+        "reached": ratio,
+        "verdict": "missed" if problems else "reached",
+        "why": "; ".join(problems) or None,
+    }
+
+
+def _unproved(rung: Rung) -> list[str]:
+    """What keeps a figure from being a finding."""
+    parity, problems = rung.get("parity") or {}, []
+    if parity.get("verdict") != "equal":
+        why = parity.get("why", "no trace was made")
+        problems.append(f"parity is {parity.get('verdict', 'not judged')}: {why}")
+    if idle := [entry["technique"] for entry in rung["evidence"] if not entry["took_effect"]]:
+        problems.append(f"no trace of {', '.join(idle)} in the profile")
+    return problems
+
+
+def _num_trials(workload: Workload) -> int:
+    if workload.longest:
+        return len(workload.longest.probes) + 1
+    return workload.measure.processes * (1 + len(workload.ours))
 
 
 def _plan(workload: Workload, ours: Ours) -> Plan:

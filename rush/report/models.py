@@ -1,4 +1,4 @@
-"""The end-to-end bench as a page: each workload as bars, the rival beside ours, with the target and every number."""
+"""The end-to-end bench as a page: each workload as bars, the rival beside ours, with its targets and every number."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.records.ladder import Rung
-from rush.records.models import ModelRecord, Workload, read_models
+from rush.records.models import Longest, ModelRecord, Workload, read_models, verdicts_of
 from rush.report import bars, findings, words
 from rush.report.kernels import TONES
 from rush.report.ladder import Measure
@@ -27,6 +27,8 @@ class Side:
     target: dict[str, Any] | None
     bar: Markup | None
     memory: Markup | None
+    primary: bool
+    """Whether the workload's target is for it."""
 
 
 def write_model_report(folder: Path, html: Path) -> None:
@@ -35,7 +37,7 @@ def write_model_report(folder: Path, html: Path) -> None:
 
 
 def model_page(record: ModelRecord) -> str:
-    targets = [ours["target"] for workload in record["workloads"] for ours in workload["ours"]]
+    verdicts = verdicts_of(record)
     return render(
         "models.html",
         title="Whole runs",
@@ -43,21 +45,25 @@ def model_page(record: ModelRecord) -> str:
         machine=findings.machine_name(record["machine"]),
         machine_rows=flattened(record["machine"]) + flattened(record.get("ceilings") or {}, "ceilings"),
         parts=[(workload, sides(workload)) for workload in record["workloads"]],
-        reached=sum(target["verdict"] == "reached" for target in targets),
-        targets=targets,
+        reached=verdicts.count("reached"),
+        targets=verdicts,
         tones=TONES,
+        longest_words=longest_words,
     )
 
 
 def sides(workload: Workload) -> list[Side]:
-    """The rival first, then ours, on one scale."""
-    every: list[tuple[Rung, dict[str, Any] | None]] = [(workload["rival"], None)]
-    every += [(ours["rung"], dict(ours["target"])) for ours in workload["ours"]]
-    speeds = [measure_of(rung) for rung, _ in every]
+    """The rival first, then ours, on one scale; none where only lengths were tried."""
+    if "longest" in workload:
+        return []
+    every: list[tuple[Rung, dict[str, Any] | None, bool]] = [(workload["rival"], None, True)]
+    every += [(o["rung"], dict(o["target"]), o.get("primary", True)) for o in workload["ours"]]
+    speeds = [measure_of(rung) for rung, _, _ in every]
     top = bars.top_speed(speeds)
-    memory = max((float(rung.get("peak_memory_bytes") or 0) for rung, _ in every), default=0.0) or None
+    memory = max((float(rung.get("peak_memory_bytes") or 0) for rung, _, _ in every), default=0.0) or None
     return [
-        _side(rung, target, speed, top, memory) for (rung, target), speed in zip(every, speeds, strict=True)
+        _side(rung, target, primary, speed, top, memory)
+        for (rung, target, primary), speed in zip(every, speeds, strict=True)
     ]
 
 
@@ -70,7 +76,12 @@ def measure_of(rung: Rung) -> Measure | None:
 
 
 def _side(
-    rung: Rung, target: dict[str, Any] | None, speed: Measure | None, top: float | None, memory: float | None
+    rung: Rung,
+    target: dict[str, Any] | None,
+    primary: bool,
+    speed: Measure | None,
+    top: float | None,
+    memory: float | None,
 ) -> Side:
     title, held = rung["title"], rung.get("peak_memory_bytes")
     ratio = target["reached"] if target else None
@@ -80,6 +91,7 @@ def _side(
         target,
         bars.speed_bar(speed, top, title, total=ratio),
         bars.memory_bar(float(held) if held else None, memory, title),
+        primary,
     )
 
 
@@ -87,22 +99,44 @@ def table(record: ModelRecord) -> list[Sequence[str]]:
     """Every measured pair as plain words: workload, rival's rate, ours, ratio with interval, memory, verdicts."""
     rows: list[Sequence[str]] = []
     for workload in record["workloads"]:
+        if "longest" in workload:
+            continue
         rival = workload["rival"]
         for ours in workload["ours"]:
-            rung, target = ours["rung"], ours["target"]
+            rung, target = ours["rung"], dict(ours["target"])
+            beside = "" if ours.get("primary", True) else " (beside it)"
             rows.append(
                 (
                     workload["about"],
                     f"{rival['title']}: {_rate(rival)}",
-                    f"`{rung['name']}`: {_rate(rung)}",
-                    ratio_words(dict(target)),
-                    f"≥ {target['at_least']:g}×",
-                    f"{words.size(rung.get('peak_memory_bytes'))} (rival {words.size(rival.get('peak_memory_bytes'))})",
+                    f"`{rung['name']}`{beside}: {_rate(rung)}",
+                    ratio_words(target),
+                    wanted_words(target),
+                    f"{words.size(rung.get('peak_memory_bytes'))} (rival {words.size(rival.get('peak_memory_bytes'))}"
+                    f"{memory_ratio(target)})",
                     (rung.get("parity") or {}).get("verdict", "not judged"),
-                    target["verdict"],
+                    verdict_words(target),
                 )
             )
     return rows
+
+
+def lengths(record: ModelRecord) -> list[Sequence[str]]:
+    """Every workload that asked how long a sequence fits: the limit, what was reached, its speed, what others published."""
+    return [
+        (
+            workload["about"],
+            f"{longest['limit_bytes'] / 1e9:.0f} GB",
+            f"{found['sequence']:,} tokens" if (found := longest.get("found")) else "none of those tried",
+            f"{words.si(found['tokens_per_s'])} tokens/s"
+            if found and found["tokens_per_s"]
+            else words.MISSING,
+            words.size(found["peak_memory_bytes"]) if found else words.MISSING,
+            f"{longest['published']:,} ({longest['source']})",
+        )
+        for workload in record["workloads"]
+        if (longest := workload.get("longest"))
+    ]
 
 
 def ratio_words(target: dict[str, Any]) -> str:
@@ -111,6 +145,34 @@ def ratio_words(target: dict[str, Any]) -> str:
         return words.MISSING
     low, high = target["ci95"]
     return f"{target['reached']:.3f}× ({low:.3f} to {high:.3f})"
+
+
+def wanted_words(target: dict[str, Any]) -> str:
+    """What must be reached, memory included where it was asked for."""
+    memory = target.get("memory")
+    return f"≥ {target['at_least']:g}×" + (f", memory ≤ {memory['at_most']:g}×" if memory else "")
+
+
+def verdict_words(target: dict[str, Any]) -> str:
+    memory = target.get("memory")
+    return f"{target['verdict']}; memory {memory['verdict']}" if memory else str(target["verdict"])
+
+
+def memory_ratio(target: dict[str, Any]) -> str:
+    """The ratio of memory, where one was asked for and measured."""
+    reached = target.get("memory", {}).get("reached")
+    return f": {reached:.3f}×" if reached is not None else ""
+
+
+def longest_words(longest: Longest) -> str:
+    """In one sentence what was reached, and where it ended."""
+    found, fails = longest.get("found"), longest.get("fails_at")
+    limit = f"{longest['limit_bytes'] / 1e9:.0f} GB"
+    if not found:
+        return f"No length that was tried ran in {limit}"
+    end = f"; {fails:,} did not fit" if fails else "; the next was not tried"
+    speed = f" at {found['tokens_per_s']:,.0f} tokens/s" if found["tokens_per_s"] else ""
+    return f"{found['sequence']:,} tokens ran in {limit}{speed}{end}"
 
 
 def _rate(rung: Rung) -> str:

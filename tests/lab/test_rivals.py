@@ -189,11 +189,11 @@ def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> 
 
 def test_the_library_s_model_steps_in_our_loop() -> None:
     pytest.importorskip("transformers")
-    from rush.lab.rival_run import rival_run
+    from rush.lab.rival_run import Options, rival_run
     from rush.train.step import train_step
 
     recipe = load_recipe("llama-tiny", ["batch.micro=2", "batch.sequence=16", "batch.total_tokens=32"])
-    run = rival_run(recipe, probe("cpu"), {"dtype": "float32"})
+    run = rival_run(recipe, probe("cpu"), Options(dtype="float32"))
     assert run.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr, attr-defined]
     tokens = torch.randint(0, 200, (2, 17), generator=torch.Generator().manual_seed(3))
     batch = Batch(tokens[:, :-1], tokens[:, 1:], ("a", "b"))

@@ -1,4 +1,4 @@
-"""Where rows come from: files, datasets on the hub, or the standard library's docstrings.
+"""Where rows come from: files, datasets on the hub, or the standard library's docstrings and sources.
 
 The cut into units is that of corpus preparation: it depends on the files alone, so the result does not depend
 on the number of workers. A few datasets have names of their own; with `data.files` beside the name, local
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rush.data.conversations.docstrings import VERSION, docstring_pairs, docstring_questions
+from rush.data.conversations.readings import readings
 from rush.data.hub import read_hub_rows
 from rush.data.readers import Slice, read_rows, read_slice
 from rush.data.sources import HUB_SOURCES, LOCAL_SOURCES, Unit, describe_source, plan_units
@@ -22,7 +23,11 @@ HUB_CONVERSATIONS = {
     "ultrachat": "hub:HuggingFaceH4/ultrachat_200k::train_sft",
     "ultrafeedback": "hub:HuggingFaceH4/ultrafeedback_binarized::train_prefs",
 }
-DOCSTRINGS = {"python-docstrings": docstring_questions, "python-docstring-pairs": docstring_pairs}
+DOCSTRINGS = {
+    "python-docstrings": docstring_questions,
+    "python-docstring-pairs": docstring_pairs,
+    "python-readings": readings,
+}
 
 
 @dataclass(frozen=True)

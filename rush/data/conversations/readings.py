@@ -1,0 +1,102 @@
+"""Conversations as long as UltraChat's, from the standard library's sources: to measure what unequal lengths cost.
+
+Someone asks to read a module and gets it in pieces, question by question. The text is real; the *lengths* are drawn,
+because what padding costs depends on nothing else. UltraChat 200k's card gives 207,865 conversations, and what is
+published of it with the turns written out as one text comes to 5.8 kB each: some 1,200 tokens at 4.8 letters a token.
+UltraChat has 7.7 messages a conversation. How lengths spread is not published there, so it is a stated choice: log-normal with
+a sigma of 0.5, which makes a median of 1,060 tokens, a 95th percentile of 2,410, and 9 % above 2,048 (docs/sources.md).
+It is a distribution like UltraChat's, not UltraChat.
+
+How long each conversation is depends on a hash of its name alone, and a file that ends before its conversation does
+is read from its beginning again, so short files do not make short conversations.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import tokenize
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+from statistics import NormalDist
+from typing import Any
+
+from rush.errors import DataError
+
+MEDIAN_TOKENS, SIGMA = 1060.0, 0.5
+LETTERS_PER_TOKEN = 4.1
+"""Of Python sources, by a vocabulary of 32,768 trained on them; template and questions counted in."""
+MEAN_TOKENS = MEDIAN_TOKENS * math.exp(SIGMA**2 / 2)
+ROUNDS = (3, 4, 4, 4, 4, 4)
+"""Questions in a conversation, by turns: 3.8 on average, with their answers 7.7 messages."""
+SHORTEST_FILE = 400
+_ASK = (
+    "Show me the source of {name} from the beginning.",
+    "I would like to read {name}. Where does it start?",
+    "Print the first part of {name} for me, please.",
+)
+_GO_ON = (
+    "And then?",
+    "Please go on.",
+    "What comes after that?",
+    "Show me the next part.",
+    "Continue from there.",
+)
+
+Rows = Iterator[tuple[str, dict[str, Any], str]]
+
+
+def readings(path: str) -> Rows:
+    """Chat rows of a source file: name, fields, group. As many as its text lasts for on average."""
+    try:
+        with tokenize.open(path) as file:
+            text = file.read()
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: cannot be read as Python source ({error}).") from error
+    lines = [line.rstrip() for line in text.splitlines() if line.strip()]
+    letters = sum(len(line) + 1 for line in lines)
+    if letters < SHORTEST_FILE:
+        return
+    name = Path(path).stem if Path(path).stem != "__init__" else Path(path).parent.name
+    endless = cycle(lines)
+    for number in range(max(1, round(letters / (MEAN_TOKENS * LETTERS_PER_TOKEN)))):
+        key = f"{Path(path).parent.name}/{name}#{number}"
+        yield f"{path}#{number}", {"messages": _conversation(key, name, endless)}, path
+
+
+def drawn_tokens(key: str) -> float:
+    """How long the conversation of this name is: log-normal, by a hash of the name."""
+    return MEDIAN_TOKENS * math.exp(SIGMA * NormalDist().inv_cdf(_share(key, "length")))
+
+
+def _conversation(key: str, name: str, lines: Iterator[str]) -> list[dict[str, str]]:
+    rounds = ROUNDS[int(_share(key, "rounds") * len(ROUNDS))]
+    # What is asked is part of the length.
+    each = drawn_tokens(key) * LETTERS_PER_TOKEN / rounds
+    messages: list[dict[str, str]] = []
+    for turn in range(rounds):
+        choices = _GO_ON if turn else _ASK
+        asked = choices[int(_share(key, f"question {turn}") * len(choices))].format(name=name)
+        messages += [
+            {"role": "user", "content": asked},
+            {"role": "assistant", "content": _piece(lines, each - len(asked))},
+        ]
+    return messages
+
+
+def _piece(lines: Iterator[str], letters: float) -> str:
+    """The next lines, at least one, until there are so many letters."""
+    taken: list[str] = []
+    so_far = 0
+    while not taken or so_far < letters:
+        taken.append(next(lines))
+        so_far += len(taken[-1]) + 1
+    cut = max(1, len(taken[-1]) - max(0, int(so_far - letters)))
+    return "\n".join([*taken[:-1], taken[-1][:cut]]).strip() or taken[-1]
+
+
+def _share(*key: str) -> float:
+    """A number strictly between 0 and 1, by a hash of the key."""
+    digest = hashlib.blake2b("\0".join(key).encode(), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") + 0.5) / 2**64

@@ -1,0 +1,136 @@
+"""How long a sequence fits into a given memory, found with few trials.
+
+A step of a hundred thousand tokens takes a minute, so lengths are not searched by halving: memory grows by a straight
+line in the length, two short trials fix the line, and the third is made where the line meets the limit, with a
+little room. Where that one does not fit (an allocator cannot use the last gap), it is tried a little shorter. What
+is reported was run: the longest that fitted, with its time and memory, and the shortest that did not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rush.lab.bench import Bench
+from rush.lab.ladder_file import Plan, Search, change
+from rush.lab.timing import rates
+from rush.lab.trial import Outcome
+from rush.lab.workloads import Workload
+from rush.recipe import Recipe
+from rush.recipe_io import parse, write_toml
+from rush.records.models import Length as LengthRecord
+from rush.records.models import Took
+from rush.records.models import Workload as WorkloadRecord
+
+GRAIN = 1024
+"""Lengths are multiples of this, where they are longer than it."""
+ROOM = 0.97
+"""Of the limit: what the line may come to."""
+SHORTER = 0.95
+RETRIES = 3
+
+
+class Length:
+    """One workload that asks for the longest sequence."""
+
+    def __init__(self, workload: Workload, bench: Bench) -> None:
+        assert workload.longest is not None
+        self.workload, self.wanted, self.ours = workload, workload.longest, workload.ours[0]
+        # One step to begin with, one to warm up, one that is timed.
+        measure = workload.measure.model_copy(update={"windows": 1, "window_ms": 1.0, "warmup_max_steps": 1})
+        plan = Plan(workload.name, self.ours.recipe, (), measure, self.ours.parity, Search())
+        self.bench = replace(bench, plan=plan)
+        limit_gb = self.ours.recipe.run.memory_limit_gb
+        self.limit_bytes = int(limit_gb * 1e9) if limit_gb else bench.machine.memory_bytes
+        self.tried: dict[int, Outcome] = {}
+        self._next = 0
+
+    def rounds(self) -> Iterator[str]:
+        """What is tried next: the probes, then the length the line gives, then shorter ones until one fits."""
+        for size in self.wanted.probes:
+            yield self._ask(size)
+            if not self._fits(size):
+                return
+        size = self.predicted()
+        for _ in range(1 + RETRIES):
+            if size in self.tried:
+                return
+            yield self._ask(size)
+            if self._fits(size):
+                return
+            size = self._rounded(size * SHORTER)
+
+    def go(self) -> None:
+        """Try the length that `rounds` has just named."""
+        self.tried[self._next] = self.bench.run(self.recipe(self._next), "length")
+
+    def recipe(self, size: int) -> Recipe:
+        """Our recipe at this length, the model's context stretched to it where it is shorter."""
+        tree = self.ours.recipe.model_dump(exclude_none=True)
+        context = max(size, self.ours.recipe.shape().context)
+        change(
+            tree,
+            {"batch.sequence": size, "batch.total_tokens": "none", "model.shape.context": context},
+        )
+        return parse(tree)
+
+    def predicted(self) -> int:
+        """Where the line through the two longest that fitted meets the limit."""
+        known = sorted((size, self._peak(size)) for size in self.tried if self._fits(size))
+        (first, low), (second, high) = known[-2:]
+        slope = max((high - low) / (second - first), 1e-9)
+        size = second + (ROOM * self.limit_bytes - high) / slope
+        return max(second, self._rounded(min(size, self.wanted.up_to or size)))
+
+    def record(self) -> WorkloadRecord:
+        """Everything known so far."""
+        recipe = self.ours.recipe
+        tried = [self._point(size) for size in sorted(self.tried)]
+        fitted = [point for point in tried if point["status"] == "ok"]
+        return {
+            "name": self.workload.name,
+            "about": self.workload.about,
+            "micro": recipe.batch.micro,
+            "sequence": fitted[-1]["sequence"] if fitted else recipe.batch.sequence,
+            "longest": {
+                "techniques": [name for name, _ in recipe.technique_uses()],
+                "recipe": write_toml(recipe),
+                "limit_bytes": self.limit_bytes,
+                "published": self.wanted.published,
+                "source": self.wanted.source,
+                "found": fitted[-1] if fitted else None,
+                "fails_at": next((p["sequence"] for p in tried if p["status"] == "out_of_memory"), None),
+                "tried": tried,
+            },
+            "took": [took(f"{size:,} tokens", outcome) for size, outcome in self.tried.items()],
+        }
+
+    def _ask(self, size: int) -> str:
+        self._next = size
+        return f"a sequence of {size:,} tokens"
+
+    def _fits(self, size: int) -> bool:
+        return self.tried[size].status == "ok"
+
+    def _peak(self, size: int) -> int:
+        return int(self.tried[size].found["timing"]["peak_memory_bytes"])
+
+    def _rounded(self, size: float) -> int:
+        return int(size) // GRAIN * GRAIN if size > GRAIN else int(size)
+
+    def _point(self, size: int) -> LengthRecord:
+        outcome = self.tried[size]
+        timing = outcome.found.get("timing")
+        return {
+            "sequence": size,
+            "status": outcome.status,
+            "reason": outcome.reason,
+            "tokens_per_s": rates(timing)[0] if timing else None,
+            "step_s": timing["samples_s"][0] if timing else None,
+            "peak_memory_bytes": timing["peak_memory_bytes"] if timing else None,
+        }
+
+
+def took(who: str, outcome: Outcome) -> Took:
+    """How long a trial ran, and what it spent its time on."""
+    return {"who": who, "wall_s": round(outcome.wall_s, 1), "parts": dict(outcome.found.get("seconds", {}))}
