@@ -5,6 +5,9 @@ together. Here they are stored in blocks of 8-bit codes with a scale for each bl
 and packed again inside one kernel: about 2 bytes. Small tensors stay in fp32. It buys memory, not
 speed: the update touches fewer bytes but does more arithmetic. Backend `rush` is our own kernel, one launch
 for all tensors; it can also round bf16 weights by chance (see `fused_update`), which the libraries cannot.
+With `paged` (bitsandbytes) the moments of the larger tensors lie in unified memory: on the device while there is
+room, in host memory where a long sequence needs it, fetched over the bus when the update comes. It saves a run
+that would end out of memory now and then; a run that always needs the room pays for the bus at every step.
 """
 
 from __future__ import annotations
@@ -37,6 +40,8 @@ from rush.techniques.seams import needs_triton
 BACKENDS = ("torchao", "bitsandbytes", "rush")
 OP, KERNEL = "rush::adamw8bit", "adamw8bit_kernel"
 BY_CHANCE = "rush::stochastic_rounding"
+PAGED_FROM = 100_000
+"""Numbers in a tensor from which bitsandbytes pages its moments."""
 
 
 def _torchao(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
@@ -68,6 +73,32 @@ def _bitsandbytes(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     return made
 
 
+def _paged(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    """The same with moments in unified memory. Those that a checkpoint brought lie on the device: the library would leave
+    them there, so they are paged before the next update."""
+    base: Any = import_module("bitsandbytes.optim").PagedAdamW8bit
+
+    class PagedAdamW8bit(base):  # type: ignore[misc]
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            for parameter, state in self.state.items():
+                for key in ("state1", "state2"):
+                    held = state.get(key)
+                    if held is not None and held.is_cuda and held.numel() >= PAGED_FROM:
+                        state[key] = self.get_state_buffer(parameter, dtype=held.dtype)
+                        torch.cuda.synchronize()  # it was filled with zeros by the device, and is written by the host
+                        state[key].copy_(held)
+            super().step(closure)
+
+    made: torch.optim.Optimizer = PagedAdamW8bit(*args, **kwargs)
+    return made
+
+
+def paged_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of moments in unified memory: the library marks them."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in values if getattr(value, "is_paged", False))
+
+
 def _rush(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     made: torch.optim.Optimizer = import_module("rush.kernels.adamw8bit").RushAdamW8bit(*args, **kwargs)
     return made
@@ -75,8 +106,9 @@ def _rush(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     makers = {"torchao": _torchao, "bitsandbytes": _bitsandbytes, "rush": _rush}
-    build.make_optimizer = makers[str(knobs["backend"])]
+    build.make_optimizer = _paged if knobs["paged"] else makers[str(knobs["backend"])]
     build.optimizer_options.clear()
+    build.optimizer_hooks.append(lambda optimizer: build.facts.update(optimizer=optimizer))
     if knobs["backend"] == "rush":
         build.optimizer_options |= {
             "stochastic_rounding": bool(knobs["stochastic_rounding"]),
@@ -88,17 +120,21 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The optimizer's state has bytes in uint8 and comes to less than 6 bytes per parameter (plain: 8, all in blocks: 2).
-    Our own kernel was seen to run if, and only if, backend is rush, and rounding by chance if it was asked for."""
+    Our own kernel was seen to run if, and only if, backend is rush, and rounding by chance if it was asked for; moments
+    are in unified memory if, and only if, paged."""
     per_parameter = state_per_parameter(seen)
+    paged = paged_bytes(seen.facts["optimizer"]) if "optimizer" in seen.facts else 0
     ours = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
     return Proof(
         seen.state_bytes.get("uint8", 0) > 0
         and per_parameter < 6
         and ours == (knobs["backend"] == "rush")
-        and (BY_CHANCE in seen.ops) == knobs["stochastic_rounding"],
+        and (BY_CHANCE in seen.ops) == knobs["stochastic_rounding"]
+        and (paged > 0) == knobs["paged"],
         f"{'our own kernel ran' if ours else 'our own kernel did not run'}; optimizer state {per_parameter:.2f} bytes per "
         "parameter, by dtype: "
-        + (", ".join(f"{dtype} {size:,}" for dtype, size in sorted(seen.state_bytes.items())) or "none"),
+        + (", ".join(f"{dtype} {size:,}" for dtype, size in sorted(seen.state_bytes.items())) or "none")
+        + f"; in unified memory: {paged:,} bytes",
     )
 
 
@@ -132,6 +168,12 @@ technique = Technique(
             lambda machine, recipe: machine.device == "cuda" or _backend(recipe) != "bitsandbytes",
         ),
         Requirement(
+            "paged moments are bitsandbytes'; set backend bitsandbytes, or take paged out",
+            lambda machine, recipe: (
+                not knob_of(recipe, "adam8bit", "paged", False) or _backend(recipe) == "bitsandbytes"
+            ),
+        ),
+        Requirement(
             f"with backend rush {needs_triton.sentence}",
             lambda machine, recipe: _backend(recipe) != "rush" or needs_triton.met(machine, recipe),
         ),
@@ -140,6 +182,10 @@ technique = Technique(
     knobs={
         "backend": KnobRange(BACKENDS, "whose kernels do the update"),
         "stochastic_rounding": KnobRange((False, True), "round weights in bf16 by chance (backend rush)"),
+        "paged": KnobRange(
+            (False, True),
+            f"moments of tensors from {PAGED_FROM:,} numbers on in unified memory (backend bitsandbytes)",
+        ),
     },
     claim=Claim(
         "optimizer state bytes",
@@ -149,5 +195,11 @@ technique = Technique(
     ),
     parity=Parity.STATISTICAL,
     evidence=evidence,
-    memory=(MemoryEffect("optimizer", 0.26, "1 byte a moment, and a scale for each block of 256"),),
+    memory=(
+        MemoryEffect(
+            "optimizer",
+            0.26,
+            "1 byte a moment, and a scale for each block of 256; paged, where there is room for it",
+        ),
+    ),
 )

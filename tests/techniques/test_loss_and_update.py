@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.records.checkpoints import CheckpointStore
 from rush.techniques import check, registry
+from rush.techniques.adam8bit import paged_bytes
 from rush.techniques.proofs import prove
 from rush.train import checkpoint
 from rush.train.build import Run
@@ -127,8 +129,9 @@ def test_the_evidence_tells_our_8_bit_kernel_from_a_library() -> None:
     technique = registry()["adam8bit"]
     seen = trace(make_run(EIGHT_BITS, overrides=SHORT), 1, watch=True).seen
     assert seen is not None
-    asked = {"backend": "rush", "stochastic_rounding": False}
+    asked = {"backend": "rush", "stochastic_rounding": False, "paged": False}
     assert technique.evidence(seen, asked).took_effect
+    assert not technique.evidence(seen, {**asked, "paged": True}).took_effect, "nothing is in unified memory"
     assert not technique.evidence(seen, {**asked, "backend": "torchao"}).took_effect
     assert not technique.evidence(seen, {**asked, "stochastic_rounding": True}).took_effect
 
@@ -156,3 +159,20 @@ def test_what_cannot_stand_together_is_refused() -> None:
     ):
         with pytest.raises(RecipeError, match="cannot stand together"):
             check(recipe_of(*pair), probe("cpu"))
+
+
+def test_moments_count_as_paged_only_where_the_library_marked_them() -> None:
+    weight = torch.nn.Parameter(torch.zeros(4, 4))
+    optimizer = torch.optim.AdamW([weight])
+    moments: Any = torch.zeros(4, 4, dtype=torch.uint8)
+    optimizer.state[weight] = {"step": 1, "state1": moments}
+    assert paged_bytes(optimizer) == 0
+    moments.is_paged = True
+    assert paged_bytes(optimizer) == 16
+
+
+def test_paged_moments_are_refused_without_a_gpu_and_with_another_backend() -> None:
+    with pytest.raises(MachineError, match="backend bitsandbytes it needs a CUDA GPU"):
+        check(recipe_of("{name='adam8bit', backend='bitsandbytes', paged=true}"), probe("cpu"))
+    with pytest.raises(MachineError, match="paged moments are bitsandbytes'; set backend bitsandbytes"):
+        check(recipe_of("{name='adam8bit', backend='torchao', paged=true}"), probe("cpu"))

@@ -157,6 +157,7 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='adam8bit', backend='bitsandbytes'}"))
         own.append(recipe_of("{name='adam8bit', backend='rush'}"))
         own.append(recipe_of("{name='adam8bit', backend='rush', stochastic_rounding=true}"))
+        own.append(recipe_of("{name='adam8bit', paged=true}"))
     if name == "fused_update":
         own.append(recipe_of("{name='fused_update', stochastic_rounding=true}"))
     if name == "fp8":
