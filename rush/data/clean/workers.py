@@ -16,7 +16,7 @@ import psutil  # type: ignore[import-untyped]
 
 from rush.errors import MachineError
 
-LOOK_S = 0.5
+LOOK_S = 0.2  # one that dies within this time of its birth is not missed: it was never seen
 GRACE_S = 5.0  # at the end of a step its workers go as well, and the step ends soon after
 
 
