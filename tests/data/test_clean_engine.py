@@ -185,7 +185,7 @@ def test_a_worker_that_is_killed_is_told_and_not_waited_for(tmp_path: Path) -> N
     source = tmp_path / "rows.jsonl"
     slow = "ab " * 30_000
     source.write_text(
-        "".join(json.dumps({"text": f"{number} {slow}", "tags": []}) + "\n" for number in range(100))
+        "".join(json.dumps({"text": f"{number} {slow}", "tags": []}) + "\n" for number in range(400))
     )
     process = start(tmp_path / "script.py", source, tmp_path / "out.jsonl", workers=2)
     logs = tmp_path / ".out.jsonl.cleaning" / "pipeline" / "00" / "logs"
