@@ -41,7 +41,7 @@ test-all: $(VENV)/.dev ## the tests, with the slow ones
 # time is the compiler's, on the host: with a large card, GPU_WORKERS=8 takes a fraction of it.
 GPU_WORKERS ?= 1
 test-gpu: ## the GPU tests, with the Python at hand (no virtual environment, see `make bundle`)
-	PYTHONPATH=$(CURDIR)/bundle $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal
+	PYTHONPATH=$(CURDIR)/bundle $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal --timeout 180 --tb short --durations 10
 
 check: $(VENV)/.dev ## format, lint, types, import contracts, public names
 	$(BIN)/ruff format --check .
