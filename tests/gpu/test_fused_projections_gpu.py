@@ -99,6 +99,12 @@ def test_a_recording_replays_the_wide_products(compiled: tuple[str, ...]) -> Non
     )
 
 
+def test_it_stands_beside_the_rival_library() -> None:
+    """Whose kernels want whole tensors, and copy the parts out."""
+    pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    takes_effect_and_learns_the_same("amp_bf16", "liger", dtype="bfloat16")
+
+
 def test_the_compilers_own_recordings_learn_the_same() -> None:
     mode = "{name='compile', mode='reduce-overhead'}"
     takes_effect_and_learns_the_same("bf16_master", "flash_attention", mode, dtype="bfloat16")
