@@ -210,7 +210,9 @@ class Climb:
         if search.batch_up_to is not None:
             self._tell("batch sizes")
             attempt = tries(self.bench, self.plan.base, self.top, "batch.micro")
-            self.curve = batch_curve(attempt, search.batch_up_to, memory, neighbours=search.neighbours)
+            self.curve = batch_curve(
+                attempt, search.batch_up_to, memory, first=search.batch_from, neighbours=search.neighbours
+            )
         if search.sequence_up_to is not None:
             self._tell("sequence lengths")
             self.limits = sequence_limits(self.bench, self.plan, self.top, memory)

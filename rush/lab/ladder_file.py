@@ -74,6 +74,7 @@ class Parity(Table):
 class Search(Table):
     """Searches made at the top of the ladder."""
 
+    batch_from: Whole = 1
     batch_up_to: Whole | None = None
     neighbours: bool = False
     """Also try the sizes halfway between powers of two around the best one."""

@@ -44,7 +44,7 @@ def tries(bench: Bench, base: Recipe, top: Sequence[Addition], key: str) -> Try:
 
 
 def batch_curve(
-    attempt: Try, up_to: int, memory_bytes: int, *, neighbours: bool = False
+    attempt: Try, up_to: int, memory_bytes: int, *, first: int = 1, neighbours: bool = False
 ) -> list[dict[str, Any]]:
     """Points of tokens per second and memory at growing batches, as the record holds them."""
     points: dict[int, dict[str, Any]] = {}
@@ -53,7 +53,7 @@ def batch_curve(
         points[size] = _point(size, attempt(size))
         return bool(points[size]["status"] == "ok")
 
-    size, failed = 1, None
+    size, failed = first, None
     while size <= up_to:
         if _extrapolated(points, size) > HOPELESS * memory_bytes:
             failed = size

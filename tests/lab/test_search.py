@@ -35,6 +35,11 @@ def test_the_curve_ends_at_the_largest_power_of_two_that_fits() -> None:
     assert stops_paying(curve) == 4
 
 
+def test_the_curve_may_begin_above_one() -> None:
+    device = Device(memory=20 * GIB, fixed=2 * GIB, each=GIB, saturates_at=4)
+    assert [point["micro"] for point in batch_curve(device, 12, device.memory, first=3)] == [3, 6, 12]
+
+
 def test_a_size_near_the_limit_is_tried_and_its_failure_is_a_point() -> None:
     device = Device(memory=33 * GIB, fixed=2 * GIB, each=GIB, saturates_at=1000)
     curve = batch_curve(device, 1024, device.memory)
