@@ -239,5 +239,11 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    memory=(MemoryEffect("activations", 1.05, "eager: queries and keys are kept beside the values"),),
+    memory=(
+        MemoryEffect(
+            "activations",
+            1.05,
+            "queries and keys stay beside the values, unless the attention core repeats or copies those",
+        ),
+    ),
 )

@@ -157,7 +157,7 @@ def assert_near(ours: Tensor | None, theirs: Tensor, name: str) -> None:
         ["compile"],
         ["compile", "checkpoint_full"],
         ["compile", "checkpoint_selective"],
-        ["compile", "fp8"],
+        [BLOCKS, "fp8"],
         [BLOCKS, "amp_bf16"],
         [BLOCKS, "fused_norm", "fused_rope", "fused_mlp"],
     ],
