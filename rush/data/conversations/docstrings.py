@@ -4,8 +4,9 @@ A source file is parsed, never imported, so nothing runs. Its public modules, cl
 about in varied words; answers are first paragraphs, whole docstrings, signatures and lists of methods, and
 classes are talked about in several turns. Which words and which kind depend on a hash of the name alone.
 
-For preferences, the right answer stands against a wrong one: what another object's docstring says, the right
-words in a wrong order, or the beginning of the right answer said over and over.
+For preferences, the right answer stands against a wrong one, about a quarter each: what another object's docstring says, the
+right answer broken off before its last word, with two neighbouring words in each other's place, or its beginning
+said over and over. A small model prefers the wrong one often enough to have something to learn.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any, TypeVar
 
 from rush.errors import DataError
 
-VERSION = 1
+VERSION = 2
 """Part of what names prepared data: raise it when other rows come out."""
 
 _T = TypeVar("_T")
@@ -146,12 +147,14 @@ def _fit(answer: str) -> bool:
 
 def _wrong(thing: _Thing, answers: Sequence[str]) -> str | None:
     """A wrong answer to what `thing` is, or None where none can be made."""
-    right = thing.summary
+    right, words = thing.summary, thing.summary.split()
     kind = _number(thing.name, "wrong") % 4
-    words = right.split()
-    if kind == 2 and len(set(words)) >= 4:
-        shuffled = sorted(words, key=lambda word: _number(thing.name, word))
-        return " ".join(shuffled) if shuffled != words else None
+    if kind == 1 and len(words) >= 4:
+        return " ".join(words[:-1])
+    if kind == 2 and len(words) >= 4:
+        place = _number(thing.name, "place") % (len(words) - 1)
+        words[place : place + 2] = reversed(words[place : place + 2])
+        return " ".join(words) if words != right.split() else None
     if kind == 3 and len(words) >= 4:
         return " ".join([*words[:3]] * max(2, len(words) // 3))
     others = [answer for answer in answers if answer != right and _fit(answer)]
