@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from rush.cli import main
+from rush.data import train_bpe
 from rush.records.lock import FolderLock
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
@@ -113,6 +114,16 @@ def other_shape(world: World) -> list[str]:
     return world.train(f"model.init_from={world.run}", "model.shape.num_layers=3", out="other")
 
 
+def other_tokenizer(world: World) -> list[str]:
+    """As many entries as the model's own, but others."""
+    words = (
+        "the quick brown fox jumps over the lazy dog while a small cat sleeps under an old apple tree " * 20
+    )
+    train_bpe([words], 320).save(world.path / "other-tokenizer")
+    changes = (f"model.init_from={world.run}", f"data.tokenizer={world.path / 'other-tokenizer'}")
+    return world.train(*changes, out="mismatch")
+
+
 CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     # 2: recipe or arguments
     ("no recipe", 2, ["no recipe was named"], lambda w: ["train"]),
@@ -156,6 +167,7 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     ("wrong tokenizer file", 3, ["tokenizer"], lambda w: w.train(f"data.tokenizer={w.file('tokenizer.json', '{}')}")),
     ("tokenizer too large", 3, ["320", "300"],
      lambda w: w.train(f"data.tokenizer={w.run / 'tokenizer'}", "model.shape.vocab_size=300")),
+    ("tokenizer of another model", 3, ["is not the tokenizer that the weights of", "of 320 entries differ"], other_tokenizer),
     ("a pickle", 3, ["pickle"], pickle_file),
     ("a pickle in a Hugging Face folder", 3, ["pytorch_model.bin"], pickle_folder),
     ("no model there", 3, ["neither a run folder", "config.json"], lambda w: ["generate", str(w.corpus)]),
