@@ -166,48 +166,48 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     if noted is None:
         return Proof(False, "no layers were joined")
     fused, others = noted["fused"], noted["others"]
-    ran = products_by_weight(seen, {*fused, *others})
+    surely, at_most = products_by_weight(seen, {*fused, *others})
     most = 4 if seen.block_forwards > 1.05 else 3  # once more forward, where blocks are recomputed
-    missing = {
-        weight
+    wide_ran = all(
+        at_most[weight] >= 3 * (layers + others[weight]) * seen.micro_batches
         for weight, layers in fused.items()
-        if ran[weight] < 3 * (layers + others[weight]) * seen.micro_batches
-    }
-    narrow = {
-        weight
+    )
+    narrow_ran = any(
+        surely[weight] > most * layers * seen.micro_batches
         for weight, layers in others.items()
-        if weight not in fused and ran[weight] > most * layers * seen.micro_batches
-    }
-    # The head's products cannot be told from those of a layer as wide as the vocabulary.
-    narrow = {weight for weight in narrow if seen.facts["vocab_size"] not in weight}
-    said = [
-        f"{ran[weight]:g} products with {_say(weight)}, {layers} joined" for weight, layers in fused.items()
-    ]
+        if weight not in fused
+    )
+    said = [f"{at_most[weight]:g} products with {_say(weight)}, {n} joined" for weight, n in fused.items()]
     said += [
-        f"{ran[weight]:g} with {_say(weight)}, which {layers or 'no'} other layers have"
+        f"{surely[weight]:g} with {_say(weight)}, which {layers or 'no'} other layers have"
         for weight, layers in others.items()
         if weight not in fused
     ]
-    return Proof(not missing and not narrow, f"in a step of {seen.micro_batches} passes: {'; '.join(said)}")
+    return Proof(wide_ran and not narrow_ran, f"in a step of {seen.micro_batches} passes: {'; '.join(said)}")
 
 
-def products_by_weight(seen: Observation, weights: set[Weight]) -> dict[Weight, float]:
-    """How many products a step made with weights of these sizes, forward or backward.
+def products_by_weight(
+    seen: Observation, weights: set[Weight]
+) -> tuple[dict[Weight, float], dict[Weight, float]]:
+    """How many products, forward and backward, a step surely made with weights of these sizes, and how many at most.
 
-    All three products of a layer have the same three dims: its inputs, its outputs and the tokens.
+    All three products of a layer have the same three dims: its inputs, its outputs and the tokens. Where batches differ
+    in length and one is as long as a layer is wide, a product may be of more than one weight. The head's are left out.
     """
-    found = dict.fromkeys(weights, 0.0)
+    heads = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size")}
+    shapes = {shape: count for shape, count in seen.matmul_shapes.items() if not heads & {*shape}}
     # A pass may take less than what the loader gives at a time.
     tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"] // seen.micro_batches
-    for shape, count in seen.matmul_shapes.items():
-        if tokens in shape:
-            outer, inner = (Counter(shape) - Counter([tokens])).elements()
-            fitting = {_weight(outer, inner)} & weights
-        else:  # rows of another length: any weight whose two sizes are among the three
-            fitting = {weight for weight in weights if Counter(shape) >= Counter(weight)}
+    of_one_length = all(tokens in shape for shape in shapes)
+    surely, at_most = (dict.fromkeys(weights, 0.0) for _ in range(2))
+    for shape, count in shapes.items():
+        rest = Counter(shape) - Counter([tokens] if of_one_length else [])
+        fitting = [weight for weight in weights if rest >= Counter(weight)]
+        for weight in fitting:
+            at_most[weight] += count
         if len(fitting) == 1:
-            found[fitting.pop()] += count
-    return found
+            surely[fitting[0]] += count
+    return surely, at_most
 
 
 def _say(weight: Weight) -> str:

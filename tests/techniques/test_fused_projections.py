@@ -219,10 +219,23 @@ def test_one_group_alone_is_joined_when_asked_for(part: str) -> None:
         for name in PARTS:
             assert isinstance(block.get_submodule(f"{name}.fan_out"), JoinedFanOut) == (name == part)
     assert ours.seen is not None
-    ran = products_by_weight(ours.seen, {(64, 128), (32, 64), (64, 192), (64, 96)})
+    ran, at_most = products_by_weight(ours.seen, {(64, 128), (32, 64), (64, 192), (64, 96)})
+    assert ran == at_most, "all batches have one length"
     # Three products of each: of the wide weight, or of keys and values; of gate, up and down, or of the wide and down.
     expected = {"attention": (3, 0, 0, 9), "mlp": (0, 6, 3, 3)}[part]
     assert (ran[64, 128], ran[32, 64], ran[64, 192], ran[64, 96]) == expected
+
+
+@pytest.mark.parametrize("joined", [True, False])
+@pytest.mark.parametrize("packing", ["bucket", "flatten", "pad"])
+def test_the_evidence_holds_where_batches_differ_in_length(packing: str, joined: bool) -> None:
+    run = make_run(FUSED, packing, overrides=["objective.kind=sft", "model.shape.num_layers=1"])
+    if not joined:
+        for fan_out in [module for module in run.model.modules() if "fan_out" in module._modules]:
+            fan_out.fan_out = FanOut()
+        run.step_contexts.clear()
+    proof = proofs_of(run, trace(run, 1, watch=True))[FUSED]
+    assert proof.took_effect == joined, proof.what
 
 
 @pytest.mark.parametrize("part", list(PARTS))
