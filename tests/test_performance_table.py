@@ -37,6 +37,16 @@ def test_every_workload_and_target_is_a_row(script: Any, tmp_path: Path) -> None
     assert len({line.count("|") for line in lines[:5]}) == 1
 
 
+def test_fine_tuning_shows_its_memory_and_its_longest_sequence(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "models.json").write_text(json.dumps(made.finetuning()))
+    text = script.performance(tmp_path)
+    assert "| ≥ 1.15×, memory ≤ 0.9× |" in text
+    assert "| reached; memory reached |" in text
+    assert "| 80 GB | 150,528 tokens | 2.10k tokens/s |" in text
+    assert "342,733 (somebody)" in text
+
+
 def test_it_stands_between_its_marks_and_nothing_else_changes(script: Any) -> None:
     readme = f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n"
     assert script.put(readme, "new\n") == f"before\n{script.BEGIN}\nnew\n{script.END}\nafter\n"

@@ -47,13 +47,28 @@ def with_adapters(model: Any, rank: int, alpha: float, *, checkpointing: bool) -
 def quantised_model(
     make: Callable[[], Any], device: torch.device, dtype: torch.dtype, *, seed: int = 0
 ) -> Any:
-    """What `make` builds without memory, with its blocks' linear layers in NF4 and random weights in all of it."""
-    layers = import_module("bitsandbytes.nn")
+    """What `make` builds, with its blocks' linear layers in NF4 and random weights in all of it."""
     with torch.device("meta"):
         model = make()
+    put_4bit_layers(model, dtype)
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def drawn(like: torch.Tensor) -> torch.Tensor:
+        if like.dim() == 1:
+            return torch.ones(like.shape, device=device, dtype=dtype)
+        return torch.empty(like.shape, device=device, dtype=dtype).normal_(0, SPREAD, generator=generator)
+
+    fill(model, drawn)
+    _fill_buffers(model, device)
+    return model
+
+
+def put_4bit_layers(model: Any, dtype: torch.dtype) -> None:
+    """bitsandbytes' layers in place of the blocks' linear ones, in a model that has no memory yet."""
+    layers = import_module("bitsandbytes.nn")
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name.rpartition(".")[2] in TARGETS:
-            parent, _, own = name.rpartition(".")
+        parent, _, own = name.rpartition(".")
+        if isinstance(module, nn.Linear) and own in TARGETS:
             with torch.device("meta"):
                 packed = layers.Linear4bit(
                     module.in_features,
@@ -64,17 +79,7 @@ def quantised_model(
                     quant_type="nf4",
                 )
             setattr(model.get_submodule(parent), own, packed.requires_grad_(False))
-    generator = torch.Generator(device).manual_seed(seed)
-
-    def drawn(like: torch.Tensor) -> torch.Tensor:
-        if like.dim() == 1:
-            return torch.ones(like.shape, device=device, dtype=dtype)
-        return torch.empty(like.shape, device=device, dtype=dtype).normal_(0, SPREAD, generator=generator)
-
-    fill(model, drawn)
-    _fill_buffers(model, device)
     model.is_loaded_in_4bit = True  # what the library's loader sets, and PEFT asks for
-    return model
 
 
 @torch.no_grad()

@@ -29,7 +29,7 @@ from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.data.packing import Pad
 from rush.data.rows import FILLING
-from rush.errors import MachineError
+from rush.errors import MachineError, RecipeError
 from rush.hardware import Machine
 from rush.lab.rival_adapters import quantised_model, weights_in_words, with_adapters
 from rush.lab.timing import Stepper, Timing, time_steps
@@ -161,6 +161,10 @@ def rival_run(recipe: Recipe, machine: Machine, options: Options) -> Run:
 
 def rival_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     """`LlamaForCausalLM` of this shape with random weights, SDPA attention, ready to train."""
+    if shape.family != "llama":
+        raise RecipeError(
+            f"a rival of kind transformers is a Llama, and the recipe's model is of the family {shape.family}; take kind recipe."
+        )
     transformers = import_module("transformers")
     table = config_from_shape(shape)
     for key in ("architectures", "model_type", "dtype", "torch_dtype"):

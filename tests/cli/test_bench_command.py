@@ -100,6 +100,29 @@ def test_a_model_bench_shows_the_ratio_beside_the_wanted_one(
     assert (tmp_path / "bench" / "report.html").read_text().startswith("<!doctype html>")
 
 
+def test_fine_tuning_shows_memory_lengths_and_what_it_took(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measured(workloads: list[Any], folder: Path, **rest: Any) -> dict[str, Any]:
+        folder.mkdir()
+        (folder / "models.json").write_text(json.dumps(made.finetuning()))
+        return made.finetuning()
+
+    monkeypatch.setattr("rush.lab.rivals.bench_models", measured)
+    code, out, err = call(capfd, "bench", "models", "lora-8b", "--out", tmp_path / "bench")
+    assert code == 0, err
+    said = " ".join(out.split())
+    for word in (
+        "0.850×",
+        "≤ 0.9×",
+        "1.100×",
+        "150,528",
+        "Longest in 80 GB: 150,528 tokens. Published: 342,733",
+    ):
+        assert word in said, word
+    assert "PEFT took 41 s: build 6 s, timing 20 s" in err
+
+
 def test_what_it_does_not_know_is_refused_with_the_nearest(
     capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

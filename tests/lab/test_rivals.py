@@ -14,7 +14,7 @@ from rush.data import Batch
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, probe
 from rush.lab import workloads
-from rush.lab.rivals import bench_models, target_of
+from rush.lab.rivals import bench_models, target_of, without_speed
 from rush.models import Shape, build_model
 from rush.models.huggingface_names import exported_name
 from rush.recipe_io import load_recipe, write_toml
@@ -60,7 +60,61 @@ def test_an_unknown_workload_is_refused_with_the_nearest() -> None:
         workloads.load_workloads(["gpt2"])
 
 
-@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.2-1b", "llama-3.1-8b"])
+def test_a_memory_target_has_a_verdict_of_its_own() -> None:
+    def judged(ours: int | None, theirs: int | None, **rest: Any) -> dict[str, Any]:
+        mine = {**rung(1.25, **rest), "peak_memory_bytes": ours}
+        rival = {"peak_memory_bytes": theirs, "reason": "it ran out"}
+        whole = target_of(1.2, mine, 0.9, rival)  # type: ignore[arg-type]
+        return dict(whole["memory"])
+
+    assert judged(89, 100) == {"at_most": 0.9, "reached": 0.89, "verdict": "reached", "why": None}
+    assert judged(90, 100)["verdict"] == "reached"
+    large, wrong = judged(91, 100), judged(50, 100, parity="different")
+    assert large["verdict"] == wrong["verdict"] == "missed"
+    assert large["why"] == "0.910× is more than 0.9×"
+    assert "parity is different" in wrong["why"]
+    assert judged(50, None) == {
+        "at_most": 0.9,
+        "reached": None,
+        "verdict": "not measured",
+        "why": "the memory of the rival is not known: it ran out",
+    }
+    assert judged(None, 100)["why"] == "the memory of ours is not known: it died"
+    assert "memory" not in target_of(1.2, rung(1.25))  # type: ignore[arg-type]
+
+
+def test_what_decides_what_is_learned_stays_in_the_reference_and_out_of_the_promise() -> None:
+    recipe = load_recipe("lora")
+    assert [name for name, _ in without_speed(recipe).technique_uses()] == ["lora"]
+    assert without_speed(recipe).technique_uses()[0][1] == {"rank": 16, "alpha": 32}
+    assert without_speed(load_recipe("llama-3.1-8b-fast")).techniques == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("at_leest = 1.2", r"ours.at_leest is not a key.*at_least"),
+        ("name = 'x'", r"has no at_least; give the ratio"),
+    ],
+)
+def test_a_workload_that_says_it_wrongly_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "w.toml"
+    file.write_text(
+        f"""[workloads.small]
+        about = "small"
+        batch = {{ "batch.micro" = 2 }}
+        ours = [{{ recipe = "llama-tiny", {text} }}]
+        rival = {{ title = "them", kind = "transformers", recipe = "llama-tiny" }}
+        """
+    )
+    with pytest.raises(RecipeError, match=message):
+        workloads.load_workloads([], [], file)
+
+
+FINE_TUNING = ["sft-3b", "lora-8b", "qlora-8b-1", "qlora-8b-4", "qlora-8b-long"]
+
+
+@pytest.mark.parametrize("name", ["gpt2-124m", "llama-3.2-1b", "llama-3.1-8b", *FINE_TUNING])
 def test_the_workloads_that_ship_can_run_on_a_hopper_gpu(name: str) -> None:
     try:
         (workload,) = workloads.load_workloads([name])
@@ -70,17 +124,44 @@ def test_the_workloads_that_ship_can_run_on_a_hopper_gpu(name: str) -> None:
         raise
     hopper = Device("NVIDIA H200", 140 * 2**30, capability=(9, 0))
     machine = dataclasses.replace(probe("cpu"), device="cuda", devices=(hopper,), triton="3.6")
-    recipes = [workload.rival.recipe, *(ours.recipe for ours in workload.ours)]
+    recipes = [*([workload.rival.recipe] if workload.rival else []), *(o.recipe for o in workload.ours)]
     for recipe in recipes:
         check(recipe, machine)
     same = {
-        (r.batch.micro, r.batch.sequence, r.step_tokens, r.data.source, r.data.vocab_size) for r in recipes
+        (
+            r.batch.micro,
+            r.batch.sequence,
+            r.step_tokens,
+            r.data.source,
+            r.data.vocab_size,
+            r.data.shuffle,
+            r.objective,
+        )
+        for r in recipes
     }
     assert len(same) == 1, "both sides must get the same batch and text"
     assert len({ours.name for ours in workload.ours}) == len(workload.ours)
+    assert any(ours.primary for ours in workload.ours)
 
 
-def small_workloads(folder: Path, recipe: Path, rival: str, **measure: Any) -> Path:
+def test_the_targets_of_fine_tuning_are_those_that_were_set() -> None:
+    told = {
+        w.name: (w.ours[0].at_least, w.ours[0].memory_at_most) for w in workloads.load_workloads(FINE_TUNING)
+    }
+    assert told == {
+        "sft-3b": (1.7, None),
+        "lora-8b": (1.15, 0.9),
+        "qlora-8b-1": (1.6, 1.0),
+        "qlora-8b-4": (1.25, 1.0),
+        "qlora-8b-long": (0.0, None),
+    }
+    assert workloads.load_workloads(["qlora-8b-1"])[0].rival.options == {  # type: ignore[union-attr]
+        "dtype": "bfloat16", "with_liger": True, "rank": 16, "alpha": 32, "quantised": True, "checkpointing": True,
+        "autocast": True,
+    }  # fmt: skip
+
+
+def small_workloads(folder: Path, recipe: Path, rival: str, ours: str = "", **measure: Any) -> Path:
     settings = {
         "processes": 2,
         "windows": 4,
@@ -98,7 +179,7 @@ def small_workloads(folder: Path, recipe: Path, rival: str, **measure: Any) -> P
         about = "a few thousand parameters"
         batch = {{ "batch.micro" = 4, "batch.total_tokens" = "none" }}
         parity = {{ steps = 3 }}
-        ours = [{{ recipe = {json.dumps(str(recipe))}, name = "ours", at_least = 0.001 }}]
+        ours = [{{ recipe = {json.dumps(str(recipe))}, name = "ours", at_least = 0.001{ours} }}]
         [workloads.small.rival]
         title = "the rival"
         recipe = {json.dumps(str(recipe))}
@@ -146,6 +227,39 @@ def test_the_rival_and_ours_take_turns_in_fresh_processes_and_a_second_call_meas
     assert again["workloads"] == record["workloads"]
 
 
+def test_adapters_beside_peft_s_are_judged_against_adapters_and_memory_gets_its_verdict(
+    small_recipe: Path, tmp_path: Path
+) -> None:
+    """The whole bench with the real library: LoRA beside PEFT's, parity against plain LoRA, both targets."""
+    pytest.importorskip("peft")
+    rival = 'kind = "transformers"\nrank = 4\nalpha = 8'
+    ours = ', techniques = [{ name = "lora", rank = 4, alpha = 8 }, "gc_control"], memory_at_most = 100.0'
+    file = small_workloads(tmp_path, small_recipe, rival, ours, processes=1)
+    llama = ["model.name=llama-tiny", "model.shape.num_heads=4"]
+    record = bench_models(workloads.load_workloads([], llama, file), tmp_path / "out")
+    (found,) = record["workloads"]
+    (mine,) = found["ours"]
+    assert found["rival"]["status"] == "ok", found["rival"]["reason"]
+    assert set(found["rival_versions"]) == {"transformers", "peft"}
+    assert found["rival_weights"] is not None
+    assert found["rival_weights"].startswith("trained: 6,144 float32; frozen: ")
+    parity = mine["rung"]["parity"]
+    assert parity is not None
+    assert (parity["verdict"], parity["class"], parity["against"]) == (
+        "equal",
+        "EXACT",
+        "plain fp32 with lora",
+    )
+    assert parity["losses"] == parity["reference_losses"]
+    assert mine["target"]["verdict"] == mine["target"]["memory"]["verdict"] == "reached"
+    assert mine["target"]["memory"]["reached"] == pytest.approx(
+        mine["rung"]["peak_memory_bytes"] / found["rival"]["peak_memory_bytes"]  # type: ignore[operator]
+    )
+    assert [one["who"] for one in found["took"]] == ["the rival", "ours"]
+    assert {"build", "timing"} <= found["took"][0]["parts"].keys()
+    assert record == read_models(tmp_path / "out")
+
+
 def test_a_rival_whose_library_is_missing_is_refused_with_the_way_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -155,6 +269,14 @@ def test_a_rival_whose_library_is_missing_is_refused_with_the_way_to_get_it(
     spec = {"machine": probe("cpu").to_dict(), "recipe": write_toml(load_recipe("llama-tiny"))}
     with pytest.raises(MachineError, match=r"needs liger_kernel; .*optimization-rush\[rivals\]"):
         rival_run.measure_rival({**spec, "options": {"with_liger": True}}, None)
+
+
+def test_a_model_that_is_no_llama_is_refused_as_a_rival_of_that_library() -> None:
+    from rush.lab.rival_run import rival_model
+
+    shape = load_recipe("tiny").shape()
+    with pytest.raises(RecipeError, match="is a Llama, and the recipe's model is of the family gpt2"):
+        rival_model(shape, torch.device("cpu"), torch.float32)
 
 
 def rival_with_our_weights() -> tuple[Any, Any]:

@@ -179,6 +179,32 @@ def models() -> Table:
     }  # fmt: skip
 
 
+def finetuning() -> Table:
+    """As fine-tuning records itself: a target of memory, a variant beside it, and lengths that were tried."""
+    record = models()
+    small = {"at_most": 0.9, "reached": 0.85, "verdict": "reached", "why": None}
+    large = {"at_most": 0.9, "reached": 1.1, "verdict": "missed", "why": "1.100× is more than 0.9×"}
+    fast = {"at_least": 1.15, "reached": 1.2, "ci95": [1.19, 1.21], "verdict": "reached", "why": None}
+    against = {"verdict": "equal", "steps": 8, "why": "within", "against": "plain fp32 with lora"}
+    fits = {"sequence": 150_528, "status": "ok", "reason": None, "tokens_per_s": 2100.0, "step_s": 71.7,
+            "peak_memory_bytes": 77 * 10**9}  # fmt: skip
+    lost = {**fits, "sequence": 158_720, "status": "out_of_memory", "reason": "memory ran out",
+            "tokens_per_s": None, "step_s": None, "peak_memory_bytes": None}  # fmt: skip
+    record["workloads"] = [
+        {"name": "lora-8b", "about": "LoRA, 2 × 4096", "micro": 2, "sequence": 4096, "rival_kind": "transformers",
+         "rival_versions": {"peft": "0.21"}, "rival_weights": "trained: 42 float32; frozen: 8 bfloat16",
+         "rival": rung("PEFT", 12_900.0, parity=None),
+         "ours": [{"rung": rung("lora", 15_480.0, parity=against), "target": {**fast, "memory": small}, "primary": True},
+                  {"rung": rung("lora-other", 15_480.0), "target": {**fast, "memory": large}, "primary": False}],
+         "took": [{"who": "PEFT", "wall_s": 41.0, "parts": {"build": 6.0, "timing": 20.0}}]},
+        {"name": "qlora-8b-long", "about": "the longest context in 80 GB", "micro": 1, "sequence": 150_528,
+         "longest": {"techniques": ["qlora"], "recipe": "", "limit_bytes": 80 * 10**9, "published": 342_733,
+                     "source": "somebody", "found": fits, "fails_at": 158_720, "tried": [fits, lost]},
+         "took": []},
+    ]  # fmt: skip
+    return record
+
+
 def hostile_models() -> Table:
     record = models()
     workload = record["workloads"][0]

@@ -101,6 +101,20 @@ def test_the_models_page_shows_both_sides_and_the_target() -> None:
     assert rows[0][-1] == "reached"
 
 
+def test_memory_has_a_verdict_of_its_own_and_lengths_are_a_table() -> None:
+    text = page_of(made.finetuning())
+    for word in ("2 of 2 targets reached", "memory: at most ×0.9 wanted; found ×0.85", "1.100× is more than 0.9×",
+                 "measured beside", "Parity with plain fp32 with lora: equal over 8 steps", "trained: 42 float32",
+                 "150,528 tokens ran in 80 GB at 2,100 tokens/s; 158,720 did not fit", "342,733 tokens (somebody)",
+                 "out of memory", "PEFT</strong>: 41 s, build 6 s, timing 20 s"):  # fmt: skip
+        assert word in text, word
+    rows = table(made.finetuning())  # type: ignore[arg-type]
+    assert [row[4] for row in rows] == ["≥ 1.15×, memory ≤ 0.9×"] * 2
+    assert [row[-1] for row in rows] == ["reached; memory reached", "reached; memory missed"]
+    assert "0.850×" in rows[0][5]
+    assert "(beside it)" in rows[1][2]
+
+
 def test_the_same_record_gives_the_same_bytes(tmp_path: Path) -> None:
     (tmp_path / "kernels.json").write_text(json.dumps(made.kernels()))
     pages = []
