@@ -17,6 +17,7 @@ from rush.recipe import Knob
 from rush.techniques.contract import (
     Build,
     Claim,
+    KnobRange,
     MemoryEffect,
     Parity,
     Requirement,
@@ -34,6 +35,11 @@ from rush.techniques.seams import repeat_heads, set_attention_core, to_autocast_
 class CudnnCore(nn.Module):
     """The attention core through torch's cuDNN operator."""
 
+    def __init__(self, grouped: bool) -> None:
+        super().__init__()
+        self.grouped = grouped
+        """Whether the kernel finds the key/value head of each query head by itself."""
+
     def forward(
         self,
         q_bhtd: Tensor,
@@ -46,7 +52,7 @@ class CudnnCore(nn.Module):
         assert documents is None, "packed documents need variable-length attention"
         assert query_offset == 0, "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
-        k_bhtd, v_bhtd = repeat_heads(q_bhtd, k_bktd, v_bktd)
+        k_bhtd, v_bhtd = (k_bktd, v_bktd) if self.grouped else repeat_heads(q_bhtd, k_bktd, v_bktd)
         # The backward pass needs the sums of exponentials, so they are asked for.
         out: Tensor = torch.ops.aten._scaled_dot_product_cudnn_attention(
             q_bhtd, k_bhtd, v_bhtd, None, True, 0.0, True
@@ -55,7 +61,8 @@ class CudnnCore(nn.Module):
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    set_attention_core(build.model, CudnnCore)
+    grouped = knobs["heads"] == "grouped"
+    set_attention_core(build.model, lambda: CudnnCore(grouped))
 
 
 technique = Technique(
@@ -77,6 +84,12 @@ technique = Technique(
         ),
     ),
     conflicts=("flash_attention", "flex_attention", "triton_attention"),
+    knobs={
+        "heads": KnobRange(
+            ("repeated", "grouped"),
+            "keys and values of a group copied for each of its query heads, or read by them all where they are",
+        )
+    },
     claim=Claim(
         "attention rate",
         0.75,

@@ -14,6 +14,7 @@ from rush.data import Batch
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
+from rush.techniques.cudnn_attention import CudnnCore
 from rush.techniques.proofs import prove
 from rush.train.build import Run, build
 
@@ -95,6 +96,28 @@ def test_arithmetic(name: str, techniques: list[str], dtype: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_cudnn_reads_grouped_heads_as_if_they_were_repeated(head_dim: int) -> None:
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def drawn(heads: int) -> torch.Tensor:
+        # As linear layers leave them: positions outside, heads inside.
+        dims = (2, 512, heads, head_dim)
+        return torch.randn(dims, generator=generator, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+
+    inputs, weights = [drawn(8), drawn(2), drawn(2)], drawn(8)
+
+    def results(grouped: bool) -> list[torch.Tensor]:
+        q, k, v = (tensor.detach().clone().requires_grad_() for tensor in inputs)
+        out = CudnnCore(grouped)(q, k, v)
+        (out * weights).sum().backward()
+        return [out, *(tensor.grad for tensor in (q, k, v) if tensor.grad is not None)]
+
+    for ours, theirs in zip(results(grouped=True), results(grouped=False), strict=True):
+        assert ours.shape == theirs.shape
+        assert float((ours - theirs).float().norm() / theirs.float().norm()) < 1e-2
+
+
 @pytest.mark.parametrize("core", ["flash_attention", "cudnn_attention"])
 @pytest.mark.parametrize(("amp", "dtype"), [("amp_bf16", "bfloat16"), ("amp_fp16", "float16")])
 def test_attention(name: str, core: str, amp: str, dtype: str) -> None:
