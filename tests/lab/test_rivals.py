@@ -242,7 +242,7 @@ def test_adapters_beside_peft_s_are_judged_against_adapters_and_memory_gets_its_
     assert found["rival"]["status"] == "ok", found["rival"]["reason"]
     assert set(found["rival_versions"]) == {"transformers", "peft"}
     assert found["rival_weights"] is not None
-    assert found["rival_weights"].startswith("trained: 6,144 float32; frozen: ")
+    assert found["rival_weights"].startswith("trained: 4,352 float32; frozen: ")
     parity = mine["rung"]["parity"]
     assert parity is not None
     assert (parity["verdict"], parity["class"], parity["against"]) == (
