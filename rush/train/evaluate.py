@@ -156,6 +156,11 @@ def score_pairs(model: Decoder, batches: Iterable[Batch]) -> Scores:
     return scores
 
 
+def held_out_of(scores: Scores) -> HeldOut:
+    """The held-out loss of the chosen answers, which scoring the pairs has told already."""
+    return _held_out(-sum(scores.chosen), sum(scores.chosen_tokens))
+
+
 def win_rates(scores: Scores, before: Scores | None = None) -> Wins:
     """Shares of pairs won; with the scores of another model on the same pairs, also by the reward that lies between the two,
     and what changed."""

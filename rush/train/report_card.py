@@ -17,6 +17,7 @@ from rush.train.evaluate import (
     answer,
     encode_question,
     held_out_loss,
+    held_out_of,
     prompts_of,
     score_pairs,
     win_rates,
@@ -110,9 +111,12 @@ def _judge(
     asked: list[Question],
     rows: int,
 ) -> Judged:
+    loss = None
+    if held_out is not None:
+        loss = held_out_of(scores) if scores else held_out_loss(model, held_out.batches())
     return Judged(
         folder=str(path),
-        held_out=held_out_loss(model, held_out.batches()) if held_out else None,
+        held_out=loss,
         wins=win_rates(scores, before) if scores else None,
         choices=multiple_choice(model, tokenizer, asked, rows) if asked else None,
     )

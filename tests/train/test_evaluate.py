@@ -26,6 +26,7 @@ from rush.train.evaluate import (
     change_of,
     encode_question,
     held_out_loss,
+    held_out_of,
     prompts_of,
     score_pairs,
     share_of,
@@ -78,6 +79,8 @@ def test_held_out_loss_is_the_mean_over_labels(model: Decoder) -> None:
     chosen = sum(len(documents.tokens(i)) - 3 for i in range(0, 10, 2))
     assert pairs.loss == pytest.approx(-sum(sums[::2]) / chosen, rel=1e-5)
     assert pairs.labels == chosen
+    told = held_out_of(score_pairs(model, document_validation(documents, Pad(0), 2, 16, paired=True)))
+    assert (told.loss, told.labels) == (pytest.approx(pairs.loss, rel=1e-6), chosen)
 
 
 def test_win_rates_by_sum_per_token_and_by_reward(model: Decoder) -> None:
