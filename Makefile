@@ -26,7 +26,7 @@ finetune: $(VENV)/.run ## a small chat model on this machine: pretrain, LoRA, me
 	test -d $(FINETUNE)/lora || $(BIN)/rush train sft-lora-tiny model.init_from=$(FINETUNE)/base data.tokenizer=model --out $(FINETUNE)/lora
 	test -d $(FINETUNE)/merged || $(BIN)/rush merge $(FINETUNE)/lora --to $(FINETUNE)/merged
 	test -d $(FINETUNE)/dpo || $(BIN)/rush train dpo-tiny model.init_from=$(FINETUNE)/merged data.tokenizer=model --out $(FINETUNE)/dpo
-	$(BIN)/rush evaluate $(FINETUNE)/lora --against $(FINETUNE)/base --answers 3
+	$(BIN)/rush evaluate $(FINETUNE)/lora --against $(FINETUNE)/base --answers 3 --limit 300
 	$(BIN)/rush evaluate $(FINETUNE)/dpo --against $(FINETUNE)/merged --answers 0
 	test -d $(FINETUNE)/exported || $(BIN)/rush export $(FINETUNE)/dpo --to $(FINETUNE)/exported
 	@echo "Talk to it: $(BIN)/rush chat $(FINETUNE)/lora   (/switch shows what the base would have said)"
