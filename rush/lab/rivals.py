@@ -102,6 +102,8 @@ class Match:
         ]
         self.benches = {ours.name: replace(bench, plan=_plan(workload, ours)) for ours in workload.ours}
         self.bench = self.benches[workload.ours[0].name]
+        self.references: dict[str, Outcome] = {}
+        """The trials that ours are held against, by name."""
         self._next: tuple[Stand, int] | None = None
 
     def rounds(self) -> Iterator[str]:
@@ -129,6 +131,8 @@ class Match:
             reference = bench.parity_recipe(plain)
             if bench.trace(reference) is None:
                 bench.run(plain, "reference", first=True, timed=False)
+            if (made := bench.known(plain, "reference")) is not None:
+                self.references[f"fp32 for {stand.title}"] = made
             judged = parity_of(bench, stand.recipe, reference, _promising(outcome, plain))
             kept = [name for name, _ in plain.technique_uses()]
             stand.parity = {
@@ -186,7 +190,10 @@ class Match:
                 for ours, stand in zip(self.workload.ours, self.ours, strict=True)
                 if stand.outcomes and (rung := rung_of(stand, self.rival, yard))
             ],
-            "took": [took(stand.title, outcome) for stand in stands for outcome in stand.outcomes],
+            "took": [
+                *(took(stand.title, outcome) for stand in stands for outcome in stand.outcomes),
+                *(took(name, outcome) for name, outcome in self.references.items()),
+            ],
         }
 
 

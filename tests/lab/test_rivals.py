@@ -255,7 +255,7 @@ def test_adapters_beside_peft_s_are_judged_against_adapters_and_memory_gets_its_
     assert mine["target"]["memory"]["reached"] == pytest.approx(
         mine["rung"]["peak_memory_bytes"] / found["rival"]["peak_memory_bytes"]  # type: ignore[operator]
     )
-    assert [one["who"] for one in found["took"]] == ["the rival", "ours"]
+    assert [one["who"] for one in found["took"]] == ["the rival", "ours", "fp32 for ours"]
     assert {"build", "timing"} <= found["took"][0]["parts"].keys()
     assert record == read_models(tmp_path / "out")
 

@@ -186,14 +186,14 @@ def test_ours_without_a_target_is_refused() -> None:
 needs_browser = pytest.mark.skipif(
     CHROMIUM is None, reason="no Chromium on the PATH; on Debian: apt-get install chromium"
 )
-PAGES = ("kernels", "interpreted", "hostile", "models", "hostile-models")
+PAGES = ("kernels", "interpreted", "hostile", "models", "hostile-models", "finetuning")
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("pages")
     records = dict(zip(PAGES, (made.kernels(), made.interpreted_kernels(), made.hostile_kernels(), made.models(),
-                               made.hostile_models()), strict=True))  # fmt: skip
+                               made.hostile_models(), made.finetuning()), strict=True))  # fmt: skip
     for name, record in records.items():
         (folder / f"{name}.html").write_text(page_of(record), encoding="utf-8")
     return {name: folder / f"{name}.html" for name in PAGES}
