@@ -12,6 +12,7 @@ from importlib import import_module
 
 from rush.errors import MachineError, RecipeError, nearest
 from rush.hardware import Machine
+from rush.parallel import AXES
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import Build, Claim, Parity, Pass, Requirement, Stage, Technique, Use
 
@@ -46,7 +47,10 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
 
     Everything is checked here, before any memory is taken: names, knobs, conflicts, requirements.
     """
-    uses = sorted((_settle(name, knobs) for name, knobs in recipe.technique_uses()), key=_order)
+    _check_layout(recipe)
+    named = dict(recipe.technique_uses())
+    layout = {axis: named.get(axis, {}) for axis, size in _divided(recipe).items()}
+    uses = sorted((_settle(name, knobs) for name, knobs in {**named, **layout}.items()), key=_order)
     names = {use.technique.name for use in uses}
     for use in uses:
         technique = use.technique
@@ -60,7 +64,6 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
                     f"technique {technique.name} cannot run here: {requirement.sentence}; found "
                     f"{recipe.model.name} on {machine.summary()}. Take it out with techniques-={technique.name}, or change what it needs."
                 )
-    _check_layout(recipe)
     return uses
 
 
@@ -87,11 +90,24 @@ def _order(use: Use) -> tuple[int, int, str]:
     return use.technique.stage, followers, use.technique.name
 
 
+def _divided(recipe: Recipe) -> dict[str, int]:
+    """The axes that divide the work among ranks. Each is a technique of the same name, put on by its size."""
+    return {axis: size for axis, size in recipe.layout.model_dump().items() if size != 1}
+
+
 def _check_layout(recipe: Recipe) -> None:
-    asked = {axis: size for axis, size in recipe.layout.model_dump().items() if size != 1}
-    if asked:
-        axis, size = next(iter(asked.items()))
+    for axis, size in _divided(recipe).items():
+        if axis not in registry():
+            known = " and ".join(name for name in AXES if name in registry())
+            raise RecipeError(
+                f"layout.{axis} is {size}; {axis} is not there yet, so the only allowed size is 1. Set "
+                f"layout.{axis}=1; {known} divide the work today."
+            )
+    if not _divided(recipe):
+        return
+    _ = recipe.accumulation  # refuses a step that cannot be dealt out to the ranks
+    if recipe.objective.kind == "dpo":
         raise RecipeError(
-            f"layout.{axis} is {size}; this version trains on one device, so the only allowed size is 1. "
-            f"Set layout.{axis}=1."
+            "objective.kind is dpo and the layout takes several ranks; preferences are learned by one rank so far. Set "
+            "the sizes of the layout to 1."
         )

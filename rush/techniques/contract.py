@@ -17,11 +17,12 @@ from enum import Enum, IntEnum
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rush.data import Batch
 from rush.hardware import Machine
 from rush.models import Decoder
+from rush.parallel import Ranks
 from rush.recipe import Knob, Recipe
 
 
@@ -174,6 +175,14 @@ class Build:
     """Entered around every step, left after it: process-wide settings never leak out of a run."""
     pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
     """Each goes around the forward and backward of a micro batch; the first is the innermost."""
+    before_pass: list[Callable[[bool], None]] = field(default_factory=list)
+    """Each is told, before a micro batch's pass, whether it is the last of its step."""
+    ranks: Ranks = field(default_factory=Ranks)
+    """The processes that train together; this one alone, in the plain run."""
+    wrap: Callable[[Decoder], nn.Module] | None = None
+    """Puts something around the finished model, which training passes call instead of it."""
+    averaged_over: int = 1
+    """Over how many ranks the gradients are averaged, where a step wants their sum."""
     loader_options: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Notes for the evidence: objects or numbers that show afterwards what happened."""

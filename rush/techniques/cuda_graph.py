@@ -134,7 +134,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("offload_activations",),
+    conflicts=("ddp", "fsdp", "offload_activations"),
     claim=Claim(
         "tokens_per_s",
         0.12,

@@ -14,13 +14,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.profiler import record_function
 
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import Machine
 from rush.models import Decoder, build_model, flops_per_token
+from rush.models.initial import initial_values
+from rush.parallel import Ranks, check_world
+from rush.parallel.sharded import fill_model, is_sharded
 from rush.recipe import Recipe
 from rush.techniques import Build, Pass, Stage, Use, check
 from rush.train.objectives import NextToken, Objective, objective_of
@@ -48,6 +51,12 @@ class Run:
     pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     """What techniques noted while they were applied, for their evidence."""
+    ranks: Ranks = field(default_factory=Ranks)
+    outer: nn.Module | None = None
+    """What is around the model, for training passes to call."""
+    averaged_over: int = 1
+    """Over how many ranks the gradients come averaged."""
+    before_pass: list[Callable[[bool], None]] = field(default_factory=list)
     spoiled: Tensor | None = None
     """On the device: whether a step so far had a loss or gradient that was not finite."""
 
@@ -59,7 +68,7 @@ class Run:
     def forward_backward(self, batch: Batch, share: Tensor) -> Tensor:
         """The plain pass over a micro batch; `micro_pass` is it with what techniques put around it."""
         with record_function(FORWARD), self.autocast():
-            loss = self.objective.loss(self.model, batch)
+            loss = self.objective.loss(self.outer or self.model, batch)
         (loss * share).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -101,14 +110,26 @@ class Run:
         return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
 
-def build(recipe: Recipe, machine: Machine, weights: dict[str, torch.Tensor] | None = None) -> Run:
-    """The run a recipe describes, on this machine; random weights from the seed unless given."""
+def build(
+    recipe: Recipe,
+    machine: Machine,
+    weights: dict[str, torch.Tensor] | None = None,
+    ranks: Ranks | None = None,
+) -> Run:
+    """The run a recipe describes, on this machine; random weights from the seed unless given.
+
+    A layout of several ranks is built by all of them at the same time, each with its own `ranks`.
+    """
     uses = check(recipe, machine)
+    ranks = ranks or Ranks()
+    check_world(recipe.layout.model_dump(), ranks.world)
     device = torch.device(machine.device)
     _limit_memory(recipe, device)
     with torch.device("meta"):
         model = build_model(recipe.shape())
-    half_made = Build(recipe=recipe, machine=machine, device=device, model=model)
+    half_made = Build(recipe=recipe, machine=machine, device=device, model=model, ranks=ranks)
+    if not ranks.alone:
+        half_made.loader_options |= {"rank": ranks.data_rank, "world": ranks.data_ranks}
     _apply(uses, half_made, first=Stage.ENV, last=Stage.SHARD)
     _materialise(half_made, weights)
     _apply(uses, half_made, first=Stage.MATERIALISE, last=Stage.DATA)
@@ -131,6 +152,10 @@ def build(recipe: Recipe, machine: Machine, weights: dict[str, torch.Tensor] | N
         scaler=half_made.scaler or torch.amp.GradScaler(device.type, enabled=False),
         pass_wrappers=half_made.pass_wrappers,
         facts=half_made.facts,
+        ranks=ranks,
+        outer=None if half_made.wrap is None else half_made.wrap(half_made.model),
+        averaged_over=half_made.averaged_over,
+        before_pass=half_made.before_pass,
     )
     if recipe.run.deterministic:
         run.step_contexts.append(deterministic)
@@ -174,7 +199,11 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
             f"the weights of {half_made.recipe.model.name} do not fit into {half_made.machine.summary()}; "
             "take a smaller model or a larger device."
         ) from None
-    if weights is None:
+    if any(is_sharded(parameter) for parameter in model.parameters()):
+        seed = half_made.recipe.run.seed
+        fill_model(model, initial_values(model.shape, seed) if weights is None else weights.items())
+        model.init_buffers()
+    elif weights is None:
         model.init_weights(half_made.recipe.run.seed)
     else:
         model.load_state_dict(weights)

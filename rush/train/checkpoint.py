@@ -28,6 +28,8 @@ from torch.optim import Optimizer
 from rush.errors import DataError
 from rush.files import write_json_atomic
 from rush.models.adapters import is_adapted
+from rush.parallel import Ranks
+from rush.parallel.sharded import fill, gather
 from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
 from rush.train.frozen import check_base, describe_base
 from rush.train.tensors import TensorFile, describe, save_tensors
@@ -55,17 +57,54 @@ def save(
     metrics: Mapping[str, float | None] | None = None,
     *,
     meta: Mapping[str, Any] | None = None,
+    ranks: Ranks | None = None,
 ) -> Path:
     """Write and seal the checkpoint of `step`; on any failure nothing of it stays and older ones are intact.
+
+    Of several ranks all call this: sharded tensors are gathered, and rank 0 writes them. What lies on the disk is the same
+    for every layout, so any other can go on from it.
 
     `extra` (loader state, schedule, counters) must be JSON without NaN or infinity; `load` returns it.
     `metrics` and `meta` go into the manifest; the store ranks checkpoints by `val_loss` in `metrics`.
     """
+    ranks = ranks or Ranks()
+    tensors, aliases = _saved_tensors(model)
+    tensors = gather(tensors, keep=ranks.main)
+    optimizer_tensors, optimizer_state = _pack_optimizer(model, optimizer)
+    optimizer_tensors = gather(optimizer_tensors, keep=ranks.main)
+
+    def write() -> str:
+        return str(
+            _write(
+                store,
+                step,
+                (tensors, aliases),
+                (optimizer_tensors, optimizer_state),
+                model,
+                extra,
+                metrics,
+                meta,
+            )
+        )
+
+    return Path(ranks.once(write))
+
+
+def _write(
+    store: CheckpointStore,
+    step: int,
+    weights: tuple[dict[str, Tensor], dict[str, str]],
+    moments: tuple[dict[str, Tensor], dict[str, Any]],
+    model: nn.Module,
+    extra: Mapping[str, Any],
+    metrics: Mapping[str, float | None] | None,
+    meta: Mapping[str, Any] | None,
+) -> Path:
     folder = store.begin(step)
     try:
-        tensors, aliases = _saved_tensors(model)
+        tensors, aliases = weights
         save_tensors(folder / MODEL, tensors, {"format": "pt", "tied": json.dumps(aliases)})
-        optimizer_tensors, optimizer_state = _pack_optimizer(model, optimizer)
+        optimizer_tensors, optimizer_state = moments
         save_tensors(folder / OPTIMIZER, optimizer_tensors, {})
         random_tensors, random_state = _pack_random()
         save_tensors(folder / RANDOM, random_tensors, {})
@@ -102,7 +141,7 @@ def load(
                 _restore_optimizer(moments, state["optimizer"], model, optimizer)
         with torch.no_grad():
             for name, tensor in tensors.items():
-                tensor.copy_(weights.tensor(name))
+                fill(tensor, weights.tensor(name))
     if optimizer is not None:
         _restore_random(checkpoint.path / RANDOM, state["random"])
     extra: dict[str, Any] = state["extra"]
@@ -260,7 +299,8 @@ def _restore_optimizer(
             device = parameter.device if on_device else torch.device("cpu")
             # The parameter's own strides, too: fused kernels walk both through memory side by side.
             like = parameter if value.shape == parameter.shape else value
-            restored[key] = torch.empty_like(like, dtype=value.dtype, device=device).copy_(value)
+            restored[key] = torch.empty_like(like, dtype=value.dtype, device=device)
+            fill(restored[key], value)
         optimizer.state[parameter] = restored
 
 

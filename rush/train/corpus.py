@@ -99,7 +99,9 @@ class TokenCorpus:
 
     def validation(self, recipe: Recipe, options: Mapping[str, Any]) -> Iterator[Batch]:
         dataset = TokenDataset(self.folder, "validation", recipe.batch.sequence)
-        return validation_batches(dataset, recipe.batch.micro, samples=recipe.run.validate_sequences)
+        return validation_batches(
+            dataset, recipe.batch.micro, samples=recipe.run.validate_sequences, **_place(options)
+        )
 
     def ready_for(
         self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
@@ -142,6 +144,7 @@ class DocumentCorpus:
             recipe.run.validate_sequences,
             paired=recipe.objective.kind == "dpo",
             references=self.references.get("validation"),
+            **_place(options),
         )
 
     def ready_for(
@@ -157,6 +160,11 @@ class DocumentCorpus:
         with nullcontext(beside) if beside else tempfile.TemporaryDirectory() as folder:
             found = references(run, splits, self.digest, Path(folder), resumed=resumed)
         return replace(self, references=found)
+
+
+def _place(options: Mapping[str, Any]) -> dict[str, int]:
+    """Which part of the held-out batches is this rank's."""
+    return {"rank": options.get("rank", 0), "world": options.get("world", 1)}
 
 
 def preparation_of(recipe: Recipe) -> Preparation:

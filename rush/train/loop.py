@@ -4,16 +4,19 @@ What a resumed run must repeat to the bit is kept small on purpose. The learning
 the step, the sample order a function of seed and position; weights, optimizer state, random state
 and position are in the checkpoint. Rows written after the newest checkpoint are cut away and written
 again, so `metrics.jsonl` always tells one story.
+
+Several ranks run through this together. All take the same decisions from the same numbers; only rank 0 writes and prints.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +27,9 @@ import torch
 from rush.errors import DataError, Diverged, MachineError, RecipeError
 from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, memory_in_use, probe
+from rush.models import build_model
+from rush.parallel import Ranks, join
+from rush.parallel.sharded import gather, is_sharded
 from rush.recipe import Recipe
 from rush.recipe_io import differences, load_recipe, write_toml
 from rush.records.metrics import MetricsWriter, read_rows, truncate_after
@@ -72,12 +78,19 @@ def train_recipe(
     machine = probe(recipe.run.device)
     check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
-    with resumed_run(folder.path) if resume else new_run(folder.path):
-        return _train(recipe, machine, folder, view)
+    with join(recipe.layout.model_dump(), machine.device) as ranks, ExitStack() as stack:
+        folder = RunFolder(Path(ranks.once(lambda: str(folder.path))))
+        opened = resumed_run(folder.path) if resume else new_run(folder.path)
+        ranks.once(lambda: _open(stack, opened))
+        return _train(recipe, machine, folder, view if ranks.main else Silent(), ranks)
+
+
+def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
+    stack.enter_context(opened)
 
 
 # What may change between the parts of one run without changing what it learns.
-FREE_ON_RESUME = ("about", "run.save_every", "run.keep", "run.validate_every", "run.sample_every",
+FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "run.save_every", "run.keep", "run.validate_every", "run.sample_every",
                   "run.sample_prompt", "run.sample_tokens", "run.tensorboard", "run.wandb")  # fmt: skip
 
 
@@ -90,10 +103,15 @@ def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:
             f"the run was started with another recipe ({'; '.join(fixed)}); a resumed run must learn what it set "
             "out to learn. Leave these out, or start a new run with another --out."
         )
+    if given is not None and given.step_tokens != stored.step_tokens:
+        raise RecipeError(
+            f"a step of the run was {stored.step_tokens:,} tokens, with this layout it would be {given.step_tokens:,}; set "
+            f"batch.total_tokens={stored.step_tokens} when the run is started, so that it can go on with other ranks."
+        )
     return given or stored
 
 
-def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View) -> Summary:
+def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, ranks: Ranks) -> Summary:
     store = folder.checkpoints
     resumed = store.newest_good(lambda path, reason: view.note(f"DAMAGED checkpoint, not used: {reason}"))
     if resumed is None and store.steps():
@@ -104,8 +122,9 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View) -> S
     # A checkpoint of adapters does not hold the base they belong to.
     needs_base = resumed is None or checkpoint.base_record(resumed) is not None
     weights = starting_weights(recipe) if needs_base else None
-    corpus = open_corpus(recipe, folder.tokenizer, view.note)
-    run = build(recipe, machine, weights)
+    tokenizer = folder.tokenizer if ranks.main else None
+    corpus = ranks.in_turn(lambda: open_corpus(recipe, tokenizer, view.note))
+    run = build(recipe, machine, weights, ranks)
     corpus = corpus.ready_for(run, weights, folder.path, resumed=resumed is not None)
     loader = corpus.loader(recipe, run.loader_options)
     done, tokens = 0, 0
@@ -117,15 +136,17 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View) -> S
         view.note(f"Resuming from {resumed.path.name}.")
     else:
         _seed_generators(recipe.run.seed)
-    sinks = open_sinks(recipe, folder.path, done + 1)
+    sinks = open_sinks(recipe, folder.path, done + 1) if ranks.main else []
     try:
+        if not ranks.main:
+            return _Session(recipe, run, folder, corpus, loader, None, sinks, view).go(done, tokens)
         # Only now does the folder hold a run: a start that failed so far can simply be tried again.
         write_atomic(folder.recipe, write_toml(recipe))
         write_json_atomic(folder.machine, machine.to_dict())
         truncate_after(folder.metrics, done)
         truncate_after(folder.samples, done)
         with MetricsWriter(folder.metrics) as metrics, MetricsWriter(folder.samples) as samples:
-            session = _Session(recipe, run, folder, corpus, loader, metrics, samples, sinks, view)
+            session = _Session(recipe, run, folder, corpus, loader, (metrics, samples), sinks, view)
             return session.go(done, tokens)
     finally:
         loader.close()
@@ -168,17 +189,20 @@ class _Session:
     folder: RunFolder
     corpus: Corpus
     loader: Any
-    metrics: MetricsWriter
-    samples: MetricsWriter
+    rows: tuple[MetricsWriter, MetricsWriter] | None
+    """Metrics and samples; rank 0 has them."""
     sinks: list[Sink]
     view: View
     finished: float = 0.0
     """When the last finished step was done."""
+    last_step: float = math.inf
+    """Of several ranks, the step after which they agreed to end."""
 
     def go(self, done: int, tokens: int) -> Summary:
         recipe, total = self.recipe, self.recipe.schedule.steps
         self.view.start(_title(recipe, self.run), total, done)
-        gauge = yardstick(self.run)
+        gauge = Yardstick(**self.run.ranks.once(lambda: asdict(yardstick(self.run))))
+        gauge = replace(gauge, rate=gauge.rate and gauge.rate * self.run.ranks.world)
         row: dict[str, Any] = {}
         began, first_tokens = time.perf_counter(), tokens
         self.finished = began
@@ -186,19 +210,19 @@ class _Session:
             with _graceful_stop() as stop:
                 under_way: _Started | None = None
                 for step in range(done + 1, total + 1):
-                    started = self._start(step)
+                    started = self._start(step, stop.asked)
                     if under_way is not None:
                         row, under_way = self._finish(under_way, tokens, gauge), None
                         tokens = row["tokens"]
                         self._record(row["step"], row, last=False)
-                    if not (stop.asked or started.launched.ready or self._needs_weights(step)):
+                    if not (self._stops(stop, step) or started.launched.ready or self._needs_weights(step)):
                         under_way = started  # the next step is launched while the device works on this one
                         continue
                     row = self._finish(started, tokens, gauge)
                     tokens = row["tokens"]
                     self._record(step, row, last=step == total)
                     # Asked once: a request that comes during the save waits for the next step.
-                    stopping = stop.asked
+                    stopping = self._stops(stop, step)
                     if stopping or step == total or _due(recipe.run.save_every, step):
                         self._save(step, row)
                     if stopping:
@@ -206,6 +230,11 @@ class _Session:
         finally:
             self.view.close()
         return self._summary(row, done, tokens, (tokens - first_tokens) / (time.perf_counter() - began))
+
+    def _stops(self, stop: _Stop, step: int) -> bool:
+        """Whether the run ends after this step. Ranks are asked at different moments: they end after the step that follows
+        the first one of which all know that someone was asked."""
+        return stop.asked if self.run.ranks.alone else step >= self.last_step
 
     def _needs_weights(self, step: int) -> bool:
         """Whether something is done with the weights as they are after this step."""
@@ -215,19 +244,21 @@ class _Session:
             for every in (settings.save_every, settings.validate_every, settings.sample_every)
         )
 
-    def _start(self, step: int) -> _Started:
+    def _start(self, step: int, asked: bool) -> _Started:
         """Launch a step; on a device it may still be at work when this returns."""
         began = time.perf_counter()
         lr = learning_rate(self.recipe, step)
         batches = list(self.loader.next_step())
         data_s = time.perf_counter() - began
         with self._explained(step):
-            return _Started(launch_step(self.run, step, lr, batches), lr, began, data_s)
+            return _Started(launch_step(self.run, step, lr, batches, stopping=asked), lr, began, data_s)
 
     def _finish(self, started: _Started, tokens: int, gauge: Yardstick) -> dict[str, Any]:
         """Wait for a step and make its row. Its time counts from the end of the step before, if it was waiting for that."""
         with self._explained(started.launched.step):
             result = started.launched.result()
+        if result.stopping:
+            self.last_step = min(self.last_step, started.launched.step + 1)
         now = time.perf_counter()
         seconds, self.finished = now - max(started.began, self.finished), now
         speed = result.num_tokens / seconds
@@ -283,18 +314,23 @@ class _Session:
         if last or _due(settings.validate_every, step):
             row["val_loss"] = validate(self.run, self.corpus.validation(self.recipe, self.run.loader_options))
             row |= {f"val_{name}": value for name, value in self.run.objective.figures().items()}
-        self.metrics.write(row)
+        sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
+        run = _gathered(self.run) if sampled else self.run
+        if self.rows is None:
+            return
+        metrics, samples = self.rows
+        metrics.write(row)
         for sink in self.sinks:
             sink.write(step, {k: v for k, v in row.items() if isinstance(v, float)})
         self.view.row(row)
-        if settings.sample_tokens and (last or _due(settings.sample_every, step)):
-            text = sample_text(self.run, self.corpus.tokenizer)
-            self.samples.write({"step": step, "prompt": settings.sample_prompt, "text": text})
+        if sampled:
+            text = sample_text(run, self.corpus.tokenizer)
+            samples.write({"step": step, "prompt": settings.sample_prompt, "text": text})
             self.view.sample(step, text)
 
     def _save(self, step: int, row: dict[str, Any]) -> None:
-        self.metrics.sync()
-        self.samples.sync()
+        for rows in self.rows or ():
+            rows.sync()
         extra = {
             "step": step,
             "tokens": row["tokens"],
@@ -304,11 +340,21 @@ class _Session:
         }
         store = self.folder.checkpoints
         checkpoint.save(
-            store, step, self.run.model, self.run.optimizer, extra, {"val_loss": row.get("val_loss")}
+            store,
+            step,
+            self.run.model,
+            self.run.optimizer,
+            extra,
+            {"val_loss": row.get("val_loss")},
+            ranks=self.run.ranks,
         )
-        store.retain(self.recipe.run.keep, committed=step)
+        if self.run.ranks.main:
+            store.retain(self.recipe.run.keep, committed=step)
 
     def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
+        return Summary(**self.run.ranks.once(lambda: asdict(self._own_summary(row, done, tokens, speed))))
+
+    def _own_summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
         rows = list(read_rows(self.folder.metrics))
         val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
         step = row.get("step", done)
@@ -325,15 +371,32 @@ class _Session:
         )
 
 
+def _gathered(run: Run) -> Run:
+    """The run with its whole model on rank 0, for what only rank 0 does; of a sharded one all must ask for it."""
+    if not any(is_sharded(parameter) for parameter in run.model.parameters()):
+        return run
+    weights = gather(run.model.state_dict(), keep=run.ranks.main)
+    if not run.ranks.main:
+        return run
+    with torch.device("meta"):
+        model = build_model(run.model.shape)
+    model.load_state_dict(weights, assign=True)
+    model.init_buffers()
+    return replace(run, model=model)
+
+
 def _due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
 def _title(recipe: Recipe, run: Run) -> str:
-    names = ", ".join(name for name, _ in recipe.technique_uses()) or "none"
+    named = [name for name, _ in recipe.technique_uses()]
+    named += [name for use in run.uses if (name := use.technique.name) not in named]
+    names = ", ".join(named) or "none"
+    ranks = "" if run.ranks.alone else f"{run.ranks.data_ranks} × "
     return (
         f"{recipe.model.name} on {run.machine.summary()} · {recipe.step_tokens:,} tokens a step "
-        f"({recipe.accumulation} × {recipe.batch.micro} × {recipe.batch.sequence}) · techniques: {names}"
+        f"({ranks}{recipe.accumulation} × {recipe.batch.micro} × {recipe.batch.sequence}) · techniques: {names}"
     )
 
 

@@ -10,6 +10,10 @@ the device, and the device then for the host to launch what comes next. So where
 the device to hold back, everything is launched at once, and the host looks at the numbers later
 (`launch_step`, then `result`): the next step can be under way by then. An update that was held back holds back
 all later ones too, so that the weights stay what they were.
+
+On several ranks a step is the step of all: every rank's micro batches are divided by the labels of all ranks, and loss,
+norm and counts are those of the whole step, alike everywhere. What a rank must know of the others is summed where the
+losses are, so that no host waits for it.
 """
 
 from __future__ import annotations
@@ -23,6 +27,7 @@ from torch import Tensor
 
 from rush.data import Batch
 from rush.errors import DataError, Diverged
+from rush.parallel.sharded import is_sharded, reshard, scale, total_norm
 from rush.train.build import Run
 from rush.train.optimizer import holds_back, set_learning_rate
 
@@ -39,6 +44,19 @@ class StepResult:
     """Further numbers the objective gives."""
     skipped: bool = False
     """The scaled gradients overflowed, so there was no update (and no norm: it reads 0); the scale goes down."""
+    stopping: bool = False
+    """Some rank was asked to stop when it launched this step."""
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What a step holds, over all its micro batches (and all ranks, once they are summed)."""
+
+    units: int
+    labels: int
+    tokens: int
+    real: int
+    stopping: int
 
 
 @dataclass(frozen=True)
@@ -47,15 +65,27 @@ class LaunchedStep:
 
     step: int
     batches: list[Batch]
-    units: int
-    num_tokens: int
-    num_labels: int
-    num_real: int
+    counts: Counts
+    """Of this rank."""
     figures: Mapping[str, float]
     numbers: Tensor
-    """On the host: the summed loss and the gradient's norm, once `arrived` has happened."""
+    """On the host: the summed loss and the gradient's norm, and of several ranks the sums of their counts, once
+    `arrived` has happened."""
     arrived: torch.cuda.Event | None
     skipped: bool
+
+    @property
+    def num_tokens(self) -> int:
+        """Of this rank, as are the next two."""
+        return self.counts.tokens
+
+    @property
+    def num_labels(self) -> int:
+        return self.counts.labels
+
+    @property
+    def num_real(self) -> int:
+        return self.counts.real
 
     @property
     def ready(self) -> bool:
@@ -66,18 +96,21 @@ class LaunchedStep:
         """Wait for the numbers. Raises `Diverged` if loss or gradient was not finite; then nothing was updated."""
         if self.arrived is not None:
             self.arrived.synchronize()
-        summed_loss, norm = self.numbers.tolist()
-        loss = summed_loss / self.units
+        summed_loss, norm, *summed = self.numbers.tolist()
+        counts = Counts(*map(int, summed)) if summed else self.counts
+        _check_labels(self.step, counts)
+        loss = summed_loss / counts.units
         if not (math.isfinite(loss) and (math.isfinite(norm) or self.skipped)):
             raise Diverged(_say_diverged(self.step, loss, norm, self.batches))
         return StepResult(
             loss,
             0.0 if self.skipped else norm,
-            num_tokens=self.num_tokens,
-            num_labels=self.num_labels,
-            num_real=self.num_real,
+            num_tokens=counts.tokens,
+            num_labels=counts.labels,
+            num_real=counts.real,
             figures=self.figures,
             skipped=self.skipped,
+            stopping=counts.stopping > 0,
         )
 
 
@@ -86,44 +119,82 @@ def train_step(run: Run, step: int, lr: float, batches: Iterable[Batch]) -> Step
     return launch_step(run, step, lr, batches).result()
 
 
-def launch_step(run: Run, step: int, lr: float, batches: Iterable[Batch]) -> LaunchedStep:
-    """Everything a step does, without waiting for the device where that can be helped."""
+def launch_step(
+    run: Run, step: int, lr: float, batches: Iterable[Batch], *, stopping: bool = False
+) -> LaunchedStep:
+    """Everything a step does, without waiting for the device where that can be helped.
+
+    `stopping` tells the other ranks that this one was asked to stop.
+    """
     with run.in_step():
-        return _launch(run, step, lr, list(batches))
+        return _launch(run, step, lr, list(batches), stopping)
 
 
-def _launch(run: Run, step: int, lr: float, batches: list[Batch]) -> LaunchedStep:
-    num_labels = sum(batch.num_labels for batch in batches)
-    units = sum(run.objective.units(batch) for batch in batches)
-    if num_labels == 0 or units == 0:
-        raise DataError(f"step {step} has no label to learn from; every target in its batches is masked.")
-    share = run.scaler.scale(torch.full((), 1 / units, device=run.device))
+def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool) -> LaunchedStep:
+    counts = Counts(
+        units=sum(run.objective.units(batch) for batch in batches),
+        labels=sum(batch.num_labels for batch in batches),
+        tokens=sum(batch.tokens_bt.numel() for batch in batches),
+        real=sum(batch.num_real for batch in batches),
+        stopping=int(stopping),
+    )
+    summed = _sum_counts(run, step, counts)
+    share = run.scaler.scale(_share(run, counts, summed))
     total = torch.zeros((), device=run.device)
-    for batch in batches:
+    for place, batch in enumerate(batches, 1):
+        for tell in run.before_pass:
+            tell(place == len(batches))
         total += run.micro_pass(batch.to(run.device), share)
+    run.ranks.sum(total)
     run.scaler.unscale_(run.optimizer)
     grad_norm = gradient_norm(run)
     on_device = torch.stack([total, grad_norm.to(total.device)])
     set_learning_rate(run.optimizer, lr)
     if waits_for_nothing(run):
-        numbers, arrived, skipped = *_fetch(on_device), False
+        numbers, arrived, skipped = *_fetch(_with(on_device, summed)), False
         _update_unless_spoiled(run, on_device)
     else:
-        numbers, arrived = on_device.cpu(), None
-        skipped = _update_if_sound(run, numbers, grad_norm)
+        numbers, arrived = _with(on_device, summed).cpu(), None
+        skipped = _update_if_sound(run, numbers[:2], grad_norm)
     run.optimizer.zero_grad(set_to_none=True)
     return LaunchedStep(
         step,
         batches,
-        units,
-        num_tokens=sum(batch.tokens_bt.numel() for batch in batches),
-        num_labels=num_labels,
-        num_real=sum(batch.num_real for batch in batches),
+        counts,
         figures=run.objective.figures(),
         numbers=numbers,
         arrived=arrived,
         skipped=skipped,
     )
+
+
+def _sum_counts(run: Run, step: int, counts: Counts) -> Tensor | None:
+    """The counts of all ranks, on the device; None for a rank that is alone, which knows its own."""
+    if run.ranks.alone:
+        _check_labels(step, counts)
+        return None
+    numbers = torch.tensor(
+        [counts.units, counts.labels, counts.tokens, counts.real, counts.stopping],
+        dtype=torch.float64,  # which counts to 2⁵³ and travels with the loss
+        pin_memory=run.device.type == "cuda",
+    )
+    return run.ranks.sum(numbers.to(run.device, non_blocking=True))
+
+
+def _check_labels(step: int, counts: Counts) -> None:
+    if counts.labels == 0 or counts.units == 0:
+        raise DataError(f"step {step} has no label to learn from; every target in its batches is masked.")
+
+
+def _share(run: Run, counts: Counts, summed: Tensor | None) -> Tensor:
+    """What each unit's loss counts: one over the units of the step. (Without any it is infinite, and nothing is updated.)"""
+    if summed is None:
+        return torch.full((), 1 / counts.units, device=run.device)
+    return (run.averaged_over / summed[0]).float()
+
+
+def _with(loss_and_norm: Tensor, summed: Tensor | None) -> Tensor:
+    return loss_and_norm if summed is None else torch.cat([loss_and_norm.double(), summed])
 
 
 def waits_for_nothing(run: Run) -> bool:
@@ -185,6 +256,8 @@ def gradient_norm(run: Run) -> torch.Tensor:
     gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
     if not gradients:
         return torch.zeros((), device=run.device)
+    if not run.ranks.alone:
+        return total_norm(gradients)
     # In fp32 whatever the gradients are: a norm in bf16 has three digits, and clipping would inherit them.
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -194,7 +267,10 @@ def gradient_norm(run: Run) -> torch.Tensor:
 def clip(run: Run, grad_norm: torch.Tensor) -> None:
     """Scale all gradients down if their norm is above the recipe's limit."""
     limit = run.recipe.optimizer.clip
-    if limit:
+    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+    if limit and any(is_sharded(gradient) for gradient in gradients):
+        scale(gradients, (limit / (grad_norm + 1e-6)).clamp(max=1.0))
+    elif limit:
         torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), limit, grad_norm)
 
 
@@ -214,12 +290,16 @@ def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> 
 
 @torch.no_grad()
 def validate(run: Run, batches: Iterable[Batch]) -> float:
-    """Mean loss per unit over held-out batches."""
-    total, units = 0.0, 0
+    """Mean loss per unit over held-out batches; with several ranks over those of all."""
+    total, units = 0.0, 0.0
     with run.in_step():
         for batch in batches:
             with run.autocast():
                 loss = run.objective.loss(run.model, batch.to(run.device))
             total += float(loss)
             units += run.objective.units(batch)
+    if not run.ranks.alone:
+        reshard(run.model)
+        summed = run.ranks.sum(torch.tensor([total, units], dtype=torch.float64, device=run.device))
+        total, units = summed.tolist()
     return total / units

@@ -33,6 +33,8 @@ NAMES = sorted(registry())
 GPU_ONLY = {
     "tf32", "cudnn_attention", "flex_attention", "offload_activations", "pin_memory", "cuda_graph", "liger",
 }  # fmt: skip
+# They divide the work among processes: tests/parallel holds them against one rank.
+SEVERAL_RANKS = {"ddp", "fsdp"}
 # What they learn differs by design: test_lora.py holds it against the written-out formula instead.
 ADAPTERS = {"lora", "qlora", "int8_base"}
 SIXTEEN_BITS = {
@@ -50,7 +52,7 @@ SLOW = {"adam8bit"}
 ON_THIS_CPU = [
     pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else [])
     for name in NAMES
-    if name not in GPU_ONLY
+    if name not in GPU_ONLY | SEVERAL_RANKS
 ]
 
 
@@ -176,6 +178,10 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of(name, "accumulate", overrides=[sft]))
         if name in ("bucket", "pad"):
             own.append(recipe_of(name, "compile", overrides=[sft]))
+    if name in SEVERAL_RANKS:
+        own.append(recipe_of(f"{{name='{name}'}}", overrides=[f"layout.{name}=2"]))
+        own.append(recipe_of("{name='ddp', bucket_mb=1}", overrides=["layout.ddp=2", "layout.fsdp=2"]))
+        own.append(recipe_of("compile", overrides=["layout.fsdp=2"]))
     if name == "cudnn_attention":
         own.append(recipe_of(name, "amp_bf16", "flatten", overrides=["objective.kind=sft"]))
     if name == "flex_attention":

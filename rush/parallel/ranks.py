@@ -1,0 +1,124 @@
+"""A rank's place among the others, and the few things that ranks settle with each other.
+
+The mesh is a block of ranks with named axes, the outermost first: pp, ddp, fsdp, cp, tp. Ranks that are neighbours
+in the last axes talk most and should be neighbours on the machine. Ranks that differ in ddp or fsdp are *data
+ranks*: each gets other samples. Those that differ in pp, cp or tp only work on the same ones.
+
+What a device need not see (a path, whether a folder could be opened) goes through the store that the ranks met at:
+waiting there has no time limit of minutes, as collectives have, and no tensor has to be made.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from rush import errors
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+    from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+AXES = ("pp", "ddp", "fsdp", "cp", "tp")
+"""Of the mesh, in this order."""
+DATA_AXES = ("ddp", "fsdp")
+PATIENCE = timedelta(days=2)
+"""How long the others wait for rank 0 to prepare data."""
+
+SAID = "rank 0 says so too"
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among those that train together. Without a mesh it is alone."""
+
+    rank: int = 0
+    world: int = 1
+    mesh: DeviceMesh | None = None
+    store: Store | None = None
+    data_group: ProcessGroup | None = None
+    """Those that hold other samples of the same step."""
+    _calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+
+    @property
+    def alone(self) -> bool:
+        return self.mesh is None
+
+    @property
+    def main(self) -> bool:
+        """Whether this is the one that writes and prints."""
+        return self.rank == 0
+
+    @property
+    def data_ranks(self) -> int:
+        return 1 if self.mesh is None else self.size("ddp") * self.size("fsdp")
+
+    @property
+    def data_rank(self) -> int:
+        """Which part of every step's samples is this rank's."""
+        if self.mesh is None:
+            return 0
+        return int(self.mesh.get_local_rank("ddp")) * self.size("fsdp") + int(
+            self.mesh.get_local_rank("fsdp")
+        )
+
+    def size(self, axis: str) -> int:
+        return 1 if self.mesh is None else int(self.mesh.size(AXES.index(axis)))
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the data ranks, in place. On a GPU nobody waits for it but the GPU."""
+        if self.mesh is not None:
+            torch.distributed.all_reduce(tensor, group=self.data_group)
+        return tensor
+
+    def once(self, make: Callable[[], T]) -> T:
+        """What rank 0 makes (JSON can hold it), handed to all. If it fails there, it fails everywhere alike."""
+        if self.store is None:
+            return make()
+        key = f"rush/{next(self._calls)}"
+        if self.main:
+            try:
+                value = make()
+            except BaseException as error:
+                self.store.set(key, json.dumps({"error": _name(error), "says": str(error)}))
+                raise
+            self.store.set(key, json.dumps({"value": value}))
+            return value
+        self.store.wait([key], PATIENCE)
+        told: dict[str, Any] = json.loads(self.store.get(key))
+        if "error" in told:
+            raise _error(told["error"], told["says"])
+        found: T = told["value"]
+        return found
+
+    def in_turn(self, make: Callable[[], T]) -> T:
+        """Made by rank 0 first, then by each of the others, which find done what has to be done once."""
+        if self.main:
+            made: list[T] = []
+            self.once(lambda: made.append(make()))
+            return made[0]
+        self.once(lambda: None)
+        return make()
+
+
+def _name(error: BaseException) -> str:
+    return type(error).__name__
+
+
+def _error(name: str, says: str) -> Exception:
+    kind = getattr(errors, name, None)
+    if isinstance(kind, type) and issubclass(kind, errors.RushError):
+        error = kind(says)
+        error.add_note(SAID)
+        return error
+    return RuntimeError(f"rank 0 ended with {name}: {says}")

@@ -1,0 +1,142 @@
+"""Data parallelism: every rank holds the whole model, works on other samples, and the gradients are averaged.
+
+A step's samples are dealt out to the ranks. Each computes the gradient of its part; an all-reduce gives every rank
+the gradient of all, and equal weights get equal updates, so the copies stay equal. Gradients are sent in buckets
+while the backward pass is still at work on earlier layers: where links are fast enough the exchange hides behind
+it. During accumulation nothing is sent but with the last micro batch. Wins whenever the model fits one device.
+Nothing gets smaller: each rank holds all weights, gradients and optimizer state (see `fsdp`), and small steps wait
+for the links. Beside fsdp it is the number of copies of the sharded model; then fsdp does the sending.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from rush.data import Batch
+from rush.models import Decoder
+from rush.recipe import Knob
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Pass,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+)
+
+FORWARD, ALL_REDUCE, PASS = "DistributedDataParallel.forward", "c10d::allreduce_", "rush::forward"
+OF_A_STEP = 2
+"""All-reduces that every step on several ranks makes: its counts and its loss."""
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    if build.ranks.size("fsdp") > 1:
+        return  # the copies of a sharded model are made and kept equal by fsdp
+    mesh = build.ranks.mesh
+    assert mesh is not None
+    made: list[nn.parallel.DistributedDataParallel] = []
+    last = True
+
+    def wrap(model: Decoder) -> nn.Module:
+        made.append(
+            nn.parallel.DistributedDataParallel(
+                model,
+                process_group=mesh.get_group("ddp"),
+                bucket_cap_mb=float(knobs["bucket_mb"]),
+                gradient_as_bucket_view=bool(knobs["bucket_view"]),
+                **_keep_buffers(),
+            )
+        )
+        return made[0]
+
+    def told(is_last: bool) -> None:
+        nonlocal last
+        last = is_last
+
+    @contextmanager
+    def quiet() -> Iterator[None]:
+        if last or not knobs["send_once"]:
+            yield
+        else:
+            with made[0].no_sync():
+                yield
+
+    def around(inner: Pass) -> Pass:
+        def passes(batch: Batch, share: Tensor) -> Tensor:
+            with quiet():
+                return inner(batch, share)
+
+        return passes
+
+    build.wrap = wrap
+    build.averaged_over = build.ranks.size("ddp")
+    build.before_pass.append(told)
+    build.pass_wrappers.append(around)
+
+
+def _keep_buffers() -> dict[str, Any]:
+    """Do not send buffers before every pass: they are computed, alike everywhere. (torch is about to rename the option.)"""
+    known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
+    return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """The profile shows more all-reduces in a step than its counts and its loss need, and passes through
+    `DistributedDataParallel` (or, of a sharded model, none)."""
+    steps = seen.ops.get(PASS, 0) / max(1, seen.micro_batches)
+    reduces = seen.ops.get(ALL_REDUCE, 0) / steps if steps else 0.0
+    sharded = seen.facts.get("fsdp_ranks", 1) > 1
+    # Of a sharded model the gradient's norm takes one more.
+    own = OF_A_STEP + sharded
+    wrapped = seen.ops.get(FORWARD, 0)
+    return Proof(
+        reduces > own and bool(wrapped) != sharded,
+        f"{reduces:g} all-reduces in a step, of which {own} are not for gradients; {wrapped} passes through "
+        "DistributedDataParallel",
+    )
+
+
+technique = Technique(
+    name="ddp",
+    stage=Stage.SHARD,
+    apply=apply,
+    requires=(
+        Requirement(
+            "it is put on by a layout of several ranks; set layout.ddp to 2 or more",
+            lambda machine, recipe: recipe.layout.ddp > 1,
+        ),
+        Requirement(
+            "its knobs are for copies of a whole model; beside layout.fsdp leave it out of techniques",
+            lambda machine, recipe: (
+                recipe.layout.fsdp == 1 or not any(n == "ddp" and k for n, k in recipe.technique_uses())
+            ),
+        ),
+    ),
+    conflicts=("cuda_graph",),
+    knobs={
+        "bucket_mb": KnobRange((25, 1, 5, 50, 100), "MiB of gradients that are sent together"),
+        "bucket_view": KnobRange((True, False), "gradients live in the buckets, instead of being copied in"),
+        "send_once": KnobRange(
+            (True, False), "during accumulation send with the last micro batch only, instead of with each"
+        ),
+    },
+    claim=Claim(
+        "tokens_per_s",
+        0.9,
+        regime="from 1 to 2 GPUs: near-linear scaling, ResNet50 and BERT, up to 256 GPUs",
+        source="Li et al. 2020, arXiv:2006.15704",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(MemoryEffect("buffers", 1.0, "without bucket_view a second copy of the gradients"),),
+)

@@ -1,0 +1,163 @@
+"""Fully sharded data parallelism (ZeRO): each rank keeps a part of the model, and borrows the rest for a moment.
+
+Data parallelism holds weights, gradients and Adam's moments once for every rank, 16 bytes a parameter. Here each
+rank keeps 1/n. Before a block computes, its weights are gathered from all ranks; after its backward pass the gradients
+are summed and cut in one exchange (reduce-scatter). Stage "parameters" (ZeRO-3) lets gathered weights go after the
+forward pass of a block and gathers them again for the backward pass: half as much again is sent. "gradients" (ZeRO-2)
+keeps them until the step's last backward pass; "optimizer" (ZeRO-1) also keeps whole gradients until then and sends
+them once a step. Between steps torch holds shards only, whatever the stage. Wins where a model does not fit; loses to
+`ddp` where it does and links are slow. With layout.ddp the shards exist that many times (hybrid sharding).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from rush.recipe import Knob
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    knob_of,
+    used,
+)
+
+GATHER, SCATTER, PASS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "rush::forward"
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    assert build.ranks.mesh is not None
+    axes = ("ddp", "fsdp") if build.ranks.size("ddp") > 1 else ("fsdp",)
+    mesh = build.ranks.mesh[axes]
+    stage, model = str(knobs["stage"]), build.model
+    blocks: list[Any] = list(model.blocks) if knobs["unit"] == "block" else []
+    for block in blocks:
+        fully_shard(block, mesh=mesh, reshard_after_forward=stage == "parameters")
+    # The backward pass begins where the forward pass of the rest (embedding, head) ended: letting go would be in vain.
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for unit in [*blocks, model]:
+        # The share of a step counts the units of all ranks, so gradients are to be summed.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    _prefetch(blocks, int(knobs["prefetch"]))
+    build.before_pass.append(_told(model, stage))
+    build.facts["fsdp_model"] = model
+    build.facts["fsdp_ranks"] = build.ranks.size("fsdp")
+
+
+def _prefetch(blocks: list[Any], depth: int) -> None:
+    """Ask for blocks before their turn; torch itself asks for the next one while a block computes."""
+    if depth < 2:
+        return
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
+
+
+def _told(model: nn.Module, stage: str) -> Callable[[bool], None]:
+    sharded: Any = model
+
+    def told(last: bool) -> None:
+        sharded.set_is_last_backward(last)
+        sharded.set_requires_gradient_sync(last or stage != "optimizer")
+        sharded.set_reshard_after_backward(last or stage == "parameters")
+
+    return told
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """This rank holds its part of the parameters, and per unit and step the profile shows as many all-gathers and
+    reduce-scatters as the stage needs."""
+    if "fsdp_model" not in seen.facts:
+        return Proof(False, "no parameter is sharded")
+    from rush.parallel.sharded import own_part
+
+    parameters = list(seen.facts["fsdp_model"].parameters())
+    held = sum(own_part(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
+    ranks, passes = seen.facts["fsdp_ranks"], seen.micro_batches
+    steps = seen.ops.get(PASS, 0) / max(1, passes)
+    gathers, scatters = (seen.ops.get(name, 0) / steps if steps else 0.0 for name in (GATHER, SCATTER))
+    blocks = len(seen.facts["fsdp_model"].blocks) if knobs["unit"] == "block" else 0
+    once, each = blocks + 1, (blocks + 1) * passes
+    wanted = {
+        "parameters": (2 * blocks * passes + passes, each),
+        "gradients": (once, each),
+        "optimizer": (once, once),
+    }
+    return Proof(
+        held < 1.5 / ranks and (gathers, scatters) == wanted[str(knobs["stage"])],
+        f"this rank holds {held:.0%} of the parameters; {gathers:g} all-gathers and {scatters:g} reduce-scatters in a "
+        f"step of {passes} micro batches with {blocks + 1} units",
+    )
+
+
+technique = Technique(
+    name="fsdp",
+    stage=Stage.SHARD,
+    apply=apply,
+    requires=(
+        Requirement(
+            "it is put on by a layout of several ranks; set layout.fsdp to 2 or more",
+            lambda machine, recipe: recipe.layout.fsdp > 1,
+        ),
+        Requirement(
+            "weights are gathered between blocks, where a graph of the whole model cannot be interrupted; use compile "
+            "with scope block, and fsdp with unit block",
+            lambda machine, recipe: (
+                not used(recipe, "compile")
+                or (
+                    knob_of(recipe, "compile", "scope", "model") == "block"
+                    and knob_of(recipe, "fsdp", "unit", "block") == "block"
+                )
+            ),
+        ),
+    ),
+    # They act on plain parameters: on their memory, their bytes, or by kernels that know no shards.
+    conflicts=(
+        "adam8bit",
+        "amp_fp16",
+        "bf16_master",
+        "cuda_graph",
+        "fp8",
+        "fused_projections",
+        "fused_update",
+        "int8_base",
+        "lora",
+        "offload_activations",
+        "qlora",
+    ),
+    knobs={
+        "stage": KnobRange(
+            ("parameters", "gradients", "optimizer"),
+            "what is kept in parts through a step: all (ZeRO-3), gradients and optimizer state (ZeRO-2), or the latter "
+            "only (ZeRO-1)",
+        ),
+        "unit": KnobRange(("block", "model"), "what is gathered at once"),
+        "prefetch": KnobRange((1, 2, 4), "blocks that are asked for ahead of their turn"),
+    },
+    claim=Claim(
+        "model state bytes per rank",
+        -0.98,
+        regime="ZeRO-3 on 64 ranks: 16 bytes a parameter become 16/64",
+        source="Rajbhandari et al. 2019, arXiv:1910.02054, figure 1",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("parameters", 0.5, "divided by layout.fsdp, and one or two blocks in full"),
+        MemoryEffect("gradients", 0.5, "divided by layout.fsdp; in full with stage = optimizer"),
+        MemoryEffect("optimizer", 0.5, "divided by layout.fsdp"),
+    ),
+)

@@ -1,0 +1,250 @@
+"""What ranks do in these tests, as functions that a fresh process can find; and a way to run one on several ranks."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests" / "techniques"))
+LIMIT_S = 120.0
+Result = dict[str, Any]
+
+
+def on_ranks(num_ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`work(*arguments)` in `num_ranks` new processes, which find each other as under torchrun; what each returned."""
+    context = multiprocessing.get_context("forkserver")
+    # Imported once, by a process that does nothing else; ranks are its forks.
+    context.set_forkserver_preload(["rank_work", "rush.train.loop", "torch.distributed.fsdp", "tiny_runs"])
+    port = free_port()
+    ends: list[Connection] = []
+    processes = []
+    for rank in range(num_ranks):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=_rank, args=(rank, num_ranks, port, there, work, arguments))
+        process.start()
+        there.close()
+        ends.append(here)
+        processes.append(process)
+    try:
+        return _answers(ends)
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+
+
+def _answers(ends: list[Connection]) -> list[Any]:
+    found: dict[int, Any] = {}
+    deadline = time.monotonic() + LIMIT_S
+    while len(found) < len(ends):
+        left = [end for rank, end in enumerate(ends) if rank not in found]
+        ready = wait(left, max(0.0, deadline - time.monotonic()))
+        assert ready, (
+            f"ranks {[r for r in range(len(ends)) if r not in found]} did not answer in {LIMIT_S:g} s"
+        )
+        for end in ready:
+            rank = ends.index(end)  # type: ignore[arg-type]
+            kind, answer = end.recv()  # type: ignore[union-attr]
+            assert kind == "ok", f"rank {rank} failed:\n{answer}"
+            found[rank] = answer
+    return [found[rank] for rank in range(len(ends))]
+
+
+def _rank(
+    rank: int, world: int, port: int, end: Connection, work: Callable[..., Any], arguments: Any
+) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(world),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        GLOO_SOCKET_IFNAME="lo",
+    )
+    try:
+        end.send(("ok", work(*arguments)))
+    except BaseException:
+        end.send(("failed", traceback.format_exc()))
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return int(held.getsockname()[1])
+
+
+def recipe(family: str, layout: Mapping[str, int], techniques: Iterable[str] = (), *more: str) -> Any:
+    """A recipe of a few thousand parameters on documents of unequal length, four micro batches a step in all."""
+    from tiny_runs import recipe_of
+
+    name = {"gpt2": "tiny", "llama": "llama-tiny"}[family]
+    sizes = [f"layout.{axis}={size}" for axis, size in layout.items()]
+    changes = ["objective.kind=sft", "batch.micro=1", "model.shape.vocab_size=259", *sizes, *more]
+    return recipe_of(*techniques, name=name, overrides=changes)
+
+
+def loader(run: Any) -> Any:
+    from tiny_runs import TextDocuments
+
+    from rush.data.document_loader import DocumentLoader
+
+    batch = run.recipe.batch
+    return DocumentLoader(
+        TextDocuments(longest=batch.sequence + 1),
+        micro=batch.micro,
+        sequence=batch.sequence,
+        batches_per_step=run.recipe.accumulation * run.recipe.data_ranks,
+        seed=run.recipe.run.seed,
+        **run.loader_options,
+    )
+
+
+def learn(
+    family: str,
+    layout: Mapping[str, int],
+    techniques: Iterable[str] = (),
+    steps: int = 20,
+    plant: str = "",
+    more: Iterable[str] = (),
+) -> Result:
+    """Losses and norms of the steps, the whole gradients of the first, what each technique proved, what this rank holds."""
+    from rush.hardware import probe
+    from rush.parallel import join
+    from rush.parallel.sharded import own_part, whole
+    from rush.techniques.proofs import prove
+    from rush.train.build import build
+    from rush.train.observe import observe
+    from rush.train.step import clipped_by, launch_step, validate
+
+    chosen = recipe(family, layout, techniques, *more)
+    with join(chosen.layout.model_dump(), "cpu") as ranks:
+        run = build(chosen, probe("cpu"), None, ranks)
+        _plant(run, plant)
+        gradients: dict[str, np.ndarray[Any, Any]] = {}
+
+        def keep(*_: Any) -> None:
+            if not gradients:
+                for name, parameter in run.model.named_parameters():
+                    assert parameter.grad is not None
+                    gradients[name] = whole(parameter.grad).numpy().copy()
+
+        run.optimizer.register_step_pre_hook(keep)
+        losses, norms, labels, own_labels = [], [], [], []
+        with loader(run) as given:
+            for step in range(1, steps + 1):
+                batches = list(given.next_step())
+                own_labels.append(sum(batch.num_labels for batch in batches))
+                result = launch_step(run, step, chosen.optimizer.lr, batches).result()
+                losses.append(result.loss)
+                norms.append(result.grad_norm)
+                labels.append(result.num_labels)
+            held_out = validate(run, given.next_step())
+            result = launch_step(run, steps + 1, chosen.optimizer.lr, list(given.next_step())).result()
+            losses.append(result.loss)
+            seen = observe(run, lambda: list(given.next_step()), steps=1)
+        parameters = list(run.model.parameters())
+        state = [own_part(value) for held in run.optimizer.state.values() for value in held.values()]
+        return {
+            "losses": losses,
+            "norms": norms,
+            "labels": labels,
+            "own_labels": own_labels,
+            "held_out": held_out,
+            "gradients": {name: value / clipped_by(run, norms[0]) for name, value in gradients.items()},
+            "proofs": {name: (p.took_effect, p.what) for name, p in prove(run.uses, seen).items()},
+            "parameter_bytes": sum(own_part(parameter).nbytes for parameter in parameters),
+            "state_bytes": sum(value.nbytes for value in state),
+        }
+
+
+def _plant(run: Any, bug: str) -> None:
+    """A historical bug, put back on purpose."""
+    if bug == "the gradients are never exchanged":
+        told = list(run.before_pass)
+        run.before_pass[:] = [lambda last: [tell(False) for tell in told]]
+    elif bug == "every rank divides by its own labels":
+        # What averaging the ranks' means comes to.
+        plain = run.micro_pass
+        own: list[int] = []
+
+        def passes(batch: Any, share: Any) -> Any:
+            own.append(batch.num_labels)
+            return plain(batch, torch.full_like(share, 1 / batch.num_labels / run.recipe.accumulation))
+
+        run.micro_pass = passes
+    else:
+        assert not bug
+
+
+def pass_on(family: str, layout: Mapping[str, int], source: str | None, target: str, steps: int) -> Result:
+    """Load a checkpoint into this layout, make some steps, save another."""
+    from rush.hardware import probe
+    from rush.parallel import join
+    from rush.records.checkpoints import CheckpointStore
+    from rush.train import checkpoint
+    from rush.train.build import build
+    from rush.train.step import train_step
+
+    chosen = recipe(family, layout)
+    with join(chosen.layout.model_dump(), "cpu") as ranks:
+        run = build(chosen, probe("cpu"), None, ranks)
+        with loader(run) as given:
+            if source is not None:
+                given.load_state(checkpoint.load(Path(source), run.model, run.optimizer)["loader"])
+            losses = [
+                train_step(run, step, chosen.optimizer.lr, given.next_step()).loss
+                for step in range(1, steps + 1)
+            ]
+            path = checkpoint.save(
+                CheckpointStore(Path(target)),
+                7,
+                run.model,
+                run.optimizer,
+                {"loader": given.state()},
+                ranks=ranks,
+            )
+        return {"path": str(path), "losses": losses}
+
+
+def look_around(layout: Mapping[str, int]) -> Result:
+    """A rank's place, what it hears from the others, and the samples it is given in three steps."""
+    from rush.errors import DataError
+    from rush.hardware import probe
+    from rush.parallel import join
+    from rush.train.build import build
+
+    def fail() -> str:
+        raise DataError("no such corpus")
+
+    chosen = recipe("gpt2", layout)
+    with join(chosen.layout.model_dump(), "cpu") as ranks:
+        found: Result = {
+            "alone": ranks.alone,
+            "process group": torch.distributed.is_initialized(),
+            "data_rank": ranks.data_rank,
+            "sum": float(ranks.sum(torch.tensor(float(ranks.rank)))),
+            "told": ranks.once(lambda: f"by rank {ranks.rank}"),
+        }
+        if ranks.mesh is not None:
+            found["place"] = tuple(ranks.mesh.get_local_rank(axis) for axis in ("ddp", "fsdp"))
+        try:
+            ranks.once(fail)
+        except DataError as error:
+            found["error"] = f"{type(error).__name__}: {error}"
+        run = build(chosen, probe("cpu"), None, ranks)
+        with loader(run) as given:
+            found["samples"] = [list(batch.samples) for _ in range(3) for batch in given.next_step()]
+        return found

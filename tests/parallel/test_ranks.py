@@ -1,0 +1,102 @@
+"""Meeting, the mesh, who gets which samples, and what ranks settle through the store."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rush.errors import DataError, MachineError, RecipeError
+from rush.hardware import probe
+from rush.parallel import Ranks, check_world
+from rush.parallel.sharded import gather, is_sharded, own_part, total_norm, whole
+from rush.techniques import check
+from rush.train.build import build
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rank_work import look_around, on_ranks, recipe
+
+
+def test_a_process_alone_joins_nobody() -> None:
+    (found,) = on_ranks(1, look_around, {})
+    assert found["alone"]
+    assert not found["process group"]
+    alone = Ranks()
+    assert (alone.data_rank, alone.data_ranks, alone.main) == (0, 1, True)
+    assert alone.once(lambda: "made") == "made"
+    assert float(alone.sum(torch.tensor(2.0))) == 2.0
+
+
+def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:
+    found = on_ranks(4, look_around, {"ddp": 2, "fsdp": 2})
+    assert [answer["data_rank"] for answer in found] == [0, 1, 2, 3]
+    assert [answer["place"] for answer in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert all(answer["sum"] == 6 for answer in found)
+    assert all(answer["told"] == "by rank 0" for answer in found), "what rank 0 makes, all have"
+    assert all(answer["error"] == "DataError: no such corpus" for answer in found), "and its errors"
+    (one,) = on_ranks(1, look_around, {})
+    # Micro batches are dealt out in turn: rank r has the r-th, the (r + 4)-th, ...
+    dealt = [found[place % 4]["samples"][place // 4] for place in range(len(one["samples"]))]
+    assert dealt == one["samples"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        (["layout.tp=2"], RecipeError, "tp is not there yet"),
+        (["layout.pp=2"], RecipeError, "pp is not there yet"),
+        (["layout.cp=2"], RecipeError, "ddp and fsdp divide the work today"),
+        (["layout.ddp=2", "objective.kind=dpo"], RecipeError, "preferences are learned by one rank"),
+        (["layout.fsdp=2", "techniques+=fused_update"], RecipeError, "cannot stand together"),
+        (["layout.fsdp=2", "techniques+=compile"], MachineError, "compile with scope block"),
+        (["techniques+=fsdp"], MachineError, "set layout.fsdp to 2 or more"),
+        (["layout.ddp=3"], RecipeError, "not a multiple of batch.micro × batch.sequence × data ranks"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_one_sentence(
+    changes: list[str], kind: type[Exception], said: str
+) -> None:
+    asked = recipe("gpt2", {}, (), *changes)
+    with pytest.raises(kind, match=said) as caught:
+        check(asked, probe("cpu"))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_layout_puts_its_techniques_on() -> None:
+    uses = check(recipe("gpt2", {"ddp": 2, "fsdp": 2}), probe("cpu"))
+    assert {use.technique.name for use in uses} == {"ddp", "fsdp"}
+    named = check(recipe("gpt2", {"fsdp": 2}, ["{name='fsdp', stage='gradients'}"]), probe("cpu"))
+    assert [use.knobs["stage"] for use in named] == ["gradients"]
+
+
+def test_a_run_for_several_ranks_is_not_built_by_one() -> None:
+    with pytest.raises(RecipeError, match="takes 2 ranks, but this run has 1"):
+        build(recipe("gpt2", {"ddp": 2}), probe("cpu"))
+    with pytest.raises(
+        RecipeError, match="every size of the layout is 1, which takes 1 rank, but this run has 2"
+    ):
+        check_world({"ddp": 1, "fsdp": 1}, 2)
+    check_world({"ddp": 2, "fsdp": 2}, 4)
+
+
+def test_plain_tensors_pass_through_what_is_made_for_sharded_ones() -> None:
+    tensors: dict[str, Any] = {"a": torch.tensor([3.0]), "b": torch.tensor([[4.0]])}
+    assert float(total_norm(list(tensors.values()))) == 5.0
+    for tensor in tensors.values():
+        assert not is_sharded(tensor)
+        assert whole(tensor) is tensor
+        assert own_part(tensor) is tensor
+    assert gather(tensors, keep=True) == tensors
+    assert gather(tensors, keep=False) == {}
+
+
+def test_an_error_of_rank_0_is_everybodys() -> None:
+    with pytest.raises(DataError, match="no such corpus"):
+        Ranks().once(_fail)
+
+
+def _fail() -> str:
+    raise DataError("no such corpus")

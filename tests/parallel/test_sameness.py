@@ -1,0 +1,131 @@
+"""Several ranks learn what one rank learns: gradients, losses, norms, with unequal numbers of labels on the ranks."""
+
+from __future__ import annotations
+
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rank_work import Result, learn, on_ranks, pass_on
+
+ZERO = {stage: f"{{name='fsdp', stage='{stage}'}}" for stage in ("parameters", "gradients", "optimizer")}
+LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
+    "ddp 2": ({"ddp": 2}, ()),
+    "ddp 2, every micro batch sent": (
+        {"ddp": 2},
+        ("{name='ddp', send_once=false, bucket_view=false, bucket_mb=1}",),
+    ),
+    "fsdp 2, ZeRO-3": ({"fsdp": 2}, (ZERO["parameters"],)),
+    "fsdp 2, ZeRO-2": ({"fsdp": 2}, (ZERO["gradients"],)),
+    "fsdp 2, ZeRO-1": ({"fsdp": 2}, (ZERO["optimizer"],)),
+    "fsdp 2, one unit, fused": ({"fsdp": 2}, ("{name='fsdp', unit='model'}", "fused_adamw")),
+    "fsdp 2, prefetch, checkpointing": ({"fsdp": 2}, ("{name='fsdp', prefetch=2}", "checkpoint_full")),
+    "ddp 2 × fsdp 2": ({"ddp": 2, "fsdp": 2}, ()),
+}
+QUICK = {
+    "gpt2": {"ddp 2", "fsdp 2, ZeRO-3", "fsdp 2, ZeRO-2", "fsdp 2, ZeRO-1", "ddp 2 × fsdp 2"},
+    "llama": {"ddp 2", "fsdp 2, ZeRO-3", "fsdp 2, one unit, fused"},
+}
+CASES = [
+    pytest.param(family, name, marks=[] if name in QUICK[family] else [pytest.mark.slow])
+    for family in QUICK
+    for name in LAYOUTS
+]
+NO_EXCHANGE, OWN_LABELS = "the gradients are never exchanged", "every rank divides by its own labels"
+
+
+@cache
+def one_rank(family: str) -> Result:
+    found: Result = on_ranks(1, learn, family, {})[0]
+    return found
+
+
+@cache
+def ranks(family: str, name: str) -> list[Result]:
+    layout, techniques = LAYOUTS[name]
+    return on_ranks(int(np.prod(list(layout.values()))), learn, family, layout, techniques)
+
+
+def furthest(ours: Result, reference: Result) -> dict[str, float]:
+    """The largest relative difference of each kind; a gradient's is that of its norm."""
+    apart = {
+        name: max(abs(a - b) / abs(b) for a, b in zip(ours[name], reference[name], strict=True))
+        for name in ("losses", "norms")
+    }
+    apart["held_out"] = abs(ours["held_out"] - reference["held_out"]) / reference["held_out"]
+    assert ours["gradients"].keys() == reference["gradients"].keys()
+    apart["gradients"] = max(
+        float(np.linalg.norm(ours["gradients"][name] - value) / np.linalg.norm(value))
+        for name, value in reference["gradients"].items()
+    )
+    return apart
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_ranks_learn_what_one_rank_learns(family: str, name: str) -> None:
+    found, reference = ranks(family, name), one_rank(family)
+    assert len(reference["losses"]) == 21
+    assert reference["losses"][-1] < 0.8 * reference["losses"][0], (
+        "nothing was learned, so nothing is compared"
+    )
+    for rank, ours in enumerate(found):
+        apart = furthest(ours, reference)
+        assert max(apart.values()) < 1e-5, (rank, apart)
+        assert ours["labels"] == reference["labels"]
+        assert ours["losses"] == found[0]["losses"], "the reported loss is that of all ranks, on each of them"
+    unequal = {tuple(ours["own_labels"]) for ours in found}
+    assert len(unequal) == len(found), "the ranks were to hold unequal numbers of labels"
+
+
+@pytest.mark.parametrize(("family", "name"), CASES)
+def test_the_techniques_of_a_layout_take_effect(family: str, name: str) -> None:
+    layout, _ = LAYOUTS[name]
+    for ours in ranks(family, name):
+        assert ours["proofs"].keys() >= layout.keys()
+        assert all(took_effect for took_effect, _ in ours["proofs"].values()), ours["proofs"]
+
+
+@pytest.mark.parametrize("bug", [NO_EXCHANGE, OWN_LABELS])
+@pytest.mark.parametrize("axis", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
+def test_a_planted_bug_is_seen(axis: str, bug: str) -> None:
+    techniques = [ZERO["optimizer"]] if axis == "fsdp" else []
+    if (axis, bug) == ("fsdp", NO_EXCHANGE):
+        with pytest.raises(AssertionError, match="failed"):  # there is no gradient of the shards at all
+            on_ranks(2, learn, "gpt2", {axis: 2}, techniques, 2, bug)
+        return
+    planted: list[Any] = on_ranks(2, learn, "gpt2", {axis: 2}, techniques, 20, bug)
+    apart = furthest(planted[0], one_rank("gpt2"))
+    assert apart["gradients"] > 1e-3, apart
+    assert apart["losses"] > 1e-5, apart
+    assert planted[0]["proofs"][axis][0] == (bug != NO_EXCHANGE), planted[0]["proofs"]
+
+
+def test_a_rank_holds_its_part_of_parameters_and_moments() -> None:
+    whole = one_rank("gpt2")
+    for ours in ranks("gpt2", "fsdp 2, ZeRO-3"):
+        assert 0.45 < ours["parameter_bytes"] / whole["parameter_bytes"] < 0.55
+        assert 0.45 < ours["state_bytes"] / whole["state_bytes"] < 0.55
+    for ours in ranks("gpt2", "ddp 2"):
+        assert ours["parameter_bytes"] == whole["parameter_bytes"]
+
+
+def test_a_checkpoint_goes_through_layouts_to_the_same_bits(tmp_path: Path) -> None:
+    def passed(layout: dict[str, int], source: str | None, steps: int, name: str) -> str:
+        count = int(np.prod(list(layout.values())))
+        found = on_ranks(count, pass_on, "gpt2", layout, source, str(tmp_path / name), steps)
+        assert len({answer["path"] for answer in found}) == 1
+        path: str = found[0]["path"]
+        return path
+
+    first = passed({}, None, 2, "one")
+    sharded = passed({"fsdp": 2}, first, 0, "sharded")
+    copied = passed({"ddp": 2}, sharded, 0, "copied")
+    last = passed({}, copied, 0, "last")
+    for file in ("model.safetensors", "optimizer.safetensors", "state.json"):
+        there = {(Path(path) / file).read_bytes() for path in (first, sharded, copied, last)}
+        assert len(there) == 1, file

@@ -1,0 +1,178 @@
+"""`rush train` on several ranks, as a user starts it: what is written, how it stops, and that nobody is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
+from small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
+
+Run = subprocess.Popen[str]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "small.toml"
+    path.write_text(small_recipe(write_corpus(tmp_path / "corpus"), schedule={"steps": 8, "warmup": 2}))
+    return path
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[list[Run]]:
+    processes: list[Run] = []
+    yield processes
+    for process in processes:
+        for left in [*children(process), process]:
+            if left.poll() is None if isinstance(left, subprocess.Popen) else left.is_running():
+                left.kill()
+        process.wait()
+
+
+def start(started: list[Run], recipe: Path, out: Path, *words: str) -> Run:
+    """A long run on two ranks, returned once it has made a step."""
+    command = [sys.executable, "-m", "rush", "train", str(recipe), "schedule.steps=100000", "run.save_every=0",
+               "layout.ddp=2", "--nproc", "2", "--out", str(out), *words]  # fmt: skip
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=environment(out.parent / "cache"),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    started.append(process)
+    until(lambda: bool(rows(out)) or process.poll() is not None)
+    assert process.poll() is None, process.communicate()[0]
+    return process
+
+
+def until(happened: Any, limit_s: float = 120) -> None:
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def children(process: Run) -> list[psutil.Process]:
+    try:
+        return psutil.Process(process.pid).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
+
+
+def same(ours: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+    assert [row["step"] for row in ours] == [row["step"] for row in reference]
+    for mine, theirs in zip(ours, reference, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, value in theirs.items():
+            assert mine[key] == pytest.approx(value, rel=1e-5), (mine["step"], key)
+
+
+def test_two_ranks_write_one_run_that_one_rank_goes_on_with(recipe: Path, tmp_path: Path) -> None:
+    cache = tmp_path / "cache"
+    done = rush("train", recipe, "--out", tmp_path / "one", cache=cache)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "two"
+    done = rush("train", recipe, "layout.fsdp=2", "--nproc", "2", "--out", out, cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Done at step 8") == 1, "rank 0 alone speaks"
+    same(rows(out), rows(tmp_path / "one"))
+    assert rows(out, "samples.jsonl") == rows(tmp_path / "one", "samples.jsonl")
+    # The last checkpoints are taken away; one rank goes on where two were, and ends where one would have.
+    for step in (8,):
+        for file in (out / "checkpoints" / f"step-{step:06d}").iterdir():
+            file.unlink()
+        (out / "checkpoints" / f"step-{step:06d}").rmdir()
+    done = rush("train", out / "recipe.toml", "layout.fsdp=1", "--out", out, "--resume", cache=cache)
+    assert done.returncode == 0, done.stderr
+    same(rows(out), rows(tmp_path / "one"))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("layout.fsdp=2", "--nproc", "3"), "takes 2 ranks, but this run has 3"),
+        (("layout.ddp=2",), "takes 2 ranks, but this run has 1"),
+        (("--nproc", "2"), "every size of the layout is 1"),
+        (("layout.tp=2", "--nproc", "2"), "tp is not there yet"),
+    ],
+)
+def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(
+    words: tuple[str, ...], said: str, recipe: Path, tmp_path: Path
+) -> None:
+    done = rush("train", recipe, *words, "--out", tmp_path / "out", cache=tmp_path / "cache")
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.count("error") == 1
+    assert said in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_under_torchrun_one_message_is_said_and_all_are_gone(recipe: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "rush",
+         "train", str(recipe), "layout.fsdp=4", "batch.micro=1", "--out", str(tmp_path / "out")],
+        check=False, cwd=ROOT, env=environment(tmp_path / "cache"), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert time.monotonic() - began < 60
+    assert done.returncode != 0
+    assert done.stderr.count("error: layout.fsdp is 4, which takes 4 ranks, but this run has 2") == 1
+    assert "exitcode  : 2" in done.stderr
+
+
+def test_ranks_that_are_asked_to_stop_end_after_the_same_step_with_a_checkpoint(
+    recipe: Path, tmp_path: Path, started: list[Run]
+) -> None:
+    out = tmp_path / "out"
+    process = start(started, recipe, out)
+    ranks = children(process)
+    assert len(ranks) == 2
+    # One rank alone is asked: it tells the other.
+    ranks[1].send_signal(signal.SIGTERM)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "Stopped at step" in said
+    last = rows(out)[-1]["step"]
+    assert [path.name for path in (out / "checkpoints").iterdir()] == [f"step-{last:06d}"]
+    assert not any(rank.is_running() for rank in ranks)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_launcher_that_is_asked_to_stop_stops_its_ranks(
+    number: signal.Signals, recipe: Path, tmp_path: Path, started: list[Run]
+) -> None:
+    process = start(started, recipe, tmp_path / "out")
+    process.send_signal(number)
+    said, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert "Stopped at step" in said
+    assert "--resume --nproc 2" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whom", ["a rank", "the launcher"])
+def test_nobody_is_left_behind_a_killed_process(
+    whom: str, recipe: Path, tmp_path: Path, started: list[Run]
+) -> None:
+    process = start(started, recipe, tmp_path / "out")
+    ranks = children(process)
+    os.kill(ranks[1].pid if whom == "a rank" else process.pid, signal.SIGKILL)
+    process.wait(timeout=60)
+    assert process.returncode != 0
+    until(lambda: not any(rank.is_running() for rank in ranks), limit_s=30)
+    if whom == "a rank":
+        assert process.returncode == 128 + signal.SIGKILL
+        assert process.stdout is not None
+        assert "lost the connection to another rank" in process.stdout.read()
