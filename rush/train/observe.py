@@ -260,7 +260,7 @@ def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_p
     backward = sum(
         2 if any(p.requires_grad for p in module.parameters(recurse=False)) else 1 for module in linears
     )
-    saved = run.facts.get("products_saved", 0)
+    saved = int(run.facts.get("products_saved", 0))
     forward = count / num_passes - (backward - 2 * saved) if num_passes else 0.0
     return max(0.0, forward) / (len(linears) - saved)
 
