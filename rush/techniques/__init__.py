@@ -103,10 +103,7 @@ def _check_layout(recipe: Recipe) -> None:
                 f"layout.{axis} is {size}; {axis} is not there yet, so the only allowed size is 1. Set "
                 f"layout.{axis}=1; {known} divide the work today."
             )
-    if not _divided(recipe):
-        return
-    _ = recipe.accumulation  # refuses a step that cannot be dealt out to the ranks
-    if recipe.objective.kind == "dpo":
+    if recipe.objective.kind == "dpo" and _divided(recipe):
         raise RecipeError(
             "objective.kind is dpo and the layout takes several ranks; preferences are learned by one rank so far. Set "
             "the sizes of the layout to 1."

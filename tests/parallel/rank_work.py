@@ -138,8 +138,9 @@ def learn(
         def keep(*_: Any) -> None:
             if not gradients:
                 for name, parameter in run.model.named_parameters():
-                    assert parameter.grad is not None
-                    gradients[name] = whole(parameter.grad).numpy().copy()
+                    assert (parameter.grad is not None) == parameter.requires_grad
+                    if parameter.grad is not None:
+                        gradients[name] = whole(parameter.grad).float().numpy().copy()
 
         run.optimizer.register_step_pre_hook(keep)
         losses, norms, labels, own_labels = [], [], [], []
@@ -248,3 +249,36 @@ def look_around(layout: Mapping[str, int]) -> Result:
         with loader(run) as given:
             found["samples"] = [list(batch.samples) for _ in range(3) for batch in given.next_step()]
         return found
+
+
+def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result:
+    """Three steps: rank 1 has no label; rank 1's loss is not a number; nobody has a label."""
+    from rush.data.batch import IGNORED
+    from rush.errors import RushError
+    from rush.hardware import probe
+    from rush.parallel import join
+    from rush.parallel.sharded import whole
+    from rush.train.build import build
+    from rush.train.step import launch_step
+
+    chosen = recipe("gpt2", layout, techniques)
+    with join(chosen.layout.model_dump(), "cpu") as ranks:
+        run = build(chosen, probe("cpu"), None, ranks)
+        plain = run.micro_pass
+        said: list[str] = []
+        weights: list[bytes] = []
+        with loader(run) as given:
+            for step in (1, 2, 3):
+                batches = list(given.next_step())
+                if step == 3 or (step == 1 and ranks.rank == 1):
+                    for batch in batches:
+                        batch.labels_bt.fill_(IGNORED)
+                spoiled = step == 2 and ranks.rank == 1
+                run.micro_pass = (lambda b, s: plain(b, s * torch.nan) * torch.nan) if spoiled else plain
+                try:
+                    result = launch_step(run, step, 1e-3, batches).result()
+                    said.append(f"loss {result.loss:.5f} over {result.num_labels} labels")
+                except RushError as error:
+                    said.append(f"{type(error).__name__}: {str(error).split(',')[0]}")
+                weights.append(whole(run.model.embedding.weight).detach().numpy().tobytes())
+        return {"said": said, "weights": weights}

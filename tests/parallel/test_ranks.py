@@ -44,25 +44,36 @@ def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "kind", "said"),
+    ("techniques", "changes", "kind", "said"),
     [
-        (["layout.tp=2"], RecipeError, "tp is not there yet"),
-        (["layout.pp=2"], RecipeError, "pp is not there yet"),
-        (["layout.cp=2"], RecipeError, "ddp and fsdp divide the work today"),
-        (["layout.ddp=2", "objective.kind=dpo"], RecipeError, "preferences are learned by one rank"),
-        (["layout.fsdp=2", "techniques+=fused_update"], RecipeError, "cannot stand together"),
-        (["layout.fsdp=2", "techniques+=compile"], MachineError, "compile with scope block"),
-        (["techniques+=fsdp"], MachineError, "set layout.fsdp to 2 or more"),
-        (["layout.ddp=3"], RecipeError, "not a multiple of batch.micro × batch.sequence × data ranks"),
+        ([], ["layout.tp=2"], RecipeError, "tp is not there yet"),
+        ([], ["layout.pp=2"], RecipeError, "pp is not there yet"),
+        ([], ["layout.cp=2"], RecipeError, "ddp and fsdp divide the work today"),
+        ([], ["layout.ddp=2", "objective.kind=dpo"], RecipeError, "preferences are learned by one rank"),
+        (["fused_update"], ["layout.fsdp=2"], RecipeError, "fsdp and fused_update cannot stand together"),
+        (["compile"], ["layout.fsdp=2"], MachineError, "use compile with scope block"),
+        (["fsdp"], [], MachineError, "set layout.fsdp to 2 or more"),
+        (["{name='ddp', bucket_mb=1}"], ["layout.ddp=2", "layout.fsdp=2"], MachineError, "leave it out"),
+        (
+            ["{name='fsdp', stage='none'}"],
+            ["layout.fsdp=2"],
+            RecipeError,
+            "'parameters', 'gradients', 'optimizer'",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_with_one_sentence(
-    changes: list[str], kind: type[Exception], said: str
+    techniques: list[str], changes: list[str], kind: type[Exception], said: str
 ) -> None:
-    asked = recipe("gpt2", {}, (), *changes)
+    asked = recipe("gpt2", {}, techniques, *changes)
     with pytest.raises(kind, match=said) as caught:
         check(asked, probe("cpu"))
     assert "\n" not in str(caught.value)
+
+
+def test_a_step_that_cannot_be_dealt_out_is_refused() -> None:
+    with pytest.raises(RecipeError, match="not a multiple of batch.micro × batch.sequence × data ranks"):
+        recipe("gpt2", {"ddp": 3})
 
 
 def test_a_layout_puts_its_techniques_on() -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import Result, learn, on_ranks, pass_on
+from rank_work import Result, learn, meet_trouble, on_ranks, pass_on
 
 ZERO = {stage: f"{{name='fsdp', stage='{stage}'}}" for stage in ("parameters", "gradients", "optimizer")}
 LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
@@ -129,3 +129,18 @@ def test_a_checkpoint_goes_through_layouts_to_the_same_bits(tmp_path: Path) -> N
     for file in ("model.safetensors", "optimizer.safetensors", "state.json"):
         there = {(Path(path) / file).read_bytes() for path in (first, sharded, copied, last)}
         assert len(there) == 1, file
+
+
+@pytest.mark.parametrize(
+    ("axis", "techniques"),
+    [("fsdp", ("fused_adamw",)), pytest.param("ddp", (), marks=pytest.mark.slow)],
+)
+def test_trouble_on_one_rank_is_the_same_trouble_on_all(axis: str, techniques: tuple[str, ...]) -> None:
+    first, second = on_ranks(2, meet_trouble, {axis: 2}, techniques)
+    assert first["said"] == second["said"]
+    fine, diverged, empty = first["said"]
+    assert fine.startswith("loss 5.")
+    assert diverged == "Diverged: step 2: the loss is nan"
+    assert empty.startswith("DataError: step 3 has no label to learn from")
+    assert len(set(first["weights"])) == 1, "what is not finite changes nothing, on no rank"
+    assert first["weights"] == second["weights"]

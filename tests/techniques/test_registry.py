@@ -178,10 +178,11 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of(name, "accumulate", overrides=[sft]))
         if name in ("bucket", "pad"):
             own.append(recipe_of(name, "compile", overrides=[sft]))
-    if name in SEVERAL_RANKS:
-        own.append(recipe_of(f"{{name='{name}'}}", overrides=[f"layout.{name}=2"]))
-        own.append(recipe_of("{name='ddp', bucket_mb=1}", overrides=["layout.ddp=2", "layout.fsdp=2"]))
-        own.append(recipe_of("compile", overrides=["layout.fsdp=2"]))
+    if name == "ddp":
+        both = ["batch.micro=1", "layout.ddp=2", "layout.fsdp=2"]
+        own.append(recipe_of("{name='ddp', bucket_mb=1}", overrides=both))
+    if name == "fsdp":
+        own.append(recipe_of("compile", overrides=["batch.micro=1", "layout.fsdp=2"]))
     if name == "cudnn_attention":
         own.append(recipe_of(name, "amp_bf16", "flatten", overrides=["objective.kind=sft"]))
     if name == "flex_attention":
