@@ -5,19 +5,81 @@ fills the memory at large batches. Here only the input of each block is kept; th
 block's forward once more. Activations shrink to about one tensor per block, for a third more
 arithmetic. It makes a step slower and a batch larger, so it pays only when the larger batch (or the longer
 sequence) is worth more than the recomputation.
+
+At very long sequences the blocks' inputs are what is left, and what fills the memory. They can wait on the host
+(`inputs = "host"`): a trip over the link for each block, which is short beside attention over so many tokens.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, MemoryEffect, Observation, Parity, Proof, Stage, Technique
+from rush.hardware import Machine
+from rush.recipe import Knob, Recipe
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    knob_of,
+    used,
+)
 from rush.techniques.seams import give_forward
+
+PIECE = 2**26
+"""Bytes of a piece of pinned memory: its allocator rounds up to a power of two, which would double large tensors."""
+
+
+@dataclass(frozen=True)
+class Away:
+    """A tensor that waits on the host, in pieces."""
+
+    pieces: tuple[Tensor, ...]
+    dims: torch.Size
+    device: torch.device
+
+    def back(self) -> Tensor:
+        whole = torch.empty(self.dims, dtype=self.pieces[0].dtype, device=self.device)
+        for place, piece in zip(torch.split(whole.view(-1), len(self.pieces[0])), self.pieces, strict=True):
+            place.copy_(piece, non_blocking=True)
+        return whole
+
+
+class WaitOnHost(torch.autograd.graph.saved_tensors_hooks):
+    """Of what is kept for the backward pass, all that is `wanted` waits in pinned host memory.
+
+    Around a step: it acts on what a block hands to recomputation, and on what a compiled block keeps.
+    """
+
+    def __init__(self, wanted: Callable[[Tensor], bool], moved: Counter[str]) -> None:
+        def pack(tensor: Tensor) -> Tensor | Away:
+            if not wanted(tensor):
+                return tensor
+            pieces = []
+            for part in torch.split(tensor.contiguous().view(-1), PIECE // tensor.element_size()):
+                # The device reads and writes pinned memory by itself, in the order of its stream.
+                piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)
+                pieces.append(piece.copy_(part, non_blocking=True))
+            moved["bytes"] += tensor.numel() * tensor.element_size()
+            return Away(tuple(pieces), tensor.shape, tensor.device)
+
+        def unpack(packed: Tensor | Away) -> Tensor:
+            return packed.back() if isinstance(packed, Away) else packed
+
+        super().__init__(pack, unpack)
 
 
 def _recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
@@ -31,23 +93,53 @@ def _recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     for block in build.model.blocks:
         give_forward(block, _recomputed)
+    if knobs["inputs"] == "host":
+        moved: Counter[str] = Counter()
+        build.facts["waited_on_host"] = moved
+        hidden = build.model.shape.hidden
+
+        def is_input(tensor: Tensor) -> bool:
+            return tensor.dim() == 3 and tensor.shape[-1] == hidden and tensor.is_floating_point()
+
+        build.step_contexts.append(lambda: WaitOnHost(is_input, moved))
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The matmuls of the blocks ran again in the backward pass: more than three products for each linear layer."""
+    """The matmuls of the blocks ran again in the backward pass: more than three products for each linear layer. With
+    `inputs = "host"`, bytes of inputs were copied there as well."""
     # Recomputation stops as soon as the last needed value is there, so a little less than 2.
-    return Proof(
-        seen.block_forwards > 1.4,
+    said = (
         f"each block's matmuls ran {seen.block_forwards:.2f} times forward; {seen.held_bytes / 2**20:.1f} MiB "
-        "kept between forward and backward",
+        "kept between forward and backward"
     )
+    away = seen.facts.get("waited_on_host", Counter())["bytes"]
+    if knobs["inputs"] == "host":
+        said += f"; {away / 2**20:.1f} MiB of inputs went to the host since the build"
+    return Proof(seen.block_forwards > 1.4 and (away > 0) == (knobs["inputs"] == "host"), said)
+
+
+def _host_is_elsewhere(machine: Machine, recipe: Recipe) -> bool:
+    on_host = knob_of(recipe, "checkpoint_full", "inputs", "device") == "host"
+    return not on_host or (machine.device == "cuda" and not used(recipe, "cuda_graph", "fsdp"))
 
 
 technique = Technique(
     name="checkpoint_full",
     stage=Stage.MEMORY,
     apply=apply,
+    requires=(
+        Requirement(
+            'inputs = "host" needs a GPU, whose memory is not the host\'s, and stands neither beside cuda_graph nor fsdp',
+            _host_is_elsewhere,
+        ),
+    ),
     conflicts=("checkpoint_selective", "offload_activations"),
+    knobs={
+        "inputs": KnobRange(
+            ("device", "host"),
+            "where the input of each block waits for the backward pass; host is for long sequences",
+        )
+    },
     claim=Claim(
         "tokens_per_s",
         -0.40,

@@ -63,6 +63,7 @@ def needs(*techniques: str) -> None:
         (LORA, "bf16_master", "cuda_graph"),
         (QLORA, "bf16_master", "checkpoint_full", BLOCK, "fused_loss"),
         (QLORA, "bf16_master", "checkpoint_full", "cuda_graph"),
+        (QLORA, "bf16_master", "{name='checkpoint_full', inputs='host'}", BLOCK, "fused_loss"),
         ("{name='qlora', rank=8, backend='torchao'}", "bf16_master", "checkpoint_full", BLOCK),
         ("{name='int8_base', rank=8}", "bf16_master", BLOCK),
         ("{name='int8_base', rank=8, backend='torchao'}", "amp_bf16"),

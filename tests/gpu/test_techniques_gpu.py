@@ -136,6 +136,8 @@ def test_generated_attention() -> None:
     "techniques",
     [
         ["checkpoint_full"],
+        ["{name='checkpoint_full', inputs='host'}"],
+        ["{name='checkpoint_full', inputs='host'}", BLOCKS],
         ["checkpoint_selective"],
         ["{name='checkpoint_selective', keep='half'}"],
         ["offload_activations"],

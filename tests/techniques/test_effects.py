@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from rush.errors import Diverged
+from rush.errors import Diverged, RushError
 from rush.models import build_model
 from rush.recipe_io import load_recipe
 from rush.records.checkpoints import CheckpointStore
-from rush.techniques import Parity
+from rush.techniques import Parity, checkpoint_full
 from rush.techniques.offload_activations import Offload
 from rush.techniques.proofs import prove
 from rush.train import checkpoint
@@ -174,6 +174,35 @@ def test_offloaded_activations_give_the_same_bits_and_weights_stay() -> None:
     activation_bytes = x.numel() * 4
     assert moved["bytes"] > 5 * activation_bytes
     assert moved["bytes"] % 4 == 0
+
+
+@pytest.mark.parametrize("compiled", [(), ("{name='compile', scope='block'}",)], ids=["eager", "compiled"])
+def test_inputs_of_blocks_that_wait_on_the_host_come_back_as_they_were(
+    compiled: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        checkpoint_full, "PIECE", 300
+    )  # so that an input is many pieces, the last one shorter
+    moved: Counter[str] = Counter()
+
+    def is_input(tensor: torch.Tensor) -> bool:
+        return tensor.dim() == 3 and tensor.shape[-1] == run.model.shape.hidden and tensor.is_floating_point()
+
+    results = []
+    for waits in (False, True):
+        run = make_run("checkpoint_full", *compiled, overrides=SHORT)
+        if waits:  # by hand: on a CPU the technique refuses, since the host's memory is its own
+            run.step_contexts.append(lambda: checkpoint_full.WaitOnHost(is_input, moved))
+        batches = one_batch(run)
+        results.append([train_step(run, step, 1e-2, batches) for step in (1, 2, 3)])
+    assert results[0] == results[1]
+    inputs = run.model.shape.num_layers * batches[0].tokens_bt.numel() * run.model.shape.hidden * 4
+    assert moved["bytes"] >= 3 * inputs
+
+
+def test_inputs_wait_on_the_host_only_where_it_is_elsewhere() -> None:
+    with pytest.raises(RushError, match=r'inputs = "host" needs a GPU'):
+        make_run("{name='checkpoint_full', inputs='host'}", overrides=SHORT)
 
 
 def test_garbage_is_collected_only_every_so_many_steps_and_the_collector_is_on_again_afterwards() -> None:

@@ -183,6 +183,8 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='ddp', bucket_mb=1}", overrides=both))
     if name == "fsdp":
         own.append(recipe_of("compile", overrides=["batch.micro=1", "layout.fsdp=2"]))
+    if name == "checkpoint_full":
+        own.append(recipe_of("{name='checkpoint_full', inputs='host'}"))
     if name == "cudnn_attention":
         own.append(recipe_of(name, "amp_bf16", "flatten", overrides=["objective.kind=sft"]))
     if name == "flex_attention":
