@@ -40,7 +40,7 @@ class Model(Part):
 class Data(Part):
     source: str = "python-stdlib"
     """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hub:OWNER/NAME[:CONFIG[:SPLIT]]` for any dataset on the hub.
-    For fine-tuning also `python-docstrings`, `python-docstring-pairs`, `ultrachat` and `ultrafeedback`."""
+    For fine-tuning also `python-docstrings`, `python-docstring-pairs`, `python-readings`, `ultrachat` and `ultrafeedback`."""
     files: list[str] = []
     """Paths or globs of .txt, .py, .md, .jsonl or .parquet files; with a named source, local files in its schema."""
     text_field: str = "text"
