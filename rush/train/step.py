@@ -145,7 +145,9 @@ def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool
         for tell in run.before_pass:
             tell(place == len(batches))
         total += run.micro_pass(batch.to(run.device), share)
-    run.ranks.sum(total)
+    if summed is not None:
+        # Whether there was any label is known on the device only: without one nothing may be updated.
+        total = run.ranks.sum(total).masked_fill(summed[0] == 0, torch.nan)
     run.scaler.unscale_(run.optimizer)
     grad_norm = gradient_norm(run)
     on_device = torch.stack([total, grad_norm.to(total.device)])
@@ -187,7 +189,7 @@ def _check_labels(step: int, counts: Counts) -> None:
 
 
 def _share(run: Run, counts: Counts, summed: Tensor | None) -> Tensor:
-    """What each unit's loss counts: one over the units of the step. (Without any it is infinite, and nothing is updated.)"""
+    """What each unit's loss counts: one over the units of the step."""
     if summed is None:
         return torch.full((), 1 / counts.units, device=run.device)
     return (run.averaged_over / summed[0]).float()

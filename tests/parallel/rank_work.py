@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -18,15 +19,24 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "techniques"))
+sys.path.insert(0, str(Path(__file__).parent))
 LIMIT_S = 120.0
+PRELOADED = [
+    "rank_work",
+    "rush.train.observe",
+    "rush.train.loop",
+    "tiny_runs",
+    "torch._dynamo",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+]
 Result = dict[str, Any]
 
 
 def on_ranks(num_ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
     """`work(*arguments)` in `num_ranks` new processes, which find each other as under torchrun; what each returned."""
     context = multiprocessing.get_context("forkserver")
-    # Imported once, by a process that does nothing else; ranks are its forks.
-    context.set_forkserver_preload(["rank_work", "rush.train.loop", "torch.distributed.fsdp", "tiny_runs"])
+    _import_once(context)
     port = free_port()
     ends: list[Connection] = []
     processes = []
@@ -43,6 +53,19 @@ def on_ranks(num_ranks: int, work: Callable[..., Any], *arguments: Any) -> list[
         for process in processes:
             process.kill()
             process.join()
+
+
+def _import_once(context: Any) -> None:
+    """Let a process that does nothing else import everything; ranks are its forks. It finds modules by its environment."""
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)
+    context.set_forkserver_preload(PRELOADED)
+    try:
+        forkserver.ensure_running()
+    finally:
+        del os.environ["PYTHONPATH"]
+        if before is not None:
+            os.environ["PYTHONPATH"] = before
 
 
 def _answers(ends: list[Connection]) -> list[Any]:
@@ -155,7 +178,12 @@ def learn(
             held_out = validate(run, given.next_step())
             result = launch_step(run, steps + 1, chosen.optimizer.lr, list(given.next_step())).result()
             losses.append(result.loss)
-            seen = observe(run, lambda: list(given.next_step()), steps=1)
+            proofs = {}
+            if ranks.main:  # one is looked at while it makes a step with the others
+                seen = observe(run, lambda: list(given.next_step()), steps=1)
+                proofs = {name: (p.took_effect, p.what) for name, p in prove(run.uses, seen).items()}
+            else:
+                launch_step(run, steps + 2, chosen.optimizer.lr, list(given.next_step())).result()
         parameters = list(run.model.parameters())
         state = [own_part(value) for held in run.optimizer.state.values() for value in held.values()]
         return {
@@ -165,7 +193,7 @@ def learn(
             "own_labels": own_labels,
             "held_out": held_out,
             "gradients": {name: value / clipped_by(run, norms[0]) for name, value in gradients.items()},
-            "proofs": {name: (p.took_effect, p.what) for name, p in prove(run.uses, seen).items()},
+            "proofs": proofs,
             "parameter_bytes": sum(own_part(parameter).nbytes for parameter in parameters),
             "state_bytes": sum(value.nbytes for value in state),
         }
@@ -252,7 +280,7 @@ def look_around(layout: Mapping[str, int]) -> Result:
 
 
 def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result:
-    """Three steps: rank 1 has no label; rank 1's loss is not a number; nobody has a label."""
+    """Three steps: rank 1 has no label; nobody has one; rank 1's loss is not a number."""
     from rush.data.batch import IGNORED
     from rush.errors import RushError
     from rush.hardware import probe
@@ -270,10 +298,10 @@ def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result
         with loader(run) as given:
             for step in (1, 2, 3):
                 batches = list(given.next_step())
-                if step == 3 or (step == 1 and ranks.rank == 1):
+                if step == 2 or (step == 1 and ranks.rank == 1):
                     for batch in batches:
                         batch.labels_bt.fill_(IGNORED)
-                spoiled = step == 2 and ranks.rank == 1
+                spoiled = step == 3 and ranks.rank == 1
                 run.micro_pass = (lambda b, s: plain(b, s * torch.nan) * torch.nan) if spoiled else plain
                 try:
                     result = launch_step(run, step, 1e-3, batches).result()

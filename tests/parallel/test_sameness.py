@@ -29,7 +29,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
 }
 QUICK = {
     "gpt2": {"ddp 2", "fsdp 2, ZeRO-3", "fsdp 2, ZeRO-2", "fsdp 2, ZeRO-1", "ddp 2 × fsdp 2"},
-    "llama": {"ddp 2", "fsdp 2, ZeRO-3", "fsdp 2, one unit, fused"},
+    "llama": {"fsdp 2, ZeRO-3"},
 }
 CASES = [
     pytest.param(family, name, marks=[] if name in QUICK[family] else [pytest.mark.slow])
@@ -85,12 +85,12 @@ def test_ranks_learn_what_one_rank_learns(family: str, name: str) -> None:
 @pytest.mark.parametrize(("family", "name"), CASES)
 def test_the_techniques_of_a_layout_take_effect(family: str, name: str) -> None:
     layout, _ = LAYOUTS[name]
-    for ours in ranks(family, name):
-        assert ours["proofs"].keys() >= layout.keys()
-        assert all(took_effect for took_effect, _ in ours["proofs"].values()), ours["proofs"]
+    proofs = ranks(family, name)[0]["proofs"]
+    assert proofs.keys() >= layout.keys()
+    assert all(took_effect for took_effect, _ in proofs.values()), proofs
 
 
-@pytest.mark.parametrize("bug", [NO_EXCHANGE, OWN_LABELS])
+@pytest.mark.parametrize("bug", [NO_EXCHANGE, pytest.param(OWN_LABELS, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("axis", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_planted_bug_is_seen(axis: str, bug: str) -> None:
     techniques = [ZERO["optimizer"]] if axis == "fsdp" else []
@@ -138,9 +138,9 @@ def test_a_checkpoint_goes_through_layouts_to_the_same_bits(tmp_path: Path) -> N
 def test_trouble_on_one_rank_is_the_same_trouble_on_all(axis: str, techniques: tuple[str, ...]) -> None:
     first, second = on_ranks(2, meet_trouble, {axis: 2}, techniques)
     assert first["said"] == second["said"]
-    fine, diverged, empty = first["said"]
+    fine, empty, diverged = first["said"]
     assert fine.startswith("loss 5.")
-    assert diverged == "Diverged: step 2: the loss is nan"
-    assert empty.startswith("DataError: step 3 has no label to learn from")
+    assert diverged == "Diverged: step 3: the loss is nan"
+    assert empty.startswith("DataError: step 2 has no label to learn from")
     assert len(set(first["weights"])) == 1, "what is not finite changes nothing, on no rank"
     assert first["weights"] == second["weights"]
