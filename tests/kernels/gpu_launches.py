@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -120,9 +121,12 @@ def eight_bit_linear() -> None:
 UPDATE = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
-def update(dtype: torch.dtype, moments: torch.dtype, by_chance: bool, size: int = 8192) -> None:
+def update(
+    dtype: torch.dtype, moments: torch.dtype, by_chance: bool, size: int = 8192, told: tuple[str, ...] = ()
+) -> None:
     p, m = zeros(size, dtype=dtype), zeros(size, dtype=moments)
-    adamw_([p], [p], [m], [m], lr=1e-3, stochastic_rounding=by_chance, **UPDATE)  # type: ignore[arg-type]
+    settings: dict[str, Any] = {**UPDATE, **{name: zeros(1, dtype=torch.float32) for name in told}}
+    adamw_([p], [p], [m], [m], lr=1e-3, stochastic_rounding=by_chance, **settings)
 
 
 def update_8bit(dtype: torch.dtype, by_chance: bool, size: int = 8192) -> None:
@@ -160,6 +164,7 @@ STREAMING: dict[str, Callable[[], None]] = {
     "linear_cross_entropy bf16": partial(head_and_loss, BF16),
     "adamw fp32": partial(update, FP32, FP32, False),
     "adamw bf16 by chance": partial(update, BF16, BF16, True),
+    "adamw bf16 told": partial(update, BF16, BF16, True, told=("found_inf", "grad_scale")),
     "adamw8bit fp32": partial(update_8bit, FP32, False),
     "adamw8bit bf16 by chance": partial(update_8bit, BF16, True),
 }

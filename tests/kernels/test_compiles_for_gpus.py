@@ -56,7 +56,7 @@ NARROW_LOADS = {
     "cross_entropy_forward_kernel": 2,
     "cross_entropy_backward_kernel": 3,
     "scale_rows_kernel": 1,
-    "adamw_kernel": 8,
+    "adamw_kernel": 10,
 }
 """Load instructions of less than 16 bytes a thread: one number of a row, of the table of tensors, a scale. In the norms'
 backward pass Triton 3.9 loads a row's mean and deviation once, 3.6 up to 16 times for a thread; a tensor of activations
