@@ -118,11 +118,18 @@ class Schedule(Part):
 
 
 class Layout(Part):
+    """How ranks divide the work; their number is the product of the sizes (see docs/scale.md)."""
+
     ddp: Positive = 1
+    """Copies of the model (or of the sharded one), each with other samples."""
     fsdp: Positive = 1
+    """Parts that weights, gradients and optimizer state are cut into; each part's rank has other samples."""
     tp: Positive = 1
+    """Parts that every layer is cut into; not there yet."""
     pp: Positive = 1
+    """Parts that the sequence of layers is cut into; not there yet."""
     cp: Positive = 1
+    """Parts that every sequence is cut into; not there yet."""
 
 
 class Run(Part):

@@ -144,3 +144,30 @@ def test_trouble_on_one_rank_is_the_same_trouble_on_all(axis: str, techniques: t
     assert empty.startswith("DataError: step 2 has no label to learn from")
     assert len(set(first["weights"])) == 1, "what is not finite changes nothing, on no rank"
     assert first["weights"] == second["weights"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout", "technique"),
+    [
+        ("gpt2", {"ddp": 2}, "accumulate"),
+        ("gpt2", {"fsdp": 2}, "accumulate"),
+        ("gpt2", {"ddp": 2}, "lora"),
+        ("llama", {"ddp": 2}, "fused_projections"),
+        ("llama", {"ddp": 2}, "compile"),
+        ("llama", {"fsdp": 2}, "{name='compile', scope='block'}"),
+        ("gpt2", {"fsdp": 2}, "checkpoint_selective"),
+        ("llama", {"ddp": 2, "fsdp": 2}, "fused_adamw"),
+    ],
+)
+def test_a_technique_does_the_same_on_ranks_as_on_one(
+    family: str, layout: dict[str, int], technique: str
+) -> None:
+    more = ("batch.micro=2",) if technique == "accumulate" else ()
+    count = int(np.prod(list(layout.values())))
+    reference = on_ranks(1, learn, family, {}, (technique,), 3, "", more)[0]
+    found = on_ranks(count, learn, family, layout, (technique,), 3, "", more)
+    for ours in found:
+        apart = furthest(ours, reference)
+        assert max(apart.values()) < 1e-5, apart
+    assert all(took_effect for took_effect, _ in found[0]["proofs"].values()), found[0]["proofs"]

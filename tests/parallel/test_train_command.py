@@ -15,8 +15,9 @@ from typing import Any
 import psutil
 import pytest
 
+from rush.errors import RecipeError
 from rush.recipe_io import load_recipe
-from rush.train.loop import train_recipe
+from rush.train.loop import _same_learning, train_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 from small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
@@ -40,6 +41,8 @@ def started(tmp_path: Path) -> Iterator[list[Run]]:
             if left.poll() is None if isinstance(left, subprocess.Popen) else left.is_running():
                 left.kill()
         process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
 
 
 def start(started: list[Run], recipe: Path, out: Path, *words: str) -> Run:
@@ -178,3 +181,13 @@ def test_nobody_is_left_behind_a_killed_process(
         assert process.returncode == 128 + signal.SIGKILL
         assert process.stdout is not None
         assert "lost the connection to another rank" in process.stdout.read()
+
+
+def test_a_run_goes_on_with_another_layout_only_if_a_step_stays_what_it_was(recipe: Path) -> None:
+    stored = load_recipe(str(recipe))
+    assert _same_learning(stored, load_recipe(str(recipe), ["layout.ddp=2"])).layout.ddp == 2
+    without = recipe.read_text().replace("total_tokens = 64\n", "")
+    assert without != recipe.read_text()
+    recipe.write_text(without)
+    with pytest.raises(RecipeError, match="a step of the run was 32 tokens, with this layout it would be 64"):
+        _same_learning(load_recipe(str(recipe)), load_recipe(str(recipe), ["layout.fsdp=2"]))
