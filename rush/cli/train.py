@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from rush.recipe import Recipe
 
 LATER_S = 5.0
+"""What a rank waits with its leaving, when rank 0 has something to say."""
 
 
 def train(

@@ -101,6 +101,18 @@ class Ranks:
         found: T = told["value"]
         return found
 
+    def check_same(self, value: str) -> None:
+        """Refuse to go on if a rank came with something else than rank 0; all of them do, so that none waits for another."""
+        if self.mesh is None:
+            return
+        unlike = torch.tensor(int(self.once(lambda: value) != value), device=self.mesh.device_type)
+        torch.distributed.all_reduce(unlike)
+        if count := int(unlike):
+            raise errors.RecipeError(
+                f"{count} of {self.world} ranks came with something else than rank 0, which has {value}; start all of them "
+                "with the same command, recipe and installation."
+            )
+
     def in_turn(self, make: Callable[[], T]) -> T:
         """Made by rank 0 first, then by each of the others, which find done what has to be done once."""
         if self.main:

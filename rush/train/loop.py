@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rush import __version__
 from rush.errors import DataError, Diverged, MachineError, RecipeError
 from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, memory_in_use, probe
@@ -79,6 +80,7 @@ def train_recipe(
     check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
     with join(recipe.layout.model_dump(), machine.device) as ranks, ExitStack() as stack:
+        ranks.check_same(f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}")
         folder = RunFolder(Path(ranks.once(lambda: str(folder.path))))
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
         ranks.once(lambda: _open(stack, opened))

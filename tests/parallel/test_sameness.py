@@ -60,7 +60,8 @@ def furthest(ours: Result, reference: Result) -> dict[str, float]:
     apart["held_out"] = abs(ours["held_out"] - reference["held_out"]) / reference["held_out"]
     assert ours["gradients"].keys() == reference["gradients"].keys()
     apart["gradients"] = max(
-        float(np.linalg.norm(ours["gradients"][name] - value) / np.linalg.norm(value))
+        # An adapter's first factor has no gradient yet at step one, on any rank.
+        float(np.linalg.norm(ours["gradients"][name] - value) / max(np.linalg.norm(value), 1e-30))
         for name, value in reference["gradients"].items()
     )
     return apart
@@ -94,10 +95,6 @@ def test_the_techniques_of_a_layout_take_effect(family: str, name: str) -> None:
 @pytest.mark.parametrize("axis", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 def test_a_planted_bug_is_seen(axis: str, bug: str) -> None:
     techniques = [ZERO["optimizer"]] if axis == "fsdp" else []
-    if (axis, bug) == ("fsdp", NO_EXCHANGE):
-        with pytest.raises(AssertionError, match="failed"):  # there is no gradient of the shards at all
-            on_ranks(2, learn, "gpt2", {axis: 2}, techniques, 2, bug)
-        return
     planted: list[Any] = on_ranks(2, learn, "gpt2", {axis: 2}, techniques, 20, bug)
     apart = furthest(planted[0], one_rank("gpt2"))
     assert apart["gradients"] > 1e-3, apart
