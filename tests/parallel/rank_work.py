@@ -93,6 +93,7 @@ def _rank(
         RANK=str(rank),
         WORLD_SIZE=str(world),
         LOCAL_RANK=str(rank),
+        LOCAL_WORLD_SIZE=str(world),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         GLOO_SOCKET_IFNAME="lo",
@@ -142,6 +143,7 @@ def learn(
     steps: int = 20,
     plant: str = "",
     more: Iterable[str] = (),
+    device: str = "cpu",
 ) -> Result:
     """Losses and norms of the steps, the whole gradients of the first, what each technique proved, what this rank holds."""
     from rush.hardware import probe
@@ -153,8 +155,8 @@ def learn(
     from rush.train.step import clipped_by, launch_step, validate
 
     chosen = recipe(family, layout, techniques, *more)
-    with join(chosen.layout.model_dump(), "cpu") as ranks:
-        run = build(chosen, probe("cpu"), None, ranks)
+    with join(chosen.layout.model_dump(), device) as ranks:
+        run = build(chosen, probe(device), None, ranks)
         _plant(run, plant)
         gradients: dict[str, np.ndarray[Any, Any]] = {}
 
@@ -163,7 +165,7 @@ def learn(
                 for name, parameter in run.model.named_parameters():
                     assert (parameter.grad is not None) == parameter.requires_grad
                     if parameter.grad is not None:
-                        gradients[name] = whole(parameter.grad).float().numpy().copy()
+                        gradients[name] = whole(parameter.grad).float().cpu().numpy().copy()
 
         run.optimizer.register_step_pre_hook(keep)
         losses, norms, labels, own_labels = [], [], [], []

@@ -1,0 +1,37 @@
+"""Ranks on GPUs: one device each, over NCCL; and what a machine with fewer devices says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from rank_work import learn, on_ranks
+
+pytestmark = pytest.mark.gpu
+
+
+def test_more_ranks_than_gpus_are_refused() -> None:
+    count = torch.cuda.device_count() + 1
+    with pytest.raises(AssertionError, match="each rank needs one of its own"):
+        on_ranks(
+            count, learn, "gpt2", {"ddp": count}, (), 1, "", (f"batch.total_tokens={32 * count}",), "cuda"
+        )
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed for two ranks over NCCL")
+@pytest.mark.parametrize("techniques", [(), ("fused_adamw",)])
+@pytest.mark.parametrize("axis", ["ddp", "fsdp"])
+def test_two_gpus_learn_what_one_learns(axis: str, techniques: tuple[str, ...]) -> None:
+    reference = on_ranks(1, learn, "llama", {}, techniques, 20, "", (), "cuda")[0]
+    for ours in on_ranks(2, learn, "llama", {axis: 2}, techniques, 20, "", (), "cuda"):
+        for name in ("losses", "norms"):
+            assert ours[name] == pytest.approx(reference[name], rel=1e-5), name
+        for name, value in reference["gradients"].items():
+            apart = np.linalg.norm(ours["gradients"][name] - value) / np.linalg.norm(value)
+            assert apart < 1e-5, name
+        assert all(took_effect for took_effect, _ in ours["proofs"].values()), ours["proofs"]
