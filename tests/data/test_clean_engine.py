@@ -181,7 +181,17 @@ def test_an_error_in_one_of_several_workers_reaches_the_user(tmp_path: Path, sou
     assert not (tmp_path / "out.jsonl").exists()
 
 
-def test_a_worker_that_is_killed_is_told_and_not_waited_for(tmp_path: Path) -> None:
+@pytest.mark.parametrize("background", [False, True])
+def test_a_worker_that_is_killed_is_told_and_not_waited_for(background: bool, tmp_path: Path) -> None:
+    # What a script starts in the background ignores the signal of Ctrl-C, and so does whatever that starts.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
+    try:
+        _kill_the_workers(tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _kill_the_workers(tmp_path: Path) -> None:
     source = tmp_path / "rows.jsonl"
     slow = "ab " * 30_000
     source.write_text(
@@ -192,14 +202,14 @@ def test_a_worker_that_is_killed_is_told_and_not_waited_for(tmp_path: Path) -> N
     deadline = time.monotonic() + 60
     while not list(logs.glob("*")) and time.monotonic() < deadline:
         time.sleep(0.01)
-    time.sleep(2)  # long enough for whoever minds the workers to have seen them, on a busy machine as well
+    time.sleep(1)  # long enough for whoever minds the workers to have seen them, on a busy machine as well
     servers = psutil.Process(process.pid).children(recursive=True)
     # All of them: one that has done its part already would not be missed.
     for worker in servers:
         with suppress(psutil.NoSuchProcess):
             if worker.ppid() != process.pid:
                 worker.kill()
-    _, said = process.communicate(timeout=100)
+    _, said = process.communicate(timeout=60)
     assert "MachineError: A worker process died while reading for" in said
     assert not (tmp_path / "out.jsonl").exists()
 

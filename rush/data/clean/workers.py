@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from types import FrameType
 
 import psutil  # type: ignore[import-untyped]
 
@@ -20,14 +21,25 @@ LOOK_S = 0.2  # one that dies within this time of its birth is not missed: it wa
 GRACE_S = 5.0  # at the end of a step its workers go as well, and the step ends soon after
 
 
+class _Lost(BaseException):
+    """Raised in the main thread, wherever it waits. Nobody else may take it for an error of theirs."""
+
+
+def _leave(number: int, frame: FrameType | None) -> None:
+    raise _Lost
+
+
 @contextlib.contextmanager
 def minding_workers(step: str) -> Iterator[None]:
-    """Raise where one of this process's workers dies within the block. Only in the main thread: it is interrupted."""
+    """Raise where one of this process's workers dies within the block. Only in the main thread: it is interrupted.
+
+    By a signal of its own: the one of Ctrl-C is ignored by what a script started in the background.
+    """
     main = threading.main_thread()
     if threading.current_thread() is not main:
         yield
         return
-    stop, died = threading.Event(), threading.Event()
+    stop = threading.Event()
 
     def look() -> None:
         known: set[int] = set()
@@ -38,17 +50,19 @@ def minding_workers(step: str) -> Iterator[None]:
                 lost_at = time.monotonic()
             known |= alive
             if lost_at is not None and time.monotonic() - lost_at > GRACE_S and main.ident is not None:
-                died.set()
-                signal.pthread_kill(main.ident, signal.SIGINT)
+                # Once to leave the wait; again where a worker died with the lock that ending the pool asks for.
+                signal.pthread_kill(main.ident, signal.SIGUSR1)
+                while not stop.wait(GRACE_S):
+                    signal.pthread_kill(main.ident, signal.SIGUSR1)
                 return
 
     thread = threading.Thread(target=look, daemon=True)
+    before = signal.signal(signal.SIGUSR1, _leave)
     thread.start()
     try:
         yield
-    except KeyboardInterrupt:
-        if not died.is_set():
-            raise
+    except _Lost:
+        stop.set()
         raise MachineError(
             f"A worker process died while {step}, most likely for lack of memory. Finished units are kept: run the "
             "same command again, with fewer --workers."
@@ -56,6 +70,7 @@ def minding_workers(step: str) -> Iterator[None]:
     finally:
         stop.set()
         thread.join()
+        signal.signal(signal.SIGUSR1, before)
 
 
 def _runs(process: psutil.Process) -> bool:
