@@ -176,7 +176,11 @@ def test_offloaded_activations_give_the_same_bits_and_weights_stay() -> None:
     assert moved["bytes"] % 4 == 0
 
 
-@pytest.mark.parametrize("compiled", [(), ("{name='compile', scope='block'}",)], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "compiled",
+    [(), pytest.param(("{name='compile', scope='block'}",), marks=pytest.mark.slow)],
+    ids=["eager", "compiled"],
+)
 def test_inputs_of_blocks_that_wait_on_the_host_come_back_as_they_were(
     compiled: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
