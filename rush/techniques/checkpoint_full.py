@@ -13,11 +13,9 @@ At very long sequences the blocks' inputs are what is left, and what fills the m
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -37,49 +35,8 @@ from rush.techniques.contract import (
     knob_of,
     used,
 )
+from rush.techniques.on_host import OnHost
 from rush.techniques.seams import give_forward
-
-PIECE = 2**26
-"""Bytes of a piece of pinned memory: its allocator rounds up to a power of two, which would double large tensors."""
-
-
-@dataclass(frozen=True)
-class Away:
-    """A tensor that waits on the host, in pieces."""
-
-    pieces: tuple[Tensor, ...]
-    dims: torch.Size
-    device: torch.device
-
-    def back(self) -> Tensor:
-        whole = torch.empty(self.dims, dtype=self.pieces[0].dtype, device=self.device)
-        for place, piece in zip(torch.split(whole.view(-1), len(self.pieces[0])), self.pieces, strict=True):
-            place.copy_(piece, non_blocking=True)
-        return whole
-
-
-class WaitOnHost(torch.autograd.graph.saved_tensors_hooks):
-    """Of what is kept for the backward pass, all that is `wanted` waits in pinned host memory.
-
-    Around a step: it acts on what a block hands to recomputation, and on what a compiled block keeps.
-    """
-
-    def __init__(self, wanted: Callable[[Tensor], bool], moved: Counter[str]) -> None:
-        def pack(tensor: Tensor) -> Tensor | Away:
-            if not wanted(tensor):
-                return tensor
-            pieces = []
-            for part in torch.split(tensor.contiguous().view(-1), PIECE // tensor.element_size()):
-                # The device reads and writes pinned memory by itself, in the order of its stream.
-                piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=tensor.is_cuda)
-                pieces.append(piece.copy_(part, non_blocking=True))
-            moved["bytes"] += tensor.numel() * tensor.element_size()
-            return Away(tuple(pieces), tensor.shape, tensor.device)
-
-        def unpack(packed: Tensor | Away) -> Tensor:
-            return packed.back() if isinstance(packed, Away) else packed
-
-        super().__init__(pack, unpack)
 
 
 def _recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
@@ -101,7 +58,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         def is_input(tensor: Tensor) -> bool:
             return tensor.dim() == 3 and tensor.shape[-1] == hidden and tensor.is_floating_point()
 
-        build.step_contexts.append(lambda: WaitOnHost(is_input, moved))
+        # Around the step: it acts on what a block hands to recomputation, and on what a compiled block keeps.
+        build.step_contexts.append(lambda: OnHost(is_input, moved, pin=True))
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:

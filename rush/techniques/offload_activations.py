@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rush.recipe import Knob
@@ -28,32 +27,17 @@ from rush.techniques.contract import (
     Technique,
     needs_cuda,
 )
+from rush.techniques.on_host import OnHost
 from rush.techniques.seams import give_forward
 
 SMALLEST_BYTES = 64 * 1024
 """What is smaller than this stays: the trip would cost more than the room."""
 
 
-class Offload(torch.autograd.graph.saved_tensors_hooks):
-    """torch's save_on_cpu, but weights stay where they are: they are on the device anyway."""
-
-    def __init__(self, pin: bool, stay: frozenset[int], moved: Counter[str]) -> None:
-        def pack(tensor: Tensor) -> Tensor | tuple[torch.device, Tensor]:
-            size = tensor.numel() * tensor.element_size()
-            if size < SMALLEST_BYTES or tensor.untyped_storage().data_ptr() in stay:
-                return tensor
-            host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin)
-            host.copy_(tensor, non_blocking=pin)
-            moved["bytes"] += size
-            return tensor.device, host
-
-        def unpack(packed: Tensor | tuple[torch.device, Tensor]) -> Tensor:
-            if isinstance(packed, Tensor):
-                return packed
-            device, host = packed
-            return host.to(device, non_blocking=pin)
-
-        super().__init__(pack, unpack)
+def is_worth_it(tensor: Tensor, stay: frozenset[int]) -> bool:
+    """Large enough for the trip, and not one of the weights (by the addresses of their memory)."""
+    size = tensor.numel() * tensor.element_size()
+    return size >= SMALLEST_BYTES and tensor.untyped_storage().data_ptr() not in stay
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -62,8 +46,9 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     pin = bool(knobs["pin"])
 
     def offloaded(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
+        # Weights stay: they are on the device anyway.
         weights = frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
-        with Offload(pin, weights, moved):
+        with OnHost(lambda tensor: is_worth_it(tensor, weights), moved, pin):
             out: Tensor = type(self).forward(self, x_btd, **rest)
         return out
 

@@ -186,12 +186,14 @@ def test_a_worker_that_is_killed_is_told_and_not_waited_for(background: bool, tm
     # What a script starts in the background ignores the signal of Ctrl-C, and so does whatever that starts.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)
     try:
-        _kill_the_workers(tmp_path)
+        said = _last_words_when_workers_are_killed(tmp_path)
     finally:
         signal.signal(signal.SIGINT, before)
+    assert "MachineError: A worker process died while reading for" in said
+    assert not (tmp_path / "out.jsonl").exists()
 
 
-def _kill_the_workers(tmp_path: Path) -> None:
+def _last_words_when_workers_are_killed(tmp_path: Path) -> str:
     source = tmp_path / "rows.jsonl"
     slow = "ab " * 30_000
     source.write_text(
@@ -209,9 +211,11 @@ def _kill_the_workers(tmp_path: Path) -> None:
         with suppress(psutil.NoSuchProcess):
             if worker.ppid() != process.pid:
                 worker.kill()
-    _, said = process.communicate(timeout=60)
-    assert "MachineError: A worker process died while reading for" in said
-    assert not (tmp_path / "out.jsonl").exists()
+    try:
+        return process.communicate(timeout=60)[1]
+    finally:
+        process.kill()  # one that waits for ever must not wait into the next test
+        process.communicate()
 
 
 def test_two_at_once_for_one_output_are_refused(tmp_path: Path, source: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,6 @@ FORMS = [Form(kind, backend) for kind in ("nf4", "int8") for backend in ("bitsan
 BLOCK = "{name='compile', scope='block'}"
 LORA = "{name='lora', rank=8}"
 QLORA = "{name='qlora', rank=8}"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def on_gpu(*techniques: str) -> Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -25,14 +24,6 @@ STEPS = 6
 BLOCKS = "{name='compile', scope='block'}"
 LLAMA = ("fused_norm", "fused_rope", "fused_mlp")
 GPT2 = ("fused_norm", "fused_mlp")
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    """Graphs of other tests must not count against this one's limit of recompiles."""
-    torch._dynamo.reset()
-    yield
-    torch.cuda.empty_cache()
 
 
 @cache

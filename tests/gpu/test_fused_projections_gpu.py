@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -26,14 +25,6 @@ STEPS = 6
 FUSED = "fused_projections"
 BLOCKS, WHOLE = "{name='compile', scope='block'}", "compile"
 CHANCE = "{name='fused_update', stochastic_rounding=true, state='bfloat16'}"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    """Graphs of other tests must not count against this one's limit of recompiles."""
-    torch._dynamo.reset()
-    yield
-    torch.cuda.empty_cache()
 
 
 def run_of(*techniques: str) -> Run:

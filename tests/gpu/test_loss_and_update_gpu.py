@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
 import pytest
-import torch
 
 from rush.hardware import probe
 from rush.techniques.proofs import prove
@@ -25,13 +23,6 @@ STEPS = 4
 CHANCE = "{name='fused_update', stochastic_rounding=true, state='bfloat16'}"
 EIGHT_BITS = "{name='adam8bit', backend='rush'}"
 EIGHT_BITS_BY_CHANCE = "{name='adam8bit', backend='rush', stochastic_rounding=true}"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch.cuda.empty_cache()
 
 
 def on_gpu(*techniques: str, name: str) -> Run:

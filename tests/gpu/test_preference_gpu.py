@@ -3,10 +3,8 @@ the logits of all rows."""
 
 from __future__ import annotations
 
-import gc
 import math
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,14 +27,6 @@ SIZE = ["model.shape.num_layers=2", "model.shape.hidden=256", "model.shape.head_
         "model.shape.vocab_size=64", "model.shape.context=256", "batch.sequence=256", "batch.micro=4",
         "batch.total_tokens=1024", "optimizer.lr=0.001", "objective.kind='dpo'"]  # fmt: skip
 LOG_TWO = float(torch.tensor(math.log(2), dtype=torch.float32))
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    gc.collect()
-    torch.cuda.empty_cache()
 
 
 def skip_without_liger(techniques: str) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -33,14 +33,6 @@ EXACTLY = (*SIZE, "run.deterministic=true")
 STEPS = 6
 CHUNKS = "{name='chunked_loss', chunk_tokens=256}"
 BLOCKS = "{name='compile', scope='block'}"
-
-
-@pytest.fixture(autouse=True)
-def _fresh_compiler() -> Iterator[None]:
-    """Graphs of other tests must not count against this one's limit of recompiles."""
-    torch._dynamo.reset()
-    yield
-    torch.cuda.empty_cache()
 
 
 def on_gpu(*techniques: str, name: str = "llama-tiny", overrides: tuple[str, ...] = SIZE) -> Run:

@@ -15,8 +15,9 @@ from rush.errors import Diverged, RushError
 from rush.models import build_model
 from rush.recipe_io import load_recipe
 from rush.records.checkpoints import CheckpointStore
-from rush.techniques import Parity, checkpoint_full
-from rush.techniques.offload_activations import Offload
+from rush.techniques import Parity, on_host
+from rush.techniques.offload_activations import is_worth_it
+from rush.techniques.on_host import OnHost
 from rush.techniques.proofs import prove
 from rush.train import checkpoint
 from rush.train.build import Run
@@ -165,7 +166,7 @@ def test_offloaded_activations_give_the_same_bits_and_weights_stay() -> None:
             out = block(start, rotary=rotary)
         else:
             stay = frozenset(p.untyped_storage().data_ptr() for p in block.parameters())
-            with Offload(False, stay, moved):
+            with OnHost(lambda tensor: is_worth_it(tensor, stay), moved, pin=False):
                 out = block(start, rotary=rotary)
         return list(torch.autograd.grad(out.square().sum(), [start, *block.parameters()]))
 
@@ -184,9 +185,8 @@ def test_offloaded_activations_give_the_same_bits_and_weights_stay() -> None:
 def test_inputs_of_blocks_that_wait_on_the_host_come_back_as_they_were(
     compiled: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        checkpoint_full, "PIECE", 300
-    )  # so that an input is many pieces, the last one shorter
+    # So that an input is many pieces, the last one shorter.
+    monkeypatch.setattr(on_host, "PIECE", 300)
     moved: Counter[str] = Counter()
 
     def is_input(tensor: torch.Tensor) -> bool:
@@ -196,7 +196,7 @@ def test_inputs_of_blocks_that_wait_on_the_host_come_back_as_they_were(
     for waits in (False, True):
         run = make_run("checkpoint_full", *compiled, overrides=SHORT)
         if waits:  # by hand: on a CPU the technique refuses, since the host's memory is its own
-            run.step_contexts.append(lambda: checkpoint_full.WaitOnHost(is_input, moved))
+            run.step_contexts.append(lambda: OnHost(is_input, moved, pin=False))
         batches = one_batch(run)
         results.append([train_step(run, step, 1e-2, batches) for step in (1, 2, 3)])
     assert results[0] == results[1]

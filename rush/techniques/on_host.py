@@ -1,0 +1,51 @@
+"""What autograd keeps for the backward pass, kept in host memory instead."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+PIECE = 2**26
+"""Bytes of a piece of pinned memory: its allocator rounds up to a power of two, which would double large tensors."""
+
+
+@dataclass(frozen=True)
+class Away:
+    """A tensor that waits on the host, in pieces."""
+
+    pieces: tuple[Tensor, ...]
+    dims: torch.Size
+    device: torch.device
+
+    def back(self) -> Tensor:
+        whole = torch.empty(self.dims, dtype=self.pieces[0].dtype, device=self.device)
+        for place, piece in zip(torch.split(whole.view(-1), len(self.pieces[0])), self.pieces, strict=True):
+            place.copy_(piece, non_blocking=piece.is_pinned())
+        return whole
+
+
+class OnHost(torch.autograd.graph.saved_tensors_hooks):
+    """Within this context, what is kept and `wanted` waits on the host; `moved` counts its bytes.
+
+    With `pin` the device reads and writes the host's memory by itself, in the order of its stream, and nobody waits.
+    """
+
+    def __init__(self, wanted: Callable[[Tensor], bool], moved: Counter[str], pin: bool) -> None:
+        def pack(tensor: Tensor) -> Tensor | Away:
+            if not wanted(tensor):
+                return tensor
+            pieces = []
+            for part in torch.split(tensor.contiguous().view(-1), PIECE // tensor.element_size()):
+                piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin)
+                pieces.append(piece.copy_(part, non_blocking=pin))
+            moved["bytes"] += tensor.numel() * tensor.element_size()
+            return Away(tuple(pieces), tensor.shape, tensor.device)
+
+        def unpack(packed: Tensor | Away) -> Tensor:
+            return packed.back() if isinstance(packed, Away) else packed
+
+        super().__init__(pack, unpack)

@@ -1,0 +1,307 @@
+"""The stepping part of a run: launch a step, look at the one before, record, validate, sample, save, stop politely.
+
+A step is launched while the device works on the one before, except where its weights are needed at once. Several ranks
+do this together and take the same decisions from the same numbers; only rank 0 writes and prints.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from types import FrameType
+from typing import Any
+
+import torch
+
+from rush.errors import Diverged, MachineError
+from rush.hardware import memory_in_use
+from rush.models import build_model
+from rush.parallel.sharded import gather, is_sharded
+from rush.recipe import Recipe
+from rush.records.metrics import MetricsWriter, read_rows
+from rush.records.run_folder import RunFolder
+from rush.train import checkpoint
+from rush.train.build import Run
+from rush.train.corpus import Corpus
+from rush.train.efficiency import Yardstick, yardstick
+from rush.train.sample import sample_text
+from rush.train.schedule import learning_rate
+from rush.train.sinks import Sink
+from rush.train.step import LaunchedStep, launch_step, validate
+from rush.train.view import View
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished (or interrupted) run comes to."""
+
+    folder: str
+    step: int
+    steps: int
+    loss: float
+    val_loss: float | None
+    best_val_loss: float | None
+    tokens: int
+    tokens_per_s: float
+    interrupted: bool
+
+
+@dataclass(frozen=True)
+class _Started:
+    """A step that was launched, and what its row will need."""
+
+    launched: LaunchedStep
+    lr: float
+    began: float
+    data_s: float
+
+
+@dataclass
+class Session:
+    """The stepping part of a run, between start (or resume) and end (or interruption)."""
+
+    recipe: Recipe
+    run: Run
+    folder: RunFolder
+    corpus: Corpus
+    loader: Any
+    rows: tuple[MetricsWriter, MetricsWriter] | None
+    """Metrics and samples; rank 0 has them."""
+    sinks: list[Sink]
+    view: View
+    finished: float = 0.0
+    """When the last finished step was done."""
+    last_step: float = math.inf
+    """Of several ranks, the step after which they agreed to end."""
+
+    def go(self, done: int, tokens: int) -> Summary:
+        recipe, total = self.recipe, self.recipe.schedule.steps
+        self.view.start(_title(recipe, self.run), total, done)
+        gauge = Yardstick(**self.run.ranks.once(lambda: asdict(yardstick(self.run))))
+        gauge = replace(gauge, rate=gauge.rate and gauge.rate * self.run.ranks.world)
+        row: dict[str, Any] = {}
+        began, first_tokens = time.perf_counter(), tokens
+        self.finished = began
+        try:
+            with _graceful_stop() as stop:
+                under_way: _Started | None = None
+                for step in range(done + 1, total + 1):
+                    started = self._start(step, stop.asked)
+                    if under_way is not None:
+                        row, under_way = self._finish(under_way, tokens, gauge), None
+                        tokens = row["tokens"]
+                        self._record(row["step"], row, last=False)
+                    if not (self._stops(stop, step) or started.launched.ready or self._needs_weights(step)):
+                        under_way = started  # the next step is launched while the device works on this one
+                        continue
+                    row = self._finish(started, tokens, gauge)
+                    tokens = row["tokens"]
+                    self._record(step, row, last=step == total)
+                    # Asked once: a request that comes during the save waits for the next step.
+                    stopping = self._stops(stop, step)
+                    if stopping or step == total or _due(recipe.run.save_every, step):
+                        self._save(step, row)
+                    if stopping:
+                        break
+        finally:
+            self.view.close()
+        return self._summary(row, done, tokens, (tokens - first_tokens) / (time.perf_counter() - began))
+
+    def _stops(self, stop: _Stop, step: int) -> bool:
+        """Whether the run ends after this step. Ranks are asked at different moments: they end after the step that follows
+        the first one of which all know that someone was asked."""
+        return stop.asked if self.run.ranks.alone else step >= self.last_step
+
+    def _needs_weights(self, step: int) -> bool:
+        """Whether something is done with the weights as they are after this step."""
+        settings = self.recipe.run
+        return step == self.recipe.schedule.steps or any(
+            _due(every, step)
+            for every in (settings.save_every, settings.validate_every, settings.sample_every)
+        )
+
+    def _start(self, step: int, asked: bool) -> _Started:
+        """Launch a step; on a device it may still be at work when this returns."""
+        began = time.perf_counter()
+        lr = learning_rate(self.recipe, step)
+        batches = list(self.loader.next_step())
+        data_s = time.perf_counter() - began
+        with self._explained(step):
+            return _Started(launch_step(self.run, step, lr, batches, stopping=asked), lr, began, data_s)
+
+    def _finish(self, started: _Started, tokens: int, gauge: Yardstick) -> dict[str, Any]:
+        """Wait for a step and make its row. Its time counts from the end of the step before, if it was waiting for that."""
+        with self._explained(started.launched.step):
+            result = started.launched.result()
+        if result.stopping:
+            self.last_step = min(self.last_step, started.launched.step + 1)
+        now = time.perf_counter()
+        seconds, self.finished = now - max(started.began, self.finished), now
+        speed = result.num_tokens / seconds
+        return {
+            "step": started.launched.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": started.lr,
+            "tokens": tokens + result.num_tokens,
+            "labels": result.num_labels,
+            # With padding in it, a step is worth less than its tokens.
+            **(
+                {"padding": 1 - result.num_real / result.num_tokens}
+                if result.num_real < result.num_tokens
+                else {}
+            ),
+            **(
+                {"trained_per_s": result.num_labels / seconds}
+                if result.num_labels < result.num_tokens
+                else {}
+            ),
+            "tokens_per_s": speed,
+            "step_s": seconds,
+            "data_s": started.data_s,
+            "memory_bytes": memory_in_use(self.run.device.type),
+            **gauge.of(speed),
+            **result.figures,
+            # Mixed precision in fp16 leaves out a step whose scaled gradients overflowed.
+            **({"skipped": True} if result.skipped else {}),
+        }
+
+    @contextmanager
+    def _explained(self, step: int) -> Iterator[None]:
+        """What can go wrong in a step, in words that help."""
+        try:
+            yield
+        except torch.OutOfMemoryError:
+            raise MachineError(
+                f"out of memory at step {step} on {self.run.machine.summary()}; halve batch.micro (the total batch in "
+                "tokens stays as it is), or shorten batch.sequence."
+            ) from None
+        except Diverged as error:
+            steps = self.folder.checkpoints.steps()
+            last = self.folder.checkpoints.path(steps[-1]) if steps else None
+            kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been saved yet"
+            raise Diverged(
+                f"{error} Nothing was overwritten: {kept}. Lower optimizer.lr, lengthen schedule.warmup or look "
+                "at these samples."
+            ) from None
+
+    def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
+        settings = self.recipe.run
+        if last or _due(settings.validate_every, step):
+            row["val_loss"] = validate(self.run, self.corpus.validation(self.recipe, self.run.loader_options))
+            row |= {f"val_{name}": value for name, value in self.run.objective.figures().items()}
+        sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
+        run = _gathered(self.run) if sampled else self.run
+        if self.rows is None:
+            return
+        metrics, samples = self.rows
+        metrics.write(row)
+        for sink in self.sinks:
+            sink.write(step, {k: v for k, v in row.items() if isinstance(v, float)})
+        self.view.row(row)
+        if sampled:
+            text = sample_text(run, self.corpus.tokenizer)
+            samples.write({"step": step, "prompt": settings.sample_prompt, "text": text})
+            self.view.sample(step, text)
+
+    def _save(self, step: int, row: dict[str, Any]) -> None:
+        for rows in self.rows or ():
+            rows.sync()
+        extra = {
+            "step": step,
+            "tokens": row["tokens"],
+            "loader": self.loader.state(),
+            "corpus": self.corpus.digest,
+            "recipe": self.recipe.digest,
+        }
+        store = self.folder.checkpoints
+        checkpoint.save(
+            store,
+            step,
+            self.run.model,
+            self.run.optimizer,
+            extra,
+            {"val_loss": row.get("val_loss")},
+            ranks=self.run.ranks,
+        )
+        if self.run.ranks.main:
+            store.retain(self.recipe.run.keep, committed=step)
+
+    def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
+        return Summary(**self.run.ranks.once(lambda: asdict(self._own_summary(row, done, tokens, speed))))
+
+    def _own_summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
+        rows = list(read_rows(self.folder.metrics))
+        val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
+        step = row.get("step", done)
+        return Summary(
+            folder=str(self.folder.path),
+            step=step,
+            steps=self.recipe.schedule.steps,
+            loss=rows[-1]["loss"],
+            val_loss=val[-1] if val else None,
+            best_val_loss=min(val) if val else None,
+            tokens=tokens,
+            tokens_per_s=speed,
+            interrupted=step < self.recipe.schedule.steps,
+        )
+
+
+def _gathered(run: Run) -> Run:
+    """The run with its whole model on rank 0, for what only rank 0 does; of a sharded one all must ask for it."""
+    if not any(is_sharded(parameter) for parameter in run.model.parameters()):
+        return run
+    weights = gather(run.model.state_dict(), keep=run.ranks.main)
+    if not run.ranks.main:
+        return run
+    with torch.device("meta"):
+        model = build_model(run.model.shape)
+    model.load_state_dict(weights, assign=True)
+    model.init_buffers()
+    return replace(run, model=model)
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _title(recipe: Recipe, run: Run) -> str:
+    named = [name for name, _ in recipe.technique_uses()]
+    named += [name for use in run.uses if (name := use.technique.name) not in named]
+    names = ", ".join(named) or "none"
+    ranks = "" if run.ranks.alone else f"{run.ranks.data_ranks} × "
+    return (
+        f"{recipe.model.name} on {run.machine.summary()} · {recipe.step_tokens:,} tokens a step "
+        f"({ranks}{recipe.accumulation} × {recipe.batch.micro} × {recipe.batch.sequence}) · techniques: {names}"
+    )
+
+
+@dataclass
+class _Stop:
+    asked: bool = False
+
+
+@contextmanager
+def _graceful_stop() -> Iterator[_Stop]:
+    """Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second Ctrl-C ends it now."""
+    stop = _Stop()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        # Batch systems and `timeout` send SIGTERM more than once; only a second Ctrl-C means "now".
+        if stop.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # signals belong to the main thread; elsewhere the caller decides how to stop
+        before = {}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
