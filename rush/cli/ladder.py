@@ -212,10 +212,14 @@ def _caption(record: LadderRecord) -> str | None:
     drift = record["drift"]
     if drift is None:
         return None
-    moved = f"{100 * (drift['ratio'] - 1):+.1f} %"
-    return (
-        f"the first rung measured again: {moved}{', DRIFT' if drift['flagged'] else ', within its interval'}"
-    )
+    moved, low, high = (f"{100 * (ratio - 1):+.1f} %" for ratio in (drift["ratio"], *drift["ci95"]))
+    if drift["flagged"]:
+        verdict = "DRIFT"
+    elif drift.get("restless"):
+        verdict = "TOO BUSY a machine to tell smaller gains; run it again when nothing else runs"
+    else:
+        verdict = "within its interval"
+    return f"the first rung measured again: {moved} ({low} to {high}), {verdict}"
 
 
 def _minutes(seconds: float) -> str:

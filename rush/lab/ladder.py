@@ -32,6 +32,9 @@ from rush.records.ladder import FORMAT, LadderRecord, read_ladder, write_ladder
 from rush.records.lock import FolderLock
 from rush.train.corpus import open_corpus
 
+RESTLESS = 1.5
+"""How far apart the ends of the drift's interval may be before it says that nothing can be told on this machine now."""
+
 
 @dataclass(frozen=True)
 class Progress:
@@ -254,6 +257,7 @@ class Climb:
                 "ratio": moved.ratio,
                 "ci95": [moved.low, moved.high],
                 "flagged": moved.real,
+                "restless": moved.high > RESTLESS * moved.low,
             }
         return {
             "format": FORMAT,

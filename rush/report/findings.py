@@ -237,6 +237,11 @@ def warnings(ladder: Ladder) -> list[str]:
             f"The machine drifted: the first rung, measured again at the end, came out at {words.change(ladder.drift.ratio)} "
             "against the first time, more than its interval allows. Differences of that size mean nothing."
         )
+    if ladder.drift and ladder.drift.restless:
+        notes.append(
+            "The machine was too busy with other things: times of one and the same rung lie so far apart that smaller gains "
+            "cannot be told. Run it again when nothing else runs."
+        )
     throttled = [r.title for r in ladder.rungs if r.environment.get("throttle")]
     if throttled:
         notes.append(f"The device reported throttling during {_listed(throttled)}.")

@@ -117,6 +117,8 @@ class Drift:
     again: float | None
     ratio: float | None
     flagged: bool
+    restless: bool = False
+    """Its interval is so wide that nothing can be told."""
 
 
 @dataclass(frozen=True)

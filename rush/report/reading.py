@@ -107,6 +107,7 @@ def _ladder(raw: Mapping[str, Json]) -> Ladder:
             positive(drift.get("again")),
             positive(drift.get("ratio")),
             drift.get("flagged") is True,
+            drift.get("restless") is True,
         )
         if drift
         else None,

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rush.lab.ladder import Progress, climb
+from rush.cli.ladder import _caption
+from rush.lab.ladder import RESTLESS, Progress, climb
 from rush.lab.ladder_file import load_plan
 from rush.records.ladder import read_ladder
 
@@ -138,6 +139,26 @@ def test_a_planted_slowdown_of_five_per_cent_is_found_and_a_twin_is_no_gain(
     assert slow["gain"]["ratio"] == pytest.approx(1 / 1.05, rel=0.02)
     assert record["drift"] is not None
     assert not record["drift"]["flagged"]
+    assert not record["drift"]["restless"]
+
+
+@pytest.mark.parametrize(
+    ("interval", "flagged", "verdict"),
+    [
+        ([0.98, 1.03], False, "within its interval"),
+        ([0.2, 1.3], False, "TOO BUSY a machine"),
+        ([0.8, 0.9], True, "DRIFT"),
+    ],
+)
+def test_the_table_says_what_the_first_rung_measured_again_came_to(
+    interval: list[float], flagged: bool, verdict: str
+) -> None:
+    low, high = interval
+    restless = high > RESTLESS * low
+    drift = {"ratio": 0.85, "ci95": interval, "flagged": flagged, "restless": restless}
+    told = _caption({"drift": drift})  # type: ignore[typeddict-item]
+    assert told is not None
+    assert f"-15.0 % ({100 * (low - 1):+.1f} % to {100 * (high - 1):+.1f} %), {verdict}" in told
 
 
 def test_a_killed_ladder_goes_on_and_repeats_no_finished_trial(

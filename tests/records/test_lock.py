@@ -20,9 +20,9 @@ from pathlib import Path
 from rush.records.lock import FolderLock
 
 lock = FolderLock(Path(sys.argv[1]))
-child = os.fork() if sys.argv[2] == "with-child" else os.getpid()
-if child:
-    print(f"held {child}", flush=True)
+child = os.fork() if sys.argv[2] == "with-child" else 0
+if not child:  # a child speaks once it is fully born
+    print(f"held {os.getpid()}", flush=True)
 time.sleep(60)
 """
 

@@ -101,6 +101,14 @@ def test_drift_throttling_and_company_are_told(ladder: Ladder) -> None:
         assert word in told
 
 
+def test_a_machine_too_busy_to_measure_on_is_told(ladder: Ladder) -> None:
+    assert ladder.drift is not None
+    busy = replace(ladder, drift=replace(ladder.drift, restless=True))
+    (told,) = findings.warnings(busy)
+    assert "too busy" in told
+    assert "Run it again when nothing else runs" in told
+
+
 def test_machines_are_named_by_what_computes() -> None:
     machine = made_up.made_up_machine()
     assert _plain(findings.machine_name(machine)) == "Made-up GPU 9000 (140 GiB)"
