@@ -57,6 +57,10 @@ class Block(nn.Module):
         return out
 
 
+class Elsewhere(nn.Module):
+    """In the place of a part that another rank holds: it has no parameters, and nobody calls it."""
+
+
 class Decoder(nn.Module):
     """A causal language model. The families say how they embed and what their blocks are made of."""
 
@@ -113,9 +117,8 @@ class Decoder(nn.Module):
             _check_length("the model", offset + num_new, self.shape.context)
             positions_bt = torch.arange(offset, offset + num_new, device=tokens_bt.device)[None]
 
-        documents = None if documents_bt is None else self.document_form(documents_bt, starts_n)
+        rotary, documents = self.described(positions_bt, documents_bt, starts_n)
         x_btd = self.embed(tokens_bt, positions_bt)
-        rotary = None if self.rotary is None else self.rotary(positions_bt)
         for layer, block in enumerate(self.blocks):
             x_btd = block(
                 x_btd,
@@ -124,10 +127,20 @@ class Decoder(nn.Module):
                 cache=None if cache is None else cache.layers[layer],
                 query_offset=offset,
             )
-        hidden_btd = self.final_norm(x_btd)
         if cache is not None:
             cache.length = offset + num_new
+        return self.predict(x_btd, labels_bt, by_row=by_row)
 
+    def described(
+        self, positions_bt: Tensor, documents_bt: Tensor | None, starts_n: Tensor | None
+    ) -> tuple[tuple[Tensor, Tensor] | None, Any]:
+        """What every block is told of the tokens: the angles of their positions, and which belong together."""
+        documents = None if documents_bt is None else self.document_form(documents_bt, starts_n)
+        return None if self.rotary is None else self.rotary(positions_bt), documents
+
+    def predict(self, x_btd: Tensor, labels_bt: Tensor | None, *, by_row: bool = False) -> Tensor:
+        """What comes after the blocks: logits, or, given labels, their loss."""
+        hidden_btd = self.final_norm(x_btd)
         if labels_bt is None:
             logits_btv: Tensor = self.head(hidden_btd).float()
             return logits_btv
@@ -140,10 +153,18 @@ class Decoder(nn.Module):
         """The linear layers by role, with their qualified names: what LoRA, fp8 and sharding act on."""
         found: dict[str, list[tuple[str, nn.Linear]]] = {}
         for role, path in self.block_linears.items():
-            names = [f"blocks.{layer}.{path}" for layer in range(len(self.blocks))]
+            names = [f"blocks.{layer}.{path}" for layer, _ in self.blocks.named_children()]
             found[role] = [(name, _linear(self.get_submodule(name))) for name in names]
-        found["head"] = [("head", self.head)]
+        found["head"] = [("head", self.head)] if self.holds("head.weight") else []
         return found
+
+    def holds(self, name: str) -> bool:
+        """Whether the part that this parameter belongs to is here, and not with another rank."""
+        owner, _, _ = name.rpartition(".")
+        first, _, rest = owner.partition(".")
+        if first == "blocks":
+            return hasattr(self.blocks, rest.partition(".")[0])
+        return not isinstance(getattr(self, first), Elsewhere)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
         """An empty cache for `batch` rows of up to `capacity` tokens, where the weights are."""
@@ -156,7 +177,7 @@ class Decoder(nn.Module):
 
         Parameters that a technique added are the technique's to fill.
         """
-        for name, value in initial_values(self.shape, seed):
+        for name, value in initial_values(self.shape, seed, self.holds):
             owner, _, own = name.rpartition(".")
             module = self.get_submodule(owner)
             take: Any = getattr(module, "set_weight", None)
@@ -171,11 +192,12 @@ class Decoder(nn.Module):
     def init_buffers(self) -> None:
         """Compute the rotary frequencies where the weights are (after weights were assigned in place)."""
         if self.rotary is not None:
-            self.rotary.fill(self.embedding.weight.device)
+            self.rotary.fill(next(self.parameters()).device)
 
     def tie_head(self) -> None:
-        """Let the head share the embedding's weight, if the shape says so."""
-        if self.shape.tied_head and self.head.weight is not self.embedding.weight:
+        """Let the head share the embedding's weight, if the shape says so (and the head is here)."""
+        tied = self.shape.tied_head and self.holds("head.weight")
+        if tied and self.head.weight is not self.embedding.weight:
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
@@ -238,7 +260,7 @@ def _leave_out_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, 
 def _put_back_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     assert isinstance(module, Decoder)
     embedding = state.get(f"{prefix}embedding.weight")
-    if module.shape.tied_head and embedding is not None:
+    if module.shape.tied_head and embedding is not None and module.holds("head.weight"):
         state[f"{prefix}head.weight"] = embedding
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -29,10 +29,13 @@ BLOCK = 1 << 20
 """Values drawn from one generator; part of what a seed means."""
 
 
-def initial_values(shape: Shape, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter's name and initial value, one at a time, so that no second model is held."""
+def initial_values(
+    shape: Shape, seed: int, wanted: Callable[[str], bool] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Every (wanted) parameter's name and initial value, one at a time, so that no second model is held."""
     for spec in list_parameters(shape):
-        yield spec.name, initial_value(shape, spec, seed)
+        if wanted is None or wanted(spec.name):
+            yield spec.name, initial_value(shape, spec, seed)
 
 
 def initial_value(shape: Shape, spec: ParameterSpec, seed: int) -> Tensor:

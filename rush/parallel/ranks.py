@@ -81,6 +81,23 @@ class Ranks:
             torch.distributed.all_reduce(tensor, group=self.data_group)
         return tensor
 
+    @property
+    def stages(self) -> ProcessGroup | None:
+        """The ranks of this one's pipeline, each with other layers; None where every rank has all of them."""
+        return None if self.mesh is None or self.size("pp") == 1 else self.mesh.get_group("pp")
+
+    def sum_stages(self, tensor: Tensor) -> Tensor:
+        """The sum over the ranks of a pipeline, in place."""
+        if self.stages is not None:
+            torch.distributed.all_reduce(tensor, group=self.stages)
+        return tensor
+
+    def any_of_all(self, tensor: Tensor) -> Tensor:
+        """More than zero on every rank if it is on one, in place; what `sum` has made equal already is left alone."""
+        if self.size("pp") * self.size("tp") > 1:
+            torch.distributed.all_reduce(tensor)
+        return tensor
+
     def once(self, make: Callable[[], T]) -> T:
         """What rank 0 makes (JSON can hold it), handed to all. If it fails there, it fails everywhere alike."""
         if self.store is None:

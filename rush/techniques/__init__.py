@@ -54,6 +54,8 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
     names = {use.technique.name for use in uses}
     for use in uses:
         technique = use.technique
+        if technique.fits is not None:
+            technique.fits(recipe, use.knobs)
         if clash := sorted(names.intersection(technique.conflicts)):
             raise RecipeError(
                 f"techniques {technique.name} and {clash[0]} cannot stand together; take one of them out."

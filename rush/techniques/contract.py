@@ -10,11 +10,11 @@ no techniques is exactly that.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -146,6 +146,19 @@ Pass = Callable[[Batch, Tensor], Tensor]
 """Forward and backward of one micro batch on the device: (batch, share) adds `share` times the gradient of the summed
 loss to the gradients, and returns that loss, detached."""
 
+
+class Passes(Protocol):
+    """How micro batches go through the model: one after another, or in the order of a pipeline."""
+
+    def train(self, batches: Sequence[Batch], share: Tensor) -> Tensor:
+        """Forward and backward of all micro batches of a step, each as a `Pass`: their summed loss."""
+        ...
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        """The summed loss of batches on the device, without gradients."""
+        ...
+
+
 Evidence = Callable[[Observation, Mapping[str, Knob]], Proof]
 
 
@@ -183,6 +196,12 @@ class Build:
     """Puts something around the finished model, which training passes call instead of it."""
     averaged_over: int = 1
     """Over how many ranks the gradients are averaged, where a step wants their sum."""
+    parts: list[nn.Module] = field(default_factory=list)
+    """What training passes call where that is not the model as one: the stages that this rank has of it."""
+    make_passes: Callable[[Any, Sequence[nn.Module]], Passes] | None = None
+    """Called once with the finished run and its parts (with what `wrap` put around each): how its micro batches are run."""
+    copies: list[str] = field(default_factory=list)
+    """Parameters that another rank of the pipeline holds as well, and counts."""
     loader_options: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     """Notes for the evidence: objects or numbers that show afterwards what happened."""
@@ -201,6 +220,8 @@ class Technique:
     conflicts: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     knobs: Mapping[str, KnobRange] = field(default_factory=dict)
+    fits: Callable[[Recipe, Mapping[str, Knob]], None] | None = None
+    """Raises RecipeError, with the legal values, for sizes of the recipe that it cannot divide."""
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from rush.data import Batch
+from rush.errors import RecipeError
 from rush.models import Decoder
-from rush.recipe import Knob
+from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     Build,
     Claim,
@@ -32,6 +33,7 @@ from rush.techniques.contract import (
     Requirement,
     Stage,
     Technique,
+    knob_of,
 )
 
 FORWARD, ALL_REDUCE, PASS = "DistributedDataParallel.forward", "c10d::allreduce_", "rush::forward"
@@ -57,7 +59,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
                 **_keep_buffers(),
             )
         )
-        return made[0]
+        return made[-1]
 
     def told(is_last: bool) -> None:
         nonlocal last
@@ -84,6 +86,23 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.pass_wrappers.append(around)
 
 
+def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+    """Refuse what a pipeline's schedules do not do with copies of a stage."""
+    if recipe.layout.pp == 1 or recipe.layout.fsdp > 1:
+        return
+    schedule = knob_of(recipe, "pp", "schedule", "1f1b")
+    if schedule in ("zero_bubble", "zbv"):
+        raise RecipeError(
+            f"layout.ddp is {recipe.layout.ddp} and pp's schedule {schedule}, which computes the gradients of weights where "
+            "copies of a stage do not see them to be exchanged; use layout.fsdp instead, or schedule 1f1b, gpipe or interleaved."
+        )
+    if not knobs["send_once"]:
+        raise RecipeError(
+            "technique ddp: send_once is false, but beside layout.pp gradients are sent with the last micro batch; the "
+            "only allowed value is true."
+        )
+
+
 def _keep_buffers() -> dict[str, Any]:
     """Do not send buffers before every pass: they are computed, alike everywhere. (torch is about to rename the option.)"""
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
@@ -96,8 +115,8 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     steps = seen.ops.get(PASS, 0) / max(1, seen.micro_batches)
     reduces = seen.ops.get(ALL_REDUCE, 0) / steps if steps else 0.0
     sharded = seen.facts.get("fsdp_ranks", 1) > 1
-    # Of a sharded model the gradient's norm takes one more.
-    own = OF_A_STEP + sharded
+    # Of a sharded model the gradient's norm takes one more, of a pipeline its norm, its loss and the wish to stop.
+    own = OF_A_STEP + sharded + 3 * ("pp" in seen.facts)
     wrapped = seen.ops.get(FORWARD, 0)
     return Proof(
         reduces > own and bool(wrapped) != sharded,
@@ -123,6 +142,7 @@ technique = Technique(
         ),
     ),
     conflicts=("cuda_graph",),
+    fits=fits,
     knobs={
         "bucket_mb": KnobRange((25, 1, 5, 50, 100), "MiB of gradients that are sent together"),
         "bucket_view": KnobRange((True, False), "gradients live in the buckets, instead of being copied in"),

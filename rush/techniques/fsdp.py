@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from rush.recipe import Knob
+from rush.errors import RecipeError
+from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     Build,
     Claim,
@@ -46,15 +47,20 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=stage == "parameters")
     # The backward pass begins where the forward pass of the rest (embedding, head) ended: letting go would be in vain.
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    for unit in [*blocks, model]:
+    roots: list[Any] = list(build.parts) or [model]
+    for root in roots:
+        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+    for unit in [*blocks, *roots]:
         # The share of a step counts the units of all ranks, so gradients are to be summed.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     _prefetch(blocks, int(knobs["prefetch"]))
-    build.before_pass.append(_told(model, stage))
+    if not build.parts:  # what runs the parts of a pipeline tells each of them
+        build.before_pass.append(_told(model, stage))
     build.facts["fsdp_model"] = model
     build.facts["fsdp_ranks"] = build.ranks.size("fsdp")
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    build.facts["fsdp_roots"] = sum(any(id(p) not in inside for p in root.parameters()) for root in roots)
 
 
 def _prefetch(blocks: list[Any], depth: int) -> None:
@@ -77,6 +83,24 @@ def _told(model: nn.Module, stage: str) -> Callable[[bool], None]:
     return told
 
 
+def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+    """Refuse what a pipeline's schedules do not do with shards."""
+    if recipe.layout.pp == 1:
+        return
+    schedule, stage = str(knob_of(recipe, "pp", "schedule", "1f1b")), str(knobs["stage"])
+    allowed = ["optimizer"] if schedule in ("zero_bubble", "zbv") else ["parameters", "optimizer"]
+    if stage not in allowed:
+        raise RecipeError(
+            f"technique fsdp: stage is {stage!r}, but pp's schedule {schedule} keeps gradients whole until the end of a step"
+            f"{', and weights between its passes' if len(allowed) == 1 else ''}; allowed beside it: {', '.join(allowed)}."
+        )
+    if schedule == "zbv" and recipe.shape().tied_head:
+        raise RecipeError(
+            "pp's schedule zbv has the first and the last stage on one rank, where a tied embedding would be cut twice; beside "
+            "layout.fsdp take another schedule, or a model whose head is not tied."
+        )
+
+
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """This rank holds its part of the parameters, and per unit and step the profile shows as many all-gathers and
     reduce-scatters as the stage needs."""
@@ -96,6 +120,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         "gradients": (once, each),
         "optimizer": (once, once),
     }
+    if "pp" in seen.facts:  # schedules keep gradients until the end of the step; some gather all at its start
+        once = blocks + seen.facts["fsdp_roots"]
+        wanted = dict.fromkeys(wanted, (max(gathers, once), once))
     return Proof(
         held < 1.5 / ranks and (gathers, scatters) == wanted[str(knobs["stage"])],
         f"this rank holds {held:.0%} of the parameters; {gathers:g} all-gathers and {scatters:g} reduce-scatters in a "
@@ -138,6 +165,7 @@ technique = Technique(
         "offload_activations",
         "qlora",
     ),
+    fits=fits,
     knobs={
         "stage": KnobRange(
             ("parameters", "gradients", "optimizer"),

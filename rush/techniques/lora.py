@@ -115,7 +115,7 @@ technique = Technique(
     stage=Stage.ADAPT,
     apply=apply,
     requires=(lengths_in_fp32,),
-    conflicts=("fsdp", "fused_projections", "int8_base", "qlora"),
+    conflicts=("fsdp", "fused_projections", "int8_base", "pp", "qlora"),
     knobs=KNOBS,
     claim=Claim(
         "trained parameters",

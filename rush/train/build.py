@@ -8,7 +8,7 @@ This file is the one place where the order of things is written down.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,7 @@ from rush.parallel import Ranks, check_world
 from rush.parallel.sharded import fill_model, is_sharded
 from rush.recipe import Recipe
 from rush.techniques import Build, Pass, Stage, Use, check
+from rush.techniques.contract import Passes
 from rush.train.objectives import NextToken, Objective, objective_of
 from rush.train.optimizer import build_optimizer
 
@@ -57,11 +58,20 @@ class Run:
     averaged_over: int = 1
     """Over how many ranks the gradients come averaged."""
     before_pass: list[Callable[[bool], None]] = field(default_factory=list)
+    copies: list[str] = field(default_factory=list)
+    """Parameters here that another rank of the pipeline counts."""
     spoiled: Tensor | None = None
     """On the device: whether a step so far had a loss or gradient that was not finite."""
 
     def __post_init__(self) -> None:
-        self.micro_pass: Pass = self.forward_backward
+        self.parts: list[nn.Module] = [self.model]
+        """What passes call: the model, or the stages that this rank has of it."""
+        self.passes: Passes = OneByOne(self)
+        self.pass_through(self.forward_backward)
+
+    def pass_through(self, innermost: Pass) -> None:
+        """Let every micro batch go to this pass, through what techniques put around it."""
+        self.innermost, self.micro_pass = innermost, innermost
         for wrap in self.pass_wrappers:
             self.micro_pass = wrap(self.micro_pass)
 
@@ -110,6 +120,28 @@ class Run:
         return torch.autocast(self.device.type, self.autocast_dtype, enabled=self.autocast_dtype is not None)
 
 
+@dataclass
+class OneByOne:
+    """Micro batches one after another, each forward and backward through the whole model."""
+
+    run: Run
+
+    def train(self, batches: Sequence[Batch], share: Tensor) -> Tensor:
+        total = torch.zeros((), device=self.run.device)
+        for place, batch in enumerate(batches, 1):
+            for tell in self.run.before_pass:
+                tell(place == len(batches))
+            total += self.run.micro_pass(batch.to(self.run.device), share)
+        return total
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        total = 0.0
+        for batch in batches:
+            with self.run.autocast():
+                total += float(self.run.objective.loss(self.run.model, batch))
+        return total
+
+
 def build(
     recipe: Recipe,
     machine: Machine,
@@ -153,10 +185,15 @@ def build(
         pass_wrappers=half_made.pass_wrappers,
         facts=half_made.facts,
         ranks=ranks,
-        outer=None if half_made.wrap is None else half_made.wrap(half_made.model),
+        outer=None if half_made.wrap is None or half_made.parts else half_made.wrap(half_made.model),
         averaged_over=half_made.averaged_over,
         before_pass=half_made.before_pass,
+        copies=half_made.copies,
     )
+    if half_made.make_passes is not None:
+        run.parts = list(half_made.parts)
+        around: Any = half_made.wrap or (lambda part: part)
+        run.passes = half_made.make_passes(run, [around(part) for part in run.parts])
     if recipe.run.deterministic:
         run.step_contexts.append(deterministic)
     return run
@@ -200,11 +237,13 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
             "take a smaller model or a larger device."
         ) from None
     if any(is_sharded(parameter) for parameter in model.parameters()):
-        seed = half_made.recipe.run.seed
-        fill_model(model, initial_values(model.shape, seed) if weights is None else weights.items())
+        fill_model(model, _values(half_made, weights))
         model.init_buffers()
     elif weights is None:
         model.init_weights(half_made.recipe.run.seed)
+    elif half_made.parts:
+        fill_model(model, _values(half_made, weights))
+        model.init_buffers()
     else:
         model.load_state_dict(weights)
         model.init_buffers()
@@ -213,6 +252,14 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
     for parameter in _mastered(half_made):
         parameter.master = parameter.data  # type: ignore[attr-defined]
         parameter.data = parameter.data.to(half_made.weight_dtype)
+
+
+def _values(half_made: Build, weights: dict[str, torch.Tensor] | None) -> Iterable[tuple[str, Tensor]]:
+    """The values of the parameters that this rank holds."""
+    model = half_made.model
+    if weights is None:
+        return initial_values(model.shape, half_made.recipe.run.seed, model.holds)
+    return [(name, value) for name, value in weights.items() if model.holds(name)]
 
 
 def _mastered(half_made: Build) -> list[torch.nn.Parameter]:

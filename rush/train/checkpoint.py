@@ -68,6 +68,7 @@ def save(
     `metrics` and `meta` go into the manifest; the store ranks checkpoints by `val_loss` in `metrics`.
     """
     ranks = ranks or Ranks()
+    assert ranks.stages is None, "the ranks of a pipeline cannot save yet"
     tensors, aliases = _saved_tensors(model)
     tensors = gather(tensors, keep=ranks.main)
     optimizer_tensors, optimizer_state = _pack_optimizer(model, optimizer)

@@ -261,6 +261,8 @@ def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_p
         2 if any(p.requires_grad for p in module.parameters(recurse=False)) else 1 for module in linears
     )
     saved = int(run.facts.get("products_saved", 0))
+    # A rank's stages are passed one by one.
+    num_passes //= len(run.parts)
     forward = count / num_passes - (backward - 2 * saved) if num_passes else 0.0
     return max(0.0, forward) / (len(linears) - saved)
 
@@ -291,7 +293,7 @@ def _fp32_matmul_error(device: torch.device) -> float:
 def _unwrapped(run: Run) -> Iterator[None]:
     """The run without what was put around its passes (recordings)."""
     wrapped = run.micro_pass
-    run.micro_pass = run.forward_backward
+    run.micro_pass = run.innermost
     try:
         yield
     finally:

@@ -20,6 +20,7 @@ import torch
 from rush.errors import Diverged, MachineError
 from rush.hardware import memory_in_use
 from rush.models import build_model
+from rush.parallel.pipeline import collect
 from rush.parallel.sharded import gather, is_sharded
 from rush.recipe import Recipe
 from rush.records.metrics import MetricsWriter, read_rows
@@ -252,10 +253,13 @@ class Session:
 
 
 def _gathered(run: Run) -> Run:
-    """The run with its whole model on rank 0, for what only rank 0 does; of a sharded one all must ask for it."""
-    if not any(is_sharded(parameter) for parameter in run.model.parameters()):
+    """The run with its whole model on rank 0, for what only rank 0 does; of one in parts all must ask for it."""
+    stages = run.ranks.stages
+    if stages is None and not any(is_sharded(parameter) for parameter in run.model.parameters()):
         return run
-    weights = gather(run.model.state_dict(), keep=run.ranks.main)
+    weights = gather(run.model.state_dict(), keep=stages is not None or run.ranks.main)
+    if stages is not None:
+        weights = collect(weights, stages, run.device)
     if not run.ranks.main:
         return run
     with torch.device("meta"):

@@ -19,7 +19,7 @@ losses are, so that no host waits for it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -140,11 +140,7 @@ def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool
     )
     summed = _sum_counts(run, step, counts)
     share = run.scaler.scale(_share(run, counts, summed))
-    total = torch.zeros((), device=run.device)
-    for place, batch in enumerate(batches, 1):
-        for tell in run.before_pass:
-            tell(place == len(batches))
-        total += run.micro_pass(batch.to(run.device), share)
+    total = run.passes.train(batches, share)
     if summed is not None:
         # Whether there was any label is known on the device only: without one nothing may be updated.
         total = run.ranks.sum(total).masked_fill(summed[0] == 0, torch.nan)
@@ -180,7 +176,10 @@ def _sum_counts(run: Run, step: int, counts: Counts) -> Tensor | None:
         dtype=torch.float64,  # which counts to 2⁵³ and travels with the loss
         pin_memory=run.device.type == "cuda",
     )
-    return run.ranks.sum(numbers.to(run.device, non_blocking=True))
+    summed = run.ranks.sum(numbers.to(run.device, non_blocking=True))
+    # Ranks with the same samples are counted once, but each may have been asked to stop.
+    run.ranks.any_of_all(summed[4:])
+    return summed
 
 
 def _check_labels(step: int, counts: Counts) -> None:
@@ -255,11 +254,13 @@ def _overflowed(run: Run, norm: float) -> bool:
 
 def gradient_norm(run: Run) -> torch.Tensor:
     """The Euclidean norm of all gradients together."""
-    gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
+    counted = (p for name, p in run.model.named_parameters() if name not in run.copies)
+    gradients = [p.grad for p in counted if p.grad is not None]
+    if not run.ranks.alone:
+        own = total_norm(gradients) if gradients else torch.zeros((), device=run.device)
+        return own if run.ranks.stages is None else run.ranks.sum_stages(own.square()).sqrt()
     if not gradients:
         return torch.zeros((), device=run.device)
-    if not run.ranks.alone:
-        return total_norm(gradients)
     # In fp32 whatever the gradients are: a norm in bf16 has three digits, and clipping would inherit them.
     norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
     total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
@@ -293,15 +294,19 @@ def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> 
 @torch.no_grad()
 def validate(run: Run, batches: Iterable[Batch]) -> float:
     """Mean loss per unit over held-out batches; with several ranks over those of all."""
-    total, units = 0.0, 0.0
-    with run.in_step():
+    units = 0.0
+
+    def on_device() -> Iterator[Batch]:
+        nonlocal units
         for batch in batches:
-            with run.autocast():
-                loss = run.objective.loss(run.model, batch.to(run.device))
-            total += float(loss)
             units += run.objective.units(batch)
+            yield batch.to(run.device)
+
+    with run.in_step():
+        total = run.passes.evaluate(on_device())
     if not run.ranks.alone:
-        reshard(run.model)
+        for part in run.parts:
+            reshard(part)
         summed = run.ranks.sum(torch.tensor([total, units], dtype=torch.float64, device=run.device))
         total, units = summed.tolist()
     return total / units

@@ -29,7 +29,7 @@ def test_the_ready_ladders_are_there_and_tiny_has_eight_rungs() -> None:
     assert len(load_plan("tiny").additions) >= 8
 
 
-SEVERAL_RANKS = {"ddp", "fsdp"}
+SEVERAL_RANKS = {"ddp", "fsdp", "pp"}
 FINE_TUNING = {"bucket", "flatten", "int8_base", "lora", "pack_best_fit", "pack_concat", "pad", "qlora"}
 
 

@@ -216,6 +216,11 @@ def _plant(run: Any, bug: str) -> None:
             return plain(batch, torch.full_like(share, 1 / batch.num_labels / run.recipe.accumulation))
 
         run.micro_pass = passes
+    elif bug == "a tied embedding learns from one end only":
+        run.passes.tied_with = None
+    elif bug == "a stage's share is taken twice":
+        handed_on = run.micro_pass
+        run.micro_pass = lambda batch, share: handed_on(batch, share * share)
     else:
         assert not bug
 
@@ -305,7 +310,7 @@ def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result
         with loader(run) as given:
             for step in (1, 2, 3):
                 batches = list(given.next_step())
-                if step == 2 or (step == 1 and ranks.rank == 1):
+                if step == 2 or (step == 1 and ranks.data_rank == 1):
                     for batch in batches:
                         batch.labels_bt.fill_(IGNORED)
                 spoiled = step == 3 and ranks.rank == 1

@@ -49,8 +49,7 @@ def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:
     ("techniques", "changes", "kind", "said"),
     [
         ([], ["layout.tp=2"], RecipeError, "tp is not there yet"),
-        ([], ["layout.pp=2"], RecipeError, "pp is not there yet"),
-        ([], ["layout.cp=2"], RecipeError, "ddp and fsdp divide the work today"),
+        ([], ["layout.cp=2"], RecipeError, "pp and ddp and fsdp divide the work today"),
         ([], ["layout.ddp=2", "objective.kind=dpo"], RecipeError, "preferences are learned by one rank"),
         (["fused_update"], ["layout.fsdp=2"], RecipeError, "fsdp and fused_update cannot stand together"),
         (["compile"], ["layout.fsdp=2"], MachineError, "use compile with scope block"),

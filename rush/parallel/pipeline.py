@@ -1,0 +1,260 @@
+"""Stages on ranks: which rank has which, torch's schedules over them, and what the ranks of a pipeline settle.
+
+A schedule (torch.distributed.pipelining) says in which order a rank computes forward and backward passes of the micro
+batches through its stages, and when it sends and receives. What goes from stage to stage is the hidden state and its
+gradient; everything else about a micro batch every rank reads for itself. A schedule has buffers of one size, so where
+micro batches differ in theirs, hidden states travel padded to the largest seen so far: then no step has to set up
+buffers anew.
+
+Shapes: b batch, t position, d hidden, n tokens with padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Compute = Callable[[Any, Any, Tensor | None], Tensor]
+"""(stage module, micro batch, what arrived) -> the hidden state; of the last stage what the backward pass starts from."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A schedule torch has."""
+
+    name: str
+    torchs: str
+    fewest: int
+    most: int
+    """Stages a rank may have."""
+    looped: bool = True
+    """Whether a rank's stages are a round apart; else they lie like a V: the first rank has the first and the last."""
+    splits_backward: bool = False
+    """Whether gradients of weights are computed apart from those of inputs, to fill what would be idle."""
+
+    def ranks_of(self, num_ranks: int, num_stages: int) -> list[int]:
+        """The rank of each stage."""
+        there_and_back = [*range(num_ranks), *reversed(range(num_ranks))]
+        return [
+            stage % num_ranks if self.looped else there_and_back[stage % (2 * num_ranks)]
+            for stage in range(num_stages)
+        ]
+
+    def takes(self, micro_batches: int, num_ranks: int) -> bool:
+        """Whether the schedule can be made for so many micro batches in a step."""
+        if self.name == "1f1b":
+            return micro_batches >= num_ranks
+        if self.name in ("interleaved", "zero_bubble"):
+            return micro_batches % max(1, micro_batches // num_ranks) == 0
+        return micro_batches >= 1
+
+
+KINDS: Mapping[str, Kind] = {
+    kind.name: kind
+    for kind in (
+        Kind("1f1b", "Schedule1F1B", 1, 1),
+        Kind("gpipe", "ScheduleGPipe", 1, 1),
+        Kind("interleaved", "ScheduleInterleaved1F1B", 2, 8),
+        Kind("zero_bubble", "ScheduleInterleavedZeroBubble", 1, 8, splits_backward=True),
+        Kind("zbv", "ScheduleZBVZeroBubble", 2, 2, looped=False, splits_backward=True),
+    )
+}
+
+
+@dataclass
+class Pipeline:
+    """This rank's stages, and how micro batches go through them together with the other ranks."""
+
+    kind: Kind
+    stages: Sequence[Any]
+    """Modules with a `span` and a `call`, in their order."""
+    modules: Sequence[nn.Module]
+    """The same, each with what was put around it."""
+    num_stages: int
+    group: ProcessGroup
+    device: torch.device
+    hidden: int
+    dtype: torch.dtype
+    compute: Compute
+    schedule: Any = None
+    _made_for: tuple[int, tuple[int, ...]] = (0, ())
+    """Micro batches, and the dims that travel: [b, t, d], or [n, d] where they differ."""
+    _rank_of: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._rank_of = self.kind.ranks_of(self.group.size(), self.num_stages)
+
+    def train(self, items: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> None:
+        """Forward and backward of all micro batches; `shapes` are the [b, t] of their hidden states."""
+        self._fit(shapes)
+        for stage in self.stages:
+            stage.call = self._calls(stage, iter(items), iter(shapes))
+        # The loss is part of the last stage, so a schedule has no targets to deal out; it asks for some.
+        has_last = any(stage.span.is_last for stage in self.stages)
+        self.schedule.step(target=torch.zeros(len(items)) if has_last else None, return_outputs=False)
+
+    @torch.no_grad()
+    def evaluate(self, item: Any, shape: tuple[int, int]) -> Tensor | None:
+        """The forward pass of one micro batch, a stage after the other: what the last returns, where it is."""
+        import torch.distributed as dist
+
+        x_btd: Tensor | None = None
+        for stage in self.stages:
+            number, me = stage.span.number, self.group.rank()
+            if number > 0 and self._rank_of[number - 1] != me:
+                x_btd = torch.empty(*shape, self.hidden, dtype=self.dtype, device=self.device)
+                dist.recv(x_btd, group=self.group, group_src=self._rank_of[number - 1])
+            stage.call = lambda *arrived, stage=stage: self.compute(stage, item, *(arrived or (None,)))
+            x_btd = stage(*([] if number == 0 else [x_btd]))
+            if stage.span.is_last:
+                return x_btd
+            if self._rank_of[number + 1] != me:
+                dist.send(x_btd.contiguous(), group=self.group, group_dst=self._rank_of[number + 1])
+        return None
+
+    def idle_share(self) -> float:
+        """The part of a step that ranks wait for each other, by the schedule's order, if a backward pass takes two forward
+        ones and stages are alike."""
+        orders = self.schedule.pipeline_order
+        return idle_share(
+            {
+                rank: [(a.stage_index, a.computation_type.value) for a in order if a is not None]
+                for rank, order in orders.items()
+            }
+        )
+
+    def _calls(
+        self, stage: Any, items: Iterator[Any], shapes: Iterator[tuple[int, int]]
+    ) -> Callable[..., Tensor]:
+        """What a stage computes when it is called for the next micro batch: schedules keep to their order."""
+
+        def call(*arrived: Tensor) -> Tensor:
+            item, (rows, columns) = next(items), next(shapes)
+            padded = len(self._made_for[1]) == 2
+            x_btd: Tensor | None = None
+            if arrived:
+                x_btd = arrived[0]
+                if padded:
+                    x_btd = x_btd[: rows * columns].view(rows, columns, self.hidden)
+            out = self.compute(stage, item, x_btd)
+            if stage.span.is_last or not padded:
+                return out
+            rest = out.new_zeros(self._made_for[1][0] - rows * columns, self.hidden)
+            return torch.cat((out.flatten(0, 1), rest))
+
+        return call
+
+    def _fit(self, shapes: Sequence[tuple[int, int]]) -> None:
+        """A schedule for so many micro batches of these shapes: the one there is, if it will do."""
+        count, dims = self._made_for
+        longest = max(rows * columns for rows, columns in shapes)
+        if len(dims) == 3:
+            fits = all(shape == dims[:2] for shape in shapes)
+            longest = max(longest, dims[0] * dims[1])
+        else:
+            fits = bool(dims) and longest <= dims[0]
+            longest = max(longest, *dims[:1], 0)
+        if fits and count == len(shapes):
+            return
+        if not fits:
+            alike = not dims and len(set(shapes)) == 1
+            dims = (*shapes[0], self.hidden) if alike else (longest, self.hidden)
+        self._made_for = (len(shapes), dims)
+        self.schedule = self._made(len(shapes), dims)
+
+    def _made(self, count: int, dims: tuple[int, ...]) -> Any:
+        from torch.distributed import pipelining
+
+        def like(*sizes: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.empty(sizes, dtype=dtype, device="meta", requires_grad=True)
+
+        stages = [
+            pipelining.PipelineStage(
+                module,
+                stage.span.number,
+                self.num_stages,
+                self.device,
+                # Told, not found out by a pass: which tensors travel is known.
+                input_args=() if stage.span.is_first else (like(*dims),),
+                output_args=(like(dtype=torch.float32) if stage.span.is_last else like(*dims),),
+                group=self.group,
+            )
+            for stage, module in zip(self.stages, self.modules, strict=True)
+        ]
+        make: Any = getattr(pipelining, self.kind.torchs)
+        own = stages if self.kind.most > 1 else stages[0]
+        # The share of a step is in the loss already.
+        return make(own, count, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+
+def idle_share(orders: Mapping[int, Sequence[tuple[int, str]]]) -> float:
+    """Of the time all ranks need for their orders of (stage, F forward, B backward, I and W its halves), what they wait."""
+    cost = {"F": 1, "B": 2, "I": 1, "W": 1}
+    last = max(stage for order in orders.values() for stage, _ in order)
+    done: dict[tuple[int, str, int], float] = {}
+    clock = dict.fromkeys(orders, 0.0)
+    counts: Counter[tuple[int, str]] = Counter()
+    left = {rank: [action for action in order if action[1] in cost] for rank, order in orders.items()}
+    work = sum(cost[what] for order in left.values() for _, what in order)
+    while any(left.values()):
+        moved = False
+        for rank, order in left.items():
+            while order:
+                stage, what = order[0]
+                back = "B" if what in "BI" else what
+                number = counts[stage, back]
+                needs = [(stage, "F", number)] if what in "BI" else []
+                if what == "F" and stage > 0:
+                    needs = [(stage - 1, "F", number)]
+                elif what in "BI" and stage < last:
+                    needs.append((stage + 1, "B", number))
+                if not all(need in done for need in needs):
+                    break
+                order.pop(0)
+                clock[rank] = max([clock[rank], *(done[need] for need in needs)]) + cost[what]
+                done[stage, back, number] = clock[rank]
+                counts[stage, back] += 1
+                moved = True
+        assert moved, "an order that waits for itself"
+    return 1 - work / (len(orders) * max(clock.values()))
+
+
+def add_from(tensor: Tensor, peer: int, group: ProcessGroup) -> None:
+    """Add what another rank of the group has of the same tensor; it does the same, so both end with the same bits."""
+    import torch.distributed as dist
+
+    theirs = torch.empty_like(tensor)
+    sent = [
+        dist.P2POp(dist.isend, tensor, group=group, group_peer=peer),
+        dist.P2POp(dist.irecv, theirs, group=group, group_peer=peer),
+    ]
+    for work in dist.batch_isend_irecv(sent):
+        work.wait()
+    tensor.add_(theirs)
+
+
+def collect(tensors: Mapping[str, Tensor], group: ProcessGroup, device: torch.device) -> dict[str, Tensor]:
+    """What all ranks of a pipeline hold, by name, for the first of them; what two hold, once. Others get their own back."""
+    import torch.distributed as dist
+
+    listed: list[Any] = [None] * group.size()
+    dist.all_gather_object(listed, {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}, group=group)
+    found, me = dict(tensors), group.rank()
+    for rank, names in enumerate(listed):
+        for name, (shape, dtype) in names.items():
+            if any(name in earlier for earlier in listed[:rank]):
+                continue
+            if rank == me and me != 0:
+                dist.send(tensors[name].to(device).contiguous(), group=group, group_dst=0)
+            elif rank != 0 and me == 0:
+                found[name] = torch.empty(shape, dtype=dtype, device=device)
+                dist.recv(found[name], group=group, group_src=rank)
+    return found
