@@ -43,7 +43,7 @@ def test_the_interval_of_a_median_covers_the_truth_as_often_as_it_says() -> None
     assert 0.90 <= hits / 200 <= 0.99
 
 
-@pytest.mark.parametrize("processes", [2, 3, 5])
+@pytest.mark.parametrize("processes", [2, 3, pytest.param(5, marks=pytest.mark.slow)])
 def test_recipes_that_are_the_same_are_rarely_called_different(processes: int) -> None:
     rng = np.random.default_rng(processes)
     false = 0
@@ -70,7 +70,7 @@ def test_an_interval_from_samples_alone_would_be_fooled_by_processes() -> None:
     assert fooled > 60
 
 
-@pytest.mark.parametrize(("processes", "at_least"), [(3, 65), (5, 90)])
+@pytest.mark.parametrize(("processes", "at_least"), [(3, 65), pytest.param(5, 90, marks=pytest.mark.slow)])
 def test_five_per_cent_is_found_among_nine_rungs(processes: int, at_least: int) -> None:
     rng = np.random.default_rng(3)
     found = 0

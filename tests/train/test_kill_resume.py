@@ -21,8 +21,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from small_runs import checkpoint_files, rows, rush, small_recipe, start_rush, write_corpus
 
-KILLS = 14  # in each of the two chains
-STEPS = 70
+STEPS = 70  # more than all kills of a chain leave behind
 
 
 def undisturbed(tmp_path: Path, recipe: Path, cache: Path) -> Path:
@@ -77,9 +76,10 @@ def assert_a_beginning(folder: Path, whole: Path, when: str) -> None:
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.parametrize("kills", [6, pytest.param(14, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
-    tmp_path: Path, family: str
+    tmp_path: Path, family: str, kills: int
 ) -> None:
     cache, folder = tmp_path / "cache", tmp_path / "killed"
     recipe = tmp_path / "recipe.toml"
@@ -91,7 +91,7 @@ def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
     chance = random.Random(family)
     in_save = 0
     killed: list[str] = []
-    while len(killed) < KILLS:
+    while len(killed) < kills:
         kind, plan = instants(folder, chance)[len(killed) % 3]
         process = start_rush("train", recipe, "run.keep=1000", "--out", folder, "--resume", cache=cache)
         alive = kill_when(process, plan(), limit_s=60)
@@ -99,7 +99,7 @@ def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
         in_save += any((folder / "checkpoints").glob(".writing-*"))
         killed.append(kind)
         assert_a_beginning(folder, whole, kind)
-    assert in_save >= 3, f"only {in_save} kills left a half-written checkpoint"
+    assert in_save >= kills // 4, f"only {in_save} kills left a half-written checkpoint"
     done = rush("train", recipe, "run.keep=1000", "--out", folder, "--resume", cache=cache)
     assert done.returncode == 0, done.stderr
     assert rows(folder) == rows(whole)
