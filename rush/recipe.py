@@ -252,10 +252,17 @@ class Recipe(Part):
             )
         return whole
 
+    def content(self) -> dict[str, Any]:
+        """All that the recipe says. Of `run`, what is not as always: a key that a later version adds there (how often to
+        save, how long to wait) leaves older recipes, and what was measured of them, what they are."""
+        told = self.model_dump(mode="json")
+        told["run"] = self.run.model_dump(mode="json", exclude_defaults=True)
+        return told
+
     @property
     def digest(self) -> str:
         """SHA-256 of the content: equal for recipes that describe the same run, however they were written."""
-        canonical = json.dumps(self.model_dump(mode="json"), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 
 

@@ -72,6 +72,15 @@ def test_the_digest_depends_on_content_and_not_on_how_it_was_written() -> None:
     assert changed(parse(MINIMAL), {"run.seed": 2}).digest != spelled_out.digest
 
 
+def test_a_key_of_run_that_is_as_always_does_not_count() -> None:
+    """So a later version can add one, and older runs and measurements keep their names."""
+    recipe = parse(MINIMAL)
+    assert recipe.content()["run"] == {}
+    assert recipe.content()["batch"] == recipe.model_dump(mode="json")["batch"]
+    assert changed(recipe, {"run.keep": recipe.run.keep}).digest == recipe.digest
+    assert changed(recipe, {"run.keep": recipe.run.keep + 1}).digest != recipe.digest
+
+
 def test_dotted_overrides_change_what_they_name() -> None:
     recipe = load_recipe("gpt2-124m", ["batch.micro=16", "optimizer.lr=3e-4", "run.deterministic=true",
                                        "data.files=['a b.txt']", "run.sample_prompt=Once upon a time"])  # fmt: skip

@@ -110,7 +110,7 @@ class Bench:
     def _digest(self, recipe: Recipe) -> str:
         extra = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.extra_techniques]
         told: dict[str, Any] = {
-            "recipe": recipe.model_dump(mode="json"),
+            "recipe": recipe.content(),
             "machine": self.machine.fingerprint(),
             "measure": self.plan.measure.model_dump(include={*TIMING, "limit_s"}),
             "parity": self.plan.parity.model_dump(),
