@@ -15,7 +15,7 @@ Shapes: n tokens, i inputs, o outputs, r rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -36,6 +36,11 @@ ROLE_GROUPS: Mapping[str, frozenset[str] | None] = {
     "qv": frozenset({"q", "v", "qkv"}),
 }
 """Which linear layers of a block; the head is never among them."""
+
+Put = Callable[[Tensor, Tensor], Any]
+"""Writes a value into a parameter of which this process may hold a part."""
+See = Callable[[Tensor], Tensor]
+"""Gives all of a tensor of which this process may hold a part."""
 
 
 @dataclass(frozen=True)
@@ -97,22 +102,24 @@ class Adapter(nn.Module):
             return (self.squares_o + 2 * scale * cross_o + scale**2 * own_o).clamp_min(1e-12).sqrt()
 
     @torch.no_grad()
-    def fill(self, seed: int, name: str, layer: nn.Linear) -> None:
+    def fill(
+        self, seed: int, name: str, layer: nn.Linear, put: Put = Tensor.copy_, see: See = Tensor.detach
+    ) -> None:
         """The start: A uniform within 1/sqrt(in), a function of seed and name; B zero; lengths as they are."""
         generator = torch.Generator(device="cpu").manual_seed(tensor_seed(seed, f"{name}.adapter.a"))
         bound = 1 / math.sqrt(self.a.shape[1])
         drawn = torch.empty(self.a.shape, dtype=torch.float32, device="cpu")
-        self.a.copy_(drawn.uniform_(-bound, bound, generator=generator))
+        put(self.a, drawn.uniform_(-bound, bound, generator=generator))
         self.b.zero_()
-        self.measure(layer)
+        self.measure(layer, see)
         if self.magnitude is not None:
-            self.magnitude.copy_(self.squares_o.sqrt())
+            put(self.magnitude, self.squares_o.sqrt())
 
     @torch.no_grad()
-    def measure(self, layer: nn.Linear) -> None:
+    def measure(self, layer: nn.Linear, see: See = Tensor.detach) -> None:
         """Take the row lengths of the base, which DoRA compares with; after the base has got its weights."""
         if self.magnitude is not None:
-            self.squares_o = dense_weight(layer, torch.float32).square().sum(1)
+            self.squares_o = dense_weight(layer, torch.float32, see).square().sum(1)
 
     def delta(self) -> Tensor:
         """s·B·A in fp32, as large as the weight."""
@@ -148,10 +155,10 @@ class SharedDown(FanOut):
         )
 
 
-def dense_weight(layer: nn.Linear, dtype: torch.dtype | None = None) -> Tensor:
+def dense_weight(layer: nn.Linear, dtype: torch.dtype | None = None, see: See = Tensor.detach) -> Tensor:
     """The weight of a layer as a matrix, whatever form it is stored in."""
     unpack = getattr(layer, "dense_weight", None)
-    weight: Tensor = layer.weight.detach() if unpack is None else unpack(dtype)
+    weight: Tensor = see(layer.weight) if unpack is None else unpack(dtype, see)
     return weight if dtype is None else weight.to(dtype)
 
 
@@ -222,10 +229,10 @@ def is_adapted(model: nn.Module) -> bool:
     return any(True for _ in adapters(model))
 
 
-def fill_adapters(model: nn.Module, seed: int) -> None:
-    """Initial values for every adapter of a model that has its weights."""
+def fill_adapters(model: nn.Module, seed: int, put: Put = Tensor.copy_, see: See = Tensor.detach) -> None:
+    """Initial values for every adapter of a model that has its weights; `put` and `see` know how it is held."""
     for name, layer, adapter in adapters(model):
-        adapter.fill(seed, name, layer)
+        adapter.fill(seed, name, layer, put, see)
 
 
 @contextmanager

@@ -15,7 +15,7 @@ Shapes: i inputs, o outputs; codes are flat.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
@@ -25,7 +25,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rush.models.adapters import autocast_input
+from rush.models.adapters import See, autocast_input
 from rush.models.decoder import Decoder
 from rush.models.fingerprints import base_fingerprint, fingerprint
 
@@ -190,6 +190,11 @@ _WAYS = {
 }  # fmt: skip
 
 
+def stored_parts(form: Form, out_features: int, in_features: int) -> Mapping[str, tuple[int, torch.dtype]]:
+    """What a weight of this size is stored as: number and dtype of the elements of each part."""
+    return _WAYS[str(form)].layout(out_features, in_features)
+
+
 @torch.library.custom_op("rush::quantised_linear", mutates_args=())
 def _product(x: Tensor, parts: list[Tensor], form: str, out_features: int) -> Tensor:
     weight_oi = _WAYS[form].unpack(parts, (out_features, x.shape[-1]), x.dtype)
@@ -242,35 +247,48 @@ class QuantisedLinear(nn.Linear):
         self.bias = plain.bias
         self.source = ""
         self.base_source = ""
-        way = _WAYS[str(form)]
-        layout = way.layout(self.out_features, self.in_features)
+        layout = stored_parts(form, self.out_features, self.in_features)
         self.part_names = tuple(layout)
         for name, (size, dtype) in layout.items():
             self.register_buffer(name, torch.empty(size, dtype=dtype, device="meta"), persistent=False)
 
     @property
     def parts(self) -> list[Tensor]:
-        return [self.get_buffer(name) for name in self.part_names]
+        return [getattr(self, name) for name in self.part_names]
+
+    def hold_as_parameters(self) -> None:
+        """Make frozen parameters of codes and 8-bit scales, so that what cuts a model's parameters cuts them too. The rest
+        (tables, a scale for 256 others) is next to nothing and stays a buffer."""
+        for name in self.part_names:
+            part = getattr(self, name)
+            if not part.is_floating_point():
+                delattr(self, name)
+                self.register_parameter(name, nn.Parameter(part, requires_grad=False))
 
     def forward(self, x: Tensor) -> Tensor:
         x = autocast_input(x)
         out: Tensor = _product(x, self.parts, str(self.form), self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
-    @torch.no_grad()
     def set_weight(self, weight_oi: Tensor) -> None:
         """Quantise this weight where the codes are; its full precision is there for that moment alone."""
+        for name, value in self.stored(weight_oi).items():
+            getattr(self, name).copy_(value)
+
+    @torch.no_grad()
+    def stored(self, weight_oi: Tensor) -> Parts:
+        """This weight as the parts that stand for it; it is noted as what they were made from."""
         assert weight_oi.shape == (self.out_features, self.in_features), weight_oi.shape
-        here = weight_oi.to(self.get_buffer("codes").device).float()
+        here = weight_oi.to(self.parts[0].device).float()
         self.source, self.base_source = fingerprint(here), base_fingerprint(here)
         packed = _WAYS[str(self.form)].pack(here)
-        for name in self.part_names:
-            self.get_buffer(name).copy_(packed[name].view(self.get_buffer(name).shape))
+        return {name: packed[name].view(getattr(self, name).shape) for name in self.part_names}
 
-    def dense_weight(self, dtype: torch.dtype | None = None) -> Tensor:
+    def dense_weight(self, dtype: torch.dtype | None = None, see: See = Tensor.detach) -> Tensor:
         """The weight the codes stand for."""
         dims = (self.out_features, self.in_features)
-        return _WAYS[str(self.form)].unpack(self.parts, dims, dtype or torch.float32)
+        parts = [see(part) for part in self.parts]
+        return _WAYS[str(self.form)].unpack(parts, dims, dtype or torch.float32)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def keep_dtype(tensor: Tensor) -> Tensor:
@@ -278,9 +296,9 @@ class QuantisedLinear(nn.Linear):
             # The scales of the scales stay in fp32 whatever the model becomes.
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
-        for name in self.part_names:
-            self._buffers[name] = keep_dtype(self.get_buffer(name))
-        parts = {name: self._buffers.pop(name) for name in self.part_names}
+        parts = {name: keep_dtype(self.get_buffer(name)) for name in self.part_names if name in self._buffers}
+        for name in parts:
+            del self._buffers[name]
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._buffers.update(parts)
         return self
@@ -302,6 +320,17 @@ def quantise_linears(model: Decoder, form: Form) -> None:
         for name, plain in layers if role != "head" else []:
             parent, _, own = name.rpartition(".")
             setattr(model.get_submodule(parent), own, QuantisedLinear(plain, form))
+
+
+def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights as this model stores them, one at a time: a quantised layer's as its parts."""
+    for name, value in values:
+        owner, _, own = name.rpartition(".")
+        layer = model.get_submodule(owner)
+        if own == "weight" and isinstance(layer, QuantisedLinear):
+            yield from ((f"{owner}.{part}", tensor) for part, tensor in layer.stored(value).items())
+        else:
+            yield name, value
 
 
 def form_of(model: nn.Module) -> Form | None:

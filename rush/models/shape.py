@@ -210,6 +210,7 @@ SIZES: dict[str, Shape] = {
     "llama-3.2-1b": llama_shape(16, 2048, 32, 8, 8192, tied_head=True, rope_factor=32.0),
     "llama-3.2-3b": llama_shape(28, 3072, 24, 8, 8192, tied_head=True, rope_factor=32.0),
     "llama-3.1-8b": llama_shape(32, 4096, 32, 8, 14336, tied_head=False, rope_factor=8.0),
+    "llama-3.1-70b": llama_shape(80, 8192, 64, 8, 28672, tied_head=False, rope_factor=8.0),
 }
 
 

@@ -63,15 +63,15 @@ def fill(tensor: Tensor, value: Tensor) -> None:
     target.to_local().copy_(part.to_local())
 
 
-def fill_model(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> None:
-    """Give every parameter its value, by name; a tied one has one name."""
+def fill_model(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """Give parameters (and buffers) their values, by name; a tied one has one name. Returns the parameters without one."""
     left = {id(parameter) for parameter in model.parameters()}
     for name, value in values:
-        parameter = model.get_parameter(name)
-        fill(parameter, value)
-        left.discard(id(parameter))
-    missing = [name for name, parameter in model.named_parameters() if id(parameter) in left]
-    assert not missing, f"no value for {', '.join(missing)}"
+        owner, _, own = name.rpartition(".")
+        tensor = getattr(model.get_submodule(owner), own)
+        fill(tensor, value)
+        left.discard(id(tensor))
+    return [name for name, parameter in model.named_parameters() if id(parameter) in left]
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:

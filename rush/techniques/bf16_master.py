@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from rush.parallel.sharded import own_part
 from rush.recipe import Knob
 from rush.techniques.contract import Build, Claim, MemoryEffect, Observation, Parity, Proof, Stage, Technique
 from rush.techniques.evidence import matmuls_took, say_dtypes, state_per_parameter
@@ -60,11 +61,12 @@ class MasterAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(state["master"])
             state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
         assert parameter.grad is not None
+        master = own_part(state["master"])
         adamw(
-            [state["master"]],
-            [parameter.grad.float()],
-            [state["exp_avg"]],
-            [state["exp_avg_sq"]],
+            [master],
+            [own_part(parameter.grad).float()],
+            [own_part(state["exp_avg"])],
+            [own_part(state["exp_avg_sq"])],
             [],
             [state["step"]],
             foreach=False,
@@ -79,7 +81,7 @@ class MasterAdamW(torch.optim.Optimizer):
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),
         )
-        parameter.copy_(state["master"])
+        own_part(parameter).copy_(master)
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -108,7 +110,7 @@ technique = Technique(
     name="bf16_master",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fsdp", "fused_update", "pure_bf16"),
+    conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fused_update", "pure_bf16"),
     claim=Claim(
         "bytes of weights and gradients in the passes",
         -0.5,

@@ -169,7 +169,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("fsdp", "int8_base", "qlora"),
+    conflicts=("int8_base", "qlora"),
     after=("chunked_loss", "vocab_pad"),
     knobs={
         "recipe": KnobRange(

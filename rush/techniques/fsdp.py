@@ -44,6 +44,9 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     mesh = build.ranks.mesh[axes]
     stage, model = str(knobs["stage"]), build.model
     blocks: list[Any] = list(model.blocks) if knobs["unit"] == "block" else []
+    # Only parameters are cut; a layer that stores its weight otherwise (as codes) makes parameters of it.
+    for module in model.modules():
+        getattr(module, "hold_as_parameters", lambda: None)()
     for block in blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=stage == "parameters")
     # The backward pass begins where the forward pass of the rest (embedding, head) ended: letting go would be in vain.
@@ -101,6 +104,13 @@ def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
         )
 
 
+def _units_trained(model: nn.Module, blocks: list[nn.Module]) -> int:
+    """How many units have gradients to send; beside adapters the rest (embedding, head) has none."""
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    return sum(any(p.requires_grad for p in unit) for unit in [*(b.parameters() for b in blocks), rest])
+
+
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """This rank holds its part of the parameters, and per unit and step the profile shows as many all-gathers and
     reduce-scatters as the stage needs."""
@@ -113,12 +123,12 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     ranks, passes = seen.facts["fsdp_ranks"], seen.micro_batches
     steps = seen.ops.get(PASS, 0) / max(1, passes)
     gathers, scatters = (seen.ops.get(name, 0) / steps if steps else 0.0 for name in (GATHER, SCATTER))
-    blocks = len(seen.facts["fsdp_model"].blocks) if knobs["unit"] == "block" else 0
-    once, each = blocks + 1, (blocks + 1) * passes
+    units = list(seen.facts["fsdp_model"].blocks) if knobs["unit"] == "block" else []
+    blocks, trained = len(units), _units_trained(seen.facts["fsdp_model"], units)
     wanted = {
-        "parameters": (2 * blocks * passes + passes, each),
-        "gradients": (once, each),
-        "optimizer": (once, once),
+        "parameters": (2 * blocks * passes + passes, trained * passes),
+        "gradients": (blocks + 1, trained * passes),
+        "optimizer": (blocks + 1, trained),
     }
     if "pp" in seen.facts:  # schedules keep gradients until the end of the step; some gather all at its start
         once = blocks + seen.facts["fsdp_roots"]
@@ -154,16 +164,8 @@ technique = Technique(
     # They act on plain parameters: on their memory, their bytes, or by kernels that know no shards.
     conflicts=(
         "adam8bit",
-        "amp_fp16",
-        "bf16_master",
         "cuda_graph",
-        "fp8",
         "fused_projections",
-        "fused_update",
-        "int8_base",
-        "lora",
-        "offload_activations",
-        "qlora",
     ),
     fits=fits,
     knobs={

@@ -15,6 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
+from rush.parallel.sharded import own_part
 from rush.recipe import Knob
 from rush.techniques.contract import (
     Build,
@@ -46,6 +47,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         "state_dtype": getattr(torch, str(knobs["state"])),
         "stochastic_rounding": bool(knobs["stochastic_rounding"]),
         "seed": build.recipe.run.seed,
+        "local": own_part,
     }
     build.facts["state_bytes_per_parameter"] = 4 if knobs["state"] == "bfloat16" else 8
 
@@ -82,7 +84,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("adam8bit", "bf16_master", "fsdp", "fused_adamw"),
+    conflicts=("adam8bit", "bf16_master", "fused_adamw"),
     knobs={
         "stochastic_rounding": KnobRange((False, True), "round weights and second moments in bf16 by chance"),
         "state": KnobRange(("float32", "bfloat16"), "the dtype of both moments"),

@@ -22,6 +22,7 @@ from rush.errors import MachineError
 from rush.hardware import Machine
 from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
+from rush.models.quantised import stored_values
 from rush.parallel import Ranks, check_world
 from rush.parallel.sharded import fill_model, is_sharded
 from rush.recipe import Recipe
@@ -225,10 +226,10 @@ def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None
 
 
 def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> None:
-    model = half_made.model.to(half_made.weight_dtype)
-    for parameter in _mastered(half_made):
-        # What is trained gets its values in fp32 first; a frozen base never exists in it.
-        parameter.data = parameter.data.float()
+    model = half_made.model
+    mastered = {id(parameter) for parameter in _mastered(half_made)}
+    # What is trained gets its values in fp32 first; a frozen base never exists in it.
+    _cast(model, lambda tensor: torch.float32 if id(tensor) in mastered else half_made.weight_dtype)
     try:
         model.to_empty(device=half_made.device)
     except torch.OutOfMemoryError:
@@ -237,7 +238,10 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
             "take a smaller model or a larger device."
         ) from None
     if any(is_sharded(parameter) for parameter in model.parameters()):
-        fill_model(model, _values(half_made, weights))
+        values = stored_values(model, _values(half_made, weights))
+        # Parameters that a technique added are its own to fill.
+        missing = [name for name in fill_model(model, values) if ".adapter." not in name]
+        assert not missing, f"no value for {', '.join(missing)}"
         model.init_buffers()
     elif weights is None:
         model.init_weights(half_made.recipe.run.seed)
@@ -249,9 +253,16 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
         model.init_buffers()
     for hook in half_made.weight_hooks:
         hook(model)
-    for parameter in _mastered(half_made):
-        parameter.master = parameter.data  # type: ignore[attr-defined]
-        parameter.data = parameter.data.to(half_made.weight_dtype)
+    masters = [(parameter, parameter.detach()) for parameter in _mastered(half_made)]
+    if masters:
+        _cast(model, lambda tensor: half_made.weight_dtype)
+    for parameter, exact in masters:
+        parameter.master = exact  # type: ignore[attr-defined]
+
+
+def _cast(model: Decoder, wanted: Callable[[torch.Tensor], torch.dtype]) -> None:
+    """Give each floating tensor the dtype wanted for it; parameters stay the objects they are, sharded ones too."""
+    model._apply(lambda tensor: tensor.to(wanted(tensor)) if tensor.is_floating_point() else tensor)
 
 
 def _values(half_made: Build, weights: dict[str, torch.Tensor] | None) -> Iterable[tuple[str, Tensor]]:

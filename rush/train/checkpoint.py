@@ -73,6 +73,8 @@ def save(
     tensors = gather(tensors, keep=ranks.main)
     optimizer_tensors, optimizer_state = _pack_optimizer(model, optimizer)
     optimizer_tensors = gather(optimizer_tensors, keep=ranks.main)
+    # Naming a sharded base takes all ranks.
+    base = describe_base(model) if is_adapted(model) else None
 
     def write() -> str:
         return str(
@@ -81,7 +83,7 @@ def save(
                 step,
                 (tensors, aliases),
                 (optimizer_tensors, optimizer_state),
-                model,
+                base,
                 extra,
                 metrics,
                 meta,
@@ -96,7 +98,7 @@ def _write(
     step: int,
     weights: tuple[dict[str, Tensor], dict[str, str]],
     moments: tuple[dict[str, Tensor], dict[str, Any]],
-    model: nn.Module,
+    base: dict[str, Any] | None,
     extra: Mapping[str, Any],
     metrics: Mapping[str, float | None] | None,
     meta: Mapping[str, Any] | None,
@@ -110,8 +112,8 @@ def _write(
         random_tensors, random_state = _pack_random()
         save_tensors(folder / RANDOM, random_tensors, {})
         state = {"step": step, "extra": dict(extra), "optimizer": optimizer_state, "random": random_state}
-        if is_adapted(model):
-            state["base"] = describe_base(model)
+        if base is not None:
+            state["base"] = base
         write_json_atomic(folder / STATE, state)
         return store.commit(step, {"metrics": dict(metrics or {}), **(meta or {})})
     finally:

@@ -20,15 +20,21 @@ from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, fill_adapters
 from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantised import Form, QuantisedLinear, form_of, quantise_linears
+from rush.parallel.sharded import gather, is_sharded, whole
 
 
 def describe_base(model: nn.Module) -> dict[str, Any]:
-    """What a checkpoint says about the base its adapters belong to."""
+    """What a checkpoint says about the base its adapters belong to; of a sharded model all ranks must ask."""
     form = form_of(model)
     assert isinstance(model, Decoder), type(model)
+    names = model.__dict__.get("base_names")
+    if names is None:
+        names = {"digest": base_digest(model), "values": base_identity(model)}
+        if is_sharded(model.embedding.weight):
+            # The base does not change, and gathering it for every checkpoint would be the longest part of a save.
+            model.__dict__["base_names"] = names
     return {
-        "digest": base_digest(model),
-        "values": base_identity(model),
+        **names,
         "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
         "form": None if form is None else asdict(form),
         "adapters": {name: asdict(adapter.spec) for name, _, adapter in adapters(model)},
@@ -39,9 +45,9 @@ def base_digest(model: nn.Module) -> str:
     """Names the frozen values exactly. A quantised layer is named by what it was made from, so the name is the same on
     every device."""
     told = {
-        name: fingerprint(parameter)
+        name: fingerprint(whole(parameter))
         for name, parameter in model.named_parameters()
-        if not parameter.requires_grad
+        if not parameter.requires_grad and parameter.is_floating_point()
     }
     told |= {
         name: layer.source for name, layer in model.named_modules() if isinstance(layer, QuantisedLinear)
@@ -53,7 +59,11 @@ def base_identity(base: nn.Module | Mapping[str, Tensor]) -> str:
     """Names a base by all of its weights, rounded to bf16, so that their dtype does not matter; a quantised layer by what
     it was made from. One quick pass: it is asked whenever adapters meet a base."""
     given = dict(base.named_parameters()) if isinstance(base, nn.Module) else base
-    told = {name: base_fingerprint(given[name]) for name in given if ".adapter." not in name}
+    told = {
+        name: base_fingerprint(whole(value))
+        for name, value in given.items()
+        if ".adapter." not in name and value.is_floating_point()
+    }
     if isinstance(base, nn.Module):
         quantised = {n: layer for n, layer in base.named_modules() if isinstance(layer, QuantisedLinear)}
         told |= {f"{name}.weight": layer.base_source for name, layer in quantised.items()}
@@ -92,6 +102,33 @@ def _short(value: Any) -> str:
     if isinstance(value, dict):
         return f"as {value['kind']} by {value['backend']}"
     return str(value)[:12]
+
+
+def whole_model(model: Decoder, keep: bool) -> Decoder | None:
+    """All of a sharded model on the host, adapters and codes included, without what techniques changed. Every rank must
+    ask, and who wants to keep it gets it."""
+    values = gather(dict([*model.named_parameters(), *model.named_buffers()]), keep)
+    if not keep:
+        return None
+    with torch.device("meta"):
+        twin = build_model(model.shape)
+    form, specs = form_of(model), {name: adapter.spec for name, _, adapter in adapters(model)}
+    if form is not None:
+        quantise_linears(twin, form)
+    if specs:
+        adapt(twin, specs)
+    for module_name, module in twin.named_modules():
+        for held in (module._parameters, module._buffers):
+            for own, tensor in held.items():
+                value = values.get(f"{module_name}.{own}".removeprefix("."))
+                if tensor is not None and value is not None:
+                    here = value.detach().cpu()
+                    held[own] = (
+                        nn.Parameter(here, requires_grad=False) if held is module._parameters else here
+                    )
+    twin.tie_head()
+    twin.init_buffers()
+    return twin
 
 
 def adapted_model(

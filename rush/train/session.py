@@ -29,6 +29,7 @@ from rush.train import checkpoint
 from rush.train.build import Run
 from rush.train.corpus import Corpus
 from rush.train.efficiency import Yardstick, yardstick
+from rush.train.frozen import whole_model
 from rush.train.sample import sample_text
 from rush.train.schedule import learning_rate
 from rush.train.sinks import Sink
@@ -257,9 +258,10 @@ def _gathered(run: Run) -> Run:
     stages = run.ranks.stages
     if stages is None and not any(is_sharded(parameter) for parameter in run.model.parameters()):
         return run
-    weights = gather(run.model.state_dict(), keep=stages is not None or run.ranks.main)
-    if stages is not None:
-        weights = collect(weights, stages, run.device)
+    if stages is None:
+        whole = whole_model(run.model, keep=run.ranks.main)
+        return run if whole is None else replace(run, model=whole)
+    weights = collect(gather(run.model.state_dict(), keep=True), stages, run.device)
     if not run.ranks.main:
         return run
     with torch.device("meta"):

@@ -11,18 +11,17 @@ from torch import Tensor
 from rush.kernels.adamw.update import DTYPES, Divisions, adamw_
 from rush.kernels.support import need
 
+Local = Callable[[Tensor], Tensor]
+"""Gives the memory that this process holds of a tensor."""
+
 
 class Member(NamedTuple):
-    """A parameter to be updated, its place among all, and its state."""
+    """A parameter to be updated, its place among all, and its state; of sharded ones what this process holds."""
 
     number: int
     parameter: Tensor
+    gradient: Tensor
     state: dict[str, Any]
-
-    @property
-    def gradient(self) -> Tensor:
-        assert self.parameter.grad is not None
-        return self.parameter.grad.contiguous()
 
 
 class RushAdamW(torch.optim.Optimizer):
@@ -48,6 +47,7 @@ class RushAdamW(torch.optim.Optimizer):
         state_dtype: torch.dtype | None = None,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        local: Local = Tensor.detach,
     ) -> None:
         need(
             isinstance(lr, Tensor) or lr >= 0, f"{type(self).__name__}: lr must not be negative; found {lr}."
@@ -63,6 +63,7 @@ class RushAdamW(torch.optim.Optimizer):
         self.state_dtype = state_dtype
         self.stochastic_rounding = stochastic_rounding
         self.seed = seed
+        self.local = local
         self._divisions: Divisions = {}
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -85,10 +86,15 @@ class RushAdamW(torch.optim.Optimizer):
                     state["step"] = torch.zeros(())
                     state.update(self.new_state(parameter))
                 state["step"] += 1
-                by_step.setdefault(int(state["step"]), []).append(Member(number, parameter, state))
+                by_step.setdefault(int(state["step"]), []).append(self._member(number, parameter, state))
             for step, members in by_step.items():
                 self.update(members, group, step)
         return loss
+
+    def _member(self, number: int, parameter: Tensor, state: dict[str, Any]) -> Member:
+        assert parameter.grad is not None
+        mine = {key: self.local(value) for key, value in state.items() if key != "step"}
+        return Member(number, self.local(parameter), self.local(parameter.grad).contiguous(), mine)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
         """Moments of a parameter that has had no step."""

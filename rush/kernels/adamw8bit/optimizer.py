@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rush.kernels.adamw.optimizer import Member, RushAdamW
+from rush.kernels.adamw.optimizer import Local, Member, RushAdamW
 from rush.kernels.adamw8bit.codes import code_values
 from rush.kernels.adamw8bit.update import Packed, adamw8bit_, packed_zeros
 
@@ -35,6 +35,7 @@ class RushAdamW8bit(RushAdamW):
         *,
         stochastic_rounding: bool = False,
         seed: int = 0,
+        local: Local = Tensor.detach,
     ) -> None:
         super().__init__(
             params,
@@ -45,6 +46,7 @@ class RushAdamW8bit(RushAdamW):
             state_dtype=torch.float32,
             stochastic_rounding=stochastic_rounding,
             seed=seed,
+            local=local,
         )
         self._values: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
