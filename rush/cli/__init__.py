@@ -23,6 +23,7 @@ from rush.cli import (
     overfit,
     probe,
     recipes,
+    scale,
     talk,
     train,
 )
@@ -39,6 +40,7 @@ app = typer.Typer(
 )
 app.command("ladder")(ladder.ladder)
 app.command("compare")(ladder.compare)
+app.command("scale")(scale.scale)
 app.command("probe")(probe.probe)
 app.command("explain")(explain.explain)
 app.command("train")(train.train)

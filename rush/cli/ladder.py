@@ -73,7 +73,7 @@ def ladder(
     folder = out or Path("runs") / f"ladder-{plan.name}"
     say = _quiet if json else note
     try:
-        with _stopped_by_sigterm(), _watching(quiet=json) as watch:
+        with stopped_by_sigterm(), _watching(quiet=json) as watch:
             record = climb(plan, folder, view=view, extra_techniques=technique or [], watch=watch, note=say)
     except KeyboardInterrupt:
         note(
@@ -204,7 +204,7 @@ def _title(progress: Progress) -> str:
     record = progress.record
     if progress.doing is None:
         return f"{record['name']} · {record['view']} · done"
-    left = "" if progress.seconds_left is None else f" · about {_minutes(progress.seconds_left)} left"
+    left = "" if progress.seconds_left is None else f" · about {minutes(progress.seconds_left)} left"
     return f"{record['name']} · {record['view']} · {progress.done} of {progress.total} trials{left} · {progress.doing}"
 
 
@@ -222,12 +222,12 @@ def _caption(record: LadderRecord) -> str | None:
     return f"the first rung measured again: {moved} ({low} to {high}), {verdict}"
 
 
-def _minutes(seconds: float) -> str:
+def minutes(seconds: float) -> str:
     return time.strftime("%M:%S min", time.gmtime(seconds)) if seconds < 3600 else f"{seconds / 3600:.1f} h"
 
 
 @contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
+def stopped_by_sigterm() -> Iterator[None]:
     """SIGTERM ends a ladder as Ctrl-C does: the running trial and all it started are ended first."""
 
     def stop(number: int, frame: FrameType | None) -> None:

@@ -43,6 +43,16 @@ class Sample:
         return self.amount / median
 
 
+def bus_factor(operation: str, ranks: int) -> float:
+    """What a link carries for each byte of the buffer, as nccl-tests defines it (its doc/PERFORMANCE.md).
+
+    In a ring every byte passes each link once for a gather or a scatter, less the part that is already there, and twice for
+    a sum that all get. A message to one neighbour is the message.
+    """
+    passes = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+    return passes[operation] * (ranks - 1) / ranks if operation in passes else 1.0
+
+
 @dataclass(frozen=True)
 class Collective:
     """One operation between `ranks` processes, over a few sizes; `amount` is the bytes of the whole buffer."""
@@ -60,8 +70,7 @@ class Collective:
     @property
     def bus_bytes_per_s(self) -> float:
         """What each rank's link carries: comparable with the link's rate, whatever the number of ranks."""
-        trips = 2 if self.operation == "all_reduce" else 1
-        return self.bytes_per_s * trips * (self.ranks - 1) / self.ranks
+        return self.bytes_per_s * bus_factor(self.operation, self.ranks)
 
 
 @dataclass(frozen=True)

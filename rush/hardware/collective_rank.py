@@ -21,6 +21,8 @@ from torch import Tensor
 from rush.files import write_json_atomic
 
 SIZES = {"gloo": (2**16, 2**20, 2**24), "nccl": (2**20, 2**25, 2**28)}
+SPECTRUM = {"gloo": tuple(2**k for k in range(10, 25, 2)), "nccl": tuple(2**k for k in range(10, 31, 2))}
+"""From messages that only cost their latency to those that fill a link."""
 Row = tuple[str, float, list[float]]
 
 
@@ -66,6 +68,18 @@ def verify(rank: int, ranks: int, device: torch.device) -> None:
 Case = tuple[Callable[[], object], Callable[[], object], float]
 
 
+def spectrum(
+    rank: int, ranks: int, device: torch.device, backend: str, budget_s: float
+) -> dict[str, list[Row]]:
+    """Every operation that layouts use, over message sizes, between ranks that have met already."""
+    verify(rank, ranks, device)
+    case_s = budget_s / (len(OPERATIONS) * len(SPECTRUM[backend]))
+    return {
+        name: measure(make, SPECTRUM[backend], rank, ranks, device, case_s)
+        for name, make in OPERATIONS.items()
+    }
+
+
 def reduce_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
     """(What to do before each repeat, the exchange, the bytes of the whole buffer)."""
     buffer = source[: size_bytes // source.itemsize].clone()
@@ -85,6 +99,36 @@ def gather_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
         lambda: dist.all_gather_into_tensor(everyone, mine),
         float(everyone.nbytes),
     )
+
+
+def scatter_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
+    mine = source.new_empty(size_bytes // source.itemsize // ranks)
+    everyone = source[: mine.numel() * ranks].clone()
+    return lambda: None, lambda: dist.reduce_scatter_tensor(mine, everyone), float(everyone.nbytes)
+
+
+def send_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
+    """Every rank sends to the next and receives from the one before, all at once, as stages of a pipeline do."""
+    mine = source[: size_bytes // source.itemsize].clone()
+    got, rank = torch.empty_like(mine), dist.get_rank()
+
+    def exchange() -> None:
+        pair = [
+            dist.P2POp(dist.isend, mine, (rank + 1) % ranks),
+            dist.P2POp(dist.irecv, got, (rank - 1) % ranks),
+        ]
+        for work in dist.batch_isend_irecv(pair):
+            work.wait()
+
+    return lambda: None, exchange, float(mine.nbytes)
+
+
+OPERATIONS = {
+    "all_reduce": reduce_case,
+    "all_gather": gather_case,
+    "reduce_scatter": scatter_case,
+    "send": send_case,
+}
 
 
 def measure(

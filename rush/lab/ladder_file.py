@@ -147,9 +147,9 @@ def load_plan(name_or_path: str, overrides: Iterable[str] = ()) -> Plan:
         path.stem,
         parse(base_tree),
         additions,
-        _table(Measure, tree, "measure", path),
-        _table(Parity, tree, "parity", path),
-        _table(Search, tree, "search", path),
+        read_table(Measure, tree, "measure", path),
+        read_table(Parity, tree, "parity", path),
+        read_table(Search, tree, "search", path),
     )
 
 
@@ -214,7 +214,8 @@ def _addition(entry: Any, path: Path) -> Addition:
     return Addition(name, title or name, technique, changes, tuple(replaces), keep)
 
 
-def _table(kind: type[AnyTable], tree: Mapping[str, Any], key: str, path: Path) -> AnyTable:
+def read_table(kind: type[AnyTable], tree: Mapping[str, Any], key: str, path: Path | str) -> AnyTable:
+    """One of the tables that say how to measure; `path` is where it was found."""
     try:
         return kind.model_validate(tree.get(key, {}))
     except ValidationError as error:

@@ -17,7 +17,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
@@ -35,7 +35,9 @@ ANSWER_S = 300.0
 class Starter:
     """Starts one trial after another; the forking process is made when the first is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, preloaded: Sequence[str] = ()) -> None:
+        self._preloaded = preloaded
+        """Further modules that trials will need."""
         self._server: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
 
@@ -84,7 +86,14 @@ class Starter:
             self._line, far = Pipe()
             with far:
                 self._server = subprocess.Popen(
-                    [sys.executable, "-m", "rush.lab.starter", str(os.getpid()), str(far.fileno())],
+                    [
+                        sys.executable,
+                        "-m",
+                        "rush.lab.starter",
+                        str(os.getpid()),
+                        str(far.fileno()),
+                        *self._preloaded,
+                    ],
                     stdin=subprocess.DEVNULL,
                     start_new_session=True,  # Ctrl-C is for the ladder, which ends its trial and this
                     pass_fds=[far.fileno()],
@@ -127,9 +136,9 @@ def _run_plainly(spec: Path, result: Path, log: Path, extra: Mapping[str, str], 
             process.wait()
 
 
-def _serve(line: Connection) -> None:
+def _serve(line: Connection, preloaded: Sequence[str]) -> None:
     """Fork a child for every order, tell its number, wait for it, tell how it ended."""
-    for name in PRELOADED:
+    for name in (*PRELOADED, *preloaded):
         importlib.import_module(name)
     while True:
         try:
@@ -166,4 +175,4 @@ if __name__ == "__main__":
     from rush.lab.dying import die_with_parent
 
     die_with_parent(int(sys.argv[1]))
-    _serve(Connection(int(sys.argv[2])))
+    _serve(Connection(int(sys.argv[2])), sys.argv[3:])

@@ -57,7 +57,7 @@ class Stepper:
         self.waited_s = 0.0
         self.last: LaunchedStep | None = None
         self.counts = dict.fromkeys(KINDS, 0)
-        """Tokens of every kind so far."""
+        """Tokens of every kind in the steps looked at so far, of all ranks."""
 
     def batches(self) -> list[Batch]:
         """The micro batches of the next step."""
@@ -71,20 +71,34 @@ class Stepper:
         schedule_step = min(self.step, self.run.recipe.schedule.steps)
         lr = learning_rate(self.run.recipe, schedule_step)
         before, self.last = self.last, launch_step(self.run, self.step, lr, self.batches())
-        if before is not None:
-            before.result()  # raises if it diverged
-        self.counts["processed"] += self.last.num_tokens
-        self.counts["real"] += self.last.num_real
-        self.counts["trained"] += self.last.num_labels
+        self._look_at(before)
+
+    def settle(self) -> None:
+        """Look at the last step, too: it is over."""
+        self._look_at(self.last)
+        self.last = None
+
+    def _look_at(self, launched: LaunchedStep | None) -> None:
+        if launched is not None:
+            found = launched.result()  # raises if it diverged
+            self.counts["processed"] += found.num_tokens
+            self.counts["real"] += found.num_real
+            self.counts["trained"] += found.num_labels
 
 
-def time_steps(run: Run, loader: Steps, timing: Timing) -> dict[str, Any]:
-    """Warm up, then time; everything as plain JSON values."""
-    stepper, clock = Stepper(run, loader), _clock(run.device)
+def time_steps(
+    run: Run, loader: Steps, timing: Timing, agree: Callable[[float], float] = lambda seconds: seconds
+) -> dict[str, Any]:
+    """Warm up, then time; everything as plain JSON values.
+
+    Of several ranks all must make the same number of steps: `agree` makes of each one's seconds those that count for all.
+    """
+    stepper, clock = Stepper(run, loader), _clock(run.device, agree)
     first_s = clock(stepper, 1)
     warm, steady = _warm_up(stepper, clock, timing)
     step_s = statistics.median(warm[-STEADY_STEPS:])
     per_window = max(1, math.ceil(timing.window_ms / 1000 / step_s))
+    stepper.settle()
     reset_peak_memory(run.device.type)
     stepper.waited_s, before = 0.0, stepper.step
     samples: list[float] = []
@@ -98,19 +112,18 @@ def time_steps(run: Run, loader: Steps, timing: Timing) -> dict[str, Any]:
             around = conditions(run.machine)  # in the middle of the work, between two windows
         so_far = dict(stepper.counts)
         samples.append(clock(stepper, per_window) / per_window)
+        stepper.settle()
         for kind, count in stepper.counts.items():
             tokens[kind].append((count - so_far[kind]) / per_window)
     assert around is not None
-    assert stepper.last is not None
-    stepper.last.result()
     return {
         "samples_s": samples,
         "steps_per_sample": per_window,
         # What counts is tokens in pretraining, and in fine-tuning those that are learned from.
         "counted": "processed" if run.recipe.objective.kind == "lm" else "trained",
         "sample_tokens": tokens,
-        "step_tokens": stepper.last.num_tokens,
-        "step_labels": stepper.last.num_labels,
+        "step_tokens": tokens["processed"][-1],
+        "step_labels": tokens["trained"][-1],
         "compile_s": max(0.0, first_s - step_s),
         "warmup_s": sum(warm),
         "warmup_steps": len(warm) + 1,
@@ -155,14 +168,14 @@ def _warm_up(stepper: Stepper, clock: Clock, timing: Timing) -> tuple[list[float
 Clock = Callable[[Callable[[], None], int], float]
 
 
-def _clock(device: torch.device) -> Clock:
+def _clock(device: torch.device, agree: Callable[[float], float]) -> Clock:
     """Seconds that `count` calls take: by events on the device where there are such, else by the host's clock."""
 
     def by_host(call: Callable[[], None], count: int) -> float:
         began = time.perf_counter()
         for _ in range(count):
             call()
-        return time.perf_counter() - began
+        return agree(time.perf_counter() - began)
 
     def by_device(call: Callable[[], None], count: int) -> float:
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
@@ -172,6 +185,6 @@ def _clock(device: torch.device) -> Clock:
             call()
         end.record()
         end.synchronize()
-        return float(start.elapsed_time(end)) / 1000
+        return agree(float(start.elapsed_time(end)) / 1000)
 
     return by_device if device.type == "cuda" else by_host

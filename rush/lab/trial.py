@@ -47,11 +47,17 @@ class Outcome:
 
 
 def execute(
-    starter: Starter, spec: Mapping[str, Any], workspace: Path, limit_s: float, compiled: Path | None = None
+    starter: Starter,
+    spec: Mapping[str, Any],
+    workspace: Path,
+    limit_s: float,
+    compiled: Path | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> Outcome:
     """Run a spec in a process of its own (`rush.lab.trial_process`) and wait, at most `limit_s` seconds.
 
-    `compiled` keeps what the compiler made; a folder per recipe, so that no graph is ever taken from another.
+    `compiled` keeps what the compiler made; a folder per recipe, so that no graph is ever taken from another. `environment`
+    is what the trial finds in its own beyond ours.
     """
     workspace.mkdir(parents=True, exist_ok=True)
     spec_file, result_file, log_file = (
@@ -60,9 +66,9 @@ def execute(
     result_file.unlink(missing_ok=True)
     log_file.touch()
     write_json_atomic(spec_file, spec)
-    extra = {}
+    extra = dict(environment or {})
     if compiled is not None:
-        extra = {
+        extra |= {
             "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
             "TRITON_CACHE_DIR": str(compiled / "triton"),
         }

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,23 +43,40 @@ _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAI
 def main(spec_path: str, result_path: str, parent: int) -> None:
     die_with_parent(parent)
     spec = json.loads(Path(spec_path).read_text())
-    result = _Result(Path(result_path))
-    try:
-        if spec["kind"] == "prepare":
-            _prepare(spec, result)
-        elif spec["kind"] == "rival":
-            from rush.lab.rival_run import measure_rival
+    result = Result(Path(result_path))
+    if spec["kind"] == "ranks":
+        from rush.lab.rank_trial import lead
 
-            measure_rival(spec, result)
-        else:
-            _measure(spec, result)
+        settle(result, lambda: lead(spec, result))
+        return
+    settle(result, lambda: _do(spec, result))
+
+
+def _do(spec: Mapping[str, Any], result: Result) -> None:
+    if spec["kind"] == "look":
+        result.add(machine=probe(spec["device"]).to_dict())
+    elif spec["kind"] == "prepare":
+        _prepare(spec, result)
+    elif spec["kind"] == "rival":
+        from rush.lab.rival_run import measure_rival
+
+        measure_rival(spec, result)
+    else:
+        _measure(spec, result)
+
+
+def settle(result: Result, work: Callable[[], None]) -> None:
+    """Do the work and write down what became of it; what means nothing to a study is raised."""
+    try:
+        work()
         result.finish("ok", None)
     except RecipeError as error:
         result.finish("unsupported", str(error))
     except MachineError as error:
-        # The trainer explains a failed allocation to people as an error of the machine.
+        # The trainer explains a failed allocation, and a rank that lost another, to people as an error of the machine.
         memory = isinstance(error.__context__, torch.OutOfMemoryError)
-        result.finish("out_of_memory" if memory else "unsupported", str(error))
+        lost = isinstance(error.__cause__, RuntimeError)
+        result.finish("out_of_memory" if memory else "crashed" if lost else "unsupported", str(error))
     except Diverged as error:
         result.finish("diverged", str(error))
     except MemoryError as error:
@@ -70,7 +87,7 @@ def main(spec_path: str, result_path: str, parent: int) -> None:
         result.finish("out_of_memory", f"memory ran out: {str(error).splitlines()[0][:300]}")
 
 
-class _Result:
+class Result:
     """What was found so far; written after every part."""
 
     def __init__(self, path: Path) -> None:
@@ -86,13 +103,16 @@ class _Result:
         self.add(seconds={**self.found.get("seconds", {}), part: round(time.monotonic() - began, 2)})
 
     def finish(self, status: str, reason: str | None) -> None:
+        """The last word on the trial; a later one changes nothing."""
+        if self.found["complete"]:
+            return
         timed = "timing" in self.found and status != "ok"
         # Figures that were taken stay good when a later part of the trial fails.
         words = {"status": "ok", "reason": f"after the timing: {reason}", "ended": status} if timed else {}
         self.add(**{"status": status, "reason": reason, **words, "complete": True})
 
 
-def _prepare(spec: Mapping[str, Any], result: _Result) -> None:
+def _prepare(spec: Mapping[str, Any], result: Result) -> None:
     """What is done once per ladder, here so that the ladder itself never touches the device."""
     machine = probe(spec["device"])
     result.add(machine=machine.to_dict())
@@ -103,7 +123,7 @@ def _prepare(spec: Mapping[str, Any], result: _Result) -> None:
     result.add(ceilings=rates, peaks=peaks or None)
 
 
-def _measure(spec: Mapping[str, Any], result: _Result) -> None:
+def _measure(spec: Mapping[str, Any], result: Result) -> None:
     """Time the recipe, watch it, and trace its parity, as far as the spec asks for each."""
     for path in spec["extra_techniques"]:
         add_technique(Path(path))
@@ -124,7 +144,7 @@ def _measure(spec: Mapping[str, Any], result: _Result) -> None:
         result.took(f"parity {number}", began)
 
 
-def _time(recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, Any], result: _Result) -> None:
+def _time(recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, Any], result: Result) -> None:
     began = time.monotonic()
     weights = starting_weights(recipe)
     run = build(recipe, machine, weights)
@@ -140,7 +160,7 @@ def _time(recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, A
             result.took("profile", began)
 
 
-def _watch(run: Run, stepper: Stepper, result: _Result) -> None:
+def _watch(run: Run, stepper: Stepper, result: Result) -> None:
     seen = observe(run, stepper.batches)
     proofs = prove(run.uses, seen)
     evidence = [

@@ -32,6 +32,7 @@ from rush.techniques.contract import Observation
 from rush.techniques.evidence import dynamo_counts
 from rush.train.breakdown import breakdown, callers
 from rush.train.build import FORWARD, Run
+from rush.train.exposed import Exchanges, exchanges
 from rush.train.step import launch_step
 
 DATA = "rush::data"
@@ -73,6 +74,8 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
         "loader_threads": _loader_threads(),
         "pinned": live.pinned,
         "skipped_steps": live.skipped,
+        "exchange_ms": seen.exchanges.total_ms,
+        "exposed_ms": seen.exchanges.exposed_ms,
     }
     return Observation(
         kernels=seen.kernels,
@@ -121,6 +124,7 @@ class _Profiled:
     data_wait_ms: float
     peak_memory_bytes: int
     breakdown_ms: dict[str, float]
+    exchanges: Exchanges
 
 
 def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _Live) -> _Profiled:
@@ -178,6 +182,7 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
         breakdown_ms=breakdown(
             events, wall_ms=1000 * seconds, data_ms=1000 * waited, steps=steps, on_gpu=on_gpu
         ),
+        exchanges=exchanges(events, steps=steps, on_gpu=on_gpu),
     )
 
 

@@ -1,0 +1,240 @@
+"""`rush scale`: what more devices give, layout by layout, and whether they still learn the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rush.cli.complete import complete_recipe
+from rush.cli.ladder import minutes, stopped_by_sigterm
+from rush.cli.output import Json, note, print_json
+
+if TYPE_CHECKING:
+    from rush.lab.scaling import Progress
+    from rush.records.scaling import Link, Point, ScaleRecord
+
+
+def scale(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe's name (see `rush recipes`) or a .toml file.", autocompletion=complete_recipe
+        ),
+    ] = "tiny",
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the recipe, or of measure. and parity."),
+    ] = None,
+    devices: Annotated[str, typer.Option(help="Numbers of devices, with commas.")] = "1,2",
+    layouts: Annotated[
+        str,
+        typer.Option(
+            help="ddp, zero1, zero2, zero3 (or fsdp), hybrid, tp, pp, cp, with commas; products as in zero3xtp2."
+        ),
+    ] = "ddp,zero2,zero3",
+    out: Annotated[
+        Path | None, typer.Option(help="The study's folder; runs/scale-RECIPE without it.")
+    ] = None,
+    without_peers: Annotated[
+        bool,
+        typer.Option("--without-peers", help="Measure again with peer-to-peer between GPUs switched off."),
+    ] = False,
+    share_device: Annotated[
+        bool,
+        typer.Option(
+            "--share-device",
+            help="Let ranks share a GPU where there are too few: for correctness, not for speed.",
+        ),
+    ] = False,
+    links: Annotated[bool, typer.Option(help="Time the exchanges between ranks over message sizes.")] = True,
+    json: Json = False,
+) -> None:
+    """Measure what more devices give: strong and weak scaling of every layout, in fresh ranks.
+
+    Each point carries its efficiency with an interval, the share of a step in which ranks only exchange, the memory of every
+    rank, and a verdict: ranks that do not learn what one rank learns are no finding. The recipe's step is that of
+    the largest number of devices. A study that was interrupted goes on where it stopped: run the same command again.
+
+    Examples:
+
+      rush scale tiny --devices 1,2 --layouts ddp,zero2,zero3,tp,pp,cp
+
+      rush scale llama-3.2-1b --devices 1,2,4,8 --layouts ddp,zero2,zero3,zero3xtp2 --without-peers
+
+      rush scale tiny measure.processes=5 parity.steps=20 batch.total_tokens=4096
+    """
+    changes = list(overrides or [])
+    if "=" in recipe:
+        recipe, changes = "tiny", [recipe, *changes]
+
+    from rush.lab.scaling import study
+    from rush.lab.scaling_file import load_plan
+    from rush.report.scaling import write_scale_report
+
+    plan = load_plan(
+        recipe,
+        changes,
+        devices,
+        layouts,
+        without_peers=without_peers,
+        share_device=share_device,
+        links=links,
+    )
+    folder = out or Path("runs") / f"scale-{plan.name}"
+    say: Any = (lambda text: None) if json else note
+    try:
+        with stopped_by_sigterm(), _watching(quiet=json) as watch:
+            record = study(plan, folder, watch=watch, note=say)
+    except KeyboardInterrupt:
+        note(
+            f"Stopped; no process is left. Finished trials are kept: the same command with --out {folder} goes on."
+        )
+        raise typer.Exit(130) from None
+    write_scale_report(folder, folder / "report.html")
+    if json:
+        print_json(record)
+        return
+    typer.echo(f"Record: {folder / 'scale.json'}\nReport: {folder / 'report.html'}")
+
+
+@contextmanager
+def _watching(quiet: bool) -> Iterator[Any]:
+    """Shows the study as a table that fills up, under a bar; one line per trial where there is no terminal."""
+    from rich.console import Console, Group
+    from rich.live import Live
+    from rich.progress_bar import ProgressBar
+
+    console = Console()
+    if quiet:
+        yield lambda progress: None
+        return
+
+    def lines(progress: Progress) -> None:
+        if progress.doing is None:
+            console.print(*tables(progress), sep="\n")
+        else:
+            console.print(f"[{progress.done}/{progress.total}] {progress.doing}", markup=False)
+
+    if not console.is_terminal:
+        yield lines
+        return
+    with Live(console=console, auto_refresh=False) as live:
+
+        def show(progress: Progress) -> None:
+            bar = ProgressBar(progress.total, progress.done)
+            live.update(Group(*tables(progress), *([] if progress.doing is None else [bar])), refresh=True)
+
+        yield show
+
+
+def tables(progress: Progress) -> list[Any]:
+    """The study as it stands: its points, and when all is done the exchanges."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    record = progress.record
+    kind = "trained/s" if record.get("counted") == "trained" else "tokens/s"
+    points = Table(
+        title=_title(progress), title_justify="left", caption=_caption(record), box=box.SIMPLE_HEAD
+    )
+    for column in ("", "layout", kind, "±", "strong", "weak", "exposed", "memory", "verdict"):
+        justify: Any = "left" if column in ("layout", "verdict") else "right"
+        points.add_column(column, justify=justify, no_wrap=True)
+    for point in record["points"]:
+        points.add_row(*(Text(cell) for cell in row_of(point)))
+    found: list[Any] = [points]
+    if progress.doing is None:
+        found += [Text(sentence) for point in record["points"] if (sentence := _why(point))]
+    if links := [link for link in record["links"] if link["sizes"]]:
+        table = Table(
+            title="Exchanges, at the size with the best rate", title_justify="left", box=box.SIMPLE_HEAD
+        )
+        for column in ("ranks", "operation", "size", "bytes/s", "each link", ""):
+            table.add_column(column, justify="left" if column in ("operation", "") else "right")
+        for link in links:
+            table.add_row(*(Text(cell) for cell in _link_row(link)))
+        found.append(table)
+    return found
+
+
+def row_of(point: Point) -> list[str]:
+    """A point as words; what is no finding has no efficiency."""
+    speed, exposed, memory = point["tokens_per_s"], point["exposed"], point["memory_bytes"]
+    spread = (speed["ci95"][1] - speed["ci95"][0]) / 2 if speed else 0.0
+    return [
+        str(point["devices"]),
+        point["layout"] + ("" if point["peer_to_peer"] else ", no peers"),
+        f"{speed['median']:,.0f}" if speed else "",
+        f"{spread:,.0f}" if speed else "",
+        *(_efficiency(point, scaling) for scaling in ("strong", "weak")),
+        f"{100 * exposed['share']:.0f} %" if exposed else "",
+        _memory(memory) if memory else "",
+        point["verdict"],
+    ]
+
+
+def _why(point: Point) -> str | None:
+    """What stands behind a verdict that is no finding."""
+    reason = point["reason"] or (point["parity"] or {}).get("why")
+    if point["verdict"] in ("equal", "baseline") or not reason:
+        return None
+    return f"{point['layout']} on {point['devices']}: {point['verdict']}: {reason}"
+
+
+def _efficiency(point: Point, scaling: str) -> str:
+    found = point["efficiency"].get(scaling)
+    if found is None:
+        return ""
+    low, high = found["ci95"]
+    return f"{100 * found['ratio']:.0f} % {100 * low:.0f}–{100 * high:.0f}"
+
+
+def _memory(ranks: list[int]) -> str:
+    low, high = min(ranks) / 2**20, max(ranks) / 2**20
+    return f"{high:,.0f} MiB" if high < 1.02 * low else f"{low:,.0f}–{high:,.0f} MiB"
+
+
+def _link_row(link: Link) -> list[str]:
+    from rush.cli.probe import quantity
+
+    best = max(link["sizes"], key=lambda size: size["bytes_per_s"])
+    return [
+        str(link["ranks"]),
+        link["operation"].replace("_", "-"),
+        quantity(best["bytes"], "B"),
+        quantity(best["bytes_per_s"], "B/s"),
+        quantity(best["bus_bytes_per_s"], "B/s"),
+        link["backend"] + ("" if link["peer_to_peer"] else ", no peer-to-peer"),
+    ]
+
+
+def _title(progress: Progress) -> str:
+    record = progress.record
+    head = f"{record['name']} on {', '.join(map(str, record['devices']))} devices"
+    if progress.doing is None:
+        return f"{head} · done"
+    left = "" if progress.seconds_left is None else f" · about {minutes(progress.seconds_left)} left"
+    return f"{head} · {progress.done} of {progress.total} trials{left} · {progress.doing}"
+
+
+def _caption(record: ScaleRecord) -> str | None:
+    said = []
+    if record["threads_per_rank"] is not None:
+        cores = record["threads_per_rank"]
+        said.append(f"a device is {cores} CPU core{'s' * (cores != 1)}")
+    if (drift := record["drift"]) is not None:
+        moved, low, high = (f"{100 * (ratio - 1):+.1f} %" for ratio in (drift["ratio"], *drift["ci95"]))
+        busy = (
+            "DRIFT"
+            if drift["flagged"]
+            else "TOO BUSY a machine to tell"
+            if drift["restless"]
+            else "within its interval"
+        )
+        said.append(f"the first point measured again: {moved} ({low} to {high}), {busy}")
+    return "; ".join(said) or None

@@ -1,0 +1,89 @@
+"""What a study of scale is asked: a recipe, numbers of devices, layouts, and how to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rush.errors import RecipeError
+from rush.lab.ladder_file import Measure, Parity, read_table
+from rush.lab.layouts import base_of, read_layout
+from rush.recipe import Recipe
+from rush.recipe_io import apply_override, parse, read_tree
+
+OWN_TABLES = ("measure", "parity")
+USUAL: dict[str, Any] = {"processes": 2, "windows": 8, "warmup_max_steps": 20, "limit_s": 900.0}
+"""Of `[measure]`: a study has many points, and ranks that wait for each other make long samples."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    recipe: Recipe
+    devices: tuple[int, ...]
+    layouts: tuple[str, ...]
+    measure: Measure
+    parity: Parity
+    without_peers: bool = False
+    """Whether to measure everything again with peer-to-peer switched off."""
+    share_device: bool = False
+    links: bool = True
+
+    @property
+    def step_tokens(self) -> int:
+        """Of strong scaling, at every number of devices; of weak scaling at the largest."""
+        batch = self.recipe.batch
+        return batch.total_tokens or batch.micro * batch.sequence * self.devices[-1]
+
+    def tokens(self, scaling: str, devices: int) -> int:
+        """Tokens of a step on so many devices."""
+        if scaling == "strong":
+            return self.step_tokens
+        total, rest = divmod(self.step_tokens * devices, self.devices[-1])
+        if rest:
+            raise RecipeError(
+                f"a step of {self.step_tokens:,} tokens on {self.devices[-1]} devices leaves no whole number for {devices}; set "
+                f"batch.total_tokens to a multiple of {self.devices[-1]}."
+            )
+        return total
+
+
+def load_plan(name: str, overrides: Iterable[str], devices: str, layouts: str, **options: bool) -> Plan:
+    """A study of a recipe by name or path. Overrides change the recipe, or `measure.` and `parity.` keys."""
+    tree = read_tree(name)
+    own: dict[str, Any] = {"measure": dict(USUAL), "parity": {}}
+    for override in overrides:
+        apply_override(own if override.split(".", 1)[0] in OWN_TABLES else tree, override)
+    recipe = parse(tree)
+    base_of(recipe)  # refuses a layout of its own
+    if recipe.objective.kind == "dpo":
+        raise RecipeError(
+            "objective.kind is dpo, which is learned by one rank so far; a study of scale takes lm or sft."
+        )
+    return Plan(
+        Path(name).stem,
+        recipe,
+        read_devices(devices),
+        read_layouts(layouts),
+        read_table(Measure, own, "measure", "rush scale"),
+        read_table(Parity, own, "parity", "rush scale"),
+        **options,
+    )
+
+
+def read_devices(text: str) -> tuple[int, ...]:
+    """Numbers of devices, in order."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise RecipeError(f"--devices is {text!r}; allowed: whole numbers from 1 with commas, as in 1,2,4,8.")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def read_layouts(text: str) -> tuple[str, ...]:
+    """Layouts by name, in the order given; each must mean something on some number of devices."""
+    names: Sequence[str] = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    for name in names:
+        read_layout(name)
+    return tuple(names)
