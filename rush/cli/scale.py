@@ -51,6 +51,9 @@ def scale(
         ),
     ] = False,
     links: Annotated[bool, typer.Option(help="Time the exchanges between ranks over message sizes.")] = True,
+    technique: Annotated[
+        list[Path] | None, typer.Option(help="A Python file that defines a further technique.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Measure what more devices give: strong and weak scaling of every layout, in fresh ranks.
@@ -83,6 +86,7 @@ def scale(
         without_peers=without_peers,
         share_device=share_device,
         links=links,
+        extra_techniques=tuple(str(path.resolve()) for path in technique or []),
     )
     folder = out or Path("runs") / f"scale-{plan.name}"
     say: Any = (lambda text: None) if json else note
@@ -109,6 +113,8 @@ def _watching(quiet: bool) -> Iterator[Any]:
     from rich.progress_bar import ProgressBar
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     if quiet:
         yield lambda progress: None
         return
@@ -142,9 +148,9 @@ def tables(progress: Progress) -> list[Any]:
     points = Table(
         title=_title(progress), title_justify="left", caption=_caption(record), box=box.SIMPLE_HEAD
     )
-    for column in ("", "layout", kind, "±", "strong", "weak", "exposed", "memory", "verdict"):
+    for column in ("devices", "layout", kind, "strong", "weak", "exposed", "memory", "verdict"):
         justify: Any = "left" if column in ("layout", "verdict") else "right"
-        points.add_column(column, justify=justify, no_wrap=True)
+        points.add_column(column, justify=justify)
     for point in record["points"]:
         points.add_row(*(Text(cell) for cell in row_of(point)))
     found: list[Any] = [points]
@@ -169,8 +175,7 @@ def row_of(point: Point) -> list[str]:
     return [
         str(point["devices"]),
         point["layout"] + ("" if point["peer_to_peer"] else ", no peers"),
-        f"{speed['median']:,.0f}" if speed else "",
-        f"{spread:,.0f}" if speed else "",
+        f"{speed['median']:,.0f} ± {spread:,.0f}" if speed else "",
         *(_efficiency(point, scaling) for scaling in ("strong", "weak")),
         f"{100 * exposed['share']:.0f} %" if exposed else "",
         _memory(memory) if memory else "",
@@ -191,7 +196,7 @@ def _efficiency(point: Point, scaling: str) -> str:
     if found is None:
         return ""
     low, high = found["ci95"]
-    return f"{100 * found['ratio']:.0f} % {100 * low:.0f}–{100 * high:.0f}"
+    return f"{100 * found['ratio']:.0f} % ({100 * low:.0f} to {100 * high:.0f})"
 
 
 def _memory(ranks: list[int]) -> str:

@@ -89,6 +89,7 @@ class RankBench:
             "timing": self.plan.measure.model_dump(include=set(TIMING)) if timed else None,
             "profile": profile,
             "parity": write_toml(parity) if parity is not None else None,
+            "extra_techniques": list(self.plan.extra_techniques),
         }
         return self._execute(spec, path, f"compiled-{recipe.digest[:16]}", environment)
 
@@ -139,6 +140,7 @@ class RankBench:
             "threads": self.threads,
             "environment": dict(environment),
             "version": __version__,
+            "extra": [hashlib.sha256(Path(p).read_bytes()).hexdigest() for p in self.plan.extra_techniques],
         }
         # The order in which techniques are named means nothing.
         told["recipe"]["techniques"] = sorted(map(json.dumps, told["recipe"]["techniques"]))

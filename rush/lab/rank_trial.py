@@ -25,7 +25,7 @@ import torch
 
 from rush.hardware import Machine
 from rush.lab.timing import Stepper, Timing, time_steps
-from rush.lab.trial_process import Result, settle
+from rush.lab.trial_process import Result, add_technique, settle
 from rush.parallel import AXES, Ranks, join, started_rank
 from rush.recipe import Recipe
 from rush.recipe_io import parse
@@ -47,6 +47,8 @@ BLAME = ("out_of_memory", "diverged", "unsupported", "crashed")
 def lead(spec: Mapping[str, Any], result: Result) -> None:
     """Start the ranks of a spec and wait for all of them."""
     world = spec["world"]
+    for path in spec.get("extra_techniques", ()):
+        add_technique(Path(path))
     if spec["recipe"] is not None:
         check(_recipe(spec["recipe"]), Machine.from_dict(spec["machine"]))  # before a process is started
     exits: dict[int, int] = {}
@@ -134,6 +136,8 @@ def be_rank(spec: Mapping[str, Any], path: str) -> None:
 
 def _measure(spec: Mapping[str, Any], result: Result) -> None:
     """Time, watch and trace, as far as the spec asks for each."""
+    for path in spec["extra_techniques"]:
+        add_technique(Path(path))
     recipe, machine = _recipe(spec["recipe"]), Machine.from_dict(spec["machine"])
     with join(recipe.layout.model_dump(), machine.device) as ranks:
         corpus = open_corpus(recipe, None, lambda text: None)

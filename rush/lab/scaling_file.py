@@ -30,6 +30,8 @@ class Plan:
     """Whether to measure everything again with peer-to-peer switched off."""
     share_device: bool = False
     links: bool = True
+    extra_techniques: tuple[str, ...] = ()
+    """Python files that define further techniques."""
 
     @property
     def step_tokens(self) -> int:
@@ -50,7 +52,7 @@ class Plan:
         return total
 
 
-def load_plan(name: str, overrides: Iterable[str], devices: str, layouts: str, **options: bool) -> Plan:
+def load_plan(name: str, overrides: Iterable[str], devices: str, layouts: str, **options: Any) -> Plan:
     """A study of a recipe by name or path. Overrides change the recipe, or `measure.` and `parity.` keys."""
     tree = read_tree(name)
     own: dict[str, Any] = {"measure": dict(USUAL), "parity": {}}

@@ -197,8 +197,8 @@ def _picture(op: Op, lines: Sequence[Line], title: str, fractions: bool) -> Mark
         marks.append(tag("path", tooltip("the measured ceiling"), class_="roof",
                          d=path([(frame.left, y(1)), (frame.x_end, y(1))])))  # fmt: skip
     for line in sorted(lines, key=lambda line: line.ours):  # ours on top
-        marks += _draw(line, x, y)
-    marks += _letters(frame, lines, x, y)
+        marks += draw_line(line, x, y)
+    marks += place_letters(frame, lines, x, y)
     best = max(points, key=lambda point: point.y if fractions else -point.y)
     return picture(
         f"{op['op']}, {title}. Best: {best.said}.", *marks, class_="curve-picture", viewBox=frame.view_box
@@ -209,7 +209,8 @@ def _share_tick(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def _draw(line: Line, x: Scale, y: Scale) -> list[Markup]:
+def draw_line(line: Line, x: Scale, y: Scale) -> list[Markup]:
+    """A curve with a dot and a whisker at every point."""
     kind = f"series-{line.series}" + (" ours" if line.ours else "")
     marks = [tag("path", class_=f"curve {kind}", d=path([(x(p.x), y(p.y)) for p in line.points]))]
     for point in line.points:
@@ -222,7 +223,7 @@ def _draw(line: Line, x: Scale, y: Scale) -> list[Markup]:
     return marks
 
 
-def _letters(frame: Frame, lines: Sequence[Line], x: Scale, y: Scale) -> list[Markup]:
+def place_letters(frame: Frame, lines: Sequence[Line], x: Scale, y: Scale) -> list[Markup]:
     """Each line's letter beside its last point, pushed apart where they would touch."""
     ends = sorted((y(line.points[-1].y), x(line.points[-1].x), line.letter) for line in lines)
     places: list[float] = []

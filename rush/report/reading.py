@@ -154,7 +154,7 @@ def _rung(index: int, row: Mapping[str, Json]) -> Rung:
             Evidence(text(e.get("technique")) or "?", e.get("took_effect") is True, text(e.get("what")) or "")
             for e in map(_table, _list(row.get("evidence")))
         ),
-        parity=_parity(_table(row.get("parity"))),
+        parity=parity(_table(row.get("parity"))),
         gain=_gain(_table(row.get("gain"))),
         total_gain=_gain(_table(row.get("total_gain"))),
         claim=_claim(_table(row.get("claim"))),
@@ -163,7 +163,8 @@ def _rung(index: int, row: Mapping[str, Json]) -> Rung:
     )
 
 
-def _parity(row: Mapping[str, Json]) -> Parity | None:
+def parity(row: Mapping[str, Json]) -> Parity | None:
+    """None where nothing was judged."""
     if not row:
         return None
     tensor = _table(row.get("worst_tensor"))

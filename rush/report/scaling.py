@@ -1,5 +1,355 @@
+"""A study of scale as a page: curves against the ideal line, every layout beside the others, and what ranks spend on talking.
+
+The ideal line is what the devices would do if none ever waited: of strong scaling, and of weak scaling, tokens per second
+in proportion to their number. What is no finding (unequal learning, shared devices) is in the tables with its reason, and in no
+curve.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+
+from markupsafe import Markup
+
+from rush.files import write_atomic
+from rush.records.scaling import Link, Point, ScaleRecord, read_scale
+from rush.report import bars, curves, findings, words
+from rush.report.axes import NARROW, Frame, x_axis, y_axis
+from rush.report.compare import letter_of, series_of
+from rush.report.kernels import Figure, Line, draw_line, place_letters
+from rush.report.kernels import Point as Dot
+from rush.report.ladder import Measure, Parity
+from rush.report.page import flattened, render
+from rush.report.reading import measure, parity, text
+from rush.report.svg import Scale, path, picture, tag, ticks, tooltip
+
+TONES = {
+    "baseline": ("plain", "dot"),
+    "equal": ("good", "up"),
+    "different": ("bad", "unequal"),
+    "not judged": ("caution", "ring"),
+    "no effect": ("caution", "level"),
+    "shared device": ("plain", "level"),
+    "unsupported": ("plain", "barred"),
+    "out of memory": ("bad", "cross"),
+    "crashed": ("bad", "cross"),
+    "timed out": ("bad", "clock"),
+    "diverged": ("bad", "cross"),
+}
+"""The colour and the sign of each verdict."""
+MEANINGS = {
+    "baseline": "One device: what the others are compared with.",
+    "equal": "The ranks learn what one rank learns, and the profile shows the layout at work: a finding.",
+    "different": "The ranks do not learn what one rank learns, so their speed is no finding.",
+    "not judged": "Nothing says that the ranks learn the same, so their speed is no finding.",
+    "no effect": "The profile does not show what the layout should do.",
+    "shared device": "More ranks than devices: they learn the same, and their speed means nothing.",
+    "unsupported": "The layout cannot run here, for the reason beside it.",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """A point as a line of the page."""
+
+    point: Point
+    title: str
+    bar: Markup | None
+    memory: Markup | None
+    efficiency: tuple[str, ...]
+    parity: Parity | None
+    overlay: Markup | None
 
 
 def write_scale_report(folder: Path, html: Path) -> None:
-    html.write_text("")
+    """Draw the study recorded in `folder` into one self-contained file."""
+    write_atomic(html, scale_page(read_scale(folder)))
+
+
+def scale_page(record: ScaleRecord) -> str:
+    rows = rows_of(record)
+    return render(
+        "scaling.html",
+        title=f"{text(record['name'])} · scale",
+        record=record,
+        headline=headline(record),
+        warnings=warnings(record),
+        machine=findings.machine_name(record["machine"]),
+        machine_rows=flattened(record["machine"]),
+        figures=[figure for kind in ("strong", "weak") for figure in figures_of(record, kind)],
+        groups=[
+            (count, [row for row in rows if row.point["devices"] == count])
+            for count in sorted({row.point["devices"] for row in rows})
+        ],
+        rows=rows,
+        overlays=[row for row in rows if row.overlay and row.point["devices"] > 1],
+        links=link_figures(record["links"]),
+        no_links=[link for link in record["links"] if link.get("reason")],
+        tones=TONES,
+        meanings={
+            name: said
+            for name, said in MEANINGS.items()
+            if any(p["verdict"] == name for p in record["points"])
+        },
+        memory_words=memory_words,
+        ratio_words=ratio_words,
+    )
+
+
+def headline(record: ScaleRecord) -> str:
+    """The study in a sentence: the fastest layout that learns the same on the most devices."""
+    equal = [
+        p
+        for p in record["points"]
+        if p["verdict"] == "equal" and p["tokens_per_s"] and "strong" in p["efficiency"]
+    ]
+    if not equal:
+        return "No layout on several devices has been measured that learns what one device learns."
+    most = max(point["devices"] for point in equal)
+    best = max((p for p in equal if p["devices"] == most), key=_speed)
+    found = best["efficiency"]["strong"]
+    low, high = found["ci95"]
+    return (
+        f"On {most} devices {best['layout']} is the fastest that learns the same: {words.speed(_speed(best))}, "
+        f"{words.share(found['ratio'])} of what {most} devices could do ({words.share(low)} to {words.share(high)})."
+    )
+
+
+def _speed(point: Point) -> float:
+    speed = point["tokens_per_s"]
+    return speed["median"] if speed else 0.0
+
+
+def warnings(record: ScaleRecord) -> list[str]:
+    said = []
+    if record["machine"].get("device") == "cpu":
+        cores = record.get("threads_per_rank") or 1
+        said.append(
+            f"These ranks ran on a CPU, {words.plural(cores, 'core')} each, and talked through gloo: this shows that the machinery "
+            "works, and is no figure for GPUs."
+        )
+    if any(point.get("shared") for point in record["points"]):
+        said.append(
+            "Some ranks shared a device. They show that a layout learns the same; they have no speed."
+        )
+    drift = record.get("drift")
+    if drift and drift.get("flagged"):
+        said.append(
+            f"The first point was measured again at the end and had moved by {words.change(drift['ratio'])}."
+        )
+    elif drift and drift.get("restless"):
+        said.append(
+            "The machine was too busy to tell small differences; run the study again when nothing else runs."
+        )
+    return said
+
+
+def rows_of(record: ScaleRecord) -> list[Row]:
+    speeds = [measure(point["tokens_per_s"]) for point in record["points"]]
+    top = bars.top_speed(speeds)
+    memory = (
+        max((float(max(p["memory_bytes"])) for p in record["points"] if p["memory_bytes"]), default=0.0)
+        or None
+    )
+    return [_row(point, speed, top, memory) for point, speed in zip(record["points"], speeds, strict=True)]
+
+
+def _row(point: Point, speed: Measure | None, top: float | None, memory: float | None) -> Row:
+    peers = "" if point["peer_to_peer"] else ", no peer-to-peer"
+    title = f"{text(point['layout'])}{peers}"
+    held = float(max(point["memory_bytes"])) if point["memory_bytes"] else None
+    same = parity(point["parity"] or {})
+    return Row(
+        point,
+        title,
+        bars.speed_bar(speed, top, title),
+        bars.memory_bar(held, memory, title),
+        tuple(
+            f"{kind}: {words.share(found['ratio'])} ({words.share(found['ci95'][0])} to {words.share(found['ci95'][1])})"
+            for kind, found in point["efficiency"].items()
+        ),
+        same,
+        curves.loss_overlay(same, title) if same else None,
+    )
+
+
+def memory_words(point: Point) -> str:
+    """The peak of the ranks: one figure where they are alike."""
+    ranks = point["memory_bytes"]
+    if not ranks:
+        return words.MISSING
+    low, high = float(min(ranks)), float(max(ranks))
+    return words.size(high) if high < 1.02 * low else f"{words.size(low)} to {words.size(high)}"
+
+
+def ratio_words(ratio: float | None, interval: Sequence[float] | None = None) -> str:
+    if ratio is None:
+        return words.MISSING
+    tail = f" ({words.digits(interval[0])} to {words.digits(interval[1])})" if interval else ""
+    return words.ratio(ratio) + tail
+
+
+def figures_of(record: ScaleRecord, scaling: str) -> list[Figure]:
+    """Speed and efficiency over devices, of one kind of scaling; none where nothing was found."""
+    found = [p for p in record["points"] if p["verdict"] == "equal" and scaling in p["efficiency"]]
+    if not found:
+        return []
+    ones = [
+        p
+        for p in record["points"]
+        if p["verdict"] == "baseline" and scaling in p["scalings"] and p["tokens_per_s"]
+    ]
+    names = list(dict.fromkeys(_name(point) for point in found))
+    speed = [_line(place, name, ones, found, _speed_dot) for place, name in enumerate(names)]
+    share = [
+        _line(place, name, [], found, lambda p: _share_dot(p, scaling)) for place, name in enumerate(names)
+    ]
+    first = ones[0] if ones else min(found, key=lambda point: point["devices"])
+    predicted = [p for p in found if p.get("predicted_tokens_per_s")]
+    return [
+        Figure(
+            f"{scaling} scaling, tokens per second",
+            _picture(
+                record["devices"], speed, f"{scaling} scaling", _speed(first) / first["devices"], predicted
+            ),
+            tuple(speed),
+        ),
+        Figure(
+            f"{scaling} scaling, efficiency",
+            _picture(record["devices"], share, f"{scaling} scaling, efficiency", None, []),
+            tuple(share),
+        ),
+    ]
+
+
+def _name(point: Point) -> str:
+    return f"{text(point['layout'])}{'' if point['peer_to_peer'] else ', no peer-to-peer'}"
+
+
+def _line(
+    place: int, name: str, first: Sequence[Point], points: Sequence[Point], dot: Callable[[Point], Dot]
+) -> Line:
+    own = [*first, *(point for point in points if _name(point) == name)]
+    dots = tuple(sorted(map(dot, own), key=lambda one: one.x))
+    return Line(letter_of(place), series_of(place), name, False, dots)
+
+
+def _speed_dot(point: Point) -> Dot:
+    speed = point["tokens_per_s"]
+    assert speed is not None
+    low, high = speed["ci95"]
+    said = f"{_name(point)}, {words.plural(point['devices'], 'device')}: {words.speed(speed['median'])}"
+    return Dot(float(point["devices"]), speed["median"], low, high, said)
+
+
+def _share_dot(point: Point, scaling: str) -> Dot:
+    found = point["efficiency"][scaling]
+    low, high = found["ci95"]
+    said = f"{_name(point)}, {words.plural(point['devices'], 'device')}: {words.share(found['ratio'])}"
+    return Dot(float(point["devices"]), found["ratio"], low, high, said)
+
+
+def _picture(
+    devices: Sequence[int], lines: Sequence[Line], title: str, each: float | None, predicted: Sequence[Point]
+) -> Markup:
+    """Curves over the number of devices; `each` is what one device of the ideal line does, None for shares of it."""
+    frame = Frame(NARROW.width, 300, NARROW.left, 34, 26, NARROW.bottom)
+    dots = [dot for line in lines for dot in line.points]
+    x = Scale(devices[0] / 1.25, devices[-1] * 1.25, frame.left, frame.x_end, log=True)
+    ideal = [(float(count), each * count if each is not None else 1.0) for count in devices]
+    top = max(
+        *(dot.y for dot in dots),
+        *(value for _, value in ideal),
+        min(max(d.high for d in dots), 1.5 * ideal[-1][1]),
+    )
+    y = Scale(0, top * 1.06, frame.y_end, frame.top)
+    label = words.tick if each is not None else _share_tick
+    marks = y_axis(
+        frame,
+        y,
+        ticks(0, top * 1.06, 5),
+        label,
+        "tokens per second" if each is not None else "of the ideal line",
+    )
+    marks += x_axis(frame, x, [float(count) for count in devices], lambda value: f"{value:g}", "devices")
+    line = path([(x(count), y(value)) for count, value in ideal])
+    marks.append(tag("path", tooltip("the ideal line: no device ever waits"), class_="roof ideal", d=line))
+    shown = [_within(one, y.high) for one in lines]
+    for one in shown:
+        marks += draw_line(one, x, y)
+    for point in predicted:
+        value = float(point["predicted_tokens_per_s"] or 0.0)
+        if value <= y.high:
+            at = f"translate({x(point['devices']):g} {y(value):g})"
+            mark = tag("path", class_="claimed", d="M0 -7L7 0L0 7L-7 0Z")
+            marks.append(
+                tag("g", tooltip(f"{_name(point)}: predicted {words.speed(value)}"), mark, transform=at)
+            )
+    marks += place_letters(frame, shown, x, y)
+    best = max(dots, key=lambda dot: (dot.x, dot.y))
+    alt = f"{title} over {', '.join(map(str, devices))} devices. Best on the most: {best.said}."
+    return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
+
+
+def _within(line: Line, top: float) -> Line:
+    """The line with whiskers that end where the picture does."""
+    dots = tuple(Dot(d.x, d.y, max(0.0, d.low), min(d.high, top), d.said) for d in line.points)
+    return Line(line.letter, line.series, line.name, line.ours, dots)
+
+
+def _share_tick(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
+def link_figures(links: Sequence[Link]) -> list[Figure]:
+    """What each link carries over message sizes: a picture for each number of ranks, with and without peer-to-peer."""
+    figures = []
+    groups = dict.fromkeys(
+        (link["ranks"], link["peer_to_peer"], link["backend"]) for link in links if link["sizes"]
+    )
+    for ranks, peers, backend in groups:
+        own = [lk for lk in links if lk["sizes"] and (lk["ranks"], lk["peer_to_peer"]) == (ranks, peers)]
+        lines = [
+            Line(
+                letter_of(place),
+                series_of(place),
+                link["operation"].replace("_", "-"),
+                False,
+                _link_dots(link),
+            )
+            for place, link in enumerate(own)
+        ]
+        title = f"{ranks} ranks over {text(backend)}" + ("" if peers else ", no peer-to-peer")
+        figures.append(Figure(title, _link_picture(lines, title), tuple(lines)))
+    return figures
+
+
+def _link_dots(link: Link) -> tuple[Dot, ...]:
+    dots = []
+    for size in link["sizes"]:
+        rate, each = size["bus_bytes_per_s"], sorted(size["seconds"])
+        middle = each[len(each) // 2]
+        said = (
+            f"{link['operation'].replace('_', '-')} of {words.size(size['bytes'])}: {words.si(rate, 'B/s')}"
+        )
+        dots.append(Dot(size["bytes"], rate, rate * middle / each[-1], rate * middle / each[0], said))
+    return tuple(sorted(dots, key=lambda dot: dot.x))
+
+
+def _link_picture(lines: Sequence[Line], title: str) -> Markup:
+    frame = Frame(NARROW.width, 300, NARROW.left, 34, 26, NARROW.bottom)
+    dots = [dot for line in lines for dot in line.points]
+    sizes = sorted({dot.x for dot in dots})
+    x = Scale(sizes[0] / 1.5, sizes[-1] * 1.5, frame.left, frame.x_end, log=True)
+    top = max(dot.y for dot in dots) * 1.1
+    y = Scale(0, top, frame.y_end, frame.top)
+    marks = y_axis(frame, y, ticks(0, top, 5), words.tick, "bytes per second and link")
+    marks += x_axis(frame, x, sizes[:: max(1, len(sizes) // 4)], words.size, "message")
+    shown = [_within(line, top) for line in lines]
+    for line in shown:
+        marks += draw_line(line, x, y)
+    marks += place_letters(frame, shown, x, y)
+    best = max(dots, key=lambda dot: dot.y)
+    return picture(f"{title}. Best: {best.said}.", *marks, class_="curve-picture", viewBox=frame.view_box)
