@@ -39,10 +39,23 @@ class MachineError(RushError):
     exit_code = 4
 
 
+class RankLost(MachineError):
+    """Another rank was killed, stopped or cut off; nothing is wrong here, and the run can start again from its checkpoint.
+
+    The code is the one that sysexits.h has for "try again". A launcher that ends with it says 4, as of any machine.
+    """
+
+    exit_code = 75
+
+
 class Diverged(RushError):
     """The loss or a gradient stopped being a finite number."""
 
     exit_code = 5
+
+
+class Drifted(Diverged):
+    """Ranks that hold the same weights no longer do."""
 
 
 def nearest(found: str, allowed: Iterable[str]) -> str:

@@ -141,6 +141,11 @@ class Run(Part):
     """Steps between checkpoints; 0 saves at the end only."""
     keep: Positive = 2
     """Checkpoints kept besides the best one."""
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
+    """On several ranks, how long one waits for the others in an exchange; then the late one is named and the run starts again."""
+    drift_every: NotNegative = 100
+    """On several ranks, steps between checks that what they hold alike is equal to the bit; also before every checkpoint. 0 never
+    checks."""
     validate_every: NotNegative = 0
     """Steps between validations; 0 validates at the end only."""
     validate_sequences: Positive = 64

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,8 +21,8 @@ from rush.errors import Diverged, RecipeError, RushError
 if TYPE_CHECKING:
     from rush.recipe import Recipe
 
-LATER_S = 5.0
-"""What a rank waits with its leaving, when rank 0 has something to say."""
+RESTARTS = 3
+"""In a row, without a new checkpoint: enough for bad luck, too few to burn a night on a bug."""
 
 
 def train(
@@ -39,9 +41,26 @@ def train(
         bool, typer.Option("--resume", help="Go on with the run in --out, to the same bits.")
     ] = False,
     nproc: Annotated[
-        int | None,
-        typer.Option(help="Start this many ranks on this machine: the product of the layout's sizes."),
+        str | None,
+        typer.Option(
+            metavar="N or MIN:N",
+            help="Start this many ranks on this machine: the product of the layout's sizes. With MIN:N the run goes on with "
+            "fewer, down to MIN, when restarts do not help.",
+        ),
     ] = None,
+    restarts: Annotated[
+        int,
+        typer.Option(
+            help="With --nproc: how often in a row, without a new checkpoint, lost ranks are started again."
+        ),
+    ] = RESTARTS,
+    shrink: Annotated[
+        bool,
+        typer.Option(
+            "--shrink",
+            help="Under torchrun: go on with fewer ranks than the layout takes, after a machine is lost.",
+        ),
+    ] = False,
     json: Json = False,
 ) -> None:
     """Train a model as a recipe says.
@@ -59,6 +78,8 @@ def train(
 
       rush train llama-3.2-1b layout.fsdp=8 --nproc 8
 
+    A rank that is killed, crashes or hangs ends them all, and all start again from the last checkpoint, to the same bits.
+
     Under torchrun (or another launcher that sets RANK and WORLD_SIZE) leave --nproc out: every process joins the others.
     """
     changes = list(overrides or [])
@@ -71,24 +92,23 @@ def train(
     if resume and out is None:
         raise RecipeError("--resume needs --out: the folder of the run to go on with.")
 
+    if nproc is not None:
+        _start_ranks(nproc, restarts, recipe, changes, out, resume, json)
+    # torch's own warnings about sockets would come before the one message that helps.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from rush.parallel import started_rank, started_world
     from rush.recipe_io import load_recipe
     from rush.train.loop import train_recipe
     from rush.train.view import Silent, terminal_view
 
-    chosen = None
-    if recipe is not None:
-        chosen = load_recipe(recipe, changes)
-    elif changes:
-        assert out is not None
-        chosen = load_recipe(str(out / "recipe.toml"), changes)
-    folder = out or Path("runs") / f"{Path(recipe or 'run').stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    if nproc is not None:
-        _start_ranks(
-            nproc, chosen or load_recipe(str(folder / "recipe.toml")), recipe, changes, folder, resume, json
-        )
     with _one_message():
-        summary = train_recipe(chosen, folder, resume=resume, view=Silent() if json else terminal_view())
+        folder = _folder(recipe, out)
+        chosen = _recipe(recipe, changes, folder)
+        if shrink:
+            chosen = _shrunk(chosen or load_recipe(str(folder / "recipe.toml")))
+        summary = train_recipe(
+            chosen, folder, resume=resume or _restarted(), view=Silent() if json else terminal_view()
+        )
     if started_rank() != 0:
         raise typer.Exit(130 if summary.interrupted else 0)
     folder = Path(summary.folder)
@@ -110,38 +130,138 @@ def train(
     typer.echo(f"Talk to it with: {words}")
 
 
+def _folder(recipe: str | None, out: Path | None) -> Path:
+    if out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+        raise RecipeError(
+            "torchrun may start this run again (--max-restarts), which must then find its folder; name it with --out."
+        )
+    return out or Path("runs") / f"{Path(recipe or 'run').stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _recipe(recipe: str | None, changes: list[str], folder: Path) -> Recipe | None:
+    """The recipe that the command names; None to go on with the one in the folder."""
+    from rush.recipe_io import load_recipe
+
+    if recipe is not None:
+        return load_recipe(recipe, changes)
+    return load_recipe(str(folder / "recipe.toml"), changes) if changes else None
+
+
+def _restarted() -> bool:
+    """Whether torchrun has started this process again after a failure: then the run in the folder is this one."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+
+
+def _shrunk(recipe: Recipe) -> Recipe:
+    """The recipe for the ranks that are there."""
+    from rush.parallel import started_rank, started_world
+    from rush.train.shrinking import changes, shrunk
+
+    fitting = shrunk(recipe, started_world())
+    if fitting.world != recipe.world and started_rank() == 0:
+        typer.secho(f"rush: {changes(recipe, fitting)}", err=True)
+    return fitting
+
+
 def _start_ranks(
-    nproc: int, chosen: Recipe, recipe: str | None, changes: list[str], folder: Path, resume: bool, json: bool
+    nproc: str,
+    restarts: int,
+    recipe: str | None,
+    changes: list[str],
+    out: Path | None,
+    resume: bool,
+    json: bool,
 ) -> None:
     """This command on several ranks; does not return. A wrong number of them is refused before any is started."""
     from rush.parallel import check_world, started_world
     from rush.parallel.launching import launch
+    from rush.recipe_io import load_recipe
+    from rush.records.run_folder import RunFolder, check_empty
+    from rush.train.shrinking import fewer_ranks
 
     if started_world() > 1:
         raise RecipeError(
             f"--nproc is {nproc}, but this is already one of {started_world()} ranks; leave --nproc out here."
         )
-    check_world(chosen.layout.model_dump(), nproc)
-    words = ["train", *([recipe] if recipe else []), *changes, "--out", str(folder)]
+    smallest, most = _numbers(nproc)
+    folder = RunFolder(_folder(recipe, out))
+    chosen = _recipe(recipe, changes, folder.path) or load_recipe(str(folder.recipe))
+    check_world(chosen.layout.model_dump(), most)
+    if not resume:
+        check_empty(folder)  # what is there before the first start is no run to go on with after a restart
+    words = ["train", *([recipe] if recipe else []), *changes, "--out", str(folder.path)]
     words += ["--resume"] * resume + ["--json"] * json + ["--debug"] * ("--debug" in sys.argv)
-    raise typer.Exit(launch(nproc, words))
+    words += ["--shrink"] * (smallest < most)
+    code = launch(
+        most,
+        words,
+        restarts=restarts,
+        saved=folder.checkpoints.steps,
+        fewer=lambda world: fewer_ranks(chosen, world, smallest),
+    )
+    raise typer.Exit(code)
+
+
+def _numbers(nproc: str) -> tuple[int, int]:
+    """The fewest ranks to go on with, and those to start with."""
+    parts = nproc.split(":")
+    if not all(part.isdecimal() for part in parts) or len(parts) > 2:
+        raise RecipeError(f"--nproc is {nproc!r}; allowed: a number of ranks as in 8, or the fewest and the number as in 4:8.")  # fmt: skip
+    smallest, most = int(parts[0]), int(parts[-1])
+    if not 1 <= smallest <= most:
+        raise RecipeError(f"--nproc is {nproc!r}; it takes at least one rank, and the fewest come first, as in 4:8.")  # fmt: skip
+    return smallest, most
 
 
 @contextmanager
 def _one_message() -> Iterator[None]:
-    """What is wrong on all ranks is said by rank 0; what happened to another one, by that one."""
-    from rush.parallel import started_rank
+    """What is wrong is said once: by rank 0, or where rank 0 does not hear of it, by the rank it happened to."""
+    from rush.parallel import started_rank, started_world, tell_absent
+    from rush.parallel.joining import LATER_S
     from rush.parallel.ranks import SAID
 
+    if (code := _failed_before()) is not None:
+        raise typer.Exit(code)
     try:
         yield
     except RushError as error:
-        if (rank := started_rank()) == 0:
+        _note_failure(error.exit_code)
+        rank = started_rank()
+        if rank == 0 or started_world() == 1:
             raise
-        alike = isinstance(error, RecipeError | Diverged) or SAID in getattr(error, "__notes__", ())
-        if not alike:
+        said = SAID in getattr(error, "__notes__", ()) or tell_absent(error)
+        if not said and not isinstance(error, RecipeError | Diverged):
             typer.secho(f"error on rank {rank}: {error}", err=True, fg="red")
         else:
             # Launchers end all ranks as soon as one has left: rank 0 should have spoken by then.
             time.sleep(LATER_S)
         raise typer.Exit(error.exit_code) from None
+
+
+def _note_failure(code: int) -> None:
+    """torchrun starts ranks again whatever their exit code; what would only repeat itself is noted for them."""
+    from rush.parallel.launching import FINAL
+
+    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(
+        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    )
+    if left > 0 and code in FINAL:
+        _failure_note().write_text(str(code))
+
+
+def _failed_before() -> int | None:
+    """With what a rank of this machine failed that would only repeat itself, before torchrun started them again."""
+    note = _failure_note()
+    if not _restarted() or not note.is_file() or note.stat().st_uid != os.getuid():
+        return None
+    code = int(note.read_text())
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
+        note.unlink(missing_ok=True)
+    return code
+
+
+def _failure_note() -> Path:
+    """Named after the launcher's process, which stays the same over its restarts."""
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    name = "".join(letter for letter in run if letter.isalnum())
+    return Path(tempfile.gettempdir()) / f"rush-{os.getuid()}-{os.getppid()}-{name}.failed"

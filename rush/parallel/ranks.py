@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+    from rush.parallel.watching import Watch
+
 AXES = ("pp", "ddp", "fsdp", "cp", "tp")
 """Of the mesh, in this order."""
 DATA_AXES = ("ddp", "fsdp")
@@ -48,6 +50,8 @@ class Ranks:
     store: Store | None = None
     data_group: ProcessGroup | None = None
     """Those that hold other samples of the same step."""
+    watch: Watch | None = None
+    """Knows where this rank is, and finds who keeps it waiting."""
     _calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
@@ -98,6 +102,11 @@ class Ranks:
             torch.distributed.all_reduce(tensor)
         return tensor
 
+    def at(self, place: str) -> None:
+        """Note what this rank does now, for whoever looks for it when it does not come."""
+        if self.watch is not None:
+            self.watch.place = place
+
     def once(self, make: Callable[[], T]) -> T:
         """What rank 0 makes (JSON can hold it), handed to all. If it fails there, it fails everywhere alike."""
         if self.store is None:
@@ -114,21 +123,9 @@ class Ranks:
         self.store.wait([key], PATIENCE)
         told: dict[str, Any] = json.loads(self.store.get(key))
         if "error" in told:
-            raise _error(told["error"], told["says"])
+            raise error_of(told["error"], told["says"])
         found: T = told["value"]
         return found
-
-    def check_same(self, value: str) -> None:
-        """Refuse to go on if a rank came with something else than rank 0; all of them do, so that none waits for another."""
-        if self.mesh is None:
-            return
-        unlike = torch.tensor(int(self.once(lambda: value) != value), device=self.mesh.device_type)
-        torch.distributed.all_reduce(unlike)
-        if count := int(unlike):
-            raise errors.RecipeError(
-                f"{count} of {self.world} ranks came with something else than rank 0, which has {value}; start all of them "
-                "with the same command, recipe and installation."
-            )
 
     def in_turn(self, make: Callable[[], T]) -> T:
         """Made by rank 0 first, then by each of the others, which find done what has to be done once."""
@@ -144,7 +141,8 @@ def _name(error: BaseException) -> str:
     return type(error).__name__
 
 
-def _error(name: str, says: str) -> Exception:
+def error_of(name: str, says: str) -> Exception:
+    """An error of another rank, to be raised here too."""
     kind = getattr(errors, name, None)
     if isinstance(kind, type) and issubclass(kind, errors.RushError):
         error = kind(says)

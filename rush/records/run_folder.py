@@ -57,6 +57,14 @@ class RunFolder:
         return self.recipe.exists() or self.metrics.exists() or bool(self.checkpoints.steps())
 
 
+def check_empty(folder: RunFolder) -> None:
+    """Refuse to start a run where there is one."""
+    if folder.holds_run():
+        raise RecipeError(
+            f"{folder.path} already holds a run. Continue it with --resume, or choose another folder with --out."
+        )
+
+
 @contextlib.contextmanager
 def new_run(path: Path) -> Iterator[RunFolder]:
     """A locked folder for a new run, created if need be; refused when it already holds one."""
@@ -67,10 +75,7 @@ def new_run(path: Path) -> Iterator[RunFolder]:
         path.mkdir(parents=True, exist_ok=True)
         fsync_folder(path.parent)
     with FolderLock(path):
-        if folder.holds_run():
-            raise RecipeError(
-                f"{path} already holds a run. Continue it with --resume, or choose another folder with --out."
-            )
+        check_empty(folder)
         _clean(folder)
         yield folder
 

@@ -54,8 +54,11 @@ def train_recipe(
     machine = probe(recipe.run.device)
     check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
-    with join(recipe.layout.model_dump(), machine.device) as ranks, ExitStack() as stack:
-        ranks.check_same(f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}")
+    card = f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}"
+    with (
+        join(recipe.layout.model_dump(), machine.device, card, recipe.run.timeout_s) as ranks,
+        ExitStack() as stack,
+    ):
         folder = RunFolder(Path(ranks.once(lambda: str(folder.path))))
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
         ranks.once(lambda: _open(stack, opened))
@@ -67,8 +70,9 @@ def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
 
 
 # What may change between the parts of one run without changing what it learns.
-FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "run.save_every", "run.keep", "run.validate_every",
-                  "run.sample_every", "run.sample_prompt", "run.sample_tokens", "run.tensorboard", "run.wandb")  # fmt: skip
+FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "run.save_every", "run.keep", "run.timeout_s",
+                  "run.drift_every", "run.validate_every", "run.sample_every", "run.sample_prompt", "run.sample_tokens",
+                  "run.tensorboard", "run.wandb")  # fmt: skip
 
 
 def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from rush.errors import Diverged, MachineError
+from rush.errors import Diverged, Drifted, MachineError
 from rush.hardware import memory_in_use
 from rush.models import build_model
+from rush.parallel.drift import check_drift
 from rush.parallel.pipeline import collect
 from rush.parallel.sharded import gather, is_sharded
 from rush.recipe import Recipe
@@ -102,10 +103,12 @@ class Session:
                         continue
                     row = self._finish(started, tokens, gauge)
                     tokens = row["tokens"]
-                    self._record(step, row, last=step == total)
                     # Asked once: a request that comes during the save waits for the next step.
                     stopping = self._stops(stop, step)
-                    if stopping or step == total or _due(recipe.run.save_every, step):
+                    saving = stopping or step == total or _due(recipe.run.save_every, step)
+                    self._check_copies(step, saving)
+                    self._record(step, row, last=step == total)
+                    if saving:
                         self._save(step, row)
                     if stopping:
                         break
@@ -123,12 +126,21 @@ class Session:
         settings = self.recipe.run
         return step == self.recipe.schedule.steps or any(
             _due(every, step)
-            for every in (settings.save_every, settings.validate_every, settings.sample_every)
-        )
+            for every in (settings.save_every, settings.validate_every, settings.sample_every, settings.drift_every)
+        )  # fmt: skip
+
+    def _check_copies(self, step: int, saving: bool) -> None:
+        """What ranks hold alike must be equal to the bit, before it is saved at the latest."""
+        every, ranks = self.recipe.run.drift_every, self.run.ranks
+        if every and not ranks.alone and (saving or _due(every, step)):
+            ranks.at(f"the comparison of copies after step {step}")
+            with self._explained(step):
+                check_drift(ranks, self.run.model.named_parameters(), step)
 
     def _start(self, step: int, asked: bool) -> _Started:
         """Launch a step; on a device it may still be at work when this returns."""
         began = time.perf_counter()
+        self.run.ranks.at(f"step {step}")
         lr = learning_rate(self.recipe, step)
         batches = list(self.loader.next_step())
         data_s = time.perf_counter() - began
@@ -186,13 +198,14 @@ class Session:
             steps = self.folder.checkpoints.steps()
             last = self.folder.checkpoints.path(steps[-1]) if steps else None
             kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been saved yet"
-            raise Diverged(
-                f"{error} Nothing was overwritten: {kept}. Lower optimizer.lr, lengthen schedule.warmup or look "
-                "at these samples."
-            ) from None
+            advice = "Lower optimizer.lr, lengthen schedule.warmup or look at these samples."
+            if isinstance(error, Drifted):
+                advice = "Look for a faulty device or a technique that leaves an exchange out, and go on with --resume."
+            raise type(error)(f"{error} Nothing was overwritten: {kept}. {advice}") from None
 
     def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
         settings = self.recipe.run
+        self.run.ranks.at(f"step {step}, validation and samples")
         if last or _due(settings.validate_every, step):
             row["val_loss"] = validate(self.run, self.corpus.validation(self.recipe, self.run.loader_options))
             row |= {f"val_{name}": value for name, value in self.run.objective.figures().items()}
@@ -211,6 +224,7 @@ class Session:
             self.view.sample(step, text)
 
     def _save(self, step: int, row: dict[str, Any]) -> None:
+        self.run.ranks.at(f"the checkpoint of step {step}")
         for rows in self.rows or ():
             rows.sync()
         extra = {

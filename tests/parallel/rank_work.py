@@ -24,6 +24,7 @@ LIMIT_S = 120.0
 PRELOADED = [
     "rank_work",
     "rush.train.observe",
+    "rush.cli",
     "rush.train.loop",
     "tiny_runs",
     "torch._dynamo",
@@ -257,7 +258,7 @@ def pass_on(family: str, layout: Mapping[str, int], source: str | None, target: 
 
 def look_around(layout: Mapping[str, int]) -> Result:
     """A rank's place, what it hears from the others, and the samples it is given in three steps."""
-    from rush.errors import DataError, RecipeError
+    from rush.errors import DataError
     from rush.hardware import probe
     from rush.parallel import join
     from rush.train.build import build
@@ -276,11 +277,6 @@ def look_around(layout: Mapping[str, int]) -> Result:
         }
         if ranks.mesh is not None:
             found["place"] = tuple(ranks.mesh.get_local_rank(axis) for axis in ("ddp", "fsdp"))
-        ranks.check_same("alike")
-        try:
-            ranks.check_same(f"the recipe of rank {ranks.rank}")
-        except RecipeError as error:
-            found["unlike"] = str(error).split(",")[0]
         try:
             ranks.once(fail)
         except DataError as error:

@@ -37,8 +37,6 @@ def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:
     assert all(answer["sum"] == 6 for answer in found)
     assert all(answer["told"] == "by rank 0" for answer in found), "what rank 0 makes, all have"
     assert all(answer["error"] == "DataError: no such corpus" for answer in found), "and its errors"
-    unlike = "3 of 4 ranks came with something else than rank 0"
-    assert [answer["unlike"] for answer in found] == [unlike] * 4
     (one,) = on_ranks(1, look_around, {})
     # Micro batches are dealt out in turn: rank r has the r-th, the (r + 4)-th, ...
     dealt = [found[place % 4]["samples"][place // 4] for place in range(len(one["samples"]))]

@@ -171,7 +171,7 @@ def test_a_launcher_that_is_asked_to_stop_stops_its_ranks(
 def test_nobody_is_left_behind_a_killed_process(
     whom: str, recipe: Path, tmp_path: Path, started: list[Run]
 ) -> None:
-    process = start(started, recipe, tmp_path / "out")
+    process = start(started, recipe, tmp_path / "out", "--restarts", "0")
     ranks = children(process)
     os.kill(ranks[1].pid if whom == "a rank" else process.pid, signal.SIGKILL)
     process.wait(timeout=60)

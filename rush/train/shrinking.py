@@ -1,0 +1,70 @@
+"""A recipe for fewer ranks than it was written for: the same samples in every step, by fewer hands.
+
+Ranks that differ in ddp or fsdp have other samples of the same step (`batch.total_tokens`), so their number may fall: each
+then does more micro batches. How a layer or the sequence of layers is cut (tp, cp, pp) is left as it is. fsdp is kept
+where its size still divides the ranks that are left, so that a rank needs no more memory; else all of them go to
+fsdp, and a rank needs more.
+"""
+
+from __future__ import annotations
+
+from rush.errors import RecipeError
+from rush.recipe import Recipe
+
+
+def fixed_step(recipe: Recipe) -> Recipe:
+    """The recipe with the tokens of its step written out, so that they stay when the ranks get fewer."""
+    return recipe.model_copy(
+        update={"batch": recipe.batch.model_copy(update={"total_tokens": recipe.step_tokens})}
+    )
+
+
+def shrunk(recipe: Recipe, world: int) -> Recipe:
+    """The same learning on `world` ranks; refused with the numbers of ranks that are possible."""
+    recipe = fixed_step(recipe)
+    if recipe.world == world:
+        return recipe
+    fitting = _fit(recipe, world)
+    if fitting is None:
+        possible = ", ".join(str(n) for n in range(1, recipe.world + 1) if _fit(recipe, n) is not None)
+        raise RecipeError(
+            f"the layout takes {recipe.world} ranks and {world} are there, among which a step of {recipe.step_tokens:,} tokens "
+            f"cannot be dealt out (batch.micro {recipe.batch.micro} × batch.sequence {recipe.batch.sequence} per rank, "
+            f"layout.tp × pp × cp = {_whole(recipe)}); numbers of ranks that are possible: {possible}."
+        )
+    return fitting
+
+
+def fewer_ranks(recipe: Recipe, world: int, smallest: int) -> int | None:
+    """The next smaller number of ranks that can go on with the recipe."""
+    possible = (n for n in range(world - 1, smallest - 1, -1) if _fit(fixed_step(recipe), n) is not None)
+    return next(possible, None)
+
+
+def changes(before: Recipe, after: Recipe) -> str:
+    """What became of the layout, in one line."""
+    sizes = after.layout.model_dump()
+    parts = [
+        f"layout.{axis} {size} → {sizes[axis]}"
+        for axis, size in before.layout.model_dump().items()
+        if size != sizes[axis]
+    ]
+    return (
+        f"{after.world} ranks instead of {before.world}: {', '.join(parts)}; the samples of a step stay, "
+        f"each rank does {after.accumulation} micro batches instead of {before.accumulation}."
+    )
+
+
+def _whole(recipe: Recipe) -> int:
+    return recipe.layout.tp * recipe.layout.pp * recipe.layout.cp
+
+
+def _fit(recipe: Recipe, world: int) -> Recipe | None:
+    data, rest = divmod(world, _whole(recipe))
+    if rest or not data or world > recipe.world:
+        return None
+    fsdp = recipe.layout.fsdp
+    sizes = {"ddp": data // fsdp, "fsdp": fsdp} if data % fsdp == 0 else {"ddp": 1, "fsdp": data}
+    fitting = recipe.model_copy(update={"layout": recipe.layout.model_copy(update=sizes)})
+    per_pass = recipe.batch.micro * recipe.batch.sequence * data
+    return fitting if recipe.step_tokens % per_pass == 0 else None
