@@ -83,12 +83,15 @@ def join(
         yield Ranks()
         return
     _take_device(device)
-    store = _meeting_point(rank, world, timeout_s)
-    _meet(store, rank, world, card, timeout_s)
     import torch.distributed as dist
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.device_mesh import init_device_mesh
 
+    store = _meeting_point(rank, world, timeout_s)
+    try:
+        _meet(store, rank, world, card, timeout_s)
+    except dist.DistError as error:
+        raise RankLost(f"rank {rank} came to the meeting, but another rank has gone: {error}.") from error
     # What torch's flight recorder keeps of the exchanges; the watch reads it.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     own_line: Store = store.clone()  # type: ignore[attr-defined]  # a wait on the other does not hold this one up
@@ -140,8 +143,9 @@ def tell_absent(error: RushError) -> bool:
         store.set(f"card/{rank}", "")
         store.set("absent", json.dumps({"error": type(error).__name__, "says": f"rank {rank}: {error}"}))
         store.wait(["verdict"], timedelta(seconds=LATER_S))
-        time.sleep(1.0)  # let it speak
-        return bool(json.loads(store.get("verdict")))
+        heard = bool(json.loads(store.get("verdict")))
+        store.add("heard", 1)
+        return heard
     return False
 
 
@@ -151,9 +155,14 @@ def _meet(store: Store, rank: int, world: int, card: str, timeout_s: float) -> N
     if rank == 0:
         verdict = _judge(store, world, card, timeout_s)
         store.set("verdict", json.dumps(verdict))
+        deadline = time.monotonic() + LATER_S
+        # The store may be ours, and go with us.
+        while verdict and store.add("heard", 0) < world - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
     else:
         store.wait(["verdict"], timedelta(seconds=timeout_s + BACKSTOP_S))
         verdict = json.loads(store.get("verdict"))
+        store.add("heard", 1)
     if verdict:
         refusal = error_of(verdict["error"], verdict["says"])
         if rank:
