@@ -129,7 +129,7 @@ class Layout(Part):
     pp: Positive = 1
     """Parts that the sequence of layers is cut into; not there yet."""
     cp: Positive = 1
-    """Parts that every sequence is cut into; not there yet."""
+    """Parts that every sequence is cut into."""
 
 
 class Run(Part):

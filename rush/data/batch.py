@@ -72,7 +72,8 @@ class Batch:
         return [
             Batch(
                 **{name: chunks[part] for name, chunks in pieces.items()},  # type: ignore[arg-type]
-                starts_n=self._starts_of(part, pieces["tokens_bt"]),
+                # Of a row that is cut among ranks the documents are told whole, and `starts_n` with them.
+                starts_n=self._starts_of(part, pieces.get("documents_bt", pieces["tokens_bt"])),
                 samples=self.samples[part * names : (part + 1) * names],
                 padding=self.padding if part == 0 else 0,
             )

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rush.errors import MachineError, RankLost, RecipeError, RushError
-from rush.parallel.ranks import AXES, DATA_AXES, SAID, Ranks, error_of
+from rush.parallel.ranks import AXES, LABEL_AXES, SAID, Ranks, error_of
 from rush.parallel.watching import Watch
 
 if TYPE_CHECKING:
@@ -108,8 +108,8 @@ def join(
     try:
         with watch:
             mesh = init_device_mesh(device, tuple(layout[axis] for axis in AXES), mesh_dim_names=AXES)
-            data = mesh[DATA_AXES]._flatten("data").get_group()
-            yield Ranks(rank, world, mesh, PrefixStore("rush", store), data, watch)
+            labels = mesh[LABEL_AXES]._flatten("labels").get_group()
+            yield Ranks(rank, world, mesh, PrefixStore("rush", store), labels, watch)
         clean = True
     except (RushError, KeyboardInterrupt):
         clean = True  # all ranks leave alike, or torchrun ends the others

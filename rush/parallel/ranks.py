@@ -2,7 +2,8 @@
 
 The mesh is a block of ranks with named axes, the outermost first: pp, ddp, fsdp, cp, tp. Ranks that are neighbours
 in the last axes talk most and should be neighbours on the machine. Ranks that differ in ddp or fsdp are *data
-ranks*: each gets other samples. Those that differ in pp, cp or tp only work on the same ones.
+ranks*: each gets other samples. Those that differ in pp, cp or tp only work on the same ones; cp ranks on other
+positions of them, so that their labels are others, too.
 
 What a device need not see (a path, whether a folder could be opened) goes through the store that the ranks met at:
 waiting there has no time limit of minutes, as collectives have, and no tensor has to be made.
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 AXES = ("pp", "ddp", "fsdp", "cp", "tp")
 """Of the mesh, in this order."""
 DATA_AXES = ("ddp", "fsdp")
+LABEL_AXES = (*DATA_AXES, "cp")
+"""Ranks that differ in one of these hold other labels of the same step."""
 PATIENCE = timedelta(days=2)
 """How long the others wait for rank 0 to prepare data."""
 
@@ -48,8 +51,8 @@ class Ranks:
     world: int = 1
     mesh: DeviceMesh | None = None
     store: Store | None = None
-    data_group: ProcessGroup | None = None
-    """Those that hold other samples of the same step."""
+    label_group: ProcessGroup | None = None
+    """Those that hold other labels of the same step."""
     watch: Watch | None = None
     """Knows where this rank is, and finds who keeps it waiting."""
     _calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
@@ -79,10 +82,18 @@ class Ranks:
     def size(self, axis: str) -> int:
         return 1 if self.mesh is None else int(self.mesh.size(AXES.index(axis)))
 
+    def folded(self, axis: str) -> DeviceMesh:
+        """The axis with cp inside of it. Parameters are replicated over cp: who sends gradients over a data axis sends
+        them over cp as well."""
+        assert self.mesh is not None
+        if self.size("cp") == 1 or axis == "cp":
+            return self.mesh[axis]
+        return self.mesh["cp"] if self.size(axis) == 1 else self.mesh[(axis, "cp")]._flatten(f"{axis}_cp")
+
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over the data ranks, in place. On a GPU nobody waits for it but the GPU."""
+        """The sum over the ranks that hold other labels, in place. On a GPU nobody waits for it but the GPU."""
         if self.mesh is not None:
-            torch.distributed.all_reduce(tensor, group=self.data_group)
+            torch.distributed.all_reduce(tensor, group=self.label_group)
         return tensor
 
     @property

@@ -188,6 +188,8 @@ class Build:
     """Entered around every step, left after it: process-wide settings never leak out of a run."""
     pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
     """Each goes around the forward and backward of a micro batch; the first is the innermost."""
+    cut: Callable[[Batch], Batch] | None = None
+    """Gives of a micro batch the part that this rank works on, where others work on the rest of the same samples."""
     before_pass: list[Callable[[bool], None]] = field(default_factory=list)
     """Each is told, before a micro batch's pass, whether it is the last of its step."""
     ranks: Ranks = field(default_factory=Ranks)

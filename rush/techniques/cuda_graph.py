@@ -134,7 +134,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("ddp", "fsdp", "offload_activations", "pp"),
+    conflicts=("cp", "ddp", "fsdp", "offload_activations", "pp"),
     claim=Claim(
         "tokens_per_s",
         0.12,

@@ -5,7 +5,8 @@ the gradient of all, and equal weights get equal updates, so the copies stay equ
 while the backward pass is still at work on earlier layers: where links are fast enough the exchange hides behind
 it. During accumulation nothing is sent but with the last micro batch. Wins whenever the model fits one device.
 Nothing gets smaller: each rank holds all weights, gradients and optimizer state (see `fsdp`), and small steps wait
-for the links. Beside fsdp it is the number of copies of the sharded model; then fsdp does the sending.
+for the links. Beside fsdp it is the number of copies of the sharded model; then fsdp does the sending. Beside cp, the
+ranks that share a sample send their gradients along.
 """
 
 from __future__ import annotations
@@ -42,10 +43,13 @@ OF_A_STEP = 2
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    if build.ranks.size("fsdp") > 1:
-        return  # the copies of a sharded model are made and kept equal by fsdp
-    mesh = build.ranks.mesh
-    assert mesh is not None
+    if build.ranks.size("fsdp") == 1:  # the copies of a sharded model are made and kept equal by fsdp
+        replicate(build, knobs)
+
+
+def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
+    """Sum the gradients of all ranks that hold other labels and whole copies of the parameters."""
+    mesh = build.ranks.folded("ddp")
     made: list[nn.parallel.DistributedDataParallel] = []
     last = True
 
@@ -53,7 +57,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         made.append(
             nn.parallel.DistributedDataParallel(
                 model,
-                process_group=mesh.get_group("ddp"),
+                process_group=mesh.get_group(),
                 bucket_cap_mb=float(knobs["bucket_mb"]),
                 gradient_as_bucket_view=bool(knobs["bucket_view"]),
                 **_keep_buffers(),
@@ -81,7 +85,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         return passes
 
     build.wrap = wrap
-    build.averaged_over = build.ranks.size("ddp")
+    build.averaged_over = mesh.size()
     build.before_pass.append(told)
     build.pass_wrappers.append(around)
 

@@ -67,27 +67,37 @@ class FlashCore(nn.Module):
         documents: Tensor | None = None,
         query_offset: int = 0,
     ) -> Tensor:
-        assert query_offset == 0, "decoding with a cache uses the plain core"
+        """The queries are the last positions of the keys, the first of them at `query_offset`."""
+        assert query_offset + q_bhtd.shape[2] == k_bktd.shape[2], "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
         if q_bhtd.is_cuda and documents is not None:
             return self._line(q_bhtd, k_bktd, v_bktd, documents)
         out: Tensor
         if q_bhtd.is_cuda:
-            # The kernel reads a shared key/value head for each of its query heads by itself.
+            # The kernel reads a shared key/value head for each of its query heads by itself, and lets the last query
+            # see the last key, however many queries there are.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             out = flash(q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True)[0]
             return out
         flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         k_bhtd, v_bhtd = repeat_heads(q_bhtd, k_bktd, v_bktd)
-        mask = None if documents is None else documents.to(q_bhtd.dtype)
+        mask = None if documents is None else documents[:, :, query_offset:].to(q_bhtd.dtype)
+        if mask is None and query_offset:
+            seen_ts = torch.ones(q_bhtd.shape[2], k_bktd.shape[2], dtype=torch.bool).tril(query_offset)
+            mask = torch.where(seen_ts, 0.0, -math.inf).to(q_bhtd.dtype)
         out = flash(q_bhtd, k_bhtd, v_bhtd, dropout_p=0.0, is_causal=mask is None, attn_mask=mask)[0]
         return out
 
     def _line(self, q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, starts_n: Tensor) -> Tensor:
         """All rows as one line of documents. Empty ones, which fill up `starts_n`, are left at once by the kernel."""
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_bhtd, k_bktd, v_bktd))
+        starts_q, num_queries, num_keys = starts_n, q_bhtd.shape[2], k_bktd.shape[2]
+        if num_queries < num_keys:
+            # Of each row the last positions only; a document that ends before them has no query.
+            within = (starts_n % num_keys - (num_keys - num_queries)).clamp(min=0)
+            starts_q = starts_n // num_keys * num_queries + within
         varlen = torch.ops.aten._flash_attention_forward
-        out: Tensor = varlen(q, k, v, starts_n, starts_n, self.longest, self.longest, 0.0, True, False)[0]
+        out: Tensor = varlen(q, k, v, starts_q, starts_n, self.longest, self.longest, 0.0, True, False)[0]
         batch, heads, length, head_dim = q_bhtd.shape
         return out.view(batch, length, heads, head_dim).transpose(1, 2)
 

@@ -134,7 +134,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("cudnn_attention", "flash_attention", "triton_attention"),
+    conflicts=("cp", "cudnn_attention", "flash_attention", "triton_attention"),
     claim=Claim(
         "attention rate",
         -0.15,

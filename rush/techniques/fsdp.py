@@ -6,7 +6,8 @@ are summed and cut in one exchange (reduce-scatter). Stage "parameters" (ZeRO-3)
 forward pass of a block and gathers them again for the backward pass: half as much again is sent. "gradients" (ZeRO-2)
 keeps them until the step's last backward pass; "optimizer" (ZeRO-1) also keeps whole gradients until then and sends
 them once a step. Between steps torch holds shards only, whatever the stage. Wins where a model does not fit; loses to
-`ddp` where it does and links are slow. With layout.ddp the shards exist that many times (hybrid sharding).
+`ddp` where it does and links are slow. With layout.ddp the shards exist that many times (hybrid sharding). With layout.cp
+the ranks that share a sample hold shards as well: they are of the same weights.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from rush.errors import RecipeError
+from rush.parallel import Ranks
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     Build,
@@ -33,15 +35,14 @@ from rush.techniques.contract import (
     used,
 )
 
+# (What cuts a sequence or a layer among ranks sends by functional collectives, which have other names.)
 GATHER, SCATTER, PASS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "rush::forward"
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     from torch.distributed.fsdp import fully_shard
 
-    assert build.ranks.mesh is not None
-    axes = ("ddp", "fsdp") if build.ranks.size("ddp") > 1 else ("fsdp",)
-    mesh = build.ranks.mesh[axes]
+    mesh = _mesh(build.ranks)
     stage, model = str(knobs["stage"]), build.model
     blocks: list[Any] = list(model.blocks) if knobs["unit"] == "block" else []
     # Only parameters are cut; a layer that stores its weight otherwise (as codes) makes parameters of it.
@@ -61,9 +62,20 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     if not build.parts:  # what runs the parts of a pipeline tells each of them
         build.before_pass.append(_told(model, stage))
     build.facts["fsdp_model"] = model
-    build.facts["fsdp_ranks"] = build.ranks.size("fsdp")
+    build.facts["fsdp_ranks"] = build.ranks.size("fsdp") * build.ranks.size("cp")
     inside = {id(p) for block in blocks for p in block.parameters()}
     build.facts["fsdp_roots"] = sum(any(id(p) not in inside for p in root.parameters()) for root in roots)
+
+
+def _mesh(ranks: Ranks) -> Any:
+    """The ranks that hold a model in parts together; with ddp as many groups of them as there are copies."""
+    assert ranks.mesh is not None
+    if ranks.size("ddp") == 1:
+        return ranks.folded("fsdp")
+    if ranks.size("cp") == 1:
+        return ranks.mesh[("ddp", "fsdp")]
+    whole: Any = type(ranks.mesh)
+    return whole._concatenate([ranks.mesh["ddp"], ranks.folded("fsdp")])
 
 
 def _prefetch(blocks: list[Any], depth: int) -> None:

@@ -61,6 +61,8 @@ class Run:
     before_pass: list[Callable[[bool], None]] = field(default_factory=list)
     copies: list[str] = field(default_factory=list)
     """Parameters here that another rank of the pipeline counts."""
+    cut: Callable[[Batch], Batch] | None = None
+    """Gives of a micro batch the part that this rank works on."""
     spoiled: Tensor | None = None
     """On the device: whether a step so far had a loss or gradient that was not finite."""
 
@@ -82,6 +84,10 @@ class Run:
             loss = self.objective.loss(self.outer or self.model, batch)
         (loss * share).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
+
+    def own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """What this rank works on: the micro batches it was given, or its part of each."""
+        return iter(batches) if self.cut is None else map(self.cut, batches)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -190,6 +196,7 @@ def build(
         averaged_over=half_made.averaged_over,
         before_pass=half_made.before_pass,
         copies=half_made.copies,
+        cut=half_made.cut,
     )
     if half_made.make_passes is not None:
         run.parts = list(half_made.parts)

@@ -142,9 +142,9 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
                 given = batches()
             waited += time.perf_counter() - asked
             live.micro_batches = len(given)
-            live.micro_tokens = given[0].tokens_bt.numel()
             live.pinned = all(batch.tokens_bt.is_pinned() for batch in given) if on_gpu else False
             launched.append(launch_step(run, step, run.recipe.optimizer.lr, given))
+            live.micro_tokens = launched[-1].batches[0].tokens_bt.numel()
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began

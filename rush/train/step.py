@@ -127,7 +127,7 @@ def launch_step(
     `stopping` tells the other ranks that this one was asked to stop.
     """
     with run.in_step():
-        return _launch(run, step, lr, list(batches), stopping)
+        return _launch(run, step, lr, list(run.own(batches)), stopping)
 
 
 def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool) -> LaunchedStep:
@@ -298,7 +298,7 @@ def validate(run: Run, batches: Iterable[Batch]) -> float:
 
     def on_device() -> Iterator[Batch]:
         nonlocal units
-        for batch in batches:
+        for batch in run.own(batches):
             units += run.objective.units(batch)
             yield batch.to(run.device)
 

