@@ -19,6 +19,7 @@ from rush.cli import (
     explain,
     export,
     ladder,
+    launch,
     merge,
     overfit,
     probe,
@@ -44,6 +45,7 @@ app.command("scale")(scale.scale)
 app.command("probe")(probe.probe)
 app.command("explain")(explain.explain)
 app.command("train")(train.train)
+app.command("launch")(launch.launch)
 app.command("overfit")(overfit.overfit)
 app.command("evaluate")(evaluate.evaluate)
 app.command("generate")(talk.generate)

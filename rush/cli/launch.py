@@ -1,0 +1,129 @@
+"""`rush launch`: the batch script or the manifest that starts a recipe on a cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rush.cli.complete import complete_recipe
+from rush.errors import RecipeError
+from rush.files import write_atomic
+
+
+def launch(
+    recipe: Annotated[
+        str,
+        typer.Argument(
+            help="A recipe's name (see `rush recipes`) or a .toml file.", autocompletion=complete_recipe
+        ),
+    ],
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as in layout.ddp=2 layout.fsdp=8."),
+    ] = None,
+    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each, and ranks on it.")] = 8,
+    slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for sbatch.")] = False,
+    k8s: Annotated[bool, typer.Option("--k8s", help="Write a manifest with a Kubeflow TrainJob.")] = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="The file; NAME.sbatch or NAME.yaml here without it, - for the terminal."),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option(
+            help="The run's folder, which all nodes see; runs/NAME here, or /shared/runs/NAME with --k8s."
+        ),
+    ] = None,
+    name: Annotated[str | None, typer.Option(help="The job's name; the recipe's without it.")] = None,
+    time: Annotated[
+        str, typer.Option(help="Slurm: the time limit, as in 24:00:00 or 2-00:00:00.")
+    ] = "24:00:00",
+    grace: Annotated[int, typer.Option(help="Seconds for the last step and its checkpoint.", min=60)] = 300,
+    max_restarts: Annotated[
+        int, typer.Option(help="How often ranks that failed are started again.", min=0)
+    ] = 3,
+    partition: Annotated[str | None, typer.Option(help="Slurm: the partition.")] = None,
+    account: Annotated[str | None, typer.Option(help="Slurm: the account.")] = None,
+    container: Annotated[str | None, typer.Option(help="Slurm: a container image, run by pyxis.")] = None,
+    venv: Annotated[str | None, typer.Option(help="Slurm: a virtual environment to enter.")] = None,
+    torchrun: Annotated[
+        bool, typer.Option(help="Slurm: let torchrun start the ranks of a node; else srun starts each rank.")
+    ] = True,
+    image: Annotated[str, typer.Option(help="Kubernetes: the container image.")] = "rush:latest",
+    namespace: Annotated[str | None, typer.Option(help="Kubernetes: the namespace.")] = None,
+    storage: Annotated[str, typer.Option(help="Kubernetes: size of the shared volume.")] = "500Gi",
+    storage_class: Annotated[str | None, typer.Option(help="Kubernetes: its storage class.")] = None,
+    cpus: Annotated[
+        int | None, typer.Option(help="CPU cores of a node; the whole node without it.", min=1)
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of a node: 500G for Slurm, 500Gi for Kubernetes.")
+    ] = None,
+    env: Annotated[list[str] | None, typer.Option(help="A variable for every rank, NAME=VALUE.")] = None,
+) -> None:
+    """Write what a cluster needs to train a recipe: ready to submit, stopped gracefully, going on by itself.
+
+    The layout must multiply to nodes × GPUs. The job is asked to stop before its time limit, saves, and goes back into the
+    queue; the same command goes on from the last checkpoint.
+
+    Examples:
+
+      rush launch llama-3.1-8b layout.ddp=2 layout.fsdp=8 --nodes 2 --slurm --partition gpu --venv /shared/rush/.venv
+
+      rush launch llama-3.1-8b layout.fsdp=16 --nodes 2 --k8s --image registry/rush:1 --storage 1Ti
+    """
+    if slurm == k8s:
+        raise RecipeError("choose one of --slurm and --k8s.")
+
+    from rush.clusters import Job, check_nodes, manifest, script
+    from rush.recipe_io import load_recipe
+
+    changes = list(overrides or [])
+    chosen = load_recipe(recipe, changes)
+    check_nodes(chosen, nodes, gpus_per_node)
+    label = name or Path(recipe).stem
+    file = recipe.endswith(".toml")
+    folder = run or (f"/shared/runs/{label}" if k8s else str(Path("runs").resolve() / label))
+    job = Job(
+        name=label,
+        recipe=chosen,
+        words=(str(Path(recipe).resolve()) if file else recipe, *changes),
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        run_folder=folder,
+        time_limit=time,
+        grace_s=grace,
+        max_restarts=max_restarts,
+        environment=_environment(env or []),
+        partition=partition,
+        account=account,
+        container=container,
+        venv=venv,
+        torchrun=torchrun,
+        image=image,
+        namespace=namespace,
+        storage=storage,
+        storage_class=storage_class,
+        cpus_per_node=cpus,
+        memory_per_node=memory,
+    )
+    text = script(job) if slurm else manifest(job)
+    target = out or Path(f"{job.label}.{'sbatch' if slurm else 'yaml'}")
+    if str(target) == "-":
+        typer.echo(text, nl=False)
+        return
+    write_atomic(target, text)
+    typer.echo(f"Wrote {target}. Submit it with: {'sbatch' if slurm else 'kubectl apply -f'} {target}")
+
+
+def _environment(given: list[str]) -> dict[str, str]:
+    found = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not equals or not name.replace("_", "a").isalnum() or name[0].isdigit():
+            raise RecipeError(f"--env is {word!r}; write NAME=VALUE.")
+        found[name] = value
+    return found

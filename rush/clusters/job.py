@@ -1,0 +1,76 @@
+"""What both kinds of cluster are told: which recipe, on how many nodes, where it writes, how long it may take."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rush.errors import RecipeError
+from rush.recipe import Recipe
+
+MAX_NAME = 63
+"""What Kubernetes lets a name be: a DNS label."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run on a cluster. What is None is left to the cluster's own default."""
+
+    name: str
+    recipe: Recipe
+    words: tuple[str, ...]
+    """The recipe and its overrides, as `rush train` takes them."""
+    nodes: int
+    gpus_per_node: int
+    run_folder: str
+    """On storage that every node sees."""
+    time_limit: str = "24:00:00"
+    grace_s: int = 300
+    """How long before the time limit the run is asked to stop, for its last step and its checkpoint."""
+    max_restarts: int = 3
+    environment: Mapping[str, str] = field(default_factory=dict)
+    partition: str | None = None
+    account: str | None = None
+    container: str | None = None
+    venv: str | None = None
+    torchrun: bool = True
+    """Whether torchrun starts the ranks of a node; without it Slurm starts each rank itself."""
+    image: str = "rush:latest"
+    namespace: str | None = None
+    storage: str = "500Gi"
+    storage_class: str | None = None
+    cpus_per_node: int | None = None
+    memory_per_node: str | None = None
+
+    @property
+    def label(self) -> str:
+        """The name as a DNS label, which both clusters take."""
+        found = re.sub(r"[^a-z0-9]+", "-", self.name.lower()).strip("-")
+        return (found if found[:1].isalpha() else f"rush-{found}")[:MAX_NAME].rstrip("-")
+
+
+def check_nodes(recipe: Recipe, nodes: int, gpus_per_node: int) -> None:
+    """Refuse a layout that is not made for so many GPUs, with one that is."""
+    for name, count in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+        if count < 1:
+            raise RecipeError(f"{name} is {count}; allowed: whole numbers from 1.")
+    total = nodes * gpus_per_node
+    if recipe.world == total:
+        return
+    sizes = {axis: size for axis, size in recipe.layout.model_dump().items() if size != 1}
+    said = (
+        " and ".join(f"layout.{axis} is {size}" for axis, size in sizes.items())
+        or "every size of the layout is 1"
+    )
+    legal = [f"layout.ddp={recipe.layout.ddp * (total // recipe.world)}"] if total % recipe.world == 0 else []
+    if recipe.world % gpus_per_node == 0:
+        legal.append(f"--nodes {recipe.world // gpus_per_node}")
+    if not legal:
+        legal.append(
+            f"sizes whose product is {total}, such as layout.ddp={nodes} layout.fsdp={gpus_per_node} alone"
+        )
+    raise RecipeError(
+        f"{said}, which takes {recipe.world} rank{'s' * (recipe.world != 1)}, but {nodes} node{'s' * (nodes != 1)} with "
+        f"{gpus_per_node} GPU{'s' * (gpus_per_node != 1)} are {total}; set {' or '.join(legal)}."
+    )
