@@ -80,7 +80,8 @@ def train(
 
     A rank that is killed, crashes or hangs ends them all, and all start again from the last checkpoint, to the same bits.
 
-    Under torchrun (or another launcher that sets RANK and WORLD_SIZE) leave --nproc out: every process joins the others.
+    Under torchrun (or srun, or another launcher that sets RANK and WORLD_SIZE) leave --nproc out: every process joins the
+    others. `rush launch` writes the script for a cluster.
     """
     changes = list(overrides or [])
     if recipe is not None and "=" in recipe:
@@ -92,6 +93,9 @@ def train(
     if resume and out is None:
         raise RecipeError("--resume needs --out: the folder of the run to go on with.")
 
+    from rush.parallel.slurm import join_step
+
+    join_step()
     if nproc is not None:
         _start_ranks(nproc, restarts, recipe, changes, out, resume, json)
     # torch's own warnings about sockets would come before the one message that helps.

@@ -21,7 +21,7 @@ from typing import Any, cast
 
 import torch
 
-from rush.errors import Diverged, MachineError, RecipeError
+from rush.errors import Diverged, MachineError, RankLost, RecipeError
 from rush.files import json_safe, write_json_atomic
 from rush.hardware import Machine, ceilings, probe
 from rush.hardware.catalog import CATALOG, datasheet_peak
@@ -75,7 +75,7 @@ def settle(result: Result, work: Callable[[], None]) -> None:
     except MachineError as error:
         # The trainer explains a failed allocation, and a rank that lost another, to people as an error of the machine.
         memory = isinstance(error.__context__, torch.OutOfMemoryError)
-        lost = isinstance(error.__cause__, RuntimeError)
+        lost = isinstance(error, RankLost)
         result.finish("out_of_memory" if memory else "crashed" if lost else "unsupported", str(error))
     except Diverged as error:
         result.finish("diverged", str(error))

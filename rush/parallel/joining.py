@@ -51,6 +51,11 @@ def started_world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def shares_device() -> bool:
+    """Whether ranks may share a GPU: for correctness, never for speed. NCCL refuses that, so they talk through gloo."""
+    return os.environ.get("RUSH_SHARE_DEVICE") == "1"
+
+
 def check_world(layout: Mapping[str, int], world: int) -> None:
     """Refuse a number of ranks that is not the product of the layout."""
     wanted = 1
@@ -96,13 +101,14 @@ def join(
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     own_line: Store = store.clone()  # type: ignore[attr-defined]  # a wait on the other does not hold this one up
     watch = Watch(PrefixStore("watch", own_line), rank, world, timeout_s)
+    own_gpu = device == "cuda" and not shares_device()
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo",
+        "nccl" if own_gpu else "gloo",
         store=PrefixStore("torch", store),
         rank=rank,
         world_size=world,
         timeout=timedelta(seconds=timeout_s + BACKSTOP_S),
-        device_id=torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else None,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if own_gpu else None,
     )
     clean = False
     try:
@@ -285,6 +291,9 @@ def _take_device(device: str) -> None:
     if device != "cuda":
         return
     local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+    if shares_device():
+        torch.cuda.set_device(local % found)
+        return
     if local >= found:
         raise MachineError(
             f"{os.environ.get('LOCAL_WORLD_SIZE', 'more')} ranks were started on this machine, which has {found} GPU(s); "
