@@ -125,7 +125,7 @@ class Layout(Part):
     fsdp: Positive = 1
     """Parts that weights, gradients and optimizer state are cut into; each part's rank has other samples."""
     tp: Positive = 1
-    """Parts that every layer is cut into; not there yet."""
+    """Parts that every layer is cut into; the ranks of all parts have the same samples."""
     pp: Positive = 1
     """Parts that the sequence of layers is cut into; not there yet."""
     cp: Positive = 1

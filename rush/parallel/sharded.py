@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,12 +29,74 @@ def own_part(tensor: Tensor) -> Tensor:
     return part
 
 
+@dataclass(frozen=True)
+class Cut:
+    """One cut of a tensor: along `dim`, over the ranks of a mesh's axis. Of several equal `parts` side by side (queries,
+    keys and values in one layer) every rank has its piece of each."""
+
+    axis: int
+    dim: int
+    parts: int
+    ranks: int
+    place: int
+    """Which of them this rank is."""
+
+    def pieces(self, value: Tensor) -> list[Tensor]:
+        """What each rank has of it: equal lengths, as far as there is any; the last ones get less, or nothing."""
+        found: list[list[Tensor]] = [[] for _ in range(self.ranks)]
+        for part in value.chunk(self.parts, self.dim):
+            size = part.shape[self.dim]
+            most = -(-size // self.ranks)
+            for rank, pieces in enumerate(found):
+                start = min(rank * most, size)
+                pieces.append(part.narrow(self.dim, start, min(most, size - start)))
+        return [torch.cat(pieces, self.dim) if self.parts > 1 else pieces[0] for pieces in found]
+
+    def joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole, from every rank's piece."""
+        by_part = zip(*(piece.tensor_split(self.parts, self.dim) for piece in pieces), strict=True)
+        return torch.cat([piece for part in by_part for piece in part], self.dim)
+
+
+def cuts(tensor: Tensor) -> list[Cut]:
+    """How a sharded tensor was cut, in the order it was.
+
+    Tensor parallelism cuts first, on the last axis of the mesh, and fsdp cuts what is left to each rank. torch writes the
+    latter down as a strided shard, so that it can be read from the left; that only holds where lengths divide. On the
+    last axis a strided shard is what it says: pieces of several parts.
+    """
+    target: Any = tensor
+    mesh, found = target.device_mesh, []
+    place = mesh.get_coordinate()
+    for axis in reversed(range(mesh.ndim)):
+        placement = target.placements[axis]
+        assert not placement.is_partial(), f"{target.placements}: what is yet to be summed has no parts"
+        if not placement.is_replicate():
+            parts = getattr(placement, "split_factor", 1) if axis == mesh.ndim - 1 else 1
+            found.append(Cut(axis, placement.dim, int(parts), mesh.size(axis), place[axis]))
+    return found
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of it. For a sharded tensor every rank must ask, at the same time."""
     if not is_sharded(tensor):
         return tensor
-    full: Tensor = tensor.detach().full_tensor()  # type: ignore[attr-defined]
-    return full
+    target: Any = tensor.detach()
+    found: Tensor = target.to_local()
+    # Each cut saw what those before it had left; its pieces have those shapes.
+    shapes = [torch.empty(target.shape, device="meta")]
+    made = cuts(tensor)
+    for cut in made:
+        shapes.append(cut.pieces(shapes[-1])[cut.place])
+    for cut, before in zip(reversed(made), reversed(shapes[:-1]), strict=True):
+        sizes = [piece.shape for piece in cut.pieces(before)]
+        most = max(size.numel() for size in sizes)
+        sent = found.new_zeros(most)
+        sent[: found.numel()] = found.flatten()
+        heard = [torch.empty_like(sent) for _ in sizes]
+        torch.distributed.all_gather(heard, sent, group=target.device_mesh.get_group(cut.axis))
+        found = cut.joined([flat[: size.numel()].view(size) for flat, size in zip(heard, sizes, strict=True)])
+    return found
 
 
 def gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
@@ -52,25 +115,21 @@ def fill(tensor: Tensor, value: Tensor) -> None:
     if not is_sharded(tensor):
         tensor.copy_(value)
         return
-    from torch.distributed.tensor import distribute_tensor
-
     target: Any = tensor
     assert target.shape == value.shape, f"{tuple(target.shape)} {tuple(value.shape)}"
     # The whole value passes through, but is never kept; every rank has it, so none needs to send it.
-    part = distribute_tensor(
-        value.to(target.device), target.device_mesh, target.placements, src_data_rank=None
-    )
-    target.to_local().copy_(part.to_local())
+    for cut in cuts(tensor):
+        value = cut.pieces(value)[cut.place]
+    target.to_local().copy_(value)
 
 
 def fill_model(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> list[str]:
     """Give parameters (and buffers) their values, by name; a tied one has one name. Returns the parameters without one."""
+    known = {**dict(model.named_buffers()), **dict(model.named_parameters(remove_duplicate=False))}
     left = {id(parameter) for parameter in model.parameters()}
     for name, value in values:
-        owner, _, own = name.rpartition(".")
-        tensor = getattr(model.get_submodule(owner), own)
-        fill(tensor, value)
-        left.discard(id(tensor))
+        fill(known[name], value)
+        left.discard(id(known[name]))
     return [name for name, parameter in model.named_parameters() if id(parameter) in left]
 
 
@@ -96,7 +155,7 @@ def _sharing_groups(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(
         whole.device_mesh.get_group(axis)
         for axis, placement in enumerate(whole.placements)
-        if placement.is_shard()
+        if not placement.is_replicate() and whole.device_mesh.size(axis) > 1
     )
 
 

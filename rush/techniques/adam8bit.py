@@ -178,7 +178,7 @@ technique = Technique(
             lambda machine, recipe: _backend(recipe) != "rush" or needs_triton.met(machine, recipe),
         ),
     ),
-    conflicts=("bf16_master", "fsdp", "fused_adamw", "fused_update"),
+    conflicts=("bf16_master", "fsdp", "fused_adamw", "fused_update", "tp"),
     knobs={
         "backend": KnobRange(BACKENDS, "whose kernels do the update"),
         "stochastic_rounding": KnobRange((False, True), "round weights in bf16 by chance (backend rush)"),

@@ -51,7 +51,7 @@ class ChunkedLossHead(nn.Module):
         self.project = project
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
-        total = torch.zeros((), device=hidden_btd.device)
+        parts: list[Tensor] = []
         chunks = torch.split(hidden_btd.flatten(0, 1), self.chunk_tokens)
         labels = torch.split(labels_bt.flatten(), self.chunk_tokens)
         for hidden_nd, labels_n in zip(chunks, labels, strict=True):
@@ -66,8 +66,8 @@ class ChunkedLossHead(nn.Module):
                 )
             else:
                 part = self._chunk_loss(hidden_nd, head_weight_vd, labels_n)
-            total = total + part
-        return total
+            parts.append(part)
+        return sum(parts[1:], parts[0])
 
     def _chunk_loss(self, hidden_nd: Tensor, head_weight_vd: Tensor, labels_n: Tensor) -> Tensor:
         logits_nv = self.project(hidden_nd, head_weight_vd).float()

@@ -134,7 +134,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("cp", "ddp", "fsdp", "offload_activations", "pp"),
+    conflicts=("cp", "ddp", "fsdp", "offload_activations", "pp", "tp"),
     claim=Claim(
         "tokens_per_s",
         0.12,

@@ -22,6 +22,7 @@ from rush.data import Batch
 from rush.errors import RecipeError
 from rush.models import Decoder
 from rush.recipe import Knob, Recipe
+from rush.techniques import fsdp
 from rush.techniques.contract import (
     Build,
     Claim,
@@ -38,6 +39,7 @@ from rush.techniques.contract import (
 )
 
 FORWARD, ALL_REDUCE, PASS = "DistributedDataParallel.forward", "c10d::allreduce_", "rush::forward"
+LAYER_SUM = "_c10d_functional::all_reduce"
 OF_A_STEP = 2
 """All-reduces that every step on several ranks makes: its counts and its loss."""
 
@@ -50,6 +52,12 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
     """Sum the gradients of all ranks that hold other labels and whole copies of the parameters."""
     mesh = build.ranks.folded("ddp")
+    if build.ranks.size("tp") > 1:
+        # torch's DistributedDataParallel knows no parameters in parts; fully_shard with one shard does the same to them.
+        whole: Any = type(mesh)
+        one_shard = whole._concatenate([mesh, build.ranks.mesh["fsdp"]])  # type: ignore[index]
+        fsdp.shard(build, one_shard, {"stage": "optimizer", "unit": "block", "prefetch": 1})
+        return
     made: list[nn.parallel.DistributedDataParallel] = []
     last = True
 
@@ -117,8 +125,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The profile shows more all-reduces in a step than its counts and its loss need, and passes through
     `DistributedDataParallel` (or, of a sharded model, none)."""
     steps = seen.ops.get(PASS, 0) / max(1, seen.micro_batches)
-    reduces = seen.ops.get(ALL_REDUCE, 0) / steps if steps else 0.0
-    sharded = seen.facts.get("fsdp_ranks", 1) > 1
+    # The sums of layers that are cut (tp) come under their own name as well.
+    reduces = (seen.ops.get(ALL_REDUCE, 0) - seen.ops.get(LAYER_SUM, 0)) / steps if steps else 0.0
+    sharded = "fsdp_model" in seen.facts
     # Of a sharded model the gradient's norm takes one more, of a pipeline its norm, its loss and the wish to stop.
     own = OF_A_STEP + sharded + 3 * ("pp" in seen.facts)
     wrapped = seen.ops.get(FORWARD, 0)
@@ -139,9 +148,10 @@ technique = Technique(
             lambda machine, recipe: recipe.layout.ddp > 1,
         ),
         Requirement(
-            "its knobs are for copies of a whole model; beside layout.fsdp leave it out of techniques",
+            "its knobs are for copies of a whole model; beside layout.fsdp or layout.tp leave it out of techniques",
             lambda machine, recipe: (
-                recipe.layout.fsdp == 1 or not any(n == "ddp" and k for n, k in recipe.technique_uses())
+                recipe.layout.fsdp * recipe.layout.tp == 1
+                or not any(n == "ddp" and k for n, k in recipe.technique_uses())
             ),
         ),
     ),

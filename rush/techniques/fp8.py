@@ -169,7 +169,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("int8_base", "qlora"),
+    conflicts=("int8_base", "qlora", "tp"),
     after=("chunked_loss", "vocab_pad"),
     knobs={
         "recipe": KnobRange(

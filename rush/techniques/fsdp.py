@@ -40,9 +40,13 @@ GATHER, SCATTER, PASS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_",
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    shard(build, _mesh(build.ranks), knobs)
+
+
+def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
+    """Hold the model in parts on the last axis of the mesh; of two, the first one's ranks are kept equal."""
     from torch.distributed.fsdp import fully_shard
 
-    mesh = _mesh(build.ranks)
     stage, model = str(knobs["stage"]), build.model
     blocks: list[Any] = list(model.blocks) if knobs["unit"] == "block" else []
     # Only parameters are cut; a layer that stores its weight otherwise (as codes) makes parameters of it.

@@ -73,7 +73,7 @@ technique = Technique(
     stage=Stage.MODEL,
     apply=apply,
     requires=(needs_triton,),
-    conflicts=("chunked_loss", "liger", "vocab_pad"),
+    conflicts=("chunked_loss", "liger", "tp", "vocab_pad"),
     knobs={
         "chunk_tokens": KnobRange(
             (0, 512, 1024, 2048, 4096, 8192), "tokens whose logits exist at once; 0 leaves it to the kernel"

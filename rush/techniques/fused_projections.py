@@ -225,7 +225,7 @@ technique = Technique(
             lambda machine, recipe: recipe.shape().family == "llama",
         ),
     ),
-    conflicts=("fsdp", "int8_base", "lora", "qlora"),
+    conflicts=("fsdp", "int8_base", "lora", "qlora", "tp"),
     knobs={
         "groups": KnobRange(
             ("all", *LAYERS), "which layers are joined: queries, keys and values; gate and up; or both"

@@ -162,7 +162,7 @@ technique = Technique(
         ),
         needs_cuda,
     ),
-    conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "vocab_pad"),
+    conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "tp", "vocab_pad"),
     knobs={"parts": KnobRange(PARTS, "which parts of the model the library computes")},
     claim=Claim(
         "tokens_per_s",

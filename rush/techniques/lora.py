@@ -116,7 +116,7 @@ technique = Technique(
     stage=Stage.ADAPT,
     apply=apply,
     requires=(lengths_in_fp32,),
-    conflicts=("fused_projections", "int8_base", "pp", "qlora"),
+    conflicts=("fused_projections", "int8_base", "pp", "qlora", "tp"),
     knobs=KNOBS,
     claim=Claim(
         "trained parameters",

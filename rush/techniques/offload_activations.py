@@ -72,7 +72,7 @@ technique = Technique(
     stage=Stage.MEMORY,
     apply=apply,
     requires=(needs_cuda,),
-    conflicts=("checkpoint_full", "checkpoint_selective", "compile", "cuda_graph", "pp"),
+    conflicts=("checkpoint_full", "checkpoint_selective", "compile", "cuda_graph", "pp", "tp"),
     knobs={
         "pin": KnobRange(
             (True, False), "pinned host memory: faster copies that overlap, memory that cannot swap"

@@ -88,7 +88,7 @@ technique = Technique(
     name="vocab_pad",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("fused_loss", "liger"),
+    conflicts=("fused_loss", "liger", "tp"),
     after=("chunked_loss",),
     requires=(
         Requirement(

@@ -70,9 +70,9 @@ def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
 
 
 # What may change between the parts of one run without changing what it learns.
-FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp", "run.save_every", "run.keep",
-                  "run.timeout_s", "run.drift_every", "run.validate_every", "run.sample_every", "run.sample_prompt",
-                  "run.sample_tokens", "run.tensorboard", "run.wandb")  # fmt: skip
+FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp", "layout.tp", "run.save_every",
+                  "run.keep", "run.timeout_s", "run.drift_every", "run.validate_every", "run.sample_every",
+                  "run.sample_prompt", "run.sample_tokens", "run.tensorboard", "run.wandb")  # fmt: skip
 
 
 def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:

@@ -13,6 +13,7 @@ from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -234,6 +235,11 @@ def _plant(run: Any, bug: str) -> None:
     elif bug == "labels are counted on every rank":
         units = run.objective.units
         run.objective.units = lambda batch: units(batch) * run.ranks.size("cp")
+    elif bug == "the parts of a layer are not summed":
+        (end,) = run.model.blocks[0].mlp.down._forward_hooks.values()
+        end.__self__.stream = SimpleNamespace(cut=False, summed=lambda part_btd: part_btd)
+    elif bug == "gradients of a norm stay those of a rank's tokens":
+        run.model.blocks[0].mlp_norm.sees_own_tokens = False
     else:
         assert not bug
 

@@ -46,7 +46,6 @@ def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:
 @pytest.mark.parametrize(
     ("techniques", "changes", "kind", "said"),
     [
-        ([], ["layout.tp=2"], RecipeError, "tp is not there yet"),
         ([], ["layout.cp=3"], RecipeError, "multiples of 6, such as 30 and 36"),
         (
             ["{name='cp', balance=false}"],

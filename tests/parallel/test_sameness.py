@@ -37,6 +37,10 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "fsdp 2 × cp 2": ({"fsdp": 2, "cp": 2}, ()),
     "fsdp 2 × cp 2, ring": ({"fsdp": 2, "cp": 2}, (RING, ZERO["gradients"])),
     "ddp 2 × fsdp 2 × cp 2": ({"ddp": 2, "fsdp": 2, "cp": 2}, ()),
+    "tp 2": ({"tp": 2}, ()),
+    "tp 2, whole stream": ({"tp": 2}, ("{name='tp', sequence=false}",)),
+    "ddp 2 × tp 2": ({"ddp": 2, "tp": 2}, ()),
+    "fsdp 2 × tp 2": ({"fsdp": 2, "tp": 2}, ()),
 }
 QUICK = {
     "gpt2": {
@@ -46,8 +50,9 @@ QUICK = {
         "fsdp 2, ZeRO-1",
         "ddp 2 × fsdp 2",
         "cp 2, gathered",
+        "tp 2",
     },
-    "llama": {"fsdp 2, ZeRO-3", "cp 2, ring"},
+    "llama": {"fsdp 2, ZeRO-3", "cp 2, ring", "fsdp 2 × tp 2"},
 }
 CASES = [
     pytest.param(family, name, marks=[] if name in QUICK[family] else [pytest.mark.slow])
@@ -73,7 +78,7 @@ def ranks(family: str, name: str) -> list[Result]:
 def furthest(ours: Result, reference: Result, *, reordered: bool = False) -> dict[str, float]:
     """The largest relative difference of each kind; a gradient's is that of its norm.
 
-    Attention `reordered` adds up in another order. A step in the middle may be that sensitive: on one rank, too,
+    Attention or layers `reordered` add up in another order. A step in the middle may be that sensitive: on one rank, too,
     flash_attention moves the norm of Llama's step 16 by 4e-5 and no other by more than 5e-7. Then the norms are held to
     their middle difference; losses and gradients are held as always.
     """
@@ -102,12 +107,14 @@ def test_ranks_learn_what_one_rank_learns(family: str, name: str) -> None:
         "nothing was learned, so nothing is compared"
     )
     for rank, ours in enumerate(found):
-        apart = furthest(ours, reference, reordered="cp" in LAYOUTS[name][0])
+        apart = furthest(ours, reference, reordered=bool({"cp", "tp"} & LAYOUTS[name][0].keys()))
         assert max(apart.values()) < 1e-5, (rank, apart)
         assert ours["labels"] == reference["labels"]
         assert ours["losses"] == found[0]["losses"], "the reported loss is that of all ranks, on each of them"
     unequal = {tuple(ours["own_labels"]) for ours in found}
-    assert len(unequal) == len(found), "the ranks were to hold unequal numbers of labels"
+    layout, _ = LAYOUTS[name]
+    data_ranks = layout.get("ddp", 1) * layout.get("fsdp", 1)
+    assert len(unequal) == data_ranks, "the ranks were to hold unequal numbers of labels"
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
@@ -154,6 +161,10 @@ def test_a_rank_holds_its_part_of_parameters_and_moments() -> None:
         assert 0.45 < ours["state_bytes"] / whole["state_bytes"] < 0.55
     for ours in ranks("gpt2", "ddp 2"):
         assert ours["parameter_bytes"] == whole["parameter_bytes"]
+    whole = one_rank("llama")
+    for ours in ranks("llama", "fsdp 2 × tp 2"):
+        assert 0.24 < ours["parameter_bytes"] / whole["parameter_bytes"] < 0.26
+        assert 0.24 < ours["state_bytes"] / whole["state_bytes"] < 0.26
 
 
 def test_a_checkpoint_goes_through_layouts_to_the_same_bits(tmp_path: Path) -> None:

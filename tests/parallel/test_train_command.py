@@ -108,7 +108,9 @@ def test_two_ranks_write_one_run_that_one_rank_goes_on_with(
         (("layout.fsdp=2", "--nproc", "3"), "takes 2 ranks, but this run has 3"),
         pytest.param(("layout.ddp=2",), "takes 2 ranks, but this run has 1", marks=pytest.mark.slow),
         pytest.param(("--nproc", "2"), "every size of the layout is 1", marks=pytest.mark.slow),
-        pytest.param(("layout.tp=2", "--nproc", "2"), "tp is not there yet", marks=pytest.mark.slow),
+        pytest.param(
+            ("layout.tp=3", "--nproc", "3"), "layout.tp is 3, which does not divide", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(

@@ -34,7 +34,7 @@ GPU_ONLY = {
     "tf32", "cudnn_attention", "flex_attention", "offload_activations", "pin_memory", "cuda_graph", "liger",
 }  # fmt: skip
 # They divide the work among processes: tests/parallel holds them against one rank.
-SEVERAL_RANKS = {"cp", "ddp", "fsdp", "pp"}
+SEVERAL_RANKS = {"cp", "ddp", "fsdp", "pp", "tp"}
 # What they learn differs by design: test_lora.py holds it against the written-out formula instead.
 ADAPTERS = {"lora", "qlora", "int8_base"}
 SIXTEEN_BITS = {
