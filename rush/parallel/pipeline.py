@@ -176,8 +176,15 @@ class Pipeline:
         def like(*sizes: int, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.empty(sizes, dtype=dtype, device="meta", requires_grad=True)
 
+        class OwnStage(pipelining.PipelineStage):
+            def _get_init_p2p_neighbors_ops(self) -> list[Any]:
+                """Without what torch 2.11 sends from a rank to itself, where a V turns: gloo cannot."""
+                return [
+                    op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank
+                ]
+
         stages = [
-            pipelining.PipelineStage(
+            OwnStage(
                 module,
                 stage.span.number,
                 self.num_stages,
