@@ -102,5 +102,6 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
+    on_head=True,
     memory=(MemoryEffect("logits", 0.0, "a chunk's logits instead: chunk tokens × vocabulary"),),
 )

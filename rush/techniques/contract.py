@@ -222,6 +222,8 @@ class Technique:
     conflicts: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     knobs: Mapping[str, KnobRange] = field(default_factory=dict)
+    on_head: bool = False
+    """Whether it acts on the head alone, which of a pipeline the last rank has: the others have nothing to prove."""
     fits: Callable[[Recipe, Mapping[str, Knob]], None] | None = None
     """Raises RecipeError, with the legal values, for sizes of the recipe that it cannot divide."""
 

@@ -35,7 +35,6 @@ from rush.techniques.contract import (
     Requirement,
     Stage,
     Technique,
-    knob_of,
 )
 
 FORWARD, ALL_REDUCE, PASS = "DistributedDataParallel.forward", "c10d::allreduce_", "rush::forward"
@@ -100,15 +99,7 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     """Refuse what a pipeline's schedules do not do with copies of a stage."""
-    if recipe.layout.pp == 1 or recipe.layout.fsdp > 1:
-        return
-    schedule = knob_of(recipe, "pp", "schedule", "1f1b")
-    if schedule in ("zero_bubble", "zbv"):
-        raise RecipeError(
-            f"layout.ddp is {recipe.layout.ddp} and pp's schedule {schedule}, which computes the gradients of weights where "
-            "copies of a stage do not see them to be exchanged; use layout.fsdp instead, or schedule 1f1b, gpipe or interleaved."
-        )
-    if not knobs["send_once"]:
+    if recipe.layout.pp > 1 and not knobs["send_once"]:
         raise RecipeError(
             "technique ddp: send_once is false, but beside layout.pp gradients are sent with the last micro batch; the "
             "only allowed value is true."

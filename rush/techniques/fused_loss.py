@@ -87,5 +87,6 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
+    on_head=True,
     memory=(MemoryEffect("logits", 0.09, "a chunk's logits; their gradient takes the same place"),),
 )

@@ -60,6 +60,7 @@ def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
         raise RecipeError(
             f"technique pp: stages is {each}, but schedule {kind.name} takes {allowed} on each rank; change one of them."
         )
+    _check_copies(recipe, kind)
     layers = recipe.shape().num_layers
     if ranks * each > layers:
         most = [p for p in range(1, layers + 1) if p * each <= layers]
@@ -78,6 +79,16 @@ def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
             f"a step has {found} micro batches, with which schedule {kind.name} cannot run on layout.pp={ranks}; the nearest "
             f"numbers that can: {', '.join(near)}. Set batch.total_tokens to that many times {tokens:,}, or take schedule "
             "gpipe, which runs with any."
+        )
+
+
+def _check_copies(recipe: Recipe, kind: Kind) -> None:
+    """Weights' gradients that are computed apart are not seen by what exchanges those of whole copies."""
+    copied = [axis for axis in ("ddp", "cp") if getattr(recipe.layout, axis) > 1]
+    if kind.splits_backward and copied and recipe.layout.fsdp == 1:
+        raise RecipeError(
+            f"technique pp: schedule {kind.name} computes the gradients of weights where layout.{copied[0]} does not see them "
+            "to be exchanged; allowed beside it: 1f1b, gpipe, interleaved, or layout.fsdp of 2 or more."
         )
 
 

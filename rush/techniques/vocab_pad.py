@@ -107,5 +107,6 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
+    on_head=True,
     memory=(MemoryEffect("buffers", 1.0, "one padded copy of the head's weight during the loss"),),
 )

@@ -69,6 +69,7 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
         "matmuls_told_by": told_by,
         "vocab_size": run.model.shape.vocab_size,
         "hidden": run.model.shape.hidden,
+        "holds_head": run.model.holds("head.weight"),
         "micro_tokens": live.micro_tokens,
         "loader_micro_batches": live.micro_batches,
         "loader_threads": _loader_threads(),

@@ -184,7 +184,8 @@ def learn(
             result = launch_step(run, steps + 1, chosen.optimizer.lr, list(given.next_step())).result()
             losses.append(result.loss)
             proofs = {}
-            if ranks.main:  # one is looked at while it makes a step with the others
+            # One is looked at while it makes a step with the others; of a pipeline each, because they do other things.
+            if ranks.main or ranks.stages is not None:
                 seen = observe(run, lambda: list(given.next_step()), steps=1)
                 proofs = {name: (p.took_effect, p.what) for name, p in prove(run.uses, seen).items()}
             else:
