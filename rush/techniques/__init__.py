@@ -27,6 +27,7 @@ __all__ = [
     "Use",
     "check",
     "registry",
+    "settle_uses",
 ]
 
 
@@ -48,9 +49,7 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
     Everything is checked here, before any memory is taken: names, knobs, conflicts, requirements.
     """
     _check_layout(recipe)
-    named = dict(recipe.technique_uses())
-    layout = {axis: named.get(axis, {}) for axis, size in _divided(recipe).items()}
-    uses = sorted((_settle(name, knobs) for name, knobs in {**named, **layout}.items()), key=_order)
+    uses = settle_uses(recipe)
     names = {use.technique.name for use in uses}
     for use in uses:
         technique = use.technique
@@ -67,6 +66,14 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
                     f"{recipe.model.name} on {machine.summary()}. Take it out with techniques-={technique.name}, or change what it needs."
                 )
     return uses
+
+
+def settle_uses(recipe: Recipe) -> list[Use]:
+    """The techniques a recipe names and those its layout puts on, knobs settled, in the order of the build; no more is
+    checked. An axis that is no technique yet is left out."""
+    named = dict(recipe.technique_uses())
+    layout = {axis: named.get(axis, {}) for axis in _divided(recipe) if axis in registry()}
+    return sorted((_settle(name, knobs) for name, knobs in {**named, **layout}.items()), key=_order)
 
 
 def _settle(name: str, given: Mapping[str, Knob]) -> Use:

@@ -74,8 +74,8 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("activations", 0.5, "divided by the factor"),
-        MemoryEffect("scores", 0.5, "divided by the factor"),
-        MemoryEffect("logits", 0.5, "divided by the factor"),
+        MemoryEffect(
+            "passes", 2.0, "each with its share of the tokens", by_knob=lambda knobs: float(knobs["factor"])
+        ),
     ),
 )

@@ -198,8 +198,10 @@ technique = Technique(
     memory=(
         MemoryEffect(
             "optimizer",
-            0.26,
-            "1 byte a moment, and a scale for each block of 256; paged, where there is room for it",
+            1.0,
+            "1 byte a moment and a scale for each block of 256; paged: in host memory where there is no room",
+            size=2.03,
         ),
+        MemoryEffect("update", 0.0, "one kernel"),
     ),
 )

@@ -90,8 +90,7 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect(
-            "activations", 0.6, "matmul inputs are kept in 2 bytes; norms and the residual stream in 4"
-        ),
+        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
+        MemoryEffect("casts", 1.0, "2 bytes for each weight of a matrix product", size=2),
     ),
 )

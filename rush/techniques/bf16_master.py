@@ -120,9 +120,10 @@ technique = Technique(
     parity=Parity.STATISTICAL,
     evidence=evidence,
     memory=(
-        MemoryEffect("parameters", 0.5),
-        MemoryEffect("gradients", 0.5),
-        MemoryEffect("master", 1.0, "4 bytes for each parameter"),
-        MemoryEffect("activations", 0.5),
+        MemoryEffect("parameters", 1.0, "2 bytes each", size=2),
+        MemoryEffect("gradients", 1.0, "2 bytes each", size=2),
+        MemoryEffect("master", 1.0, "4 bytes for each trained weight"),
+        MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
+        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
     ),
 )

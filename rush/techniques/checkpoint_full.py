@@ -107,7 +107,18 @@ technique = Technique(
     parity=Parity.EXACT,
     evidence=evidence,
     memory=(
-        MemoryEffect("activations", 0.06, "the input of each block, and one block at a time in full"),
-        MemoryEffect("scores", 0.0, "one block's at a time"),
+        MemoryEffect(
+            "activations",
+            1.0,
+            "the input of each block, and one block at a time in full",
+            keeps=("block.input",),
+        ),
+        MemoryEffect("casts", 0.0, "made again with the block"),
+        MemoryEffect(
+            "block.input",
+            1.0,
+            "0 with inputs = host",
+            by_knob=lambda knobs: float(knobs["inputs"] == "device"),
+        ),
     ),
 )

@@ -42,6 +42,19 @@ _ATTENTION = (
 )
 
 
+KEPT = (
+    "block.input",
+    "queries",
+    "keys",
+    "values",
+    "attention.output",
+    "attention.projected",
+    "mlp.gate",
+    "mlp.up",
+)
+"""The planner's names of what stays."""
+
+
 class Tally:
     """Counts of what happened, in an object that is no dict: a compiled graph of torch 2.11 cannot be guarded by
     the identity of a dict."""
@@ -133,7 +146,14 @@ technique = Technique(
     parity=Parity.EXACT,
     evidence=evidence,
     memory=(
-        MemoryEffect("activations", 0.5, "matmul and attention outputs stay"),
-        MemoryEffect("scores", 0.0, "one block's at a time"),
+        MemoryEffect(
+            "activations",
+            1.0,
+            "results of products and of the attention kernel, and one block at a time in full",
+            by_knob=lambda knobs: 1.0 if knobs["keep"] == "all" else 0.6,
+            keeps=KEPT,
+        ),
+        MemoryEffect("attention.projected", 1.0, "a result of a product"),
+        MemoryEffect("casts", 0.0, "made again with the block"),
     ),
 )

@@ -103,5 +103,9 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     on_head=True,
-    memory=(MemoryEffect("logits", 0.0, "a chunk's logits instead: chunk tokens × vocabulary"),),
+    memory=(
+        MemoryEffect(
+            "logits.tokens", 1024.0, "those of a chunk", by_knob=lambda knobs: float(knobs["chunk_tokens"])
+        ),
+    ),
 )

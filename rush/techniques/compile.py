@@ -14,7 +14,17 @@ import torch
 from torch import nn
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, KnobRange, Observation, Parity, Proof, Stage, Technique
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Stage,
+    Technique,
+)
 from rush.techniques.evidence import dynamo_counts
 
 
@@ -66,4 +76,14 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
+    memory=(
+        MemoryEffect("norm.wide", 0.0, "made again inside the backward kernels"),
+        MemoryEffect("norm.scaled", 0.0, "made again inside the backward kernels"),
+        MemoryEffect("norm.copies", 0.0, "one cast for all layers behind a norm"),
+        MemoryEffect("block.middle", 0.0, "the sum is made again"),
+        MemoryEffect("attention.projected", 1.0, "from what attention added"),
+        MemoryEffect("mlp.activated", 0.0, "made again inside the backward kernels"),
+        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
+        MemoryEffect("seams", 0.75, "chunks of a loss, as measured twice"),
+    ),
 )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -83,13 +83,25 @@ class KnobRange:
 
 @dataclass(frozen=True)
 class MemoryEffect:
-    """What a technique does to one term of the planner's memory model: the term is multiplied by `factor`."""
+    """What a technique does to one thing that the planner counts; `rush/plan/terms.py` lists them all.
 
-    term: Literal[
-        "parameters", "gradients", "optimizer", "master", "activations", "scores", "logits", "buffers"
-    ]
+    The bytes of `term` are multiplied by `factor`: 0 takes it away, and a term that a plain run does not have is there as
+    soon as somebody names it. Of an axis of the layout the factors are for reading only: the planner divides by the
+    sizes of the layout itself.
+    """
+
+    term: str
     factor: float
     note: str = ""
+    by_knob: Callable[[Mapping[str, Knob]], float] | None = None
+    """The factor where it depends on the technique's knobs; `factor` is then that of the defaults."""
+    size: float | None = None
+    """Bytes of one element from now on."""
+    keeps: tuple[str, ...] | None = None
+    """Of all that a block leaves for its backward pass only these terms stay; the rest is made or fetched again."""
+
+    def factor_of(self, knobs: Mapping[str, Knob]) -> float:
+        return self.factor if self.by_knob is None else self.by_knob(knobs)
 
 
 @dataclass(frozen=True)

@@ -143,5 +143,5 @@ technique = Technique(
     ),
     parity=Parity.EXACT,
     evidence=evidence,
-    memory=(MemoryEffect("buffers", 1.0, "the recording's memory is kept apart, gradients stay allocated"),),
+    memory=(MemoryEffect("recording", 1.0, "the passes' memory is kept apart, gradients stay allocated"),),
 )

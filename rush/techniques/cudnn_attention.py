@@ -98,5 +98,16 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=attention_ran(kernels=("cudnn",), ops=("scaled_dot_product_cudnn_attention",)),
-    memory=(MemoryEffect("scores", 0.0, "only one number per query and head is kept"),),
+    memory=(
+        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect(
+            "attention.output", 1.0, "the kernel keeps its result, beside the copy that the next layer reads"
+        ),
+        MemoryEffect(
+            "heads.repeated",
+            1.0,
+            "unless heads = grouped",
+            by_knob=lambda knobs: float(knobs["heads"] == "repeated"),
+        ),
+    ),
 )

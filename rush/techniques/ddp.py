@@ -163,5 +163,12 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    memory=(MemoryEffect("buffers", 1.0, "without bucket_view a second copy of the gradients"),),
+    memory=(
+        MemoryEffect(
+            "buckets",
+            0.0,
+            "without bucket_view a second copy of the gradients",
+            by_knob=lambda knobs: float(not knobs["bucket_view"]),
+        ),
+    ),
 )

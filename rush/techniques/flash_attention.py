@@ -124,5 +124,11 @@ technique = Technique(
         kernels=("flash_fwd", "flash_bwd"),
         ops=("scaled_dot_product_flash_attention_for_cpu", "flash_attention_for_cpu_backward"),
     ),
-    memory=(MemoryEffect("scores", 0.0, "only one number per query and head is kept"),),
+    memory=(
+        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect(
+            "attention.output", 1.0, "the kernel keeps its result, beside the copy that the next layer reads"
+        ),
+        MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
+    ),
 )

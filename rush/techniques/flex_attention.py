@@ -143,5 +143,11 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=attention_ran(kernels=("flex_attention",), ops=("flex_attention",)),
-    memory=(MemoryEffect("scores", 0.0, "only one number per query and head is kept"),),
+    memory=(
+        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect(
+            "attention.output", 1.0, "the kernel keeps its result, beside the copy that the next layer reads"
+        ),
+        MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
+    ),
 )

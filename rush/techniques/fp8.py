@@ -192,5 +192,14 @@ technique = Technique(
     ),
     parity=Parity.STATISTICAL,
     evidence=evidence,
-    memory=(MemoryEffect("activations", 0.8, "inputs of linear layers are kept in one byte an element"),),
+    memory=(
+        MemoryEffect(
+            "attention.flat",
+            0.0,
+            "compiled, casts of a product's input are made again from what is kept anyway",
+        ),
+        MemoryEffect("norm.output", 0.0, "as above"),
+        MemoryEffect("mlp.product", 0.0, "as above"),
+        MemoryEffect("casts", 0.0, "made again"),
+    ),
 )

@@ -205,5 +205,17 @@ technique = Technique(
         MemoryEffect("parameters", 0.5, "divided by layout.fsdp, and one or two blocks in full"),
         MemoryEffect("gradients", 0.5, "divided by layout.fsdp; in full with stage = optimizer"),
         MemoryEffect("optimizer", 0.5, "divided by layout.fsdp"),
+        MemoryEffect(
+            "gathered",
+            0.0,
+            "with stages gradients and optimizer all weights stay gathered until the backward pass",
+            by_knob=lambda knobs: float(knobs["stage"] != "parameters" or knobs["unit"] == "model"),
+        ),
+        MemoryEffect(
+            "whole_gradients",
+            0.0,
+            "with stage optimizer",
+            by_knob=lambda knobs: float(knobs["stage"] == "optimizer" or knobs["unit"] == "model"),
+        ),
     ),
 )

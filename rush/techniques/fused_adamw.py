@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, Parity, Stage, Technique
+from rush.techniques.contract import Build, Claim, MemoryEffect, Parity, Stage, Technique
 from rush.techniques.evidence import ran
 
 
@@ -33,4 +33,5 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=ran("fused_adam"),
+    memory=(MemoryEffect("update", 0.0, "one kernel"),),
 )

@@ -88,5 +88,14 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     on_head=True,
-    memory=(MemoryEffect("logits", 0.09, "a chunk's logits; their gradient takes the same place"),),
+    memory=(
+        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
+        MemoryEffect(
+            "logits.tokens",
+            0.09,
+            "those of a chunk",
+            by_knob=lambda knobs: float(knobs["chunk_tokens"]) or 0.09,
+        ),
+        MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
+    ),
 )

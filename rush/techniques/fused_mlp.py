@@ -89,5 +89,5 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    memory=(MemoryEffect("activations", 0.85, "Llama: one tensor of the MLP's width less; GPT-2: nothing"),),
+    memory=(MemoryEffect("mlp.activated", 0.0, "Llama: one tensor of the MLP's width less; GPT-2 has none"),),
 )

@@ -132,6 +132,8 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("activations", 0.9, "the norms keep their input and a number per row, no fp32 copies"),
+        MemoryEffect("norm.wide", 0.0, "the norms keep their input and a number per row"),
+        MemoryEffect("norm.scaled", 0.0, "the norms keep their input and a number per row"),
+        MemoryEffect("norm.copies", 0.0, "the norm writes what the next product reads"),
     ),
 )

@@ -240,10 +240,9 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
+        MemoryEffect("norm.copies", 0.0, "one product, one cast"),
         MemoryEffect(
-            "activations",
-            1.05,
-            "queries and keys stay beside the values, unless the attention core repeats or copies those",
+            "values", 2.0, "they hold the joined result: queries and keys before their turn stay too"
         ),
     ),
 )

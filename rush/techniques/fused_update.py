@@ -97,5 +97,14 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    memory=(MemoryEffect("optimizer", 1.0, "4 bytes a moment, or 2 with state = bfloat16"),),
+    memory=(
+        MemoryEffect(
+            "optimizer",
+            1.0,
+            "4 bytes a moment whatever the weights are, or 2 with state = bfloat16",
+            by_knob=lambda knobs: 0.5 if knobs["state"] == "bfloat16" else 1.0,
+            size=8,
+        ),
+        MemoryEffect("update", 0.0, "one kernel"),
+    ),
 )

@@ -56,7 +56,7 @@ technique = Technique(
     parity=Parity.CHANGES,
     evidence=evidence,
     memory=(
-        MemoryEffect("parameters", 0.5, "a byte a weight of the blocks; embeddings and head as they were"),
+        MemoryEffect("blocks", 1.0, "a byte a weight; embeddings and head as they were", size=1.01),
         *FROZEN_MEMORY,
     ),
 )

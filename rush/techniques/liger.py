@@ -173,7 +173,13 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("logits", 0.0, "a chunk's logits instead, as large as the hidden vectors of all tokens"),
-        MemoryEffect("activations", 0.9, "the norms and SwiGLU keep their inputs only"),
+        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
+        MemoryEffect(
+            "logits.tokens", 0.02, "a chunk's logits are as large as the hidden vectors of all tokens"
+        ),
+        MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
+        MemoryEffect("norm.wide", 0.0, "the norms keep their inputs only"),
+        MemoryEffect("norm.scaled", 0.0, "the norms keep their inputs only"),
+        MemoryEffect("mlp.activated", 0.0, "SwiGLU keeps its inputs only"),
     ),
 )

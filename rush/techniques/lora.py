@@ -106,9 +106,9 @@ lengths_in_fp32 = Requirement(
 )
 
 FROZEN_MEMORY = (
-    MemoryEffect("gradients", 0.01, "of the adapters only"),
-    MemoryEffect("optimizer", 0.01, "of the adapters only"),
-    MemoryEffect("master", 0.01, "of the adapters only"),
+    MemoryEffect("frozen", 1.0, "gradients, moments and copies are those of the adapters only"),
+    MemoryEffect("norm.scaled", 0.0, "the gain has no gradient"),
+    MemoryEffect("norm.copies", 0.0, "cast once for all adapters"),
 )
 
 technique = Technique(

@@ -87,7 +87,7 @@ technique = Technique(
     parity=Parity.EXACT,
     evidence=evidence,
     memory=(
-        MemoryEffect("activations", 0.1, "one block's are on the device at a time"),
-        MemoryEffect("scores", 0.1),
+        MemoryEffect("activations", 1.0, "one block's are on the device at a time", keeps=()),
+        MemoryEffect("casts", 0.0, "they go to the host as well"),
     ),
 )

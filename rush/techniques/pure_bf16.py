@@ -51,9 +51,10 @@ technique = Technique(
     parity=Parity.STATISTICAL,
     evidence=evidence,
     memory=(
-        MemoryEffect("parameters", 0.5),
-        MemoryEffect("gradients", 0.5),
-        MemoryEffect("optimizer", 0.5),
-        MemoryEffect("activations", 0.5),
+        MemoryEffect("parameters", 1.0, "2 bytes each", size=2),
+        MemoryEffect("gradients", 1.0, "2 bytes each", size=2),
+        MemoryEffect("optimizer", 1.0, "2 bytes a moment", size=4),
+        MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
+        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
     ),
 )

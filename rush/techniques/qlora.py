@@ -122,9 +122,7 @@ technique = Technique(
     parity=Parity.CHANGES,
     evidence=evidence,
     memory=(
-        MemoryEffect(
-            "parameters", 0.26, "4.13 bits a weight of the blocks; embeddings and head as they were"
-        ),
+        MemoryEffect("blocks", 1.0, "4.13 bits a weight; embeddings and head as they were", size=4.13 / 8),
         *FROZEN_MEMORY,
     ),
 )

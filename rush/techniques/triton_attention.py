@@ -102,5 +102,11 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    memory=(MemoryEffect("scores", 0.0, "only one number per query and head is kept"),),
+    memory=(
+        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect(
+            "attention.output", 1.0, "the kernel keeps its result, beside the copy that the next layer reads"
+        ),
+        MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
+    ),
 )

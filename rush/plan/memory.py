@@ -1,0 +1,345 @@
+"""How much memory a step takes at its fullest moment, by part.
+
+A step is a few moments, and the peak is the fullest of them: the end of the forward pass with the loss being made, the
+loss being differentiated, the last block's backward pass (with what is computed again, if blocks are checkpointed),
+the end of the backward pass, when all gradients are there, and the update. Weights and moments are there all the
+time; gradients only from the backward pass to the update, since they are let go of after it. What a block leaves for
+its backward pass is summed from the terms that are left (`rush/plan/terms.py`). "Tensors" is what torch counts as
+allocated; what a device must offer is more by the context of the driver and what the allocator cannot fill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rush.plan.spec import ADAPTERS, Spec, Weights, adapted, weights_of
+
+WORKSPACE = 64 * 2**20
+"""Workspaces of the matrix libraries on a GPU: cuBLAS and cuBLASLt take 32 MiB each on Hopper."""
+CONTEXT = 600 * 2**20
+"""What the driver, loaded kernels and libraries take before the first tensor (CUDA 12 and 13: 0.5 to 0.6 GiB)."""
+COMMUNICATION = 800 * 2**20
+"""What NCCL takes for its channels when several GPUs work together (0.5 to 1 GiB)."""
+UNFILLED = 0.04
+"""Share of the peak that the allocator holds beyond it: blocks that fit nothing. Derating, not measured."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one device at the fullest moment; of the fullest pipeline stage."""
+
+    parts: Mapping[str, float]
+    activations: Mapping[str, float]
+    """The part of that name by term, over all blocks."""
+    moment: str
+    host_bytes: float = 0.0
+
+    @property
+    def tensors(self) -> float:
+        """What torch counts as allocated at most."""
+        return sum(value for name, value in self.parts.items() if name != "overhead")
+
+    @property
+    def total(self) -> float:
+        """What the device must offer."""
+        return sum(self.parts.values())
+
+
+def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
+    """Bytes a token leaves in one block for its backward pass, by term. `whole`: as if nothing were checkpointed."""
+    shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
+    stream, compute = effects.size("stream", 4), effects.size("compute", 4)
+    query, key = shape.num_heads * shape.head_dim / tp, shape.num_kv_heads * shape.head_dim / tp
+    wide, hidden, shard = shape.intermediate / tp, shape.hidden, shape.hidden / tp
+    llama = shape.family == "llama"
+    kept = None if whole else effects.keeps
+    repeated = (effects.factor("heads.repeated") or spec.device == "cpu") and kept is None
+    copies = _copies(spec) if kept is None else (1, 1)
+    # RMSNorm keeps the fp32 copy it made of its input instead of the input.
+    norm = 4.0 if llama and stream < 4 and effects.factor("norm.wide") and kept is None else stream
+    stats = 4 if llama else 8
+    found = {
+        "block.input": (norm * shard + stats),
+        "block.middle": (norm * shard + stats),
+        "norm.scaled": 2 * stream * shard if llama else 0.0,
+        "norm.output": compute * hidden * sum(copies),
+        "queries": compute * query,
+        "keys": compute * (query if repeated else key),
+        "values": compute * (query if repeated else key),
+        "scores": _scores(spec),
+        # The kernel's result has the layout of its queries. GPT-2's are a view, and the next layer reads the result as it
+        # is; Llama's are turned, and it reads a copy.
+        "attention.output": (compute * query if llama else 0) + 4 * shape.num_heads / tp,
+        "attention.flat": compute * query,
+        "attention.projected": compute * shard,
+        "mlp.gate": compute * wide,
+        "mlp.activated": compute * wide if llama else 0.0,
+        "mlp.up": compute * wide if llama else 0.0,
+        "mlp.product": compute * wide,
+    }
+    if effects.factor("frozen"):
+        found["adapters"] = compute * _ranks(spec)
+    share = effects.factor("activations")
+    if kept is not None:
+        # Half of the products: the input of the block always stays.
+        return {
+            term: size * effects.factor(term) * (1 if term == "block.input" else share)
+            for term, size in found.items()
+            if term in kept and effects.factor(term)
+        }
+    return {
+        term: size * (1 if term == "adapters" else effects.factor(term))
+        for term, size in found.items()
+        if size
+    }
+
+
+def _ranks(spec: Spec) -> float:
+    """Columns of all thin products of a block's adapters."""
+    name = next(name for name in ADAPTERS if spec.uses(name))
+    return int(spec.knob(name, "rank", 16)) * len(adapted(spec, name))
+
+
+def _copies(spec: Spec) -> tuple[int, int]:
+    """How often the input of the layers behind the two norms is kept: once, or once for each layer's cast."""
+    effects = spec.effects
+    cast = effects.size("stream", 4) != effects.size("compute", 4)
+    if spec.shape.family != "llama" or not cast or not effects.factor("norm.copies"):
+        return 1, 1
+    return 3, 2
+
+
+def _scores(spec: Spec) -> float:
+    effects, shape = spec.effects, spec.shape
+    compute = effects.size("compute", 4)
+    each = 4 + (compute if compute < 4 else 0)
+    return shape.num_heads / spec.size("tp") * spec.sequence * each + spec.sequence / spec.micro
+
+
+@dataclass(frozen=True)
+class _Stage:
+    """One rank of the pipeline: its blocks and which ends of the model it has."""
+
+    blocks: int
+    first: bool
+    last: bool
+    in_flight: int
+    """Micro batches whose activations are there at once."""
+
+
+def memory_of(spec: Spec) -> Memory:
+    """The memory of the fullest rank."""
+    depth = spec.size("pp")
+    blocks = -(-spec.shape.num_layers // depth)
+    ends = [
+        _Stage(blocks, True, depth == 1, min(depth, spec.passes)),
+        _Stage(blocks, depth == 1, True, 1),
+    ]
+    return max(
+        (_stage_memory(spec, stage) for stage in ends[: 1 if depth == 1 else 2]),
+        key=lambda found: found.total,
+    )
+
+
+def _stage_memory(spec: Spec, stage: _Stage) -> Memory:
+    effects, weights, tokens = spec.effects, weights_of(spec), spec.tokens
+    held = _Held(spec, stage, weights)
+    each = block_tensors(spec)
+    kept = {term: size * tokens * stage.blocks * stage.in_flight for term, size in each.items()}
+    again = block_tensors(spec, whole=True) if effects.keeps is not None else {}
+    again_bytes = tokens * (sum(again.values()) - sum(each.values())) if again else 0.0
+    ends = _final(spec) * tokens if stage.last else 0.0
+    forward, backward, head = _loss(spec, stage)
+    working = _working(spec) * tokens
+    moments: dict[str, dict[str, float]] = {
+        "forward pass": {**held.state(0), "activations": sum(kept.values()) + ends, "logits": forward,
+                         "casts": held.casts(always=True)},
+        "loss": {**held.state(0), "activations": sum(kept.values()) + ends, "logits": backward + head,
+                 "casts": held.casts()},
+        "last block": {**held.state(1), "activations": sum(kept.values()) + again_bytes, "working": working,
+                       "logits": held.head_gradient(), "casts": held.casts()},
+        "first block": {**held.state(stage.blocks - 1), "activations": sum((again or each).values()) * tokens,
+                        "working": working, "logits": held.head_gradient()},
+        "end of backward pass": {**held.state(stage.blocks),
+                                 "working": held.second_head() + 2 * effects.size("stream", 4) * spec.shape.hidden * tokens},
+        "update": {**held.state(stage.blocks), "working": held.update()},
+    }  # fmt: skip
+    for parts in moments.values():
+        parts["buffers"] = held.buffers()
+    moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
+    peak = sum(parts.values())
+    if effects.factor("recording"):
+        # Replayed passes use memory of their own; gradients stay.
+        peak += held.gradients(stage.blocks) - parts["gradients"]
+        parts["gradients"] = held.gradients(stage.blocks)
+    gpu = spec.device == "cuda"
+    parts["overhead"] = (
+        UNFILLED * peak + (CONTEXT if gpu else 0) + (COMMUNICATION if gpu and spec.world > 1 else 0)
+    )
+    at_peak = {} if moment == "update" else kept
+    host = (
+        spec.tokens * (sum(again.values()) - sum(each.values())) * stage.blocks
+        if spec.uses("offload_activations")
+        else 0.0
+    )
+    return Memory(
+        {k: v for k, v in parts.items() if v}, {k: v for k, v in at_peak.items() if v}, moment, host
+    )
+
+
+def _final(spec: Spec) -> float:
+    """Bytes a token leaves in the final norm and before the head."""
+    shape, effects = spec.shape, spec.effects
+    stream, compute = effects.size("stream", 4), effects.size("compute", 4)
+    llama = shape.family == "llama"
+    wide = 4.0 if llama and stream < 4 and effects.factor("norm.wide") else stream
+    scaled = stream * effects.factor("norm.scaled") if llama else 0.0
+    return shape.hidden * (wide + scaled + (0.0 if effects.factor("frozen") else compute)) / spec.size("tp")
+
+
+def _loss(spec: Spec, stage: _Stage) -> tuple[float, float, float]:
+    """Bytes of logits forward and backward, and of the head's gradient and cast that are there with them."""
+    if not stage.last:
+        return 0.0, 0.0, 0.0
+    effects, shape = spec.effects, spec.shape
+    compute, vocab = effects.size("compute", 4), shape.vocab_size / spec.size("tp")
+    at_once = effects.factor("logits.tokens")
+    tokens: float = spec.tokens
+    chunked = at_once > 0
+    if chunked:
+        tokens = min(tokens, at_once if at_once >= 1 else -(-at_once * tokens // 128) * 128)
+        if effects.factor("seams") and not effects.factor("head.gradient"):
+            tokens = max(tokens, effects.factor("seams") * spec.tokens)
+    head = vocab * shape.hidden
+    gradient = 0.0 if effects.factor("frozen") else head * compute
+    if effects.factor("logits.copies"):
+        forward, backward = 8.0, 12.0
+        return forward * vocab * tokens, backward * vocab * tokens, gradient if chunked else 0.0
+    cast = head * compute if effects.factor("casts") or "casts" in effects.sizes else 0.0
+    if effects.factor("head.gradient"):
+        early = head * (4 if not effects.factor("frozen") else 0) + spec.tokens * shape.hidden * compute
+        return compute * vocab * tokens + early + cast, early, 0.0
+    return compute * vocab * tokens, compute * vocab * tokens, gradient + cast
+
+
+def _working(spec: Spec) -> float:
+    """Bytes a token takes while one block is differentiated: gradients of the MLP's wide tensors or of the scores."""
+    shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
+    stream, compute = effects.size("stream", 4), effects.size("compute", 4)
+    # A compiled backward pass puts gradients where the tensors were that it has used up.
+    tensors = 1 if effects.factor("seams") else 3 if shape.family == "llama" else 2
+    wide = tensors * compute * shape.intermediate / tp
+    scores = 2 * _scores(spec) * effects.factor("scores")
+    return 2 * stream * shape.hidden + max(wide, scores)
+
+
+@dataclass(frozen=True)
+class _Held:
+    """Weights, gradients and moments of one rank, with what sharding and sending adds."""
+
+    spec: Spec
+    stage: _Stage
+    weights: Weights
+
+    def _local(self, count: float, *, linear: bool = True) -> float:
+        return count / self.spec.size("tp") if linear else count
+
+    def block(self) -> float:
+        return self._local(self.weights.block_linear) + self.weights.block_other
+
+    def ends(self) -> float:
+        """Parameters outside the blocks on this rank."""
+        first, last = self.stage.first, self.stage.last
+        tied = self.spec.shape.tied_head
+        count = self._local(self.weights.embedding) if first or (last and tied) else 0.0
+        return count + (self._local(self.weights.head) + self.weights.final if last else 0.0)
+
+    def bytes_per_weight(self) -> float:
+        return self.spec.effects.size("parameters", 4)
+
+    def parameters(self) -> float:
+        effects, each = self.spec.effects, self.bytes_per_weight()
+        linear = effects.size("blocks", each) * self._local(self.weights.block_linear)
+        block = linear + each * (self.weights.block_other + self._local(self.weights.adapters))
+        return self.stage.blocks * block + each * self.ends()
+
+    def trained(self, blocks: int | None = None) -> float:
+        """Parameters that learn, of so many blocks and the ends."""
+        count = self.stage.blocks if blocks is None else blocks
+        if self.spec.effects.factor("frozen"):
+            return count * self._local(self.weights.adapters)
+        return count * self.block() + self.ends()
+
+    def gradients(self, blocks: int) -> float:
+        """With gradients of so many blocks (and then of the ends)."""
+        effects, shards = self.spec.effects, self.spec.size("fsdp")
+        each = effects.size("gradients", 4)
+        full = self.trained()
+        always = self.spec.passes > 1 or (self.spec.size("ddp") > 1 and shards == 1)
+        count = full if always or blocks >= self.stage.blocks else self.trained(blocks)
+        if blocks == 0 and not always:
+            return 0.0
+        if shards > 1:
+            at_work = 0.0 if blocks == 0 else 2 * self.block() + self.ends()
+            count = count if effects.factor("whole_gradients") else count / shards + at_work
+        elif blocks and not always and not effects.factor("frozen"):
+            count -= self.ends() if blocks < self.stage.blocks else 0.0  # the head's is counted by itself
+        return each * count * (1 + effects.factor("buckets"))
+
+    def gathered(self) -> float:
+        if self.spec.size("fsdp") == 1:
+            return 0.0
+        each = self.spec.effects.size("gathered", self.bytes_per_weight())
+        blocks = self.stage.blocks if self.spec.effects.factor("gathered") else 2
+        return each * (blocks * self.block() + self.ends())
+
+    def state(self, blocks: int) -> dict[str, float]:
+        effects, shards = self.spec.effects, self.spec.size("fsdp")
+        trained = self.trained() / shards
+        parts = {
+            "parameters": self.parameters() / shards,
+            "gradients": self.gradients(blocks),
+            "optimizer": trained * effects.size("optimizer", 8) * effects.factor("optimizer"),
+            "master": trained * 4 * effects.factor("master"),
+            "gathered": self.gathered(),
+        }
+        return parts
+
+    def casts(self, *, always: bool = False) -> float:
+        """Weights in the dtype of the products. Autocast keeps its casts to the end of the forward pass in any case."""
+        effects = self.spec.effects
+        each = effects.size("casts", 0)
+        eager = bool(effects.factor("logits.copies"))
+        head = self.spec.shape.vocab_size * self.spec.shape.hidden if self.stage.last and eager else 0
+        blocks = self.stage.blocks * self._local(self.weights.block_linear)
+        if self.spec.effects.size("blocks", 4) < 2:
+            return 0.0  # codes are unpacked for each product
+        frozen_too = always and eager
+        return (
+            each * (blocks * (1.0 if frozen_too else effects.factor("casts")) + self._local(head))
+            if each
+            else 0.0
+        )
+
+    def head_gradient(self) -> float:
+        if self.spec.effects.factor("frozen") or not self.stage.last:
+            return 0.0
+        each = self.spec.effects.size("gradients", 4)
+        return each * self._local(self.spec.shape.vocab_size * self.spec.shape.hidden)
+
+    def second_head(self) -> float:
+        """A tied embedding gets its gradient from both ends: for a moment it is there twice."""
+        tied = self.spec.shape.tied_head and self.stage.first and self.stage.last
+        return self.head_gradient() if tied else 0.0
+
+    def update(self) -> float:
+        effects = self.spec.effects
+        largest = self._local(self.weights.largest) / self.spec.size("fsdp")
+        if effects.factor("frozen"):
+            largest = self._local(self.weights.adapters)
+        copies = 2 + (1 if effects.factor("master") else 0)
+        return copies * largest * max(effects.size("optimizer", 8) / 2, 1) * effects.factor("update")
+
+    def buffers(self) -> float:
+        return (WORKSPACE if self.spec.device == "cuda" else 0) + 24 * self.spec.tokens

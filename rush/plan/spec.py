@@ -1,0 +1,165 @@
+"""What is planned: a recipe's shape, batch and layout, and what its techniques do to memory.
+
+Published measurements of other trainers become a `Spec` too, so both go through the same arithmetic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from rush.errors import RecipeError
+from rush.models import Shape
+from rush.models.adapters import ROLE_GROUPS
+from rush.models.counts import ParameterSpec, list_parameters
+from rush.parallel import AXES
+from rush.plan.terms import Effects, settle
+from rush.recipe import Knob, Recipe
+from rush.techniques import settle_uses
+
+
+@dataclass(frozen=True)
+class Spec:
+    """Everything memory and time are computed from."""
+
+    shape: Shape
+    micro: int
+    sequence: int
+    passes: int
+    """Micro batches of a step on each data rank."""
+    layout: Mapping[str, int]
+    effects: Effects
+    techniques: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
+    device: str = "cuda"
+
+    def size(self, axis: str) -> int:
+        return self.layout.get(axis, 1)
+
+    @property
+    def world(self) -> int:
+        total = 1
+        for axis in AXES:
+            total *= self.size(axis)
+        return total
+
+    @property
+    def tokens(self) -> int:
+        """Of one pass, on one rank."""
+        return self.micro * self.sequence // self.size("cp")
+
+    @property
+    def step_tokens(self) -> int:
+        """Of one step, over all ranks."""
+        return self.micro * self.sequence * self.passes * self.size("ddp") * self.size("fsdp")
+
+    def uses(self, *names: str) -> bool:
+        return any(name in self.techniques for name in names)
+
+    def knob(self, technique: str, knob: str, default: Knob) -> Knob:
+        return self.techniques.get(technique, {}).get(knob, default)
+
+
+def spec_of(recipe: Recipe, device: str = "cuda") -> Spec:
+    """The spec of a recipe; RecipeError where its layout does not divide the model or the batch."""
+    uses = settle_uses(recipe)
+    effects = settle(uses, AXES)
+    cut = round(effects.factor("passes")) or 1
+    rows = 2 if recipe.objective.kind == "dpo" else 1  # a pair is two rows
+    spec = Spec(
+        shape=recipe.shape(),
+        micro=rows * recipe.batch.micro // cut,
+        sequence=recipe.batch.sequence,
+        passes=recipe.accumulation * cut,
+        layout=recipe.layout.model_dump(),
+        effects=effects,
+        techniques={use.technique.name: dict(use.knobs) for use in uses},
+        device=device,
+    )
+    check_divides(spec)
+    return spec
+
+
+def check_divides(spec: Spec) -> None:
+    """Refuse a layout that does not divide the model or the sequence, with the sizes that do."""
+    shape = spec.shape
+    for axis, number, what in (
+        ("tp", shape.num_kv_heads, "key/value heads"),
+        ("tp", shape.intermediate, "width of the MLP"),
+        ("cp", spec.sequence, "tokens of a sequence"),
+    ):
+        size = spec.size(axis)
+        if number % size:
+            legal = [n for n in range(1, min(number, 256) + 1) if number % n == 0]
+            raise RecipeError(
+                f"layout.{axis} is {size}, which does not divide {number} ({what}); allowed: {', '.join(map(str, legal))}."
+            )
+    if spec.size("pp") > shape.num_layers:
+        raise RecipeError(
+            f"layout.pp is {spec.size('pp')}, but there are {shape.num_layers} blocks; allowed: 1 to {shape.num_layers}."
+        )
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Numbers of parameters by where they are; a block's are of one block."""
+
+    block_linear: int
+    block_other: int
+    embedding: int
+    head: int
+    """0 where the head is the embedding."""
+    final: int
+    adapters: int
+    """Of one block; 0 where the weights themselves learn."""
+    largest: int
+    """Of the largest tensor."""
+
+
+ADAPTERS = ("lora", "qlora", "int8_base")
+"""Techniques that train adapters beside frozen weights."""
+
+
+def adapted(spec: Spec, name: str) -> list[ParameterSpec]:
+    """The weights of one block that this technique puts an adapter beside."""
+    wanted = ROLE_GROUPS[str(spec.knob(name, "roles", "all"))]
+    return [
+        parameter
+        for parameter in list_parameters(spec.shape)
+        if parameter.name.startswith("blocks.0.")
+        and parameter.matmul
+        and (wanted is None or parameter.role in wanted)
+    ]
+
+
+def weights_of(spec: Spec) -> Weights:
+    shape, counts = spec.shape, dict.fromkeys(("linear", "other", "embedding", "head", "final"), 0)
+    largest = 0
+    for parameter in list_parameters(shape):
+        if parameter.name.startswith("blocks.0."):
+            counts["linear" if parameter.matmul else "other"] += parameter.count
+        elif not parameter.name.startswith("blocks."):
+            where = {"embedding": "embedding", "positions": "embedding", "head": "head"}.get(
+                parameter.role, "final"
+            )
+            counts[where] += parameter.count
+        largest = max(largest, parameter.count)
+    adapters = sum(
+        int(spec.knob(name, "rank", 16)) * sum(parameter.dims)
+        for name in ADAPTERS
+        if spec.uses(name)
+        for parameter in adapted(spec, name)
+    )
+    return Weights(
+        counts["linear"],
+        counts["other"],
+        counts["embedding"],
+        counts["head"],
+        counts["final"],
+        adapters,
+        largest,
+    )
+
+
+def with_batch(spec: Spec, micro: int, sequence: int | None = None) -> Spec:
+    """The same with another micro batch, and another length of sequences if given."""
+    return replace(spec, micro=micro, sequence=sequence or spec.sequence)

@@ -1,0 +1,139 @@
+"""The planner's bytes against what a real forward pass keeps, and what must hold whatever the numbers are."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from rush.hardware import probe
+from rush.plan.memory import _final, block_tensors, memory_of
+from rush.plan.spec import Spec, spec_of
+from rush.plan.terms import TERMS
+from rush.recipe import Recipe
+from rush.recipe_io import load_recipe
+from rush.techniques import registry
+from rush.train.build import build
+
+SMALL = ["batch.micro=2", "batch.sequence=64", "model.shape.num_layers=3"]
+
+
+def recipe_of(model: str, *techniques: str, **more: object) -> Recipe:
+    named = "[" + ", ".join(t if t.startswith("{") else f'"{t}"' for t in techniques) + "]"
+    return load_recipe(model, [*SMALL, f"techniques={named}", *(f"{k}={v}" for k, v in more.items())])
+
+
+def kept_by_forward(recipe: Recipe) -> int:
+    """Bytes that autograd holds after a forward pass, weights left out, each storage once."""
+    run = build(recipe, probe("cpu"))
+    own = {t.untyped_storage().data_ptr() for t in [*run.model.parameters(), *run.model.buffers()]}
+    tokens = torch.randint(0, run.model.shape.vocab_size, (recipe.batch.micro, recipe.batch.sequence))
+    held: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            held[storage.data_ptr()] = storage
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor),
+        run.in_step(),
+        run.autocast(),
+    ):
+        loss = run.model(tokens, tokens)
+    assert loss.requires_grad
+    return sum(storage.nbytes() for storage in held.values())
+
+
+def planned(spec: Spec) -> float:
+    """The same from the plan: blocks, the end of the model, log-softmax, casts, and what is known to be there besides."""
+    tokens, shape, effects = spec.tokens, spec.shape, spec.effects
+    total = shape.num_layers * tokens * sum(block_tensors(spec).values()) + _final(spec) * tokens
+    total += 4 * shape.vocab_size * tokens if not effects.factor("logits.tokens") else 0
+    total += 8 * tokens  # labels
+    if effects.size("casts", 0):
+        linear = sum(
+            p.numel() for name, p in build_linear(spec) if "norm" not in name and "embedding" not in name
+        )
+        total += 2 * linear + 2 * shape.vocab_size * shape.hidden
+    if shape.family == "llama":
+        total += 2 * 4 * spec.sequence * shape.head_dim  # cosines and sines
+    if effects.factor("frozen"):
+        # Nothing that the first block's first norm computes has a gradient.
+        total -= tokens * (effects.size("stream", 4) * shape.hidden + 4)
+    return total
+
+
+def build_linear(spec: Spec) -> list[tuple[str, torch.Tensor]]:
+    from rush.models import build_model
+
+    with torch.device("meta"):
+        model = build_model(spec.shape)
+    return [(name, p) for name, p in model.blocks.named_parameters() if p.dim() > 1]
+
+
+CASES = [
+    (model, techniques)
+    for model in ("tiny", "llama-tiny")
+    for techniques in (
+        (),
+        ("amp_bf16",),
+        ("pure_bf16",),
+        ("flash_attention",),
+        ("amp_bf16", "flash_attention"),
+        ("pure_bf16", "flash_attention"),
+        ("checkpoint_full",),
+        ("checkpoint_full", "pure_bf16"),
+        ('{name = "chunked_loss", chunk_tokens = 64}',),
+        ("lora",),
+    )
+]
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize(("model", "techniques"), CASES)
+def test_what_a_forward_pass_keeps_is_predicted_within_2_per_cent(
+    model: str, techniques: tuple[str, ...]
+) -> None:
+    recipe = recipe_of(model, *techniques)
+    measured = kept_by_forward(recipe)
+    assert planned(spec_of(recipe, "cpu")) == pytest.approx(measured, rel=0.02)
+
+
+def big(*overrides: str) -> Spec:
+    return spec_of(
+        load_recipe(
+            "llama-3.1-8b",
+            ['techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]', *overrides],
+        )
+    )
+
+
+def test_memory_falls_as_shards_grow_and_no_part_is_negative() -> None:
+    spec = big("batch.micro=1", "batch.total_tokens=524288")
+    for axis in ("fsdp", "tp", "pp", "cp"):
+        found = [
+            memory_of(replace(spec, layout={**spec.layout, axis: size}, passes=8)) for size in (1, 2, 4, 8)
+        ]
+        totals = [memory.total for memory in found]
+        # From one device to several there is more to keep; from then on every part gets smaller.
+        assert all(one > other for one, other in pairwise(totals[1:])), (axis, totals)
+        assert all(value >= 0 for memory in found for value in memory.parts.values())
+
+
+def test_memory_grows_with_tokens_and_falls_with_checkpointing() -> None:
+    one, two = big("batch.micro=1"), big("batch.micro=2")
+    assert memory_of(two).tensors > memory_of(one).tensors
+    full = big("batch.micro=2", "techniques+=checkpoint_full")
+    selective = big("batch.micro=2", "techniques+=checkpoint_selective")
+    assert memory_of(full).tensors < memory_of(selective).tensors < memory_of(two).tensors
+
+
+def test_every_technique_speaks_of_terms_a_plan_knows() -> None:
+    for name, technique in registry().items():
+        assert {effect.term for effect in technique.memory} <= set(TERMS), name
+        kept = {term for effect in technique.memory for term in effect.keeps or ()}
+        assert kept <= set(TERMS), name
