@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 
 from rush.techniques import Technique, registry
-from rush.techniques.contract import Parity
+from rush.techniques.contract import MemoryEffect, Parity
 from rush.techniques.parity import CLOSE, STATISTICAL_LEARNED
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "techniques"
@@ -65,9 +65,18 @@ def page(technique: Technique) -> str:
         _evidence(technique),
     ]
     if technique.memory:
-        rows = [f"| {effect.term} | × {effect.factor:g} | {effect.note} |" for effect in technique.memory]
+        rows = [f"| {effect.term} | {_effect(effect)} | {effect.note} |" for effect in technique.memory]
         parts += ["## Memory", "\n".join(["| term | effect | note |", "| --- | --- | --- |", *rows])]
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _effect(effect: MemoryEffect) -> str:
+    """What a technique does to a term, in a few words."""
+    if effect.size is not None:
+        return f"{effect.size:g} bytes an element"
+    if effect.keeps is not None:
+        return "only: " + (", ".join(effect.keeps) or "nothing")
+    return f"× {effect.factor:g}"
 
 
 def index() -> str:

@@ -22,6 +22,7 @@ from rush.cli import (
     launch,
     merge,
     overfit,
+    plan,
     probe,
     recipes,
     scale,
@@ -42,6 +43,7 @@ app = typer.Typer(
 app.command("ladder")(ladder.ladder)
 app.command("compare")(ladder.compare)
 app.command("scale")(scale.scale)
+app.command("plan")(plan.plan)
 app.command("probe")(probe.probe)
 app.command("explain")(explain.explain)
 app.command("train")(train.train)

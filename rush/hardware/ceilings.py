@@ -217,6 +217,12 @@ def _missing(
     return parts
 
 
+def known_ceilings(machine: Machine, folder: Path | None = None) -> Ceilings | None:
+    """What was measured on this machine before, without measuring anything; None where there is nothing."""
+    path, identity = _cache_entry(machine, folder)
+    return _read(path, identity, lambda problem: None)
+
+
 def measured_matmul_rate(machine: Machine, dtype: str) -> float:
     """FLOP/s of a large matmul in `dtype` on this machine (cached); MachineError where it cannot do that."""
     found = ceilings(machine, (dtype,), bandwidth=False)

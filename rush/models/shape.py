@@ -210,7 +210,9 @@ SIZES: dict[str, Shape] = {
     "llama-3.2-1b": llama_shape(16, 2048, 32, 8, 8192, tied_head=True, rope_factor=32.0),
     "llama-3.2-3b": llama_shape(28, 3072, 24, 8, 8192, tied_head=True, rope_factor=32.0),
     "llama-3.1-8b": llama_shape(32, 4096, 32, 8, 14336, tied_head=False, rope_factor=8.0),
+    # Meta, "The Llama 3 Herd of Models", arXiv:2407.21783, table 3.
     "llama-3.1-70b": llama_shape(80, 8192, 64, 8, 28672, tied_head=False, rope_factor=8.0),
+    "llama-3.1-405b": llama_shape(126, 16384, 128, 8, 53248, tied_head=False, rope_factor=8.0),
 }
 
 

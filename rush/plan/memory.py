@@ -98,7 +98,7 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
 def _ranks(spec: Spec) -> float:
     """Columns of all thin products of a block's adapters."""
     name = next(name for name in ADAPTERS if spec.uses(name))
-    return int(spec.knob(name, "rank", 16)) * len(adapted(spec, name))
+    return int(spec.knob(name, "rank", 16)) * len(adapted(spec.shape, str(spec.knob(name, "roles", "all"))))
 
 
 def _copies(spec: Spec) -> tuple[int, int]:
@@ -273,7 +273,7 @@ class _Held:
 
     def gradients(self, blocks: int) -> float:
         """With gradients of so many blocks (and then of the ends)."""
-        effects, shards = self.spec.effects, self.spec.size("fsdp")
+        effects, shards = self.spec.effects, self.spec.shards
         each = effects.size("gradients", 4)
         full = self.trained()
         always = self.spec.passes > 1 or (self.spec.size("ddp") > 1 and shards == 1)
@@ -288,23 +288,22 @@ class _Held:
         return each * count * (1 + effects.factor("buckets"))
 
     def gathered(self) -> float:
-        if self.spec.size("fsdp") == 1:
+        if self.spec.shards == 1:
             return 0.0
         each = self.spec.effects.size("gathered", self.bytes_per_weight())
         blocks = self.stage.blocks if self.spec.effects.factor("gathered") else 2
         return each * (blocks * self.block() + self.ends())
 
     def state(self, blocks: int) -> dict[str, float]:
-        effects, shards = self.spec.effects, self.spec.size("fsdp")
+        effects, shards = self.spec.effects, self.spec.shards
         trained = self.trained() / shards
-        parts = {
+        return {
             "parameters": self.parameters() / shards,
             "gradients": self.gradients(blocks),
             "optimizer": trained * effects.size("optimizer", 8) * effects.factor("optimizer"),
             "master": trained * 4 * effects.factor("master"),
             "gathered": self.gathered(),
         }
-        return parts
 
     def casts(self, *, always: bool = False) -> float:
         """Weights in the dtype of the products. Autocast keeps its casts to the end of the forward pass in any case."""
@@ -335,7 +334,7 @@ class _Held:
 
     def update(self) -> float:
         effects = self.spec.effects
-        largest = self._local(self.weights.largest) / self.spec.size("fsdp")
+        largest = self._local(self.weights.largest) / self.spec.shards
         if effects.factor("frozen"):
             largest = self._local(self.weights.adapters)
         copies = 2 + (1 if effects.factor("master") else 0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 
 from rush.errors import RecipeError
 from rush.models import Shape
@@ -41,6 +42,11 @@ class Spec:
         for axis in AXES:
             total *= self.size(axis)
         return total
+
+    @property
+    def shards(self) -> int:
+        """Into how many parts weights, gradients and moments are cut; fsdp cuts over the ranks of cp as well."""
+        return self.size("fsdp") * (self.size("cp") if self.uses("fsdp") else 1)
 
     @property
     def tokens(self) -> int:
@@ -119,12 +125,12 @@ ADAPTERS = ("lora", "qlora", "int8_base")
 """Techniques that train adapters beside frozen weights."""
 
 
-def adapted(spec: Spec, name: str) -> list[ParameterSpec]:
-    """The weights of one block that this technique puts an adapter beside."""
-    wanted = ROLE_GROUPS[str(spec.knob(name, "roles", "all"))]
+def adapted(shape: Shape, roles: str) -> list[ParameterSpec]:
+    """The weights of one block that get an adapter."""
+    wanted = ROLE_GROUPS[roles]
     return [
         parameter
-        for parameter in list_parameters(spec.shape)
+        for parameter in list_parameters(shape)
         if parameter.name.startswith("blocks.0.")
         and parameter.matmul
         and (wanted is None or parameter.role in wanted)
@@ -132,22 +138,29 @@ def adapted(spec: Spec, name: str) -> list[ParameterSpec]:
 
 
 def weights_of(spec: Spec) -> Weights:
-    shape, counts = spec.shape, dict.fromkeys(("linear", "other", "embedding", "head", "final"), 0)
+    return _weights(
+        spec.shape,
+        tuple(
+            (name, int(spec.knob(name, "rank", 16)), str(spec.knob(name, "roles", "all")))
+            for name in ADAPTERS
+            if spec.uses(name)
+        ),
+    )
+
+
+@cache
+def _weights(shape: Shape, adapters: tuple[tuple[str, int, str], ...]) -> Weights:
+    counts = dict.fromkeys(("linear", "other", "embedding", "head", "final"), 0)
     largest = 0
     for parameter in list_parameters(shape):
         if parameter.name.startswith("blocks.0."):
             counts["linear" if parameter.matmul else "other"] += parameter.count
         elif not parameter.name.startswith("blocks."):
-            where = {"embedding": "embedding", "positions": "embedding", "head": "head"}.get(
-                parameter.role, "final"
-            )
-            counts[where] += parameter.count
+            ends = {"embedding": "embedding", "positions": "embedding", "head": "head"}
+            counts[ends.get(parameter.role, "final")] += parameter.count
         largest = max(largest, parameter.count)
-    adapters = sum(
-        int(spec.knob(name, "rank", 16)) * sum(parameter.dims)
-        for name in ADAPTERS
-        if spec.uses(name)
-        for parameter in adapted(spec, name)
+    beside = sum(
+        rank * sum(parameter.dims) for _, rank, roles in adapters for parameter in adapted(shape, roles)
     )
     return Weights(
         counts["linear"],
@@ -155,7 +168,7 @@ def weights_of(spec: Spec) -> Weights:
         counts["embedding"],
         counts["head"],
         counts["final"],
-        adapters,
+        beside,
         largest,
     )
 

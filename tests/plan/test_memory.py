@@ -107,7 +107,10 @@ def big(*overrides: str) -> Spec:
     return spec_of(
         load_recipe(
             "llama-3.1-8b",
-            ['techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]', *overrides],
+            [
+                'techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]',
+                *overrides,
+            ],
         )
     )
 

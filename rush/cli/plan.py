@@ -1,0 +1,321 @@
+"""`rush plan`: will it fit, how fast is it, what does it cost; on this machine or one that is not at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rush.cli.complete import complete_recipe
+from rush.cli.output import Json, print_json, print_table
+from rush.errors import RecipeError
+
+if TYPE_CHECKING:
+    from rush.plan import Plan, Target
+    from rush.recipe import Recipe
+
+BAR = 60
+STYLES = (
+    "blue",
+    "green",
+    "cyan",
+    "magenta",
+    "yellow",
+    "red",
+    "bright_blue",
+    "bright_green",
+    "bright_black",
+    "white",
+)
+
+
+def plan(
+    recipe: Annotated[
+        str | None, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)
+    ] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe.")
+    ] = None,
+    machine: Annotated[
+        str | None,
+        typer.Option(
+            help="An accelerator of the catalogue (a100-80-sxm, h100-sxm, 4090, cpu …); this machine without it."
+        ),
+    ] = None,
+    devices: Annotated[int | None, typer.Option(help="Devices; with --nodes, of each node.", min=1)] = None,
+    nodes: Annotated[int | None, typer.Option(help="Servers.", min=1)] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(help="The link inside a server, where it is not the usual one (pcie4, nvlink3 …)."),
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="The network between servers (ib-ndr, ethernet-100 …).")
+    ] = None,
+    search: Annotated[
+        bool, typer.Option("--search", help="Find the fastest layout, micro batch and checkpointing.")
+    ] = False,
+    best: Annotated[int, typer.Option(help="How many plans a search shows.", min=1)] = 3,
+    tokens: Annotated[
+        float | None, typer.Option(help="A budget of tokens: time, energy and cost of it.", min=1)
+    ] = None,
+    price: Annotated[
+        float | None, typer.Option(help="What an hour of one device costs, in your money.", min=0)
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Hold the planner against everything under --results instead.")
+    ] = False,
+    results: Annotated[Path, typer.Option(help="Where findings are, for --check.")] = Path("results"),
+    html: Annotated[Path | None, typer.Option(help="Write the plan as a page as well.")] = None,
+    json: Json = False,
+) -> None:
+    """Will it fit, how fast is it, what does it cost: by arithmetic, in seconds, without the device.
+
+    Memory and time are given by part, with how the rates were obtained (measured here, calibrated by findings, or a
+    datasheet, derated) and the error to expect. docs/plan.md says how the numbers come about.
+
+    Examples:
+
+      rush plan llama-3.2-1b-fast
+
+      rush plan llama-3.1-8b batch.micro=2 layout.fsdp=8 --machine a100-80-sxm --devices 8 --tokens 1e9 --price 1.8
+
+      rush plan llama-3.1-8b --machine h100-sxm --devices 8 --nodes 4 --search
+
+      rush plan --check
+    """
+    if check:
+        _check(results, json)
+        return
+    if recipe is None:
+        raise RecipeError(
+            "rush plan needs a recipe's name or file, or --check; `rush recipes list` shows the names."
+        )
+    from rush.recipe_io import load_recipe
+
+    chosen = load_recipe(recipe, overrides or [])
+    target = _target(machine, devices, nodes, link, network)
+    if search:
+        _search(recipe, chosen, target, best, tokens, price, json, html)
+        return
+    found = _plan(chosen, target, devices is not None or nodes is not None)
+    if html is not None:
+        _page(recipe, [found], [], html, tokens, price)
+    if json:
+        print_json(found.to_dict() | ({"budget": found.budget(tokens, price)} if tokens else {}))
+        return
+    _show(recipe, found, tokens, price)
+    if html is not None:
+        typer.echo(f"\nWritten: {html}")
+
+
+def _target(
+    machine: str | None, devices: int | None, nodes: int | None, link: str | None, network: str | None
+) -> Target:
+    from rush.plan import target_here, target_of
+
+    if machine is not None:
+        return target_of(machine, devices, nodes, link, network)
+    from dataclasses import replace
+
+    from rush.hardware import probe
+    from rush.hardware.ceilings import known_ceilings
+
+    here = probe()
+    known = known_ceilings(here)
+    if known is None:
+        raise RecipeError(
+            "the rates of this machine are not known yet; measure them once with `rush probe`, or name a machine of the "
+            "catalogue with --machine."
+        )
+    target = target_here(here, known.rates())
+    total = (devices or target.devices) * (nodes or 1)
+    return replace(target, devices=total)
+
+
+def _plan(recipe: Recipe, target: Target, asked: bool) -> Plan:
+    from rush.plan import plan as plan_spec
+    from rush.plan import spec_of
+    from rush.plan.planning import fill_devices, unmet
+    from rush.recipe_io import changed
+
+    layout = recipe.layout.model_dump()
+    if asked and target.devices != recipe.world:
+        filled = fill_devices(layout, target.devices)
+        recipe = changed(
+            recipe, {f"layout.{axis}": size for axis, size in filled.items() if size != layout[axis]}
+        )
+    return plan_spec(spec_of(recipe, target.kind), target, problems=unmet(recipe, target))
+
+
+def _search(
+    name: str,
+    recipe: Recipe,
+    target: Target,
+    best: int,
+    tokens: float | None,
+    price: float | None,
+    json: bool,
+    html: Path | None,
+) -> None:
+    from rush.plan import search
+    from rush.plan.search import describe
+
+    found = search(recipe, target, best=best)
+    if html is not None:
+        _page(name, list(found.best), list(found.lost), html, tokens, price)
+    if json:
+        plans = [
+            one.to_dict() | ({"budget": one.budget(tokens, price)} if tokens else {}) for one in found.best
+        ]
+        print_json({"best": plans, "lost": list(found.lost), "tried": found.tried, "fitting": found.fitting})
+        return
+    typer.secho(
+        f"{name} on {target.devices:,} × {target.name}: {found.tried:,} ways, {found.fitting:,} fit",
+        bold=True,
+    )
+    print_table(
+        ["layout", "tokens/s/device", "MFU", "GiB", "step"],
+        [
+            [
+                describe(one.spec),
+                f"{one.tokens_per_s_per_device:,.0f}",
+                f"{one.mfu:.0%}" if one.mfu else "-",
+                f"{one.memory.total / 2**30:.0f}",
+                f"{one.time.step:.2f} s",
+            ]
+            for one in found.best
+        ],
+    )
+    typer.secho("\nWhy not otherwise", bold=True)
+    for line in found.lost:
+        typer.echo(f"  {line}")
+    typer.echo("")
+    _show(name, found.best[0], tokens, price)
+    if html is not None:
+        typer.echo(f"\nWritten: {html}")
+
+
+def _show(name: str, plan: Plan, tokens: float | None, price: float | None) -> None:
+    """One plan for a person at a terminal."""
+    from rush.plan.search import describe
+
+    target, error = plan.target, plan.expected_error
+    room = target.memory_bytes
+    typer.secho(f"{name} on {plan.spec.world:,} × {target.name}: {describe(plan.spec)}", bold=True)
+    for problem in plan.problems:
+        typer.secho(f"  cannot run there: {problem}", fg="yellow")
+    verdict = "fits" if plan.fits else "does not fit"
+    typer.echo(
+        f"\nMemory of one device: {plan.memory.total / 2**30:.1f} of {room / 2**30:.1f} GiB, {verdict} (±{error['memory']:.0%}); "
+        f"fullest: {plan.memory.moment}"
+    )
+    _bar(dict(plan.memory.parts.items()), max(room, plan.memory.total), limit=room)
+    print_table(
+        ["part", "GiB", "share"],
+        [[part, f"{value / 2**30:.2f}", f"{value / room:.0%}"] for part, value in plan.memory.parts.items()],
+    )
+    if plan.memory.activations:
+        most = sorted(plan.memory.activations.items(), key=lambda item: -item[1])[:6]
+        typer.echo("activations: " + ", ".join(f"{term} {value / 2**30:.2f}" for term, value in most))
+    if plan.memory.host_bytes:
+        typer.echo(f"on the host: {plan.memory.host_bytes / 2**30:.1f} GiB")
+    typer.echo(f"largest micro batch: {plan.largest_micro:,}; longest sequence: {plan.longest_sequence:,}")
+    mfu = f", MFU {plan.mfu:.1%}" if plan.mfu else ""
+    typer.echo(
+        f"\nA step of {plan.spec.step_tokens:,} tokens: {plan.time.step * 1e3:,.1f} ms, {plan.tokens_per_s_per_device:,.0f} "
+        f"tokens/s/device{mfu} (±{error['time']:.0%})"
+    )
+    _bar(plan.time.parts, plan.time.step)
+    print_table(
+        ["part", "ms", "share"],
+        [
+            [part, f"{value * 1e3:,.1f}", f"{value / plan.time.step:.0%}"]
+            for part, value in plan.time.parts.items()
+        ],
+    )
+    if tokens:
+        found = plan.budget(tokens, price)
+        cost = f", {found['cost']:,.0f} in money" if price is not None else ""
+        typer.echo(
+            f"\n{tokens:,.0f} tokens: {found['hours']:,.1f} h, {found['device_hours']:,.0f} device-hours, "
+            f"{found['kwh']:,.0f} kWh{cost}"
+        )
+    typer.echo(f"\nRates: {target.how} ({'; '.join(target.sources)})")
+
+
+def _bar(parts: Any, whole: float, limit: float | None = None) -> None:
+    """A stacked bar; `limit` is marked where the parts pass it."""
+    text = Text()
+    drawn = 0.0
+    place = 0
+    for number, value in enumerate(parts.values()):
+        drawn += value
+        end = round(BAR * drawn / whole)
+        text.append("█" * (end - place), style=STYLES[number % len(STYLES)])
+        place = end
+    text.append("·" * (BAR - place))
+    if limit is not None:
+        at = round(BAR * limit / whole)
+        text = text[:at] + Text("│") + text[at:]
+    Console().print(text)
+
+
+def _check(results: Path, json: bool) -> None:
+    from rush.plan.check import as_json, check
+
+    if not results.is_dir():
+        raise RecipeError(f"there is no folder {results} with findings; give one with --results.")
+    rows, summaries, _ = check(results)
+    if json:
+        print_json(as_json(rows, summaries))
+        return
+    units = {"bytes": (2**30, "GiB"), "s": (1e-3, "ms"), "tokens/s/device": (1, "tokens/s")}
+    for kind in ("memory", "time", "published", "published memory"):
+        print_table(
+            [kind, "measured", "planned", "error", ""],
+            [
+                [
+                    row.name,
+                    f"{row.measured / units[row.unit][0]:,.2f} {units[row.unit][1]}",
+                    f"{row.planned / units[row.unit][0]:,.2f}",
+                    f"{row.error:+.1%}",
+                    "held out" if row.held_out else "calibrates",
+                ]
+                for row in rows
+                if row.kind == kind
+            ],
+        )
+        typer.echo("")
+    print_table(
+        ["of what was held out", "cases", "median", "95th", "worst", "wanted"],
+        [
+            [
+                one.kind,
+                f"{one.cases}",
+                f"{one.median:.1%}",
+                f"{one.p95:.1%}",
+                f"{one.worst:.1%}",
+                f"{one.wanted_median:.0%}" + (f", {one.wanted_p95:.0%}" if one.wanted_p95 else "")
+                + (": reached" if one.reached else ": not reached"),
+            ]
+            for one in summaries
+        ],
+    )  # fmt: skip
+
+
+def _page(
+    name: str, plans: list[Plan], lost: list[str], html: Path, tokens: float | None, price: float | None
+) -> None:
+    from rush.plan.search import describe
+    from rush.report.plan import write_plan
+
+    records = [
+        one.to_dict()
+        | {"title": describe(one.spec)}
+        | ({"budget": one.budget(tokens, price)} if tokens else {})
+        for one in plans
+    ]
+    write_plan(html, name, records, lost)

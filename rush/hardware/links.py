@@ -1,0 +1,103 @@
+"""How accelerators reach each other in their usual servers, and what they draw: what a plan assumes of machines not at hand.
+
+Rates are one-way bytes per second of one accelerator: datasheets like to add both directions, so their figure is
+halved here. A collective between accelerators of one server moves at its link's rate, between servers at the
+rate of the network cards of all accelerators that take part. `SERVERS` says what an accelerator usually sits in;
+`--link` and `--network` of `rush plan` replace it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class LinkKind:
+    """A link of one accelerator, one way."""
+
+    key: str
+    bytes_per_s: float
+    what: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Server:
+    """What an accelerator usually sits in."""
+
+    devices: int
+    link: str
+    network: str
+    watts: float
+    source: str
+    """Of the power figure: the board's limit, not what a run draws."""
+
+
+def _link(key: str, gb_per_s: float, what: str, source: str) -> LinkKind:
+    return LinkKind(key, gb_per_s * 1e9, what, source)
+
+
+_PCI = "PCI-SIG specifications, 16 lanes less encoding"
+_NVLINK = "NVIDIA NVLink page and the accelerator's datasheet, halved to one way"
+_NETWORK = "InfiniBand Trade Association roadmap; Ethernet by name"
+LINKS: Mapping[str, LinkKind] = {
+    row.key: row
+    for row in (
+        _link("pcie3", 15.75, "PCIe 3.0 ×16", _PCI),
+        _link("pcie4", 31.5, "PCIe 4.0 ×16", _PCI),
+        _link("pcie5", 63.0, "PCIe 5.0 ×16", _PCI),
+        _link("nvlink2", 150, "NVLink 2, 6 links (V100 SXM: 300 GB/s)", _NVLINK),
+        _link("nvlink3", 300, "NVLink 3, 12 links (A100: 600 GB/s)", _NVLINK),
+        _link("nvlink3-a800", 200, "NVLink 3, 8 links (A800: 400 GB/s)", "NVIDIA A800 datasheet, halved to one way"),
+        _link("nvlink4", 450, "NVLink 4, 18 links (H100, H200 SXM: 900 GB/s)", _NVLINK),
+        _link("nvlink4-nvl", 300, "NVLink 4 bridge (H100 NVL: 600 GB/s)", _NVLINK),
+        _link("nvlink5", 900, "NVLink 5, 18 links (B200: 1.8 TB/s)", _NVLINK),
+        _link("infinity4", 448, "Infinity Fabric, 7 links of 64 GB/s (MI300X: 896 GB/s)", "AMD Instinct MI300X data sheet, halved"),
+        _link("memory", 20, "processes of one host", "an assumption"),
+        _link("ib-edr", 12.5, "InfiniBand EDR, 100 Gb/s", _NETWORK),
+        _link("ib-hdr", 25, "InfiniBand HDR, 200 Gb/s", _NETWORK),
+        _link("ib-ndr", 50, "InfiniBand NDR, 400 Gb/s", _NETWORK),
+        _link("ib-xdr", 100, "InfiniBand XDR, 800 Gb/s", _NETWORK),
+        _link("ethernet-10", 1.25, "Ethernet, 10 Gb/s", _NETWORK),
+        _link("ethernet-25", 3.125, "Ethernet, 25 Gb/s", _NETWORK),
+        _link("ethernet-100", 12.5, "Ethernet with RDMA, 100 Gb/s", _NETWORK),
+        _link("ethernet-400", 50, "Ethernet with RDMA, 400 Gb/s", _NETWORK),
+    )
+}  # fmt: skip
+
+
+def _server(
+    devices: int, link: str, network: str, watts: float, source: str = "the accelerator's datasheet"
+) -> Server:
+    return Server(devices, link, network, watts, source)
+
+
+SERVERS: Mapping[str, Server] = {
+    "t4": _server(4, "pcie3", "ethernet-25", 70),
+    "v100-16-sxm": _server(8, "nvlink2", "ib-edr", 300),
+    "v100-32-sxm": _server(8, "nvlink2", "ib-edr", 300),
+    "v100-16-pcie": _server(4, "pcie3", "ethernet-25", 250),
+    "v100-32-pcie": _server(4, "pcie3", "ethernet-25", 250),
+    "v100s-pcie": _server(4, "pcie3", "ethernet-25", 250),
+    "3090": _server(8, "pcie4", "ethernet-10", 350),
+    "4090": _server(8, "pcie4", "ethernet-10", 450),
+    "5090": _server(8, "pcie5", "ethernet-10", 575),
+    "l40s": _server(8, "pcie4", "ethernet-100", 350),
+    "a100-40-sxm": _server(8, "nvlink3", "ib-hdr", 400),
+    "a100-80-sxm": _server(8, "nvlink3", "ib-hdr", 400),
+    "a100-40-pcie": _server(8, "pcie4", "ethernet-100", 250),
+    "a100-80-pcie": _server(8, "pcie4", "ethernet-100", 300),
+    "a800-80-sxm": _server(8, "nvlink3-a800", "ib-hdr", 400),
+    "a800-80-pcie": _server(8, "pcie4", "ethernet-100", 300),
+    "a800-40-active": _server(4, "pcie4", "ethernet-25", 240),
+    "h100-pcie": _server(8, "pcie5", "ib-ndr", 350),
+    "h100-sxm": _server(8, "nvlink4", "ib-ndr", 700),
+    "h100-nvl": _server(8, "pcie5", "ib-ndr", 400),
+    "h200-sxm": _server(8, "nvlink4", "ib-ndr", 700),
+    "h200-nvl": _server(8, "pcie5", "ib-ndr", 600),
+    "b200": _server(8, "nvlink5", "ib-ndr", 1000),
+    "mi300x": _server(8, "infinity4", "ib-ndr", 750),
+    "cpu": _server(1, "memory", "ethernet-10", 200, "a server's processor, an assumption"),
+}
+"""By the key of the catalogue."""

@@ -1,0 +1,84 @@
+"""Fit the efficiencies to measured steps: each to the part of the breakdown it is about.
+
+A profile says how long products, attention, elementwise operations, loss and update took, so every efficiency has its
+own evidence and none has to be guessed from the sum. The median over the cases is taken, because a profile sometimes
+files a wait under a part. What no case speaks about stays as it was.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from rush.plan.findings import Case
+from rush.plan.time import CORES, DEFAULT, Efficiency, Time, matmul_dtype, time_of
+
+PARTS = {
+    "matmul": "matmul",
+    "attention": "attention",
+    "elementwise": "norm_elementwise",
+    "loss": "loss",
+    "optimizer": "optimizer",
+}
+"""Our parts and the breakdown's names for them."""
+
+
+def third(cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
+    """A third to calibrate on and the rest to judge by, chosen by the recipes' digests."""
+    ordered = sorted((case for case in cases if case.breakdown_s), key=lambda case: case.digest)
+    chosen = {case.digest for case in ordered[::3]}
+    return [c for c in cases if c.digest in chosen], [c for c in cases if c.digest not in chosen]
+
+
+def calibrate(cases: Iterable[Case], start: Efficiency = DEFAULT) -> Efficiency:
+    """The efficiencies that these cases show."""
+    timed = [(case, time_of(case.spec, case.target, start)) for case in cases if case.breakdown_s]
+    usual = [(c, t) for c, t in timed if not c.spec.uses("fused_loss", "liger", "offload_activations")]
+    matmul = dict(start.matmul)
+    for dtype in matmul:
+        of_dtype = [(c, t) for c, t in usual if _main_dtype(c) == dtype]
+        matmul[dtype] *= _ratio(of_dtype, "matmul")
+    attention = dict(start.attention)
+    for core in CORES:
+        attention[core] *= _ratio([(c, t) for c, t in usual if c.spec.uses(core)], "attention")
+    cored = [(c, t) for c, t in usual if any(c.spec.uses(core) for core in CORES)]
+    eager = [(c, t) for c, t in cored if not c.spec.uses("compile", "cuda_graph")]
+    fused = [(c, t) for c, t in cored if c.spec.uses("compile")]
+    updates = [(c, t) for c, t in usual if c.spec.uses("fused_adamw")]
+    plain_updates = [(c, t) for c, t in usual if not c.spec.uses("fused_adamw", "fused_update", "adam8bit")]
+    found = replace(
+        start,
+        matmul=matmul,
+        attention=attention,
+        eager=start.eager * _ratio(eager, "elementwise"),
+        fused=start.fused * _ratio(fused, "elementwise"),
+        loss=start.loss * _ratio(usual, "loss"),
+        update=start.update * _ratio(updates, "optimizer"),
+        eager_update=start.eager_update * _ratio(plain_updates, "optimizer"),
+    )
+    return replace(found, launch_s=_launch(cases, found))
+
+
+def _main_dtype(case: Case) -> str:
+    return "float8" if case.spec.uses("fp8") else matmul_dtype(case.spec)
+
+
+def _ratio(timed: Sequence[tuple[Case, Time]], part: str) -> float:
+    """Planned over measured seconds of a part: what its efficiency has to be multiplied by."""
+    ratios = [
+        time.parts[part] / case.breakdown_s[PARTS[part]]
+        for case, time in timed
+        if case.breakdown_s.get(PARTS[part]) and time.parts.get(part)
+    ]
+    return statistics.median(ratios) if ratios else 1.0
+
+
+def _launch(cases: Iterable[Case], found: Efficiency) -> float:
+    """Steps that take clearly longer than their device's work are what the host takes."""
+    scales = []
+    for case in cases:
+        time = time_of(case.spec, case.target, found)
+        if time.parts.get("launching", 0.0) > 0.05 * time.step and not case.spec.uses("adam8bit"):
+            scales.append((case.step_s - found.step_s) / time.host)
+    return found.launch_s * (statistics.median(scales) if scales else 1.0)

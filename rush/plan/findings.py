@@ -1,0 +1,130 @@
+"""What was measured, as cases a plan can be held against: ladders and runs under a results folder."""
+
+from __future__ import annotations
+
+import statistics
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rush.errors import RushError
+from rush.hardware.catalog import find
+from rush.hardware.machine import Machine
+from rush.plan.spec import Spec, spec_of
+from rush.plan.target import Target, target_here
+from rush.recipe import Recipe
+from rush.recipe_io import changed, parse
+from rush.records.ladder import read_ladder
+
+
+@dataclass(frozen=True)
+class Case:
+    """One measured recipe on one machine."""
+
+    name: str
+    recipe: Recipe
+    spec: Spec
+    target: Target
+    step_s: float
+    memory_bytes: float | None
+    """The most that tensors took; None where that was not recorded, or not in full."""
+    breakdown_s: Mapping[str, float] = field(default_factory=dict)
+    study: str = ""
+
+    @property
+    def digest(self) -> str:
+        return self.recipe.digest
+
+
+def read_findings(folder: Path) -> list[Case]:
+    """Every distinct recipe that was measured; of a recipe measured twice the first study in alphabetical order counts."""
+    found: dict[str, Case] = {}
+    for path in sorted(folder.glob("*/ladder*.json")):
+        for case in _ladder(path):
+            found.setdefault(case.digest, case)
+    for path in sorted(folder.glob("*/metrics.jsonl")):
+        for case in _run(path.parent):
+            found.setdefault(case.digest, case)
+    return list(found.values())
+
+
+def _ladder(path: Path) -> Iterator[Case]:
+    record: Any = read_ladder(path)
+    if not record.get("ceilings"):
+        return
+    machine = Machine.from_dict(record["machine"])
+    target = _target(machine, record["ceilings"])
+    top: Recipe | None = None
+    for rung in record["rungs"]:
+        recipe = _recipe(rung["recipe"])
+        if rung["status"] != "ok" or recipe is None or not rung.get("step_ms"):
+            continue
+        top = recipe
+        yield Case(
+            name=rung["name"],
+            recipe=recipe,
+            spec=spec_of(recipe, machine.device),
+            target=target,
+            step_s=rung["step_ms"]["median"] / 1e3,
+            memory_bytes=_memory(machine, recipe, rung.get("peak_memory_bytes")),
+            breakdown_s={part: ms / 1e3 for part, ms in (rung.get("breakdown_ms") or {}).items()},
+            study=path.parent.name,
+        )
+    for point in record.get("batch_curve") or ():
+        if top is None or point["status"] != "ok":
+            continue
+        recipe = changed(top, {"batch.micro": point["micro"]})
+        spec = spec_of(recipe, machine.device)
+        yield Case(
+            name=f"batch {point['micro']} of the curve",
+            recipe=recipe,
+            spec=spec,
+            target=target,
+            step_s=spec.step_tokens / point["tokens_per_s"]["median"],
+            memory_bytes=_memory(machine, recipe, point.get("peak_memory_bytes")),
+            study=path.parent.name,
+        )
+
+
+def _memory(machine: Machine, recipe: Recipe, found: float | None) -> float | None:
+    """On a CPU the resident process is recorded, which is no tensors; and what a recording keeps apart was not counted
+    when these findings were made."""
+    recorded = any(name == "cuda_graph" for name, _ in recipe.technique_uses())
+    return None if machine.device != "cuda" or recorded else found
+
+
+def _run(folder: Path) -> Iterator[Case]:
+    import json
+
+    machine = Machine.from_dict(json.loads((folder / "machine.json").read_text()))
+    recipe = _recipe((folder / "recipe.toml").read_text())
+    sheet = find(machine.devices[0])
+    if recipe is None or sheet is None:
+        return
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    seconds = statistics.median(row["step_s"] for row in rows[5:] if "val_loss" not in row)
+    from rush.plan.target import target_of
+
+    yield Case(
+        name="the run",
+        recipe=recipe,
+        spec=spec_of(recipe, machine.device),
+        target=target_of(sheet.key),
+        step_s=seconds,
+        memory_bytes=None,
+        study=folder.name,
+    )
+
+
+def _target(machine: Machine, rates: Mapping[str, Any]) -> Target:
+    return target_here(machine, rates)
+
+
+def _recipe(text: str) -> Recipe | None:
+    """None for a recipe of an older format that is no longer one."""
+    try:
+        return parse(tomllib.loads(text))
+    except RushError:
+        return None

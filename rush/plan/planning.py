@@ -1,0 +1,206 @@
+"""One plan: does a spec fit a machine, how fast is it, what does a budget of tokens cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rush.errors import RecipeError
+from rush.models import count_parameters
+from rush.plan.memory import Memory, memory_of
+from rush.plan.spec import Spec, check_divides, with_batch
+from rush.plan.target import Target
+from rush.plan.time import (
+    DEFAULT,
+    Efficiency,
+    Time,
+    matmul_dtype,
+    model_flops_per_token,
+    time_of,
+    tokens_per_s,
+)
+from rush.recipe import Recipe
+from rush.techniques import settle_uses
+
+ERRORS = {
+    ("measured here", False): (0.03, 0.10),
+    ("measured here", True): (0.10, 0.20),
+    ("calibrated", False): (0.03, 0.10),
+    ("calibrated", True): (0.10, 0.20),
+    ("datasheet", False): (0.05, 0.20),
+    ("datasheet", True): (0.10, 0.25),
+    ("assumed", False): (0.10, 1.0),
+    ("assumed", True): (0.10, 1.0),
+}
+"""Expected errors of memory and time, by how the rates were obtained and whether several devices work together; from
+`rush plan --check`, rounded up, and guesses for datasheets."""
+MOST_MICRO = 4096
+POWER = 0.85
+"""Share of a board's power limit that a busy accelerator draws on average; an assumption."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    spec: Spec
+    target: Target
+    memory: Memory
+    time: Time
+    largest_micro: int
+    """The largest micro batch that fits; 0: none."""
+    longest_sequence: int
+    problems: tuple[str, ...] = ()
+    """Why this recipe cannot run there, besides memory."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory.total <= self.target.memory_bytes
+
+    @property
+    def tokens_per_s(self) -> float:
+        return tokens_per_s(self.spec, self.time)
+
+    @property
+    def tokens_per_s_per_device(self) -> float:
+        return self.tokens_per_s / self.spec.world
+
+    @property
+    def mfu(self) -> float | None:
+        """Against the datasheet's dense peak of the dtype most products have."""
+        peak = self.target.peaks.get(matmul_dtype(self.spec))
+        return self.tokens_per_s_per_device * model_flops_per_token(self.spec) / peak if peak else None
+
+    @property
+    def expected_error(self) -> dict[str, float]:
+        memory, time = ERRORS[self.target.how, self.spec.world > 1]
+        return {"memory": memory, "time": time}
+
+    def budget(self, tokens: float, price: float | None) -> dict[str, float]:
+        """Hours, device-hours, energy and, given a price of a device-hour, cost of so many tokens."""
+        hours = tokens / self.tokens_per_s / 3600
+        device_hours = hours * self.spec.world
+        found = {
+            "tokens": tokens,
+            "hours": hours,
+            "device_hours": device_hours,
+            "kwh": device_hours * self.target.watts * POWER / 1000,
+        }
+        return found if price is None else found | {"cost": device_hours * price}
+
+    def to_dict(self) -> dict[str, Any]:
+        """As plain JSON values."""
+        spec = self.spec
+        return {
+            "machine": {
+                "name": self.target.key,
+                "devices": spec.world,
+                "devices_per_node": self.target.devices_per_node,
+                "memory_bytes": int(self.target.memory_bytes),
+                "how": self.target.how,
+                "sources": list(self.target.sources),
+            },
+            "parameters": count_parameters(spec.shape),
+            "layout": dict(spec.layout),
+            "techniques": {name: dict(knobs) for name, knobs in spec.techniques.items()},
+            "batch": {
+                "micro": spec.micro,
+                "sequence": spec.sequence,
+                "passes": spec.passes,
+                "step_tokens": spec.step_tokens,
+            },
+            "memory_bytes": {
+                **{name: int(value) for name, value in self.memory.parts.items()},
+                "total": int(self.memory.total),
+                "tensors": int(self.memory.tensors),
+            },
+            "activations_bytes": {name: int(value) for name, value in self.memory.activations.items()},
+            "fullest_moment": self.memory.moment,
+            "host_memory_bytes": int(self.memory.host_bytes),
+            "fits": self.fits,
+            "largest_micro": self.largest_micro,
+            "longest_sequence": self.longest_sequence,
+            "time_s": {**self.time.parts, "step": self.time.step},
+            "tokens_per_s": self.tokens_per_s,
+            "tokens_per_s_per_device": self.tokens_per_s_per_device,
+            "mfu": self.mfu,
+            "expected_error": self.expected_error,
+            "problems": list(self.problems),
+        }
+
+
+def plan(
+    spec: Spec,
+    target: Target,
+    efficiency: Efficiency = DEFAULT,
+    *,
+    limits: bool = True,
+    problems: tuple[str, ...] = (),
+) -> Plan:
+    """Memory and time of a spec on a machine; with `limits` also the largest batch and the longest sequence."""
+    check_divides(spec)
+    spec = replace(spec, device=target.kind)
+    micro = sequence = 0
+    if limits:
+        rows = spec.micro
+        micro = _largest(lambda n: with_batch(spec, n), target, MOST_MICRO)
+        context = spec.shape.context
+        unit = 128 * spec.size("cp")
+        sequence = unit * _largest(
+            lambda n: with_batch(spec, rows, n * unit), target, max(1, context // unit)
+        )
+    return Plan(spec, target, memory_of(spec), time_of(spec, target, efficiency), micro, sequence, problems)
+
+
+def _largest(spec_at: Callable[[int], Spec], target: Target, most: int) -> int:
+    """The largest number whose spec fits: memory only grows with it."""
+
+    def fits(number: int) -> bool:
+        return memory_of(spec_at(number)).total <= target.memory_bytes
+
+    if not fits(1):
+        return 0
+    low, high = 1, 2
+    while high <= most and fits(high):
+        low, high = high, 2 * high
+    high = min(high, most + 1)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return low
+
+
+def unmet(recipe: Recipe, target: Target) -> tuple[str, ...]:
+    """Why the recipe's techniques cannot run on such a machine, in their own words."""
+    machine = target.machine()
+    uses = settle_uses(recipe)
+    names = {use.technique.name for use in uses}
+    found = []
+    for use in uses:
+        found += [
+            f"{use.technique.name}: {requirement.sentence}"
+            for requirement in use.technique.requires
+            if "pip install" not in requirement.sentence and not requirement.met(machine, recipe)
+        ]
+        found += [
+            f"{use.technique.name} and {other} cannot stand together"
+            for other in sorted(names.intersection(use.technique.conflicts))
+            if use.technique.name < other
+        ]
+    if "bfloat16" not in target.matmul and any(
+        name in names for name in ("amp_bf16", "pure_bf16", "bf16_master")
+    ):
+        found.append("this device has no bf16 matrix units; use amp_fp16")
+    return tuple(found)
+
+
+def fill_devices(spec_layout: dict[str, int], devices: int) -> dict[str, int]:
+    """The layout for so many devices: what it does not take itself become copies (ddp)."""
+    world = 1
+    for size in spec_layout.values():
+        world *= size
+    if devices % world:
+        raise RecipeError(
+            f"the layout takes {world} devices, which does not divide the {devices} asked for; give a multiple of {world}, "
+            "or let --search choose the layout."
+        )
+    return {**spec_layout, "ddp": spec_layout.get("ddp", 1) * (devices // world)}

@@ -1,0 +1,192 @@
+"""The machine a plan is for: rates of one device, its links, and where each figure comes from.
+
+Three ways to know a rate, said with every answer: *measured here* (this machine's own ceilings, from `rush probe`),
+*calibrated* (an accelerator of the kind that findings under `results/` were made on: the ceilings they carry), and
+*datasheet*, derated by what large matrix products and copies reach of it where both are known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rush.errors import RecipeError, nearest
+from rush.hardware.catalog import CATALOG, Datasheet
+from rush.hardware.links import LINKS, SERVERS
+from rush.hardware.machine import Cpu, Device, Machine
+
+DERATING = {"float32": 0.76, "tf32": 0.76, "float16": 0.70, "bfloat16": 0.74, "float8": 0.65}
+"""Measured ceiling over datasheet peak on the H200s under `results/` (51/67, 380/495, 665/989, 735/989, 1280/1979); taken
+for every accelerator that was not measured. Chips that are not held back by power reach more (an A100 about 0.8)."""
+BANDWIDTH_DERATING = 0.87
+"""Measured copy rate over datasheet bandwidth: 4.18 of 4.8 TB/s."""
+BETTER = {
+    "a100": 0.78,
+    "a800": 0.78,
+    "v100": 0.75,
+    "t4": 0.45,
+    "3090": 0.80,
+    "4090": 0.85,
+    "5090": 0.80,
+    "l40s": 0.65,
+}
+"""Share of the dense peak that large half-precision products reach, where it differs: published measurements differ by
+±5 %, so this is an assumption, for machines under sustained load. (A T4 is held back by its 70 W.)"""
+MEASURED = {
+    "h200-sxm": {
+        "float32": 51e12, "tf32": 381e12, "float16": 666e12, "bfloat16": 736e12, "float8": 1280e12, "copy": 4.18e12,
+    }
+}  # fmt: skip
+"""Ceilings of accelerators that findings under `results/` were made on: the means of their records."""
+
+
+@dataclass(frozen=True)
+class Target:
+    """One kind of device, many times."""
+
+    key: str
+    name: str
+    memory_bytes: float
+    matmul: Mapping[str, float]
+    """FLOP/s of a large product by dtype."""
+    peaks: Mapping[str, float]
+    """The datasheet's dense peaks; empty where there are none."""
+    bytes_per_s: float
+    link_bytes_per_s: float
+    network_bytes_per_s: float
+    devices_per_node: int
+    devices: int
+    watts: float
+    how: str
+    """measured here, calibrated or datasheet."""
+    sources: tuple[str, ...]
+    kind: str = "cuda"
+
+    def rate(self, dtype: str) -> float:
+        """FLOP/s of large products; a dtype the device does not have is computed in fp32."""
+        return self.matmul.get(dtype, self.matmul["float32"])
+
+    def machine(self) -> Machine:
+        """As a probe would describe it: what techniques' requirements are asked of."""
+        capability = {
+            "t4": (7, 5),
+            "v100": (7, 0),
+            "3090": (8, 6),
+            "4090": (8, 9),
+            "l40s": (8, 9),
+            "5090": (12, 0),
+        }
+        found = next((value for start, value in capability.items() if self.key.startswith(start)), None)
+        if found is None:
+            found = (8, 0) if self.key.startswith("a") else (10, 0) if self.key.startswith("b") else (9, 0)
+        device = Device(self.name, int(self.memory_bytes), found if self.kind == "cuda" else None)
+        return Machine(
+            device="cuda" if self.kind == "cuda" else "cpu",
+            devices=(device,) * min(self.devices, self.devices_per_node),
+            links=(),
+            cpu=Cpu("unknown", 16, 16, ()),
+            ram_bytes=2**40,
+            os="Linux",
+            python="3",
+            torch="2",
+            triton="3" if self.kind == "cuda" else None,
+            cuda="13" if self.key != "mi300x" else None,
+            hip="7" if self.key == "mi300x" else None,
+            driver=None,
+        )
+
+
+def target_of(
+    name: str,
+    devices: int | None = None,
+    nodes: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+) -> Target:
+    """A machine of the catalogue by its key; RecipeError names the nearest."""
+    key = name.lower()
+    if key != "cpu" and key not in CATALOG:
+        raise RecipeError(f"there is no machine {name!r} in the catalogue; {nearest(key, [*CATALOG, 'cpu'])}")
+    server = SERVERS[key]
+    per_node = server.devices
+    total = (devices or 1) * (nodes or 1) if nodes else (devices or 1)
+    if nodes:
+        per_node = devices or per_node
+        total = per_node * nodes
+    chosen, wire = _known(link or server.link), _known(network or server.network)
+    base = _cpu() if key == "cpu" else _from_sheet(CATALOG[key])
+    return replace(
+        base,
+        link_bytes_per_s=LINKS[chosen].bytes_per_s,
+        network_bytes_per_s=LINKS[wire].bytes_per_s,
+        devices_per_node=per_node,
+        devices=total,
+        watts=server.watts,
+        sources=(
+            *base.sources,
+            LINKS[chosen].source,
+            LINKS[wire].source,
+            f"{server.watts:g} W: {server.source}",
+        ),
+    )
+
+
+def _known(link: str) -> str:
+    if link not in LINKS:
+        raise RecipeError(f"there is no link {link!r} in the catalogue; {nearest(link, LINKS)}")
+    return link
+
+
+def _from_sheet(sheet: Datasheet) -> Target:
+    if sheet.key in MEASURED:
+        rates: dict[str, float] = dict(MEASURED[sheet.key])
+        copy, how = rates.pop("copy"), "calibrated"
+        source = "ceilings measured on this kind of accelerator (results/)"
+    else:
+        share = next((value for start, value in BETTER.items() if sheet.key.startswith(start)), None)
+        rates = {
+            dtype: peak
+            * (share if share is not None and dtype in ("float16", "bfloat16", "tf32") else DERATING[dtype])
+            for dtype, peak in sheet.peak_flops.items()
+        }
+        copy, how = BANDWIDTH_DERATING * sheet.bytes_per_s, "datasheet"
+        source = f"{sheet.source}, derated"
+    reserved = 0.985  # the driver keeps a little: an H200 of 141 GB shows 139.8 GiB
+    memory = 150_109_880_320 if sheet.key == "h200-sxm" else sheet.memory_bytes * reserved
+    return Target(
+        sheet.key, sheet.key, memory, rates, sheet.peak_flops, copy, 0, 0, 1, 1, 0, how, (source,)
+    )  # fmt: skip
+
+
+def _cpu() -> Target:
+    rates = {"float32": 1.5e12, "bfloat16": 1.5e12}
+    return Target("cpu", "a server's CPU", 256 * 2**30, rates, {}, 100e9, 0, 0, 1, 1, 0, "assumed",
+                  ("a server CPU of 32 cores at 1.5 TFLOP/s and 100 GB/s; probe your own",), "cpu")  # fmt: skip
+
+
+def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
+    """This machine, from its probe and its measured ceilings (`Ceilings.rates()`)."""
+    matmul = {dtype: float(rate) for dtype, rate in rates["matmul"].items() if rate}
+    copy = float(rates.get("copy_bytes_per_s") or 10e9)
+    from rush.hardware.catalog import find
+
+    sheet = find(machine.devices[0]) if machine.device == "cuda" else None
+    server = SERVERS[sheet.key if sheet else "cpu"]
+    buses = [row["bus_bytes_per_s"] for row in rates.get("collectives", ())]
+    return Target(
+        key=sheet.key if sheet else "here",
+        name=machine.name,
+        memory_bytes=machine.memory_bytes,
+        matmul=matmul,
+        peaks=sheet.peak_flops if sheet else {},
+        bytes_per_s=copy,
+        link_bytes_per_s=max(buses, default=LINKS[server.link].bytes_per_s),
+        network_bytes_per_s=LINKS[server.network].bytes_per_s,
+        devices_per_node=machine.num_devices,
+        devices=machine.num_devices,
+        watts=server.watts,
+        how="measured here",
+        sources=("ceilings measured on this machine",),
+        kind="cuda" if machine.device == "cuda" else "cpu",
+    )

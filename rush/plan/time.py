@@ -1,0 +1,313 @@
+"""How long a step takes, by part.
+
+Matrix products take their arithmetic over the rate of a large product; attention its arithmetic over the rate its
+kernel reaches (with the whole score matrix: the bytes of the scores); everything else the bytes it moves over the
+rate of a copy. The bytes are counted from the code, operation by operation: eager ones read and write memory each
+time, compiled and fused ones once for a chain. A host launches eager operations one by one, and where that takes longer
+than computing them, it is what a step takes. What devices send each other counts as far as it does not hide.
+`Efficiency` holds the few numbers that are fitted to findings; everything else is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rush.models import flops_per_token
+from rush.plan.communication import Sent, sent_by
+from rush.plan.memory import block_tensors
+from rush.plan.spec import Spec, Weights, weights_of
+from rush.plan.target import Target
+
+CORES = ("flash_attention", "cudnn_attention", "triton_attention", "flex_attention")
+FULL_UNIT = 64
+"""A product whose shortest side is k reaches k / (k + 64) of a large one's rate: filling and emptying its pipeline."""
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What parts reach of the rates they are bound by. Fitted to findings; `rush plan --check` says how well."""
+
+    matmul: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "float32": 1.03,
+            "tf32": 0.88,
+            "float16": 1.02,
+            "bfloat16": 1.0,
+            "float8": 1.06,
+        }
+    )
+    """Of the rate of a large product."""
+    attention: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "flash_attention": 0.20, "flex_attention": 0.20, "triton_attention": 0.29, "cudnn_attention": 0.33,
+        }
+    )  # fmt: skip
+    """Of the rate of a large product, at head dim 64, counting the six products of a pass."""
+    wide_heads: float = 1.45
+    """What heads of 128 gain over heads of 64: more arithmetic for each exponential."""
+    eager: float = 0.58
+    """Of the copy rate: operations one after another on tensors of a few megabytes."""
+    fused: float = 0.87
+    """Of the copy rate: generated and hand-written kernels."""
+    loss: float = 0.85
+    update: float = 0.60
+    """Of the copy rate: the fused update of all tensors."""
+    eager_update: float = 0.98
+    launch_s: float = 21e-6
+    """What a host needs to launch one eager operation of a pass; of an update 0.45 of it."""
+    step_s: float = 4e-3
+    """What a step takes besides: the wait between two steps, data, the first launches."""
+    link: float = 0.80
+    """Of a link's rate: what collectives reach."""
+    contention: float = 0.15
+    """Of the time of sending that hides behind computing: what computing loses by it."""
+
+
+DEFAULT = Efficiency()
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of one step on one device."""
+
+    parts: Mapping[str, float]
+    host: float
+    """Seconds of launching, which the parts hide unless it is longer (then `launching` is a part)."""
+
+    @property
+    def step(self) -> float:
+        return sum(self.parts.values())
+
+
+def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Time:
+    """The time of one step, everything of it counted once."""
+    depth = spec.size("pp")
+    passes = spec.passes
+    one = _pass_parts(spec, target, efficiency)
+    parts = {name: seconds * passes for name, seconds in one.items()}
+    computing = sum(parts.values())
+    sent = sent_by(spec, target, efficiency.link)
+    parts["communication"] = _exposed(sent, computing, efficiency.contention)
+    bubble = (depth - 1) / passes * (computing + parts["communication"]) if depth > 1 else 0.0
+    parts["bubble"] = bubble / max(1, int(spec.knob("pp", "stages", 1)))
+    update, update_host = _update(spec, target, efficiency)
+    parts["optimizer"] = update
+    host = 0.0
+    if target.kind == "cuda":
+        host = passes * _launches(spec) * efficiency.launch_s + update_host
+    device = sum(parts.values())
+    parts["launching"] = max(0.0, host - device)
+    parts["other"] = efficiency.step_s if target.kind == "cuda" else 0.0
+    return Time({name: seconds for name, seconds in parts.items() if seconds}, host)
+
+
+def matmul_dtype(spec: Spec) -> str:
+    """The dtype of the products outside 8-bit layers."""
+    if spec.uses("amp_fp16"):
+        return "float16"
+    if spec.effects.size("compute", 4) == 2:
+        return "bfloat16"
+    return "tf32" if spec.uses("tf32") else "float32"
+
+
+def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str, float]:
+    """Seconds of one pass (forward, backward, what is computed again) on one rank, by part."""
+    weights = weights_of(spec)
+    blocks = -(-spec.shape.num_layers // spec.size("pp"))
+    tokens = spec.tokens
+    parts = {
+        "matmul": _matmul(spec, target, efficiency, weights, blocks),
+        "attention": blocks * _attention(spec, target, efficiency),
+        "elementwise": blocks * _elementwise(spec, target, efficiency)
+        + _casts(spec, target, efficiency, weights, blocks),
+        "loss": _loss(spec, target, efficiency) / spec.size("pp"),
+        "embedding": _embedding(spec, target, efficiency),
+    }
+    if spec.uses("offload_activations"):
+        kept = block_tensors(spec, whole=True)
+        # Over PCIe, there and back, at 0.85 of its rate, and not hidden: as measured.
+        parts["offload"] = 2 * blocks * tokens * sum(kept.values()) / (0.85 * 55e9)
+    return parts
+
+
+def _full(side: float) -> float:
+    return side / (side + FULL_UNIT)
+
+
+def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights, blocks: int) -> float:
+    shape, tp, tokens = spec.shape, spec.size("tp"), spec.tokens
+    dtype = matmul_dtype(spec)
+    products = 4.0 if spec.effects.factor("frozen") else 6.0
+    again = 0.0
+    if spec.uses("checkpoint_full"):
+        # All but the last layer's product, whose result nobody needs again.
+        again = 2 * (1 - shape.hidden * shape.intermediate / weights.block_linear)
+    elif spec.uses("checkpoint_selective") and spec.knob("checkpoint_selective", "keep", "all") == "half":
+        again = 1.0
+    inside = "float8" if spec.uses("fp8") else dtype
+    narrow = min(shape.hidden, shape.intermediate / tp, shape.num_heads * shape.head_dim / tp, tokens)
+    rate = target.rate(inside) * efficiency.matmul.get(inside, 1.0) * _full(narrow)
+    block = tokens * weights.block_linear / tp * (products + again) / rate
+    adapters = 6 * tokens * weights.adapters / tp / (target.rate(dtype) * 0.25)
+    head_products = products + (2 if spec.uses("chunked_loss") else 0)
+    head_rate = target.rate(dtype) * efficiency.matmul.get(dtype, 1.0) * _full(min(shape.hidden, tokens))
+    head = tokens * shape.vocab_size * shape.hidden / tp * head_products / head_rate / spec.size("pp")
+    unpack = 0.0
+    if spec.effects.size("blocks", 4) < 2:
+        # Codes are read and 2-byte weights written, forward and backward.
+        unpack = 2 * 4.5 * weights.block_linear / tp / (target.bytes_per_s * efficiency.eager)
+    return blocks * (block + adapters + unpack) + head
+
+
+def _attention(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+    """One block's attention. A causal query meets half the keys; plain attention multiplies with all of them."""
+    shape, dtype = spec.shape, matmul_dtype(spec)
+    core = next((name for name in CORES if spec.uses(name)), None)
+    width = shape.num_heads * shape.head_dim / spec.size("tp")
+    causal = 6 * spec.tokens * width * spec.sequence
+    again = (
+        1.2 if spec.uses("checkpoint_full") else 1.0
+    )  # once more forward, where most arithmetic is backward
+    if core is None:
+        again = 1.33 if spec.uses("checkpoint_full", "checkpoint_selective") else 1.0
+        scores = spec.tokens * shape.num_heads / spec.size("tp") * spec.sequence
+        moved = scores * (62 if dtype in ("float32", "tf32") else 65)
+        rate = target.rate(dtype) * efficiency.matmul.get(dtype, 1.0)
+        return again * (2 * causal / rate + moved / (target.bytes_per_s * efficiency.eager))
+    gain = efficiency.wide_heads if shape.head_dim >= 128 else 1.0
+    return again * causal / (target.rate(dtype) * efficiency.attention[core] * gain)
+
+
+def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+    """One block's norms, turns, activations, sums and casts: bytes over the rate of eager or of fused operations."""
+    shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
+    stream, compute = effects.size("stream", 4), effects.size("compute", 4)
+    turned = (shape.num_heads + shape.num_kv_heads) * shape.head_dim / tp if shape.family == "llama" else 0.0
+    wide, hidden = shape.intermediate / tp, shape.hidden / tp
+    compiled, llama = spec.uses("compile"), shape.family == "llama"
+    eager_bytes = fused_bytes = 0.0
+    # Two norms: in fp32, some twenty reads and writes each; GPT-2's are one kernel.
+    if compiled or spec.uses("fused_norm", "liger") or not llama:
+        fused_bytes += 2 * (3 * stream + 2 * compute) * hidden
+    else:
+        eager_bytes += 2 * 96 * hidden
+    if compiled or spec.uses("fused_rope", "liger"):
+        fused_bytes += 4 * compute * turned
+    else:
+        eager_bytes += 124 * turned
+    if compiled or spec.uses("fused_mlp", "liger"):
+        fused_bytes += (8 if llama else 5) * compute * wide
+    else:
+        eager_bytes += (14 if llama else 6) * compute * wide
+    cast = 60 if stream != compute and not spec.uses("fused_norm") else 0
+    if compiled:
+        fused_bytes += (6 * stream + 7 * compute) * hidden
+    else:
+        eager_bytes += (2 * (2 * stream + compute) + 9 * compute + 6 * stream + cast) * hidden
+    if (
+        effects.factor("heads.repeated")
+        and any(spec.uses(core) for core in CORES)
+        and shape.num_kv_heads != shape.num_heads
+    ):
+        fused_bytes += 4 * compute * turned
+    if spec.uses("fp8"):
+        inputs = 3 * shape.hidden + wide
+        outputs = turned + shape.num_kv_heads * shape.head_dim / tp + 2 * shape.hidden + 2 * wide
+        fused_bytes += 8.5 * (inputs + outputs) * (1 if compiled else 2)
+    again = 1.0 + (0.2 if spec.uses("checkpoint_full", "checkpoint_selective") else 0.0)
+    seconds = eager_bytes / efficiency.eager + fused_bytes / efficiency.fused
+    return again * spec.tokens * seconds / target.bytes_per_s
+
+
+def _casts(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights, blocks: int) -> float:
+    """Under autocast weights are cast for every pass, and their gradients back."""
+    if not spec.effects.size("casts", 0):
+        return 0.0
+    moved = 6 if spec.effects.factor("frozen") else 12
+    count = (
+        blocks * weights.block_linear + spec.shape.vocab_size * spec.shape.hidden / spec.size("pp")
+    ) / spec.size("tp")
+    return moved * count / (target.bytes_per_s * efficiency.fused)
+
+
+def _loss(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+    """Log-softmax, its gradient and the casts between them, over tokens × vocabulary."""
+    eager = 32.0 if spec.effects.factor("logits.copies") else 11.0
+    if spec.uses("fused_loss", "liger"):
+        eager = 18.0
+    moved = eager * spec.tokens * spec.shape.vocab_size / spec.size("tp")
+    return moved / (target.bytes_per_s * efficiency.loss)
+
+
+def _embedding(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+    """The gradient of the embedding: emptied, filled, added to the head's."""
+    if spec.effects.factor("frozen"):
+        return 0.0
+    each = spec.effects.size("gradients", 4)
+    return (
+        5.6
+        * each
+        * spec.shape.vocab_size
+        * spec.shape.hidden
+        / spec.size("tp")
+        / target.bytes_per_s
+        / spec.size("pp")
+    )
+
+
+def _update(spec: Spec, target: Target, efficiency: Efficiency) -> tuple[float, float]:
+    """Seconds of an update on the device, and of launching it."""
+    weights = weights_of(spec)
+    effects, blocks = spec.effects, spec.shape.num_layers
+    trained: float
+    if effects.factor("frozen"):
+        trained, tensors = blocks * weights.adapters, 14 * blocks
+    else:
+        trained = blocks * (weights.block_linear + weights.block_other) + weights.embedding + weights.head
+        tensors = blocks * (9 if spec.shape.family == "llama" else 12) + 4
+    trained /= spec.size("tp") * spec.size("pp") * spec.shards
+    each = effects.size("parameters", 4) if not effects.factor("master") else 4
+    if spec.uses("adam8bit"):
+        seconds = (6 * each + 4) / 0.2
+        launches = 50 if spec.knob("adam8bit", "backend", "torchao") == "torchao" else 12
+    elif spec.uses("fused_adamw", "fused_update"):
+        seconds, launches = 8 * each / efficiency.update, 1
+    else:
+        seconds, launches = 24 * each / efficiency.eager_update, 13
+    if effects.factor("master"):
+        seconds, launches = seconds + 12, launches + 3
+    host = tensors / spec.size("pp") * launches * 0.45 * efficiency.launch_s
+    return trained * seconds / target.bytes_per_s, host
+
+
+def _launches(spec: Spec) -> float:
+    """Operations that the host launches for one pass."""
+    if spec.uses("cuda_graph"):
+        return 10
+    llama = spec.shape.family == "llama"
+    if spec.uses("compile"):
+        each = 40.0
+    else:
+        each = 160.0 if llama else 80.0
+        each += (44 if llama else 20) if spec.effects.size("casts", 0) else 0
+        each -= (60 if llama else 0) if spec.uses("fused_norm", "liger") else 0
+        each -= 45 if llama and spec.uses("fused_rope", "liger") else 0
+        each *= 1.33 if spec.uses("checkpoint_full", "checkpoint_selective") else 1.0
+        each += 20 if spec.effects.factor("frozen") else 0
+    return 40 + each * spec.shape.num_layers / spec.size("pp")
+
+
+def _exposed(sent: Sent, computing: float, contention: float) -> float:
+    """Seconds of sending that a step waits for: what nothing hides, and of the rest what computing does not cover."""
+    hidden = min(sent.behind, 0.9 * computing)
+    return sent.waiting + (sent.behind - hidden) + contention * hidden
+
+
+def tokens_per_s(spec: Spec, time: Time) -> float:
+    """Of all devices together."""
+    return spec.step_tokens / time.step
+
+
+def model_flops_per_token(spec: Spec) -> int:
+    return flops_per_token(spec.shape, spec.sequence, frozen=bool(spec.effects.factor("frozen")))
