@@ -199,7 +199,7 @@ class Layout:
     def _pairs(self, rows: list[Ints]) -> Batch:
         """Rows of chosen, then of rejected answers; what fills up a micro batch are pairs without a label."""
         pairs = [int(row[0, 0]) for row in rows]
-        pairs += pairs[:1] * (self.micro - len(pairs))
+        pairs += (pairs[:1] or [0]) * (self.micro - len(pairs))
         indices = [2 * pair for pair in pairs] + [2 * pair + 1 for pair in pairs]
         nothing = np.zeros((0, 3), np.int64)
         pieces = [
@@ -240,7 +240,6 @@ def document_validation(
     )
     count = len(layout) if samples is None else min(samples, len(layout))
     plan = layout.plan(in_order(count), in_order)
-    assert not paired or world == 1, "a round of pairs cannot be filled up"
     for index in range(rank, -(-len(plan) // world) * world, world):
         yield layout.batch(plan.batch(index) if index < len(plan) else [])
 

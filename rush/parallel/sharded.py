@@ -82,7 +82,8 @@ def whole(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     target: Any = tensor.detach()
-    found: Tensor = target.to_local()
+    # Parts may lie on the host, but ranks talk through their devices.
+    found: Tensor = target.to_local().to(target.device_mesh.device_type)
     # Each cut saw what those before it had left; its pieces have those shapes.
     shapes = [torch.empty(target.shape, device="meta")]
     made = cuts(tensor)
@@ -138,9 +139,11 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     by_mesh: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor in tensors:
         by_mesh.setdefault(_sharing_groups(tensor), []).append(own_part(tensor))
+    # Parts may lie on the host, but ranks talk through their devices.
+    device = next((t.device_mesh.device_type for t in tensors if is_sharded(t)), None)  # type: ignore[attr-defined]
     squares = []
     for groups, parts in by_mesh.items():
-        square = _norm(parts).square()
+        square = _norm(parts).square().to(device)
         for group in groups:
             torch.distributed.all_reduce(square, group=group)
         squares.append(square)
@@ -169,7 +172,8 @@ def _norm(tensors: list[Tensor]) -> Tensor:
 @torch.no_grad()
 def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply in place; every rank its own parts."""
-    torch._foreach_mul_([own_part(tensor) for tensor in tensors], factor)
+    parts = [own_part(tensor) for tensor in tensors]
+    torch._foreach_mul_(parts, factor.to(parts[0].device))
 
 
 def reshard(model: nn.Module) -> None:

@@ -12,7 +12,7 @@ from importlib import import_module
 
 from rush.errors import MachineError, RecipeError, nearest
 from rush.hardware import Machine
-from rush.parallel import AXES
+from rush.parallel import AXES, DATA_AXES
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import Build, Claim, Parity, Pass, Requirement, Stage, Technique, Use
 
@@ -112,8 +112,9 @@ def _check_layout(recipe: Recipe) -> None:
                 f"layout.{axis} is {size}; {axis} is not there yet, so the only allowed size is 1. Set "
                 f"layout.{axis}=1; {known} divide the work today."
             )
-    if recipe.objective.kind == "dpo" and _divided(recipe):
+    others = [axis for axis in _divided(recipe) if axis not in DATA_AXES]
+    if recipe.objective.kind == "dpo" and others:
         raise RecipeError(
-            "objective.kind is dpo and the layout takes several ranks; preferences are learned by one rank so far. Set "
-            "the sizes of the layout to 1."
+            f"objective.kind is dpo and layout.{others[0]} is above 1; the two answers of a pair are compared by whoever "
+            f"has both in full, so preferences are divided by {' and '.join(DATA_AXES)} only. Set layout.{others[0]}=1."
         )

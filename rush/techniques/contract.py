@@ -184,6 +184,8 @@ class Build:
     model: Decoder
     """On the meta device until MATERIALISE is over."""
     weight_dtype: torch.dtype = torch.float32
+    weights_device: torch.device | None = None
+    """Where parameters (and with them gradients and moments) lie between their uses; None: where they are computed with."""
     weight_hooks: list[Callable[[Decoder], None]] = field(default_factory=list)
     """Called once the model has its memory and weights: parameters that a technique added are its own to fill."""
     masters: bool = False

@@ -55,7 +55,8 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
         # torch's DistributedDataParallel knows no parameters in parts; fully_shard with one shard does the same to them.
         whole: Any = type(mesh)
         one_shard = whole._concatenate([mesh, build.ranks.mesh["fsdp"]])  # type: ignore[index]
-        fsdp.shard(build, one_shard, {"stage": "optimizer", "unit": "block", "prefetch": 1})
+        knobs = {name: knob.default for name, knob in fsdp.technique.knobs.items()}
+        fsdp.shard(build, one_shard, {**knobs, "stage": "optimizer"})
         return
     made: list[nn.parallel.DistributedDataParallel] = []
     last = True

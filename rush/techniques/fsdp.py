@@ -7,7 +7,8 @@ forward pass of a block and gathers them again for the backward pass: half as mu
 keeps them until the step's last backward pass; "optimizer" (ZeRO-1) also keeps whole gradients until then and sends
 them once a step. Between steps torch holds shards only, whatever the stage. Wins where a model does not fit; loses to
 `ddp` where it does and links are slow. With layout.ddp the shards exist that many times (hybrid sharding). With layout.cp
-the ranks that share a sample hold shards as well: they are of the same weights.
+the ranks that share a sample hold shards as well: they are of the same weights. `offload` keeps the shards in host
+memory: a rank's device then holds a block or two, and every pass waits for the bus.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from rush.errors import RecipeError
@@ -34,9 +36,13 @@ from rush.techniques.contract import (
     knob_of,
     used,
 )
+from rush.techniques.evidence import matmuls_took, say_dtypes
 
 # (What cuts a sequence or a layer among ranks sends by functional collectives, which have other names.)
 GATHER, SCATTER, PASS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "rush::forward"
+
+SAME = "same"
+DTYPES = {SAME: None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -45,19 +51,35 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
     """Hold the model in parts on the last axis of the mesh; of two, the first one's ranks are kept equal."""
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     stage, model = str(knobs["stage"]), build.model
     blocks: list[Any] = list(model.blocks) if knobs["unit"] == "block" else []
     # Only parameters are cut; a layer that stores its weight otherwise (as codes) makes parameters of it.
     for module in model.modules():
         getattr(module, "hold_as_parameters", lambda: None)()
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        # Nothing is cast on the way in: what enters a block has the dtype of the embedding, and angles stay in fp32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[str(knobs["param_dtype"])],
+            reduce_dtype=DTYPES[str(knobs["reduce_dtype"])],
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": CPUOffloadPolicy(build.device.type == "cuda")
+        if knobs["offload"]
+        else OffloadPolicy(),
+    }
+    if knobs["offload"]:
+        build.weights_device = torch.device("cpu")
+    if knobs["param_dtype"] != SAME:
+        build.facts["matmul_dtype"] = knobs["param_dtype"]
     for block in blocks:
-        fully_shard(block, mesh=mesh, reshard_after_forward=stage == "parameters")
+        fully_shard(block, reshard_after_forward=stage == "parameters", **options)
     # The backward pass begins where the forward pass of the rest (embedding, head) ended: letting go would be in vain.
     roots: list[Any] = list(build.parts) or [model]
     for root in roots:
-        fully_shard(root, mesh=mesh, reshard_after_forward=False)
+        fully_shard(root, reshard_after_forward=False, **options)
     for unit in [*blocks, *roots]:
         # The share of a step counts the units of all ranks, so gradients are to be summed.
         unit.set_gradient_divide_factor(1.0)
@@ -149,10 +171,15 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     if "pp" in seen.facts:  # schedules keep gradients until the end of the step; some gather all at its start
         once = blocks + seen.facts["fsdp_roots"]
         wanted = dict.fromkeys(wanted, (max(gathers, once), once))
+    where = {own_part(p).device.type for p in parameters}
+    as_asked = where == {"cpu"} or not knobs["offload"]
+    if knobs["param_dtype"] != SAME:
+        as_asked &= matmuls_took(seen, str(knobs["param_dtype"])) and "float32" in seen.weight_dtypes
     return Proof(
-        held < 1.5 / ranks and (gathers, scatters) == wanted[str(knobs["stage"])],
+        held < 1.5 / ranks and (gathers, scatters) == wanted[str(knobs["stage"])] and as_asked,
         f"this rank holds {held:.0%} of the parameters; {gathers:g} all-gathers and {scatters:g} reduce-scatters in a "
-        f"step of {passes} micro batches with {blocks + 1} units",
+        f"step of {passes} micro batches with {blocks + 1} units; parameters lie on {', '.join(sorted(where))}, "
+        f"{say_dtypes(seen)}",
     )
 
 
@@ -164,6 +191,21 @@ technique = Technique(
         Requirement(
             "it is put on by a layout of several ranks; set layout.fsdp to 2 or more",
             lambda machine, recipe: recipe.layout.fsdp > 1,
+        ),
+        Requirement(
+            "param_dtype makes bf16 of fp32 weights as they are gathered; take out what gives them another form (amp_fp16, "
+            "bf16_master, int8_base, pure_bf16, qlora), or leave it at same",
+            lambda machine, recipe: (
+                knob_of(recipe, "fsdp", "param_dtype", SAME) == SAME
+                or not used(recipe, "amp_fp16", "bf16_master", "int8_base", "pure_bf16", "qlora")
+            ),
+        ),
+        Requirement(
+            "with offload the update is made on the host, where our kernels do not run; take out adam8bit and fused_update "
+            "(fused_adamw runs there), or set offload to false",
+            lambda machine, recipe: (
+                not knob_of(recipe, "fsdp", "offload", False) or not used(recipe, "adam8bit", "fused_update")
+            ),
         ),
         Requirement(
             "weights are gathered between blocks, where a graph of the whole model cannot be interrupted; use compile "
@@ -179,7 +221,6 @@ technique = Technique(
     ),
     # They act on plain parameters: on their memory, their bytes, or by kernels that know no shards.
     conflicts=(
-        "adam8bit",
         "cuda_graph",
         "fused_projections",
     ),
@@ -192,6 +233,15 @@ technique = Technique(
         ),
         "unit": KnobRange(("block", "model"), "what is gathered at once"),
         "prefetch": KnobRange((1, 2, 4), "blocks that are asked for ahead of their turn"),
+        "param_dtype": KnobRange(
+            (SAME, "bfloat16"),
+            "what fp32 weights are gathered and computed with as; each rank keeps its part in fp32",
+        ),
+        "reduce_dtype": KnobRange((SAME, "float32", "bfloat16"), "what gradients are summed in"),
+        "offload": KnobRange(
+            (False, True),
+            "parts of weights, gradients and moments lie in host memory, where the update is made",
+        ),
     },
     claim=Claim(
         "model state bytes per rank",

@@ -238,23 +238,18 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
     # What is trained gets its values in fp32 first; a frozen base never exists in it.
     _cast(model, lambda tensor: torch.float32 if id(tensor) in mastered else half_made.weight_dtype)
     try:
-        model.to_empty(device=half_made.device)
+        model.to_empty(device=half_made.weights_device or half_made.device)
     except torch.OutOfMemoryError:
         raise MachineError(
             f"the weights of {half_made.recipe.model.name} do not fit into {half_made.machine.summary()}; "
             "take a smaller model or a larger device."
         ) from None
     if any(is_sharded(parameter) for parameter in model.parameters()):
-        values = stored_values(model, _values(half_made, weights))
-        # Parameters that a technique added are its own to fill.
-        missing = [name for name in fill_model(model, values) if ".adapter." not in name]
-        assert not missing, f"no value for {', '.join(missing)}"
-        model.init_buffers()
+        _fill(model, stored_values(model, _values(half_made, weights)))
     elif weights is None:
         model.init_weights(half_made.recipe.run.seed)
     elif half_made.parts:
-        fill_model(model, _values(half_made, weights))
-        model.init_buffers()
+        _fill(model, _values(half_made, weights))
     else:
         model.load_state_dict(weights)
         model.init_buffers()
@@ -265,6 +260,17 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
         _cast(model, lambda tensor: half_made.weight_dtype)
     for parameter, exact in masters:
         parameter.master = exact  # type: ignore[attr-defined]
+    for module in model.modules() if half_made.weights_device is not None else []:
+        # What is no parameter is computed with as it is.
+        for name, buffer in module._buffers.items():
+            module._buffers[name] = None if buffer is None else buffer.to(half_made.device)
+
+
+def _fill(model: Decoder, values: Iterable[tuple[str, Tensor]]) -> None:
+    # Parameters that a technique added are its own to fill.
+    missing = [name for name in fill_model(model, values) if ".adapter." not in name]
+    assert not missing, f"no value for {', '.join(missing)}"
+    model.init_buffers()
 
 
 def _cast(model: Decoder, wanted: Callable[[torch.Tensor], torch.dtype]) -> None:

@@ -31,6 +31,7 @@ from rush.files import writing
 from rush.hardware.ceilings import cache_folder
 from rush.models.adapters import is_adapted
 from rush.models.fingerprints import fingerprint
+from rush.parallel.sharded import reshard, whole
 from rush.train.build import Run, build
 from rush.train.folders import starting_weights
 from rush.train.objectives import Preference
@@ -57,7 +58,8 @@ def set_live_reference(run: Run, weights: dict[str, torch.Tensor] | None) -> Non
         return
     if not is_adapted(run.model):
         start = starting_weights(run.recipe) if weights is None else weights
-        objective.reference_model = build(run.recipe, run.machine, start).model.requires_grad_(False)
+        beside = build(run.recipe, run.machine, start, run.ranks)
+        objective.reference_model = beside.model.requires_grad_(False)
 
 
 def references(
@@ -81,18 +83,18 @@ def references(
             found[split] = _read(path, count)
             continue
         key = reference_key(run, f"{digest}:{split}:{count}")
+        cached = (cache or cache_folder()) / "references" / f"{key}.npy"
         with progress_bar() as show:
-            found[split] = compute(
-                run, documents, count, (cache or cache_folder()) / "references" / f"{key}.npy", show
-            )
-        _write(path, found[split])
+            found[split] = compute(run, documents, count, cached, show if run.ranks.main else _quiet)
+        if run.ranks.main:
+            _write(path, found[split])
     return found
 
 
 def reference_key(run: Run, data: str) -> str:
     """Names a pass: the base's values, the data, and whatever changes how the numbers are rounded."""
     weights = {
-        name: fingerprint(tensor)
+        name: fingerprint(whole(tensor))
         for name, tensor in run.model.state_dict().items()
         if isinstance(tensor, torch.Tensor) and ".adapter." not in name
     }
@@ -112,31 +114,54 @@ def reference_key(run: Run, data: str) -> str:
 def compute(
     run: Run, documents: Documents, count: int, path: Path, show: Show = lambda done, all: None
 ) -> Values:
-    """One pass over the first `count` documents, or what an earlier one left at `path`."""
-    if path.is_file():
+    """One pass over the first `count` documents, or what an earlier one left at `path`.
+
+    Several ranks ask for every n-th batch each, all of them in every round, and add up what they found.
+    """
+    ranks = run.ranks
+    if ranks.once(path.is_file):
         return _read(path, count)
     if count == 0:
         return np.zeros(0, np.float32)
     batch, options = run.recipe.batch, run.loader_options
     layout = Layout(documents, options.get("packing") or Pad(), batch.micro, batch.sequence, paired=True)
     plan = layout.plan(in_order(count // 2), in_order)
-    partial = path.with_name(f".{path.stem}.partial.npy")
+    partial = path.with_name(f".{path.stem}.{ranks.data_rank}-of-{ranks.data_ranks}.partial.npy")
+    own = [
+        plan.batch(index) if index < len(plan) else []
+        for index in range(
+            ranks.data_rank, -(-len(plan) // ranks.data_ranks) * ranks.data_ranks, ranks.data_ranks
+        )
+    ]
     with writing(path, "the reference in "):
         values = _open_partial(partial, count)
-        for index in range(len(plan)):
-            rows = plan.batch(index)
-            pairs = np.array([int(row[0, 0]) for row in rows])
-            where = np.concatenate((2 * pairs, 2 * pairs + 1))
-            if np.isnan(values[where]).any():
-                values[where] = _of_batch(run, layout, rows)
+        missing = [bool(np.isnan(values[_answers(rows)]).any()) for rows in own]
+        # What one rank has to ask for, all ask for: a model in parts answers to all at once.
+        asked = ranks.sum(torch.tensor(missing, dtype=torch.float32, device=run.device)).tolist()
+        for index, rows in enumerate(own):
+            if asked[index]:
+                values[_answers(rows)] = _of_batch(run, layout, rows)
                 if index % SAVE_EVERY == 0:
                     values.flush()
-            show(index + 1, len(plan))
+            show(index + 1, len(own))
         values.flush()
-        result = np.array(values)
-        assert not np.isnan(result).any(), "an answer was left out"
-        partial.replace(path)
+        for model in run.parts:
+            reshard(model)
+        assert not any(np.isnan(values[_answers(rows)]).any() for rows in own), "an answer was left out"
+        found = ranks.sum(torch.from_numpy(np.nan_to_num(values)).to(run.device))
+        result: Values = found.cpu().numpy()
+        ranks.once(lambda: _write(path, result))
+        partial.unlink()
     return result
+
+
+def _quiet(done: int, total: int) -> None: ...
+
+
+def _answers(rows: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
+    """Where the chosen and the rejected answers of these pairs are."""
+    pairs = np.array([int(row[0, 0]) for row in rows], dtype=np.int64)
+    return np.concatenate((2 * pairs, 2 * pairs + 1))
 
 
 def _of_batch(run: Run, layout: Layout, rows: list[npt.NDArray[np.int64]]) -> Values:

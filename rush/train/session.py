@@ -208,7 +208,8 @@ class Session:
         self.run.ranks.at(f"step {step}, validation and samples")
         if last or _due(settings.validate_every, step):
             row["val_loss"] = validate(self.run, self.corpus.validation(self.recipe, self.run.loader_options))
-            row |= {f"val_{name}": value for name, value in self.run.objective.figures().items()}
+            figures = self.run.objective.figures(self.run.ranks.sum)
+            row |= {f"val_{name}": value for name, value in figures.items()}
         sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
         run = _gathered(self.run) if sampled else self.run
         if self.rows is None:

@@ -159,7 +159,7 @@ def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool
         step,
         batches,
         counts,
-        figures=run.objective.figures(),
+        figures=run.objective.figures(run.ranks.sum),
         numbers=numbers,
         arrived=arrived,
         skipped=skipped,
@@ -199,11 +199,13 @@ def _with(loss_and_norm: Tensor, summed: Tensor | None) -> Tensor:
 
 
 def waits_for_nothing(run: Run) -> bool:
-    """Whether a step's update is launched before its loss and gradient are known. (Loss scaling decides on the host.)
+    """Whether a step's update is launched before its loss and gradient are known. (Loss scaling decides on the host, and
+    an update of weights that lie there is the host's own.)
 
     Then clipping is part of the update as well, which divides the gradients where it reads them.
     """
-    return holds_back(run.optimizer) and not run.scaler.is_enabled()
+    here: bool = run.optimizer.param_groups[0]["params"][0].device.type == run.device.type
+    return here and holds_back(run.optimizer) and not run.scaler.is_enabled()
 
 
 def _fetch(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from rank_work import Result, loader, recipe
+from rank_work import ROOT, Result, loader, recipe
+
+sys.path.insert(0, str(ROOT / "tests" / "train"))
 
 
 def overfit(
@@ -80,3 +83,75 @@ def pass_adapters(
 def batch_of(run: Any) -> Any:
     with loader(run) as given:
         return next(iter(given.next_step()))
+
+
+def prefer(layout: Mapping[str, int], techniques: Iterable[str], more: Iterable[str], cache: str) -> Result:
+    """Losses and figures of learning preferences, the reference's numbers, and a validation over an odd number of pairs."""
+    import numpy as np
+    from small_pairs import PairsInMemory
+
+    from rush.data.document_loader import DocumentLoader, document_validation
+    from rush.hardware import probe
+    from rush.parallel import join
+    from rush.train.build import build
+    from rush.train.reference import compute, set_live_reference, wants_cached
+    from rush.train.step import launch_step, validate
+
+    changes = ("objective.kind='dpo'", "batch.micro=2", "batch.total_tokens=256", *more)
+    chosen = recipe("llama", layout, techniques, *changes)
+    pairs = PairsInMemory(25, vocabulary=200)
+    with join(chosen.layout.model_dump(), "cpu") as ranks:
+        run = build(chosen, probe("cpu"), None, ranks)
+        set_live_reference(run, None)
+        held = None
+        if wants_cached(run):
+            held = compute(run, pairs, len(pairs), Path(cache) / "reference.npy")
+        settings = {"paired": True, "references": held}
+        losses, figures = [], []
+        with DocumentLoader(
+            pairs,
+            micro=2,
+            sequence=chosen.batch.sequence,
+            batches_per_step=chosen.accumulation * chosen.data_ranks,
+            seed=1,
+            **settings,
+            **run.loader_options,
+        ) as given:
+            for step in range(1, 7):
+                launched = launch_step(run, step, chosen.optimizer.lr, list(given.next_step()))
+                losses.append(launched.result().loss)
+                figures.append(dict(launched.figures))
+        place = {"rank": ranks.data_rank, "world": ranks.data_ranks}
+        held_out = validate(
+            run, document_validation(pairs, None, 2, chosen.batch.sequence, 23, **settings, **place)
+        )
+        figures.append(dict(run.objective.figures(ranks.sum)))
+        left = sorted(path.name for path in Path(cache).iterdir())
+        return {
+            "losses": losses,
+            "figures": figures,
+            "held_out": held_out,
+            "reference": None if held is None else np.array(held),
+            "left": left,
+        }
+
+
+def wait_on_host(layout: Mapping[str, int]) -> Result:
+    """Losses of steps whose activations are kept elsewhere; what asks for a GPU is taken away, as a CPU has host memory."""
+    from dataclasses import replace
+
+    from rush.hardware import probe
+    from rush.parallel import join
+    from rush.techniques import registry
+    from rush.train.build import build
+    from rush.train.step import train_step
+
+    known: Any = registry()
+    known["offload_activations"] = replace(known["offload_activations"], requires=())
+    more = ("batch.micro=8", "batch.total_tokens=512")
+    chosen = recipe("llama", layout, ("{name='offload_activations', pin=false}",), *more)
+    with join(chosen.layout.model_dump(), "cpu") as ranks:
+        run = build(chosen, probe("cpu"), None, ranks)
+        with loader(run) as given:
+            losses = [train_step(run, step, 1e-3, given.next_step()).loss for step in range(1, 4)]
+        return {"losses": losses, "moved": run.facts["offloaded"]["bytes"]}

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rank_work import Result, learn, on_ranks, recipe
-from shard_work import overfit, pass_adapters
+from shard_work import overfit, pass_adapters, prefer, wait_on_host
 from test_sameness import furthest
 
 from rush.models.memory import adapter_memory
@@ -106,3 +106,110 @@ def test_adapters_go_through_layouts_to_the_same_bits(tmp_path: Path, technique:
     assert all(".adapter." in name for name in load_file(Path(first["path"]) / "model.safetensors"))
     assert np.array_equal(first["logits"], last["logits"])
     assert np.abs(first["logits"]).max() > 0
+
+
+NARROW = (
+    "model.shape.num_layers=1",
+    "model.shape.hidden=32",
+    "model.shape.head_dim=8",
+    "model.shape.intermediate=32",
+)
+IN_BLOCKS = (
+    "model.shape.num_layers=1",
+    "model.shape.hidden=256",
+    "model.shape.head_dim=4",
+    "model.shape.intermediate=16",
+)
+FP32, HALF, COARSE = (
+    {"gradients": 1e-5, "others": 1e-5},
+    {"gradients": 1e-3, "others": 1e-4},
+    {"gradients": 2e-2, "others": 2e-3},
+)
+OTHERS: dict[str, tuple[tuple[str, ...], tuple[str, ...], dict[str, float]]] = {
+    "fused_update": (("fused_update",), NARROW, FP32),
+    # The blocks are the same; a gradient that differs in its last bit can turn a code over.
+    "adam8bit": (("{name='adam8bit', backend='rush'}",), IN_BLOCKS, {"gradients": 1e-5, "others": 1e-3}),
+    "offload": (("{name='fsdp', offload=true}", "fused_adamw"), NARROW, FP32),
+    "amp_fp16": (("amp_fp16",), NARROW, HALF),
+    "amp_bf16, summed in fp32": (("amp_bf16", "{name='fsdp', reduce_dtype='float32'}"), NARROW, HALF),
+    "bf16_master": (("bf16_master",), NARROW, COARSE),
+    "bf16_master, summed in fp32": (
+        ("bf16_master", "fused_adamw", "{name='fsdp', reduce_dtype='float32'}"),
+        NARROW,
+        COARSE,
+    ),
+    "pure_bf16 by our kernel": (("pure_bf16", "{name='fused_update', state='bfloat16'}"), NARROW, COARSE),
+    "fp8": (("fp8",), NARROW, {"gradients": 1e-5, "others": 1e-4}),
+    "our kernels": (("fused_norm", "fused_mlp", "fused_rope", "fused_loss"), NARROW, FP32),
+    "our attention": (("triton_attention",), NARROW, FP32),
+    "lora in bf16": (("lora", "bf16_master"), NARROW, COARSE),
+}
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
+@pytest.mark.parametrize("name", OTHERS)
+def test_kernels_and_precisions_beside_sharding_do_what_they_do_alone(name: str) -> None:
+    techniques, more, allowed = OTHERS[name]
+    alone = tuple(entry for entry in techniques if "'fsdp'" not in entry)
+    reference = on_ranks(1, learn, "llama", {}, alone, 3, "", more)[0]
+    for ours in on_ranks(2, learn, "llama", FSDP, techniques, 3, "", more):
+        apart = furthest(ours, reference)
+        assert apart.pop("gradients") < allowed["gradients"]
+        assert max(apart.values()) < allowed["others"], apart
+        assert all(took_effect for took_effect, _ in ours["proofs"].values()), ours["proofs"]
+
+
+@slow
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
+def test_gathering_in_bf16_learns_what_bf16_weights_with_fp32_copies_learn() -> None:
+    reference = on_ranks(1, learn, "llama", {}, ("bf16_master",), 3, "", NARROW)[0]
+    policy = "{name='fsdp', param_dtype='bfloat16', reduce_dtype='float32'}"
+    ours = on_ranks(2, learn, "llama", FSDP, (policy,), 3, "", NARROW)[0]
+    apart = furthest(ours, reference)
+    assert apart.pop("gradients") < 2e-2
+    assert max(apart.values()) < 2e-3, apart
+    assert ours["proofs"]["fsdp"][0], ours["proofs"]
+
+
+@slow
+def test_activations_wait_on_the_host_beside_sharding() -> None:
+    alone = on_ranks(1, wait_on_host, {})[0]
+    for ours in on_ranks(2, wait_on_host, FSDP):
+        assert ours["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert ours["moved"] > 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "techniques", "more"),
+    [
+        pytest.param(FSDP, (), (), id="fsdp"),
+        pytest.param(DDP, (), ("objective.loss=ipo",), marks=slow, id="ddp, ipo"),
+        pytest.param(FSDP, (), ("objective.reference=live",), marks=slow, id="fsdp, live"),
+        pytest.param(DDP, ("lora",), ("objective.reference=live",), marks=slow, id="ddp, lora, live"),
+        pytest.param(FSDP, ("qlora",), ("objective.reference=live",), marks=slow, id="fsdp, qlora, live"),
+        pytest.param(BOTH, ("lora",), (), marks=slow, id="hybrid, lora"),
+        pytest.param(
+            FSDP, (), ("objective.loss=simpo", "objective.margin=0.5"), marks=slow, id="fsdp, simpo"
+        ),
+    ],
+)
+def test_ranks_prefer_what_one_rank_prefers(
+    tmp_path: Path, layout: dict[str, int], techniques: tuple[str, ...], more: tuple[str, ...]
+) -> None:
+    for name in ("alone", "ranks"):
+        (tmp_path / name).mkdir()
+    alone = on_ranks(1, prefer, {}, techniques, more, str(tmp_path / "alone"))[0]
+    found = on_ranks(
+        int(np.prod(list(layout.values()))), prefer, layout, techniques, more, str(tmp_path / "ranks")
+    )
+    assert alone["losses"][0] != alone["losses"][-1]
+    assert {"reward_margin", "accuracy"} <= alone["figures"][-1].keys()
+    for ours in found:
+        assert ours["losses"] == pytest.approx(alone["losses"], rel=1e-5)
+        assert ours["held_out"] == pytest.approx(alone["held_out"], rel=1e-5)
+        for mine, theirs in zip(ours["figures"], alone["figures"], strict=True):
+            assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
+        if alone["reference"] is not None:
+            assert np.allclose(ours["reference"], alone["reference"], rtol=1e-6)
+            assert ours["left"] == ["reference.npy"]

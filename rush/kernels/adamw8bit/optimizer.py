@@ -10,14 +10,15 @@ from torch import Tensor
 
 from rush.kernels.adamw.optimizer import Local, Member, RushAdamW
 from rush.kernels.adamw8bit.codes import code_values
-from rush.kernels.adamw8bit.update import Packed, adamw8bit_, packed_zeros
+from rush.kernels.adamw8bit.update import Packed, adamw8bit_, in_blocks, packed_zeros
 
 SMALLEST = 4096
 """Elements from which on a tensor's moments are packed: gains and biases are few, and matter more than most."""
 
 
 class RushAdamW8bit(RushAdamW):
-    """AdamW with moments in blocks of 8-bit codes; those of small tensors stay in fp32.
+    """AdamW with moments in blocks of 8-bit codes; those of small tensors stay in fp32, and those of sharded ones whose
+    rows are no whole blocks.
 
     The state has `exp_avg.codes`, `exp_avg.scales` and the same of `exp_avg_sq`, plain tensors, so that checkpoints
     can hold them.
@@ -51,7 +52,7 @@ class RushAdamW8bit(RushAdamW):
         self._values: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        if parameter.numel() < SMALLEST:
+        if parameter.numel() < SMALLEST or not in_blocks(parameter):
             return super().new_state(parameter)
         moments = {
             "exp_avg": packed_zeros(parameter, signed=True),
@@ -85,4 +86,4 @@ class RushAdamW8bit(RushAdamW):
 
 
 def _packed(member: Member, key: str) -> Packed:
-    return Packed(member.state[f"{key}.codes"], member.state[f"{key}.scales"])
+    return Packed(member.state[f"{key}.codes"], member.state[f"{key}.scales"].flatten())

@@ -26,11 +26,24 @@ class Packed(NamedTuple):
 
 
 def packed_zeros(parameter: Tensor, signed: bool) -> Packed:
-    """The moment of a parameter that has had no step."""
-    return Packed(
-        torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8),
-        parameter.new_zeros(-(-parameter.numel() // kernels.BLOCK), dtype=torch.float32),
-    )
+    """The moment of a parameter that has had no step. A sharded one comes in whole blocks for each row: its scales are cut
+    as it is."""
+    codes = torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8)
+    if is_cut(parameter):
+        of_blocks = parameter.detach().view(parameter.shape[0], -1, kernels.BLOCK).amax(-1)
+        return Packed(codes, torch.zeros_like(of_blocks, dtype=torch.float32))
+    blocks = -(-parameter.numel() // kernels.BLOCK)
+    return Packed(codes, parameter.new_zeros(blocks, dtype=torch.float32))
+
+
+def is_cut(parameter: Tensor) -> bool:
+    """Whether other processes hold the rest of it: torch's sharded tensors say where they are placed."""
+    return hasattr(parameter, "placements")
+
+
+def in_blocks(parameter: Tensor) -> bool:
+    """Whether the blocks of 256 stay whole however the rows are dealt out."""
+    return not is_cut(parameter) or (parameter.dim() == 2 and parameter.shape[1] % kernels.BLOCK == 0)
 
 
 def adamw8bit_(

@@ -6,7 +6,7 @@ micro batch adds the gradient of its summed loss over the number of units in the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -15,6 +15,8 @@ from rush.data import Batch
 from rush.recipe import Recipe
 from rush.train.objectives.next_token import NextToken
 from rush.train.objectives.preference import Preference
+
+Add = Callable[[Tensor], Tensor]
 
 __all__ = ["NextToken", "Objective", "Preference", "objective_of"]
 
@@ -31,8 +33,9 @@ class Objective(Protocol):
         """How many units a micro batch holds; it is asked before the batch goes to the device."""
         ...
 
-    def figures(self) -> Mapping[str, float]:
-        """Further numbers of the step since this was last asked, for the metrics."""
+    def figures(self, add: Add = ...) -> Mapping[str, float]:
+        """Further numbers of the step since this was last asked, for the metrics; `add` sums over those that hold other
+        samples of it."""
         ...
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -32,5 +32,5 @@ class NextToken:
     def units(self, batch: Batch) -> int:
         return batch.num_labels
 
-    def figures(self) -> Mapping[str, float]:
+    def figures(self, add: Callable[[Tensor], Tensor] = Tensor.detach) -> Mapping[str, float]:
         return {}

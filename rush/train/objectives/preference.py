@@ -169,12 +169,12 @@ class Preference:
             )
         return int(labelled[:pairs].sum())
 
-    def figures(self) -> dict[str, float]:
+    def figures(self, add: Callable[[Tensor], Tensor] = Tensor.detach) -> dict[str, float]:
         """Means over the pairs since this was last asked; `accuracy` is the share in which the chosen answer is worth
-        more (a tie counts half)."""
+        more (a tie counts half). `add` brings in the pairs of other ranks."""
         if self._sums is None:
             return {}
-        count, *sums = self._sums.tolist()
+        count, *sums = add(self._sums).tolist()
         self._sums.zero_()
         return {name: total / count for name, total in zip(FIGURES, sums, strict=True)} if count else {}
 
