@@ -82,7 +82,9 @@ def merged(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> tuple[Tens
 
 def _pass_on(group: Any, sent: Tensor, tag: int) -> Callable[[], Tensor]:
     """Send to the next rank and receive from the one before; call the result to wait for what comes."""
-    ranks, place = dist.get_process_group_ranks(group), dist.get_rank(group)
+    ranks, place, device = dist.get_process_group_ranks(group), dist.get_rank(group), sent.device
+    if dist.get_backend(group) == "gloo":
+        sent = sent.cpu()  # ranks that share a GPU: gloo passes on what is in host memory
     sent, coming = sent.contiguous(), torch.empty_like(sent, memory_format=torch.contiguous_format)
     ahead, behind = ranks[(place + 1) % len(ranks)], ranks[place - 1]
     works = dist.batch_isend_irecv(
@@ -92,7 +94,7 @@ def _pass_on(group: Any, sent: Tensor, tag: int) -> Callable[[], Tensor]:
     def wait() -> Tensor:
         for work in works:
             work.wait()
-        return coming
+        return coming.to(device)
 
     return wait
 

@@ -107,6 +107,13 @@ def _rank(
         end.send(("failed", traceback.format_exc()))
 
 
+def sharing_a_gpu(work: Callable[..., Any], *arguments: Any) -> Any:
+    """On a rank: the work, with all ranks on one GPU if there are no more."""
+    if torch.cuda.device_count() == 1:
+        os.environ["RUSH_SHARE_DEVICE"] = "1"
+    return work(*arguments)
+
+
 def free_port() -> int:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -85,20 +85,21 @@ def same(ours: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
             assert mine[key] == pytest.approx(value, rel=1e-5), (mine["step"], key)
 
 
+@pytest.mark.parametrize("axis", ["fsdp", pytest.param("cp", marks=pytest.mark.slow)])
 def test_two_ranks_write_one_run_that_one_rank_goes_on_with(
-    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    axis: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
     train_recipe(load_recipe(str(recipe)), tmp_path / "one")
     out = tmp_path / "two"
-    done = rush("train", recipe, "layout.fsdp=2", "--nproc", "2", "--out", out, cache=tmp_path / "cache")
+    done = rush("train", recipe, f"layout.{axis}=2", "--nproc", "2", "--out", out, cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Done at step 8") == 1, "rank 0 alone speaks"
     same(rows(out), rows(tmp_path / "one"))
     assert rows(out, "samples.jsonl") == rows(tmp_path / "one", "samples.jsonl")
     # The last checkpoint is taken away; one rank goes on where two were, and ends where one would have.
     shutil.rmtree(out / "checkpoints" / "step-000008")
-    train_recipe(load_recipe(str(out / "recipe.toml"), ["layout.fsdp=1"]), out, resume=True)
+    train_recipe(load_recipe(str(out / "recipe.toml"), [f"layout.{axis}=1"]), out, resume=True)
     same(rows(out), rows(tmp_path / "one"))
 
 
