@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +19,7 @@ from rush.errors import Diverged, RecipeError, RushError
 
 if TYPE_CHECKING:
     from rush.recipe import Recipe
+    from rush.train.session import Summary
 
 RESTARTS = 3
 """In a row, without a new checkpoint: enough for bad luck, too few to burn a night on a bug."""
@@ -87,32 +87,23 @@ def train(
     if recipe is not None and "=" in recipe:
         changes.insert(0, recipe)
         recipe = None
-    if recipe is None and not (resume and out):
-        raise RecipeError("no recipe was named; write `rush train RECIPE` (see `rush recipes`), or give --out with "
-                          "--resume to go on with a run.")  # fmt: skip
-    if resume and out is None:
-        raise RecipeError("--resume needs --out: the folder of the run to go on with.")
+    if "SLURM_PROCID" in os.environ:
+        from rush.parallel.slurm import join_step
 
-    from rush.parallel.slurm import join_step
+        join_step()
+    with _one_message():
+        if recipe is None and not (resume and out):
+            raise RecipeError("no recipe was named; write `rush train RECIPE` (see `rush recipes`), or give --out with "
+                              "--resume to go on with a run.")  # fmt: skip
+        if resume and out is None:
+            raise RecipeError("--resume needs --out: the folder of the run to go on with.")
+        if nproc is not None:
+            _start_ranks(nproc, restarts, recipe, changes, out, resume, json)
+        summary = _train_here(recipe, changes, out, resume, shrink, json)
 
-    join_step()
-    if nproc is not None:
-        _start_ranks(nproc, restarts, recipe, changes, out, resume, json)
-    # torch's own warnings about sockets would come before the one message that helps.
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from rush.parallel import started_rank, started_world
     from rush.recipe_io import load_recipe
-    from rush.train.loop import train_recipe
-    from rush.train.view import Silent, terminal_view
 
-    with _one_message():
-        folder = _folder(recipe, out)
-        chosen = _recipe(recipe, changes, folder)
-        if shrink:
-            chosen = _shrunk(chosen or load_recipe(str(folder / "recipe.toml")))
-        summary = train_recipe(
-            chosen, folder, resume=resume or _restarted(), view=Silent() if json else terminal_view()
-        )
     if started_rank() != 0:
         raise typer.Exit(130 if summary.interrupted else 0)
     folder = Path(summary.folder)
@@ -134,8 +125,30 @@ def train(
     typer.echo(f"Talk to it with: {words}")
 
 
+def _train_here(
+    recipe: str | None, changes: list[str], out: Path | None, resume: bool, shrink: bool, json: bool
+) -> Summary:
+    """Train in this process, alone or as one of the ranks that a launcher started."""
+    if "RANK" in os.environ:
+        # torch's own warnings about sockets would come before the one message that helps.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from rush.parallel.restarts import restarted
+    from rush.recipe_io import load_recipe
+    from rush.train.loop import train_recipe
+    from rush.train.view import Silent, terminal_view
+
+    folder = _folder(recipe, out)
+    chosen = _recipe(recipe, changes, folder)
+    if shrink:
+        chosen = _shrunk(chosen or load_recipe(str(folder / "recipe.toml")))
+    view = Silent() if json else terminal_view()
+    return train_recipe(chosen, folder, resume=resume or restarted(), view=view)
+
+
 def _folder(recipe: str | None, out: Path | None) -> Path:
-    if out is None and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) > 0:
+    from rush.parallel.restarts import most_restarts
+
+    if out is None and most_restarts() > 0:
         raise RecipeError(
             "torchrun may start this run again (--max-restarts), which must then find its folder; name it with --out."
         )
@@ -149,11 +162,6 @@ def _recipe(recipe: str | None, changes: list[str], folder: Path) -> Recipe | No
     if recipe is not None:
         return load_recipe(recipe, changes)
     return load_recipe(str(folder / "recipe.toml"), changes) if changes else None
-
-
-def _restarted() -> bool:
-    """Whether torchrun has started this process again after a failure: then the run in the folder is this one."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def _shrunk(recipe: Recipe) -> Recipe:
@@ -220,16 +228,20 @@ def _numbers(nproc: str) -> tuple[int, int]:
 @contextmanager
 def _one_message() -> Iterator[None]:
     """What is wrong is said once: by rank 0, or where rank 0 does not hear of it, by the rank it happened to."""
+    if "RANK" not in os.environ:
+        yield
+        return
     from rush.parallel import started_rank, started_world, tell_absent
-    from rush.parallel.joining import LATER_S
+    from rush.parallel.meeting import LATER_S
     from rush.parallel.ranks import SAID
+    from rush.parallel.restarts import failed_before, note_failure
 
-    if (code := _failed_before()) is not None:
+    if (code := failed_before()) is not None:
         raise typer.Exit(code)
     try:
         yield
     except RushError as error:
-        _note_failure(error.exit_code)
+        note_failure(error.exit_code)
         rank = started_rank()
         if rank == 0 or started_world() == 1:
             raise
@@ -240,32 +252,3 @@ def _one_message() -> Iterator[None]:
             # Launchers end all ranks as soon as one has left: rank 0 should have spoken by then.
             time.sleep(LATER_S)
         raise typer.Exit(error.exit_code) from None
-
-
-def _note_failure(code: int) -> None:
-    """torchrun starts ranks again whatever their exit code; what would only repeat itself is noted for them."""
-    from rush.parallel.launching import FINAL
-
-    left = int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")) - int(
-        os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    )
-    if left > 0 and code in FINAL:
-        _failure_note().write_text(str(code))
-
-
-def _failed_before() -> int | None:
-    """With what a rank of this machine failed that would only repeat itself, before torchrun started them again."""
-    note = _failure_note()
-    if not _restarted() or not note.is_file() or note.stat().st_uid != os.getuid():
-        return None
-    code = int(note.read_text())
-    if os.environ["TORCHELASTIC_RESTART_COUNT"] == os.environ.get("TORCHELASTIC_MAX_RESTARTS"):
-        note.unlink(missing_ok=True)
-    return code
-
-
-def _failure_note() -> Path:
-    """Named after the launcher's process, which stays the same over its restarts."""
-    run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    name = "".join(letter for letter in run if letter.isalnum())
-    return Path(tempfile.gettempdir()) / f"rush-{os.getuid()}-{os.getppid()}-{name}.failed"

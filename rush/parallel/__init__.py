@@ -5,7 +5,8 @@ A run on one process uses none of it: `Ranks()` is that case, and nothing of tor
 
 from __future__ import annotations
 
-from rush.parallel.joining import check_world, join, started_rank, started_world, tell_absent
+from rush.parallel.joining import check_world, join
+from rush.parallel.meeting import started_rank, started_world, tell_absent
 from rush.parallel.ranks import AXES, DATA_AXES, Ranks
 
 __all__ = [

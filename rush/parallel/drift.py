@@ -85,6 +85,8 @@ def _exchange(table_pk: Tensor) -> list[list[list[int]]]:
     """The tables of all ranks, on the host; they may be of unlike lengths (other layers), so zeros fill them up."""
     import torch.distributed as dist
 
+    if dist.get_backend() == "gloo":
+        table_pk = table_pk.cpu()
     length = torch.tensor(len(table_pk), device=table_pk.device)
     dist.all_reduce(length, op=dist.ReduceOp.MAX)
     padded = table_pk.new_zeros(int(length), table_pk.shape[1])

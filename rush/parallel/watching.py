@@ -66,6 +66,8 @@ class Watch:
 
     def __init__(self, store: Store, rank: int, world: int, limit_s: float) -> None:
         self.place = "the start"
+        self.told = False
+        """Whether this rank has named a late one, and is about to leave."""
         self._store, self._rank, self._world, self._limit_s = store, rank, world, limit_s
         self._beat_s = min(LONGEST_BEAT_S, limit_s / BEATS)
         self._main = threading.main_thread().ident
@@ -88,29 +90,34 @@ class Watch:
         """Whether the store has not answered for as long as ranks wait for each other."""
         return time.monotonic() - self._asked > self._limit_s - LOOK_BEATS * self._beat_s
 
+    def wait_if_told(self) -> None:
+        """Say nothing more where the late rank was named already: the thread is about to end this process."""
+        if self.told:
+            self._thread.join()
+
     def _run(self) -> None:
-        beat, waited_for, since = 0, ("", ""), time.monotonic()
+        beat, waited_for, since = 0, "", time.monotonic()
         while not self._ended.wait(self._beat_s):
             beat += 1
             note = self._note(beat)
+            # What is waited for: an exchange, or at the store whatever rank 0 is at.
+            waits_for = f"{note.group}/{note.number}" if note.waits_in else note.inside * self._at_store()
+            if waits_for != waited_for or not waits_for:
+                waited_for, since = waits_for, time.monotonic()
             self._asked = time.monotonic()
             try:
                 self._store.set(f"note/{self._rank}", json.dumps(asdict(note)))
                 if self._store.check(["found"]):
                     self._leave(json.loads(self._store.get("found")))
+                if time.monotonic() - since > self._limit_s - LOOK_BEATS * self._beat_s:
+                    self._look_around(note)
+                    since = time.monotonic()
             except RuntimeError:
                 # Rank 0 or the launcher, who kept the store, is gone: nothing can be exchanged any more.
-                if not self._ended.wait(GRACE_S):
+                if self.told or not self._ended.wait(GRACE_S):
                     os._exit(RankLost.exit_code)
                 return
             self._asked = math.inf
-            # What is waited for: an exchange, or, in a store, whatever rank 0 is at.
-            waits_for = (f"{note.group}/{note.number}" if note.waits_in else "", note.inside)
-            if waits_for != waited_for or not (note.waits_in or self._at_store()):
-                waited_for, since = waits_for, time.monotonic()
-            elif time.monotonic() - since > self._limit_s - LOOK_BEATS * self._beat_s:
-                self._look_around(note)
-                since = time.monotonic()
 
     def _note(self, beat: int) -> Note:
         note = Note(beat, self.place, self._inside(), "", host=socket.gethostname(), pid=os.getpid())
@@ -150,8 +157,11 @@ class Watch:
         after = self._notes()
         silent = [r for r, note in after.items() if r != self._rank and before[r].beat == note.beat]
         late = [
-            r for r, note in after.items() if r not in silent and note.entered.get(mine.group, mine.number) < mine.number
-        ]  # fmt: skip
+            r
+            for r, note in after.items()
+            if r not in (self._rank, *silent)
+            and (not note.waits_in or note.entered.get(mine.group, mine.number) < mine.number)
+        ]
         if self._ended.is_set() or not (silent or mine.waits_in):
             return
         says = [self._describe(r, after[r], silent=r in silent) for r in (silent or late)]
@@ -170,6 +180,7 @@ class Watch:
         )
         stopped = [(after[r].host, after[r].pid) for r in silent]
         if self._store.compare_set("teller", "", str(self._rank)).decode() == str(self._rank):
+            self.told = True
             print(f"error: {message}", file=sys.stderr, flush=True)  # noqa: T201
             self._store.set("found", json.dumps(stopped))
             self._ended.wait(2 * self._beat_s)  # the store may be ours: let the others read it

@@ -125,7 +125,8 @@ def _strike(kind: str, run: Any) -> None:
     elif kind == "asleep":
         time.sleep(LIMIT_S)
     elif kind == "flipped bit":
-        weight = run.model.blocks[1].mlp.up.weight.data.view(torch.int32)
-        weight[3, 5] ^= 1
+        from rush.parallel.sharded import own_part
+
+        own_part(run.model.blocks[1].mlp.up.weight.detach()).view(torch.int32)[3, 5] ^= 1
     else:
         assert kind == "", kind

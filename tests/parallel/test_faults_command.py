@@ -110,6 +110,7 @@ def strike(
     return victim
 
 
+@pytest.mark.timeout(1800)
 def test_twelve_kills_at_random_steps_and_the_same_bits(
     recipe: Path, undisturbed: Path, tmp_path: Path, started: list[Run]
 ) -> None:
