@@ -183,7 +183,7 @@ def told(tries: Path, rank: int) -> list[str]:
 def test_what_would_fail_again_is_not_started_again(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tries = fake_ranks(monkeypatch, tmp_path, f"sys.exit({code} if rank == 1 else 75)")
+    tries = fake_ranks(monkeypatch, tmp_path, f"sys.exit({code}) if rank == 1 else time.sleep(60)")
     assert launch(2, ["train"], restarts=3) == code
     assert len(told(tries, 1)) == 1
 
@@ -191,7 +191,7 @@ def test_what_would_fail_again_is_not_started_again(
 def test_a_killed_rank_is_started_again_with_resume_until_nothing_new_is_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    tries = fake_ranks(monkeypatch, tmp_path, "os.kill(os.getpid(), 9) if rank == 1 else sys.exit(75)")
+    tries = fake_ranks(monkeypatch, tmp_path, "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)")
     saved = iter([[], [3], [6], [6], [6]])
     assert launch(2, ["train", "tiny"], restarts=2, saved=lambda: next(saved)) == 137
     said = capfd.readouterr().err
