@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from rush.parallel.sharded import is_sharded, own_part
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -234,10 +236,18 @@ def idle_share(orders: Mapping[int, Sequence[tuple[int, str]]]) -> float:
     return 1 - work / (len(orders) * max(clock.values()))
 
 
-def add_from(tensor: Tensor, peer: int, group: ProcessGroup) -> None:
-    """Add what another rank of the group has of the same tensor; it does the same, so both end with the same bits."""
+def add_gradient(parameter: nn.Parameter, peer: int, group: ProcessGroup) -> None:
+    """Add the gradient that another rank of the group has of its copy of a parameter; it does the same, so both end with the
+    same bits."""
     import torch.distributed as dist
 
+    if parameter.grad is None:
+        return
+    if is_sharded(parameter):
+        # It may lie on the ranks otherwise than the parameter, as the last operation left it.
+        whole: Any = parameter
+        parameter.grad = whole.grad.redistribute(placements=whole.placements)
+    tensor = own_part(parameter.grad)
     theirs = torch.empty_like(tensor)
     sent = [
         dist.P2POp(dist.isend, tensor, group=group, group_peer=peer),

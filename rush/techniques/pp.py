@@ -24,8 +24,7 @@ from torch.profiler import record_function
 from rush.data import Batch
 from rush.errors import RecipeError
 from rush.models.stages import keep, split
-from rush.parallel.pipeline import KINDS, Kind, Pipeline, add_from
-from rush.parallel.sharded import own_part
+from rush.parallel.pipeline import KINDS, Kind, Pipeline, add_gradient
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     Build,
@@ -109,8 +108,11 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts["pp_blocks"] = [layer for part in parts for layer in range(part.span.start, part.span.end)]
     build.facts["pp_layers"] = recipe.shape().num_layers
 
+    # What travels is the stream as it lies between blocks: tensor parallelism may have cut it along the sequence.
+    pieces = build.ranks.size("tp") if knob_of(recipe, "tp", "sequence", True) else 1
+
     def made(run: Any, modules: Sequence[nn.Module]) -> Pipelined:
-        return Pipelined(run, kind, parts, modules, num_stages, build.weight_dtype, peer)
+        return Pipelined(run, kind, parts, modules, num_stages, build.weight_dtype, pieces, peer)
 
     build.make_passes = made
 
@@ -125,6 +127,8 @@ class Pipelined:
     modules: Sequence[nn.Module]
     num_stages: int
     dtype: torch.dtype
+    pieces: int
+    """Of which a rank has one of a hidden state's positions."""
     tied_with: int | None
     """The rank of the pipeline that holds the other copy of a tied embedding, if this one holds one."""
     waiting: list[tuple[Batch, Tensor]] = field(default_factory=list)
@@ -155,7 +159,7 @@ class Pipelined:
         self.loss = torch.zeros((), device=self.run.device)
         for batch in batches:
             self.loss += self.run.micro_pass(batch.to(self.run.device), share)
-        self.pipeline.train(self.waiting, [_shape(batch) for batch, _ in self.waiting])
+        self.pipeline.train(self.waiting, [self._shape(batch) for batch, _ in self.waiting])
         self._add_tied()
         # Only the last stage knows the loss; to the others it is zero.
         loss: Tensor = self.run.ranks.sum_stages(self.loss)
@@ -165,7 +169,7 @@ class Pipelined:
         total = torch.zeros((), dtype=torch.float64, device=self.run.device)
         for batch in batches:
             self.loss = torch.zeros((), device=self.run.device)
-            self.pipeline.evaluate((batch, torch.ones((), device=self.run.device)), _shape(batch))
+            self.pipeline.evaluate((batch, torch.ones((), device=self.run.device)), self._shape(batch))
             total += self.loss
         return float(self.run.ranks.sum_stages(total))
 
@@ -178,18 +182,15 @@ class Pipelined:
         self.loss += out.detach()
         return out * share
 
+    def _shape(self, batch: Batch) -> tuple[int, int]:
+        """Rows and columns of the hidden state of a batch."""
+        rows, columns = batch.tokens_bt.shape
+        return int(rows), int(columns) // self.pieces
+
     def _add_tied(self) -> None:
         """Of a tied embedding one copy has the gradient of the lookup, the other that of the head: each gets the sum."""
-        if self.tied_with is None:
-            return
-        gradient = self.run.model.get_parameter(TIED).grad
-        if gradient is not None:
-            add_from(own_part(gradient), self.tied_with, self.pipeline.group)
-
-
-def _shape(batch: Batch) -> tuple[int, int]:
-    rows, columns = batch.tokens_bt.shape
-    return int(rows), int(columns)
+        if self.tied_with is not None:
+            add_gradient(self.run.model.get_parameter(TIED), self.tied_with, self.pipeline.group)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -221,6 +222,7 @@ def _splits_backward(recipe: Recipe) -> bool:
 technique = Technique(
     name="pp",
     stage=Stage.TENSOR,
+    after=("cp", "tp"),
     apply=apply,
     fits=fits,
     requires=(

@@ -92,8 +92,6 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     """Refuse sizes that cannot be cut."""
-    if recipe.layout.pp > 1:
-        raise RecipeError("layout.tp does not stand beside layout.pp yet; set one of them to 1.")
     ranks, shape, cut = recipe.layout.tp, recipe.shape(), bool(knobs["sequence"])
     if ranks == 1:
         return
