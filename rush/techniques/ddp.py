@@ -22,7 +22,7 @@ from rush.data import Batch
 from rush.errors import RecipeError
 from rush.models import Decoder
 from rush.recipe import Knob, Recipe
-from rush.techniques import fsdp
+from rush.techniques import fsdp, pp
 from rush.techniques.contract import (
     Build,
     Claim,
@@ -51,8 +51,9 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
     """Sum the gradients of all ranks that hold other labels and whole copies of the parameters."""
     mesh = build.ranks.folded("ddp")
-    if build.ranks.size("tp") > 1:
-        # torch's DistributedDataParallel knows no parameters in parts; fully_shard with one shard does the same to them.
+    if build.ranks.size("tp") > 1 or pp.splits_backward(build.recipe):
+        # torch's DistributedDataParallel knows no parameters in parts, and sees no gradients that a pipeline computes apart;
+        # fully_shard with one shard does the same to them.
         whole: Any = type(mesh)
         one_shard = whole._concatenate([mesh, build.ranks.mesh["fsdp"]])  # type: ignore[index]
         knobs = {name: knob.default for name, knob in fsdp.technique.knobs.items()}
@@ -140,9 +141,10 @@ technique = Technique(
             lambda machine, recipe: recipe.layout.ddp > 1,
         ),
         Requirement(
-            "its knobs are for copies of a whole model; beside layout.fsdp or layout.tp leave it out of techniques",
+            "its knobs are for copies of a whole model; beside layout.fsdp, layout.tp or a zero bubble schedule leave it out of "
+            "techniques",
             lambda machine, recipe: (
-                recipe.layout.fsdp * recipe.layout.tp == 1
+                (recipe.layout.fsdp * recipe.layout.tp == 1 and not pp.splits_backward(recipe))
                 or not any(n == "ddp" and k for n, k in recipe.technique_uses())
             ),
         ),

@@ -22,6 +22,7 @@ from torch import nn
 from rush.errors import RecipeError
 from rush.parallel import Ranks
 from rush.recipe import Knob, Recipe
+from rush.techniques import pp
 from rush.techniques.contract import (
     Build,
     Claim,
@@ -84,7 +85,8 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
         # The share of a step counts the units of all ranks, so gradients are to be summed.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    _prefetch(blocks, int(knobs["prefetch"]))
+    for root in roots if blocks else []:
+        _prefetch(list(root.blocks), int(knobs["prefetch"]))
     if not build.parts:  # what runs the parts of a pipeline tells each of them
         build.before_pass.append(_told(model, stage))
     build.facts["fsdp_model"] = model
@@ -129,16 +131,11 @@ def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     if recipe.layout.pp == 1:
         return
     schedule, stage = str(knob_of(recipe, "pp", "schedule", "1f1b")), str(knobs["stage"])
-    allowed = ["optimizer"] if schedule in ("zero_bubble", "zbv") else ["parameters", "optimizer"]
+    allowed = ["optimizer"] if pp.splits_backward(recipe) else ["parameters", "optimizer"]
     if stage not in allowed:
         raise RecipeError(
             f"technique fsdp: stage is {stage!r}, but pp's schedule {schedule} keeps gradients whole until the end of a step"
             f"{', and weights between its passes' if len(allowed) == 1 else ''}; allowed beside it: {', '.join(allowed)}."
-        )
-    if schedule == "zbv" and recipe.shape().tied_head:
-        raise RecipeError(
-            "pp's schedule zbv has the first and the last stage on one rank, where a tied embedding would be cut twice; beside "
-            "layout.fsdp take another schedule, or a model whose head is not tied."
         )
 
 

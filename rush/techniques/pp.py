@@ -59,7 +59,7 @@ def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
         raise RecipeError(
             f"technique pp: stages is {each}, but schedule {kind.name} takes {allowed} on each rank; change one of them."
         )
-    _check_copies(recipe, kind)
+    _check_ends(recipe, kind)
     layers = recipe.shape().num_layers
     if ranks * each > layers:
         most = [p for p in range(1, layers + 1) if p * each <= layers]
@@ -81,13 +81,14 @@ def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
         )
 
 
-def _check_copies(recipe: Recipe, kind: Kind) -> None:
-    """Weights' gradients that are computed apart are not seen by what exchanges those of whole copies."""
-    copied = [axis for axis in ("ddp", "cp") if getattr(recipe.layout, axis) > 1]
-    if kind.splits_backward and copied and recipe.layout.fsdp == 1:
+def _check_ends(recipe: Recipe, kind: Kind) -> None:
+    """Of two stages that exchange their gradients with other ranks, one can have the embedding."""
+    layout = recipe.layout
+    together = not kind.looped and recipe.shape().tied_head
+    if together and layout.ddp * layout.fsdp * layout.cp > 1:
         raise RecipeError(
-            f"technique pp: schedule {kind.name} computes the gradients of weights where layout.{copied[0]} does not see them "
-            "to be exchanged; allowed beside it: 1f1b, gpipe, interleaved, or layout.fsdp of 2 or more."
+            f"technique pp: schedule {kind.name} has the first and the last stage on one rank, where a tied embedding would be "
+            "exchanged twice; beside layout.ddp, fsdp or cp take another schedule, or a model whose head is not tied."
         )
 
 
@@ -215,8 +216,9 @@ def _times(seen: Observation, names: Iterable[str]) -> int:
     return max(sum(count for op, count in seen.ops.items() if op.startswith(name)) for name in names)
 
 
-def _splits_backward(recipe: Recipe) -> bool:
-    return KINDS[str(knob_of(recipe, "pp", "schedule", "1f1b"))].splits_backward
+def splits_backward(recipe: Recipe) -> bool:
+    """Whether gradients of weights are computed apart, outside of what torch calls a backward pass."""
+    return recipe.layout.pp > 1 and KINDS[str(knob_of(recipe, "pp", "schedule", "1f1b"))].splits_backward
 
 
 technique = Technique(
@@ -235,6 +237,11 @@ technique = Technique(
             lambda machine, recipe: (
                 not used(recipe, "compile") or knob_of(recipe, "compile", "scope", "model") == "block"
             ),
+        ),
+        Requirement(
+            "the backward pass of a compiled block is one piece, which a zero bubble schedule would have to cut; use 1f1b, "
+            "gpipe or interleaved beside compile",
+            lambda machine, recipe: not (used(recipe, "compile") and splits_backward(recipe)),
         ),
     ),
     conflicts=("amp_fp16", "cuda_graph", "int8_base", "lora", "offload_activations", "qlora"),

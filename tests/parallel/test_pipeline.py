@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]] = {
     "pp 4": ({"pp": 4}, (), FOUR),
     "pp 2 × ddp 2": ({"pp": 2, "ddp": 2}, (), ()),
     "pp 2 × ddp 2, interleaved": ({"pp": 2, "ddp": 2}, ("{name='pp', schedule='interleaved'}",), FOUR),
+    "pp 2 × ddp 2, zero bubble": ({"pp": 2, "ddp": 2}, ("{name='pp', schedule='zero_bubble'}",), FOUR),
     "pp 2 × fsdp 2": ({"pp": 2, "fsdp": 2}, (), ()),
     "pp 2 × fsdp 2, ZeRO-1": ({"pp": 2, "fsdp": 2}, ("{name='fsdp', stage='optimizer'}",), ()),
     "pp 2 × fsdp 2, interleaved": ({"pp": 2, "fsdp": 2}, ("{name='pp', schedule='interleaved'}",), FOUR),
@@ -49,6 +50,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]] = {
         (*FOUR, "model.shape.tied_head=false", "batch.total_tokens=256"),
     ),
     "pp 2 × cp 2": ({"pp": 2, "cp": 2}, (), ()),
+    "pp 2 × tp 2": ({"pp": 2, "tp": 2}, (), ()),
+    "pp 2 × tp 2, whole stream": ({"pp": 2, "tp": 2}, ("{name='tp', sequence=false}",), ()),
+    "pp 2 × fsdp 2 × tp 2": ({"pp": 2, "fsdp": 2, "tp": 2}, (), ()),
     "pp 2 × fsdp 2 × cp 2": ({"pp": 2, "fsdp": 2, "cp": 2}, (), ()),
 }
 QUICK = {"gpt2": {"pp 2"}, "llama": {"pp 2, interleaved"}}
@@ -213,13 +217,13 @@ def test_a_technique_does_the_same_in_a_pipeline_as_on_one_rank(
             ["{name='pp', schedule='zbv'}", "{name='fsdp', stage='optimizer'}"],
             ["layout.pp=2", "layout.fsdp=2", *FOUR],
             RecipeError,
-            "a tied embedding would be cut twice",
+            "a tied embedding would be exchanged twice",
         ),
         (
-            ["{name='pp', schedule='zero_bubble'}"],
-            ["layout.pp=2", "layout.ddp=2"],
+            ["{name='pp', schedule='zbv'}"],
+            ["layout.pp=2", "layout.ddp=2", *FOUR],
             RecipeError,
-            "allowed beside it: 1f1b, gpipe, interleaved, or layout.fsdp",
+            "a tied embedding would be exchanged twice",
         ),
         (
             ["{name='ddp', send_once=false}"],
