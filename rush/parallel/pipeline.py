@@ -93,6 +93,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._rank_of = self.kind.ranks_of(self.group.size(), self.num_stages)
+        self._wire = _wire(self.group, self.device)
 
     def train(self, items: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> None:
         """Forward and backward of all micro batches; `shapes` are the [b, t] of their hidden states."""
@@ -112,14 +113,17 @@ class Pipeline:
         for stage in self.stages:
             number, me = stage.span.number, self.group.rank()
             if number > 0 and self._rank_of[number - 1] != me:
-                x_btd = torch.empty(*shape, self.hidden, dtype=self.dtype, device=self.device)
-                dist.recv(x_btd, group=self.group, group_src=self._rank_of[number - 1])
+                came = torch.empty(*shape, self.hidden, dtype=self.dtype, device=self._wire)
+                dist.recv(came, group=self.group, group_src=self._rank_of[number - 1])
+                x_btd = came.to(self.device)
             stage.call = lambda *arrived, stage=stage: self.compute(stage, item, *(arrived or (None,)))
             x_btd = stage(*([] if number == 0 else [x_btd]))
             if stage.span.is_last:
                 return x_btd
             if self._rank_of[number + 1] != me:
-                dist.send(x_btd.contiguous(), group=self.group, group_dst=self._rank_of[number + 1])
+                dist.send(
+                    x_btd.to(self._wire).contiguous(), group=self.group, group_dst=self._rank_of[number + 1]
+                )
         return None
 
     def idle_share(self) -> float:
@@ -143,11 +147,14 @@ class Pipeline:
             padded = len(self._made_for[1]) == 2
             x_btd: Tensor | None = None
             if arrived:
-                x_btd = arrived[0]
+                x_btd = arrived[0].to(self.device)
                 if padded:
                     x_btd = x_btd[: rows * columns].view(rows, columns, self.hidden)
             out = self.compute(stage, item, x_btd)
-            if stage.span.is_last or not padded:
+            if stage.span.is_last:
+                return out
+            out = out.to(self._wire)
+            if not padded:
                 return out
             rest = out.new_zeros(self._made_for[1][0] - rows * columns, self.hidden)
             return torch.cat((out.flatten(0, 1), rest))
@@ -190,7 +197,7 @@ class Pipeline:
                 module,
                 stage.span.number,
                 self.num_stages,
-                self.device,
+                self._wire,
                 # Told, not found out by a pass: which tensors travel is known.
                 input_args=() if stage.span.is_first else (like(*dims),),
                 output_args=(like(dtype=torch.float32) if stage.span.is_last else like(*dims),),
@@ -247,7 +254,8 @@ def add_gradient(parameter: nn.Parameter, peer: int, group: ProcessGroup) -> Non
         # It may lie on the ranks otherwise than the parameter, as the last operation left it.
         whole: Any = parameter
         parameter.grad = whole.grad.redistribute(placements=whole.placements)
-    tensor = own_part(parameter.grad)
+    own = own_part(parameter.grad)
+    tensor = own.to(_wire(group, own.device)).contiguous()
     theirs = torch.empty_like(tensor)
     sent = [
         dist.P2POp(dist.isend, tensor, group=group, group_peer=peer),
@@ -255,7 +263,7 @@ def add_gradient(parameter: nn.Parameter, peer: int, group: ProcessGroup) -> Non
     ]
     for work in dist.batch_isend_irecv(sent):
         work.wait()
-    tensor.add_(theirs)
+    own.add_(theirs.to(own.device))
 
 
 def collect(tensors: Mapping[str, Tensor], group: ProcessGroup, device: torch.device) -> dict[str, Tensor]:
@@ -264,14 +272,22 @@ def collect(tensors: Mapping[str, Tensor], group: ProcessGroup, device: torch.de
 
     listed: list[Any] = [None] * group.size()
     dist.all_gather_object(listed, {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}, group=group)
-    found, me = dict(tensors), group.rank()
+    found, me, wire = dict(tensors), group.rank(), _wire(group, device)
     for rank, names in enumerate(listed):
         for name, (shape, dtype) in names.items():
             if any(name in earlier for earlier in listed[:rank]):
                 continue
             if rank == me and me != 0:
-                dist.send(tensors[name].to(device).contiguous(), group=group, group_dst=0)
+                dist.send(tensors[name].to(wire).contiguous(), group=group, group_dst=0)
             elif rank != 0 and me == 0:
-                found[name] = torch.empty(shape, dtype=dtype, device=device)
-                dist.recv(found[name], group=group, group_src=rank)
+                came = torch.empty(shape, dtype=dtype, device=wire)
+                dist.recv(came, group=group, group_src=rank)
+                found[name] = came.to(device)
     return found
+
+
+def _wire(group: ProcessGroup, device: torch.device) -> torch.device:
+    """Where tensors must be to be sent: gloo, which ranks that share a GPU speak, sends from host memory."""
+    import torch.distributed as dist
+
+    return torch.device("cpu") if dist.get_backend(group) == "gloo" else device

@@ -288,6 +288,7 @@ def test_a_schedule_is_made_anew_only_when_micro_batches_outgrow_it(monkeypatch:
     made: list[Any] = []
     monkeypatch.setattr(Pipeline, "_made", lambda self, count, dims: made.append((count, dims)))
     group: Any = type("Group", (), {"size": lambda self: 2})()
+    monkeypatch.setattr("rush.parallel.pipeline._wire", lambda group, device: device)
     pipeline = Pipeline(
         KINDS["1f1b"], [], [], 2, group, torch.device("cpu"), 8, torch.float32, lambda *_: torch.zeros(())
     )
