@@ -103,12 +103,13 @@ class Session:
                         continue
                     row = self._finish(started, tokens, gauge)
                     tokens = row["tokens"]
+                    due = step == total or _due(recipe.run.save_every, step)
+                    # Several ranks agreed on when to stop, so they know here whether they will.
+                    self._check_copies(step, due or self._stops(stop, step))
+                    self._record(step, row, last=step == total)
                     # Asked once: a request that comes during the save waits for the next step.
                     stopping = self._stops(stop, step)
-                    saving = stopping or step == total or _due(recipe.run.save_every, step)
-                    self._check_copies(step, saving)
-                    self._record(step, row, last=step == total)
-                    if saving:
+                    if stopping or due:
                         self._save(step, row)
                     if stopping:
                         break
