@@ -141,6 +141,9 @@ class Run(Part):
     """Steps between checkpoints; 0 saves at the end only."""
     keep: Positive = 2
     """Checkpoints kept besides the best one."""
+    save_async: bool = True
+    """Copy the state to host memory and write it while training goes on; false waits until it is on the disk, and needs no
+    memory for a copy."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
     """On several ranks, how long one waits for the others in an exchange; then the late one is named and the run starts again."""
     drift_every: NotNegative = 100

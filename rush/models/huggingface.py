@@ -14,13 +14,12 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from rush.errors import DataError, MachineError, RecipeError
@@ -29,6 +28,7 @@ from rush.models.counts import ParameterSpec, list_parameters
 from rush.models.huggingface_config import config_from_shape, shape_from_config
 from rush.models.huggingface_names import BASE_PREFIX, exported_name, is_transposed, stored_name
 from rush.models.shape import Shape
+from rush.tensor_file import TensorSource, write_tensors
 
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 DEFAULT_SHARD_BYTES = 5_000_000_000
@@ -36,7 +36,8 @@ INDEX = "model.safetensors.index.json"
 
 # Constants that old versions stored beside the weights: causal masks and rotary frequencies.
 _CONSTANTS = re.compile(r"(h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)")
-_PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
+_DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
+_PLAIN_DTYPES = tuple(_DTYPES.values())
 
 
 def load_hf_folder(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, Tensor]]:
@@ -92,13 +93,16 @@ def save_hf_folder(
 ) -> None:
     """Write a folder that transformers reads. Tensors keep their dtype unless one is given.
 
-    Weights are converted one shard at a time, so the extra memory is one shard's.
+    Weights are taken, converted and written one at a time: from a source that reads each when it is asked for (and
+    whose `meta` says what it is without reading), no more than one is in memory.
     """
     state = source.state_dict() if isinstance(source, nn.Module) else source
     specs = list_parameters(shape)
-    _check_complete(state, specs)
+    seen = {spec.name: _look(state, spec.name) for spec in specs if spec.name in state}
+    _check_complete(seen, specs)
     folder = Path(path)
-    shards = _split(specs, {spec.name: _bytes(state[spec.name], dtype) for spec in specs}, max_shard_bytes)
+    sizes = {name: _bytes(tensor, dtype) for name, tensor in seen.items()}
+    shards = _split(specs, sizes, max_shard_bytes)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if present := sorted(file.name for file in folder.glob("model*.safetensors*")):
@@ -109,17 +113,17 @@ def save_hf_folder(
         for number, shard in enumerate(shards, start=1):
             suffix = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
             name = f"model{suffix}.safetensors"
-            tensors = {
-                exported_name(shape, spec.name): _to_stored(state[spec.name], spec, shape, dtype)
+            sources = {
+                exported_name(shape, spec.name): _stored_source(state, seen[spec.name], spec, shape, dtype)
                 for spec in shard
             }
             with replacing(folder / name) as temporary:
-                save_file(tensors, temporary, metadata={"format": "pt"})
-            weight_map |= dict.fromkeys(tensors, name)
+                write_tensors(temporary, sources, {"format": "pt"})
+            weight_map |= dict.fromkeys(sources, name)
         if len(shards) > 1:
-            total = sum(_bytes(state[spec.name], dtype) for spec in specs)
+            total = sum(sizes[spec.name] for spec in specs)
             _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        stored = str(dtype or state["embedding.weight"].dtype).removeprefix("torch.")
+        stored = str(dtype or seen["embedding.weight"].dtype).removeprefix("torch.")
         _write_json(
             folder / "config.json", config_from_shape(shape, dtype=stored, bos_id=bos_id, eos_id=eos_id)
         )
@@ -272,9 +276,22 @@ def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
     return math.prod(tensor.shape) * (dtype or tensor.dtype).itemsize
 
 
-def _to_stored(tensor: Tensor, spec: ParameterSpec, shape: Shape, dtype: torch.dtype | None) -> Tensor:
-    kept = tensor.detach().to("cpu", dtype or tensor.dtype)
-    return (kept.t() if is_transposed(shape, spec) else kept).contiguous()
+def _look(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor with its shape and dtype; its values are not looked at, and where that can be helped not read."""
+    meta: Callable[[str], Tensor] | None = getattr(state, "meta", None)
+    return state[name] if meta is None else meta(name)
+
+
+def _stored_source(
+    state: Mapping[str, Tensor], seen: Tensor, spec: ParameterSpec, shape: Shape, dtype: torch.dtype | None
+) -> TensorSource:
+    def read() -> memoryview:
+        kept = state[spec.name].detach().to("cpu", dtype or seen.dtype)
+        kept = (kept.t() if is_transposed(shape, spec) else kept).contiguous()
+        return kept.reshape(-1).view(torch.uint8).numpy().data
+
+    dims = spec.dims[::-1] if is_transposed(shape, spec) else spec.dims
+    return TensorSource(_DTYPES[dtype or seen.dtype], tuple(dims), read)
 
 
 def _write_json(file: Path, content: Mapping[str, Any]) -> None:

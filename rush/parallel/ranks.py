@@ -79,6 +79,15 @@ class Ranks:
             self.mesh.get_local_rank("fsdp")
         )
 
+    @property
+    def first_of_stage(self) -> bool:
+        """Whether this is the first of the ranks that hold the same layers."""
+        return self.mesh is None or not any(self.mesh.get_local_rank(axis) for axis in AXES if axis != "pp")
+
+    def next_call(self) -> int:
+        """A number that no other call has, the same on all ranks: for names in the store."""
+        return next(self._calls)
+
     def size(self, axis: str) -> int:
         return 1 if self.mesh is None else int(self.mesh.size(AXES.index(axis)))
 
@@ -122,7 +131,7 @@ class Ranks:
         """What rank 0 makes (JSON can hold it), handed to all. If it fails there, it fails everywhere alike."""
         if self.store is None:
             return make()
-        key = f"rush/{next(self._calls)}"
+        key = f"rush/{self.next_call()}"
         if self.main:
             try:
                 value = make()
@@ -137,6 +146,21 @@ class Ranks:
             raise error_of(told["error"], told["says"])
         found: T = told["value"]
         return found
+
+    def gathered(self, value: T) -> list[T]:
+        """What each rank says (JSON can hold it), in their order, handed to all."""
+        store = self.store
+        if store is None:
+            return [value]
+        number = self.next_call()
+        keys = [f"rush/{number}/{rank}" for rank in range(self.world)]
+        store.set(keys[self.rank], json.dumps(value))
+
+        def collect() -> list[T]:
+            store.wait(keys, PATIENCE)
+            return [json.loads(store.get(key)) for key in keys]
+
+        return self.once(collect)
 
     def in_turn(self, make: Callable[[], T]) -> T:
         """Made by rank 0 first, then by each of the others, which find done what has to be done once."""

@@ -147,8 +147,11 @@ class Watch:
         return "code that is not ours"
 
     def _at_store(self) -> bool:
-        """Whether the main thread waits for what rank 0 has to say."""
-        return any(frame.f_code.co_name == "once" for frame in self._frames()[:2])
+        """Whether the main thread waits for what rank 0 has to say, or for a save that takes all ranks."""
+        ours = [frame.f_code for frame in self._frames()[:5]]
+        return any(code.co_name == "once" for code in ours[:2]) or any(
+            code.co_name == "wait" and code.co_filename.endswith("saving.py") for code in ours
+        )
 
     def _look_around(self, mine: Note) -> None:
         """Name who is late, unless everybody is alive and only rank 0 is at something that takes long."""

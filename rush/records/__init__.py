@@ -2,5 +2,5 @@
 
 `files`        atomic writing and hashing          `lock`         one run per folder
 `metrics`      a row per step, in JSON lines       `checkpoints`  sealed folders with a manifest
-`tensor_file`  tensors to disk, one at a time      `run_folder`   where everything lies
+`pieces`       which rank wrote which part           `run_folder`   where everything lies
 """

@@ -23,6 +23,7 @@ from rush.files import fsync_file, fsync_folder, write_atomic, writing
 from rush.records.manifest import (
     MANIFEST_NAME,
     CheckpointDamaged,
+    FileEntry,
     Manifest,
     check_contents,
     check_sizes,
@@ -52,11 +53,14 @@ class Checkpoint:
         return self.manifest.meta
 
 
-def verify(folder: Path) -> Checkpoint:
-    """Read every byte of a checkpoint; CheckpointDamaged names the first file that is not as sealed."""
+def verify(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
+    """Read every byte of a checkpoint; CheckpointDamaged names the first file that is not as sealed.
+
+    Several readers (`share`: number, count) can divide the files among them; each must hear what the others found.
+    """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)
-    check_contents(folder, manifest)
+    check_contents(folder, manifest, share)
     return Checkpoint(folder, manifest)
 
 
@@ -77,12 +81,17 @@ class CheckpointStore:
             temporary.mkdir()
         return temporary
 
-    def commit(self, step: int, meta: Mapping[str, Any]) -> Path:
-        """Seal what was written since `begin` and name it; an older folder of that step is replaced."""
+    def commit(
+        self, step: int, meta: Mapping[str, Any], known: Mapping[str, FileEntry] | None = None
+    ) -> Path:
+        """Seal what was written since `begin` and name it; an older folder of that step is replaced.
+
+        `known` are files that their writers hashed and forced to the disk themselves.
+        """
         temporary, final = self._hidden(_WRITING, step), self.path(step)
         with writing(temporary):
-            files = describe_files(temporary)
-            for name in files:
+            files = describe_files(temporary, known or {})
+            for name in files.keys() - (known or {}).keys():
                 fsync_file(temporary / name)
         write_atomic(temporary / MANIFEST_NAME, Manifest(step, files, meta).render())
         with writing(final):

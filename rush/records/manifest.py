@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rush.errors import DataError
+from rush.errors import DataError, MachineError
 from rush.files import json_safe, sha256_file
 
 MANIFEST_NAME = "manifest.json"
@@ -58,12 +58,23 @@ class Manifest:
         return json.dumps(body, indent=2, allow_nan=False) + "\n"
 
 
-def describe_files(folder: Path) -> dict[str, FileEntry]:
-    """Size and SHA-256 of every file. A checkpoint is flat: anything but plain files is our bug."""
+def describe_files(folder: Path, known: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
+    """Size and SHA-256 of every file; of `known` ones the hash is not computed again. A checkpoint is flat: anything but
+    plain files is our bug."""
     entries: dict[str, FileEntry] = {}
     for path in sorted(folder.iterdir()):
-        assert stat.S_ISREG(path.lstat().st_mode), f"{path} is not a plain file"
-        entries[path.name] = FileEntry(path.stat().st_size, sha256_file(path))
+        status = path.lstat()
+        assert stat.S_ISREG(status.st_mode), f"{path} is not a plain file"
+        entry = known.get(path.name) or FileEntry(status.st_size, sha256_file(path))
+        if entry.size_bytes != status.st_size:
+            raise MachineError(
+                f"{path} has {status.st_size} bytes, {entry.size_bytes} were written; all ranks must see the same folder."
+            )
+        entries[path.name] = entry
+    if missing := sorted(known.keys() - entries.keys()):
+        raise MachineError(
+            f"{folder} lacks {missing[0]}, which a rank wrote; all ranks must see the same folder."
+        )
     return entries
 
 
@@ -118,9 +129,11 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise _damaged(folder, name, f"has {status.st_size} bytes, the manifest says {entry.size_bytes}")
 
 
-def check_contents(folder: Path, manifest: Manifest) -> None:
-    """The thorough half: every byte, through SHA-256."""
-    for name, entry in manifest.files.items():
+def check_contents(folder: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> None:
+    """The thorough half: every byte, through SHA-256. Of several readers (`share`: number, count) each takes some files."""
+    number, count = share
+    by_size = sorted(manifest.files.items(), key=lambda item: -item[1].size_bytes)
+    for name, entry in by_size[number::count]:
         try:
             found = sha256_file(folder / name)
         except OSError as error:

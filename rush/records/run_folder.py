@@ -41,6 +41,10 @@ class RunFolder:
         return self.path / "samples.jsonl"
 
     @property
+    def saves(self) -> Path:
+        return self.path / "saves.jsonl"
+
+    @property
     def tokenizer(self) -> Path:
         return self.path / "tokenizer"
 

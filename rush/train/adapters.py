@@ -27,6 +27,7 @@ from rush.models.huggingface_names import exported_name
 from rush.records.checkpoints import Checkpoint
 from rush.train import checkpoint
 from rush.train.frozen import base_identity, partial_identity
+from rush.train.saved import SavedTensors
 from rush.train.tensors import TensorFile
 
 CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
@@ -163,8 +164,8 @@ def read_run_adapter(found: Checkpoint, base: str | None) -> StoredAdapter:
         raise DataError(
             f"{found.path} holds a whole model, not adapters; give its folder as the model itself."
         )
-    with TensorFile(found.path / checkpoint.MODEL) as file:
-        tensors = {name: file.tensor(name).clone() for name in file.names}
+    with SavedTensors(found, "model") as file:
+        tensors = {name: file[name] for name in file.names}
     specs = {name: AdapterSpec(**spec) for name, spec in record["adapters"].items()}
     return StoredAdapter(found.path, specs, tensors, record.get("values"), record.get("identity"), base)
 

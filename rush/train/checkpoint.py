@@ -1,51 +1,44 @@
-"""A whole training state on disk, restored to the last bit.
+"""A whole training state on disk, restored to the last bit, into any layout.
 
     model.safetensors      parameters and buffers; a tied tensor once, its other names in the header
     optimizer.safetensors  its tensors by the NAME of their parameter: "blocks.0.mlp.up.weight/exp_avg"
     random.safetensors     the generators of torch, CUDA, numpy and Python
     state.json             the numbers: hyperparameters, loader position, schedule, counters
 
-Names, not positions, tie a tensor to its place: a list index silently means something else once a layer is
-added. Everything is compared (names, shapes, dtypes) before the first value is copied, so a checkpoint that
-does not fit leaves the model as it was. There is no pickle: reading a stranger's checkpoint runs nothing.
+That is what one rank writes. Of several each writes its pieces, `model-00001-of-00004.safetensors` and so on, and
+`pieces.json` says where each lies in the whole. Either is read by any layout: a rank takes the parts it holds.
 
-Of a model with adapters only what is trained is saved; state.json says which frozen base it belongs to.
+Everything is compared (names, shapes, dtypes) before the first value is copied, so a checkpoint that does not fit leaves
+the model as it was. There is no pickle: reading a stranger's checkpoint runs nothing. Of a model with adapters
+only what is trained is saved; state.json says which frozen base it belongs to.
 """
 
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rush.errors import DataError
-from rush.files import write_json_atomic
 from rush.models.adapters import is_adapted
 from rush.parallel import Ranks
-from rush.parallel.sharded import fill, gather
 from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
-from rush.train.frozen import check_base, describe_base
-from rush.train.tensors import TensorFile, describe, save_tensors
+from rush.train.frozen import check_base
+from rush.train.packing import pack_model, parameter_names, read_random
+from rush.train.saved import SavedTensors
+from rush.train.saving import RANDOM, STATE, Saver
+from rush.train.tensors import describe
 
-MODEL, OPTIMIZER, RANDOM, STATE = (
-    "model.safetensors",
-    "optimizer.safetensors",
-    "random.safetensors",
-    "state.json",
-)
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 _PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"}
-# How the update is computed, not what it computes: the build decides these, a checkpoint does not.
-_IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
 # Optimizer tensors that mirror their parameter; others (quantized blocks, factors) have their own shapes.
-_PARAMETER_SHAPED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer"}
+_PARAMETER_SHAPED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master"}
 
 
 def save(
@@ -59,118 +52,71 @@ def save(
     meta: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
-    """Write and seal the checkpoint of `step`; on any failure nothing of it stays and older ones are intact.
+    """Write and seal the checkpoint of `step`, and wait for it; on any failure nothing of it stays and older ones are intact.
 
-    Of several ranks all call this: sharded tensors are gathered, and rank 0 writes them. What lies on the disk is the same
-    for every layout, so any other can go on from it.
-
-    `extra` (loader state, schedule, counters) must be JSON without NaN or infinity; `load` returns it.
-    `metrics` and `meta` go into the manifest; the store ranks checkpoints by `val_loss` in `metrics`.
+    Of several ranks all call this. A run saves with a `Saver`, in the background.
     """
-    ranks = ranks or Ranks()
-    assert ranks.stages is None, "the ranks of a pipeline cannot save yet"
-    tensors, aliases = _saved_tensors(model)
-    tensors = gather(tensors, keep=ranks.main)
-    optimizer_tensors, optimizer_state = _pack_optimizer(model, optimizer)
-    optimizer_tensors = gather(optimizer_tensors, keep=ranks.main)
-    # Naming a sharded base takes all ranks.
-    base = describe_base(model) if is_adapted(model) else None
-
-    def write() -> str:
-        return str(
-            _write(
-                store,
-                step,
-                (tensors, aliases),
-                (optimizer_tensors, optimizer_state),
-                base,
-                extra,
-                metrics,
-                meta,
-            )
-        )
-
-    return Path(ranks.once(write))
-
-
-def _write(
-    store: CheckpointStore,
-    step: int,
-    weights: tuple[dict[str, Tensor], dict[str, str]],
-    moments: tuple[dict[str, Tensor], dict[str, Any]],
-    base: dict[str, Any] | None,
-    extra: Mapping[str, Any],
-    metrics: Mapping[str, float | None] | None,
-    meta: Mapping[str, Any] | None,
-) -> Path:
-    folder = store.begin(step)
-    try:
-        tensors, aliases = weights
-        save_tensors(folder / MODEL, tensors, {"format": "pt", "tied": json.dumps(aliases)})
-        optimizer_tensors, optimizer_state = moments
-        save_tensors(folder / OPTIMIZER, optimizer_tensors, {})
-        random_tensors, random_state = _pack_random()
-        save_tensors(folder / RANDOM, random_tensors, {})
-        state = {"step": step, "extra": dict(extra), "optimizer": optimizer_state, "random": random_state}
-        if base is not None:
-            state["base"] = base
-        write_json_atomic(folder / STATE, state)
-        return store.commit(step, {"metrics": dict(metrics or {}), **(meta or {})})
-    finally:
-        # Once committed the hidden folder is gone and this does nothing.
-        store.discard(step)
+    saver = Saver(store, ranks or Ranks(), background=False)
+    saver.save(step, model, optimizer, extra, metrics, meta)
+    return store.path(step)
 
 
 def load(
-    checkpoint: Checkpoint | Path, model: nn.Module, optimizer: Optimizer | None = None
+    checkpoint: Checkpoint | Path,
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    ranks: Ranks | None = None,
 ) -> dict[str, Any]:
     """Restore model, optimizer and the random generators in place, and return what was saved as `extra`.
 
     A plain path is verified first; a Checkpoint already was. Without an optimizer only the weights are
-    restored, and the generators are left alone.
+    restored, and the generators are left alone. A stage of a pipeline (`ranks`) takes what it holds.
     """
-    checkpoint = _verified(checkpoint)
+    checkpoint, part = _verified(checkpoint), ranks is not None and ranks.size("pp") > 1
     state = _read_state(checkpoint.path / STATE)
     _check_kind(checkpoint.path, state, model)
-    tensors, aliases = _saved_tensors(model)
-    with TensorFile(checkpoint.path / MODEL) as weights:
-        if weights.tied != aliases:
+    restore_random = (
+        read_random(checkpoint.path / RANDOM, state["random"]) if optimizer is not None else lambda: None
+    )
+    tensors, aliases = pack_model(model)
+    with SavedTensors(checkpoint, "model") as weights:
+        if weights.tied != aliases and not part:
             raise DataError(
                 f"{weights.path} ties {weights.tied or 'nothing'}, the model ties {aliases or 'nothing'}."
             )
-        weights.expect({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()})
+        weights.expect({name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}, part=part)
+        for name, tensor in tensors.items():
+            weights.check(tensor, name)
         if optimizer is not None:
-            with TensorFile(checkpoint.path / OPTIMIZER) as moments:
-                _restore_optimizer(moments, state["optimizer"], model, optimizer)
-        with torch.no_grad():
-            for name, tensor in tensors.items():
-                fill(tensor, weights.tensor(name))
-    if optimizer is not None:
-        _restore_random(checkpoint.path / RANDOM, state["random"])
+            with SavedTensors(checkpoint, "optimizer") as moments:
+                _restore_optimizer(moments, state["optimizer"], model, optimizer, part)
+        for name, tensor in tensors.items():
+            weights.fill(tensor, name)
+    restore_random()
     extra: dict[str, Any] = state["extra"]
     return extra
 
 
 def load_weights(checkpoint: Checkpoint | Path) -> dict[str, Tensor]:
-    """The weights alone, verified, on the CPU; tied names share one tensor. For generation and export."""
-    checkpoint = _verified(checkpoint)
-    assert base_record(checkpoint) is None, "adapters alone are no model"
-    with TensorFile(checkpoint.path / MODEL) as weights:
-        # A copy, because what the library returns may still lie on the file.
-        found = {name: weights.tensor(name).clone() for name in weights.names}
+    """The weights alone, verified, on the CPU; tied names share one tensor. For generation."""
+    with open_weights(checkpoint) as weights:
+        found = {name: weights[name] for name in weights.names}
         found.update({alias: found[name] for alias, name in weights.tied.items()})
     return found
+
+
+def open_weights(checkpoint: Checkpoint | Path) -> SavedTensors:
+    """The weights alone, verified, left on the disk until they are asked for. For export."""
+    checkpoint = _verified(checkpoint)
+    assert base_record(checkpoint) is None, "adapters alone are no model"
+    return SavedTensors(checkpoint, "model")
 
 
 def base_record(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """What a checkpoint of adapters says about its base; None for one that holds the whole model."""
     base: dict[str, Any] | None = _read_state(checkpoint.path / STATE).get("base")
     return base
-
-
-def clean_name(name: str) -> str:
-    """A parameter's name without the prefixes that torch.compile puts in."""
-    return ".".join(part for part in name.split(".") if part != "_orig_mod")
 
 
 def _verified(checkpoint: Checkpoint | Path) -> Checkpoint:
@@ -185,7 +131,10 @@ def _verified(checkpoint: Checkpoint | Path) -> Checkpoint:
 
 
 def _read_state(path: Path) -> dict[str, Any]:
-    state = json.loads(path.read_bytes()) if path.is_file() else None
+    try:
+        state = json.loads(path.read_bytes()) if path.is_file() else None
+    except (ValueError, RecursionError):
+        state = None
     if not isinstance(state, dict) or not state.keys() >= {"step", "extra", "optimizer", "random"}:
         raise DataError(
             f"{path} is not the state of a training run; a run cannot go on from this checkpoint."
@@ -204,111 +153,89 @@ def _check_kind(path: Path, state: Mapping[str, Any], model: nn.Module) -> None:
         check_base(path, saved, model)
 
 
-def _saved_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What a checkpoint holds: all of the model, or of one with adapters what is trained."""
-    if not is_adapted(model):
-        return _named_tensors(model)
-    return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}, {}
-
-
-def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of the model's state under its clean name, and the other names of tied ones."""
-    tensors: dict[str, Tensor] = {}
-    aliases: dict[str, str] = {}
-    names: dict[int, str] = {}
-    for raw_name, tensor in model.state_dict(keep_vars=True).items():
-        name = clean_name(raw_name)
-        assert isinstance(tensor, Tensor), f"{name} is extra state, not a tensor"
-        if id(tensor) in names:
-            aliases[name] = names[id(tensor)]
-        else:
-            names[id(tensor)] = name
-            tensors[name] = tensor
-    return tensors, aliases
-
-
-def _pack_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """The optimizer as tensors "parameter/key" (and "group.0/lr") plus a JSON table of everything else."""
-    names = _parameter_names(model)
-    tensors: dict[str, Tensor] = {}
-
-    def pack(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                tensors[f"{owner}/{key}"] = value
-                table[key] = {"tensor": True}
-            else:
-                table[key] = {"value": value}
-        return table
-
-    groups = []
-    for index, group in enumerate(optimizer.param_groups):
-        hyper = {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
-        groups.append(
-            {"params": [names[id(p)] for p in group["params"]], "hyper": pack(f"group.{index}", hyper)}
-        )
-    state = {names[id(p)]: pack(names[id(p)], values) for p, values in optimizer.state.items()}
-    return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": state}
-
-
 def _restore_optimizer(
-    file: TensorFile, saved: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
+    file: SavedTensors, saved: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, part: bool
 ) -> None:
-    if saved["class"] != type(optimizer).__name__:
-        raise DataError(
-            f"{file.path} was saved by {saved['class']}, this run uses {type(optimizer).__name__}."
-        )
-    names = _parameter_names(model)
+    names = parameter_names(model)
     groups = optimizer.param_groups
-    ours, theirs = (
-        [[names[id(p)] for p in g["params"]] for g in groups],
-        [g["params"] for g in saved["groups"]],
-    )
-    if ours != theirs:
-        raise DataError(f"{file.path} groups the parameters differently than this run does.")
-    # Compare everything first, so that a checkpoint that does not fit changes nothing.
+    # A stage of a pipeline has some of the parameters.
     parameters = {names[id(p)]: (p, group) for group in groups for p in group["params"]}
+    theirs = {
+        name: table
+        for name, table in _check_optimizer(file, saved, names, optimizer, part).items()
+        if name in parameters
+    }
+    # Compare everything first, so that a checkpoint that does not fit changes nothing.
     wanted = {
-        f"{name}/{key}"
-        for name, table in saved["state"].items()
-        for key, cell in table.items()
-        if "tensor" in cell
+        f"{name}/{key}" for name, table in theirs.items() for key, cell in table.items() if "tensor" in cell
     }
     for index, group in enumerate(groups):
         hyper = saved["groups"][index]["hyper"]
         wanted |= {f"group.{index}/{key}" for key, cell in hyper.items() if "tensor" in cell}
         for key in hyper.keys() - group.keys():
             raise DataError(f"{file.path} sets {key!r}, which this {type(optimizer).__name__} does not know.")
-    file.expect_names(wanted)
-    for name, table in saved["state"].items():
+    file.expect_names(wanted, part=part)
+    for name, table in theirs.items():
         for key, cell in table.items():
             if "tensor" in cell:
                 _check_state_tensor(file, name, key, parameters[name][0], optimizer)
     for index, group in enumerate(groups):
         for key, cell in saved["groups"][index]["hyper"].items():
-            value = file.tensor(f"group.{index}/{key}").clone() if "tensor" in cell else cell["value"]
+            value = file[f"group.{index}/{key}"] if "tensor" in cell else cell["value"]
             group[key] = tuple(value) if isinstance(group[key], tuple) else value
-    for name, table in saved["state"].items():
+    for name, table in theirs.items():
         parameter, group = parameters[name]
         restored: dict[str, Any] = {}
         for key, cell in table.items():
             if "tensor" not in cell:
                 restored[key] = cell["value"]
                 continue
-            value = file.tensor(f"{name}/{key}")
             # Fused and capturable updates read their step count on the device, the others on the CPU.
             on_device = key != "step" or group.get("fused") or group.get("capturable")
             device = parameter.device if on_device else torch.device("cpu")
-            # The parameter's own strides, too: fused kernels walk both through memory side by side.
-            like = parameter if value.shape == parameter.shape else value
-            restored[key] = torch.empty_like(like, dtype=value.dtype, device=device)
-            fill(restored[key], value)
+            restored[key] = _like(file, f"{name}/{key}", parameter, device)
+            file.fill(restored[key], f"{name}/{key}")
         optimizer.state[parameter] = restored
 
 
+def _check_optimizer(
+    file: SavedTensors, saved: Mapping[str, Any], names: Mapping[int, str], optimizer: Optimizer, part: bool
+) -> Mapping[str, Any]:
+    """Refuse the state of another optimizer, or of other groups; its table of parameters otherwise."""
+    try:
+        kind, state = saved["class"], saved["state"]
+        theirs = [set(group["params"]) for group in saved["groups"]]
+        tables = [*state.values(), *(group["hyper"] for group in saved["groups"])]
+        sound = all(
+            cell.keys() <= {"tensor", "value"} and cell for table in tables for cell in table.values()
+        )
+    except (KeyError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise DataError(f"{file.path.parent / STATE} does not describe an optimizer as this rush writes it.")
+    if kind != type(optimizer).__name__:
+        raise DataError(f"{file.path} was saved by {kind}, this run uses {type(optimizer).__name__}.")
+    ours = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
+    alike = len(ours) == len(theirs) and all(
+        a <= b if part else a == b for a, b in zip(ours, theirs, strict=True)
+    )
+    if not alike or not state.keys() <= set().union(*theirs):
+        raise DataError(f"{file.path} groups the parameters differently than this run does.")
+    found: Mapping[str, Any] = state
+    return found
+
+
+def _like(file: SavedTensors, name: str, parameter: Tensor, device: torch.device) -> Tensor:
+    """Memory for a tensor of the optimizer's state."""
+    shape, dtype = file.header(name)
+    if shape == parameter.shape:
+        # The parameter's own strides (and shards), too: fused kernels walk both through memory side by side.
+        return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
 def _check_state_tensor(
-    file: TensorFile, name: str, key: str, parameter: Tensor, optimizer: Optimizer
+    file: SavedTensors, name: str, key: str, parameter: Tensor, optimizer: Optimizer
 ) -> None:
     existing = optimizer.state.get(parameter, {}).get(key)
     shape, dtype = file.header(f"{name}/{key}")
@@ -323,38 +250,5 @@ def _check_state_tensor(
             f"{file.path}: {name}/{key} is {describe(shape, dtype)}, which does not fit its parameter "
             f"({describe(parameter.shape, parameter.dtype)})."
         )
-
-
-def _parameter_names(model: nn.Module) -> dict[int, str]:
-    return {id(parameter): clean_name(name) for name, parameter in model.named_parameters()}
-
-
-def _pack_random() -> tuple[dict[str, Tensor], dict[str, Any]]:
-    tensors = {"torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        tensors |= {f"cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
-    numbers = np.random.get_state(legacy=False)
-    assert isinstance(numbers, dict)
-    tensors["numpy"] = torch.from_numpy(numbers["state"]["key"].astype(np.int64))
-    version, words, gauss = random.getstate()
-    tensors["python"] = torch.tensor(words, dtype=torch.int64)
-    numpy_state = {"pos": int(numbers["state"]["pos"]), "has_gauss": int(numbers["has_gauss"])}
-    return tensors, {
-        "numpy": numpy_state | {"gauss": float(numbers["gauss"])},
-        "python": {"version": version, "gauss": gauss},
-    }
-
-
-def _restore_random(path: Path, saved: Mapping[str, Any]) -> None:
-    with TensorFile(path) as file:
-        torch.set_rng_state(file.tensor("torch").clone())
-        if torch.cuda.is_available():
-            # A run may go on with fewer or more devices; those it had before go on where they were.
-            for index in range(torch.cuda.device_count()):
-                if f"cuda.{index}" in file.names:
-                    torch.cuda.set_rng_state(file.tensor(f"cuda.{index}").clone(), index)
-        numpy_key = file.tensor("numpy").numpy().astype(np.uint32)
-        python_words = tuple(file.tensor("python").tolist())
-    numbers = saved["numpy"]
-    np.random.set_state(("MT19937", numpy_key, numbers["pos"], numbers["has_gauss"], numbers["gauss"]))
-    random.setstate((saved["python"]["version"], python_words, saved["python"]["gauss"]))
+    # Without memory of its own: only where the pieces lie matters here.
+    file.check(parameter if shape == parameter.shape else file.meta(f"{name}/{key}"), f"{name}/{key}")

@@ -209,7 +209,7 @@ def _load_streamed(
         if checkpoints.base_record(found) is not None:
             raise RecipeError(f"{base} holds adapters itself; write the merged model first (rush merge).")
         shape = load_recipe(str(run.recipe)).shape()
-        held = run_weights(found.path, shape)
+        held = run_weights(found)
     else:
         shape, held = hf_weights(_existing(base))
     model = streamed_model(shape, held, device, dtype)
@@ -243,6 +243,13 @@ def export_model(
     Of a run that trained adapters this is the merged model.
     """
     target = _new_folder(to)
+    run = RunFolder(_existing(path))
+    found = _pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
+    if found is not None and checkpoints.base_record(found) is None:
+        # Tensor by tensor from the disk to the disk: a model is exported where it would not fit.
+        shape = load_recipe(str(run.recipe)).shape()
+        _write_model(target, shape, run_weights(found), load_tokenizer(path), dtype, max_shard_bytes)
+        return shape
     shape, weights = read_weights(path, checkpoint, note, dtype)
     _write_model(target, shape, weights, load_tokenizer(path), dtype, max_shard_bytes)
     return shape
@@ -314,7 +321,7 @@ def _new_folder(to: str | Path) -> Path:
 def _write_model(
     target: Path,
     shape: Shape,
-    weights: dict[str, torch.Tensor],
+    weights: Mapping[str, torch.Tensor],
     tokenizer: Tokenizer,
     dtype: torch.dtype | None,
     max_shard_bytes: int,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import random
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,8 @@ from rush.hardware import Machine, probe
 from rush.parallel import Ranks, join
 from rush.recipe import Recipe
 from rush.recipe_io import differences, load_recipe, write_toml
+from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
+from rush.records.manifest import CheckpointDamaged
 from rush.records.metrics import MetricsWriter, truncate_after
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 from rush.techniques import check
@@ -32,6 +35,7 @@ from rush.train.build import build
 from rush.train.corpus import Corpus, open_corpus
 from rush.train.folders import starting_weights
 from rush.train.objectives import objective_of
+from rush.train.saving import Saved, Saver
 from rush.train.session import Session, Summary
 from rush.train.sinks import open_sinks
 from rush.train.view import Silent, View
@@ -71,7 +75,7 @@ def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
 
 # What may change between the parts of one run without changing what it learns.
 FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp", "layout.tp", "run.save_every",
-                  "run.keep", "run.timeout_s", "run.drift_every", "run.validate_every", "run.sample_every",
+                  "run.save_async", "run.keep", "run.timeout_s", "run.drift_every", "run.validate_every", "run.sample_every",
                   "run.sample_prompt", "run.sample_tokens", "run.tensorboard", "run.wandb")  # fmt: skip
 
 
@@ -94,7 +98,7 @@ def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:
 
 def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, ranks: Ranks) -> Summary:
     store = folder.checkpoints
-    resumed = store.newest_good(lambda path, reason: view.note(f"DAMAGED checkpoint, not used: {reason}"))
+    resumed = _newest_good(store, ranks, view)
     if resumed is None and store.steps():
         raise DataError(
             f"every checkpoint in {store.folder} is damaged; restore one from a backup, or start a new run with "
@@ -110,7 +114,7 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, rank
     loader = corpus.loader(recipe, run.loader_options)
     done, tokens = 0, 0
     if resumed is not None:
-        extra = checkpoint.load(resumed, run.model, run.optimizer)
+        extra = checkpoint.load(resumed, run.model, run.optimizer, ranks=ranks)
         _check_same_corpus(extra["corpus"], corpus)
         done, tokens = int(extra["step"]), int(extra["tokens"])
         loader.load_state(extra["loader"])
@@ -118,16 +122,22 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, rank
     else:
         _seed_generators(recipe.run.seed)
     sinks = open_sinks(recipe, folder.path, done + 1) if ranks.main else []
+    saver = Saver(store, ranks, background=recipe.run.save_async)
     try:
         if not ranks.main:
-            return Session(recipe, run, folder, corpus, loader, None, sinks, view).go(done, tokens)
+            return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver).go(done, tokens)
         # Only now does the folder hold a run: a start that failed so far can simply be tried again.
         write_atomic(folder.recipe, write_toml(recipe))
         write_json_atomic(folder.machine, machine.to_dict())
-        truncate_after(folder.metrics, done)
-        truncate_after(folder.samples, done)
-        with MetricsWriter(folder.metrics) as metrics, MetricsWriter(folder.samples) as samples:
-            session = Session(recipe, run, folder, corpus, loader, (metrics, samples), sinks, view)
+        for path in (folder.metrics, folder.samples, folder.saves):
+            truncate_after(path, done)
+        with (
+            MetricsWriter(folder.metrics) as metrics,
+            MetricsWriter(folder.samples) as samples,
+            MetricsWriter(folder.saves) as saves,
+        ):
+            saver.after = lambda saved: _record_save(saved, saves, store, recipe.run.keep)
+            session = Session(recipe, run, folder, corpus, loader, (metrics, samples), sinks, view, saver)
             return session.go(done, tokens)
     finally:
         loader.close()
@@ -135,11 +145,31 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, rank
             sink.close()
 
 
+def _newest_good(store: CheckpointStore, ranks: Ranks, view: View) -> Checkpoint | None:
+    """The newest checkpoint that verifies. Every rank reads some of its files; what one finds damaged is so for all."""
+    for step in reversed(ranks.once(store.steps)):
+        found, problem = None, ""
+        try:
+            found = verify(store.path(step), share=(ranks.rank, ranks.world))
+        except CheckpointDamaged as error:
+            problem = str(error)
+        problems = [told for told in ranks.gathered(problem) if told]
+        if not problems:
+            return found
+        view.note(f"DAMAGED checkpoint, not used: {problems[0]}")
+    return None
+
+
 def _seed_generators(seed: int) -> None:
     """Every random generator a library might draw from; a resumed run restores them all."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
+
+
+def _record_save(saved: Saved, saves: MetricsWriter, store: CheckpointStore, keep: int) -> None:
+    store.retain(keep, committed=saved.step)
+    saves.write({name: value for name, value in asdict(saved).items() if name != "path"})
 
 
 def _check_same_corpus(digest: str, corpus: Corpus) -> None:

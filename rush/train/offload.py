@@ -21,6 +21,8 @@ from rush.errors import DataError
 from rush.models import Decoder, Shape, build_model
 from rush.models.counts import list_parameters
 from rush.models.huggingface import locate_hf_tensors
+from rush.records.checkpoints import Checkpoint
+from rush.train.saved import SavedTensors
 from rush.train.tensors import DTYPES
 
 
@@ -61,11 +63,9 @@ def _header(file: Path) -> tuple[int, dict[str, Any]]:
         return 8 + length, json.loads(handle.read(length))
 
 
-def run_weights(checkpoint: Path, shape: Shape) -> FileWeights:
+def run_weights(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
     """The weights of a checkpoint that holds a whole model, left where they are."""
-    from rush.train.checkpoint import MODEL
-
-    return FileWeights({spec.name: (checkpoint / MODEL, spec.name, False) for spec in list_parameters(shape)})
+    return SavedTensors(checkpoint, "model", keep_open=False)
 
 
 def hf_weights(folder: Path) -> tuple[Shape, FileWeights]:

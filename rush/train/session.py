@@ -10,14 +10,14 @@ import math
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
 from types import FrameType
 from typing import Any
 
 import torch
 
-from rush.errors import Diverged, Drifted, MachineError
+from rush.errors import Diverged, Drifted, MachineError, RushError
 from rush.hardware import memory_in_use
 from rush.models import build_model
 from rush.parallel.drift import check_drift
@@ -26,12 +26,12 @@ from rush.parallel.sharded import gather, is_sharded
 from rush.recipe import Recipe
 from rush.records.metrics import MetricsWriter, read_rows
 from rush.records.run_folder import RunFolder
-from rush.train import checkpoint
 from rush.train.build import Run
 from rush.train.corpus import Corpus
 from rush.train.efficiency import Yardstick, yardstick
 from rush.train.frozen import whole_model
 from rush.train.sample import sample_text
+from rush.train.saving import Saver
 from rush.train.schedule import learning_rate
 from rush.train.sinks import Sink
 from rush.train.step import LaunchedStep, launch_step, validate
@@ -76,8 +76,11 @@ class Session:
     """Metrics and samples; rank 0 has them."""
     sinks: list[Sink]
     view: View
+    saver: Saver
     finished: float = 0.0
     """When the last finished step was done."""
+    prepared: bool = False
+    """Whether there is memory for copies of the state."""
     last_step: float = math.inf
     """Of several ranks, the step after which they agreed to end."""
 
@@ -93,7 +96,7 @@ class Session:
             with _graceful_stop() as stop:
                 under_way: _Started | None = None
                 for step in range(done + 1, total + 1):
-                    started = self._start(step, stop.asked)
+                    started = self._start(step, stop.asked or self.saver.failed)
                     if under_way is not None:
                         row, under_way = self._finish(under_way, tokens, gauge), None
                         tokens = row["tokens"]
@@ -110,17 +113,24 @@ class Session:
                     # Asked once: a request that comes during the save waits for the next step.
                     stopping = self._stops(stop, step)
                     if stopping or due:
-                        self._save(step, row)
+                        self._save(step, row, last=stopping or step == total)
                     if stopping:
                         break
+                self.saver.wait()
+        except RushError:
+            self._let_save_end()
+            raise
+        except BaseException:  # another rank may be gone, or there is no time
+            self.saver.abandon()
+            raise
         finally:
             self.view.close()
         return self._summary(row, done, tokens, (tokens - first_tokens) / (time.perf_counter() - began))
 
     def _stops(self, stop: _Stop, step: int) -> bool:
         """Whether the run ends after this step. Ranks are asked at different moments: they end after the step that follows
-        the first one of which all know that someone was asked."""
-        return stop.asked if self.run.ranks.alone else step >= self.last_step
+        the first one of which all know that someone was asked. A save that failed asks, too."""
+        return stop.asked or self.saver.failed if self.run.ranks.alone else step >= self.last_step
 
     def _needs_weights(self, step: int) -> bool:
         """Whether something is done with the weights as they are after this step."""
@@ -146,7 +156,11 @@ class Session:
         batches = list(self.loader.next_step())
         data_s = time.perf_counter() - began
         with self._explained(step):
-            return _Started(launch_step(self.run, step, lr, batches, stopping=asked), lr, began, data_s)
+            launched = launch_step(self.run, step, lr, batches, stopping=asked)
+        if not self.prepared and 0 < self.recipe.run.save_every < self.recipe.schedule.steps:
+            self.prepared = True  # the optimizer has its state now
+            self.saver.prepare(self.run.model, self.run.optimizer)
+        return _Started(launched, lr, began, data_s)
 
     def _finish(self, started: _Started, tokens: int, gauge: Yardstick) -> dict[str, Any]:
         """Wait for a step and make its row. Its time counts from the end of the step before, if it was waiting for that."""
@@ -196,6 +210,7 @@ class Session:
                 "tokens stays as it is), or shorten batch.sequence."
             ) from None
         except Diverged as error:
+            self._let_save_end()
             steps = self.folder.checkpoints.steps()
             last = self.folder.checkpoints.path(steps[-1]) if steps else None
             kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been saved yet"
@@ -225,7 +240,7 @@ class Session:
             samples.write({"step": step, "prompt": settings.sample_prompt, "text": text})
             self.view.sample(step, text)
 
-    def _save(self, step: int, row: dict[str, Any]) -> None:
+    def _save(self, step: int, row: dict[str, Any], last: bool) -> None:
         self.run.ranks.at(f"the checkpoint of step {step}")
         for rows in self.rows or ():
             rows.sync()
@@ -236,18 +251,13 @@ class Session:
             "corpus": self.corpus.digest,
             "recipe": self.recipe.digest,
         }
-        store = self.folder.checkpoints
-        checkpoint.save(
-            store,
-            step,
-            self.run.model,
-            self.run.optimizer,
-            extra,
-            {"val_loss": row.get("val_loss")},
-            ranks=self.run.ranks,
-        )
-        if self.run.ranks.main:
-            store.retain(self.recipe.run.keep, committed=step)
+        metrics = {"val_loss": row.get("val_loss")}
+        self.saver.save(step, self.run.model, self.run.optimizer, extra, metrics, last=last)
+
+    def _let_save_end(self) -> None:
+        """The run ends for another reason, which is told; if the save that is under way fails, that is not."""
+        with suppress(RushError):
+            self.saver.wait()
 
     def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
         return Summary(**self.run.ranks.once(lambda: asdict(self._own_summary(row, done, tokens, speed))))

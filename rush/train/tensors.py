@@ -7,7 +7,7 @@ that does not fit is refused before anything is copied, and values are fetched o
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -17,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from rush.errors import DataError
-from rush.records.tensor_file import TensorSource, write_tensors
+from rush.records.manifest import FileEntry
+from rush.tensor_file import TensorSource, write_tensors
 
 DTYPES = {
     "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16,
@@ -28,9 +29,15 @@ DTYPES = {
 _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileEntry:
     """Write tensors, from any device, to a new safetensors file; one at a time passes through host memory."""
-    write_tensors(path, {name: _source(name, tensor) for name, tensor in tensors.items()}, metadata)
+    written = write_tensors(path, {name: _source(name, tensor) for name, tensor in tensors.items()}, metadata)
+    return FileEntry(*written)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As safetensors calls it."""
+    return _DTYPE_NAMES[dtype]
 
 
 def describe(shape: torch.Size, dtype: torch.dtype) -> str:
@@ -46,7 +53,7 @@ class TensorFile:
         self._file = _open(path)
         self.names = frozenset(self._file.keys())
         self.metadata: dict[str, str] = self._file.metadata() or {}
-        self.tied: dict[str, str] = json.loads(self.metadata.get("tied", "{}"))
+        self.tied: dict[str, str] = _tied(path, self.metadata)
         for alias, name in self.tied.items():
             if name not in self.names:
                 raise DataError(f"{path}: {alias} is tied to {name}, which is not in the file.")
@@ -54,6 +61,10 @@ class TensorFile:
     def header(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype, without reading the values."""
         piece = self._file.get_slice(name)
+        if piece.get_dtype() not in DTYPES:
+            raise DataError(
+                f"{self.path}: {name} has the dtype {piece.get_dtype()}; allowed: {', '.join(DTYPES)}."
+            )
         return torch.Size(piece.get_shape()), DTYPES[piece.get_dtype()]
 
     def tensor(self, name: str) -> Tensor:
@@ -62,25 +73,13 @@ class TensorFile:
         assert isinstance(value, Tensor)
         return value
 
-    def expect_names(self, wanted: Iterable[str]) -> None:
-        """Refuse a file that lacks one of these tensors or has others."""
-        wanted = set(wanted)
-        missing, extra = sorted(wanted - self.names), sorted(self.names - wanted)
-        if missing or extra:
-            parts = [f"lacks {_few(missing)}"] * bool(missing) + [f"has the unknown {_few(extra)}"] * bool(
-                extra
-            )
-            raise DataError(f"{self.path} does not fit this model: it {' and '.join(parts)}.")
-
-    def expect(self, wanted: Mapping[str, tuple[torch.Size, torch.dtype]]) -> None:
-        """Refuse a file whose tensors are not exactly these, by name, shape and dtype."""
-        self.expect_names(wanted)
-        for name, (shape, dtype) in wanted.items():
-            found = self.header(name)
-            if found != (shape, dtype):
-                raise DataError(
-                    f"{self.path}: {name} is {describe(*found)}, the model has {describe(shape, dtype)}."
-                )
+    def piece(self, name: str, box: tuple[slice, ...]) -> Tensor:
+        """Values of a part of the tensor, of which nothing else is read."""
+        if not box:
+            return self.tensor(name)
+        value = self._file.get_slice(name)[box]
+        assert isinstance(value, Tensor)
+        return value
 
     def __enter__(self) -> TensorFile:
         self._file.__enter__()
@@ -99,6 +98,16 @@ def _open(path: Path) -> Any:
         raise DataError(f"{path} is not a readable safetensors file ({error}).") from None
 
 
+def _tied(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
+    try:
+        tied = json.loads(metadata.get("tied", "{}"))
+    except ValueError:
+        tied = None
+    if not isinstance(tied, dict) or not all(isinstance(name, str) for name in tied.values()):
+        raise DataError(f"{path}: its header does not say in JSON which names are tied.")
+    return tied
+
+
 def _source(name: str, tensor: Tensor) -> TensorSource:
     # Sharded or quantized tensor subclasses have no plain bytes; saving them needs a format of its own.
     assert type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer), (
@@ -111,8 +120,3 @@ def _source(name: str, tensor: Tensor) -> TensorSource:
         return flat.view(torch.uint8).numpy().data
 
     return TensorSource(_DTYPE_NAMES[tensor.dtype], tuple(tensor.shape), read)
-
-
-def _few(names: list[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"

@@ -252,34 +252,51 @@ def _plant(run: Any, bug: str) -> None:
         assert not bug
 
 
-def pass_on(family: str, layout: Mapping[str, int], source: str | None, target: str, steps: int) -> Result:
-    """Load a checkpoint into this layout, make some steps, save another."""
+def take_over(
+    family: str,
+    layout: Mapping[str, int],
+    sources: Mapping[str, str],
+    target: str,
+    techniques: Iterable[str] = (),
+) -> Result:
+    """Load checkpoints one after another and tell the whole state each gives, put together by torch; save the last one."""
     from rush.hardware import probe
     from rush.parallel import join
     from rush.records.checkpoints import CheckpointStore
     from rush.train import checkpoint
     from rush.train.build import build
-    from rush.train.step import train_step
 
-    chosen = recipe(family, layout)
+    chosen = recipe(family, layout, techniques)
     with join(chosen.layout.model_dump(), "cpu") as ranks:
         run = build(chosen, probe("cpu"), None, ranks)
-        with loader(run) as given:
-            if source is not None:
-                given.load_state(checkpoint.load(Path(source), run.model, run.optimizer)["loader"])
-            losses = [
-                train_step(run, step, chosen.optimizer.lr, given.next_step()).loss
-                for step in range(1, steps + 1)
-            ]
-            path = checkpoint.save(
-                CheckpointStore(Path(target)),
-                7,
-                run.model,
-                run.optimizer,
-                {"loader": given.state()},
-                ranks=ranks,
-            )
-        return {"path": str(path), "losses": losses}
+        found: Result = {}
+        for name, source in sources.items():
+            extra = checkpoint.load(Path(source), run.model, run.optimizer, ranks=ranks)
+            with loader(run) as given:
+                given.load_state(extra["loader"])
+                samples = [sample for batch in given.next_step() for sample in batch.samples]
+            found[name] = {"state": whole_state(run), "samples": samples, "random": torch.rand(2).tolist()}
+        checkpoint.load(Path(source), run.model, run.optimizer, ranks=ranks)
+        checkpoint.save(CheckpointStore(Path(target)), 7, run.model, run.optimizer, extra, ranks=ranks)
+        return found
+
+
+def whole_state(run: Any) -> dict[str, str]:
+    """A digest of every tensor of the model and the optimizer, whole, as all ranks together hold it."""
+    import hashlib
+
+    from rush.parallel.sharded import whole
+
+    names = {id(parameter): name for name, parameter in run.model.named_parameters()}
+    tensors = dict(run.model.state_dict())
+    for parameter, values in run.optimizer.state.items():
+        tensors |= {f"{names[id(parameter)]}/{key}": value for key, value in values.items()}
+    told = {}
+    for name, tensor in tensors.items():
+        full = whole(tensor).detach().contiguous()
+        content = full.reshape(-1).view(torch.uint8).numpy().tobytes()
+        told[name] = f"{full.dtype}{tuple(full.shape)} {hashlib.sha256(content).hexdigest()}"
+    return told
 
 
 def look_around(layout: Mapping[str, int]) -> Result:

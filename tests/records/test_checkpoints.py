@@ -13,7 +13,7 @@ import pytest
 from rush.errors import MachineError
 from rush.records.checkpoints import CheckpointStore, verify
 from rush.records.manifest import MANIFEST_NAME, CheckpointDamaged
-from rush.records.tensor_file import TensorSource, write_tensors
+from rush.tensor_file import TensorSource, write_tensors
 
 
 def put(

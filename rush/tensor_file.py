@@ -8,8 +8,10 @@ the memory of its largest tensor, not a second model. Reading stays with the lib
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,8 +39,10 @@ class TensorSource:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-def write_tensors(path: Path, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]) -> None:
-    """Write a new safetensors file (not flushed to the disk: sealing the checkpoint does that)."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, TensorSource], metadata: Mapping[str, str]
+) -> tuple[int, str]:
+    """Write a new safetensors file, down to the disk; its size and SHA-256, of the bytes as they were handed over."""
     # Widest items first, so that every tensor starts at a multiple of its item size.
     order = sorted(tensors, key=lambda name: (-ITEM_BYTES[tensors[name].dtype], name))
     header: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -50,12 +54,17 @@ def write_tensors(path: Path, tensors: Mapping[str, TensorSource], metadata: Map
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    start = len(text).to_bytes(8, "little") + text
+    digest = hashlib.sha256(start)
     with writing(path), open(path, "xb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        file.write(start)
         for name in order:
             data = tensors[name].read()
             assert data.nbytes == tensors[name].size_bytes, (
                 f"{name}: {data.nbytes} bytes, not {tensors[name].size_bytes}"
             )
+            digest.update(data)
             file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(start) + offset, digest.hexdigest()

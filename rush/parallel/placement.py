@@ -1,0 +1,133 @@
+"""Where a rank's part of a tensor lies in the whole, and which rank writes what.
+
+A sharded tensor has a box of the whole on each rank (or a few: of queries, keys and values in one layer a piece of each);
+a plain one is whole on each. Ranks that differ only along axes on which a tensor is not cut hold the same. Which of
+them writes it is worked out by all alike, from the names and sizes they share, so that nobody has to ask: the tensors are
+dealt out by size, and one that is larger than a fair share is cut into rows, some for each. (Stages of a pipeline
+hold other names; what two of them hold, both write.)
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rush.parallel.ranks import AXES, Ranks
+from rush.parallel.sharded import cuts, is_sharded, own_part
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a whole tensor, with its values."""
+
+    values: Tensor
+    offset: tuple[int, ...]
+    whole: tuple[int, ...]
+    """The shape of all of it."""
+
+
+def parts_of(tensor: Tensor) -> list[Part]:
+    """What this rank holds of a tensor; the values are the tensor's own memory."""
+    values, whole = own_part(tensor).detach(), tuple(tensor.shape)
+    if not is_sharded(tensor):
+        return [Part(values, (0,) * tensor.dim(), whole)]
+    runs = [[(0, size)] for size in whole]
+    for dim in {cut.dim for cut in cuts(tensor)}:
+        index = torch.arange(whole[dim])
+        for cut in cuts(tensor):
+            if cut.dim == dim:
+                index = replace(cut, dim=0).pieces(index)[cut.place]
+        runs[dim] = _runs(index)
+    held = [sum(length for _, length in along) for along in runs]
+    assert not values.numel() or held == list(values.shape), f"{held} {tuple(values.shape)}"
+    found = []
+    for box in itertools.product(*(_placed(along) for along in runs)):
+        here = values
+        for dim, (_, length, local) in enumerate(box):
+            here = here.narrow(dim, local, length)
+        found.append(Part(here, tuple(begin for begin, _, _ in box), whole))
+    return found
+
+
+def _runs(index: Tensor) -> list[tuple[int, int]]:
+    """Numbers as runs of neighbours: where each begins, and its length."""
+    if not index.numel():
+        return []
+    ends = [*((index[1:] - index[:-1] != 1).nonzero().flatten() + 1).tolist(), len(index)]
+    return [(int(index[begin]), end - begin) for begin, end in itertools.pairwise([0, *ends])]
+
+
+def _placed(runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Runs with their places among what this rank holds."""
+    places = itertools.accumulate((length for _, length in runs), initial=0)
+    return [(begin, length, place) for (begin, length), place in zip(runs, places, strict=False)]
+
+
+def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[Part]]:
+    """The parts of these tensors that this rank is to write. Over all ranks, each value is written once."""
+    if ranks.alone:
+        return {name: parts_of(tensor) for name, tensor in tensors.items()}
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, tensor in tensors.items():
+        alike.setdefault(_copied_along(tensor, ranks), []).append(name)
+    mine: dict[str, list[Part]] = {}
+    for axes, names in alike.items():
+        number, count = _place(axes, ranks)
+        # The size of the whole is known to all; parts may differ by a row.
+        sizes = {name: tensors[name].numel() * tensors[name].element_size() for name in names}
+        fair, loads = sum(sizes.values()) / count, [0] * count
+        for name in sorted(names, key=lambda name: (-sizes[name], name)):
+            parts = parts_of(tensors[name])
+            if count > 1 and sizes[name] > fair and tensors[name].dim() > 0:
+                parts = [_rows(part, number, count) for part in parts]
+            else:
+                lightest = loads.index(min(loads))
+                loads[lightest] += sizes[name]
+                if lightest != number:
+                    continue
+            # Of an empty tensor the empty part is all there is.
+            mine[name] = [part for part in parts if part.values.numel() or not tensors[name].numel()]
+    return mine
+
+
+def _rows(part: Part, number: int, count: int) -> Part:
+    rows = part.values.shape[0]
+    begin, end = rows * number // count, rows * (number + 1) // count
+    return Part(part.values[begin:end], (part.offset[0] + begin, *part.offset[1:]), part.whole)
+
+
+def _copied_along(tensor: Tensor, ranks: Ranks) -> tuple[str, ...]:
+    """The axes along which ranks hold the same part of a tensor."""
+    assert ranks.mesh is not None
+    cut: set[str] = {"pp"}
+    if is_sharded(tensor):
+        sharded: Any = tensor
+        for dim, placement in enumerate(sharded.placements):
+            if not placement.is_replicate():
+                cut |= _axes_of(sharded.device_mesh.get_group(dim), ranks)
+    return tuple(axis for axis in AXES if axis not in cut and ranks.size(axis) > 1)
+
+
+def _axes_of(group: Any, ranks: Ranks) -> set[str]:
+    """The axes of the mesh along which the ranks of a group differ; the group may be of several axes in one."""
+    assert ranks.mesh is not None
+    members = torch.distributed.get_process_group_ranks(group)
+    places = torch.stack([(ranks.mesh.mesh == member).nonzero()[0] for member in members])
+    return {
+        axis for axis, column in zip(AXES, places.unbind(1), strict=True) if len(set(column.tolist())) > 1
+    }
+
+
+def _place(axes: tuple[str, ...], ranks: Ranks) -> tuple[int, int]:
+    """This rank's number among those that differ along these axes, and how many they are."""
+    assert ranks.mesh is not None
+    number, count = 0, 1
+    for axis in axes:
+        number = number * ranks.size(axis) + int(ranks.mesh.get_local_rank(axis))
+        count *= ranks.size(axis)
+    return number, count

@@ -1,0 +1,209 @@
+"""Where the pieces of tensors lie, when several ranks wrote them: `pieces.json` beside the files.
+
+    {"format": "rush-pieces", "version": 1,
+     "model": {"tied": {"head.weight": "embedding.weight"},
+               "tensors": {"embedding.weight": {"dtype": "F32", "shape": [320, 32], "pieces": [
+                   {"file": "model-00001-of-00002.safetensors", "offset": [0, 0], "shape": [160, 32]}, …]}}},
+     "optimizer": {"tied": {}, "tensors": {…}}}
+
+A piece is a box in the whole tensor. The boxes of a tensor must fill it exactly: no gap, no overlap, nothing outside.
+That is checked when a checkpoint is sealed and again when it is read, because what is read may be a stranger's: file
+names are looked up among the sealed files and never followed anywhere else.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rush.errors import DataError
+from rush.tensor_file import ITEM_BYTES
+
+PIECES = "pieces.json"
+FORMAT, VERSION = "rush-pieces", 1
+KINDS = ("model", "optimizer")
+_LARGEST = 2**62
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, and the file that holds it, under the tensor's name or another."""
+
+    file: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    key: str = ""
+    """Its name in the file, where a rank wrote several pieces of one tensor."""
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """A whole tensor: what it is, and the pieces that fill it."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+@dataclass(frozen=True)
+class PieceTable:
+    """The tensors of a kind (model or optimizer), and the other names of tied ones."""
+
+    tensors: Mapping[str, Pieces] = field(default_factory=dict)
+    tied: Mapping[str, str] = field(default_factory=dict)
+
+
+def overlap(a: Box, b: Box) -> Box | None:
+    """What two boxes share; None if nothing."""
+    begin = tuple(map(max, a[0], b[0]))
+    end = [min(o1 + s1, o2 + s2) for o1, s1, o2, s2 in zip(*a, *b, strict=True)]
+    shape = tuple(stop - start for start, stop in zip(begin, end, strict=True))
+    return (begin, shape) if all(size > 0 for size in shape) else None
+
+
+def problem_with(tensor: Pieces) -> str | None:
+    """Why the pieces do not fill the tensor exactly; None if they do.
+
+    Ranks cut a tensor like a grid, so the pieces must be all the cells of one: along every dim the cuts fill the dim, and
+    each combination of them is there once. That takes no comparison of pieces in pairs.
+    """
+    offsets = [piece.offset for piece in tensor.pieces]
+    if len(set(offsets)) != len(offsets):
+        return "two of its pieces begin at the same place"
+    for dim, size in enumerate(tensor.shape):
+        end = 0
+        for begin, length in sorted({(piece.offset[dim], piece.shape[dim]) for piece in tensor.pieces}):
+            if begin != end:
+                return f"its pieces {'overlap' if begin < end else 'leave a gap'} at {min(begin, end)} of dim {dim}"
+            end = begin + length
+        if end != size:
+            return f"its pieces reach to {end} of {size} in dim {dim}"
+    cells = math.prod(len({piece.offset[dim] for piece in tensor.pieces}) for dim in range(len(tensor.shape)))
+    return None if cells == len(offsets) else f"it has {len(offsets)} pieces, a whole one has {cells}"
+
+
+def table_to_json(table: PieceTable) -> dict[str, Any]:
+    return {
+        "tied": dict(table.tied),
+        "tensors": {
+            name: {
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "pieces": [
+                    {
+                        "file": piece.file,
+                        "offset": list(piece.offset),
+                        "shape": list(piece.shape),
+                        **({"key": piece.key} if piece.key else {}),
+                    }
+                    for piece in tensor.pieces
+                ],
+            }
+            for name, tensor in sorted(table.tensors.items())
+        },
+    }
+
+
+def write_pieces(tables: Mapping[str, PieceTable]) -> str:
+    """The text of `pieces.json`."""
+    body = {"format": FORMAT, "version": VERSION, **{kind: table_to_json(tables[kind]) for kind in KINDS}}
+    return json.dumps(body, separators=(",", ":"), ensure_ascii=False) + "\n"
+
+
+def read_pieces(path: Path, files: Iterable[str]) -> dict[str, PieceTable]:
+    """The tables of a checkpoint, if they are sound and name none but its own files; else a DataError."""
+    allowed = set(files)
+    try:
+        body = json.loads(path.read_bytes())
+        if body["format"] != FORMAT or body["version"] != VERSION:
+            raise ValueError(f"format {body['format']!r}, version {body['version']!r}")
+        tables = {kind: table_from_json(body[kind]) for kind in KINDS}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} is not a table of pieces as this rush writes it ({error!r}).") from None
+    for kind, table in tables.items():
+        for name, tensor in table.tensors.items():
+            for piece in tensor.pieces:
+                if piece.file not in allowed or not piece.file.endswith(".safetensors"):
+                    raise DataError(
+                        f"{path}: a piece of {name} is said to be in {piece.file!r}, which is no file of this checkpoint."
+                    )
+            if problem := problem_with(tensor):
+                raise DataError(f"{path}: {name} ({kind}) is not whole: {problem}.")
+        for alias, name in table.tied.items():
+            if name not in table.tensors or alias in table.tensors:
+                raise DataError(f"{path}: {alias} is tied to {name}, which the table does not hold so.")
+    return tables
+
+
+def table_from_json(body: Mapping[str, Any]) -> PieceTable:
+    tensors = {}
+    for name, cell in body["tensors"].items():
+        shape = _numbers(cell["shape"])
+        pieces = tuple(
+            Piece(
+                _text(piece["file"]),
+                _numbers(piece["offset"]),
+                _numbers(piece["shape"]),
+                _text(piece.get("key", "")),
+            )
+            for piece in cell["pieces"]
+        )
+        if any(len(piece.offset) != len(shape) or len(piece.shape) != len(shape) for piece in pieces):
+            raise ValueError(f"a piece of {name} has another number of dims than {list(shape)}")
+        if not pieces or cell["dtype"] not in ITEM_BYTES:
+            raise ValueError(f"{name} has {len(pieces)} pieces of dtype {cell['dtype']!r}")
+        tensors[name] = Pieces(cell["dtype"], shape, pieces)
+    return PieceTable(tensors, {_text(alias): _text(name) for alias, name in body["tied"].items()})
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    if not isinstance(values, list) or any(
+        type(value) is not int or not 0 <= value < _LARGEST for value in values
+    ):
+        raise ValueError(f"{values!r:.80} is no list of whole numbers from 0 on")
+    return tuple(values)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.80} is no text")
+    return value
+
+
+def join_tables(parts: Iterable[PieceTable]) -> PieceTable:
+    """One table of what several ranks wrote. What two of them wrote alike counts once, as the first has it."""
+    tensors: dict[str, Pieces] = {}
+    tied: dict[str, str] = {}
+    for part in parts:
+        tied |= part.tied
+        for name, tensor in part.tensors.items():
+            known = tensors.setdefault(name, Pieces(tensor.dtype, tensor.shape, ()))
+            assert (known.dtype, known.shape) == (tensor.dtype, tensor.shape), f"{name}: {known} {tensor}"
+            tensors[name] = Pieces(known.dtype, known.shape, known.pieces + tensor.pieces)
+    for name in tied:
+        tensors.pop(name, None)  # a rank that holds only the other end of a tie wrote it under that name
+    return PieceTable({name: _once(tensor) for name, tensor in tensors.items()}, tied)
+
+
+def _once(tensor: Pieces) -> Pieces:
+    boxes: dict[Box, Piece] = {}
+    for piece in tensor.pieces:
+        boxes.setdefault((piece.offset, piece.shape), piece)
+    return Pieces(tensor.dtype, tensor.shape, tuple(boxes.values()))
+
+
+def file_name(kind: str, rank: int, world: int) -> str:
+    """`model-00001-of-00004.safetensors`: what rank 0 of four writes of the model."""
+    return f"{kind}-{rank + 1:05d}-of-{world:05d}.safetensors"
+
+
+def full_box(shape: tuple[int, ...]) -> Box:
+    return tuple(itertools.repeat(0, len(shape))), shape

@@ -1,0 +1,464 @@
+"""Saving a training state: every rank writes its part, in the background, and rank 0 seals the whole.
+
+Training waits for a copy to host memory; from there a thread writes, hashes and forces to the disk. One save is under way
+at a time: the next one waits for it. Rank 0 makes the hidden folder, each rank says through the store what it has
+written, and when all have, rank 0 adds the small files and seals: manifest last, then one rename. So a checkpoint
+appears whole or not at all, whoever is killed. Collectives stay with the training: the thread uses none.
+
+What goes wrong in a thread is kept and raised by the next `wait` (before the next save, at the end), on all ranks alike.
+A rank that is alone writes whole tensors in one file for each kind; several write pieces, and a table of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from rush.errors import MachineError
+from rush.files import write_atomic, write_json_atomic
+from rush.models.adapters import is_adapted
+from rush.parallel import Ranks
+from rush.parallel.placement import Part, to_write
+from rush.parallel.ranks import error_of
+from rush.records.checkpoints import CheckpointStore
+from rush.records.manifest import FileEntry
+from rush.records.pieces import (
+    KINDS,
+    PIECES,
+    Piece,
+    Pieces,
+    PieceTable,
+    file_name,
+    join_tables,
+    problem_with,
+    table_from_json,
+    table_to_json,
+    write_pieces,
+)
+from rush.train.frozen import describe_base
+from rush.train.packing import join_optimizers, pack_model, pack_optimizer, pack_random
+from rush.train.tensors import dtype_name, save_tensors
+
+RANDOM, STATE = "random.safetensors", "state.json"
+ASK_AGAIN_S = 0.02
+"""Between two looks at the store. A blocking wait there would keep the training from using it."""
+HEARD_LIMIT_S = 60.0
+LOOK_S = 0.5
+NTH = "#"
+"""Before the number of a piece, where a rank writes several of one tensor."""
+TORCH_KEY = "DCP_SHARDING_INFO"
+"""Where torch's own safetensors checkpoints say, in a file's header, at which offsets its pieces lie."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A save that is done."""
+
+    step: int
+    path: Path
+    save_s: float
+    """From its beginning to the sealed checkpoint."""
+    blocked_s: float
+    """What training waited for, of that."""
+    waited_s: float
+    """What it waited, before that, for the save before to end."""
+    num_bytes: int
+    """Written by this rank."""
+    in_background: bool
+
+
+@dataclass
+class _Job:
+    """What one save has to write, independent of what training does meanwhile."""
+
+    step: int
+    number: int
+    parts: dict[str, dict[str, Part]]
+    """What this rank writes of model and optimizer, by kind and name in the file."""
+    tied: dict[str, str]
+    optimizer: dict[str, Any]
+    state: dict[str, Any]
+    random: dict[str, Tensor]
+    meta: dict[str, Any]
+    began: float
+    waited_s: float = 0.0
+    blocked_s: float = 0.0
+    in_background: bool = False
+    done: Saved | None = None
+    error: BaseException | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(part.values.nbytes for kind in self.parts.values() for part in kind.values())
+
+
+class _Abandoned(Exception):
+    """The run ends without this save."""
+
+
+@dataclass
+class Saver:
+    """Saves the states of one run, one after another."""
+
+    checkpoints: CheckpointStore
+    ranks: Ranks = field(default_factory=Ranks)
+    background: bool = True
+    after: Callable[[Saved], None] = lambda saved: None
+    """Called by rank 0 once a checkpoint is sealed, in the thread that wrote it."""
+
+    def __post_init__(self) -> None:
+        self._staging = _Staging()
+        self._job: _Job | None = None
+        self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
+        self._abandoned = threading.Event()
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        extra: Mapping[str, Any],
+        metrics: Mapping[str, float | None] | None = None,
+        meta: Mapping[str, Any] | None = None,
+        *,
+        last: bool = False,
+    ) -> None:
+        """Begin the checkpoint of this state; all ranks call this. Waits for the save before, and raises what became of it.
+
+        The `last` one of a run, for which there is nothing to go on with, is written from where the state is.
+
+        `extra` (loader state, schedule, counters) must be JSON without NaN or infinity; `load` returns it.
+        `metrics` and `meta` go into the manifest; the store ranks checkpoints by `val_loss` in `metrics`.
+        """
+        asked = time.perf_counter()
+        self.wait()
+        job = self._job = self._pack(step, model, optimizer, extra, metrics, meta)
+        job.waited_s = job.began - asked
+        self._ready()
+        job.in_background = self.background and not last and self._staging.has_room(job.parts)
+        if not job.in_background:
+            self._run(job)
+            if not self.background:
+                self.wait()
+            return
+        job.parts = self._staging.copy(job.parts)
+        job.blocked_s = time.perf_counter() - job.began
+        self._thread = threading.Thread(target=self._run, args=(job,), name="rush-save", daemon=True)
+        self._thread.start()
+
+    def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Get the memory for copies in the background: to get it takes longer than to fill it."""
+        parts = self._parts(model, optimizer)[0]
+        if self.background and self._staging.has_room(parts):
+            self._preparing = threading.Thread(target=self._staging.get, args=(parts,), daemon=True)
+            self._preparing.start()
+
+    def _ready(self) -> None:
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
+
+    @property
+    def failed(self) -> bool:
+        """Whether a save has gone wrong, which `wait` will raise."""
+        return self._job is not None and self._job.error is not None
+
+    def wait(self) -> Saved | None:
+        """Let the save that is under way come to its end. Raises what went wrong with it, on all ranks alike."""
+        while self._thread is not None:
+            self._thread.join(LOOK_S)  # in short turns, so that a signal is heard
+            self._thread = self._thread if self._thread.is_alive() else None
+        job, self._job = self._job, None
+        if job is None:
+            return None
+        if job.error is not None:
+            raise job.error
+        return job.done
+
+    def abandon(self) -> None:
+        """End without the save that is under way, as soon as its file in hand is written; nothing of it stays."""
+        self._abandoned.set()
+        with contextlib.suppress(BaseException):
+            self.wait()
+
+    def _pack(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: Optimizer,
+        extra: Mapping[str, Any],
+        metrics: Mapping[str, float | None] | None,
+        meta: Mapping[str, Any] | None,
+    ) -> _Job:
+        began = time.perf_counter()
+        parts, tied, table = self._parts(model, optimizer)
+        random_tensors, random_state = pack_random()
+        state = {"step": step, "extra": dict(extra), "optimizer": table, "random": random_state}
+        if is_adapted(model):
+            state["base"] = describe_base(model)  # of a sharded base all ranks must ask
+        sealed = {"metrics": dict(metrics or {}), **(meta or {})}
+        return _Job(step, self.ranks.next_call(), parts, tied, table, state, random_tensors, sealed, began)
+
+    def _parts(
+        self, model: nn.Module, optimizer: Optimizer
+    ) -> tuple[dict[str, dict[str, Part]], dict[str, str], dict[str, Any]]:
+        """What this rank writes of model and optimizer, the model's ties, the optimizer's table."""
+        model_tensors, tied = pack_model(model)
+        optimizer_tensors, table = pack_optimizer(model, optimizer)
+        # Dealt out together, so that all ranks have as much to write of both.
+        both = {f"model:{name}": tensor for name, tensor in model_tensors.items()}
+        both |= {f"optimizer:{name}": tensor for name, tensor in optimizer_tensors.items()}
+        parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
+        for name, held in to_write(both, self.ranks).items():
+            kind, _, own = name.partition(":")
+            # In a file every piece has a name of its own.
+            parts[kind] |= {own if len(held) == 1 else f"{own}{NTH}{n}": part for n, part in enumerate(held)}
+        return parts, tied, table
+
+    def _run(self, job: _Job) -> None:
+        """Write this rank's part, and rank 0 the rest; in a thread or not."""
+        try:
+            if self.ranks.alone:
+                self._write_alone(job)
+            else:
+                self._write_together(job)
+        except BaseException as error:
+            job.error = error
+
+    def _finish(self, job: _Job, path: Path) -> None:
+        save_s = time.perf_counter() - job.began
+        blocked_s = job.blocked_s if job.in_background else save_s
+        job.done = Saved(job.step, path, save_s, blocked_s, job.waited_s, job.num_bytes, job.in_background)
+        if self.ranks.main:
+            self.after(job.done)
+
+    # --- one rank ------------------------------------------------------------------------------------
+
+    def _write_alone(self, job: _Job) -> None:
+        folder = self.checkpoints.begin(job.step)
+        try:
+            known: dict[str, FileEntry] = {}
+            metadata = {"model": {"format": "pt", "tied": json.dumps(job.tied)}, "optimizer": {}}
+            for kind in KINDS:
+                self._go_on()
+                tensors = {name: part.values for name, part in job.parts[kind].items()}
+                name = f"{kind}.safetensors"
+                known[name] = save_tensors(folder / name, tensors, metadata[kind])
+            self._finish(job, self._seal(job, folder, job.state, known))
+        finally:
+            # Once committed the hidden folder is gone and this does nothing.
+            self.checkpoints.discard(job.step)
+
+    def _seal(self, job: _Job, folder: Path, state: Mapping[str, Any], known: dict[str, FileEntry]) -> Path:
+        known[RANDOM] = save_tensors(folder / RANDOM, job.random, {})
+        write_json_atomic(folder / STATE, state)
+        self._go_on()
+        return self.checkpoints.commit(job.step, job.meta, known)
+
+    def _go_on(self) -> None:
+        if self._abandoned.is_set():
+            raise _Abandoned
+
+    # --- several ranks -------------------------------------------------------------------------------
+
+    def _write_together(self, job: _Job) -> None:
+        """Rank 0 begins, all write, rank 0 seals; what one cannot do, none has done."""
+        meeting = _Meeting(self.ranks, job.number, self._go_on)
+        if not self.ranks.main:
+            folder = Path(meeting.hear("begun"))
+            try:
+                part = self._write_part(job, folder)
+            except BaseException as error:
+                meeting.say_part(_failure(error))
+                meeting.hear("sealed")  # rank 0 says the same to all
+                raise
+            meeting.say_part(part)
+            self._finish(job, Path(meeting.hear("sealed")))
+            return
+
+        def seal() -> str:
+            path = self._gather(job, Path(begun), meeting)
+            self._finish(job, path)
+            return str(path)
+
+        try:
+            begun = meeting.say("begun", lambda: str(self.checkpoints.begin(job.step)))
+            meeting.say("sealed", seal)
+        finally:
+            self.checkpoints.discard(job.step)
+
+    def _write_part(self, job: _Job, folder: Path) -> dict[str, Any]:
+        """Write this rank's pieces; what the others need to know of them."""
+        files: dict[str, FileEntry] = {}
+        tables: dict[str, PieceTable] = {}
+        for kind in KINDS:
+            self._go_on()
+            parts = job.parts[kind]
+            name = file_name(kind, self.ranks.rank, self.ranks.world)
+            offsets = {own: {"saved_offsets": list(part.offset)} for own, part in parts.items()}
+            if parts:
+                tensors = {own: part.values for own, part in parts.items()}
+                metadata = {"format": "pt", TORCH_KEY: json.dumps(offsets)}
+                files[name] = save_tensors(folder / name, tensors, metadata)
+            tables[kind] = join_tables(_described(key, part, name) for key, part in parts.items())
+            tables[kind] = PieceTable(tables[kind].tensors, job.tied if kind == "model" else {})
+        told: dict[str, Any] = {
+            "files": {name: asdict(entry) for name, entry in files.items()},
+            "tables": {kind: table_to_json(table) for kind, table in tables.items()},
+        }
+        if self.ranks.first_of_stage:
+            told["optimizer"] = job.optimizer
+        return told
+
+    def _gather(self, job: _Job, folder: Path, meeting: _Meeting) -> Path:
+        """Write rank 0's part, wait for those of the others, and seal the whole."""
+        parts = [self._write_part(job, folder), *meeting.hear_parts()]
+        known = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
+        tables = {
+            kind: join_tables(table_from_json(part["tables"][kind]) for part in parts) for kind in KINDS
+        }
+        for table in tables.values():
+            for name, tensor in table.tensors.items():
+                assert (problem := problem_with(tensor)) is None, f"{name}: {problem}"
+        write_atomic(folder / PIECES, write_pieces(tables))
+        optimizer = join_optimizers(part["optimizer"] for part in parts if "optimizer" in part)
+        return self._seal(job, folder, {**job.state, "optimizer": optimizer}, known)
+
+
+def _described(key: str, part: Part, file: str) -> PieceTable:
+    name, nth, _ = key.partition(NTH)
+    piece = Piece(file, part.offset, tuple(part.values.shape), key if nth else "")
+    return PieceTable({name: Pieces(dtype_name(part.values.dtype), part.whole, (piece,))})
+
+
+@dataclass
+class _Meeting:
+    """What the ranks tell each other about one save, through the store; waiting ends when the save is abandoned."""
+
+    ranks: Ranks
+    number: int
+    go_on: Callable[[], None]
+
+    def say(self, what: str, make: Callable[[], str]) -> str:
+        """What rank 0 makes, or why it could not, told to all."""
+        assert self.ranks.store is not None
+        try:
+            made = make()
+        except BaseException as error:
+            with contextlib.suppress(RuntimeError):  # the store may have gone with the run
+                self._tell(what, _failure(error))
+            raise
+        self._tell(what, {"value": made})
+        return made
+
+    def _tell(self, what: str, told: Mapping[str, str]) -> None:
+        """Say it. What is said last, stay until all have heard it: where rank 0 keeps the store, that goes with it."""
+        assert self.ranks.store is not None
+        self.ranks.store.set(self._key(what), json.dumps(told))
+        if what == "begun" and "error" not in told:
+            return
+        limit = time.monotonic() + HEARD_LIMIT_S
+        while self.ranks.store.add(self._key(f"{what}/heard"), 0) < self.ranks.world - 1:
+            self.go_on()
+            if time.monotonic() > limit:
+                return  # they have gone, or will ask later
+            time.sleep(ASK_AGAIN_S)
+
+    def hear(self, what: str) -> str:
+        """What rank 0 made, or its error; and tell it that this was heard, so that it may leave."""
+        told = self._heard(what)
+        assert self.ranks.store is not None
+        self.ranks.store.add(self._key(f"{what}/heard"), 1)
+        if "error" in told:
+            raise error_of(told["error"], told["says"])
+        value: str = told["value"]
+        return value
+
+    def say_part(self, part: Mapping[str, Any]) -> None:
+        assert self.ranks.store is not None
+        self.ranks.store.set(self._key(f"part/{self.ranks.rank}"), json.dumps(part))
+
+    def hear_parts(self) -> list[dict[str, Any]]:
+        """What all other ranks wrote; the first that failed is an error here, and by `sealed` everywhere."""
+        assert self.ranks.store is not None
+        found = []
+        for rank in range(1, self.ranks.world):
+            part = self._heard(f"part/{rank}")
+            self.ranks.store.delete_key(self._key(f"part/{rank}"))
+            if "error" in part:
+                raise error_of(part["error"], f"rank {rank}: {part['says']}")
+            found.append(part)
+        return found
+
+    def _heard(self, what: str) -> dict[str, Any]:
+        assert self.ranks.store is not None
+        while not self.ranks.store.check([self._key(what)]):
+            self.go_on()
+            time.sleep(ASK_AGAIN_S)
+        told: dict[str, Any] = json.loads(self.ranks.store.get(self._key(what)))
+        return told
+
+    def _key(self, what: str) -> str:
+        return f"save/{self.number}/{what}"
+
+
+def _failure(error: BaseException) -> dict[str, str]:
+    return {"error": type(error).__name__, "says": str(error)}
+
+
+class _Staging:
+    """Host memory that states are copied to, kept between saves."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, Tensor] = {}
+
+    def has_room(self, parts: Mapping[str, Mapping[str, Part]]) -> bool:
+        """Whether the host has memory for a copy of what is not held yet."""
+        needed = sum(part.values.nbytes for kind in parts.values() for part in kind.values())
+        needed -= sum(buffer.nbytes for buffer in self._held.values())
+        return needed <= 0 or needed * 1.25 < psutil.virtual_memory().available
+
+    def get(self, parts: Mapping[str, Mapping[str, Part]]) -> None:
+        """Take all memory that a copy will need; pages that were never touched are not there yet."""
+        with contextlib.suppress(MachineError):  # told when it is needed
+            for kind, named in parts.items():
+                for name, part in named.items():
+                    self._buffer(f"{kind}:{name}", part.values).zero_()
+
+    def copy(self, parts: Mapping[str, Mapping[str, Part]]) -> dict[str, dict[str, Part]]:
+        """The same parts, in memory that training does not change."""
+        copied: dict[str, dict[str, Part]] = {kind: {} for kind in parts}
+        on_device = False
+        for kind, named in parts.items():
+            for name, part in named.items():
+                buffer = self._buffer(f"{kind}:{name}", part.values)
+                buffer.copy_(part.values, non_blocking=True)
+                on_device |= part.values.is_cuda
+                copied[kind][name] = Part(buffer, part.offset, part.whole)
+        if on_device:
+            torch.cuda.synchronize()
+        return copied
+
+    def _buffer(self, name: str, like: Tensor) -> Tensor:
+        held = self._held.get(name)
+        if held is None or held.shape != like.shape or held.dtype != like.dtype:
+            try:
+                held = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+            except RuntimeError as error:
+                raise MachineError(
+                    f"the host has no memory for a copy of the state ({error}); set run.save_async=false."
+                ) from error
+            self._held[name] = held
+        return held
