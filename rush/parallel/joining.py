@@ -76,9 +76,8 @@ def join(
     from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.device_mesh import init_device_mesh
 
-    store = meeting_point(rank, world, timeout_s)
     try:
-        meet(store, rank, world, card, timeout_s)
+        store = meet(meeting_point(rank, world, timeout_s), rank, world, card, timeout_s)
     except dist.DistError as error:
         raise RankLost(f"rank {rank} came to the meeting, but another rank has gone: {error}.") from error
     # What torch's flight recorder keeps of the exchanges; the watch reads it.

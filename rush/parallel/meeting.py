@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 import time
+import uuid
 from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -38,65 +39,109 @@ def started_world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def tell_absent(error: RushError) -> bool:
-    """Tell rank 0, which may be waiting for all, that this rank will not come, and why; whether it was heard."""
-    rank, world = started_rank(), started_world()
-    with suppress(RushError, RuntimeError):
-        store = meeting_point(rank, world, LATER_S)
-        store.set(f"card/{rank}", "")
-        store.set("absent", json.dumps({"error": type(error).__name__, "says": f"rank {rank}: {error}"}))
-        store.wait(["verdict"], timedelta(seconds=LATER_S))
-        heard = bool(json.loads(store.get("verdict")))
-        store.add("heard", 1)
-        return heard
-    return False
+def meet(store: Store, rank: int, world: int, card: str, timeout_s: float) -> Store:
+    """Lay down this rank's card, hear what rank 0 makes of all of them, and get a part of the store for this start alone.
 
+    A launcher's store outlives its ranks: what those of an earlier start wrote is still there, addresses of the dead included.
+    So rank 0 opens a new page, and answers each rank by a word that only this one can have asked with.
+    """
+    from torch._C._distributed_c10d import PrefixStore
 
-def meet(store: Store, rank: int, world: int, card: str, timeout_s: float) -> None:
-    """Lay down this rank's card and hear what rank 0 makes of all of them."""
-    store.set(f"card/{rank}", card)
-    if rank == 0:
-        verdict = _judge(store, world, card, timeout_s)
-        store.set("verdict", json.dumps(verdict))
-        deadline = time.monotonic() + LATER_S
-        # The store may be ours, and go with us.
-        while verdict and store.add("heard", 0) < world - 1 and time.monotonic() < deadline:
-            time.sleep(0.05)
+    if rank:
+        page, verdict = _attend(store, rank, world, {"card": card}, timeout_s)
     else:
-        store.wait(["verdict"], timedelta(seconds=timeout_s + LATER_S))
-        verdict = json.loads(store.get("verdict"))
-        store.add("heard", 1)
+        page = uuid.uuid4().hex
+        verdict = _preside(PrefixStore(page, store), store, page, world, card, timeout_s)
     if verdict:
         refusal = error_of(verdict["error"], verdict["says"])
         if rank:
             refusal.add_note(SAID)
         raise refusal
+    return PrefixStore(page, store)
 
 
-def _judge(store: Store, world: int, card: str, timeout_s: float) -> dict[str, Any]:
-    """What keeps these ranks from going on, if anything; said by rank 0 for all."""
+def tell_absent(error: RushError) -> bool:
+    """Tell rank 0, which may be waiting for all, that this rank will not come, and why; whether it was heard."""
+    rank, world = started_rank(), started_world()
+    told = {"error": type(error).__name__, "says": f"rank {rank}: {error}"}
+    with suppress(RushError, RuntimeError):
+        _, verdict = _attend(meeting_point(rank, world, LATER_S), rank, world, told, LATER_S)
+        return bool(verdict)
+    return False
+
+
+def _attend(
+    store: Store, rank: int, world: int, told: dict[str, str], timeout_s: float
+) -> tuple[str, dict[str, Any]]:
+    """Lay down what this rank has to tell on rank 0's page, and wait for the answer to it."""
+    from torch._C._distributed_c10d import PrefixStore
+
+    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    page = ""
+    while time.monotonic() < deadline:
+        if store.check(["page"]) and (now := store.get("page").decode()) != page:
+            page = now  # the first one found may be that of an earlier start
+            PrefixStore(page, store).set(f"card/{rank}", json.dumps({"word": word, **told}))
+            if "error" in told:
+                PrefixStore(page, store).set("absent", "")
+        answers = PrefixStore(page, store)
+        if page and answers.check([word]):
+            verdict: dict[str, Any] = json.loads(answers.get(word))
+            answers.add("heard", 1)
+            return page, verdict
+        time.sleep(_pause(world))
+    raise RankLost(f"rank {rank} had no answer from rank 0 within {timeout_s:g} s; is it up?")
+
+
+def _preside(mine: Store, store: Store, page: str, world: int, card: str, timeout_s: float) -> dict[str, Any]:
+    """Open a page, read the cards of all, and answer them."""
+    store.set("page", page)
+    cards = _cards(mine, world, timeout_s)
+    verdict = _judge(cards, world, card, timeout_s)
+    for told in cards.values():
+        mine.set(told["word"], json.dumps(verdict))
+    deadline = time.monotonic() + LATER_S
+    # The store may be ours, and go with us.
+    while verdict and mine.add("heard", 0) < len(cards) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return verdict
+
+
+def _cards(mine: Store, world: int, timeout_s: float) -> dict[int, dict[str, str]]:
+    """The cards of the other ranks: of all, or of those that came in time or before one said that it will not come."""
     deadline = time.monotonic() + timeout_s
     for rank in range(1, world):
-        while not store.check([f"card/{rank}"]) and not store.check(["absent"]):
+        while not mine.check([f"card/{rank}"]) and not mine.check(["absent"]):
             if time.monotonic() > deadline:
-                late = [r for r in range(1, world) if not store.check([f"card/{r}"])]
-                return {
-                    "error": RankLost.__name__,
-                    "says": f"{_ranks(late)} did not come within {timeout_s:g} s; look at the messages of their machines, "
-                    "and start all of them again.",
-                }
-            time.sleep(0.05)
-    if store.check(["absent"]):
-        told: dict[str, Any] = json.loads(store.get("absent"))
-        return told
-    cards = [store.get(f"card/{rank}").decode() for rank in range(world)]
-    unlike = [rank for rank in range(world) if cards[rank] != card]
+                break
+            time.sleep(_pause(world))
+    came = [rank for rank in range(1, world) if mine.check([f"card/{rank}"])]
+    return {rank: json.loads(mine.get(f"card/{rank}")) for rank in came}
+
+
+def _pause(world: int) -> float:
+    """Between two questions to the store, which thousands may ask."""
+    return 0.05 if world <= 64 else 0.5
+
+
+def _judge(cards: dict[int, dict[str, str]], world: int, card: str, timeout_s: float) -> dict[str, Any]:
+    """What keeps these ranks from going on, if anything; said by rank 0 for all."""
+    for told in cards.values():
+        if "error" in told:
+            return {"error": told["error"], "says": told["says"]}
+    if late := [rank for rank in range(1, world) if rank not in cards]:
+        return {
+            "error": RankLost.__name__,
+            "says": f"{_ranks(late)} did not come within {timeout_s:g} s; look at the messages of their machines, and start all "
+            "of them again.",
+        }
+    unlike = [rank for rank, told in cards.items() if told["card"] != card]
     if not unlike:
         return {}
     return {
         "error": RecipeError.__name__,
         "says": f"{len(unlike)} of {world} ranks came with something else than rank 0, which has {card}: rank {unlike[0]} "
-        f"has {cards[unlike[0]]}; start all of them with the same command, recipe and installation.",
+        f"has {cards[unlike[0]]['card']}; start all of them with the same command, recipe and installation.",
     }
 
 
@@ -108,7 +153,6 @@ def _ranks(found: list[int]) -> str:
 def meeting_point(rank: int, world: int, timeout_s: float) -> Store:
     """The store at MASTER_ADDR:MASTER_PORT: rank 0's, or that of the launcher."""
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
     from torch.distributed.rendezvous import rendezvous
 
     address, port = os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", "")
@@ -138,7 +182,8 @@ def meeting_point(rank: int, world: int, timeout_s: float) -> Store:
     if made is None or isinstance(made, Exception):
         raise _no_meeting(address, port, made, hosts, timeout_s)
     made.set_timeout(timedelta(seconds=timeout_s))
-    return PrefixStore("meeting", made)
+    meeting: Store = made
+    return meeting
 
 
 def _no_meeting(address: str, port: str, error: Any, hosts: bool, timeout_s: float) -> MachineError:
