@@ -57,6 +57,10 @@ def plan(
     search: Annotated[
         bool, typer.Option("--search", help="Find the fastest layout, micro batch and checkpointing.")
     ] = False,
+    beyond: Annotated[
+        bool,
+        typer.Option("--beyond", help="Let the search take layouts that this trainer does not run yet."),
+    ] = False,
     best: Annotated[int, typer.Option(help="How many plans a search shows.", min=1)] = 3,
     tokens: Annotated[
         float | None, typer.Option(help="A budget of tokens: time, energy and cost of it.", min=1)
@@ -98,7 +102,7 @@ def plan(
     chosen = load_recipe(recipe, overrides or [])
     target = _target(machine, devices, nodes, link, network)
     if search:
-        _search(recipe, chosen, target, best, tokens, price, json, html)
+        _search(recipe, chosen, target, best, beyond, tokens, price, json, html)
         return
     found = _plan(chosen, target, devices is not None or nodes is not None)
     if html is not None:
@@ -155,6 +159,7 @@ def _search(
     recipe: Recipe,
     target: Target,
     best: int,
+    beyond: bool,
     tokens: float | None,
     price: float | None,
     json: bool,
@@ -163,7 +168,7 @@ def _search(
     from rush.plan import search
     from rush.plan.search import describe
 
-    found = search(recipe, target, best=best)
+    found = search(recipe, target, best=best, beyond=beyond)
     if html is not None:
         _page(name, list(found.best), list(found.lost), html, tokens, price)
     if json:

@@ -1,12 +1,13 @@
 """Fit the efficiencies to measured steps: each to the part of the breakdown it is about.
 
 A profile says how long products, attention, elementwise operations, loss and update took, so every efficiency has its
-own evidence and none has to be guessed from the sum. The median over the cases is taken, because a profile sometimes
+own evidence and none has to be guessed from the sum. A median over the cases is taken, because a profile sometimes
 files a wait under a part. What no case speaks about stays as it was.
 """
 
 from __future__ import annotations
 
+import hashlib
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -25,8 +26,12 @@ PARTS = {
 
 
 def third(cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
-    """A third to calibrate on and the rest to judge by, chosen by the recipes' digests."""
-    ordered = sorted((case for case in cases if case.breakdown_s), key=lambda case: case.digest)
+    """A third to calibrate on and the rest to judge by, chosen by a hash of the cases' names."""
+
+    def lot(case: Case) -> str:
+        return hashlib.sha256(f"{case.study}/{case.name}/{case.spec.micro}".encode()).hexdigest()
+
+    ordered = sorted((case for case in cases if case.breakdown_s), key=lot)
     chosen = {case.digest for case in ordered[::3]}
     return [c for c in cases if c.digest in chosen], [c for c in cases if c.digest not in chosen]
 
@@ -65,13 +70,25 @@ def _main_dtype(case: Case) -> str:
 
 
 def _ratio(timed: Sequence[tuple[Case, Time]], part: str) -> float:
-    """Planned over measured seconds of a part: what its efficiency has to be multiplied by."""
-    ratios = [
-        time.parts[part] / case.breakdown_s[PARTS[part]]
+    """Planned over measured seconds of a part: what its efficiency has to be multiplied by.
+
+    The median by weight: a second is a second. Long steps say more about what users run than short ones, between which
+    a device cools down and then clocks higher.
+    """
+    pairs = sorted(
+        (time.parts[part] / case.breakdown_s[PARTS[part]], case.breakdown_s[PARTS[part]])
         for case, time in timed
         if case.breakdown_s.get(PARTS[part]) and time.parts.get(part)
-    ]
-    return statistics.median(ratios) if ratios else 1.0
+    )
+    if part == "optimizer":
+        # A profile files waits under it, the longer the step: here each case has one voice.
+        return statistics.median(ratio for ratio, _ in pairs) if pairs else 1.0
+    left = sum(weight for _, weight in pairs) / 2
+    for ratio, weight in pairs:
+        left -= weight
+        if left <= 0:
+            return ratio
+    return 1.0
 
 
 def _launch(cases: Iterable[Case], found: Efficiency) -> float:

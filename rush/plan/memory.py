@@ -51,7 +51,7 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
     query, key = shape.num_heads * shape.head_dim / tp, shape.num_kv_heads * shape.head_dim / tp
-    wide, hidden, shard = shape.intermediate / tp, shape.hidden, shape.hidden / tp
+    wide, hidden, shard = shape.intermediate / tp, shape.hidden, shape.hidden / spec.stream_parts
     llama = shape.family == "llama"
     kept = None if whole else effects.keeps
     repeated = (effects.factor("heads.repeated") or spec.device == "cpu") and kept is None
@@ -133,13 +133,21 @@ def memory_of(spec: Spec) -> Memory:
     depth = spec.size("pp")
     blocks = -(-spec.shape.num_layers // depth)
     ends = [
-        _Stage(blocks, True, depth == 1, min(depth, spec.passes)),
+        _Stage(blocks, True, depth == 1, _in_flight(spec)),
         _Stage(blocks, depth == 1, True, 1),
     ]
     return max(
         (_stage_memory(spec, stage) for stage in ends[: 1 if depth == 1 else 2]),
         key=lambda found: found.total,
     )
+
+
+def _in_flight(spec: Spec) -> int:
+    """Micro batches whose activations the first rank of a pipeline holds: all of a step, or as many as there are ranks."""
+    depth = spec.size("pp")
+    if depth == 1:
+        return 1
+    return spec.passes if spec.knob("pp", "schedule", "1f1b") == "gpipe" else min(depth, spec.passes)
 
 
 def _stage_memory(spec: Spec, stage: _Stage) -> Memory:
@@ -281,7 +289,12 @@ class _Held:
         if blocks == 0 and not always:
             return 0.0
         if shards > 1:
-            at_work = 0.0 if blocks == 0 else 2 * self.block() + self.ends()
+            unit, ends = (
+                (self._local(self.weights.adapters), 0.0)
+                if effects.factor("frozen")
+                else (self.block(), self.ends())
+            )
+            at_work = 0.0 if blocks == 0 else 2 * unit + ends
             count = count if effects.factor("whole_gradients") else count / shards + at_work
         elif blocks and not always and not effects.factor("frozen"):
             count -= self.ends() if blocks < self.stage.blocks else 0.0  # the head's is counted by itself
@@ -292,7 +305,9 @@ class _Held:
             return 0.0
         each = self.spec.effects.size("gathered", self.bytes_per_weight())
         blocks = self.stage.blocks if self.spec.effects.factor("gathered") else 2
-        return each * (blocks * self.block() + self.ends())
+        linear = self.spec.effects.size("blocks", each) * self._local(self.weights.block_linear)
+        block = linear + each * (self.weights.block_other + self._local(self.weights.adapters))
+        return blocks * block + each * self.ends()
 
     def state(self, blocks: int) -> dict[str, float]:
         effects, shards = self.spec.effects, self.spec.shards

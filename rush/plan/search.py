@@ -23,6 +23,10 @@ from rush.recipe_io import changed
 from rush.techniques import registry
 
 CHECKPOINTS = ("", "checkpoint_selective", "checkpoint_full")
+STAGES = ("parameters", "gradients", "optimizer", "")
+"""Of fsdp; the last is no shards."""
+SCHEDULES: tuple[dict[str, Knob], ...] = ({}, {"name": "pp", "schedule": "interleaved", "stages": 4})
+"""Of a pipeline: one stage a rank, or four."""
 MICROS = (1, 2, 4, 8, 16, 32)
 TOKENS_PER_DEVICE = 8192
 """Of a step, where the recipe names no total."""
@@ -39,12 +43,17 @@ class Found:
     fitting: int
 
 
-def search(recipe: Recipe, target: Target, efficiency: Efficiency = DEFAULT, *, best: int = 3) -> Found:
-    """The best few plans for all devices of the target; RecipeError where nothing fits at all."""
+def search(
+    recipe: Recipe, target: Target, efficiency: Efficiency = DEFAULT, *, best: int = 3, beyond: bool = False
+) -> Found:
+    """The best few plans for all devices of the target; RecipeError where nothing fits at all.
+
+    `beyond`: also layouts and techniques beside them that this trainer refuses today.
+    """
     plans: list[Plan] = []
     tried = 0
     least: tuple[float, str] | None = None
-    for spec in _specs(recipe, target):
+    for spec in _specs(recipe, target, beyond):
         tried += 1
         needed = memory_of(spec).total
         if needed > target.memory_bytes:
@@ -75,47 +84,47 @@ def describe(spec: Spec) -> str:
     if spec.size("fsdp") > 1:
         place = next(i for i, word in enumerate(layout) if word.startswith("fsdp"))
         layout[place] += f" ({spec.knob('fsdp', 'stage', 'parameters')})"
+    if spec.size("pp") > 1 and spec.stages > 1:
+        layout[0] += f" ({spec.stages} stages a rank)"
     how = [name for name in ("checkpoint_selective", "checkpoint_full", "fp8") if spec.uses(name)]
     return ", ".join([*(layout or ["one device"]), f"micro {spec.micro}", *how])
 
 
-def _specs(recipe: Recipe, target: Target) -> Iterator[Spec]:
+def _specs(recipe: Recipe, target: Target, beyond: bool) -> Iterator[Spec]:
+    """Every combination that its techniques allow."""
     base = [(name, knobs) for name, knobs in recipe.technique_uses() if name not in (*CHECKPOINTS, *AXES)]
     names = {name for name, _ in base}
     total = recipe.batch.total_tokens or target.devices * max(TOKENS_PER_DEVICE, recipe.batch.sequence)
-    precisions = (
-        ["", "fp8"] if "float8" in target.matmul and _may(names, "fp8") and "compile" in names else [""]
-    )
-    for checkpoint, precision, stage in product(CHECKPOINTS, precisions, ("parameters", "gradients", "")):
+    whole = "float8" in target.matmul and "compile" in names and "fp8" not in names
+    for checkpoint, precision, stage in product(CHECKPOINTS, ("", "fp8") if whole else ("",), STAGES):
         extra = [name for name in (checkpoint, precision) if name]
         if not all(_may(names | set(extra), name) for name in extra):
             continue
-        if stage and not _may(names | set(extra), "fsdp"):
-            continue
-        entries: list[tuple[str, dict[str, Knob]]] = [
-            *base,
-            *((name, {}) for name in extra if name not in names),
-        ]
-        listed: list[str | dict[str, Knob]] = [{"name": name, **knobs} for name, knobs in entries]
-        start = spec_of(changed(recipe, {"techniques": listed, "layout": dict.fromkeys(AXES, 1), "batch.total_tokens": None}),
-                        target.kind)  # fmt: skip
+        entries: list[str | dict[str, Knob]] = [{"name": name, **knobs} for name, knobs in base]
+        entries += extra
         if stage:
-            start = _sharded(start, stage)
-        for layout in _layouts(start, target, bool(stage)):
-            yield from _batches(replace(start, layout=layout), total)
+            entries.append({"name": "fsdp", "stage": stage})
+        for layout in _layouts(recipe, target, set() if beyond else {*names, *extra}, bool(stage)):
+            kept = entries if not stage or layout["fsdp"] > 1 else entries[:-1]
+            for schedule in SCHEDULES if layout["pp"] > 1 else ({},):
+                values = {
+                    "techniques": [*kept, *([schedule] if schedule else [])],
+                    "batch.micro": 1,
+                    "batch.total_tokens": total,
+                }
+                values |= {f"layout.{axis}": size for axis, size in layout.items()}
+                try:
+                    start = spec_of(changed(recipe, values), target.kind, beyond=beyond)
+                except RecipeError:
+                    continue  # it does not divide, or a technique refuses this layout
+                if layout["pp"] * start.stages <= start.shape.num_layers and (
+                    beyond or _stand_together(start)
+                ):
+                    yield from _batches(start, total)
 
 
-def _sharded(spec: Spec, stage: str) -> Spec:
-    """With fsdp at this stage, whatever number of shards it will get."""
-    technique = registry()["fsdp"]
-    knobs = {**{key: knob.default for key, knob in technique.knobs.items()}, "stage": stage}
-    added = {
-        effect.term: effect.factor_of(knobs)
-        for effect in technique.memory
-        if effect.term in ("gathered", "whole_gradients")
-    }
-    effects = replace(spec.effects, factors={**spec.effects.factors, **added})
-    return replace(spec, effects=effects, techniques={**spec.techniques, "fsdp": knobs})
+def _stand_together(spec: Spec) -> bool:
+    return all(_may(set(spec.techniques), name) for name in spec.techniques)
 
 
 def _may(names: set[str], name: str) -> bool:
@@ -124,9 +133,10 @@ def _may(names: set[str], name: str) -> bool:
     return name not in known or not names.intersection(known[name].conflicts)
 
 
-def _layouts(spec: Spec, target: Target, sharded: bool) -> Iterator[dict[str, int]]:
-    shape, devices, per_node = spec.shape, target.devices, target.devices_per_node
-    named = set(spec.techniques)
+def _layouts(recipe: Recipe, target: Target, named: set[str], sharded: bool) -> Iterator[dict[str, int]]:
+    """Ways to divide all devices: tensors inside a server, few stages, shards over all, a server or four."""
+    shape, devices, per_node = recipe.shape(), target.devices, target.devices_per_node
+    sequence = recipe.batch.sequence
     sizes = {
         "tp": [
             n
@@ -134,8 +144,7 @@ def _layouts(spec: Spec, target: Target, sharded: bool) -> Iterator[dict[str, in
             if n <= per_node and shape.num_kv_heads % n == 0 and shape.intermediate % n == 0
         ],
         "pp": [n for n in (1, 2, 4, 8, 16) if n <= shape.num_layers],
-        "cp": [n for n in (1, 2, 4, 8, 16) if spec.sequence % (2 * n) == 0 and spec.sequence // n >= 2048]
-        or [1],
+        "cp": [n for n in (1, 2, 4, 8, 16) if sequence % (2 * n) == 0 and sequence // n >= 2048] or [1],
     }
     for axis in sizes:
         if not _may(named, axis):
@@ -166,7 +175,9 @@ def _distinct(plans: list[Plan], count: int) -> list[Plan]:
     """The fastest of each layout and checkpointing: variants that differ in the micro batch alone are one way."""
     found: dict[tuple[object, ...], Plan] = {}
     for one in plans:
-        found.setdefault((*one.spec.layout.items(), _checkpoint(one.spec), one.spec.uses("fp8")), one)
+        found.setdefault(
+            (*one.spec.layout.items(), one.spec.stages, _checkpoint(one.spec), one.spec.uses("fp8")), one
+        )
         if len(found) == count:
             break
     return list(found.values())
@@ -183,6 +194,7 @@ def _ways(spec: Spec) -> dict[str, str]:
         "none": "no shards (ddp)",
         "parameters": "fsdp parameters (ZeRO-3)",
         "gradients": "fsdp gradients (ZeRO-2)",
+        "optimizer": "fsdp optimizer (ZeRO-1)",
     }
     if spec.size("fsdp") > 1 and spec.size("ddp") > 1:
         stage_words = f"{sharding[stage]} with copies"

@@ -49,6 +49,17 @@ class Spec:
         return self.size("fsdp") * (self.size("cp") if self.uses("fsdp") else 1)
 
     @property
+    def stages(self) -> int:
+        """Stages of the pipeline on each rank."""
+        schedule = str(self.knob("pp", "schedule", "1f1b"))
+        return int(self.knob("pp", "stages", 0)) or (2 if schedule in ("interleaved", "zbv") else 1)
+
+    @property
+    def stream_parts(self) -> int:
+        """Into how many parts the stream between layers is cut by tensor parallelism."""
+        return self.size("tp") if self.knob("tp", "sequence", True) else 1
+
+    @property
     def tokens(self) -> int:
         """Of one pass, on one rank."""
         return self.micro * self.sequence // self.size("cp")
@@ -65,9 +76,13 @@ class Spec:
         return self.techniques.get(technique, {}).get(knob, default)
 
 
-def spec_of(recipe: Recipe, device: str = "cuda") -> Spec:
-    """The spec of a recipe; RecipeError where its layout does not divide the model or the batch."""
+def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Spec:
+    """The spec of a recipe; RecipeError where its layout does not divide the model or the batch, or (unless `beyond` is
+    asked for) is one that this trainer does not run."""
     uses = settle_uses(recipe)
+    for use in uses:
+        if use.technique.fits is not None and not beyond:
+            use.technique.fits(recipe, use.knobs)
     effects = settle(uses, AXES)
     cut = round(effects.factor("passes")) or 1
     rows = 2 if recipe.objective.kind == "dpo" else 1  # a pair is two rows

@@ -10,11 +10,12 @@ than computing them, it is what a step takes. What devices send each other count
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rush.models import flops_per_token
-from rush.plan.communication import Sent, sent_by
+from rush.plan.communication import STRAGGLING, Sent, sent_by
 from rush.plan.memory import block_tensors
 from rush.plan.spec import Spec, Weights, weights_of
 from rush.plan.target import Target
@@ -30,30 +31,30 @@ class Efficiency:
 
     matmul: Mapping[str, float] = field(
         default_factory=lambda: {
-            "float32": 1.03,
+            "float32": 1.04,
             "tf32": 0.88,
-            "float16": 1.02,
-            "bfloat16": 1.0,
+            "float16": 1.03,
+            "bfloat16": 0.97,
             "float8": 1.06,
         }
     )
     """Of the rate of a large product."""
     attention: Mapping[str, float] = field(
         default_factory=lambda: {
-            "flash_attention": 0.20, "flex_attention": 0.20, "triton_attention": 0.29, "cudnn_attention": 0.33,
+            "flash_attention": 0.20, "flex_attention": 0.19, "triton_attention": 0.29, "cudnn_attention": 0.34,
         }
     )  # fmt: skip
     """Of the rate of a large product, at head dim 64, counting the six products of a pass."""
     wide_heads: float = 1.45
     """What heads of 128 gain over heads of 64: more arithmetic for each exponential."""
-    eager: float = 0.58
+    eager: float = 0.59
     """Of the copy rate: operations one after another on tensors of a few megabytes."""
     fused: float = 0.87
     """Of the copy rate: generated and hand-written kernels."""
-    loss: float = 0.85
-    update: float = 0.60
+    loss: float = 0.88
+    update: float = 0.51
     """Of the copy rate: the fused update of all tensors."""
-    eager_update: float = 0.98
+    eager_update: float = 1.0
     launch_s: float = 21e-6
     """What a host needs to launch one eager operation of a pass; of an update 0.45 of it."""
     step_s: float = 4e-3
@@ -88,9 +89,14 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     parts = {name: seconds * passes for name, seconds in one.items()}
     computing = sum(parts.values())
     sent = sent_by(spec, target, efficiency.link)
-    parts["communication"] = _exposed(sent, computing, efficiency.contention)
-    bubble = (depth - 1) / passes * (computing + parts["communication"]) if depth > 1 else 0.0
-    parts["bubble"] = bubble / max(1, int(spec.knob("pp", "stages", 1)))
+    servers = max(1, -(-spec.world // target.devices_per_node))
+    parts["communication"] = _exposed(sent, computing, efficiency.contention) + (
+        STRAGGLING * math.log2(servers) * computing
+    )
+    # Several stages a rank fill the pipeline in smaller portions; a backward pass cut in two fills most of the rest.
+    idle = (depth - 1) / passes / spec.stages
+    idle *= 1 / 3 if str(spec.knob("pp", "schedule", "1f1b")) in ("zero_bubble", "zbv") else 1
+    parts["bubble"] = idle * (computing + parts["communication"])
     update, update_host = _update(spec, target, efficiency)
     parts["optimizer"] = update
     host = 0.0
@@ -151,7 +157,12 @@ def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights
     block = tokens * weights.block_linear / tp * (products + again) / rate
     adapters = 6 * tokens * weights.adapters / tp / (target.rate(dtype) * 0.25)
     head_products = products + (2 if spec.uses("chunked_loss") else 0)
-    head_rate = target.rate(dtype) * efficiency.matmul.get(dtype, 1.0) * _full(min(shape.hidden, tokens))
+    # Tensor cores want rows of whole pieces: an odd vocabulary runs on the slow path, or is padded by a compiler.
+    odd = shape.vocab_size % 8 and not spec.uses("vocab_pad", "fused_loss") and dtype != "float32"
+    aligned = (0.8 if spec.uses("compile") else 0.6) if odd else 1.0
+    head_rate = (
+        aligned * target.rate(dtype) * efficiency.matmul.get(dtype, 1.0) * _full(min(shape.hidden, tokens))
+    )
     head = tokens * shape.vocab_size * shape.hidden / tp * head_products / head_rate / spec.size("pp")
     unpack = 0.0
     if spec.effects.size("blocks", 4) < 2:

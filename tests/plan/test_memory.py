@@ -17,7 +17,7 @@ from rush.recipe_io import load_recipe
 from rush.techniques import registry
 from rush.train.build import build
 
-SMALL = ["batch.micro=2", "batch.sequence=64", "model.shape.num_layers=3"]
+SMALL = ["batch.micro=2", "batch.sequence=64", "model.shape.num_layers=2", "batch.total_tokens=128"]
 
 
 def recipe_of(model: str, *techniques: str, **more: object) -> Recipe:
@@ -75,8 +75,9 @@ def build_linear(spec: Spec) -> list[tuple[str, torch.Tensor]]:
     return [(name, p) for name, p in model.blocks.named_parameters() if p.dim() > 1]
 
 
+QUICK = {(), ("amp_bf16", "flash_attention"), ("pure_bf16",)}
 CASES = [
-    (model, techniques)
+    pytest.param(model, techniques, marks=() if techniques in QUICK else pytest.mark.slow)
     for model in ("tiny", "llama-tiny")
     for techniques in (
         (),

@@ -1,0 +1,150 @@
+"""Plans, searches and the command: refusals, the questions the issue asks, what machines read."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rush.cli import app
+from rush.errors import RecipeError
+from rush.hardware.catalog import CATALOG
+from rush.hardware.links import LINKS, SERVERS
+from rush.plan import plan, search, spec_of, target_of
+from rush.plan.memory import memory_of
+from rush.plan.planning import fill_devices
+from rush.plan.search import describe
+from rush.plan.spec import check_divides, with_batch
+from rush.recipe_io import load_recipe
+from rush.report.plan import plan_page
+
+FAST = 'techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]'
+EIGHT = (FAST, "batch.sequence=4096", "batch.total_tokens=1048576")
+
+
+def test_every_accelerator_has_a_server_and_known_links() -> None:
+    assert set(SERVERS) == {*CATALOG, "cpu"}
+    for key, server in SERVERS.items():
+        assert server.link in LINKS
+        assert server.network in LINKS
+        assert target_of(key).rate("float32") > 0
+    assert LINKS["nvlink3"].bytes_per_s / LINKS["nvlink3-a800"].bytes_per_s == pytest.approx(600 / 400)
+
+
+@pytest.mark.parametrize(("axis", "size"), [("tp", 3), ("tp", 16), ("cp", 3), ("pp", 64)])
+def test_a_layout_that_does_not_divide_is_refused(axis: str, size: int) -> None:
+    spec = spec_of(load_recipe("llama-3.1-8b", ["batch.sequence=4096"]))
+    with pytest.raises(RecipeError, match=rf"layout\.{axis} is {size}.*allowed"):
+        check_divides(replace(spec, layout={**spec.layout, axis: size}))
+    with pytest.raises(RecipeError, match="does not divide"):
+        fill_devices({"fsdp": 4}, 6)
+
+
+def test_the_largest_batch_fits_and_the_next_does_not() -> None:
+    target = target_of("h200-sxm")
+    found = plan(spec_of(load_recipe("llama-3.2-1b-fast")), target)
+    assert found.fits
+    assert memory_of(with_batch(found.spec, found.largest_micro)).total <= target.memory_bytes
+    assert memory_of(with_batch(found.spec, found.largest_micro + 1)).total > target.memory_bytes
+    assert found.longest_sequence >= found.spec.sequence
+
+
+def test_what_ran_out_of_memory_is_not_said_to_fit() -> None:
+    # From the climbs under results/: batch 32 in fp32 with all scores cannot fit 140 GiB.
+    found = plan(
+        spec_of(load_recipe("llama-3.2-1b", ["techniques=[]", "batch.micro=32", "batch.total_tokens=65536"])),
+        target_of("h200-sxm"),
+    )
+    assert not found.fits
+
+
+def test_an_8b_model_is_not_said_to_fit_one_a100_but_eight() -> None:
+    recipe = load_recipe("llama-3.1-8b", [*EIGHT])
+    with pytest.raises(RecipeError, match="does not fit"):
+        search(recipe, target_of("a100-80-sxm", 1))
+    found = search(recipe, target_of("a100-80-sxm", 8))
+    assert found.best[0].fits
+    assert found.lost
+    assert len({describe(one.spec) for one in found.best}) == len(found.best)
+
+
+def test_without_nvlink_the_search_turns_to_what_sends_less() -> None:
+    recipe = load_recipe("llama-3.1-8b", [*EIGHT])
+    fast, slow = (
+        search(recipe, target_of("a100-80-sxm", 8, link=link)).best[0] for link in ("nvlink3", "pcie4")
+    )
+    assert slow.tokens_per_s < fast.tokens_per_s
+    sent = [one.time.parts.get("communication", 0) * target for one, target in ((fast, 1.0), (slow, 1.0))]
+    assert slow.spec.size("tp") == 1
+    assert all(seconds >= 0 for seconds in sent)
+
+
+def test_405b_on_sixteen_thousand_h100_is_answered_with_pipelines_or_tensors() -> None:
+    recipe = load_recipe(
+        "llama-3.1-8b",
+        [FAST, "model.name=llama-3.1-405b", "batch.sequence=8192", "batch.total_tokens=16777216"],
+    )
+    found = search(recipe, target_of("h100-sxm", 8, 2048), beyond=True)
+    top = found.best[0]
+    assert top.spec.world == 16384
+    assert top.spec.size("tp") > 1
+    assert top.spec.size("pp") > 1
+    today = search(recipe, target_of("h100-sxm", 8, 2048)).best[0]
+    assert today.tokens_per_s < top.tokens_per_s
+    assert 0.15 < (top.mfu or 0) < 0.6
+
+
+def test_70b_qlora_on_two_24_gb_cards_needs_a_little_more_and_on_two_32_gb_cards_fits() -> None:
+    recipe = load_recipe("qlora", ["model.name=llama-3.1-70b", "batch.sequence=1024", "batch.micro=1"])
+    with pytest.raises(RecipeError, match=r"does not fit 2 × 4090.*the smallest needs 2\d of 24 GiB"):
+        search(recipe, target_of("4090", 2))
+    found = search(recipe, target_of("5090", 2))
+    assert found.best[0].spec.size("fsdp") == 2
+    assert found.best[0].memory.total <= target_of("5090").memory_bytes
+
+
+def test_an_unknown_machine_names_the_nearest() -> None:
+    with pytest.raises(RecipeError, match="a100-80-sxm"):
+        target_of("a100-80-sx")
+    with pytest.raises(RecipeError, match="nvlink"):
+        target_of("a100-80-sxm", link="nvlink33")
+
+
+def test_the_command_answers_machines() -> None:
+    ran = CliRunner().invoke(
+        app, ["plan", "llama-3.1-8b", FAST, "batch.micro=1", "layout.fsdp=8", "--machine", "h100-sxm", "--devices", "8",
+              "--tokens", "1e9", "--price", "2", "--json"], catch_exceptions=False)  # fmt: skip
+    assert ran.exit_code == 0
+    found = json.loads(ran.output)
+    assert found["tokens_per_s_per_device"] > 0
+    assert found["memory_bytes"]["total"] == pytest.approx(
+        sum(v for k, v in found["memory_bytes"].items() if k not in ("total", "tensors")), rel=1e-6
+    )
+    assert isinstance(found["fits"], bool)
+    assert set(found["expected_error"]) == {"memory", "time"}
+    assert found["budget"]["cost"] == pytest.approx(2 * found["budget"]["device_hours"])
+
+
+def test_the_command_draws_for_people(tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    ran = CliRunner().invoke(
+        app,
+        ["plan", "llama-3.2-1b-fast", "--machine", "h200-sxm", "--html", str(page)],
+        catch_exceptions=False,
+    )
+    assert ran.exit_code == 0
+    assert "largest micro batch" in ran.output
+    assert "calibrated" in ran.output
+    assert "<svg" in page.read_text()
+
+
+def test_text_from_a_record_is_escaped_on_the_page() -> None:
+    found = plan(spec_of(load_recipe("llama-3.2-1b-fast")), target_of("h200-sxm")).to_dict() | {
+        "title": "<b>"
+    }
+    assert "<b>" not in plan_page("<script>", [found], ["<i>lost</i>"]).split("</style>")[1].replace(
+        "<body>", ""
+    )

@@ -1,0 +1,132 @@
+"""Time: what must hold whatever the rates are, and that the efficiencies are those that the findings show."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rush.plan.calibration import calibrate, third
+from rush.plan.check import check
+from rush.plan.communication import NETWORK, bandwidth, ring
+from rush.plan.findings import read_findings
+from rush.plan.published import read_published
+from rush.plan.spec import Spec, spec_of
+from rush.plan.target import target_of
+from rush.plan.time import DEFAULT, time_of, tokens_per_s
+from rush.recipe_io import load_recipe
+
+RESULTS = Path(__file__).parents[2] / "results"
+FAST = 'techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]'
+
+
+def spec(*overrides: str) -> Spec:
+    return spec_of(load_recipe("llama-3.1-8b", [FAST, "batch.micro=1", "batch.sequence=4096", *overrides]))
+
+
+def test_time_falls_as_rates_grow_and_no_part_is_negative() -> None:
+    one, target = spec("batch.total_tokens=65536", "layout.fsdp=8"), target_of("a100-80-sxm", 8)
+    slow = time_of(one, target)
+    assert all(value >= 0 for value in slow.parts.values())
+    faster = {
+        "matmul": {dtype: 2 * rate for dtype, rate in target.matmul.items()},
+        "bytes_per_s": 2 * target.bytes_per_s,
+        "link_bytes_per_s": 2 * target.link_bytes_per_s,
+    }
+    for field, value in faster.items():
+        assert time_of(one, replace(target, **{field: value})).step < slow.step, field
+
+
+def test_the_slower_link_of_an_a800_shows_where_links_are_used_and_only_there() -> None:
+    alone, shared = spec("batch.total_tokens=4096"), spec("layout.tp=8", "batch.total_tokens=4096")
+    a100, a800 = target_of("a100-80-sxm", 8), target_of("a800-80-sxm", 8)
+    assert time_of(alone, a100).step == time_of(alone, a800).step
+    assert time_of(shared, a100).step < time_of(shared, a800).step
+
+
+def test_zero_3_sends_half_as_much_again_as_zero_2() -> None:
+    three = spec("layout.fsdp=8", "batch.total_tokens=32768")
+    two = spec(
+        "layout.fsdp=8", "batch.total_tokens=32768", 'techniques+={name = "fsdp", stage = "gradients"}'
+    )
+    target = target_of("a100-80-pcie", 8)
+    assert time_of(two, target).parts["communication"] < time_of(three, target).parts["communication"]
+
+
+def test_a_ring_between_servers_uses_all_their_cards() -> None:
+    target = target_of("h100-sxm", 8, 2)
+    one = spec("batch.total_tokens=65536")
+    wide = replace(one, layout={**one.layout, "fsdp": 16})
+    thin = replace(one, layout={**one.layout, "fsdp": 2, "tp": 8})
+    assert bandwidth(wide, target, "fsdp", 1.0) == pytest.approx(NETWORK * 400e9)
+    assert bandwidth(thin, target, "fsdp", 1.0) == pytest.approx(NETWORK * 50e9)
+    assert ring(8e9, 2, 1e9) == pytest.approx(4.0, rel=1e-3)
+
+
+def test_pipelines_wait_less_with_more_micro_batches_and_with_several_stages() -> None:
+    target = target_of("h100-sxm", 8)
+    few = replace(spec("batch.total_tokens=32768"), layout={"pp": 8}, passes=8)
+    many = replace(few, passes=64)
+    cut = replace(few, techniques={**few.techniques, "pp": {"schedule": "interleaved", "stages": 2}})
+    shares = [t.parts["bubble"] / t.step for t in (time_of(one, target) for one in (few, many, cut))]
+    assert shares[1] < shares[2] < shares[0]
+    assert shares[0] == pytest.approx(7 / 15, rel=0.05)
+
+
+def test_errors_are_as_wanted_on_what_was_held_out() -> None:
+    rows, summaries, _ = check(RESULTS)
+    assert {one.kind for one in summaries} == {"memory", "time", "published"}
+    for one in summaries:
+        assert one.cases >= 18
+        assert one.reached, one
+    assert any(row.kind == "time" and not row.held_out for row in rows)
+    for study in (
+        "8B, 8 H100",
+        "8B, 128 H100",
+        "H200",
+        "70B",
+        "405B, 512 H100, fsdp",
+        "405B, 512 H100, tp",
+        "H100, plain",
+    ):
+        named = [row for row in rows if row.kind == "published" and study in row.name]
+        by_measured = sorted(named, key=lambda row: row.measured)
+        assert by_measured == sorted(named, key=lambda row: row.planned), study
+
+
+def test_the_efficiencies_in_the_code_are_those_of_all_findings() -> None:
+    found = calibrate(read_findings(RESULTS))
+    for name in ("eager", "fused", "loss", "update", "eager_update", "launch_s"):
+        assert getattr(DEFAULT, name) == pytest.approx(getattr(found, name), rel=0.1), name
+    for table in ("matmul", "attention"):
+        assert getattr(DEFAULT, table) == pytest.approx(getattr(found, table), rel=0.1)
+
+
+def test_a_calibration_learns_what_the_cases_show() -> None:
+    """Measured steps that are made up from other efficiencies give those back."""
+    cases = [case for case in read_findings(RESULTS) if case.breakdown_s and case.spec.uses("compile")]
+    truth = replace(DEFAULT, fused=0.5, attention=dict.fromkeys(DEFAULT.attention, 0.1))
+    names = {"elementwise": "norm_elementwise"}
+    made_up = []
+    for case in cases:
+        time = time_of(case.spec, case.target, truth)
+        parts = {names.get(part, part): seconds for part, seconds in time.parts.items()}
+        made_up.append(replace(case, step_s=time.step, breakdown_s=parts))
+    found = calibrate(made_up)
+    assert found.fused == pytest.approx(0.5, rel=0.02)
+    assert found.attention["flash_attention"] == pytest.approx(0.1, rel=0.02)
+
+
+def test_the_third_is_a_third_and_does_not_change() -> None:
+    cases = read_findings(RESULTS)
+    learned, judged = third(cases)
+    assert len(learned) == pytest.approx(len(cases) / 3, abs=2)
+    assert not {case.digest for case in learned} & {case.digest for case in judged}
+
+
+def test_published_rows_name_their_sources() -> None:
+    rows = read_published()
+    assert len(rows) == 20
+    assert all("torchtitan" in row.source for row in rows)
+    assert all(tokens_per_s(row.spec, time_of(row.spec, row.target)) > 0 for row in rows)
