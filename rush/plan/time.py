@@ -120,7 +120,8 @@ def matmul_dtype(spec: Spec) -> str:
 def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str, float]:
     """Seconds of one pass (forward, backward, what is computed again) on one rank, by part."""
     weights = weights_of(spec)
-    blocks = -(-spec.shape.num_layers // spec.size("pp"))
+    depth = spec.size("pp")
+    blocks = spec.shape.num_layers / depth * _uneven(spec, weights)
     tokens = spec.tokens
     parts = {
         "matmul": _matmul(spec, target, efficiency, weights, blocks),
@@ -137,11 +138,18 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
     return parts
 
 
+def _uneven(spec: Spec, weights: Weights) -> float:
+    """How much longer a pipeline's longest stage is than an even share: blocks are not cut, and the head counts as some."""
+    head = spec.shape.vocab_size * spec.shape.hidden / weights.block_linear
+    share = (spec.shape.num_layers + head) / spec.size("pp")
+    return math.ceil(share) / share if spec.size("pp") > 1 else 1.0
+
+
 def _full(side: float) -> float:
     return side / (side + FULL_UNIT)
 
 
-def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights, blocks: int) -> float:
+def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights, blocks: float) -> float:
     shape, tp, tokens = spec.shape, spec.size("tp"), spec.tokens
     dtype = matmul_dtype(spec)
     products = 4.0 if spec.effects.factor("frozen") else 6.0
@@ -231,7 +239,7 @@ def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     return again * spec.tokens * seconds / target.bytes_per_s
 
 
-def _casts(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights, blocks: int) -> float:
+def _casts(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights, blocks: float) -> float:
     """Under autocast weights are cast for every pass, and their gradients back."""
     if not spec.effects.size("casts", 0):
         return 0.0

@@ -93,7 +93,7 @@ def test_405b_on_sixteen_thousand_h100_is_answered_with_pipelines_or_tensors() -
     assert top.spec.size("tp") > 1
     assert top.spec.size("pp") > 1
     today = search(recipe, target_of("h100-sxm", 8, 2048)).best[0]
-    assert today.tokens_per_s < top.tokens_per_s
+    assert today.tokens_per_s <= top.tokens_per_s
     assert 0.15 < (top.mfu or 0) < 0.6
 
 
