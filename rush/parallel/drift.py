@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from rush.errors import Drifted
 from rush.parallel.ranks import Ranks
-from rush.parallel.sharded import is_sharded, own_part
+from rush.parallel.sharded import boxes, own_part
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAME_LIMIT = timedelta(minutes=2)
@@ -49,13 +49,7 @@ def check_drift(ranks: Ranks, named: Iterable[tuple[str, nn.Parameter]], step: i
 
 def _key(name: str, tensor: Tensor) -> int:
     """What this rank holds, as a number: the tensor's name and which part of it."""
-    place: Any = "all"
-    if is_sharded(tensor):
-        from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-        whole: Any = tensor
-        place = compute_local_shape_and_global_offset(whole.shape, whole.device_mesh, whole.placements)
-    digest = hashlib.blake2b(f"{name} {place}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{name} {boxes(tensor)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -75,6 +76,26 @@ def cuts(tensor: Tensor) -> list[Cut]:
             parts = getattr(placement, "split_factor", 1) if axis == mesh.ndim - 1 else 1
             found.append(Cut(axis, placement.dim, int(parts), mesh.size(axis), place[axis]))
     return found
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Where a piece of a tensor begins, and its shape."""
+
+
+def boxes(tensor: Tensor) -> list[Box]:
+    """Where in the whole this rank's part lies. It is one box, except where its rows come from several parts: then they are
+    one below another, in this order."""
+    if not is_sharded(tensor):
+        return [((0,) * tensor.dim(), tuple(tensor.shape))]
+    runs: list[list[tuple[int, int]]] = []
+    for dim, size in enumerate(tensor.shape):
+        own = torch.arange(size)
+        for cut in cuts(tensor):
+            if cut.dim == dim:
+                own = replace(cut, dim=0).pieces(own)[cut.place]
+        breaks = (own.diff() != 1).nonzero().flatten() + 1
+        runs.append([(int(run[0]) if len(run) else 0, len(run)) for run in own.tensor_split(breaks)])
+    return [tuple(zip(*ends, strict=True)) for ends in product(*runs)]  # type: ignore[misc]
 
 
 def whole(tensor: Tensor) -> Tensor:

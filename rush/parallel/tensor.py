@@ -16,10 +16,11 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ParallelStyle
 from torch.distributed.tensor.placement_types import _StridedShard
 
 
@@ -175,16 +176,34 @@ class OnAll(ParallelStyle):
         return module
 
 
-class Words(RowwiseParallel):
-    """An embedding of which each rank has some of the words; the sum over ranks goes to the stream."""
+class OwnWords:
+    """Before an embedding's class: it looks up the words that this rank has; the others' are zero until ranks are summed.
 
-    def __init__(self, stream: Stream) -> None:
-        super().__init__(input_layouts=Replicate(), output_layouts=stream.placement)
+    (torch's own style would make the gradient of all words on every rank.)
+    """
 
-    @staticmethod
-    def _prepare_output_fn(output_layouts: Any, use_local: bool, module: Any, out: Any, mesh: Any) -> Any:
-        # Waited for: a compiled block takes no tensor that is still on its way.
-        return out.redistribute(placements=output_layouts).to_local()
+    _parameters: dict[str, Any]
+    stream: Stream
+
+    def forward(self, tokens_bt: Tensor) -> Tensor:
+        weight, mesh = self._parameters["weight"], self.stream.mesh
+        own_vd = weight.to_local()
+        words_bt = tokens_bt - mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+        elsewhere_bt = (words_bt < 0) | (words_bt >= own_vd.shape[0])
+        found_btd = F.embedding(words_bt.masked_fill(elsewhere_bt, 0), own_vd)
+        return self.stream.summed(found_btd.masked_fill(elsewhere_bt[..., None], 0.0))
+
+
+@dataclass
+class Words(ParallelStyle):
+    """An embedding of which each rank has some of the words."""
+
+    stream: Stream
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        _divide(module, device_mesh, OwnWords, weight=Shard(0), bias=Shard(0), own_tokens=False)
+        module.stream = self.stream  # type: ignore[assignment]
+        return module
 
 
 class VocabularyLossHead(nn.Module):

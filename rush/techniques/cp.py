@@ -195,6 +195,7 @@ def _ring(recipe: Recipe) -> bool:
 technique = Technique(
     name="cp",
     stage=Stage.TENSOR,
+    after=("tp",),
     apply=apply,
     requires=(
         Requirement(

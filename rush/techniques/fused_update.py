@@ -84,7 +84,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("adam8bit", "bf16_master", "fused_adamw", "tp"),
+    conflicts=("adam8bit", "bf16_master", "fused_adamw"),
     knobs={
         "stochastic_rounding": KnobRange((False, True), "round weights and second moments in bf16 by chance"),
         "state": KnobRange(("float32", "bfloat16"), "the dtype of both moments"),

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from math import gcd, prod
+from typing import Any
 
 from torch import nn
 
@@ -72,22 +73,16 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         layer = Outputs(parts=3 if role == "qkv" else 1) if role in READERS else Inputs(stream)
         plan[f"blocks.*.{path}"] = layer
     there = {name for name, _ in model.named_children()}
-    weights = sum(m.weight.numel() for m in model.modules() if isinstance(m, nn.Linear))
-    parallelize_module(
-        model,
-        mesh,
-        {name: style for name, style in plan.items() if name.split(".")[0] in there},
-        src_data_rank=None,
-    )
+    plan = {name: style for name, style in plan.items() if name.split(".")[0] in there}
+    parallelize_module(model, mesh, plan, src_data_rank=None)
     model.tie_head()
     model.loss_head = VocabularyLossHead(stream, model.loss_head)
     # The backward pass of the loss belongs inside as well.
     build.step_contexts.append(loss_parallel)
     ranks = build.ranks.size("tp")
-    build.facts["tp"] = {"ranks": ranks, "model": model, "weights": weights}
-    build.facts["padded_vocab_size"] = -(
-        -shape.vocab_size // ranks
-    )  # as wide as the head's products are here
+    build.facts["tp"] = {"ranks": ranks, "model": model, "stages": build.parts}
+    # As wide as the head's products are here.
+    build.facts["padded_vocab_size"] = -(-shape.vocab_size // ranks)
 
 
 def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
@@ -146,15 +141,17 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         return Proof(False, "no layer is cut")
     from rush.parallel.sharded import own_part
 
-    ranks, model, weights = (seen.facts["tp"][key] for key in ("ranks", "model", "weights"))
+    ranks, model, stages = (seen.facts["tp"][key] for key in ("ranks", "model", "stages"))
+    layers: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    weights = sum(layer._parameters["weight"].numel() for layer in layers)
     matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
     held = sum(own_part(p).numel() for p in matrices) / sum(p.numel() for p in matrices)
     # A token is multiplied with each weight once forward and twice backward.
     tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"]
     share = sum(prod(dims) * count for dims, count in seen.matmul_shapes.items()) / (3 * weights * tokens)
-    passes, blocks = seen.ops.get(PASS, 0), len(model.blocks)
+    calls = max(1, seen.ops.get(PASS, 0) * len(model.blocks) / (len(stages) or 1))
     found = {
-        name: sum(count for op, count in seen.ops.items() if op.startswith(name)) / max(1, passes * blocks)
+        name: sum(count for op, count in seen.ops.items() if op.startswith(name)) / calls
         for name in (GATHER, SCATTER, SUM)
     }
     exchanged = found[GATHER] >= 4 <= found[SCATTER] if knobs["sequence"] else found[SUM] >= 4 > found[GATHER]
@@ -180,12 +177,10 @@ technique = Technique(
     conflicts=(
         "adam8bit",
         "amp_fp16",
-        "bf16_master",
         "cuda_graph",
         "fp8",
         "fused_loss",
         "fused_projections",
-        "fused_update",
         "int8_base",
         "liger",
         "lora",

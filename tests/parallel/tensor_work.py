@@ -31,7 +31,7 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
     from torch.distributed.tensor.parallel import parallelize_module
 
     from rush.parallel import AXES, join
-    from rush.parallel.sharded import fill, gather, own_part, scale, total_norm, whole
+    from rush.parallel.sharded import boxes, fill, gather, own_part, scale, total_norm, whole
     from rush.parallel.tensor import Inputs, OnStream, Outputs, Stream
 
     with join({axis: layout.get(axis, 1) for axis in AXES}, "cpu") as ranks:
@@ -44,7 +44,11 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
             fully_shard(cut, mesh=ranks.mesh["fsdp"])
         values, parts = dict(plain.named_parameters()), dict(cut.named_parameters())
         apart = {name: float((whole(parts[name]) - value).abs().max()) for name, value in values.items()}
-        held = sum(own_part(part).numel() for part in parts.values())
+        for name, value in values.items():
+            mine = [
+                value[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in boxes(parts[name])
+            ]
+            apart[f"{name}, in boxes"] = float((torch.cat(mine) - own_part(parts[name])).abs().max())
         for name, value in values.items():
             fill(parts[name], 2 * value)
         again = gather(parts, keep=True)
@@ -54,7 +58,7 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
         )
         scale([part.detach() for part in parts.values()], torch.tensor(0.25))
         halved = float(total_norm([part.detach() for part in parts.values()]))
-        return {"apart": apart, "norm": norm / 2, "wanted": wanted, "scaled": 2 * halved, "held": held}
+        return {"apart": apart, "norm": norm / 2, "wanted": wanted, "scaled": 2 * halved}
 
 
 def look_inside(family: str, techniques: Iterable[str] = ()) -> Result:

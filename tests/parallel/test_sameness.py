@@ -41,6 +41,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...]]] = {
     "tp 2, whole stream": ({"tp": 2}, ("{name='tp', sequence=false}",)),
     "ddp 2 × tp 2": ({"ddp": 2, "tp": 2}, ()),
     "fsdp 2 × tp 2": ({"fsdp": 2, "tp": 2}, ()),
+    "cp 2 × tp 2": ({"cp": 2, "tp": 2}, ()),
+    "ddp 2 × fsdp 2 × tp 2": ({"ddp": 2, "fsdp": 2, "tp": 2}, ()),
 }
 QUICK = {
     "gpt2": {
