@@ -243,6 +243,11 @@ technique = Technique(
             "gpipe or interleaved beside compile",
             lambda machine, recipe: not (used(recipe, "compile") and splits_backward(recipe)),
         ),
+        Requirement(
+            "a zero bubble schedule goes through a block's backward pass twice, and torch's selective checkpointing through a "
+            "block once; use checkpoint_full beside it, or 1f1b, gpipe or interleaved",
+            lambda machine, recipe: not (used(recipe, "checkpoint_selective") and splits_backward(recipe)),
+        ),
     ),
     conflicts=("amp_fp16", "cuda_graph", "int8_base", "lora", "offload_activations", "qlora"),
     knobs={

@@ -197,6 +197,8 @@ def learn(
                 proofs = {name: (p.took_effect, p.what) for name, p in prove(run.uses, seen).items()}
             else:
                 launch_step(run, steps + 2, chosen.optimizer.lr, list(given.next_step())).result()
+        if not ranks.alone:
+            torch.distributed.barrier()  # looking takes one longer than another, and rank 0 keeps the store
         parameters = list(run.model.parameters())
         state = [own_part(value) for held in run.optimizer.state.values() for value in held.values()]
         return {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from functools import cache
 from pathlib import Path
@@ -16,10 +17,14 @@ from rush.hardware import probe
 from rush.models import build_model, shape_of
 from rush.models.stages import keep, split
 from rush.parallel.pipeline import KINDS, Pipeline, idle_share
+from rush.recipe_io import load_recipe
 from rush.techniques import check
+from rush.train.loop import train_recipe
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 sys.path.insert(0, str(Path(__file__).parent))
 from rank_work import Result, learn, meet_trouble, on_ranks, recipe
+from small_runs import rows, rush, small_recipe, write_corpus
 from test_sameness import furthest
 
 FOUR = ("model.shape.num_layers=4",)
@@ -295,3 +300,49 @@ def test_a_schedule_is_made_anew_only_when_micro_batches_outgrow_it(monkeypatch:
     for shapes in ([(1, 4)] * 2, [(1, 4)] * 2, [(1, 4), (1, 3)], [(1, 4)] * 2, [(1, 2)] * 2, [(2, 4)] * 2):
         pipeline._fit(shapes)
     assert made == [(2, (1, 4, 8)), (2, (4, 8)), (2, (8, 8))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_pipeline_trains_saves_samples_and_goes_on_in_one_piece(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe, cache = tmp_path / "small.toml", tmp_path / "cache"
+    recipe.write_text(
+        small_recipe(
+            write_corpus(tmp_path / "corpus"),
+            family,
+            schedule={"steps": 12, "warmup": 2},
+            run={"save_every": 6},
+        )
+    )
+
+    monkeypatch.setenv("RUSH_CACHE", str(cache))
+
+    def train(out: str, pp: int, *words: str) -> None:
+        if pp == 1:
+            train_recipe(load_recipe(str(recipe)), tmp_path / out, resume="--resume" in words)
+            return
+        done = rush(
+            "train", recipe, "layout.pp=2", "--nproc", "2", "--out", tmp_path / out, *words, cache=cache
+        )
+        assert done.returncode == 0, done.stderr
+
+    def same(ours: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
+        assert [row["step"] for row in ours] == [row["step"] for row in reference]
+        for mine, theirs in zip(ours, reference, strict=True):
+            for key in {"loss", "grad_norm", "tokens", "val_loss"} & theirs.keys():
+                assert mine[key] == pytest.approx(theirs[key], rel=1e-5), (mine["step"], key)
+
+    train("one", 1)
+    train("staged", 2)
+    same(rows(tmp_path / "staged"), rows(tmp_path / "one"))
+    texts = [rows(tmp_path / out, "samples.jsonl") for out in ("staged", "one")]
+    assert texts[0] == texts[1]
+    # One rank goes on from what two wrote, two from what one wrote, and both end where one rank would have.
+    for out, pp in (("staged", 1), ("one", 2)):
+        shutil.rmtree(tmp_path / out / "checkpoints" / "step-000012")
+        train(out, pp, "--resume")
+    same(rows(tmp_path / "staged"), rows(tmp_path / "one"))
+    said = rush("generate", tmp_path / "one", "--prompt", "def ", "--max-tokens", "4", cache=cache)
+    assert said.returncode == 0, said.stderr

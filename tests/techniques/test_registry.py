@@ -187,7 +187,8 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("compile", overrides=["batch.micro=1", "layout.pp=2"]))
         in_blocks = "{name='compile', scope='block'}"
         sizes = ["batch.micro=1", "layout.pp=2"]
-        own.append(recipe_of(in_blocks, "{name='pp', schedule='zero_bubble'}", overrides=sizes))
+        split = "{name='pp', schedule='zero_bubble'}"
+        own += [recipe_of(other, split, overrides=sizes) for other in (in_blocks, "checkpoint_selective")]
     if name == "cp":
         packed = ["objective.kind=sft", "batch.micro=1", "layout.cp=2"]
         own.append(recipe_of("triton_attention", overrides=packed[1:]))
