@@ -51,6 +51,13 @@ def scale(
         ),
     ] = False,
     links: Annotated[bool, typer.Option(help="Time the exchanges between ranks over message sizes.")] = True,
+    launcher: Annotated[
+        str | None,
+        typer.Option(
+            help="A cluster's command that starts the ranks on its nodes, with {ranks} for their number; this machine "
+            "without it."
+        ),
+    ] = None,
     technique: Annotated[
         list[Path] | None, typer.Option(help="A Python file that defines a further technique.")
     ] = None,
@@ -67,6 +74,8 @@ def scale(
       rush scale tiny --devices 1,2 --layouts ddp,zero2,zero3,tp,pp,cp
 
       rush scale llama-3.2-1b --devices 1,2,4,8 --layouts ddp,zero2,zero3,zero3xtp2 --without-peers
+
+      rush scale llama-3.2-1b --devices 8,16,32 --layouts hybrid,zero3 --launcher "srun --ntasks={ranks} --gpus-per-node=8"
 
       rush scale tiny measure.processes=5 parity.steps=20 batch.total_tokens=4096
     """
@@ -86,6 +95,7 @@ def scale(
         without_peers=without_peers,
         share_device=share_device,
         links=links,
+        launcher=launcher,
         extra_techniques=tuple(str(path.resolve()) for path in technique or []),
     )
     folder = out or Path("runs") / f"scale-{plan.name}"

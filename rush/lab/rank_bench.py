@@ -52,14 +52,16 @@ class RankBench:
     @property
     def threads(self) -> int | None:
         """A device of a CPU study: the same number of cores for every rank, whatever the number of ranks. None on GPUs."""
-        if self.machine.device != "cpu":
+        if self.machine.device != "cpu" or self.plan.launcher:
             return None
         cores = self.machine.cpu.num_threads
         most = max((count for count in self.plan.devices if count <= cores), default=cores)
         return max(1, cores // most)
 
     def shared(self, devices: int) -> bool:
-        """Whether so many ranks would have to share devices."""
+        """Whether so many ranks would have to share devices. Of a cluster's devices only its launcher knows."""
+        if self.plan.launcher:
+            return False
         room = self.machine.cpu.num_threads if self.machine.device == "cpu" else self.machine.num_devices
         return devices > room
 
@@ -90,12 +92,13 @@ class RankBench:
             "profile": profile,
             "parity": write_toml(parity) if parity is not None else None,
             "extra_techniques": list(self.plan.extra_techniques),
+            "launcher": self.plan.launcher,
         }
         return self._execute(spec, path, f"compiled-{recipe.digest[:16]}", environment)
 
     def exchange(self, ranks: int, environment: Mapping[str, str]) -> Outcome:
         """How fast so many ranks exchange messages of every size."""
-        told = [ranks, self.machine.fingerprint(), dict(environment), __version__]
+        told = [ranks, self.machine.fingerprint(), dict(environment), self.plan.launcher, __version__]
         path = self.folder / "trials" / f"{_digest(told)}-links.json"
         if (known := _stored(path)) is not None:
             return known
@@ -106,6 +109,7 @@ class RankBench:
             "machine": self.machine.to_dict(),
             "threads": self.threads,
             "budget_s": LINKS_S,
+            "launcher": self.plan.launcher,
         }
         return self._execute(spec, path, None, environment)
 
@@ -139,6 +143,7 @@ class RankBench:
             "step_tokens": self.plan.step_tokens,
             "threads": self.threads,
             "environment": dict(environment),
+            "launcher": self.plan.launcher,
             "version": __version__,
             "extra": [hashlib.sha256(Path(p).read_bytes()).hexdigest() for p in self.plan.extra_techniques],
         }

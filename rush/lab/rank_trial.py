@@ -12,6 +12,8 @@ import gc
 import json
 import logging
 import os
+import shlex
+import subprocess
 import sys
 import time
 import tomllib
@@ -23,10 +25,12 @@ from typing import Any
 
 import torch
 
+from rush.errors import MachineError
 from rush.hardware import Machine
 from rush.lab.timing import Stepper, Timing, time_steps
 from rush.lab.trial_process import Result, add_technique, settle
 from rush.parallel import AXES, Ranks, join, started_rank
+from rush.parallel.slurm import join_step
 from rush.recipe import Recipe
 from rush.recipe_io import parse
 from rush.techniques import check
@@ -54,6 +58,8 @@ def lead(spec: Mapping[str, Any], result: Result) -> None:
     exits: dict[int, int] = {}
     if world == 1:
         be_rank(spec, str(result.path))
+    elif spec["launcher"]:
+        _start_by(spec["launcher"], world, result.path)
     else:
         exits = _start(world, spec, str(result.path))
     _gather(world, exits, result)
@@ -84,6 +90,19 @@ def _start(num_ranks: int, spec: Mapping[str, Any], path: str) -> dict[int, int]
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
+
+
+def _start_by(launcher: str, num_ranks: int, result: Path) -> None:
+    """Let a cluster's own command start the ranks, on whatever nodes it has; the study's folder is one that all of them see."""
+    words = shlex.split(launcher.replace("{ranks}", str(num_ranks)))
+    spec = result.with_name("spec.json")
+    done = subprocess.run(
+        [*words, sys.executable, "-m", "rush.lab.rank_trial", str(spec), str(result)], check=False
+    )
+    if done.returncode and not result.exists():
+        raise MachineError(
+            f"the launcher ended with {done.returncode} before a rank wrote anything: {launcher}"
+        )
 
 
 def _gather(num_ranks: int, exits: Mapping[int, int], result: Result) -> None:
@@ -202,8 +221,8 @@ def agreement(ranks: Ranks) -> Callable[[float], float]:
 
 
 def _watch(run: Run, stepper: Stepper, result: Result) -> None:
-    """A profile of two steps, by every rank at the same time."""
-    seen = observe(run, stepper.batches)
+    """A profile of a step, by every rank at the same time."""
+    seen = observe(run, stepper.batches, steps=1)
     result.add(
         evidence=[
             {"technique": name, "took_effect": proof.took_effect, "what": proof.what}
@@ -235,3 +254,8 @@ def trace(recipe: Recipe, machine: Machine, corpus: Corpus, ranks: Ranks) -> dic
 
 def _recipe(toml: str) -> Recipe:
     return parse(tomllib.loads(toml))
+
+
+if __name__ == "__main__":
+    join_step()
+    be_rank(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])

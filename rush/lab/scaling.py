@@ -128,6 +128,13 @@ class Study:
 
     def _refusal(self, devices: int, peers: bool) -> str | None:
         machine = self.bench.machine
+        if (
+            self.plan.launcher
+            and "{ranks}" not in self.plan.launcher
+            and len(self.plan.devices) > 1
+            and devices > 1
+        ):
+            return "the launcher has no {ranks} in it, so it starts the same number of ranks whatever is asked for."
         if not peers and machine.device == "cpu":
             return "ranks of a CPU talk through gloo on this machine; there is no peer-to-peer to switch off."
         if machine.device == "cuda" and self.bench.shared(devices) and not self.plan.share_device:

@@ -14,8 +14,10 @@ from rush.recipe import Recipe
 from rush.recipe_io import apply_override, parse, read_tree
 
 OWN_TABLES = ("measure", "parity")
-USUAL: dict[str, Any] = {"processes": 2, "windows": 8, "warmup_max_steps": 20, "limit_s": 900.0}
+USUAL: dict[str, Any] = {"processes": 2, "windows": 6, "warmup_max_steps": 20, "limit_s": 900.0}
 """Of `[measure]`: a study has many points, and ranks that wait for each other make long samples."""
+
+PARITY_STEPS = 6
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Plan:
     """Whether to measure everything again with peer-to-peer switched off."""
     share_device: bool = False
     links: bool = True
+    launcher: str | None = None
+    """A cluster's own command that starts the ranks, with {ranks} for their number; torchrun's engine here without it."""
     extra_techniques: tuple[str, ...] = ()
     """Python files that define further techniques."""
 
@@ -55,7 +59,7 @@ class Plan:
 def load_plan(name: str, overrides: Iterable[str], devices: str, layouts: str, **options: Any) -> Plan:
     """A study of a recipe by name or path. Overrides change the recipe, or `measure.` and `parity.` keys."""
     tree = read_tree(name)
-    own: dict[str, Any] = {"measure": dict(USUAL), "parity": {}}
+    own: dict[str, Any] = {"measure": dict(USUAL), "parity": {"steps": PARITY_STEPS}}
     for override in overrides:
         apply_override(own if override.split(".", 1)[0] in OWN_TABLES else tree, override)
     recipe = parse(tree)

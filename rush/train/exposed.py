@@ -23,8 +23,8 @@ _COMPUTES = ("aten::", "triton_", "CompiledFxGraph", "CompiledFunction")
 Span = tuple[float, float]
 
 HOW = {
-    "cuda": "from the profile of two steps: time in which a kernel of NCCL ran on the rank's GPU and no other kernel did",
-    "cpu": "from the profile of two steps: time in which an operation of gloo was under way and no operator of the rank's own "
+    "cuda": "from the profile of a step: time in which a kernel of NCCL ran on the rank's GPU and no other kernel did",
+    "cpu": "from the profile of a step: time in which an operation of gloo was under way and no operator of the rank's own "
     "threads was",
 }
 

@@ -296,6 +296,22 @@ def test_what_goes_wrong_on_one_rank_is_a_result_and_leaves_nobody(
 
 
 @pytest.mark.slow
+def test_a_clusters_launcher_starts_the_ranks(small_recipe: Path, tmp_path: Path) -> None:
+    launcher = (
+        f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node={{ranks}} --no-python"
+    )
+    plan = plan_of(small_recipe, layouts="ddp", links=False, launcher=launcher)
+    record = study(plan, tmp_path / "out")
+    two = record["points"][-1]
+    assert two["verdict"] == "equal", two["reason"]
+    assert two["memory_bytes"] is not None
+    assert len(two["memory_bytes"]) == 2
+    broken = study(replace(plan, launcher="false {ranks}"), tmp_path / "broken")
+    assert broken["points"][-1]["verdict"] == "unsupported"
+    assert "the launcher ended with 1" in str(broken["points"][-1]["reason"])
+
+
+@pytest.mark.slow
 def test_more_ranks_than_cores_are_for_correctness_only(small_recipe: Path, tmp_path: Path) -> None:
     count = 2 * (os.cpu_count() or 1)
     total = f"batch.total_tokens={64 * count}"
