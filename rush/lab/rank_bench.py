@@ -46,6 +46,8 @@ class RankBench:
     folder: Path
     starter: Starter
     machine: Machine
+    ceilings: Mapping[str, Any] | None = None
+    """Measured rates of a GPU."""
     seconds: list[float] = field(default_factory=list)
     """How long the trials made by this bench took."""
 
@@ -172,6 +174,6 @@ def open_rank_bench(plan: Plan, folder: Path) -> Iterator[RankBench]:
         machine = Machine.from_dict(outcome.found["machine"])
         if machine.device == "mps":
             raise MachineError("An Apple GPU cannot train together with others; set run.device=cpu.")
-        yield RankBench(plan, folder, starter, machine)
+        yield RankBench(plan, folder, starter, machine, outcome.found.get("ceilings"))
     finally:
         starter.close()

@@ -22,7 +22,7 @@ from rush.lab.layouts import ONE, laid_out, sizes_of
 from rush.lab.parity import parity_recipe
 from rush.lab.rank_bench import PEERLESS, SHARED, RankBench, open_rank_bench
 from rush.lab.scaling_file import Plan
-from rush.lab.scaling_findings import FORMULAS, Spot, comparisons_of, judged, point_of
+from rush.lab.scaling_findings import FORMULAS, Spot, comparisons_of, judged, point_of, predicted
 from rush.lab.statistics import centre, noise_floor, ratio_of_medians
 from rush.lab.timing import rates
 from rush.lab.trial import Outcome
@@ -124,7 +124,10 @@ class Study:
                 **(SHARED if shared and self.bench.threads is None else {}),
             }
             found = recipe if refused is None else None
-            yield Spot(layout, devices, list(kinds), peers, shared, found, refused, sizes, environment)
+            spot = Spot(layout, devices, list(kinds), peers, shared, found, refused, sizes, environment)
+            if found is not None and peers and not shared:
+                spot.predicted = predicted(found, self.bench.machine, self.bench.ceilings)
+            yield spot
 
     def _refusal(self, devices: int, peers: bool) -> str | None:
         machine = self.bench.machine

@@ -11,12 +11,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rush.errors import RushError
+from rush.hardware import Machine
 from rush.lab.findings import FORMULAS as LADDER
 from rush.lab.findings import measured
 from rush.lab.layouts import ONE
 from rush.lab.statistics import Floor, median_interval, ratio_of_medians
 from rush.lab.timing import rates
 from rush.lab.trial import Outcome
+from rush.plan import plan, spec_of, target_here
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.scaling import Comparison, Efficiency, Exposed, Point
@@ -40,6 +43,8 @@ FORMULAS = {
     "memory_bytes": f"of every rank: {LADDER['peak_memory_bytes']}",
     "parity": "against one rank with the same techniques, from the same weights on the same batches: loss and gradient norm of "
     "every step, in fp32 to 1e-5 and 1e-4",
+    "predicted_tokens_per_s": "by `rush plan`, from the rates measured on this machine's GPUs and the links its catalogue has; "
+    "no number of this study is in it",
     "bus_bytes_per_s": "bytes of the whole buffer over the time of the slowest rank, times 2(n-1)/n for an all-reduce, (n-1)/n "
     "for an all-gather or a reduce-scatter, 1 for a message to a neighbour: what each link carries, as nccl-tests "
     "defines it (NVIDIA/nccl-tests, doc/PERFORMANCE.md)",
@@ -62,6 +67,8 @@ class Spot:
     environment: Mapping[str, str] = field(default_factory=dict)
     outcomes: list[Outcome] = field(default_factory=list)
     parity: dict[str, Any] | None = None
+    predicted: float | None = None
+    """Tokens per second, by the planner."""
 
     @property
     def name(self) -> str:
@@ -140,6 +147,19 @@ class Spot:
         return [max(int(row[rank]) for row in whole) for rank in range(len(whole[0]))] if whole else []
 
 
+def predicted(recipe: Recipe, machine: Machine, ceilings: Mapping[str, Any] | None) -> float | None:
+    """Tokens per second that the planner expects, from this machine's measured rates; None where it cannot tell.
+
+    Its arithmetic is for GPUs: the rates of a CPU are those of all cores, of which a rank here has a part.
+    """
+    if ceilings is None or machine.device != "cuda":
+        return None
+    try:
+        return plan(spec_of(recipe), target_here(machine, ceilings), limits=False).tokens_per_s
+    except RushError:
+        return None
+
+
 def point_of(spot: Spot, spots: Sequence[Spot], floor: Floor) -> Point:
     """The record of a point, from what is known so far."""
     timing, recipe = next(iter(spot.timings), None), spot.recipe
@@ -164,7 +184,7 @@ def point_of(spot: Spot, spots: Sequence[Spot], floor: Floor) -> Point:
         "memory_bytes": spot.memory or None,
         "evidence": spot.evidence,
         "parity": spot.parity,
-        "predicted_tokens_per_s": None,
+        "predicted_tokens_per_s": spot.predicted,
         "compile_s": timing["compile_s"] if timing else None,
         "warmup_s": timing["warmup_s"] if timing else None,
         "environment": dict(timing["environment"]) if timing else {},

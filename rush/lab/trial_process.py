@@ -54,7 +54,7 @@ def main(spec_path: str, result_path: str, parent: int) -> None:
 
 def _do(spec: Mapping[str, Any], result: Result) -> None:
     if spec["kind"] == "look":
-        result.add(machine=probe(spec["device"]).to_dict())
+        _look(spec, result)
     elif spec["kind"] == "prepare":
         _prepare(spec, result)
     elif spec["kind"] == "rival":
@@ -110,6 +110,14 @@ class Result:
         # Figures that were taken stay good when a later part of the trial fails.
         words = {"status": "ok", "reason": f"after the timing: {reason}", "ended": status} if timed else {}
         self.add(**{"status": status, "reason": reason, **words, "complete": True})
+
+
+def _look(spec: Mapping[str, Any], result: Result) -> None:
+    """What the machine is; and of GPUs how fast, which predictions are made from."""
+    machine = probe(spec["device"])
+    result.add(machine=machine.to_dict())
+    if machine.device == "cuda":
+        result.add(ceilings=ceilings(machine).rates())
 
 
 def _prepare(spec: Mapping[str, Any], result: Result) -> None:

@@ -19,12 +19,14 @@ import pytest
 
 from rush.cli.scale import row_of
 from rush.errors import RecipeError
+from rush.hardware import probe
 from rush.lab.layouts import ONE, laid_out, sizes_of
 from rush.lab.scaling import Progress, study
 from rush.lab.scaling_file import Plan, load_plan
-from rush.lab.scaling_findings import Spot, comparisons_of, judged, point_of
+from rush.lab.scaling_findings import Spot, comparisons_of, judged, point_of, predicted
 from rush.lab.statistics import Floor
 from rush.lab.trial import Outcome
+from rush.plan import target_of
 from rush.recipe_io import load_recipe
 from rush.records.scaling import read_scale
 
@@ -204,6 +206,19 @@ def test_zero2_stands_beside_zero3_and_peer_to_peer_beside_none() -> None:
     assert peers["speed"]["ratio"] == pytest.approx(0.5, rel=1e-3)
 
 
+def test_the_planner_predicts_for_gpus_and_keeps_quiet_about_a_cpu() -> None:
+    machine = target_of("h100-sxm", 8).machine()
+    rates = {"matmul": {"float32": 5e13, "bfloat16": 7e14}, "copy_bytes_per_s": 3e12}
+    recipe = load_recipe("tiny")
+    one = predicted(laid_out(recipe, ONE, 1, 8192), machine, rates)
+    four = predicted(laid_out(recipe, "ddp", 4, 8192), machine, rates)
+    assert one is not None
+    assert four is not None
+    assert one < four < 4 * one, "faster than one, and no faster than four"
+    assert predicted(laid_out(recipe, ONE, 1, 8192), machine, None) is None
+    assert predicted(laid_out(recipe, ONE, 1, 8192), probe("cpu"), rates) is None
+
+
 def test_ranks_that_are_off_by_more_than_rounding_are_different() -> None:
     one = {"losses": [2.0, 1.0], "grad_norms": [1.0, 1.0], "dtype": "float32"}
     near = judged({**one, "losses": [2.0, 1.000005]}, one, None)
@@ -274,7 +289,7 @@ def test_a_study_of_real_ranks_is_recorded_and_repeats_nothing(small_recipe: Pat
         ("killed", "out of memory", "rank 1 was killed from outside"),
         ("memory", "out of memory", "memory ran out (planted)"),
         ("raises", "crashed", "rank 1: ValueError: planted on rank 1"),
-        ("hangs", "timed out", "was not done after 15 s"),
+        ("hangs", "timed out", "was not done after 60 s"),
         ("unequal", "different", "beyond"),
     ],
 )
@@ -283,7 +298,11 @@ def test_what_goes_wrong_on_one_rank_is_a_result_and_leaves_nobody(
 ) -> None:
     planted = f'techniques=[{{name="on_rank_one", kind="{kind}"}}]'
     plan = plan_of(
-        small_recipe, planted, "measure.limit_s=15.0", links=False, extra_techniques=(str(PLANTED),)
+        small_recipe,
+        planted,
+        f"measure.limit_s={60.0 if kind == 'hangs' else 120.0}",
+        links=False,
+        extra_techniques=(str(PLANTED),),
     )
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     record = study(plan, tmp_path / "out")
