@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -45,7 +46,7 @@ from rush.train.step import train_step
 OWN = ("peak_memory_bytes", "exchange_ms", "exposed_ms", "profiled_step_ms", "evidence")
 """What every rank tells of itself."""
 BLAME = ("out_of_memory", "diverged", "unsupported", "crashed")
-"""Where ranks ended unalike, the first of these is why: the others only lost the connection."""
+"""Where ranks ended unalike, the first of these is why."""
 
 
 def lead(spec: Mapping[str, Any], result: Result) -> None:
@@ -113,23 +114,20 @@ def _gather(num_ranks: int, exits: Mapping[int, int], result: Result) -> None:
     result.found["complete"] = False
     result.add(ranks=[{key: one.get(key) for key in OWN} for one in told])
     endings = [
-        (one.get("ended", one["status"]), str(one.get("reason")))
+        (bool(one.get("lost")), BLAME.index(one.get("ended", one["status"])), str(one.get("reason")))
         for one in told
         if one.get("complete") and (one["status"] != "ok" or "ended" in one)
     ]
-    endings += [
-        ("out_of_memory", f"rank {rank} was killed from outside (SIGKILL), which is what Linux does when memory runs out.")
-        for rank, code in exits.items()
-        if code == -9
-    ]  # fmt: skip
-    endings += [
-        ("crashed", f"rank {rank} ended with {code}.")
-        for rank, code in exits.items()
-        if not told[rank].get("complete")
-    ]
+    for rank, code in exits.items():
+        if code == -signal.SIGKILL:
+            said = "was killed from outside (SIGKILL), which is what Linux does when memory runs out"
+            endings.append((False, BLAME.index("out_of_memory"), f"rank {rank} {said}."))
+        elif not told[rank].get("complete"):
+            endings.append((False, BLAME.index("crashed"), f"rank {rank} ended with {code}."))
     if endings:
-        status, reason = min(endings, key=lambda ending: (BLAME.index(ending[0]), "lost the" in ending[1]))
-        result.finish(status, reason.removeprefix("after the timing: "))
+        # Who lost the connection to another is not to blame.
+        _, status, reason = min(endings)
+        result.finish(BLAME[status], reason.removeprefix("after the timing: "))
 
 
 def _file(path: Path, rank: int) -> Path:
@@ -178,7 +176,8 @@ def _exchange(spec: Mapping[str, Any], result: Result) -> None:
 
     machine, world = Machine.from_dict(spec["machine"]), spec["world"]
     with join({axis: world if axis == "ddp" else 1 for axis in AXES}, machine.device) as ranks:
-        device = torch.device(machine.device)
+        on_gpu = machine.device == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
         backend = torch.distributed.get_backend()
         found = spectrum(ranks.rank, world, device, backend, spec["budget_s"])
         result.add(backend=backend, spectrum=found)

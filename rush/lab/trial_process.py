@@ -76,6 +76,7 @@ def settle(result: Result, work: Callable[[], None]) -> None:
         # The trainer explains a failed allocation, and a rank that lost another, to people as an error of the machine.
         memory = isinstance(error.__context__, torch.OutOfMemoryError)
         lost = isinstance(error, RankLost)
+        result.add(lost=lost)
         result.finish("out_of_memory" if memory else "crashed" if lost else "unsupported", str(error))
     except Diverged as error:
         result.finish("diverged", str(error))
