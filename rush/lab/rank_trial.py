@@ -123,7 +123,10 @@ def _gather(num_ranks: int, exits: Mapping[int, int], result: Result) -> None:
             said = "was killed from outside (SIGKILL), which is what Linux does when memory runs out"
             endings.append((False, BLAME.index("out_of_memory"), f"rank {rank} {said}."))
         elif not told[rank].get("complete"):
-            endings.append((False, BLAME.index("crashed"), f"rank {rank} ended with {code}."))
+            # SIGTERM is how the engine ends the others.
+            endings.append(
+                (code == -signal.SIGTERM, BLAME.index("crashed"), f"rank {rank} ended with {code}.")
+            )
     if endings:
         # Who lost the connection to another is not to blame.
         _, status, reason = min(endings)
@@ -136,6 +139,8 @@ def _file(path: Path, rank: int) -> Path:
 
 def be_rank(spec: Mapping[str, Any], path: str) -> None:
     """One of the ranks; it ends with 1 where something went wrong, so that the engine ends the others."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # a fork has the engine's own answers, which are for the engine
     rank = started_rank()
     result = Result(_file(Path(path), rank))
     if spec["threads"] is not None:

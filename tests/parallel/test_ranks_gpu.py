@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import learn, on_ranks
+from rank_work import learn, on_ranks, sharing_a_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -34,4 +34,12 @@ def test_two_gpus_learn_what_one_learns(axis: str, techniques: tuple[str, ...]) 
         for name, value in reference["gradients"].items():
             apart = np.linalg.norm(ours["gradients"][name] - value) / np.linalg.norm(value)
             assert apart < 1e-5, name
+        assert all(took_effect for took_effect, _ in ours["proofs"].values()), ours["proofs"]
+
+
+@pytest.mark.parametrize("axis", ["ddp", "fsdp", "tp"])
+def test_two_ranks_that_share_a_gpu_learn_what_one_learns(axis: str) -> None:
+    reference = on_ranks(1, learn, "llama", {}, (), 10, "", (), "cuda")[0]
+    for ours in on_ranks(2, sharing_a_gpu, learn, "llama", {axis: 2}, (), 10, "", (), "cuda"):
+        assert ours["losses"] == pytest.approx(reference["losses"], rel=1e-5)
         assert all(took_effect for took_effect, _ in ours["proofs"].values()), ours["proofs"]
