@@ -32,11 +32,6 @@ from rush.records.lock import FolderLock
 from rush.records.scaling import FILE, FORMAT, SCALINGS, Link, ScaleRecord, read_scale, write_scale
 from rush.train.corpus import open_corpus
 
-NO_SENDING = (
-    "ranks that share a GPU talk through gloo, which sends nothing from one GPU to another, as the stages of pp do; run it on "
-    "CPU ranks (run.device=cpu) to see that it learns the same."
-)
-
 
 @dataclass(frozen=True)
 class Progress:
@@ -114,8 +109,6 @@ class Study:
             recipe, refused, sizes = None, self._refusal(devices, peers), {}
             try:
                 sizes = {} if devices == 1 else sizes_of(layout, devices)
-                if shared and self.bench.threads is None and sizes.get("pp", 1) > 1:
-                    refused = refused or NO_SENDING
                 recipe = laid_out(self.plan.recipe, layout, devices, self.plan.tokens(kinds[0], devices))
             except RecipeError as error:
                 refused = refused or str(error)
