@@ -186,7 +186,7 @@ def _stage_memory(spec: Spec, stage: _Stage) -> Memory:
         UNFILLED * peak + (CONTEXT if gpu else 0) + (COMMUNICATION if gpu and spec.world > 1 else 0)
     )
     at_peak = {} if moment == "update" else kept
-    host = (
+    host = held.on_host() + (
         spec.tokens * (sum(again.values()) - sum(each.values())) * stage.blocks
         if spec.uses("offload_activations")
         else 0.0
@@ -295,7 +295,8 @@ class _Held:
                 else (self.block(), self.ends())
             )
             at_work = 0.0 if blocks == 0 else 2 * unit + ends
-            count = count if effects.factor("whole_gradients") else count / shards + at_work
+            parts = 0.0 if effects.factor("on_host") else count / shards
+            count = count if effects.factor("whole_gradients") else parts + at_work
         elif blocks and not always and not effects.factor("frozen"):
             count -= self.ends() if blocks < self.stage.blocks else 0.0  # the head's is counted by itself
         return each * count * (1 + effects.factor("buckets"))
@@ -311,14 +312,24 @@ class _Held:
 
     def state(self, blocks: int) -> dict[str, float]:
         effects, shards = self.spec.effects, self.spec.shards
-        trained = self.trained() / shards
+        # Between the passes a rank's parts are on the host; what is gathered and at work is here.
+        here = 0.0 if effects.factor("on_host") else 1.0
+        trained = here * self.trained() / shards
         return {
-            "parameters": self.parameters() / shards,
+            "parameters": here * self.parameters() / shards,
             "gradients": self.gradients(blocks),
             "optimizer": trained * effects.size("optimizer", 8) * effects.factor("optimizer"),
             "master": trained * 4 * effects.factor("master"),
             "gathered": self.gathered(),
         }
+
+    def on_host(self) -> float:
+        """Bytes of this rank's parts that lie in host memory."""
+        effects, shards = self.spec.effects, self.spec.shards
+        if not effects.factor("on_host"):
+            return 0.0
+        each = effects.size("optimizer", 8) + effects.size("gradients", 4) + 4 * effects.factor("master")
+        return (self.parameters() + each * self.trained()) / shards
 
     def casts(self, *, always: bool = False) -> float:
         """Weights in the dtype of the products. Autocast keeps its casts to the end of the forward pass in any case."""

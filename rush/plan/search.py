@@ -53,14 +53,17 @@ def search(
     plans: list[Plan] = []
     tried = 0
     least: tuple[float, str] | None = None
-    for spec in _specs(recipe, target, beyond):
-        tried += 1
-        needed = memory_of(spec).total
-        if needed > target.memory_bytes:
-            if least is None or needed < least[0]:
-                least = needed, describe(spec)
-            continue
-        plans.append(plan(spec, target, efficiency, limits=False))
+    for offload in (False, True):
+        for spec in _specs(recipe, target, beyond, offload):
+            tried += 1
+            needed = memory_of(spec).total
+            if needed > target.memory_bytes:
+                if least is None or needed < least[0]:
+                    least = needed, describe(spec)
+                continue
+            plans.append(plan(spec, target, efficiency, limits=False))
+        if plans:
+            break  # parts on the host are slow: only where nothing else fits
     if not tried:
         raise RecipeError(
             f"no layout divides {recipe.model.name} and its batch on {target.devices} devices; change --devices or "
@@ -74,7 +77,7 @@ def search(
             "shorter sequences, lora or qlora."
         )
     plans.sort(key=lambda one: -one.tokens_per_s)
-    chosen = _distinct(plans, best)
+    chosen = [plan(one.spec, target, efficiency) for one in _distinct(plans, best)]
     return Found(tuple(chosen), tuple(_lost(plans, chosen[0], target)), tried, len(plans))
 
 
@@ -83,14 +86,15 @@ def describe(spec: Spec) -> str:
     layout = [f"{axis} {spec.size(axis)}" for axis in AXES if spec.size(axis) > 1]
     if spec.size("fsdp") > 1:
         place = next(i for i, word in enumerate(layout) if word.startswith("fsdp"))
-        layout[place] += f" ({spec.knob('fsdp', 'stage', 'parameters')})"
+        parts = ", on the host" if spec.knob("fsdp", "offload", False) else ""
+        layout[place] += f" ({spec.knob('fsdp', 'stage', 'parameters')}{parts})"
     if spec.size("pp") > 1 and spec.stages > 1:
         layout[0] += f" ({spec.stages} stages a rank)"
     how = [name for name in ("checkpoint_selective", "checkpoint_full", "fp8") if spec.uses(name)]
     return ", ".join([*(layout or ["one device"]), f"micro {spec.micro}", *how])
 
 
-def _specs(recipe: Recipe, target: Target, beyond: bool) -> Iterator[Spec]:
+def _specs(recipe: Recipe, target: Target, beyond: bool, offload: bool) -> Iterator[Spec]:
     """Every combination that its techniques allow."""
     base = [(name, knobs) for name, knobs in recipe.technique_uses() if name not in (*CHECKPOINTS, *AXES)]
     names = {name for name, _ in base}
@@ -103,7 +107,9 @@ def _specs(recipe: Recipe, target: Target, beyond: bool) -> Iterator[Spec]:
         entries: list[str | dict[str, Knob]] = [{"name": name, **knobs} for name, knobs in base]
         entries += extra
         if stage:
-            entries.append({"name": "fsdp", "stage": stage})
+            entries.append({"name": "fsdp", "stage": stage, **({"offload": True} if offload else {})})
+        elif offload:
+            continue
         for layout in _layouts(recipe, target, set() if beyond else {*names, *extra}, bool(stage)):
             kept = entries if not stage or layout["fsdp"] > 1 else entries[:-1]
             for schedule in SCHEDULES if layout["pp"] > 1 else ({},):

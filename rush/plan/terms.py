@@ -52,6 +52,7 @@ ADDED = {
     "passes": "into how many passes a micro batch is cut",
     "seams": "compiled chunks of a loss are not ordered one after another: the share of logits held at once",
     "gathered": "of a sharded model, the weights of all blocks instead of those at work",
+    "on_host": "of a sharded model, the parts that a rank keeps lie in host memory, where the update is made",
     "whole_gradients": "of a sharded model, the gradients in full until the last pass",
     "buckets": "a second copy of the gradients, for sending",
     "recording": "memory that a recorded pass keeps apart",
@@ -84,7 +85,9 @@ def settle(uses: Iterable[Use], axes: Iterable[str] = ()) -> Effects:
     for use in uses:
         for effect in use.technique.memory:
             assert effect.term in TERMS, f"{use.technique.name}: {effect.term} is no term of a plan"
-            if use.technique.name in axes and effect.term in PLAIN:
+            if effect.when is not None and not effect.when(use.knobs):
+                continue
+            if use.technique.name in axes and effect.term in PLAIN and effect.size is None:
                 continue
             factors[effect.term] = factors.get(effect.term, 1.0) * effect.factor_of(use.knobs)
             if effect.size is not None:

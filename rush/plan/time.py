@@ -16,11 +16,15 @@ from dataclasses import dataclass, field
 
 from rush.models import flops_per_token
 from rush.plan.communication import STRAGGLING, Sent, sent_by
-from rush.plan.memory import block_tensors
+from rush.plan.memory import block_tensors, memory_of
 from rush.plan.spec import Spec, Weights, weights_of
 from rush.plan.target import Target
 
 CORES = ("flash_attention", "cudnn_attention", "triton_attention", "flex_attention")
+PCIE_BYTES_PER_S = 55e9
+"""Between host and device: pinned copies as measured on the H200s' PCIe 5; less where PCIe is the link between devices."""
+HOST_BYTES_PER_S = 60e9
+"""What an update on the host reads and writes; an assumption."""
 FULL_UNIT = 64
 """A product whose shortest side is k reaches k / (k + 64) of a large one's rate: filling and emptying its pipeline."""
 
@@ -98,6 +102,11 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     idle *= 1 / 3 if str(spec.knob("pp", "schedule", "1f1b")) in ("zero_bubble", "zbv") else 1
     parts["bubble"] = idle * (computing + parts["communication"])
     update, update_host = _update(spec, target, efficiency)
+    if spec.effects.factor("on_host"):
+        # Weights come over PCIe for each gather, gradients go back; the update runs at the rate of host memory.
+        each = memory_of(spec).host_bytes
+        parts["offload"] = (2 * passes + 1) * each / 3 / _to_host(target)
+        update = each * 2 / HOST_BYTES_PER_S
     parts["optimizer"] = update
     host = 0.0
     if target.kind == "cuda":
@@ -106,6 +115,11 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     parts["launching"] = max(0.0, host - device)
     parts["other"] = efficiency.step_s if target.kind == "cuda" else 0.0
     return Time({name: seconds for name, seconds in parts.items() if seconds}, host)
+
+
+def _to_host(target: Target) -> float:
+    """Bytes per second over PCIe, at the 0.85 of it that an offloaded pass was seen to reach."""
+    return 0.85 * min(PCIE_BYTES_PER_S, target.link_bytes_per_s)
 
 
 def matmul_dtype(spec: Spec) -> str:
@@ -134,7 +148,7 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
     if spec.uses("offload_activations"):
         kept = block_tensors(spec, whole=True)
         # Over PCIe, there and back, at 0.85 of its rate, and not hidden: as measured.
-        parts["offload"] = 2 * blocks * tokens * sum(kept.values()) / (0.85 * 55e9)
+        parts["offload"] = 2 * blocks * tokens * sum(kept.values()) / _to_host(target)
     return parts
 
 

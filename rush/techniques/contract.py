@@ -100,6 +100,9 @@ class MemoryEffect:
     keeps: tuple[str, ...] | None = None
     """Of all that a block leaves for its backward pass only these terms stay; the rest is made or fetched again."""
 
+    when: Callable[[Mapping[str, Knob]], bool] | None = None
+    """The effect is there only with these knobs; always, without it."""
+
     def factor_of(self, knobs: Mapping[str, Knob]) -> float:
         return self.factor if self.by_knob is None else self.by_knob(knobs)
 

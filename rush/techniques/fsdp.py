@@ -258,6 +258,22 @@ technique = Technique(
             "with stages gradients and optimizer all weights stay gathered until the backward pass",
             by_knob=lambda knobs: float(knobs["stage"] != "parameters" or knobs["unit"] == "model"),
         ),
+        *(
+            MemoryEffect(
+                term,
+                1.0,
+                "2 bytes with param_dtype = bfloat16",
+                size=2,
+                when=lambda knobs: knobs["param_dtype"] == "bfloat16",
+            )
+            for term in ("gathered", "stream", "compute")
+        ),
+        MemoryEffect(
+            "on_host",
+            1.0,
+            "with offload: weights, gradients and moments of this rank",
+            when=lambda knobs: bool(knobs["offload"]),
+        ),
         MemoryEffect(
             "whole_gradients",
             0.0,
