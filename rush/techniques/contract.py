@@ -189,6 +189,8 @@ class Build:
     weight_dtype: torch.dtype = torch.float32
     weights_device: torch.device | None = None
     """Where parameters (and with them gradients and moments) lie between their uses; None: where they are computed with."""
+    shard_hooks: list[Callable[[Build], None]] = field(default_factory=list)
+    """Called after the techniques of stage SHARD, before the model has memory: for what must see it cut and compiled."""
     weight_hooks: list[Callable[[Decoder], None]] = field(default_factory=list)
     """Called once the model has its memory and weights: parameters that a technique added are its own to fill."""
     masters: bool = False

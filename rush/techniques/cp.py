@@ -136,7 +136,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.cut = build.facts["cp_cut"] = Cut(split)
     build.facts["cp_sums"] = build.ranks.data_ranks == 1
     if build.facts["cp_sums"]:
-        ddp.replicate(build, {name: knob.default for name, knob in ddp.technique.knobs.items()})
+        plain = {name: knob.default for name, knob in ddp.technique.knobs.items()}
+        build.shard_hooks.append(lambda build: ddp.replicate(build, plain))
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:

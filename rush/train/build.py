@@ -170,6 +170,8 @@ def build(
     if not ranks.alone:
         half_made.loader_options |= {"rank": ranks.data_rank, "world": ranks.data_ranks}
     _apply(uses, half_made, first=Stage.ENV, last=Stage.SHARD)
+    for finish in half_made.shard_hooks:
+        finish(half_made)
     _materialise(half_made, weights)
     _apply(uses, half_made, first=Stage.MATERIALISE, last=Stage.DATA)
     optimizer = build_optimizer(
