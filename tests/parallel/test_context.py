@@ -174,8 +174,7 @@ def test_answers_that_are_compared_are_not_cut() -> None:
         ("llama", ["checkpoint_full"], []),
         ("llama", ["checkpoint_selective"], []),
         ("llama", ["{name='compile', scope='block'}"], []),
-        ("llama", ["compile", "flash_attention"], []),
-        ("llama", ["fused_projections", "chunked_loss"], []),
+        ("llama", ["fused_projections"], []),
     ],
 )
 def test_what_stands_beside_it_does_the_same_on_ranks_as_on_one(
