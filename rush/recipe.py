@@ -127,7 +127,7 @@ class Layout(Part):
     tp: Positive = 1
     """Parts that every layer is cut into; the ranks of all parts have the same samples."""
     pp: Positive = 1
-    """Parts that the sequence of layers is cut into; not there yet."""
+    """Ranks that the sequence of layers is dealt out to, each with other blocks and the same samples."""
     cp: Positive = 1
     """Parts that every sequence is cut into."""
 
