@@ -16,6 +16,7 @@ import pytest
 
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, Machine, probe
+from rush.parallel import AXES
 from rush.recipe import Recipe
 from rush.techniques import check, registry
 from rush.techniques.contract import Parity, Proof, Stage
@@ -132,8 +133,8 @@ def test_no_technique_is_known_by_name_outside_its_folder() -> None:
             for node in ast.walk(ast.parse(path.read_text()))
             if isinstance(node, ast.Constant) and isinstance(node.value, str)
         }
-        # tf32 is also the name of a dtype, compile an ordinary word.
-        assert not words & set(NAMES) - {"compile", "tf32"}, (path, words & set(NAMES))
+        # tf32 is also the name of a dtype, compile an ordinary word, and an axis that of a size of the layout.
+        assert not words & set(NAMES) - {"compile", "tf32", *AXES}, (path, words & set(NAMES))
 
 
 def machines() -> list[Machine]:
@@ -160,6 +161,7 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='adam8bit', backend='rush'}"))
         own.append(recipe_of("{name='adam8bit', backend='rush', stochastic_rounding=true}"))
         own.append(recipe_of("{name='adam8bit', paged=true}"))
+        own.append(recipe_of("adam8bit", overrides=["batch.micro=1", "layout.fsdp=2"]))
     if name == "fused_update":
         own.append(recipe_of("{name='fused_update', stochastic_rounding=true}"))
     if name == "fp8":
@@ -183,6 +185,10 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='ddp', bucket_mb=1}", overrides=both))
     if name == "fsdp":
         own.append(recipe_of("compile", overrides=["batch.micro=1", "layout.fsdp=2"]))
+        for given, other in (("param_dtype='bfloat16'", "pure_bf16"), ("offload=true", "fused_update")):
+            own.append(
+                recipe_of(f"{{name='fsdp', {given}}}", other, overrides=["batch.micro=1", "layout.fsdp=2"])
+            )
     if name == "pp":
         own.append(recipe_of("compile", overrides=["batch.micro=1", "layout.pp=2"]))
         in_blocks = "{name='compile', scope='block'}"
