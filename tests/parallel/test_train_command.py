@@ -139,11 +139,12 @@ def test_under_torchrun_one_message_is_said_and_all_are_gone(recipe: Path, tmp_p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("layout", [(), ("layout.ddp=1", "layout.pp=2")])
 def test_ranks_that_are_asked_to_stop_end_after_the_same_step_with_a_checkpoint(
-    recipe: Path, tmp_path: Path, started: list[Run]
+    layout: tuple[str, ...], recipe: Path, tmp_path: Path, started: list[Run]
 ) -> None:
     out = tmp_path / "out"
-    process = start(started, recipe, out)
+    process = start(started, recipe, out, *layout)
     ranks = children(process)
     assert len(ranks) == 2
     # One rank alone is asked: it tells the other.
