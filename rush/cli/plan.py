@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rush.cli.complete import complete_recipe
 from rush.cli.output import Json, print_json, print_table
-from rush.errors import RecipeError
+from rush.errors import MachineError, RecipeError
 
 if TYPE_CHECKING:
     from rush.plan import Plan, Target
@@ -129,8 +129,8 @@ def _target(
 
     here = probe()
     known = known_ceilings(here)
-    if known is None:
-        raise RecipeError(
+    if known is None or not known.matmul or not known.bandwidth:
+        raise MachineError(
             "the rates of this machine are not known yet; measure them once with `rush probe`, or name a machine of the "
             "catalogue with --machine."
         )

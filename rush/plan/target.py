@@ -64,8 +64,8 @@ class Target:
     kind: str = "cuda"
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of large products; a dtype the device does not have is computed in fp32."""
-        return self.matmul.get(dtype, self.matmul["float32"])
+        """FLOP/s of large products; a dtype the device does not have is computed in fp32 (or what was measured)."""
+        return self.matmul.get(dtype) or self.matmul.get("float32") or min(self.matmul.values())
 
     def machine(self) -> Machine:
         """As a probe would describe it: what techniques' requirements are asked of."""

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from rush.cli import app
-from rush.errors import RecipeError
+from rush.errors import MachineError, RecipeError
 from rush.hardware.catalog import CATALOG
+from rush.hardware.ceilings import Ceilings, Sample
 from rush.hardware.links import LINKS, SERVERS
+from rush.models import SIZES, flops_per_token
 from rush.plan import plan, search, spec_of, target_of
 from rush.plan.memory import memory_of
 from rush.plan.planning import fill_devices
@@ -150,3 +153,20 @@ def test_text_from_a_record_is_escaped_on_the_page() -> None:
     assert "<b>" not in plan_page("<script>", [found], ["<i>lost</i>"]).split("</style>")[1].replace(
         "<body>", ""
     )
+
+
+def test_this_machine_is_planned_from_what_was_measured_on_it_and_refused_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    sample = Sample("made up", 1e9, (0.01,))
+    known = Ceilings("here", 0.0, matmul={"float32": (sample,)}, bandwidth={"copy": sample})
+    module = import_module("rush.hardware.ceilings")  # the package has a function of that name
+    monkeypatch.setattr(module, "known_ceilings", lambda machine: known)
+    command = ["plan", "tiny", "techniques=[]", "run.device=cpu", "--json"]
+    found = json.loads(CliRunner().invoke(app, command, catch_exceptions=False).output)
+    assert found["machine"]["how"] == "measured here"
+    flops = flops_per_token(SIZES["tiny"], found["batch"]["sequence"]) * found["batch"]["step_tokens"]
+    assert found["time_s"]["step"] > flops / 1e11 / 1.1
+    monkeypatch.setattr(module, "known_ceilings", lambda machine: None)
+    with pytest.raises(MachineError, match="rush probe"):
+        CliRunner().invoke(app, command, catch_exceptions=False)
