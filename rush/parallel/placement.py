@@ -54,6 +54,18 @@ def parts_of(tensor: Tensor) -> list[Part]:
     return found
 
 
+def rows_like(parameter: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
+    """An empty tensor that is cut as a sharded parameter is, where that is cut by rows."""
+    from torch.distributed.tensor import empty
+
+    target: Any = parameter
+    assert shape is not None, "blocks that lie across rows cannot be dealt out"
+    assert all(cut.dim == 0 for cut in cuts(parameter)), target.placements
+    assert shape[0] == parameter.shape[0], f"{shape} {tuple(parameter.shape)}"
+    made: Tensor = empty(*shape, dtype=dtype, device_mesh=target.device_mesh, placements=target.placements)
+    return made
+
+
 def _runs(index: Tensor) -> list[tuple[int, int]]:
     """Numbers as runs of neighbours: where each begins, and its length."""
     if not index.numel():

@@ -27,6 +27,8 @@ from torch.optim import Optimizer
 from rush.errors import DataError
 from rush.models.adapters import is_adapted
 from rush.parallel import Ranks
+from rush.parallel.placement import rows_like
+from rush.parallel.sharded import is_sharded
 from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
 from rush.train.frozen import check_base
 from rush.train.packing import pack_model, parameter_names, read_random
@@ -194,7 +196,7 @@ def _restore_optimizer(
             on_device = key != "step" or group.get("fused") or group.get("capturable")
             device = parameter.device if on_device else torch.device("cpu")
             restored[key] = _like(file, f"{name}/{key}", parameter, device)
-            file.fill(restored[key], f"{name}/{key}")
+            file.fill(restored[key], f"{name}/{key}", by_rows=True)
         optimizer.state[parameter] = restored
 
 
@@ -231,7 +233,22 @@ def _like(file: SavedTensors, name: str, parameter: Tensor, device: torch.device
     if shape == parameter.shape:
         # The parameter's own strides (and shards), too: fused kernels walk both through memory side by side.
         return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
+    if is_sharded(parameter) and shape.numel() > 1:
+        return rows_like(parameter, _by_rows(shape, parameter), dtype)
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def _by_rows(shape: torch.Size, parameter: Tensor) -> tuple[int, ...] | None:
+    """The shape of something that exists for each block of a parameter (a scale), row by row; None where a block is not
+    within a row, so that rows cannot be dealt out."""
+    rows, count = parameter.shape[0], shape.numel()
+    if (
+        count % rows
+        or parameter.numel() % count
+        or (parameter.numel() // rows) % (parameter.numel() // count)
+    ):
+        return None
+    return (rows, count // rows)
 
 
 def _check_state_tensor(
@@ -249,6 +266,16 @@ def _check_state_tensor(
         raise DataError(
             f"{file.path}: {name}/{key} is {describe(shape, dtype)}, which does not fit its parameter "
             f"({describe(parameter.shape, parameter.dtype)})."
+        )
+    if (
+        is_sharded(parameter)
+        and shape.numel() > 1
+        and shape != parameter.shape
+        and _by_rows(shape, parameter) is None
+    ):
+        raise DataError(
+            f"{file.path}: {name}/{key} is {describe(shape, dtype)}, one number for several rows of its parameter, which this "
+            "layout deals out; go on with the layout that the run was saved with."
         )
     # Without memory of its own: only where the pieces lie matters here.
     file.check(parameter if shape == parameter.shape else file.meta(f"{name}/{key}"), f"{name}/{key}")

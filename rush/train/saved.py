@@ -66,9 +66,18 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self._table.tensors) + len(self._table.tied)
 
     @torch.no_grad()
-    def fill(self, tensor: Tensor, name: str) -> None:
-        """Copy the values in: of a sharded tensor those of this rank's part."""
-        assert tuple(tensor.shape) == self._pieces(name).shape, name
+    def fill(self, tensor: Tensor, name: str, *, by_rows: bool = False) -> None:
+        """Copy the values in: of a sharded tensor those of this rank's part. With `by_rows` a table may have been saved as
+        one long row."""
+        shape = self._pieces(name).shape
+        if by_rows and len(shape) == 1 and tensor.dim() == 2 and tensor.numel() == shape[0]:
+            width = tensor.shape[1]
+            for part in parts_of(tensor):
+                flat = torch.empty(part.values.numel(), dtype=tensor.dtype)
+                self._read(name, ((part.offset[0] * width,), (flat.numel(),)), flat)
+                part.values.copy_(flat.view(part.values.shape))
+            return
+        assert tuple(tensor.shape) == shape, name
         for part in parts_of(tensor):
             self._read(name, (part.offset, tuple(part.values.shape)), part.values)
 

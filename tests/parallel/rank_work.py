@@ -260,6 +260,7 @@ def take_over(
     sources: Mapping[str, str],
     target: str,
     techniques: Iterable[str] = (),
+    more: Iterable[str] = (),
 ) -> Result:
     """Load checkpoints one after another and tell the whole state each gives, put together by torch; save the last one."""
     from rush.hardware import probe
@@ -268,7 +269,7 @@ def take_over(
     from rush.train import checkpoint
     from rush.train.build import build
 
-    chosen = recipe(family, layout, techniques)
+    chosen = recipe(family, layout, techniques, *more)
     with join(chosen.layout.model_dump(), "cpu") as ranks:
         run = build(chosen, probe("cpu"), None, ranks)
         found: Result = {}
@@ -297,7 +298,7 @@ def whole_state(run: Any) -> dict[str, str]:
     for name, tensor in tensors.items():
         full = whole(tensor).detach().contiguous()
         content = full.reshape(-1).view(torch.uint8).numpy().tobytes()
-        told[name] = f"{full.dtype}{tuple(full.shape)} {hashlib.sha256(content).hexdigest()}"
+        told[name] = f"{full.dtype} {full.numel()} {hashlib.sha256(content).hexdigest()}"
     return told
 
 

@@ -44,9 +44,11 @@ SLOW = [name for name in LAYOUTS if name != "one"]
 class Passes:
     """A state, saved by one rank after two steps, then taken over by every layout, and by each from all of those."""
 
-    def __init__(self, folder: Path, family: str, techniques: tuple[str, ...] = ()) -> None:
-        self.folder, self.family, self.techniques = folder, family, techniques
-        chosen = recipe(family, {}, techniques)
+    def __init__(
+        self, folder: Path, family: str, techniques: tuple[str, ...] = (), more: tuple[str, ...] = ()
+    ) -> None:
+        self.folder, self.family, self.techniques, self.more = folder, family, techniques, more
+        chosen = recipe(family, {}, techniques, *more)
         run = build(chosen, probe("cpu"))
         with loader(run) as given:
             for step in (1, 2):
@@ -60,7 +62,14 @@ class Passes:
     def take_over(self, layout: str, sources: Mapping[str, str], target: Path) -> list[Result]:
         sizes = LAYOUTS[layout]
         return on_ranks(
-            math.prod(sizes.values()), take_over, self.family, sizes, sources, str(target), self.techniques
+            math.prod(sizes.values()),
+            take_over,
+            self.family,
+            sizes,
+            sources,
+            str(target),
+            self.techniques,
+            self.more,
         )
 
     @cache  # noqa: B019 (a few of them, for the length of a test)
@@ -91,7 +100,8 @@ class Passes:
         for kind in ("model", "optimizer"):
             with SavedTensors(first, kind) as a, SavedTensors(target, kind) as b:
                 assert dict(a).keys() == dict(b).keys()
-                assert all(torch.equal(a[name], b[name]) for name in a)
+                # Scales of blocks may be a row or a table.
+                assert all(torch.equal(a[name].flatten(), b[name].flatten()) for name in a)
 
 
 def test_a_checkpoint_of_each_layout_is_taken_over_by_the_others(tmp_path: Path) -> None:
@@ -133,6 +143,33 @@ def _check_torch_reads_it(passes: Passes) -> None:
     with pytest.warns(UserWarning, match="single process"):
         load(found, storage_reader=HuggingFaceStorageReader(str(passes.saved_by("fsdp 2"))), no_dist=True)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+ROWS_OF_BLOCKS = tuple(
+    f"model.shape.{key}"
+    for key in (
+        "num_layers=1",
+        "hidden=256",
+        "num_heads=4",
+        "num_kv_heads=4",
+        "head_dim=64",
+        "intermediate=256",
+    )
+)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("technique", "more"),
+    [("bf16_master", ()), ("lora", ()), ("{name='adam8bit', backend='rush'}", ROWS_OF_BLOCKS)],
+)
+def test_masters_adapters_and_blocks_go_through_sharding(
+    tmp_path: Path, technique: str, more: tuple[str, ...]
+) -> None:
+    passes = Passes(tmp_path, "llama", (technique,), more)
+    for layout in ("one", "fsdp 2"):
+        passes.check_pairs(layout, ["fsdp 2"])
 
 
 @pytest.mark.slow
