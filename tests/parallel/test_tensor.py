@@ -82,7 +82,7 @@ def test_a_planted_bug_of_a_cut_layer_is_seen(bug: str, techniques: list[str]) -
     reference = on_ranks(1, learn, "gpt2", {}, (), 3)[0]
     apart = furthest(planted[0], reference)
     assert apart["gradients"] > 1e-3, apart
-    assert apart["losses"] > 1e-5, apart
+    assert apart["held_out"] > 1e-5, apart
 
 
 @pytest.mark.parametrize(
