@@ -103,6 +103,28 @@ def test_two_ranks_write_one_run_that_one_rank_goes_on_with(
     same(rows(out), rows(tmp_path / "one"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_run_in_cut_layers_goes_on_on_one_rank_and_speaks(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "small.toml"
+    corpus = write_corpus(tmp_path / "corpus")
+    path.write_text(small_recipe(corpus, family, schedule={"steps": 8, "warmup": 2}))
+    train_recipe(load_recipe(str(path)), tmp_path / "one")
+    out = tmp_path / "two"
+    done = rush("train", path, "layout.tp=2", "--nproc", "2", "--out", out, cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    same(rows(out), rows(tmp_path / "one"))
+    assert rows(out, "samples.jsonl") == rows(tmp_path / "one", "samples.jsonl")
+    shutil.rmtree(out / "checkpoints" / "step-000008")
+    train_recipe(load_recipe(str(out / "recipe.toml"), ["layout.tp=1"]), out, resume=True)
+    same(rows(out), rows(tmp_path / "one"))
+    said = rush("generate", out, "--prompt", "def", "--max-tokens", "4", cache=tmp_path / "cache")
+    assert said.returncode == 0, said.stderr
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
