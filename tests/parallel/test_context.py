@@ -198,3 +198,23 @@ def test_sixteen_bits_differ_by_their_rounding_only(precision: str, knobs: str) 
         assert furthest(ours, reference)["losses"] < 2e-3
         assert furthest(ours, reference)["gradients"] < 5e-2
     assert all(took_effect for took_effect, _ in found[0]["proofs"].values()), found[0]["proofs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "layout", "techniques"),
+    [
+        ("llama", {"cp": 2, "tp": 2}, []),
+        ("gpt2", {"cp": 2, "tp": 2}, [RING]),
+        ("llama", {"fsdp": 2, "cp": 2, "tp": 2}, []),
+    ],
+)
+def test_heads_and_positions_are_divided_together(
+    family: str, layout: dict[str, int], techniques: list[str]
+) -> None:
+    reference = on_ranks(1, learn, family, {}, (), 3)[0]
+    found = on_ranks(4 * layout.get("fsdp", 1), learn, family, layout, techniques, 3)
+    for ours in found:
+        apart = furthest(ours, reference, reordered=True)
+        assert max(apart.values()) < 1e-5, apart
+    assert all(took_effect for took_effect, _ in found[0]["proofs"].values()), found[0]["proofs"]
