@@ -364,3 +364,32 @@ def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result
                     said.append(f"{type(error).__name__}: {str(error).split(',')[0]}")
                 weights.append(whole(run.model.embedding.weight).detach().numpy().tobytes())
         return {"said": said, "weights": weights}
+
+
+def save_on_a_full_disk(target: str) -> Result:
+    """Three saves in the background of two ranks; at the second, rank 1's disk is full. What each rank hears, and what stays."""
+    from rush.errors import MachineError
+    from rush.hardware import probe
+    from rush.parallel import join
+    from rush.records.checkpoints import CheckpointStore
+    from rush.train import saving
+    from rush.train.build import build
+
+    class Saver(saving.Saver):
+        def _write_part(self, job: Any, folder: Path) -> dict[str, Any]:
+            if job.step == 2 and self.ranks.rank == 1:
+                raise MachineError(f"Cannot write {folder.name}: the disk is full.")
+            return super()._write_part(job, folder)
+
+    chosen = recipe("gpt2", {"fsdp": 2})
+    with join(chosen.layout.model_dump(), "cpu") as ranks:
+        run = build(chosen, probe("cpu"), None, ranks)
+        saver, said = Saver(CheckpointStore(Path(target)), ranks), []
+        for step in (1, 2, 3):
+            try:
+                saver.save(step, run.model, run.optimizer, {})
+                saver.wait()
+                said.append("saved")
+            except MachineError as error:
+                said.append(f"{error} {getattr(error, '__notes__', [])}")
+        return {"said": said}

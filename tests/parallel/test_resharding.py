@@ -22,7 +22,7 @@ from rush.train.saved import SavedTensors
 from rush.train.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import Result, loader, on_ranks, recipe, take_over, whole_state
+from rank_work import Result, loader, on_ranks, recipe, save_on_a_full_disk, take_over, whole_state
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},
@@ -179,3 +179,12 @@ def test_every_pair_of_layouts(tmp_path: Path, family: str, techniques: tuple[st
     passes = Passes(tmp_path, family, techniques)
     for layout in LAYOUTS:
         passes.check_pairs(layout, SLOW)
+
+
+def test_what_one_rank_cannot_write_all_hear_of_and_nothing_of_it_stays(tmp_path: Path) -> None:
+    first, second = on_ranks(2, save_on_a_full_disk, str(tmp_path / "checkpoints"))
+    told = "rank 1: Cannot write .writing-step-000002: the disk is full."
+    assert first["said"] == ["saved", f"{told} ['rank 0 says so too']", "saved"]
+    assert second["said"] == first["said"]
+    names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
+    assert names == ["step-000001", "step-000003"]
