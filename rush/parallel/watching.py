@@ -70,6 +70,7 @@ class Watch:
         """Whether this rank has named a late one, and is about to leave."""
         self._store, self._rank, self._world, self._limit_s = store, rank, world, limit_s
         self._beat_s = min(LONGEST_BEAT_S, limit_s / BEATS)
+        self._beat = 0
         self._main = threading.main_thread().ident
         self._ended = threading.Event()
         self._asked = math.inf
@@ -77,6 +78,7 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name="rush-watch", daemon=True)
 
     def __enter__(self) -> Watch:
+        self._write()  # whoever is stopped before its first beat is known, too
         self._thread.start()
         return self
 
@@ -96,17 +98,14 @@ class Watch:
             self._thread.join()
 
     def _run(self) -> None:
-        beat, waited_for, since = 0, "", time.monotonic()
+        waited_for, since = "", time.monotonic()
         while not self._ended.wait(self._beat_s):
-            beat += 1
-            note = self._note(beat)
-            # What is waited for: an exchange, or at the store whatever rank 0 is at.
-            waits_for = f"{note.group}/{note.number}" if note.waits_in else note.inside * self._at_store()
-            if waits_for != waited_for or not waits_for:
-                waited_for, since = waits_for, time.monotonic()
             self._asked = time.monotonic()
             try:
-                self._store.set(f"note/{self._rank}", json.dumps(asdict(note)))
+                note = self._write()
+                waits_for = self._waits_for(note)
+                if waits_for != waited_for or not waits_for:
+                    waited_for, since = waits_for, time.monotonic()
                 if self._store.check(["found"]):
                     self._leave(json.loads(self._store.get("found")))
                 if time.monotonic() - since > self._limit_s - LOOK_BEATS * self._beat_s:
@@ -119,8 +118,19 @@ class Watch:
                 return
             self._asked = math.inf
 
-    def _note(self, beat: int) -> Note:
-        note = Note(beat, self.place, self._inside(), "", host=socket.gethostname(), pid=os.getpid())
+    def _write(self) -> Note:
+        """One more sign of life."""
+        self._beat += 1
+        note = self._note()
+        self._store.set(f"note/{self._rank}", json.dumps(asdict(note)))
+        return note
+
+    def _waits_for(self, note: Note) -> str:
+        """A name for what this rank waits for: an exchange, or at the store whatever rank 0 is at; none if it does not."""
+        return f"{note.group}/{note.number}" if note.waits_in else note.inside * self._at_store()
+
+    def _note(self) -> Note:
+        note = Note(self._beat, self.place, self._inside(), "", host=socket.gethostname(), pid=os.getpid())
         entries, status = _flight_records()
         for group, counts in status.items():
             note.entered[group] = int(counts["last_enqueued_collective"])
@@ -156,7 +166,13 @@ class Watch:
     def _look_around(self, mine: Note) -> None:
         """Name who is late, unless everybody is alive and only rank 0 is at something that takes long."""
         before = self._notes()
-        self._ended.wait(LOOK_BEATS * self._beat_s)
+        # Rank 0 may be at something that lets no thread of its run; then silence must be long to mean anything.
+        beats = LOOK_BEATS if mine.waits_in else math.ceil(self._limit_s / self._beat_s)
+        for _ in range(beats):
+            if self._ended.wait(self._beat_s) or self._store.check(["found"]):
+                return
+            if self._waits_for(self._write()) != self._waits_for(mine):
+                return  # it came after all
         after = self._notes()
         silent = [r for r, note in after.items() if r != self._rank and before[r].beat == note.beat]
         late = [
@@ -165,7 +181,7 @@ class Watch:
             if r not in (self._rank, *silent)
             and (not note.waits_in or note.entered.get(mine.group, mine.number) < mine.number)
         ]
-        if self._ended.is_set() or not (silent or mine.waits_in):
+        if not (silent or mine.waits_in):
             return
         says = [self._describe(r, after[r], silent=r in silent) for r in (silent or late)]
         if not says:

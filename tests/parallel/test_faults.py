@@ -30,7 +30,7 @@ LOST = RankLost.exit_code
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("faults")
     path = folder / "small.toml"
-    settings = {"save_every": 3, "drift_every": 1, "timeout_s": 6.0, "sample_tokens": 0}
+    settings = {"save_every": 3, "drift_every": 1, "timeout_s": 60.0, "sample_tokens": 0}
     path.write_text(
         small_recipe(write_corpus(folder / "corpus"), schedule={"steps": STEPS, "warmup": 2}, run=settings)
     )
@@ -79,11 +79,11 @@ def test_a_run_whose_ranks_are_killed_at_random_steps_ends_with_the_same_bits(
 def test_a_rank_that_does_not_come_is_named_with_the_exchange_and_the_step(
     recipe: Path, tmp_path: Path
 ) -> None:
-    ended = go(recipe, tmp_path / "asleep", fault=Fault("asleep", 1, 5))
+    ended = go(recipe, tmp_path / "asleep", "run.timeout_s=9", fault=Fault("asleep", 1, 5))
     assert ended.codes == [LOST, LOST], ended.said
     assert ended.said.count("error") == 1, ended.said
     message = ended.said[ended.said.index("error") :]
-    assert "rank 0 has waited 6 s (run.timeout_s) at step 5 for all_reduce of 5 double" in message
+    assert "rank 0 has waited 9 s (run.timeout_s) at step 5 for all_reduce of 5 double" in message
     assert "in _sum_counts (rush/train/step.py" in message
     assert "rank 1 did not come to it, it is at step 5 in _start (rush/train/session.py" in message
     assert not any(row["step"] > 4 for row in rows(tmp_path / "asleep"))
@@ -251,3 +251,30 @@ def refused(ended: Ended, code: int, said: str) -> None:
     assert said in ended.said
     assert ended.said.count("error") == 1, ended.said
     assert ended.seconds < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["asleep", "stopped"])
+def test_of_three_ranks_only_the_late_one_is_named(kind: str, recipe: Path, tmp_path: Path) -> None:
+    sizes = ["layout.ddp=3", "batch.micro=1", "batch.total_tokens=48", "run.timeout_s=12"]
+    said = [recipe, *sizes, "--out", tmp_path / "out"]
+    cache = {"RUSH_CACHE": str(recipe.parent / "cache")}
+    ended = train(said, tmp_path / "log", world=3, fault=Fault(kind, 2, 5), more=cache)
+    assert ended.codes == [LOST, LOST, LOST if kind == "asleep" else -9], ended.said
+    assert ended.said.count("error:") == 1, ended.said
+    assert ended.said.count("did not come to it") == 1, ended.said
+    assert "rank 2 did not come to it" in ended.said
+    assert ("it is stopped" in ended.said) == (kind == "stopped")
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_it_saves_leaves_the_last_checkpoint_as_it_was(
+    recipe: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    ended = go(recipe, out, fault=Fault("killed in a save", 0, 9))
+    assert ended.codes == [-9, LOST], ended.said
+    assert not (out / "checkpoints" / "step-000009").exists()
+    assert (out / "checkpoints" / "step-000006").exists()
+    assert go(recipe, out, "--resume").codes == [0, 0]
+    assert outcome(out) == outcome(undisturbed)

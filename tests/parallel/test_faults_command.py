@@ -30,7 +30,7 @@ Run = subprocess.Popen[str]
 def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("command")
     path = folder / "small.toml"
-    settings = {"save_every": 4, "drift_every": 5, "timeout_s": 20.0, "sample_tokens": 0, "validate_every": 0}
+    settings = {"save_every": 4, "drift_every": 5, "timeout_s": 30.0, "sample_tokens": 0, "validate_every": 0}
     path.write_text(
         small_recipe(write_corpus(folder / "corpus"), schedule={"steps": STEPS, "warmup": 2}, run=settings)
     )
@@ -151,7 +151,7 @@ def test_a_stopped_or_crashed_rank_is_ended_and_the_run_goes_on_to_the_same_bits
     assert outcome(out, STEPS) == outcome(undisturbed, STEPS)
     if number == signal.SIGSTOP:
         assert f"rank {rank} did not come to it and gives no sign of life (it is stopped)" in said
-        assert seconds < 40, "twice the time-out"
+        assert seconds < 45, "the time-out, and what a busy machine adds"
     else:
         assert "rank 1 was ended by SIGSEGV; starting all ranks again" in said
 
