@@ -77,7 +77,7 @@ def test_errors_are_as_wanted_on_what_was_held_out() -> None:
     rows, summaries, _ = check(RESULTS)
     assert {one.kind for one in summaries} == {"memory", "time", "published"}
     for one in summaries:
-        assert one.cases >= 18
+        assert one.cases >= 15
         assert one.reached, one
     assert any(row.kind == "time" and not row.held_out for row in rows)
     for study in (
