@@ -14,9 +14,12 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from rush.errors import RecipeError
 from rush.recipe_io import load_recipe
+from rush.train.folders import read_weights
 from rush.train.loop import _same_learning, train_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
@@ -217,3 +220,34 @@ def test_a_run_goes_on_with_another_layout_only_if_a_step_stays_what_it_was(reci
     recipe.write_text(without)
     with pytest.raises(RecipeError, match="a step of the run was 32 tokens, with this layout it would be 64"):
         _same_learning(load_recipe(str(recipe)), load_recipe(str(recipe), ["layout.fsdp=2"]))
+
+
+@pytest.mark.slow
+def test_adapters_beside_a_base_in_parts_merge_and_export_as_any_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "small.toml"
+    path.write_text(
+        small_recipe(write_corpus(tmp_path / "corpus"), family="llama", schedule={"steps": 8, "warmup": 2})
+    )
+    techniques = "techniques=[{name='qlora', rank=4}]"
+    train_recipe(load_recipe(str(path), [techniques]), tmp_path / "one")
+    out = tmp_path / "two"
+    words = (techniques, "layout.fsdp=2", "--nproc", "2", "--out", out)
+    done = rush("train", path, *words, cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    same(rows(out), rows(tmp_path / "one"))
+    assert rows(out, "samples.jsonl") == rows(tmp_path / "one", "samples.jsonl")
+    (_, merged), (_, wanted) = read_weights(out), read_weights(tmp_path / "one")
+    assert merged.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert torch.allclose(merged[name], value, atol=1e-6), name
+    for folder in (out, tmp_path / "one"):
+        done = rush("export", folder, "--adapter", "--to", f"{folder}-adapter", cache=tmp_path / "cache")
+        assert done.returncode == 0, done.stderr
+    ours, theirs = (
+        load_file(f"{folder}-adapter/adapter_model.safetensors") for folder in (out, tmp_path / "one")
+    )
+    assert ours.keys() == theirs.keys()
+    assert all(torch.allclose(ours[name], value, atol=1e-6) for name, value in theirs.items())
