@@ -51,9 +51,14 @@ def held_bytes(run: Any) -> dict[str, int]:
 
 
 def pass_adapters(
-    layout: Mapping[str, int], techniques: Iterable[str], source: str | None, target: str, steps: int
+    layout: Mapping[str, int],
+    techniques: Iterable[str],
+    source: str | None,
+    target: str,
+    steps: int,
+    more: Iterable[str] = (),
 ) -> Result:
-    """Load adapters into this layout, make some steps, save them."""
+    """Load adapters (or a whole model) into this layout, make some steps, save them."""
     from rush.hardware import probe
     from rush.parallel import join
     from rush.records.checkpoints import CheckpointStore
@@ -62,7 +67,7 @@ def pass_adapters(
     from rush.train.frozen import whole_model
     from rush.train.step import train_step
 
-    chosen = recipe("llama", layout, techniques)
+    chosen = recipe("llama", layout, techniques, *more)
     with join(chosen.layout.model_dump(), "cpu") as ranks:
         run = build(chosen, probe("cpu"), None, ranks)
         with loader(run) as given:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rush.kernels.adamw.optimizer import Local, Member, RushAdamW
 from rush.kernels.adamw8bit.codes import code_values
-from rush.kernels.adamw8bit.update import Packed, adamw8bit_, in_blocks, packed_zeros
+from rush.kernels.adamw8bit.update import Packed, adamw8bit_, in_blocks, in_rows, packed_zeros
 
 SMALLEST = 4096
 """Elements from which on a tensor's moments are packed: gains and biases are few, and matter more than most."""
@@ -58,8 +58,10 @@ class RushAdamW8bit(RushAdamW):
             "exp_avg": packed_zeros(parameter, signed=True),
             "exp_avg_sq": packed_zeros(parameter, signed=False),
         }
+        # Scales by rows, where blocks lie within them: so they look the same however rows are dealt out.
+        rows = (parameter.shape[0], -1) if in_rows(parameter) else (-1,)
         return {
-            f"{key}.{part}": tensor
+            f"{key}.{part}": tensor.view(rows) if part == "scales" else tensor
             for key, packed in moments.items()
             for part, tensor in packed._asdict().items()
         }

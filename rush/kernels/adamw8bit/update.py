@@ -26,8 +26,7 @@ class Packed(NamedTuple):
 
 
 def packed_zeros(parameter: Tensor, signed: bool) -> Packed:
-    """The moment of a parameter that has had no step. A sharded one comes in whole blocks for each row: its scales are cut
-    as it is."""
+    """The moment of a parameter that has had no step; the scales of one in parts are cut as its rows are."""
     codes = torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8)
     if is_cut(parameter):
         of_blocks = parameter.detach().view(parameter.shape[0], -1, kernels.BLOCK).amax(-1)
@@ -41,9 +40,14 @@ def is_cut(parameter: Tensor) -> bool:
     return hasattr(parameter, "placements")
 
 
+def in_rows(parameter: Tensor) -> bool:
+    """Whether the blocks of 256 lie within rows, and so stay whole however these are dealt out."""
+    return parameter.dim() == 2 and parameter.shape[1] % kernels.BLOCK == 0
+
+
 def in_blocks(parameter: Tensor) -> bool:
-    """Whether the blocks of 256 stay whole however the rows are dealt out."""
-    return not is_cut(parameter) or (parameter.dim() == 2 and parameter.shape[1] % kernels.BLOCK == 0)
+    """Whether a moment can be packed: of a parameter in parts only where no block is cut."""
+    return not is_cut(parameter) or in_rows(parameter)
 
 
 def adamw8bit_(
