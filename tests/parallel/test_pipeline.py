@@ -23,6 +23,7 @@ from rush.train.loop import train_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 sys.path.insert(0, str(Path(__file__).parent))
+import test_sameness
 from rank_work import Result, learn, meet_trouble, on_ranks, recipe
 from small_runs import rows, rush, small_recipe, write_corpus
 from test_sameness import furthest
@@ -60,7 +61,7 @@ LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]] = {
     "pp 2 × fsdp 2 × tp 2": ({"pp": 2, "fsdp": 2, "tp": 2}, (), ()),
     "pp 2 × fsdp 2 × cp 2": ({"pp": 2, "fsdp": 2, "cp": 2}, (), ()),
 }
-QUICK = {"gpt2": {"pp 2"}, "llama": {"pp 2, interleaved"}}
+QUICK = {"gpt2": {"pp 2"}, "llama": {"pp 2"}}
 CASES = [
     pytest.param(family, name, marks=[] if name in QUICK[family] else [pytest.mark.slow])
     for family in QUICK
@@ -71,6 +72,8 @@ ONE_END, TWICE = "a tied embedding learns from one end only", "a stage's share i
 
 @cache
 def one_rank(family: str, techniques: tuple[str, ...], more: tuple[str, ...]) -> Result:
+    if not (techniques or more):
+        return test_sameness.one_rank(family)
     found: Result = on_ranks(1, learn, family, {}, techniques, 20, "", more)[0]
     return found
 
@@ -154,14 +157,14 @@ def test_trouble_in_a_pipeline_is_the_same_trouble_on_all_ranks() -> None:
         ("gpt2", "interleaved", "checkpoint_full"),
         ("gpt2", "1f1b", "checkpoint_selective"),
         ("llama", "1f1b", "flash_attention"),
-        ("gpt2", "1f1b", "chunked_loss"),
+        ("gpt2", "1f1b", "vocab_pad"),
         ("gpt2", "1f1b", "pack_best_fit"),
     ],
 )
 def test_a_technique_does_the_same_in_a_pipeline_as_on_one_rank(
     family: str, schedule: str, technique: str
 ) -> None:
-    more = (*FOUR, "batch.micro=2", "batch.total_tokens=256")
+    more = ("batch.micro=2", "batch.total_tokens=256", *(FOUR if schedule == "interleaved" else ()))
     reference = on_ranks(1, learn, family, {}, (technique,), 3, "", more)[0]
     pp = f"{{name='pp', schedule='{schedule}'}}"
     found = together(on_ranks(2, learn, family, {"pp": 2}, (technique, pp), 3, "", more))
