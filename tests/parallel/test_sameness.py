@@ -115,8 +115,8 @@ def test_ranks_learn_what_one_rank_learns(family: str, name: str) -> None:
         assert ours["losses"] == found[0]["losses"], "the reported loss is that of all ranks, on each of them"
     unequal = {tuple(ours["own_labels"]) for ours in found}
     layout, _ = LAYOUTS[name]
-    data_ranks = layout.get("ddp", 1) * layout.get("fsdp", 1)
-    assert len(unequal) == data_ranks, "the ranks were to hold unequal numbers of labels"
+    parts = int(np.prod([layout.get(axis, 1) for axis in ("ddp", "fsdp", "cp")]))
+    assert len(unequal) == parts, "the ranks were to hold unequal numbers of labels"
 
 
 @pytest.mark.parametrize(("family", "name"), CASES)
