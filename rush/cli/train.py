@@ -245,10 +245,11 @@ def _one_message() -> Iterator[None]:
         rank = started_rank()
         if rank == 0 or started_world() == 1:
             raise
+        began = time.monotonic()
         said = SAID in getattr(error, "__notes__", ()) or tell_absent(error)
         if not said and not isinstance(error, RecipeError | Diverged):
             typer.secho(f"error on rank {rank}: {error}", err=True, fg="red")
         else:
             # Launchers end all ranks as soon as one has left: rank 0 should have spoken by then.
-            time.sleep(LATER_S)
+            time.sleep(max(0.0, began + LATER_S - time.monotonic()))
         raise typer.Exit(error.exit_code) from None

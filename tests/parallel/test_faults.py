@@ -246,6 +246,31 @@ def test_a_port_in_use_is_said_once_and_all_are_gone(answers: bool, recipe: Path
     refused(ended, 4, "error: rank 0 cannot listen at port")
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("layout.tp=3", "error: layout.tp is 3, which does not divide the heads"),
+        pytest.param(
+            "layout.pp=3", "error: layout.pp is 3 with 1 stage on each rank", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "layout.cp=3", "error: batch.sequence is 16, which layout.cp = 3", marks=pytest.mark.slow
+        ),
+        pytest.param("layout.ddp=2", "error: layout.ddp is 2, which takes 2 ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused_once_by_three_ranks(
+    word: str, said: str, recipe: Path, tmp_path: Path
+) -> None:
+    words = [recipe, word, "batch.micro=1", "--out", tmp_path / "out"]
+    cache = {"RUSH_CACHE": str(recipe.parent / "cache")}
+    ended = train(words, tmp_path / "log", world=3, more=cache)
+    assert ended.codes == [2, 2, 2], ended.said
+    assert ended.said.count("error") == 1, ended.said
+    assert said in ended.said
+    assert ended.seconds < 30
+
+
 def refused(ended: Ended, code: int, said: str) -> None:
     assert ended.codes == [code, code], ended.said
     assert said in ended.said
