@@ -195,7 +195,7 @@ def _matmuls(
     seen_dtypes: set[str] = set()
     largest = 0
     sizes = {p.numel() for p in run.model.parameters()}
-    again = _recorded_twice(host)
+    again = _recorded_twice(host, {run.model.shape.vocab_size, run.facts.get("padded_vocab_size", 0)})
     for event in host:
         shapes: Any = event.input_shapes or []
         for shape in shapes:
@@ -212,7 +212,7 @@ def _matmuls(
     return found, seen_dtypes, largest
 
 
-def _recorded_twice(host: list[FunctionEvent]) -> set[int]:
+def _recorded_twice(host: list[FunctionEvent], vocabularies: set[int]) -> set[int]:
     """Events of matmuls that computed nothing themselves.
 
     Under a dispatch mode (selective checkpointing) an operator is recorded once when the mode takes it and once,
@@ -228,8 +228,10 @@ def _recorded_twice(host: list[FunctionEvent]) -> set[int]:
         if above is not None:
             taken.add(above.id)
             ran_inside.add(event.id)
-    if not taken:
-        return set()
+    if not any(_is_layers(event, vocabularies) for event in matmuls if event.id in taken):
+        return (
+            taken  # the head alone: its product may be a distributed tensor's, which is recorded so as well
+        )
     handed_out = {
         event.id
         for event in matmuls
@@ -238,6 +240,12 @@ def _recorded_twice(host: list[FunctionEvent]) -> set[int]:
         and FORWARD not in callers(event)
     }
     return taken | handed_out
+
+
+def _is_layers(event: FunctionEvent, vocabularies: set[int]) -> bool:
+    """Whether a product is a block's: the head's has the vocabulary as a dim."""
+    shapes: Any = event.input_shapes or []
+    return not vocabularies & {size for shape in shapes for size in shape if isinstance(size, int)}
 
 
 def _elements(shape: Any) -> int:
