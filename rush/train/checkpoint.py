@@ -257,7 +257,9 @@ def _check_state_tensor(
     existing = optimizer.state.get(parameter, {}).get(key)
     shape, dtype = file.header(f"{name}/{key}")
     if isinstance(existing, Tensor):
-        fits = shape == existing.shape and dtype == existing.dtype
+        # Scales of blocks are a row on one rank, and a table where rows are dealt out.
+        alike = key not in _PARAMETER_SHAPED and shape.numel() == existing.numel()
+        fits = dtype == existing.dtype and (shape == existing.shape or alike)
     elif key in _PARAMETER_SHAPED:
         fits = shape == parameter.shape and dtype.is_floating_point
     else:
