@@ -41,7 +41,11 @@ CASES = [
     pytest.param("llama", FSDP, (INT8["bitsandbytes"],), marks=slow, id="int8_base"),
     pytest.param("llama", FSDP, (INT8["torchao"],), marks=slow, id="int8_base by torchao"),
     pytest.param(
-        "llama", BOTH, (NF4["bitsandbytes"], "checkpoint_full"), marks=slow, id="qlora, hybrid, checkpointing"
+        "llama",
+        BOTH,
+        ("{name='qlora', rank=4}", "checkpoint_full"),
+        marks=slow,
+        id="qlora, hybrid, checkpointing",
     ),
     pytest.param("llama", FSDP, (NF4["bitsandbytes"], BLOCKS), marks=slow, id="qlora, compiled"),
     pytest.param("llama", DDP, (NF4["bitsandbytes"],), marks=slow, id="qlora on copies"),
