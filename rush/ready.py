@@ -13,6 +13,11 @@ from typing import Any
 from rush.errors import RecipeError, nearest
 
 
+def short_name(name_or_path: str) -> str:
+    """What to call what was made of a ready file or a path: the name without folder and ending. (A name has points in it.)"""
+    return Path(name_or_path).name.removesuffix(".toml")
+
+
 @dataclass(frozen=True)
 class Ready:
     """The ready files of one kind."""

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rush.errors import RecipeError
-from rush.ready import RECIPES
+from rush.ready import RECIPES, short_name
 from rush.recipe import Recipe
 from rush.recipe_io import changed, differences, load_recipe, parse, write_toml
 
@@ -193,3 +193,11 @@ def test_the_page_about_recipes_is_current() -> None:
     assert (root / "docs" / "recipes.md").read_text(encoding="utf-8") == script.page(), (
         "run scripts/recipe_page.py"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [("llama-3.1-8b", "llama-3.1-8b"), ("recipes/my-0.5b.toml", "my-0.5b"), ("tiny", "tiny")],
+)
+def test_a_name_with_points_in_it_stays_whole(given: str, name: str) -> None:
+    assert short_name(given) == name

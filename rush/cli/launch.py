@@ -79,12 +79,13 @@ def launch(
         raise RecipeError("choose one of --slurm and --k8s.")
 
     from rush.clusters import Job, check_nodes, manifest, script
+    from rush.ready import short_name
     from rush.recipe_io import load_recipe
 
     changes = list(overrides or [])
     chosen = load_recipe(recipe, changes)
     check_nodes(chosen, nodes, gpus_per_node)
-    label = name or Path(recipe).stem
+    label = name or short_name(recipe)
     file = recipe.endswith(".toml")
     folder = run or (f"/shared/runs/{label}" if k8s else str(Path("runs").resolve() / label))
     job = Job(

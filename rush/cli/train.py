@@ -16,6 +16,7 @@ import typer
 from rush.cli.complete import complete_recipe
 from rush.cli.output import Json, print_json
 from rush.errors import Diverged, RecipeError, RushError
+from rush.ready import short_name
 
 if TYPE_CHECKING:
     from rush.recipe import Recipe
@@ -152,7 +153,7 @@ def _folder(recipe: str | None, out: Path | None) -> Path:
         raise RecipeError(
             "torchrun may start this run again (--max-restarts), which must then find its folder; name it with --out."
         )
-    return out or Path("runs") / f"{Path(recipe or 'run').stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return out or Path("runs") / f"{short_name(recipe or 'run')}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _recipe(recipe: str | None, changes: list[str], folder: Path) -> Recipe | None:

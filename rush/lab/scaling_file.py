@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from rush.errors import RecipeError
 from rush.lab.ladder_file import Measure, Parity, read_table
 from rush.lab.layouts import base_of, read_layout
+from rush.ready import short_name
 from rush.recipe import Recipe
 from rush.recipe_io import apply_override, parse, read_tree
 
@@ -66,10 +66,10 @@ def load_plan(name: str, overrides: Iterable[str], devices: str, layouts: str, *
     base_of(recipe)  # refuses a layout of its own
     if recipe.objective.kind == "dpo":
         raise RecipeError(
-            "objective.kind is dpo, which is learned by one rank so far; a study of scale takes lm or sft."
+            "objective.kind is dpo, whose references a study of scale does not make; it takes lm or sft."
         )
     return Plan(
-        Path(name).stem,
+        short_name(name),
         recipe,
         read_devices(devices),
         read_layouts(layouts),
