@@ -99,6 +99,7 @@ def join(
             mesh = init_device_mesh(device, tuple(layout[axis] for axis in AXES), mesh_dim_names=AXES)
             labels = mesh[LABEL_AXES]._flatten("labels").get_group()
             yield Ranks(rank, world, mesh, PrefixStore("rush", store), labels, watch)
+            _part(PrefixStore("parting", store), rank, world, timeout_s)
         clean = True
     except (RushError, KeyboardInterrupt):
         clean = True  # all ranks leave alike, or torchrun ends the others
@@ -116,6 +117,13 @@ def join(
     finally:
         if clean:
             dist.destroy_process_group()
+
+
+def _part(store: Store, rank: int, world: int, timeout_s: float) -> None:
+    """Rank 0 leaves last: the store may be its own, and the others may still have to read there."""
+    store.set(str(rank), "done")
+    if rank == 0:
+        store.wait([str(other) for other in range(world)], timedelta(seconds=timeout_s))
 
 
 def _lost(error: RuntimeError) -> bool:

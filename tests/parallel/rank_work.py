@@ -393,3 +393,16 @@ def save_on_a_full_disk(target: str) -> Result:
             except MachineError as error:
                 said.append(f"{error} {getattr(error, '__notes__', [])}")
         return {"said": said}
+
+
+def read_late(seconds: float) -> str:
+    """Rank 0 is done at once; rank 1 reads what it was told after a while."""
+    from rush.parallel import AXES, join
+
+    with join({axis: 2 if axis == "ddp" else 1 for axis in AXES}, "cpu") as ranks:
+        assert ranks.store is not None
+        if ranks.main:
+            ranks.store.set("last words", "farewell")
+            return "gone"
+        time.sleep(seconds)
+        return str(ranks.store.get("last words").decode())

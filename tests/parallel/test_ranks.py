@@ -17,7 +17,7 @@ from rush.techniques import check
 from rush.train.build import build
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import look_around, on_ranks, recipe
+from rank_work import look_around, on_ranks, read_late, recipe
 
 
 def test_a_process_alone_joins_nobody() -> None:
@@ -122,3 +122,7 @@ def test_an_error_of_rank_0_is_everybodys() -> None:
 
 def _fail() -> str:
     raise DataError("no such corpus")
+
+
+def test_rank_0_which_keeps_the_store_leaves_last() -> None:
+    assert on_ranks(2, read_late, 1.5) == ["gone", "farewell"]
