@@ -181,7 +181,7 @@ def test_an_error_in_one_of_several_workers_reaches_the_user(tmp_path: Path, sou
     assert not (tmp_path / "out.jsonl").exists()
 
 
-@pytest.mark.parametrize("background", [False, True])
+@pytest.mark.parametrize("background", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_worker_that_is_killed_is_told_and_not_waited_for(background: bool, tmp_path: Path) -> None:
     # What a script starts in the background ignores the signal of Ctrl-C, and so does whatever that starts.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN if background else signal.default_int_handler)

@@ -151,6 +151,7 @@ def test_the_picture_file_opens_by_itself(browser: Browser, pages: dict[str, Pat
     page.close()
 
 
+@pytest.mark.slow
 def test_screenshots_of_all_pages_are_pictures(browser: Browser, pages: dict[str, Path]) -> None:
     for name, path in pages.items():
         shots = {}

@@ -156,7 +156,9 @@ QUICK = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("which", QUICK)
+@pytest.mark.parametrize(
+    "which", [pytest.param(name, marks=pytest.mark.slow) if name == "Ampere" else name for name in QUICK]
+)
 def test_kernels_compile(compile_offline: Callable[..., Report], which: str) -> None:
     architecture, names = QUICK[which]
     report = compile_offline("gpu_launches", "--architecture", str(architecture), "--only", *names)

@@ -9,6 +9,7 @@ from rush.lab.findings import Stand
 from rush.lab.ladder import _builds_on, worth_repeating
 from rush.lab.ladder_file import Addition, compose, load_plan
 from rush.lab.trial import Outcome
+from rush.parallel import AXES
 from rush.ready import LADDERS
 from rush.techniques import registry
 
@@ -29,7 +30,7 @@ def test_the_ready_ladders_are_there_and_tiny_has_eight_rungs() -> None:
     assert len(load_plan("tiny").additions) >= 8
 
 
-SEVERAL_RANKS = {"ddp", "fsdp", "pp"}
+SEVERAL_RANKS = set(AXES)
 FINE_TUNING = {"bucket", "flatten", "int8_base", "lora", "pack_best_fit", "pack_concat", "pad", "qlora"}
 
 

@@ -198,6 +198,7 @@ def test_an_interrupted_ladder_leaves_no_process(
     assert read_ladder(out)["finished"] is None
 
 
+@pytest.mark.slow
 def test_killing_what_starts_the_trials_costs_one_trial_and_no_more(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:

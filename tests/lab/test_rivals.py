@@ -227,6 +227,7 @@ def test_the_rival_and_ours_take_turns_in_fresh_processes_and_a_second_call_meas
     assert again["workloads"] == record["workloads"]
 
 
+@pytest.mark.slow
 def test_adapters_beside_peft_s_are_judged_against_adapters_and_memory_gets_its_verdict(
     small_recipe: Path, tmp_path: Path
 ) -> None:

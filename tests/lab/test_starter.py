@@ -12,7 +12,7 @@ from rush.lab.starter import Starter, _run_plainly
 Run = Callable[[Path, Path, Path, dict[str, str], float], int | None]
 
 
-@pytest.fixture(params=["forked", "plain"])
+@pytest.fixture(params=["forked", pytest.param("plain", marks=pytest.mark.slow)])
 def run(request: pytest.FixtureRequest) -> Iterator[Run]:
     starter = Starter()
     yield starter.run if request.param == "forked" else _run_plainly

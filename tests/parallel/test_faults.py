@@ -225,7 +225,8 @@ def test_one_rank_with_another_recipe_is_refused_by_all_with_one_message(
     refused(ended, 2, "error: rank 1: layout.ddp is 4, which takes 4 ranks, but this run has 2")
 
 
-@pytest.mark.parametrize("answers", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("answers", [False, True])
 def test_a_port_in_use_is_said_once_and_all_are_gone(answers: bool, recipe: Path, tmp_path: Path) -> None:
     with socket.socket() as foreign:
         foreign.bind(("127.0.0.1", 0))

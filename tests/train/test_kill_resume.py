@@ -76,8 +76,10 @@ def assert_a_beginning(folder: Path, whole: Path, when: str) -> None:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("kills", [6, pytest.param(14, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize(
+    ("family", "kills"),
+    [("gpt2", 8), *(pytest.param(family, 14, marks=pytest.mark.slow) for family in ("gpt2", "llama"))],
+)
 def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
     tmp_path: Path, family: str, kills: int
 ) -> None:

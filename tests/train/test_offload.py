@@ -109,6 +109,7 @@ def grown(small: Path, folder: Path, where: str) -> int:
     return int(done.stdout.split()[-1])
 
 
+@pytest.mark.slow
 def test_from_disk_the_process_never_holds_more_than_a_few_blocks(tmp_path: Path) -> None:
     shape = small_shape(
         "llama", hidden=384, num_heads=6, num_kv_heads=6, head_dim=64, intermediate=1536, num_layers=8
