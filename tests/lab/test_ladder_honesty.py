@@ -90,6 +90,7 @@ def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderF
     assert len(list((tmp_path / "out" / "parity").glob("*.safetensors"))) == 4
 
 
+@pytest.mark.slow
 def test_three_views_and_the_search_for_a_batch_agree_on_what_was_measured(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
