@@ -160,6 +160,7 @@ ROWS_OF_BLOCKS = tuple(
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 @pytest.mark.parametrize(
     ("technique", "more"),
     [("bf16_master", ()), ("lora", ()), ("{name='adam8bit', backend='rush'}", ROWS_OF_BLOCKS)],
