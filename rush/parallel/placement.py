@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rush.parallel.ranks import AXES, Ranks
-from rush.parallel.sharded import cuts, is_sharded, own_part
+from rush.parallel.sharded import cuts, is_sharded, own_part, runs
 
 
 @dataclass(frozen=True)
@@ -36,21 +36,15 @@ def parts_of(tensor: Tensor) -> list[Part]:
     values, whole = own_part(tensor).detach(), tuple(tensor.shape)
     if not is_sharded(tensor):
         return [Part(values, (0,) * tensor.dim(), whole)]
-    runs = [[(0, size)] for size in whole]
-    for dim in {cut.dim for cut in cuts(tensor)}:
-        index = torch.arange(whole[dim])
-        for cut in cuts(tensor):
-            if cut.dim == dim:
-                index = replace(cut, dim=0).pieces(index)[cut.place]
-        runs[dim] = _runs(index)
-    held = [sum(length for _, length in along) for along in runs]
-    assert not values.numel() or held == list(values.shape), f"{held} {tuple(values.shape)}"
+    if tensor.numel() and not values.numel():
+        return []
     found = []
-    for box in itertools.product(*(_placed(along) for along in runs)):
+    for box in itertools.product(*(_placed(along) for along in runs(tensor))):
         here = values
         for dim, (_, length, local) in enumerate(box):
             here = here.narrow(dim, local, length)
         found.append(Part(here, tuple(begin for begin, _, _ in box), whole))
+    assert sum(part.values.numel() for part in found) == values.numel(), f"{tuple(values.shape)} {found}"
     return found
 
 
@@ -66,18 +60,10 @@ def rows_like(parameter: Tensor, shape: tuple[int, ...] | None, dtype: torch.dty
     return made
 
 
-def _runs(index: Tensor) -> list[tuple[int, int]]:
-    """Numbers as runs of neighbours: where each begins, and its length."""
-    if not index.numel():
-        return []
-    ends = [*((index[1:] - index[:-1] != 1).nonzero().flatten() + 1).tolist(), len(index)]
-    return [(int(index[begin]), end - begin) for begin, end in itertools.pairwise([0, *ends])]
-
-
-def _placed(runs: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+def _placed(along: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     """Runs with their places among what this rank holds."""
-    places = itertools.accumulate((length for _, length in runs), initial=0)
-    return [(begin, length, place) for (begin, length), place in zip(runs, places, strict=False)]
+    places = itertools.accumulate((length for _, length in along), initial=0)
+    return [(begin, length, place) for (begin, length), place in zip(along, places, strict=False)]
 
 
 def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[Part]]:

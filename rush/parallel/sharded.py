@@ -82,20 +82,25 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Where a piece of a tensor begins, and its shape."""
 
 
-def boxes(tensor: Tensor) -> list[Box]:
-    """Where in the whole this rank's part lies. It is one box, except where its rows come from several parts: then they are
-    one below another, in this order."""
-    if not is_sharded(tensor):
-        return [((0,) * tensor.dim(), tuple(tensor.shape))]
-    runs: list[list[tuple[int, int]]] = []
+def runs(tensor: Tensor) -> list[list[tuple[int, int]]]:
+    """What this rank holds of a sharded tensor along each dim: where each run of neighbours begins in the whole, and its length. It is one run,
+    except where its rows come from several parts: then they lie one below another, in this order."""
+    found: list[list[tuple[int, int]]] = []
     for dim, size in enumerate(tensor.shape):
         own = torch.arange(size)
         for cut in cuts(tensor):
             if cut.dim == dim:
                 own = replace(cut, dim=0).pieces(own)[cut.place]
         breaks = (own.diff() != 1).nonzero().flatten() + 1
-        runs.append([(int(run[0]) if len(run) else 0, len(run)) for run in own.tensor_split(breaks)])
-    return [tuple(zip(*ends, strict=True)) for ends in product(*runs)]  # type: ignore[misc]
+        found.append([(int(run[0]) if len(run) else 0, len(run)) for run in own.tensor_split(breaks)])
+    return found
+
+
+def boxes(tensor: Tensor) -> list[Box]:
+    """Where in the whole this rank's part lies."""
+    if not is_sharded(tensor):
+        return [((0,) * tensor.dim(), tuple(tensor.shape))]
+    return [tuple(zip(*ends, strict=True)) for ends in product(*runs(tensor))]  # type: ignore[misc]
 
 
 def whole(tensor: Tensor) -> Tensor:

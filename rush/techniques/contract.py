@@ -255,6 +255,14 @@ class Use:
     knobs: Mapping[str, Knob]
 
 
+def put_on_by_layout(axis: str) -> Requirement:
+    """An axis of the layout is a technique of the same name: its size puts it on, naming it only sets its knobs."""
+    return Requirement(
+        f"it is put on by a layout of several ranks; set layout.{axis} to 2 or more",
+        lambda machine, recipe: getattr(recipe.layout, axis) > 1,
+    )
+
+
 needs_cuda = Requirement("it needs a CUDA GPU", lambda machine, recipe: machine.device == "cuda")
 
 

@@ -39,6 +39,7 @@ from rush.techniques.contract import (
     Stage,
     Technique,
     knob_of,
+    put_on_by_layout,
     used,
 )
 from rush.techniques.seams import set_attention_core, to_autocast_dtype
@@ -199,10 +200,7 @@ technique = Technique(
     after=("tp",),
     apply=apply,
     requires=(
-        Requirement(
-            "it is put on by a layout of several ranks; set layout.cp to 2 or more",
-            lambda machine, recipe: recipe.layout.cp > 1,
-        ),
+        put_on_by_layout("cp"),
         Requirement(
             "cudnn_attention and triton_attention take as many queries as keys, which a ring's blocks have and gathered keys "
             "have not; set exchange = ring, or use flash_attention",

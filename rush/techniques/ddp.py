@@ -35,6 +35,7 @@ from rush.techniques.contract import (
     Requirement,
     Stage,
     Technique,
+    put_on_by_layout,
 )
 
 FORWARD, ALL_REDUCE, PASS = "DistributedDataParallel.forward", "c10d::allreduce_", "rush::forward"
@@ -136,10 +137,7 @@ technique = Technique(
     stage=Stage.SHARD,
     apply=apply,
     requires=(
-        Requirement(
-            "it is put on by a layout of several ranks; set layout.ddp to 2 or more",
-            lambda machine, recipe: recipe.layout.ddp > 1,
-        ),
+        put_on_by_layout("ddp"),
         Requirement(
             "its knobs are for copies of a whole model; beside layout.fsdp, layout.tp or a zero bubble schedule leave it out of "
             "techniques",

@@ -35,6 +35,7 @@ from rush.techniques.contract import (
     Stage,
     Technique,
     knob_of,
+    put_on_by_layout,
     used,
 )
 from rush.techniques.evidence import matmuls_took, say_dtypes
@@ -185,10 +186,7 @@ technique = Technique(
     stage=Stage.SHARD,
     apply=apply,
     requires=(
-        Requirement(
-            "it is put on by a layout of several ranks; set layout.fsdp to 2 or more",
-            lambda machine, recipe: recipe.layout.fsdp > 1,
-        ),
+        put_on_by_layout("fsdp"),
         Requirement(
             "param_dtype makes bf16 of fp32 weights as they are gathered; take out what gives them another form (amp_fp16, "
             "bf16_master, int8_base, pure_bf16, qlora), or leave it at same",

@@ -38,6 +38,7 @@ from rush.techniques.contract import (
     Stage,
     Technique,
     knob_of,
+    put_on_by_layout,
     used,
 )
 
@@ -228,10 +229,7 @@ technique = Technique(
     apply=apply,
     fits=fits,
     requires=(
-        Requirement(
-            "it is put on by a layout of several ranks; set layout.pp to 2 or more",
-            lambda machine, recipe: recipe.layout.pp > 1,
-        ),
+        put_on_by_layout("pp"),
         Requirement(
             "a graph of the whole model cannot be cut into stages; use compile with scope block",
             lambda machine, recipe: (

@@ -28,10 +28,10 @@ from rush.techniques.contract import (
     Observation,
     Parity,
     Proof,
-    Requirement,
     Stage,
     Technique,
     knob_of,
+    put_on_by_layout,
     used,
 )
 
@@ -167,12 +167,7 @@ technique = Technique(
     stage=Stage.TENSOR,
     apply=apply,
     fits=fits,
-    requires=(
-        Requirement(
-            "it is put on by a layout of several ranks; set layout.tp to 2 or more",
-            lambda machine, recipe: recipe.layout.tp > 1,
-        ),
-    ),
+    requires=(put_on_by_layout("tp"),),
     # They act on plain parameters or on whole layers, or bring a loss of their own.
     conflicts=(
         "adam8bit",

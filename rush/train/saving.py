@@ -20,17 +20,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from rush.errors import MachineError
 from rush.files import write_atomic, write_json_atomic
 from rush.models.adapters import is_adapted
 from rush.parallel import Ranks
 from rush.parallel.placement import Part, to_write
-from rush.parallel.ranks import error_of
 from rush.records.checkpoints import CheckpointStore
 from rush.records.manifest import FileEntry
 from rush.records.pieces import (
@@ -48,12 +44,11 @@ from rush.records.pieces import (
 )
 from rush.train.frozen import describe_base
 from rush.train.packing import join_optimizers, pack_model, pack_optimizer, pack_random
+from rush.train.save_meeting import Meeting, failure
+from rush.train.staging import Staging
 from rush.train.tensors import dtype_name, save_tensors
 
 RANDOM, STATE = "random.safetensors", "state.json"
-ASK_AGAIN_S = 0.02
-"""Between two looks at the store. A blocking wait there would keep the training from using it."""
-HEARD_LIMIT_S = 60.0
 LOOK_S = 0.5
 NTH = "#"
 """Before the number of a piece, where a rank writes several of one tensor."""
@@ -118,7 +113,7 @@ class Saver:
     """Called by rank 0 once a checkpoint is sealed, in the thread that wrote it."""
 
     def __post_init__(self) -> None:
-        self._staging = _Staging()
+        self._staging = Staging()
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
@@ -275,13 +270,13 @@ class Saver:
 
     def _write_together(self, job: _Job) -> None:
         """Rank 0 begins, all write, rank 0 seals; what one cannot do, none has done."""
-        meeting = _Meeting(self.ranks, job.number, self._go_on)
+        meeting = Meeting(self.ranks, job.number, self._go_on)
         if not self.ranks.main:
             folder = Path(meeting.hear("begun"))
             try:
                 part = self._write_part(job, folder)
             except BaseException as error:
-                meeting.say_part(_failure(error))
+                meeting.say_part(failure(error))
                 meeting.hear("sealed")  # rank 0 says the same to all
                 raise
             meeting.say_part(part)
@@ -322,7 +317,7 @@ class Saver:
             told["optimizer"] = job.optimizer
         return told
 
-    def _gather(self, job: _Job, folder: Path, meeting: _Meeting) -> Path:
+    def _gather(self, job: _Job, folder: Path, meeting: Meeting) -> Path:
         """Write rank 0's part, wait for those of the others, and seal the whole."""
         parts = [self._write_part(job, folder), *meeting.hear_parts()]
         known = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
@@ -341,124 +336,3 @@ def _described(key: str, part: Part, file: str) -> PieceTable:
     name, nth, _ = key.partition(NTH)
     piece = Piece(file, part.offset, tuple(part.values.shape), key if nth else "")
     return PieceTable({name: Pieces(dtype_name(part.values.dtype), part.whole, (piece,))})
-
-
-@dataclass
-class _Meeting:
-    """What the ranks tell each other about one save, through the store; waiting ends when the save is abandoned."""
-
-    ranks: Ranks
-    number: int
-    go_on: Callable[[], None]
-
-    def say(self, what: str, make: Callable[[], str]) -> str:
-        """What rank 0 makes, or why it could not, told to all."""
-        assert self.ranks.store is not None
-        try:
-            made = make()
-        except BaseException as error:
-            with contextlib.suppress(RuntimeError):  # the store may have gone with the run
-                self._tell(what, _failure(error))
-            raise
-        self._tell(what, {"value": made})
-        return made
-
-    def _tell(self, what: str, told: Mapping[str, str]) -> None:
-        """Say it. What is said last, stay until all have heard it: where rank 0 keeps the store, that goes with it."""
-        assert self.ranks.store is not None
-        self.ranks.store.set(self._key(what), json.dumps(told))
-        if what == "begun" and "error" not in told:
-            return
-        limit = time.monotonic() + HEARD_LIMIT_S
-        while self.ranks.store.add(self._key(f"{what}/heard"), 0) < self.ranks.world - 1:
-            self.go_on()
-            if time.monotonic() > limit:
-                return  # they have gone, or will ask later
-            time.sleep(ASK_AGAIN_S)
-
-    def hear(self, what: str) -> str:
-        """What rank 0 made, or its error; and tell it that this was heard, so that it may leave."""
-        told = self._heard(what)
-        assert self.ranks.store is not None
-        self.ranks.store.add(self._key(f"{what}/heard"), 1)
-        if "error" in told:
-            raise error_of(told["error"], told["says"])
-        value: str = told["value"]
-        return value
-
-    def say_part(self, part: Mapping[str, Any]) -> None:
-        assert self.ranks.store is not None
-        self.ranks.store.set(self._key(f"part/{self.ranks.rank}"), json.dumps(part))
-
-    def hear_parts(self) -> list[dict[str, Any]]:
-        """What all other ranks wrote; the first that failed is an error here, and by `sealed` everywhere."""
-        assert self.ranks.store is not None
-        found = []
-        for rank in range(1, self.ranks.world):
-            part = self._heard(f"part/{rank}")
-            self.ranks.store.delete_key(self._key(f"part/{rank}"))
-            if "error" in part:
-                raise error_of(part["error"], f"rank {rank}: {part['says']}")
-            found.append(part)
-        return found
-
-    def _heard(self, what: str) -> dict[str, Any]:
-        assert self.ranks.store is not None
-        while not self.ranks.store.check([self._key(what)]):
-            self.go_on()
-            time.sleep(ASK_AGAIN_S)
-        told: dict[str, Any] = json.loads(self.ranks.store.get(self._key(what)))
-        return told
-
-    def _key(self, what: str) -> str:
-        return f"save/{self.number}/{what}"
-
-
-def _failure(error: BaseException) -> dict[str, str]:
-    return {"error": type(error).__name__, "says": str(error)}
-
-
-class _Staging:
-    """Host memory that states are copied to, kept between saves."""
-
-    def __init__(self) -> None:
-        self._held: dict[str, Tensor] = {}
-
-    def has_room(self, parts: Mapping[str, Mapping[str, Part]]) -> bool:
-        """Whether the host has memory for a copy of what is not held yet."""
-        needed = sum(part.values.nbytes for kind in parts.values() for part in kind.values())
-        needed -= sum(buffer.nbytes for buffer in self._held.values())
-        return needed <= 0 or needed * 1.25 < psutil.virtual_memory().available
-
-    def get(self, parts: Mapping[str, Mapping[str, Part]]) -> None:
-        """Take all memory that a copy will need; pages that were never touched are not there yet."""
-        with contextlib.suppress(MachineError):  # told when it is needed
-            for kind, named in parts.items():
-                for name, part in named.items():
-                    self._buffer(f"{kind}:{name}", part.values).zero_()
-
-    def copy(self, parts: Mapping[str, Mapping[str, Part]]) -> dict[str, dict[str, Part]]:
-        """The same parts, in memory that training does not change."""
-        copied: dict[str, dict[str, Part]] = {kind: {} for kind in parts}
-        on_device = False
-        for kind, named in parts.items():
-            for name, part in named.items():
-                buffer = self._buffer(f"{kind}:{name}", part.values)
-                buffer.copy_(part.values, non_blocking=True)
-                on_device |= part.values.is_cuda
-                copied[kind][name] = Part(buffer, part.offset, part.whole)
-        if on_device:
-            torch.cuda.synchronize()
-        return copied
-
-    def _buffer(self, name: str, like: Tensor) -> Tensor:
-        held = self._held.get(name)
-        if held is None or held.shape != like.shape or held.dtype != like.dtype:
-            try:
-                held = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            except RuntimeError as error:
-                raise MachineError(
-                    f"the host has no memory for a copy of the state ({error}); set run.save_async=false."
-                ) from error
-            self._held[name] = held
-        return held
