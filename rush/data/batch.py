@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -37,9 +39,10 @@ class Batch:
     paired: bool = False
     """Rows are the chosen answers of some pairs, then the rejected ones of the same pairs, in the same order."""
 
-    @property
+    @cached_property
     def num_labels(self) -> int:
-        return int((self.labels_bt != IGNORED).sum())
+        # By numpy: torch would wake its threads for it, which on some machines takes longer than the count.
+        return int(np.count_nonzero(self.labels_bt.cpu().numpy() != IGNORED))
 
     @property
     def num_real(self) -> int:
