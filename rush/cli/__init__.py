@@ -28,6 +28,7 @@ from rush.cli import (
     scale,
     talk,
     train,
+    tune,
 )
 from rush.errors import RushError
 
@@ -44,6 +45,7 @@ app.command("ladder")(ladder.ladder)
 app.command("compare")(ladder.compare)
 app.command("scale")(scale.scale)
 app.command("plan")(plan.plan)
+app.command("tune")(tune.tune)
 app.command("probe")(probe.probe)
 app.command("explain")(explain.explain)
 app.command("train")(train.train)

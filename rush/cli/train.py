@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.complete import complete_recipe
-from rush.cli.output import Json, print_json
+from rush.cli.output import Json, note, print_json
 from rush.errors import Diverged, RecipeError, RushError
 from rush.ready import short_name
 
@@ -142,8 +142,27 @@ def _train_here(
     chosen = _recipe(recipe, changes, folder)
     if shrink:
         chosen = _shrunk(chosen or load_recipe(str(folder / "recipe.toml")))
+    if recipe is not None and chosen is not None and recipe.endswith(".toml"):
+        _warn_of_another_machine(Path(recipe).expanduser(), chosen)
     view = Silent() if json else terminal_view()
     return train_recipe(chosen, folder, resume=resume or restarted(), view=view)
+
+
+def _warn_of_another_machine(file: Path, recipe: Recipe) -> None:
+    """A recipe that `rush tune` made says where: elsewhere it trains as well, and another may be faster."""
+    from rush.parallel import started_rank
+    from rush.records.tune import tuned_on
+
+    if (tuned := tuned_on(file)) is None or started_rank() != 0:
+        return
+    from rush.hardware import probe
+
+    machine = probe(recipe.run.device)
+    if machine.fingerprint() != tuned[0]:
+        note(
+            f"{file} was tuned on another machine, or with other versions, than this one ({tuned[1]}; here: {machine.summary()}): "
+            "it trains the same, but `rush tune` may find a faster one."
+        )
 
 
 def _folder(recipe: str | None, out: Path | None) -> Path:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -52,14 +53,26 @@ class Bench:
         path = self._path(recipe, kind)
         return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
 
-    def run(self, recipe: Recipe, kind: str, *, first: bool = False, timed: bool = True) -> Outcome:
-        """The outcome of a trial, made now or earlier. The `first` of a rung is also watched and traced."""
+    def run(
+        self,
+        recipe: Recipe,
+        kind: str,
+        *,
+        first: bool = False,
+        timed: bool = True,
+        twin: bool | None = None,
+        limit_s: float | None = None,
+    ) -> Outcome:
+        """The outcome of a trial, made now or earlier. The `first` of a rung is also watched and traced.
+
+        What others are held against needs its `twin`, too: a plain recipe, if nothing else is said. A trial that did not end
+        within a `limit_s` of its own is not kept: with more time it may.
+        """
         if (known := self.known(recipe, kind)) is not None:
             return known
         wanted, parity = self.parity_recipe(recipe), []
         if first and self.trace(wanted) is None:
-            # A plain recipe is what others are held against, and needs its twin.
-            for rounded in (False, True)[: 1 if recipe.techniques else 2]:
+            for rounded in (False, True)[: 2 if (not recipe.techniques if twin is None else twin) else 1]:
                 file = str(self.gradients(wanted, rounded).resolve())
                 parity.append({"recipe": write_toml(wanted), "gradients": file, "rounded": rounded})
         spec = {
@@ -73,8 +86,11 @@ class Bench:
         }
         path = self._path(recipe, kind)
         compiled = (self.work / f"compiled-{recipe.digest[:16]}").resolve()
-        outcome = execute(self.starter, spec, self.work / path.stem, self.plan.measure.limit_s, compiled)
+        limit = min(self.plan.measure.limit_s, limit_s or math.inf)
+        outcome = execute(self.starter, spec, self.work / path.stem, limit, compiled)
         self.seconds.append(outcome.wall_s)
+        if outcome.status == "timed_out" and limit < self.plan.measure.limit_s:
+            return outcome
         for name, rounded in (("trace", False), ("twin", True)):
             if name in outcome.found:
                 write_json_atomic(self._trace_path(wanted, rounded), outcome.found[name])

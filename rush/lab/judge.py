@@ -28,8 +28,9 @@ def loosest(promises: Iterable[str]) -> Parity:
 
 
 def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome) -> dict[str, Any]:
-    """The record's parity part for one rung."""
-    promise = loosest(row["parity"] for row in outcome.found["techniques"].values())
+    """The record's parity part for one rung. What the reference has itself (adapters) promises nothing against it."""
+    own = {name for name, _ in reference.technique_uses()}
+    promise = loosest(row["parity"] for name, row in outcome.found["techniques"].items() if name not in own)
     wanted = bench.parity_recipe(recipe)
     plain, tried, twin = bench.trace(reference), bench.trace(wanted), bench.trace(reference, rounded=True)
     if tried is None:

@@ -32,6 +32,7 @@ from rush.techniques.contract import (
     Parity,
     Proof,
     Requirement,
+    Setting,
     Stage,
     Technique,
     knob_of,
@@ -213,4 +214,5 @@ technique = Technique(
         ),
         MemoryEffect("update", 0.0, "one kernel"),
     ),
+    worth=(Setting({"backend": "rush"}), Setting({"backend": "bitsandbytes"}), Setting()),
 )

@@ -13,7 +13,17 @@ from collections.abc import Mapping
 
 from rush.data.packing import Bucket
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, KnobRange, Observation, Parity, Proof, Stage, Technique
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    Observation,
+    Parity,
+    Proof,
+    Setting,
+    Stage,
+    Technique,
+)
 from rush.techniques.packings import (
     SHAPES,
     allow_shapes,
@@ -63,4 +73,5 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
+    worth=(Setting(), Setting({"shapes": 4})),
 )

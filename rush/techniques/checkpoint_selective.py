@@ -27,6 +27,7 @@ from rush.techniques.contract import (
     Observation,
     Parity,
     Proof,
+    Setting,
     Stage,
     Technique,
 )
@@ -156,4 +157,5 @@ technique = Technique(
         MemoryEffect("attention.projected", 1.0, "a result of a product"),
         MemoryEffect("casts", 0.0, "made again with the block"),
     ),
+    worth=(Setting(), Setting({"keep": "half"})),
 )

@@ -25,6 +25,7 @@ from rush.techniques.contract import (
     Observation,
     Parity,
     Proof,
+    Setting,
     Stage,
     Technique,
 )
@@ -108,4 +109,5 @@ technique = Technique(
             "logits.tokens", 1024.0, "those of a chunk", by_knob=lambda knobs: float(knobs["chunk_tokens"])
         ),
     ),
+    worth=(Setting({"chunk_tokens": 4096}), Setting()),
 )

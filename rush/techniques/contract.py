@@ -229,6 +229,15 @@ class Build:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """One way to use a technique that is worth a trial: its knobs, and what belongs beside it."""
+
+    knobs: Mapping[str, Knob] = field(default_factory=dict)
+    beside: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
+    """Techniques (by name, with their knobs) that it is put on together with, because it learns or pays only so."""
+
+
+@dataclass(frozen=True)
 class Technique:
     name: str
     stage: Stage
@@ -245,6 +254,9 @@ class Technique:
     """Whether it acts on the head alone, which of a pipeline the last rank has: the others have nothing to prove."""
     fits: Callable[[Recipe, Mapping[str, Knob]], None] | None = None
     """Raises RecipeError, with the legal values, for sizes of the recipe that it cannot divide."""
+    worth: tuple[Setting, ...] = (Setting(),)
+    """What `rush tune` tries of it, the likeliest first; nothing where something else decides that it is on (a layout) or
+    the tuner has another way to the same (the micro batch)."""
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from rush.techniques.contract import (
     MemoryEffect,
     Parity,
     Requirement,
+    Setting,
     Stage,
     Technique,
     half_precision,
@@ -110,4 +111,5 @@ technique = Technique(
             by_knob=lambda knobs: float(knobs["heads"] == "repeated"),
         ),
     ),
+    worth=(Setting(), Setting({"heads": "grouped"})),
 )

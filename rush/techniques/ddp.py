@@ -172,4 +172,5 @@ technique = Technique(
             by_knob=lambda knobs: float(not knobs["bucket_view"]),
         ),
     ),
+    worth=(),
 )

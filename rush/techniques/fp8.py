@@ -30,6 +30,7 @@ from rush.techniques.contract import (
     Parity,
     Proof,
     Requirement,
+    Setting,
     Stage,
     Technique,
     knob_of,
@@ -202,4 +203,5 @@ technique = Technique(
         MemoryEffect("mlp.product", 0.0, "as above"),
         MemoryEffect("casts", 0.0, "made again"),
     ),
+    worth=(Setting(), Setting({"casts": "kernel"}), Setting({"scope": "blocks_and_head"})),
 )

@@ -279,4 +279,5 @@ technique = Technique(
             by_knob=lambda knobs: float(knobs["stage"] == "optimizer" or knobs["unit"] == "model"),
         ),
     ),
+    worth=(),
 )

@@ -26,6 +26,7 @@ from rush.techniques.contract import (
     Parity,
     Proof,
     Requirement,
+    Setting,
     Stage,
     Technique,
     knob_of,
@@ -106,5 +107,10 @@ technique = Technique(
             size=8,
         ),
         MemoryEffect("update", 0.0, "one kernel"),
+    ),
+    worth=(
+        Setting({"stochastic_rounding": True, "state": "bfloat16"}),
+        Setting({"stochastic_rounding": True}),
+        Setting(),
     ),
 )

@@ -21,6 +21,7 @@ from rush.techniques.contract import (
     Parity,
     Proof,
     Requirement,
+    Setting,
     Stage,
     Technique,
 )
@@ -70,4 +71,5 @@ technique = Technique(
     memory=(
         MemoryEffect("activations", 1.0, "as before where a conversation fills its row, less elsewhere"),
     ),
+    worth=(Setting(), Setting({"shapes": 4})),
 )

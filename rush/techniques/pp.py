@@ -275,4 +275,5 @@ technique = Technique(
         MemoryEffect("optimizer", 0.5, "divided by layout.pp"),
         MemoryEffect("activations", 1.0, "1F1B: a layout.pp-th of the blocks, of layout.pp micro batches"),
     ),
+    worth=(),
 )

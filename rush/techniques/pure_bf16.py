@@ -13,7 +13,17 @@ from collections.abc import Mapping
 import torch
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, MemoryEffect, Observation, Parity, Proof, Stage, Technique
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Setting,
+    Stage,
+    Technique,
+)
 from rush.techniques.evidence import matmuls_took, say_dtypes, state_per_parameter
 
 
@@ -56,5 +66,10 @@ technique = Technique(
         MemoryEffect("optimizer", 1.0, "2 bytes a moment", size=4),
         MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
         MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
+    ),
+    worth=(
+        Setting(beside={"fused_update": {"stochastic_rounding": True, "state": "bfloat16"}}),
+        Setting(beside={"adam8bit": {"backend": "rush", "stochastic_rounding": True}}),
+        Setting(),
     ),
 )

@@ -208,4 +208,5 @@ technique = Technique(
         MemoryEffect("scores", 0.5, "divided by layout.tp: each rank has its heads"),
         MemoryEffect("logits", 0.5, "divided by layout.tp: each rank has its words"),
     ),
+    worth=(),
 )

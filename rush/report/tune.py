@@ -1,0 +1,174 @@
+"""A search as a page: its time line first, then who won and why the others did not. From the record only."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from markupsafe import Markup
+
+from rush.files import write_atomic
+from rush.records.tune import CandidateRow, TuneRecord, read_tune
+from rush.report import findings, words
+from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
+from rush.report.findings import Figure
+from rush.report.page import flattened, render
+from rush.report.svg import Scale, path, picture, tag, ticks, tooltip, widened
+
+TONES = {
+    "won": ("good", "up", "the best that was proved"),
+    "ahead": ("good", "up", "took the lead when it was tried"),
+    "start": ("plain", "dot", "the recipe as it was given"),
+    "lost": ("plain", "level", "was tried, and another is better"),
+    "different": ("caution", "unequal", "learns something else than plain fp32"),
+    "no effect": ("caution", "ring", "part of it left no trace in the profile"),
+    "failed": ("bad", "cross", "did not run to its end"),
+    "pruned": ("plain", "shrink", "not tried: predicted not to fit or not to pay"),
+    "refused": ("plain", "barred", "cannot run on this machine or with this recipe"),
+    "not tried": ("plain", "clock", "there was no time left for it"),
+}
+"""Tone, sign and meaning of every state."""
+KINDS = {
+    "reference": "plain fp32, traced",
+    "rank": "short trial",
+    "decide": "longer trial",
+    "prove": "proof",
+    "length": "length",
+}
+
+
+def write_tune_report(record: Path, html: Path) -> None:
+    """Draw the search recorded in `record` into one self-contained file."""
+    write_atomic(html, tune_page(read_tune(record)))
+
+
+def tune_page(record: TuneRecord) -> str:
+    rows = record["candidates"]
+    return render(
+        "tune.html",
+        title=f"{record['name']} · tune",
+        record=record,
+        machine=findings.machine_name(record["machine"]),
+        machine_rows=flattened(record["machine"]),
+        headline=headline(record),
+        figures=_figures(record),
+        lines=(time_line(WIDE, record), time_line(NARROW, record)),
+        tried=[row for row in rows if row["round"] > 0],
+        others=[row for row in rows if row["round"] == 0 and row["state"] != "refused"],
+        refused=[row for row in rows if row["state"] == "refused"],
+        recipe=next((row["recipe"] for row in rows if row["state"] == "won"), ""),
+        tones=TONES,
+        used=[state for state in TONES if any(row["state"] == state for row in rows)],
+    )
+
+
+def headline(record: TuneRecord) -> str:
+    winner = record["winner"]
+    if winner is None:
+        return "The search is not over."
+    parity = winner["parity"]
+    proof = f"learns the same as plain fp32: {parity['verdict']}" if parity else "not held against plain fp32"
+    if winner["as_it_stood"]:
+        return "Nothing that was tried is better and proved; the recipe stays as it was."
+    if "sequence" in winner:
+        return f"Sequences of {words.count(winner['sequence'])} tokens fit; {proof}."
+    if record["objective"] == "memory":
+        return f"{words.change(winner['memory_ratio'])} peak memory; {proof}."
+    return f"{words.ratio(winner['gain']['ratio'])} the speed of the recipe as it stood; {proof}."
+
+
+def _figures(record: TuneRecord) -> list[Figure]:
+    rows, winner = record["candidates"], record["winner"]
+    found = []
+    if winner is not None:
+        found.append(Figure(words.speed(winner["tokens_per_s"]), "of the winner"))
+        found.append(Figure(words.size(winner["peak_memory_bytes"]), "its peak memory"))
+    if winner is not None and "cost_per_million_tokens" in winner:
+        found.append(Figure(words.digits(winner["cost_per_million_tokens"]), "money per million tokens"))
+    tried = sum(event["kind"] != "reference" for event in record["events"])
+    found.append(
+        Figure(
+            str(tried), "trials", f"{words.seconds(record['spent_s'])} of {words.seconds(record['budget_s'])}"
+        )
+    )
+    pruned = sum(row["state"] == "pruned" for row in rows)
+    found.append(Figure(str(pruned), "changes pruned by prediction"))
+    return found
+
+
+def time_line(frame: Frame, record: TuneRecord) -> Markup | None:
+    """Every trial as long as it took, as high as it came; the lead as a line over them."""
+    memory = record["objective"] == "memory"
+    by_key = {row["key"]: row for row in record["candidates"]}
+    timed = [(event, by_key.get(event["candidate"])) for event in record["events"]]
+    values = [value for _, row in timed if (value := _value(row, memory)) is not None]
+    if not values:
+        return None
+    end = max(record["budget_s"], record["spent_s"], *(e["began_s"] + e["wall_s"] for e, _ in timed))
+    low, high = widened([0.0, *values])
+    x = Scale(0, end, frame.left, frame.x_end)
+    y = Scale(max(0.0, low), high, frame.y_end, frame.top + 12)
+    say = words.size if memory else words.speed
+    marks = y_axis(frame, y, ticks(0, high, 5), words.size if memory else words.tick,
+                   "peak memory" if memory else "tokens per second")  # fmt: skip
+    marks += x_axis(frame, x, ticks(0, end, 8), lambda at: f"{at:.0f}", "seconds of the search")
+    marks.append(
+        tag(
+            "line",
+            class_="stop",
+            x1=x(record["budget_s"]),
+            x2=x(record["budget_s"]),
+            y1=frame.top,
+            y2=frame.y_end,
+        )
+    )
+    marks += _lead(timed, x, y, memory)
+    for event, row in timed:
+        marks.append(_trial(event, row, x, y, say, memory))
+    alt = f"Time line of the search: {len(timed)} trials over {words.seconds(record['spent_s'])}. {headline(record)}"
+    return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
+
+
+def _value(row: CandidateRow | None, memory: bool) -> float | None:
+    if row is None or row["tokens_per_s"] is None:
+        return None
+    return float(row["peak_memory_bytes"] or 0) if memory else row["tokens_per_s"]["median"]
+
+
+def _trial(
+    event: dict[str, Any], row: CandidateRow | None, x: Scale, y: Scale, say: Any, memory: bool
+) -> Markup:
+    begin, end = x(event["began_s"]), x(event["began_s"] + event["wall_s"])
+    value = _value(row, memory)
+    state = row["state"] if row is not None else "start"
+    kind = KINDS[event["kind"]]
+    said = f"{event['candidate']} ({kind}): " + (say(value) if value is not None else event["status"])
+    said += f"; {row['reason']}" if row is not None and row["reason"] else ""
+    tone = TONES[state][0] if value is not None or event["kind"] == "reference" else "bad"
+    height = y(value) if value is not None else y.start - 8
+    thin = 9.0 if event["kind"] in ("rank", "length") else 5.0
+    return tag("rect", tooltip(said), class_=f"trial {tone}", x=begin, y=height - thin / 2,
+               width=max(2.0, end - begin - 1), height=thin, rx=2)  # fmt: skip
+
+
+def _lead(
+    timed: Sequence[tuple[dict[str, Any], CandidateRow | None]], x: Scale, y: Scale, memory: bool
+) -> list[Markup]:
+    """The lead as it moved: a line in steps."""
+    points: list[tuple[float, float]] = []
+    for event, row in timed:
+        value = _value(row, memory)
+        if (
+            row is None
+            or value is None
+            or event["kind"] != "rank"
+            or row["state"] not in ("start", "ahead", "won")
+        ):
+            continue
+        at = x(event["began_s"] + event["wall_s"])
+        points += [(at, points[-1][1]), (at, y(value))] if points else [(at, y(value))]
+    if not points:
+        return []
+    points.append((x.end, points[-1][1]))
+    return [tag("path", tooltip("the lead"), class_="curve speed", d=path(points))]

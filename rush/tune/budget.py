@@ -1,0 +1,58 @@
+"""How long a search may take, what it took so far, and how long the next trial will take.
+
+A trial that was made earlier counts with the time it took then: a search that was interrupted goes on with what it had
+left. What trials of a kind took is what the next one is expected to take; compiling is what makes kinds differ.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+COMPILING_S = 45.0
+"""What compiling is expected to add before it was seen."""
+MORE = {"rank": 1.0, "decide": 1.2, "prove": 1.7}
+"""Of a short trial's time: longer timing (but what was compiled is found), and beside it a profile and steps for parity."""
+
+
+@dataclass
+class Budget:
+    total_s: float
+    clock: Callable[[], float] = time.monotonic
+    trials_s: float = 0.0
+    own_s: float = 0.0
+    """Clock time of the trials made by this process, which `trials_s` holds, too."""
+    reference_s: float = 0.0
+    """What tracing plain fp32 and its twin took."""
+    walls: dict[frozenset[str], list[float]] = field(default_factory=dict)
+    began: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.began = self.clock()
+
+    @property
+    def spent_s(self) -> float:
+        return self.trials_s + (self.clock() - self.began - self.own_s)
+
+    @property
+    def left_s(self) -> float:
+        return self.total_s - self.spent_s
+
+    def note(self, kind: frozenset[str], wall_s: float, elapsed_s: float, trial: str) -> None:
+        """A trial was made (or found) that took so long."""
+        self.trials_s += wall_s
+        self.own_s += elapsed_s
+        if trial == "rank":
+            self.walls.setdefault(kind, []).append(wall_s)
+
+    def expected_s(self, kind: frozenset[str], trial: str = "rank") -> float:
+        """What a trial of this kind will take, from the last few of its kind."""
+        seen = self.walls.get(kind)
+        if not seen:
+            plain = self.walls.get(frozenset())
+            others = [walls[-1] for walls in self.walls.values()]
+            guess = plain[-1] if plain else max(others, default=0.0)
+            seen = [guess + (COMPILING_S if kind and guess < COMPILING_S else 0.0)]
+        more = 0.5 * self.reference_s if trial == "prove" else 0.0
+        return MORE[trial] * max(seen[-3:]) + more

@@ -1,0 +1,113 @@
+"""The end of a search: those that came near the lead are timed longer, and the best one is proved.
+
+A winner learns the same as plain fp32, all of it took effect, and it is better than the recipe as it stood. One that is not is
+passed over for the next; what has no effect is taken out and the rest tried in its place. Where nobody is left, the recipe
+stays as it was.
+"""
+
+from __future__ import annotations
+
+from rush.tune.candidates import Candidate
+from rush.tune.goal import gain
+from rush.tune.moves import Move, without
+from rush.tune.search import Search
+
+NEAR = 0.98
+"""Those that came this near the lead are timed longer."""
+FINALISTS = 3
+NOTHING = "nothing that was tried is better and proved"
+
+
+def decide(search: Search) -> Candidate:
+    """The winner of a search that has climbed."""
+    places = _ranking(search)
+    finalists = [c for c in places if _score(search, c) >= NEAR * _score(search, search.lead)][:FINALISTS]
+    if len(finalists) > 1:
+        for candidate in finalists:
+            if search.affordable("decide", candidate.known_recipe):
+                search.run("decide", candidate)
+                candidate.round = max(candidate.round, 2)
+        places = sorted(finalists, key=lambda c: _place(search, c)) + places[len(finalists) :]
+    winner = _proved(search, places) or search.base
+    search.winner = _compared(search, winner)
+    for candidate in finalists:
+        if candidate.round == 2 and candidate.state in ("ahead", "lost"):
+            behind = search.goal.ratio(candidate.best, search.winner.best)
+            candidate.reason = f"lost round 2: {behind:.2f}×"
+    search.winner.state = "won"
+    search.tell(search, None)
+    return search.winner
+
+
+def _ranking(search: Search) -> list[Candidate]:
+    """Those that may win, best first; the lead before those that are ahead of it by chance. For the objective memory, those
+    that are fast enough."""
+    start = search.base.results["rank"]
+    fine = [
+        c
+        for c in search.candidates
+        if c.timed and c.state in ("start", "ahead", "lost") and c is not search.lead
+        if search.goal.objective != "memory" or c.best.speed >= search.goal.keep_speed * start.speed
+    ]
+    return [search.lead, *sorted(fine, key=lambda c: _score(search, c), reverse=True)]
+
+
+def _score(search: Search, candidate: Candidate) -> float:
+    return search.goal.ratio(candidate.best, search.base.results["rank"])
+
+
+def _place(search: Search, candidate: Candidate) -> tuple[bool, float]:
+    """Those that are clearly ahead of the lead when timed longer, then the lead, then the rest."""
+    start, lead = search.base.results["rank"], search.lead
+    clearly = (
+        "decide" in candidate.results
+        and "decide" in lead.results
+        and search.goal.ahead(candidate.results["decide"], lead.results["decide"], start)
+    )
+    return not clearly, 0.0 if candidate is lead else -_score(search, candidate) + 1e6 * (not clearly)
+
+
+def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
+    """The first that stands. Time for the first proof was set aside; further ones are made while there is some."""
+    for number, candidate in enumerate(places):
+        if candidate is search.base:
+            return None  # what comes behind it is no better
+        recipe = candidate.known_recipe
+        if search.outlook.suspect(recipe):
+            continue
+        if number and not search.affordable("prove", recipe, reserve=False):
+            continue
+        if search.prove(candidate):
+            return candidate
+        if candidate.state == "no effect" and (rest := _without_idle(search, candidate)) is not None:
+            return rest
+    return None
+
+
+def _without_idle(search: Search, candidate: Candidate) -> Candidate | None:
+    """The candidate without what had no effect, if that is proved."""
+    idle = [name for name in candidate.results["prove"].without_effect if name not in search.rules.kept]
+    rest = without(candidate.known_recipe, idle, search.rules)
+    if not isinstance(rest, Move) or not search.affordable("prove", rest.recipe, reserve=False):
+        return None
+    other = search.add(Move(f"{candidate.key}, {rest.key}", rest.recipe), "ahead")
+    other.over, other.results["rank"] = candidate.key, candidate.results["rank"]
+    return other if search.prove(other) else None
+
+
+def _compared(search: Search, winner: Candidate) -> Candidate:
+    """The winner over the recipe as it stands, both timed as long as there was time for."""
+    base = search.base
+    if winner is not base:
+        if search.affordable("decide", base.known_recipe, reserve=False):
+            search.run("decide", base)
+        better = search.goal.ratio(winner.best, base.best)
+        if better > 1:
+            search.gain = gain(base.best.rates, winner.best.rates)
+            winner.reason = f"{better:.2f}× of the recipe as it stood"
+            return winner
+        winner.state, winner.reason = "lost", f"lost the last round: {better:.2f}× of the recipe as it stood"
+    base.reason = NOTHING
+    if search.affordable("prove", base.known_recipe, reserve=False) and not search.prove(base):
+        base.reason = f"{NOTHING}; of itself: {base.reason}"
+    return base

@@ -1,0 +1,52 @@
+"""What the planner says about a recipe before it is tried. Its rates are this machine's own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rush.errors import RushError
+from rush.plan.planning import plan
+from rush.plan.spec import spec_of
+from rush.plan.target import Target
+from rush.plan.time import matmul_dtype
+from rush.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Prediction:
+    tokens_per_s: float
+    memory_bytes: float
+    limit_bytes: float
+    longest_sequence: int = 0
+    doubtful: bool = False
+    """Its products are of a dtype whose rate is not known here: worth a trial, not to be built upon on paper."""
+
+    @property
+    def fits(self) -> bool:
+        return self.memory_bytes <= self.limit_bytes
+
+
+class Planner:
+    """Predictions for one machine, each made once."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self._known: dict[tuple[str, bool], Prediction | str] = {}
+
+    def predict(self, recipe: Recipe, *, limits: bool = False) -> Prediction | str:
+        """What a recipe takes; a sentence where the planner refuses it. `limits`: also the longest sequence."""
+        at = recipe.digest, limits
+        if at not in self._known:
+            self._known[at] = self._planned(recipe, limits)
+        return self._known[at]
+
+    def _planned(self, recipe: Recipe, limits: bool) -> Prediction | str:
+        try:
+            spec = spec_of(recipe, self.target.kind)
+            found = plan(spec, self.target, limits=limits)
+        except RushError as error:
+            return str(error)
+        own = recipe.run.memory_limit_gb
+        limit = self.target.memory_bytes if own is None else min(own * 1e9, self.target.memory_bytes)
+        doubtful = matmul_dtype(spec) not in self.target.matmul
+        return Prediction(found.tokens_per_s, found.memory.total, limit, found.longest_sequence, doubtful)

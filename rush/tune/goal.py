@@ -1,0 +1,85 @@
+"""What a search is for, what a trial came to, and when one recipe is ahead of another."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rush.lab.statistics import Floor, Ratio, centre, ratio_of_medians
+from rush.tune.forecast import Prediction
+
+OBJECTIVES = {
+    "tokens/s": "most tokens per second (of fine-tuning: tokens learned from)",
+    "memory": "least peak memory at no less than --keep-speed of the recipe's own speed",
+    "cost": "least money per token at --price for an hour of the device; on one machine what is fastest is cheapest",
+    "longest-sequence": "the longest batch.sequence that fits, at a micro batch of 1",
+}
+LEAST = 0.01
+"""A difference below this is never believed: processes of one recipe lie as far apart."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one trial came to."""
+
+    status: str
+    """One of the record's statuses; `ok` has figures."""
+    reason: str | None = None
+    rates: Sequence[float] = ()
+    """Tokens per second of each window."""
+    peak_memory_bytes: int = 0
+    wall_s: float = 0.0
+    evidence: Sequence[Mapping[str, Any]] = ()
+    parity: Mapping[str, Any] | None = None
+    figures: Mapping[str, Any] = field(default_factory=dict)
+    """What else a timing says: compile_s, dtype, step_tokens."""
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok" and bool(self.rates)
+
+    @property
+    def speed(self) -> float:
+        return centre([self.rates])
+
+    @property
+    def failure(self) -> str:
+        words = self.status.replace("_", " ")
+        return f"{words}: {self.reason}" if self.reason else words
+
+    @property
+    def without_effect(self) -> list[str]:
+        return [str(row["technique"]) for row in self.evidence if not row["took_effect"]]
+
+
+@dataclass(frozen=True)
+class Goal:
+    objective: str = "tokens/s"
+    keep_speed: float = 0.8
+    """With the objective memory: the least share of the first recipe's speed."""
+
+    def ratio(self, new: Result, old: Result) -> float:
+        """How much better; above 1 is better."""
+        if self.objective == "memory":
+            return old.peak_memory_bytes / max(1, new.peak_memory_bytes)
+        return new.speed / old.speed
+
+    def ahead(self, new: Result, lead: Result, start: Result) -> bool:
+        """Whether a trial is better than the lead's by more than chance gives."""
+        if self.objective == "memory":
+            slow = new.speed < self.keep_speed * start.speed
+            return not slow and self.ratio(new, lead) > 1 + LEAST
+        return gain(lead.rates, new.rates).faster
+
+    def expected(self, new: Prediction, lead: Prediction) -> float:
+        """How much better by prediction."""
+        if self.objective == "memory":
+            slow = new.tokens_per_s < self.keep_speed * lead.tokens_per_s
+            return 0.0 if slow else lead.memory_bytes / new.memory_bytes
+        return new.tokens_per_s / lead.tokens_per_s
+
+
+def gain(before: Sequence[float], after: Sequence[float]) -> Ratio:
+    """The quotient of two speeds with its interval."""
+    return ratio_of_medians([before], [after], Floor(0.0, 0, LEAST))

@@ -1,0 +1,90 @@
+"""The longest sequence: which techniques make most room on paper, and what really fits.
+
+Speed plays no part, so nothing is ranked: the planner names the recipes that leave most room at a micro batch of one, trials
+double and halve the length until it is known to an eighth, and the winner is proved as any other, at the recipe's own length.
+Tokens of a step stay as near to the recipe's as whole sequences allow.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rush.lab.search import longest
+from rush.lab.trial import Outcome
+from rush.recipe import Recipe
+from rush.recipe_io import changed
+from rush.tune.candidates import Candidate
+from rush.tune.forecast import Prediction
+from rush.tune.moves import Move, Rules, describe
+from rush.tune.outlook import ROUNDING
+from rush.tune.search import Search
+
+ROOM = 1.01
+"""By how much longer sequences must become on paper for one more technique."""
+
+
+def lengthen(search: Search) -> Candidate:
+    """The winner of a search for the longest sequence."""
+    search.begin()
+    single = at_length(search.start, search.start.batch.sequence)
+    narrow = replace(search.rules, allowed=search.rules.allowed & ROUNDING)
+    planned = {
+        recipe.digest: recipe
+        for rules in (search.rules, narrow)
+        if (recipe := _roomiest(search, single, rules))
+    }
+    for recipe in [*planned.values(), single]:
+        candidate = search.add(Move(f"planned: {describe(recipe)}", recipe), "lost")
+        found = _fitting(search, candidate)
+        if not found:
+            candidate.state, candidate.reason = "failed", "no length that was tried fits"
+        elif search.prove(candidate):
+            candidate.state, candidate.reason = "won", f"sequences of {found:,} tokens fit"
+            candidate.recipe = at_length(recipe, found)
+            search.winner = candidate
+            break
+    search.winner = search.winner or search.base
+    search.winner.state = "won"
+    search.tell(search, None)
+    return search.winner
+
+
+def at_length(recipe: Recipe, sequence: int) -> Recipe:
+    """One sequence of this length in a micro batch; as many of them in a step as come nearest to its tokens."""
+    total = max(1, round(recipe.step_tokens / sequence)) * sequence
+    return changed(recipe, {"batch.micro": 1, "batch.sequence": sequence, "batch.total_tokens": total})
+
+
+def _room(search: Search, recipe: Recipe) -> int:
+    """The longest sequence that fits on paper."""
+    predicted = search.outlook.planner.predict(recipe, limits=True)
+    return predicted.longest_sequence if isinstance(predicted, Prediction) and not predicted.doubtful else 0
+
+
+def _roomiest(search: Search, recipe: Recipe, rules: Rules) -> Recipe:
+    """Where single changes lead that make room, the one that makes most first."""
+    while True:
+        options = [move.recipe for move in search.outlook.moves(recipe, rules) if isinstance(move, Move)]
+        options = [option for option in options if option.batch == recipe.batch]
+        best = max(options, key=lambda option: _room(search, option), default=recipe)
+        if _room(search, best) < ROOM * max(1, _room(search, recipe)):
+            return recipe
+        recipe = best
+
+
+def _fitting(search: Search, candidate: Candidate) -> int | None:
+    """The longest sequence of a recipe that a trial could make; None where none could."""
+    recipe, up_to = candidate.known_recipe, candidate.known_recipe.shape().context
+
+    def attempt(sequence: int) -> Outcome:
+        long = at_length(recipe, sequence)
+        if not search.affordable("rank", long):
+            return Outcome("timed_out", "no time was left")
+        result = search.measure("length", candidate, long)
+        return Outcome(result.status, result.reason, {})
+
+    own = recipe.batch.sequence
+    start = max(own, int(0.75 * _room(search, recipe)) // 64 * 64)
+    memory = int(search.outlook.planner.target.memory_bytes)
+    found, _ = longest(attempt, min(start, up_to), up_to, memory)
+    return found or (longest(attempt, own, up_to, memory)[0] if start > own else None)

@@ -1,0 +1,122 @@
+"""What is expected of a change: as it went here before, else as the planner says. And where that leads on paper.
+
+The planner knows what fits; its time orders what is tried. `planned` follows it all the way: the best single change again and
+again, without a trial, to a recipe that is most of the way if the planner is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from rush.recipe import Recipe
+from rush.techniques import Parity, registry
+from rush.tune.forecast import Planner, Prediction
+from rush.tune.goal import Goal
+from rush.tune.moves import Move, Refusal, Rules, moves, promise, without
+
+PAYS = 1.005
+"""What a change must promise to be followed on paper."""
+BONUS = 0.01
+"""What brings a change forward among those that promise alike: batches, whose effect is never quite known, and techniques
+that are claimed to make training faster."""
+UNSEEN = 0.03
+"""What sets one back that neither the planner nor its authors expect to change the speed."""
+ROUNDING = frozenset({Parity.EXACT, Parity.CLOSE})
+
+
+@dataclass
+class Outlook:
+    planner: Planner
+    goal: Goal
+    known: Mapping[str, float]
+    """What changes gained on this machine before."""
+    kept: frozenset[str] = frozenset()
+    failed: set[frozenset[str]] = field(default_factory=set)
+    """Promises that were broken: what rounds like this learns something else."""
+
+    _moves: dict[tuple[str, frozenset[Parity]], list[Move | Refusal]] = field(default_factory=dict)
+
+    def moves(self, recipe: Recipe, rules: Rules) -> list[Move | Refusal]:
+        """Every single change, made once."""
+        at = recipe.digest, rules.allowed
+        if at not in self._moves:
+            self._moves[at] = list(moves(recipe, rules))
+        return self._moves[at]
+
+    def fits(self, recipe: Recipe) -> bool:
+        predicted = self.planner.predict(recipe)
+        return isinstance(predicted, Prediction) and predicted.fits
+
+    def suspect(self, recipe: Recipe) -> bool:
+        own = promise(recipe, self.kept)
+        return any(failed <= own for failed in self.failed)
+
+    def expected(self, move: Move, over: Recipe) -> float:
+        """How much better a change is expected to be."""
+        if move.key in self.known:
+            return self.known[move.key]
+        new, old = self.planner.predict(move.recipe), self.planner.predict(over)
+        if isinstance(new, Prediction) and isinstance(old, Prediction):
+            return self.goal.expected(new, old)
+        return 1.0
+
+    def planned(self, start: Recipe, rules: Rules) -> Recipe:
+        """The recipe that single changes lead to on paper, the best first, while one promises to pay."""
+        at, own = start, {name for name, _ in start.technique_uses()}
+        while True:
+            options = [
+                move for move in moves(at, rules) if isinstance(move, Move) and self._sure(move.recipe)
+            ]
+            best = max(options, key=lambda move: self.expected(move, at), default=None)
+            if best is None or self.expected(best, at) < PAYS:
+                break
+            at = best.recipe
+        return self._without_idle(at, own, rules)
+
+    def rounding_only(self, recipe: Recipe, rules: Rules) -> Recipe:
+        """The recipe without what promises less than the same up to rounding."""
+        loose = sorted(word.split("(")[0] for word in promise(recipe, rules.kept))
+        made = without(recipe, loose, rules) if loose else Move("", recipe)
+        return made.recipe if isinstance(made, Move) else recipe
+
+    def _without_idle(self, recipe: Recipe, own: set[str], rules: Rules) -> Recipe:
+        """Without what was put on early and does nothing beside what came later."""
+        for name, _ in recipe.technique_uses():
+            made = without(recipe, [name], rules) if name not in own else None
+            if isinstance(made, Move) and self._sure(made.recipe) and self.expected(made, recipe) >= 1:
+                recipe = made.recipe
+        return recipe
+
+    def _sure(self, recipe: Recipe) -> bool:
+        predicted = self.planner.predict(recipe)
+        return (
+            isinstance(predicted, Prediction)
+            and predicted.fits
+            and not predicted.doubtful
+            and not self.suspect(recipe)
+        )
+
+
+def family(move: Move) -> str:
+    """What settings of one technique have in common."""
+    return move.key.split("(")[0]
+
+
+def bonus(move: Move, over: Recipe, expected: float) -> float:
+    """By how much a change is tried before (or after) others of which as much is expected."""
+    if move.recipe.batch != over.batch:
+        return BONUS
+    technique = registry().get(family(move))
+    if technique is not None and technique.claim.metric == "tokens_per_s":
+        return min(BONUS, max(0.0, 0.02 * technique.claim.gain))
+    return -UNSEEN if abs(expected - 1) < PAYS - 1 else 0.0
+
+
+def leaps(outlook: Outlook, start: Recipe, rules: Rules) -> list[Recipe]:
+    """Where the paper leads with all that is allowed, and with what only rounds."""
+    narrow = replace(rules, allowed=rules.allowed & ROUNDING)
+    found = [outlook.planned(start, rules)]
+    if narrow.allowed != rules.allowed:
+        found.append(outlook.planned(outlook.rounding_only(start, rules), narrow))
+    return list({recipe.digest: recipe for recipe in found}.values())

@@ -1,0 +1,142 @@
+"""What is written down of a search: its record, and the winner as a recipe's file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from rush.lab.findings import measured
+from rush.lab.statistics import median_interval
+from rush.recipe import Recipe
+from rush.recipe_io import write_toml
+from rush.records.tune import FORMAT, CandidateRow, TuneRecord, mark
+from rush.techniques import Parity
+from rush.tune.candidates import Candidate
+from rush.tune.goal import Goal
+from rush.tune.moves import Refusal, describe
+from rush.tune.search import Search
+from rush.tune.trials import Settings
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for."""
+
+    name: str
+    recipe: Recipe
+    goal: Goal
+    allowed: frozenset[Parity]
+    budget_s: float
+    price: float | None = None
+
+
+def classes(allowed: frozenset[Parity]) -> list[str]:
+    return [one.name.lower() for one in Parity if one in allowed]
+
+
+def record_of(
+    request: Request,
+    search: Search,
+    settings: Settings,
+    known: dict[str, float],
+    started: str,
+    gone: Sequence[Refusal],
+) -> TuneRecord:
+    first = search.candidates[0].results.get("rank") if search.candidates else None
+    return {
+        "format": FORMAT,
+        "name": request.name,
+        "started": started,
+        "finished": None,
+        "machine": search.rules.machine.to_dict(),
+        "fingerprint": search.rules.machine.fingerprint(),
+        "objective": request.goal.objective,
+        "keep_speed": request.goal.keep_speed,
+        "allowed": classes(request.allowed),
+        "budget_s": request.budget_s,
+        "spent_s": search.budget.spent_s,
+        "price": request.price,
+        "settings": asdict(settings),
+        "known": dict(known),
+        "base": {"recipe": write_toml(request.recipe), "digest": request.recipe.digest},
+        "counted": str(first.figures.get("counted", "processed")) if first else "processed",
+        "candidates": [
+            *(_row(Candidate(g.key, None, "refused", f"of the recipe itself: {g.reason}")) for g in gone),
+            *map(_row, search.candidates),
+        ],
+        "events": [asdict(event) for event in search.events],
+        "winner": _winner(request, search),
+    }
+
+
+def _row(candidate: Candidate) -> CandidateRow:
+    result = candidate.best if candidate.timed else None
+    proof, recipe, predicted = candidate.results.get("prove"), candidate.recipe, candidate.prediction
+    return {
+        "key": candidate.key,
+        "over": candidate.over,
+        "state": candidate.state,
+        "reason": candidate.reason,
+        "round": candidate.round,
+        "recipe": write_toml(recipe) if recipe else "",
+        "techniques": [name for name, _ in recipe.technique_uses()] if recipe else [],
+        "micro": recipe.batch.micro if recipe else None,
+        "predicted": {
+            "tokens_per_s": predicted.tokens_per_s,
+            "memory_bytes": predicted.memory_bytes,
+            "limit_bytes": predicted.limit_bytes,
+        }
+        if predicted
+        else None,
+        "expected": candidate.expected,
+        "ratio": candidate.ratio,
+        "tokens_per_s": measured(median_interval([result.rates]), [list(result.rates)]) if result else None,
+        "peak_memory_bytes": result.peak_memory_bytes if result else None,
+        "evidence": [dict(row) for row in proof.evidence] if proof else [],
+        "parity": dict(proof.parity) if proof and proof.parity else None,
+    }
+
+
+def _winner(request: Request, search: Search) -> dict[str, Any] | None:
+    won = search.winner
+    if won is None or won.recipe is None:
+        return None
+    ratio, speed = search.gain, won.best.speed
+    parity = won.results["prove"].parity if "prove" in won.results else None
+    found: dict[str, Any] = {
+        "key": won.key,
+        "what": describe(won.recipe),
+        "tokens_per_s": speed,
+        "peak_memory_bytes": won.best.peak_memory_bytes,
+        "gain": {"ratio": ratio.ratio, "ci95": [ratio.low, ratio.high]} if ratio else None,
+        "memory_ratio": won.best.peak_memory_bytes / max(1, search.base.best.peak_memory_bytes),
+        "parity": dict(parity) if parity else None,
+        "as_it_stood": won is search.base,
+    }
+    if request.goal.objective == "longest-sequence":
+        found["sequence"] = won.recipe.batch.sequence
+    if request.price is not None:
+        found["cost_per_million_tokens"] = request.price / 3600 / speed * 1e6
+    return found
+
+
+def recipe_file(request: Request, search: Search, record: TuneRecord) -> str:
+    """The winner as a recipe's file, which says where it comes from."""
+    assert search.winner is not None
+    assert search.winner.recipe is not None
+    machine, winner = search.rules.machine, record["winner"]
+    assert winner is not None
+    parity = winner["parity"]
+    if winner["as_it_stood"]:
+        gained = "nothing was proved better than"
+    elif winner["gain"]:
+        gained = f"{winner['gain']['ratio']:.2f}× the speed and {winner['memory_ratio']:.2f}× the memory of"
+    else:
+        gained = f"sequences of {search.winner.recipe.batch.sequence:,} tokens, from"
+    proved = f"parity with plain fp32: {parity['verdict']}" if parity else "parity was not traced"
+    return (
+        f"# Made by `rush tune {request.name}`: {gained} the recipe it came from; {proved}. The evidence is in tune.json.\n"
+        f"{mark(record['fingerprint'], machine.summary())}\n"
+        f"{write_toml(search.winner.recipe)}"
+    )

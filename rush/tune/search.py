@@ -1,0 +1,262 @@
+"""The search: prune by prediction, rank by short trials, decide by longer ones, prove the winner.
+
+It begins with the recipe as it stands and leaps to what the planner thinks is best; most of the way is made in one trial, if
+the planner is right. From there it climbs: the likeliest single change first, each held against the lead, which moves on when
+one is ahead by more than chance gives. A technique that promises no more than the same learning curve has to show it before
+others are built upon it. When the time or the changes are used up, `finals.py` decides.
+
+Nothing here touches a device or a file: `Laboratory` makes the trials, and a test can answer from a table.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rush.errors import MachineError
+from rush.lab.statistics import Ratio
+from rush.recipe import Recipe
+from rush.tune.budget import Budget
+from rush.tune.candidates import Candidate, Event
+from rush.tune.forecast import Prediction
+from rush.tune.goal import Goal, Result
+from rush.tune.moves import Move, Refusal, Rules, compiled, describe, promise, with_micro
+from rush.tune.outlook import Outlook, bonus, family, leaps
+
+HOPELESS = 0.9
+"""A change that is predicted to come to less of the lead than this is not tried."""
+AGAIN = 0.98
+"""A change that lost by less may be tried again on another lead, when all others have been."""
+
+
+class Laboratory(Protocol):
+    """Makes trials. Every one that was made before is known and costs nothing."""
+
+    def reference(self) -> Result:
+        """Plain fp32, traced for parity."""
+        ...
+
+    def trial(self, kind: str, recipe: Recipe) -> Result:
+        """`rank`: a short timing. `decide`: a longer one. `prove`: that, with evidence and parity. `length`: does it fit?"""
+        ...
+
+
+@dataclass
+class Search:
+    start: Recipe
+    rules: Rules
+    lab: Laboratory
+    outlook: Outlook
+    budget: Budget
+    tell: Callable[[Search, str | None], None] = lambda search, doing: None
+    """Called before and after every trial."""
+    candidates: list[Candidate] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    base: Candidate = field(init=False)
+    lead: Candidate = field(init=False)
+    winner: Candidate | None = None
+    gain: Ratio | None = None
+    """The winner's speed over that of the recipe as it stands."""
+    _seen: set[str] = field(default_factory=set)
+    _lost: dict[str, list[float]] = field(default_factory=dict)
+    _proven: set[frozenset[str]] = field(default_factory=set)
+
+    @property
+    def goal(self) -> Goal:
+        return self.outlook.goal
+
+    def climb(self) -> None:
+        """From the recipe as it stands to the best that could be found in time; it is not proved yet."""
+        self.begin()
+        for recipe in leaps(self.outlook, self.lead.known_recipe, self.rules):
+            leap = Move(f"planned: {describe(recipe)}", recipe)
+            if recipe.digest not in self._seen and self.affordable("rank", recipe):
+                self._consider(leap, self.outlook.expected(leap, self.lead.known_recipe))
+        while (chosen := self._next()) is not None:
+            self._consider(*chosen)
+
+    def begin(self) -> None:
+        """Try the recipe as it stands, and trace what all are held against."""
+        self.base = self.lead = self._first()
+        self._reference()
+
+    def _first(self) -> Candidate:
+        """The recipe as it stands; with a smaller micro batch where that does not fit."""
+        move = Move("as it stands", self.start)
+        while True:
+            predicted = self.outlook.planner.predict(move.recipe)
+            small = move.recipe.batch.micro // 2
+            if small and isinstance(predicted, Prediction) and not predicted.fits:
+                self._prune(move, predicted)
+            else:
+                candidate = self.add(move, "start")
+                result = self.run("rank", candidate)
+                if result.ok:
+                    return candidate
+                candidate.state, candidate.reason = "failed", result.failure
+                if result.status != "out_of_memory" or not small:
+                    raise MachineError(
+                        f"the recipe does not run here, so there is nothing to tune: {result.reason}"
+                    )
+            move = with_micro(Move("as it stands", self.start), small)
+
+    def _reference(self) -> None:
+        began, before = self.budget.spent_s, self.budget.clock()
+        self.tell(self, "plain fp32, for parity")
+        result = self.lab.reference()
+        self.budget.note(frozenset(), result.wall_s, self.budget.clock() - before, "reference")
+        self.budget.reference_s = result.wall_s
+        self.events.append(Event("plain fp32", "reference", began, result.wall_s, result.status))
+
+    def _next(self) -> tuple[Move, float] | None:
+        """The likeliest change of the lead there is time for; None ends the climb."""
+        lead = self.lead.known_recipe
+        options = sorted(
+            self._options(lead), key=lambda option: -option[1] - bonus(option[0], lead, option[1])
+        )
+        for move, expected in options:
+            if self.affordable("rank", move.recipe):
+                return move, expected
+        for move, expected in options:
+            self._note(Candidate(move.key, move.recipe, "not tried", "no time was left", expected=expected))
+        return None
+
+    def _options(self, lead: Recipe) -> Iterator[tuple[Move, float]]:
+        """Changes of the lead that are worth a trial; what is not is noted with the reason."""
+        double = 2 * lead.batch.micro
+        divides = self.rules.tokens % (double * lead.batch.sequence) == 0
+        crowded = divides and not self.outlook.fits(with_micro(Move("", lead), double).recipe)
+        for move in self.outlook.moves(lead, self.rules):
+            if isinstance(move, Refusal):
+                self._note(Candidate(move.key, None, "refused", move.reason))
+                continue
+            both = [move]
+            if crowded and move.recipe.batch.micro == lead.batch.micro:
+                # What makes room may pay by a larger micro batch.
+                larger = with_micro(move, double)
+                both += [larger] if self.outlook.fits(larger.recipe) else []
+            for one in both:
+                if (expected := self._worth(one, lead)) is not None:
+                    yield one, expected
+
+    def _worth(self, move: Move, lead: Recipe) -> float | None:
+        """What is expected of a change; None where it is not worth a trial."""
+        if move.recipe.digest in self._seen:
+            return None
+        if tries := self._lost.get(move.key):
+            return AGAIN if len(tries) == 1 and tries[0] >= AGAIN else None
+        predicted = self.outlook.planner.predict(move.recipe)
+        # Another setting of what has just lost will hardly do better.
+        others = [
+            ratio for key, tries in self._lost.items() if family(move) == key.split("(")[0] for ratio in tries
+        ]
+        expected = min(self.outlook.expected(move, lead), max(others, default=math.inf))
+        if isinstance(predicted, str):
+            self._note(Candidate(move.key, None, "refused", predicted))
+        elif not predicted.fits:
+            self._prune(move, predicted)
+        elif self.outlook.suspect(move.recipe):
+            self._note(
+                Candidate(move.key, None, "pruned", "what it rounds was found to learn something else")
+            )
+        elif expected < HOPELESS and not others and move.key not in self.outlook.known:
+            words = f"predicted {expected:.2f}×"
+            self._note(Candidate(move.key, None, "pruned", words, prediction=predicted, expected=expected))
+        else:
+            return expected
+        return None
+
+    def _prune(self, move: Move, predicted: Prediction) -> None:
+        needed, there = predicted.memory_bytes / 2**30, predicted.limit_bytes / 2**30
+        words = f"predicted {needed:.3g} GiB of {there:.3g}"
+        self._note(Candidate(move.key, None, "pruned", words, prediction=predicted))
+
+    def _consider(self, move: Move, expected: float) -> None:
+        """Try a change, and let it lead if it is ahead and learns the same as far as is known."""
+        candidate = self.add(move, "lost")
+        candidate.expected, candidate.over = expected, self.lead.key
+        result, old = self.run("rank", candidate), self.lead.results["rank"]
+        if not result.ok:
+            candidate.state, candidate.reason = "failed", result.failure
+            self._lost.setdefault(move.key, []).append(0.0)
+            return
+        candidate.ratio = self.goal.ratio(result, old)
+        if not self.goal.ahead(result, old, self.base.results["rank"]):
+            candidate.reason = f"lost round 1: {candidate.ratio:.2f}×"
+            self._lost.setdefault(move.key, []).append(candidate.ratio)
+            return
+        own = promise(move.recipe, self.rules.kept)
+        if own and own not in self._proven:
+            if not self.affordable("prove", move.recipe):
+                candidate.reason = f"{candidate.ratio:.2f}×, but no time was left to prove it"
+                return
+            if not self.prove(candidate):
+                return
+        candidate.state, candidate.reason = "ahead", f"took the lead: {candidate.ratio:.2f}×"
+        self.lead = candidate
+
+    def prove(self, candidate: Candidate) -> bool:
+        """Hold a candidate against plain fp32, and look whether all of it took effect."""
+        result = self.run("prove", candidate)
+        candidate.round = 3
+        if not result.ok:
+            candidate.state, candidate.reason = "failed", result.failure
+            return False
+        if idle := [name for name in result.without_effect if name not in self.rules.kept]:
+            candidate.state, candidate.reason = "no effect", f"no effect: {', '.join(idle)}"
+            return False
+        own = promise(candidate.known_recipe, self.rules.kept)
+        parity = result.parity or {"verdict": "not judged"}
+        if parity["verdict"] == "different":
+            candidate.state, candidate.reason = "different", f"parity: different; {parity['why']}"
+            self.outlook.failed |= {own} if own else set()
+            return False
+        self._proven.add(own)
+        return True
+
+    def affordable(self, kind: str, recipe: Recipe, *, reserve: bool = True) -> bool:
+        """Whether there is time for a trial, and after it for what must be made at the end."""
+        needed = self.budget.expected_s(compiled(recipe), kind)
+        return needed + (self._reserve_s() if reserve else 0.0) <= self.budget.left_s
+
+    def _reserve_s(self) -> float:
+        """What proving the lead and timing the first recipe once more will take."""
+        proof = 0.0
+        if "prove" not in self.lead.results:
+            proof = self.budget.expected_s(compiled(self.lead.known_recipe), "prove")
+        return proof + self.budget.expected_s(compiled(self.base.known_recipe), "decide")
+
+    def add(self, move: Move, state: str) -> Candidate:
+        """A candidate that will be tried."""
+        predicted = self.outlook.planner.predict(move.recipe)
+        candidate = Candidate(move.key, move.recipe, state)
+        candidate.prediction = predicted if isinstance(predicted, Prediction) else None
+        self.candidates.append(candidate)
+        self._seen.add(move.recipe.digest)
+        return candidate
+
+    def _note(self, candidate: Candidate) -> None:
+        """Write down what is not tried, once for each change."""
+        if all(other.key != candidate.key for other in self.candidates):
+            self.candidates.append(candidate)
+
+    def run(self, kind: str, candidate: Candidate) -> Result:
+        """Make a trial of a candidate, if it was not made."""
+        if kind in candidate.results:
+            return candidate.results[kind]
+        result = self.measure(kind, candidate, candidate.known_recipe)
+        if result.ok:
+            candidate.results[kind] = result
+        return result
+
+    def measure(self, kind: str, candidate: Candidate, recipe: Recipe) -> Result:
+        """Make a trial, on the budget and on the time line."""
+        began, before = self.budget.spent_s, self.budget.clock()
+        self.tell(self, candidate.key if kind == "rank" else f"{candidate.key} ({kind})")
+        result = self.lab.trial(kind, recipe)
+        self.budget.note(compiled(recipe), result.wall_s, self.budget.clock() - before, kind)
+        candidate.round = max(candidate.round, 1)
+        self.events.append(Event(candidate.key, kind, began, result.wall_s, result.status))
+        return result

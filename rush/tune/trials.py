@@ -1,0 +1,175 @@
+"""The trials of a search, on the lab's bench: each in a fresh process, each kept as a file.
+
+A step of a large recipe takes many seconds, and a search makes dozens of trials. So trials make shorter steps: the same number
+of tokens for all candidates, a power of two below the recipe's. The update then weighs more than in training, by a per cent or
+so. Parity is judged on a small batch that plain fp32 can make in reasonable time; of a model that does not fit in fp32 on
+fewer of its layers.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rush.lab.bench import Bench
+from rush.lab.judge import parity_of
+from rush.lab.ladder_file import Measure, Parity, Plan
+from rush.lab.ladder_file import Search as NoSearch
+from rush.lab.statistics import centre
+from rush.lab.timing import rates
+from rush.lab.trial import Outcome
+from rush.recipe import Recipe
+from rush.recipe_io import changed
+from rush.techniques import Parity as Class
+from rush.techniques import registry
+from rush.tune.budget import Budget
+from rush.tune.forecast import Planner, Prediction
+from rush.tune.goal import Result
+
+STEP_S = 0.5
+"""About how long a step of a trial may take, by prediction."""
+PARITY_TOKENS = 4096
+PARITY_STEPS = (8, 40)
+PARITY_SHARE = 0.12
+"""Of the budget: what tracing plain fp32 and its twin may take."""
+LIMIT_S = 900.0
+LEAST_S = 20.0
+RANK = Measure(
+    windows=4, window_ms=150.0, warmup_max_steps=10, warmup_max_s=1.0, timed_max_s=4.0, limit_s=LIMIT_S
+)
+LONG = Measure(
+    windows=12, window_ms=250.0, warmup_max_steps=20, warmup_max_s=3.0, timed_max_s=10.0, limit_s=LIMIT_S
+)
+ONCE = Measure(
+    windows=1, window_ms=1.0, warmup_max_steps=1, warmup_max_s=1.0, timed_max_s=1.0, limit_s=LIMIT_S
+)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a search decides once, so that it can go on after an interruption."""
+
+    tokens: int
+    """Of a step, in trials."""
+    parity_steps: int = 0
+    """0 until the first trial has shown how fast this machine is today."""
+    parity_changes: dict[str, Any] = field(default_factory=dict)
+
+
+def kept_of(recipe: Recipe) -> frozenset[str]:
+    """The recipe's own techniques that say what is learned: the reference has them, too."""
+    known = registry()
+    return frozenset(n for n, _ in recipe.technique_uses() if n in known and known[n].parity is Class.CHANGES)
+
+
+def plain_of(recipe: Recipe) -> Recipe:
+    """Plain fp32, with the adapters that the recipe asks for."""
+    kept = kept_of(recipe)
+    entries = [{"name": n, **knobs} if knobs else n for n, knobs in recipe.technique_uses() if n in kept]
+    return changed(recipe, {"techniques": entries})
+
+
+def trial_tokens(start: Recipe, best: Recipe, planner: Planner) -> int:
+    """Tokens of a step in trials: the recipe's, halved while a step of the `best` that is expected would take long."""
+    found, whole = planner.predict(best), start.step_tokens
+    enough = STEP_S * found.tokens_per_s if isinstance(found, Prediction) else whole
+    fit = math.lcm(start.batch.micro, best.batch.micro) * start.batch.sequence
+    while whole > enough and whole % 2 == 0 and whole // 2 % fit == 0:
+        whole //= 2
+    return whole
+
+
+def parity_batch(recipe: Recipe, planner: Planner) -> dict[str, Any]:
+    """Changes to a recipe that make plain fp32 of it possible: a small batch, and fewer layers where it does not fit."""
+    plain, batch = plain_of(recipe), recipe.batch
+    changes: dict[str, Any] = {}
+    if recipe.step_tokens > PARITY_TOKENS:
+        micro = max(1, min(batch.micro, PARITY_TOKENS // batch.sequence))
+        changes = {"batch.micro": micro, "batch.total_tokens": micro * batch.sequence}
+    layers = recipe.shape().num_layers
+    while layers > 1 and recipe.model.init_from is None:
+        found = planner.predict(changed(plain, changes))
+        if not isinstance(found, Prediction) or found.fits:
+            break
+        layers //= 2
+        changes["model.shape.num_layers"] = layers
+    return changes
+
+
+def parity_steps(plain: Recipe, planner: Planner, slower: float, budget_s: float) -> int:
+    """Steps that fit into parity's share of the budget, on a machine so many times slower than predicted."""
+    found, (low, high) = planner.predict(plain), PARITY_STEPS
+    if not isinstance(found, Prediction):
+        return low
+    step_s = slower * plain.step_tokens / found.tokens_per_s
+    return max(low, min(high, int(PARITY_SHARE * budget_s / (2 * step_s))))
+
+
+def trial_plan(recipe: Recipe, settings: Settings, measure: Measure) -> Plan:
+    """How the bench times and traces; what short trials come to does not depend on parity."""
+    steps = max(1, settings.parity_steps)
+    parity = Parity() if measure is not LONG else Parity(steps=steps, changes=settings.parity_changes)
+    return Plan("tune", plain_of(recipe), (), measure, parity, NoSearch())
+
+
+class Trials:
+    """A laboratory: two benches in one folder, one with short timings and one with longer ones."""
+
+    def __init__(
+        self, bench: Bench, recipe: Recipe, settings: Settings, planner: Planner, budget: Budget
+    ) -> None:
+        self.bench, self.recipe, self.plain = bench, recipe, plain_of(recipe)
+        self.settings, self.planner, self.budget = settings, planner, budget
+        self.slower = 1.0
+        """Than predicted: what the first trial showed."""
+
+    def reference(self) -> Result:
+        if not self.settings.parity_steps:
+            changes = parity_batch(self.recipe, self.planner)
+            plain = changed(self.plain, changes)
+            steps = parity_steps(plain, self.planner, self.slower, self.budget.total_s)
+            self.settings = replace(self.settings, parity_steps=steps, parity_changes=changes)
+        outcome = self._bench(LONG).run(
+            self.plain, "reference", first=True, timed=False, twin=True, limit_s=self._limit_s()
+        )
+        return _result(outcome)
+
+    def trial(self, kind: str, recipe: Recipe) -> Result:
+        bench = self._bench({"rank": RANK, "length": ONCE}.get(kind, LONG))
+        # The second pass of a step is the fullest: gradients are there.
+        tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
+        short = changed(recipe, {"batch.total_tokens": tokens})
+        outcome = bench.run(short, kind, first=kind == "prove", limit_s=self._limit_s())
+        parity = None
+        if kind == "prove" and outcome.status == "ok":
+            parity = parity_of(bench, short, bench.parity_recipe(self.plain), outcome)
+        result = _result(outcome, parity)
+        if not self.settings.parity_steps and result.ok:
+            predicted = self.planner.predict(short)
+            if isinstance(predicted, Prediction):
+                self.slower = max(
+                    1.0, predicted.tokens_per_s / centre([rates(outcome.found["timing"], "processed")])
+                )
+        return result
+
+    def _bench(self, measure: Measure) -> Bench:
+        return replace(self.bench, plan=trial_plan(self.recipe, self.settings, measure))
+
+    def _limit_s(self) -> float:
+        """A trial may not outlast the budget; the first of a search gets its time in any case."""
+        return max(self.budget.left_s, LEAST_S)
+
+
+def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> Result:
+    timing = outcome.found.get("timing") or {}
+    return Result(
+        outcome.status,
+        outcome.reason,
+        tuple(rates(timing)) if timing else (),
+        timing.get("peak_memory_bytes", 0),
+        outcome.wall_s,
+        outcome.found.get("evidence", ()),
+        parity,
+        {key: timing[key] for key in ("compile_s", "dtype", "step_tokens", "counted") if key in timing},
+    )

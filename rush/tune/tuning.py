@@ -1,0 +1,134 @@
+"""A search in a folder: started, gone on with, written down, and what comes of it.
+
+DIR/tune.json     every candidate with its reason, every trial with its time: written after each
+DIR/recipe.toml   the winner, whole, as `rush train` runs it
+DIR/trials/       one file per finished trial; what is there is not run again
+DIR/parity/       the traces that parity was judged from
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from rush.errors import RecipeError
+from rush.files import write_atomic
+from rush.lab.bench import Bench, open_bench
+from rush.plan.target import target_here
+from rush.recipe import Recipe
+from rush.recipe_io import changed
+from rush.records.lock import FolderLock
+from rush.records.tune import TuneRecord, read_tune, write_tune
+from rush.train.corpus import open_corpus
+from rush.tune.budget import Budget
+from rush.tune.candidates import Candidate
+from rush.tune.earlier import Gain, remember, remembered
+from rush.tune.finals import decide
+from rush.tune.forecast import Planner
+from rush.tune.lengths import lengthen
+from rush.tune.moves import Rules, runnable
+from rush.tune.outlook import Outlook, leaps
+from rush.tune.record import Request, classes, recipe_file, record_of
+from rush.tune.search import Search
+from rush.tune.trials import RANK, Settings, Trials, kept_of, trial_plan, trial_tokens
+
+Watch = Callable[[TuneRecord, str | None], None]
+
+
+def tune(
+    request: Request,
+    folder: Path,
+    *,
+    watch: Watch = lambda record, doing: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> TuneRecord:
+    """Search into `folder`, or go on with the search that is there. Returns its record."""
+    recipe = _whole(request.recipe)
+    request = replace(request, recipe=recipe)
+    folder.mkdir(parents=True, exist_ok=True)
+    with FolderLock(folder):
+        before = _earlier(request, folder)
+        open_corpus(recipe, None, note)
+        empty = trial_plan(recipe, Settings(recipe.step_tokens), RANK)
+        with open_bench(empty, folder) as bench:
+            record = _search(request, folder, bench, before, watch)
+        bench.clean()
+    return record
+
+
+def _search(
+    request: Request, folder: Path, bench: Bench, before: TuneRecord | None, watch: Watch
+) -> TuneRecord:
+    assert bench.ceilings is not None
+    machine, planner = bench.machine, Planner(target_here(bench.machine, bench.ceilings))
+    fingerprint = machine.fingerprint()
+    rules = Rules(machine, request.allowed, kept_of(request.recipe), request.recipe.step_tokens)
+    start, gone = runnable(request.recipe, rules)
+    if before is not None and before["fingerprint"] == fingerprint:
+        settings, started, known = Settings(**before["settings"]), before["started"], before["known"]
+    else:
+        before, started = None, _now()
+        known = remembered(fingerprint, request.recipe.model.name, folder.parent)
+        on_paper = leaps(Outlook(planner, request.goal, known, rules.kept), start, rules)[0]
+        settings = Settings(trial_tokens(start, on_paper, planner))
+    outlook, budget = Outlook(planner, request.goal, known, rules.kept), Budget(request.budget_s)
+    lab = Trials(bench, request.recipe, settings, planner, budget)
+
+    def tell(search: Search, doing: str | None) -> None:
+        record = record_of(request, search, lab.settings, known, started, gone)
+        write_tune(folder / "tune.json", record)
+        watch(record, doing)
+
+    search = Search(start, replace(rules, tokens=settings.tokens), lab, outlook, budget, tell)
+    if request.goal.objective == "longest-sequence":
+        lengthen(search)
+    else:
+        search.climb()
+        decide(search)
+    record = record_of(request, search, lab.settings, known, started, gone)
+    record["finished"] = _now()
+    write_tune(folder / "tune.json", record)
+    write_atomic(folder / "recipe.toml", recipe_file(request, search, record))
+    if request.goal.objective in ("tokens/s", "cost") and not (before and before["finished"]):
+        remember(fingerprint, _gains(request, search.candidates))
+    watch(record, None)
+    return record
+
+
+def _whole(recipe: Recipe) -> Recipe:
+    """With its tokens of a step written out: they stay, whatever the micro batch. Refuses several ranks."""
+    if recipe.world > 1:
+        raise RecipeError(
+            f"rush tune tries recipes on one device, and the layout asks for {recipe.world} ranks; tune it with layout sizes of "
+            "1, and let `rush plan --search` choose the layout."
+        )
+    return changed(recipe, {"batch.total_tokens": recipe.step_tokens})
+
+
+def _earlier(request: Request, folder: Path) -> TuneRecord | None:
+    """The search that this folder holds; another one is refused."""
+    if not (folder / "tune.json").exists():
+        return None
+    there = read_tune(folder)
+    asked = (request.recipe.digest, request.goal.objective, classes(request.allowed))
+    if (there["base"]["digest"], there["objective"], there["allowed"]) != asked:
+        raise RecipeError(
+            f"{folder} holds another search ({there['name']}, {there['objective']}, allowing {', '.join(there['allowed'])}); "
+            "choose another --out."
+        )
+    return there
+
+
+def _gains(request: Request, candidates: Sequence[Candidate]) -> list[Gain]:
+    """Single changes that were timed, for later searches."""
+    return [
+        Gain(c.key, request.recipe.model.name, c.ratio)
+        for c in candidates
+        if c.ratio is not None and not c.key.startswith("planned")
+    ]
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

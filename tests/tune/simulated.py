@@ -1,0 +1,110 @@
+"""A machine that answers from a table: what was measured on an H200, as factors that multiply."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rush.plan.target import target_of
+from rush.recipe import Recipe
+from rush.recipe_io import changed
+from rush.techniques import Parity
+from rush.tune.budget import Budget
+from rush.tune.forecast import Planner
+from rush.tune.goal import Goal, Result
+from rush.tune.moves import Rules, named
+from rush.tune.outlook import Outlook, leaps
+from rush.tune.search import Search
+from rush.tune.trials import kept_of, trial_tokens
+
+LADDER = Path(__file__).parents[2] / "results" / "llama-3.2-1b-h200" / "ladder.json"
+LEARNS_THE_SAME = frozenset({Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL})
+
+
+def measured_factors() -> dict[str, float]:
+    """What each rung of the ladder on an H200 gained over the one it stood on."""
+    return {
+        rung["name"]: rung["gain"]["ratio"]
+        for rung in json.loads(LADDER.read_text())["rungs"]
+        if rung.get("gain")
+    }
+
+
+def measured_batches() -> dict[int, float]:
+    """Speed by micro batch, over that of 8."""
+    points = {p["micro"]: p["tokens_per_s"]["median"] for p in json.loads(LADDER.read_text())["batch_curve"]}
+    return {micro: speed / points[8] for micro, speed in points.items()}
+
+
+@dataclass
+class Table:
+    """Trials by multiplication, with noise, taking the time that trials took there."""
+
+    factors: Mapping[str, float]
+    batches: Mapping[int, float]
+    plain: float = 4668.0
+    noise: float = 0.004
+    different: tuple[frozenset[str], ...] = ()
+    """Techniques, named with their knobs, that together learn something else."""
+    idle: tuple[str, ...] = ()
+    made: list[tuple[str, str]] = field(default_factory=list)
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def speed(self, recipe: Recipe) -> float:
+        value = self.plain
+        uses = dict(recipe.technique_uses())
+        for name, knobs in uses.items():
+            if name == "tf32" and any(other.endswith(("bf16", "fp16", "bf16_master")) for other in uses):
+                continue
+            value *= self.factors.get(named(name, knobs), self.factors.get(name, 1.0))
+        nearest = min(self.batches, key=lambda micro: abs(micro - recipe.batch.micro))
+        return value * self.batches[nearest]
+
+    def reference(self) -> Result:
+        return Result("ok", wall_s=45.0)
+
+    def trial(self, kind: str, recipe: Recipe) -> Result:
+        self.made.append((kind, recipe.digest))
+        names = {named(name, knobs) for name, knobs in recipe.technique_uses()}
+        wall_s = 30.0 if any(name.startswith("compile") for name in names) else 10.0
+        process = self.rng.gauss(1, self.noise)
+        rates = [self.speed(recipe) * process * self.rng.gauss(1, self.noise / 2) for _ in range(5)]
+        parity: dict[str, Any] | None = None
+        evidence: list[dict[str, Any]] = []
+        if kind == "prove":
+            wall_s += 20.0
+            other = any(group <= names for group in self.different)
+            parity = {"verdict": "different" if other else "equal", "why": "the table says so", "steps": 20}
+            evidence = [
+                {"technique": name.split("(")[0], "took_effect": name not in self.idle, "what": ""}
+                for name in names
+            ]
+        return Result("ok", None, rates, 2**30, wall_s, evidence, parity)
+
+
+@cache
+def planner_of(machine: str) -> Planner:
+    return Planner(target_of(machine))
+
+
+def search_for(
+    recipe: Recipe,
+    table: Table,
+    budget_s: float = 900.0,
+    known: Mapping[str, float] | None = None,
+    allowed: frozenset[Parity] = LEARNS_THE_SAME,
+    goal: Goal | None = None,
+    machine: str = "h200-sxm",
+) -> Search:
+    """A search on a machine of the catalogue; its clock stands still, so only trials take time."""
+    planner, budget = planner_of(machine), Budget(budget_s, clock=lambda: 0.0)
+    whole = changed(recipe, {"batch.total_tokens": recipe.step_tokens})
+    rules = Rules(planner.target.machine(), allowed, kept_of(whole), whole.step_tokens)
+    outlook = Outlook(planner, goal or Goal(), known or {}, rules.kept)
+    tokens = trial_tokens(whole, leaps(outlook, whole, rules)[0], planner)
+    return Search(whole, replace(rules, tokens=tokens), table, outlook, budget)

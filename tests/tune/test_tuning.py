@@ -1,0 +1,163 @@
+"""Real searches on this CPU: a folder with a recipe that trains, gone on with after a kill, never a trial twice."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil  # type: ignore[import-untyped]
+import pytest
+
+from rush.errors import RecipeError
+from rush.files import write_atomic
+from rush.recipe_io import load_recipe
+from rush.records.tune import mark, read_tune, tuned_on
+from rush.report.tune import tune_page
+from rush.techniques import Parity
+from rush.tune.goal import Goal
+from rush.tune.record import Request
+from rush.tune.tuning import tune
+
+ROOT = Path(__file__).resolve().parents[2]
+ALLOWED = frozenset({Parity.EXACT, Parity.CLOSE})
+
+
+def request(recipe: Path, budget_s: float, **goal: object) -> Request:
+    return Request("small", load_recipe(str(recipe)), Goal(**goal), ALLOWED, budget_s)  # type: ignore[arg-type]
+
+
+def test_a_search_of_seconds_leaves_a_recipe_its_evidence_and_no_process(
+    small_recipe: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "out"
+    record = tune(request(small_recipe, 6.0), folder)
+    assert record == read_tune(folder)
+    assert record["finished"]
+    assert [event["kind"] for event in record["events"]][:2] == ["rank", "reference"]
+    found, start = load_recipe(str(folder / "recipe.toml")), load_recipe(str(small_recipe))
+    assert found.step_tokens == start.step_tokens
+    assert tuned_on(folder / "recipe.toml") == (record["fingerprint"], tuned_on(folder / "recipe.toml")[1])  # type: ignore[index]
+    assert "<svg" in tune_page(record)
+    assert not psutil.Process().children(recursive=True)
+
+
+def test_a_folder_of_another_search_is_refused(small_recipe: Path, tmp_path: Path) -> None:
+    from rush.records.tune import write_tune
+
+    write_tune(
+        tmp_path / "tune.json",
+        {"format": 1, "name": "other", "started": "", "machine": {}, "base": {"digest": "x"}, "candidates": [],
+         "events": [], "objective": "tokens/s", "allowed": ["exact"]},
+    )  # fmt: skip
+    with pytest.raises(RecipeError, match="holds another search"):
+        tune(request(small_recipe, 6.0), tmp_path)
+
+
+def test_a_recipe_of_several_ranks_is_refused(small_recipe: Path, tmp_path: Path) -> None:
+    two = Request("two", load_recipe(str(small_recipe), ["layout.ddp=2"]), Goal(), ALLOWED, 5.0)
+    with pytest.raises(RecipeError, match="one device"):
+        tune(two, tmp_path)
+
+
+def test_the_mark_of_a_machine_is_read_back_and_changes_nothing(small_recipe: Path, tmp_path: Path) -> None:
+    marked = tmp_path / "recipe.toml"
+    write_atomic(marked, f"{mark('0123456789abcdef', 'a card (80 GiB)')}\n{small_recipe.read_text()}")
+    assert tuned_on(marked) == ("0123456789abcdef", "a card (80 GiB)")
+    assert tuned_on(small_recipe) is None
+    assert load_recipe(str(marked)).digest == load_recipe(str(small_recipe)).digest
+
+
+def _start(recipe: Path, folder: Path, budget: str) -> subprocess.Popen[bytes]:
+    words = [
+        sys.executable,
+        "-m",
+        "rush",
+        "tune",
+        str(recipe),
+        "--budget",
+        budget,
+        "--out",
+        str(folder),
+        "--json",
+    ]
+    return subprocess.Popen(
+        [*words, "--allow", "exact", "--allow", "close"], cwd=ROOT, stdout=subprocess.DEVNULL
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_killed_half_way_it_goes_on_and_its_recipe_trains(small_recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    process = _start(small_recipe, folder, "120s")
+    until = time.monotonic() + 240
+    while len(list((folder / "trials").glob("*.json"))) < 4 and time.monotonic() < until:
+        time.sleep(0.2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = {path.name: path.read_bytes() for path in (folder / "trials").glob("*.json")}
+    assert len(before) >= 4
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive, "trials outlived the search"
+    assert not (folder / "recipe.toml").exists()
+    assert _start(small_recipe, folder, "120s").wait(timeout=400) == 0
+    record = read_tune(folder)
+    for name, content in before.items():
+        assert (folder / "trials" / name).read_bytes() == content, "a trial was made again"
+    assert record["winner"] is not None
+    assert record["winner"]["parity"]["verdict"] == "equal"
+    assert record["spent_s"] <= 130
+    train = [
+        sys.executable,
+        "-m",
+        "rush",
+        "train",
+        str(folder / "recipe.toml"),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(train, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "another machine" not in done.stderr
+    moved = tmp_path / "moved.toml"
+    moved.write_text((folder / "recipe.toml").read_text().replace(record["fingerprint"], "0" * 16))
+    told = subprocess.run(
+        [*train[:4], str(moved), "--out", str(tmp_path / "run2")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.returncode == 0
+    assert told.stderr.count("tuned on another machine") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_an_interrupt_leaves_no_process(small_recipe: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    process = _start(small_recipe, folder, "120s")
+    until = time.monotonic() + 240
+    while not list((folder / "trials").glob("*.json")) and time.monotonic() < until:
+        time.sleep(0.2)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.kill(process.pid, signal.SIGINT)
+    assert process.wait(timeout=30) == 130
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert not alive
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_longest_sequence_is_as_long_as_the_model_reads(small_recipe: Path, tmp_path: Path) -> None:
+    record = tune(request(small_recipe, 60.0, objective="longest-sequence"), tmp_path / "out")
+    assert record["winner"] is not None
+    found = load_recipe(str(tmp_path / "out" / "recipe.toml"))
+    assert found.batch.sequence == record["winner"]["sequence"] == found.shape().context
+    assert found.batch.micro == 1
+    assert record["winner"]["parity"]["verdict"] == "equal"
