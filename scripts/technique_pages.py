@@ -12,8 +12,9 @@ from importlib import import_module
 from pathlib import Path
 
 from rush.techniques import Technique, registry
-from rush.techniques.contract import MemoryEffect, Parity
+from rush.techniques.contract import MemoryEffect, Parity, Setting
 from rush.techniques.parity import CLOSE, STATISTICAL_LEARNED
+from rush.tune.moves import named
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "techniques"
 NOTE = "<!-- Written by scripts/technique_pages.py from the technique's file. Change that file, not this page. -->"
@@ -49,6 +50,9 @@ def page(technique: Technique) -> str:
                 ["| knob | values (the first is the default) | meaning |", "| --- | --- | --- |", *rows]
             )
         )
+    if technique.worth:
+        tried = "; ".join(f"`{_words(technique.name, setting)}`" for setting in technique.worth)
+        parts.append(f"Tried by `rush tune`, where its class is allowed: {tried}.")
     parts += [
         "## Requirements and conflicts",
         "\n".join(f"- {requirement.sentence}." for requirement in technique.requires)
@@ -96,6 +100,11 @@ def index() -> str:
         )
         + "\n"
     )
+
+
+def _words(name: str, setting: Setting) -> str:
+    """A setting as the tuner's tables name it."""
+    return " with ".join(named(one, knobs) for one, knobs in {name: setting.knobs, **setting.beside}.items())
 
 
 def _example(technique: Technique) -> str:

@@ -61,12 +61,13 @@ class Bench:
         first: bool = False,
         timed: bool = True,
         twin: bool | None = None,
-        limit_s: float | None = None,
+        limit_s: float = math.inf,
+        keep_late: bool = True,
     ) -> Outcome:
         """The outcome of a trial, made now or earlier. The `first` of a rung is also watched and traced.
 
-        What others are held against needs its `twin`, too: a plain recipe, if nothing else is said. A trial that did not end
-        within a `limit_s` of its own is not kept: with more time it may.
+        What others are held against needs its `twin`, too: a plain recipe, if nothing else is said. `keep_late`: whether it is
+        a result that a trial did not end within its limit; with more time it may.
         """
         if (known := self.known(recipe, kind)) is not None:
             return known
@@ -86,10 +87,10 @@ class Bench:
         }
         path = self._path(recipe, kind)
         compiled = (self.work / f"compiled-{recipe.digest[:16]}").resolve()
-        limit = min(self.plan.measure.limit_s, limit_s or math.inf)
+        limit = min(self.plan.measure.limit_s, limit_s)
         outcome = execute(self.starter, spec, self.work / path.stem, limit, compiled)
         self.seconds.append(outcome.wall_s)
-        if outcome.status == "timed_out" and limit < self.plan.measure.limit_s:
+        if not (keep_late or outcome.found.get("complete")) and outcome.wall_s >= limit:
             return outcome
         for name, rounded in (("trace", False), ("twin", True)):
             if name in outcome.found:

@@ -18,6 +18,7 @@ from typing import Protocol
 from rush.errors import MachineError
 from rush.lab.statistics import Ratio
 from rush.recipe import Recipe
+from rush.techniques import Parity
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate, Event
 from rush.tune.forecast import Prediction
@@ -30,16 +31,21 @@ HOPELESS = 0.9
 AGAIN = 0.98
 """A change that lost by less may be tried again on another lead, when all others have been."""
 
+PATIENCE = 3.0
+"""A trial that takes so many times longer than expected is ended: it has lost."""
+LEAST_S = 20.0
+
 
 class Laboratory(Protocol):
     """Makes trials. Every one that was made before is known and costs nothing."""
 
-    def reference(self) -> Result:
+    def reference(self, limit_s: float) -> Result:
         """Plain fp32, traced for parity."""
         ...
 
-    def trial(self, kind: str, recipe: Recipe) -> Result:
-        """`rank`: a short timing. `decide`: a longer one. `prove`: that, with evidence and parity. `length`: does it fit?"""
+    def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
+        """`rank`: a short timing. `decide`: a longer one. `prove`: that, with evidence and parity. `length`: does it fit?
+        One that is not done by its limit is ended; that is a result, if the limit was `patient`."""
         ...
 
 
@@ -105,7 +111,7 @@ class Search:
     def _reference(self) -> None:
         began, before = self.budget.spent_s, self.budget.clock()
         self.tell(self, "plain fp32, for parity")
-        result = self.lab.reference()
+        result = self.lab.reference(self._limit_s()[0])
         self.budget.note(frozenset(), result.wall_s, self.budget.clock() - before, "reference")
         self.budget.reference_s = result.wall_s
         self.events.append(Event("plain fp32", "reference", began, result.wall_s, result.status))
@@ -208,25 +214,38 @@ class Search:
             candidate.state, candidate.reason = "no effect", f"no effect: {', '.join(idle)}"
             return False
         own = promise(candidate.known_recipe, self.rules.kept)
-        parity = result.parity or {"verdict": "not judged"}
+        parity = result.parity or {"verdict": "not judged", "class": "", "why": "it was not traced"}
         if parity["verdict"] == "different":
             candidate.state, candidate.reason = "different", f"parity: different; {parity['why']}"
             self.outlook.failed |= {own} if own else set()
+            return False
+        if parity["verdict"] != "equal" and parity["class"] != Parity.CHANGES.name:
+            candidate.state, candidate.reason = "failed", f"parity: not judged; {parity['why']}"
             return False
         self._proven.add(own)
         return True
 
     def affordable(self, kind: str, recipe: Recipe, *, reserve: bool = True) -> bool:
-        """Whether there is time for a trial, and after it for what must be made at the end."""
+        """Whether there is time for a trial, and after it for what must be made at the end, should it lead."""
         needed = self.budget.expected_s(compiled(recipe), kind)
-        return needed + (self._reserve_s() if reserve else 0.0) <= self.budget.left_s
+        return needed + (self._reserve_s(recipe) if reserve else 0.0) <= self.budget.left_s
 
-    def _reserve_s(self) -> float:
-        """What proving the lead and timing the first recipe once more will take."""
-        proof = 0.0
+    def _limit_s(self, kind: str = "", recipe: Recipe | None = None) -> tuple[float, bool]:
+        """How long a trial may take, and whether that is long enough to call it slow: a short one may not eat up the time of the
+        proof, and no trial outlasts the budget. The first gets its time in any case."""
+        left = self.budget.left_s
+        if recipe is None or kind != "rank" or not any(event.kind == "reference" for event in self.events):
+            return max(left, LEAST_S), False
+        patience = PATIENCE * self.budget.expected_s(compiled(recipe), kind) + LEAST_S
+        limit = max(left - self._reserve_s(recipe), LEAST_S)
+        return min(limit, patience), patience <= limit
+
+    def _reserve_s(self, recipe: Recipe) -> float:
+        """What proving the lead, or a recipe that may take it, and timing the first recipe once more will take."""
+        proofs = [self.budget.expected_s(compiled(recipe), "prove")]
         if "prove" not in self.lead.results:
-            proof = self.budget.expected_s(compiled(self.lead.known_recipe), "prove")
-        return proof + self.budget.expected_s(compiled(self.base.known_recipe), "decide")
+            proofs.append(self.budget.expected_s(compiled(self.lead.known_recipe), "prove"))
+        return max(proofs) + self.budget.expected_s(compiled(self.base.known_recipe), "decide")
 
     def add(self, move: Move, state: str) -> Candidate:
         """A candidate that will be tried."""
@@ -255,7 +274,7 @@ class Search:
         """Make a trial, on the budget and on the time line."""
         began, before = self.budget.spent_s, self.budget.clock()
         self.tell(self, candidate.key if kind == "rank" else f"{candidate.key} ({kind})")
-        result = self.lab.trial(kind, recipe)
+        result = self.lab.trial(kind, recipe, *self._limit_s(kind, recipe))
         self.budget.note(compiled(recipe), result.wall_s, self.budget.clock() - before, kind)
         candidate.round = max(candidate.round, 1)
         self.events.append(Event(candidate.key, kind, began, result.wall_s, result.status))

@@ -34,7 +34,6 @@ PARITY_STEPS = (8, 40)
 PARITY_SHARE = 0.12
 """Of the budget: what tracing plain fp32 and its twin may take."""
 LIMIT_S = 900.0
-LEAST_S = 20.0
 RANK = Measure(
     windows=4, window_ms=150.0, warmup_max_steps=10, warmup_max_s=1.0, timed_max_s=4.0, limit_s=LIMIT_S
 )
@@ -54,6 +53,9 @@ class Settings:
     """Of a step, in trials."""
     parity_steps: int = 0
     """0 until the first trial has shown how fast this machine is today."""
+    parity_micro: int = 1
+    parity_tokens: int = 0
+    """Of a step; the same for plain fp32 and for all that is held against it."""
     parity_changes: dict[str, Any] = field(default_factory=dict)
 
 
@@ -80,37 +82,43 @@ def trial_tokens(start: Recipe, best: Recipe, planner: Planner) -> int:
     return whole
 
 
-def parity_batch(recipe: Recipe, planner: Planner) -> dict[str, Any]:
-    """Changes to a recipe that make plain fp32 of it possible: a small batch, and fewer layers where it does not fit."""
-    plain, batch = plain_of(recipe), recipe.batch
-    changes: dict[str, Any] = {}
-    if recipe.step_tokens > PARITY_TOKENS:
+def parity_settings(
+    settings: Settings, recipe: Recipe, planner: Planner, slower: float, budget_s: float
+) -> Settings:
+    """A small batch, fewer layers where plain fp32 does not fit, and the steps that fit into parity's share of the budget.
+
+    `slower`: how many times slower than predicted this machine is today.
+    """
+    batch, tokens = recipe.batch, recipe.step_tokens
+    micro, changes = batch.micro, {}
+    if tokens > PARITY_TOKENS:
         micro = max(1, min(batch.micro, PARITY_TOKENS // batch.sequence))
-        changes = {"batch.micro": micro, "batch.total_tokens": micro * batch.sequence}
-    layers = recipe.shape().num_layers
-    while layers > 1 and recipe.model.init_from is None:
-        found = planner.predict(changed(plain, changes))
-        if not isinstance(found, Prediction) or found.fits:
-            break
+        tokens = micro * batch.sequence
+    plain = changed(plain_of(recipe), {"batch.micro": micro, "batch.total_tokens": tokens})
+    layers, found = recipe.shape().num_layers, planner.predict(plain)
+    while layers > 1 and recipe.model.init_from is None and isinstance(found, Prediction) and not found.fits:
         layers //= 2
-        changes["model.shape.num_layers"] = layers
-    return changes
+        changes = {"model.shape.num_layers": layers}
+        found = planner.predict(changed(plain, changes))
+    low, steps = PARITY_STEPS
+    if isinstance(found, Prediction):
+        step_s = slower * tokens / found.tokens_per_s
+        steps = max(low, min(steps, int(PARITY_SHARE * budget_s / (2 * step_s))))
+    return replace(
+        settings, parity_steps=steps, parity_micro=micro, parity_tokens=tokens, parity_changes=changes
+    )
 
 
-def parity_steps(plain: Recipe, planner: Planner, slower: float, budget_s: float) -> int:
-    """Steps that fit into parity's share of the budget, on a machine so many times slower than predicted."""
-    found, (low, high) = planner.predict(plain), PARITY_STEPS
-    if not isinstance(found, Prediction):
-        return low
-    step_s = slower * plain.step_tokens / found.tokens_per_s
-    return max(low, min(high, int(PARITY_SHARE * budget_s / (2 * step_s))))
-
-
-def trial_plan(recipe: Recipe, settings: Settings, measure: Measure) -> Plan:
-    """How the bench times and traces; what short trials come to does not depend on parity."""
-    steps = max(1, settings.parity_steps)
-    parity = Parity() if measure is not LONG else Parity(steps=steps, changes=settings.parity_changes)
-    return Plan("tune", plain_of(recipe), (), measure, parity, NoSearch())
+def trial_plan(recipe: Recipe, settings: Settings, measure: Measure, micro: int | None = None) -> Plan:
+    """How the bench times and traces; what short trials come to does not depend on parity. Parity is traced at the micro batch
+    of the recipe that is held against plain fp32 where that divides its tokens: it is part of what is proved."""
+    if measure is not LONG or not settings.parity_steps:
+        return Plan("tune", plain_of(recipe), (), measure, Parity(), NoSearch())
+    if micro is None or settings.parity_tokens % (micro * recipe.batch.sequence):
+        micro = settings.parity_micro
+    batch = {"batch.micro": micro, "batch.total_tokens": settings.parity_tokens}
+    parity = Parity(steps=settings.parity_steps, changes=settings.parity_changes)
+    return Plan("tune", changed(plain_of(recipe), batch), (), measure, parity, NoSearch())
 
 
 class Trials:
@@ -124,26 +132,25 @@ class Trials:
         self.slower = 1.0
         """Than predicted: what the first trial showed."""
 
-    def reference(self) -> Result:
+    def reference(self, limit_s: float) -> Result:
         if not self.settings.parity_steps:
-            changes = parity_batch(self.recipe, self.planner)
-            plain = changed(self.plain, changes)
-            steps = parity_steps(plain, self.planner, self.slower, self.budget.total_s)
-            self.settings = replace(self.settings, parity_steps=steps, parity_changes=changes)
+            self.settings = parity_settings(
+                self.settings, self.recipe, self.planner, self.slower, self.budget.total_s
+            )
         outcome = self._bench(LONG).run(
-            self.plain, "reference", first=True, timed=False, twin=True, limit_s=self._limit_s()
+            self.plain, "reference", first=True, timed=False, twin=True, limit_s=limit_s, keep_late=False
         )
         return _result(outcome)
 
-    def trial(self, kind: str, recipe: Recipe) -> Result:
-        bench = self._bench({"rank": RANK, "length": ONCE}.get(kind, LONG))
+    def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
+        bench = self._bench({"rank": RANK, "length": ONCE}.get(kind, LONG), recipe.batch.micro)
         # The second pass of a step is the fullest: gradients are there.
         tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
         short = changed(recipe, {"batch.total_tokens": tokens})
-        outcome = bench.run(short, kind, first=kind == "prove", limit_s=self._limit_s())
+        outcome = bench.run(short, kind, first=kind == "prove", limit_s=limit_s, keep_late=patient)
         parity = None
         if kind == "prove" and outcome.status == "ok":
-            parity = parity_of(bench, short, bench.parity_recipe(self.plain), outcome)
+            parity = parity_of(bench, short, self._bench(LONG).parity_recipe(self.plain), outcome)
         result = _result(outcome, parity)
         if not self.settings.parity_steps and result.ok:
             predicted = self.planner.predict(short)
@@ -153,12 +160,8 @@ class Trials:
                 )
         return result
 
-    def _bench(self, measure: Measure) -> Bench:
-        return replace(self.bench, plan=trial_plan(self.recipe, self.settings, measure))
-
-    def _limit_s(self) -> float:
-        """A trial may not outlast the budget; the first of a search gets its time in any case."""
-        return max(self.budget.left_s, LEAST_S)
+    def _bench(self, measure: Measure, micro: int | None = None) -> Bench:
+        return replace(self.bench, plan=trial_plan(self.recipe, self.settings, measure, micro))
 
 
 def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> Result:

@@ -65,10 +65,10 @@ class Table:
         nearest = min(self.batches, key=lambda micro: abs(micro - recipe.batch.micro))
         return value * self.batches[nearest]
 
-    def reference(self) -> Result:
+    def reference(self, limit_s: float) -> Result:
         return Result("ok", wall_s=45.0)
 
-    def trial(self, kind: str, recipe: Recipe) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
         self.made.append((kind, recipe.digest))
         names = {named(name, knobs) for name, knobs in recipe.technique_uses()}
         wall_s = 30.0 if any(name.startswith("compile") for name in names) else 10.0
@@ -79,7 +79,11 @@ class Table:
         if kind == "prove":
             wall_s += 20.0
             other = any(group <= names for group in self.different)
-            parity = {"verdict": "different" if other else "equal", "why": "the table says so", "steps": 20}
+            parity = {
+                "verdict": "different" if other else "equal",
+                "why": "the table says so",
+                "class": "CLOSE",
+            }
             evidence = [
                 {"technique": name.split("(")[0], "took_effect": name not in self.idle, "what": ""}
                 for name in names

@@ -155,8 +155,8 @@ def test_a_gain_found_here_before_is_tried_first() -> None:
 class OutOfMemory(Table):
     """A device on which micro batches above 2 do not fit, whatever the planner says."""
 
-    def trial(self, kind: str, recipe: Recipe) -> Result:
-        result = super().trial(kind, recipe)
+    def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
+        result = super().trial(kind, recipe, limit_s, patient)
         return result if recipe.batch.micro <= 2 else Result("out_of_memory", "full", wall_s=5.0)
 
 
@@ -170,11 +170,13 @@ def test_a_recipe_that_does_not_fit_starts_with_a_smaller_micro_batch() -> None:
 class Weighs(Table):
     """Peak memory as the planner would have it, a tenth more."""
 
-    def trial(self, kind: str, recipe: Recipe) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
         from dataclasses import replace
 
         found = self.planner.predict(recipe)  # type: ignore[attr-defined]
-        return replace(super().trial(kind, recipe), peak_memory_bytes=int(1.1 * found.memory_bytes))
+        return replace(
+            super().trial(kind, recipe, limit_s, patient), peak_memory_bytes=int(1.1 * found.memory_bytes)
+        )
 
 
 def test_least_memory_keeps_its_share_of_the_speed() -> None:
