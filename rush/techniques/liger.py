@@ -28,7 +28,6 @@ from rush.techniques.contract import (
     Parity,
     Proof,
     Requirement,
-    Setting,
     Stage,
     Technique,
     needs_cuda,
@@ -183,5 +182,4 @@ technique = Technique(
         MemoryEffect("norm.scaled", 0.0, "the norms keep their inputs only"),
         MemoryEffect("mlp.activated", 0.0, "SwiGLU keeps its inputs only"),
     ),
-    worth=(Setting(), Setting({"parts": "all but loss"})),
 )
