@@ -24,6 +24,7 @@ import torch
 from rush.errors import MachineError, RankLost, RecipeError, RushError
 from rush.parallel.meeting import meet, meeting_point, started_rank, started_world
 from rush.parallel.ranks import AXES, LABEL_AXES, Ranks
+from rush.parallel.sharing import gather_through_host
 from rush.parallel.watching import Watch
 
 if TYPE_CHECKING:
@@ -85,6 +86,8 @@ def join(
     own_line: Store = store.clone()  # type: ignore[attr-defined]  # a wait on the other does not hold this one up
     watch = Watch(PrefixStore("watch", own_line), rank, world, timeout_s)
     own_gpu = device == "cuda" and not shares_device()
+    if device == "cuda" and not own_gpu:
+        gather_through_host()
     dist.init_process_group(
         "nccl" if own_gpu else "gloo",
         store=PrefixStore("torch", store),

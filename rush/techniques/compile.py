@@ -33,7 +33,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
     model = build.model
     parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]
-    for target in [model] if knobs["scope"] == "model" else parts:
+    traceable = [part for part in parts if not getattr(part, "stays_eager", False)]
+    for target in [model] if knobs["scope"] == "model" else traceable:
         # On the instance, so that the module and the names of its weights stay what they were. The block is
         # an argument of what is compiled, so blocks of one shape share one graph. A graph break would run
         # part of the model eagerly without a word: it is an error.

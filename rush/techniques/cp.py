@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +129,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     if knobs["exchange"] == "ring":
         kernel = next((KERNELS[name] for name in KERNELS if used(build.recipe, name)), "plain")
         kernel = f"{kernel} {build.device.type}" if kernel == "flash on" else kernel
+        if kernel == "triton":
+            import_module("rush.kernels.flash_attention")  # which makes its operators known
         set_attention_core(model, lambda: RingCore(kernel, group, balanced), DocumentIds())
     else:
         for block in model.blocks:

@@ -30,7 +30,9 @@ from rush.techniques.contract import (
     Requirement,
     Stage,
     Technique,
+    knob_of,
     needs_cuda,
+    used,
 )
 
 # Shapes: b batch, t positions, h query heads, k key/value heads, d width, v vocabulary.
@@ -90,6 +92,9 @@ class LigerSwiGLU(nn.Module):
 
 class LigerLossHead(nn.Module):
     """LM head and summed loss by chunks; the gradients are made in the forward pass."""
+
+    stays_eager = True
+    """The library asks in the middle of it what numbers came out, which no compiled graph can answer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,6 +166,14 @@ technique = Technique(
             lambda machine, recipe: find_spec("liger_kernel") is not None,
         ),
         needs_cuda,
+        Requirement(
+            "beside compile it needs scope = block, or parts without the loss: the library's loss cannot be traced",
+            lambda machine, recipe: (
+                not used(recipe, "compile")
+                or knob_of(recipe, "compile", "scope", "model") == "block"
+                or "loss" not in _chosen(str(knob_of(recipe, "liger", "parts", "all")))
+            ),
+        ),
     ),
     conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "tp", "vocab_pad"),
     knobs={"parts": KnobRange(PARTS, "which parts of the model the library computes")},

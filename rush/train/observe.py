@@ -195,7 +195,7 @@ def _matmuls(
     seen_dtypes: set[str] = set()
     largest = 0
     sizes = {p.numel() for p in run.model.parameters()}
-    again = _recorded_twice(host, {run.model.shape.vocab_size, run.facts.get("padded_vocab_size", 0)})
+    again = _recorded_twice(host, _vocabularies(run))
     for event in host:
         shapes: Any = event.input_shapes or []
         for shape in shapes:
@@ -242,6 +242,13 @@ def _recorded_twice(host: list[FunctionEvent], vocabularies: set[int]) -> set[in
     return taken | handed_out
 
 
+def _vocabularies(run: Run) -> set[int]:
+    """How wide a product with the vocabulary may be: as it is, as a technique pads it, or as a compiler does on its own,
+    which likes rows of 16 bytes."""
+    size = run.model.shape.vocab_size
+    return {size, run.facts.get("padded_vocab_size", 0), *(-(-size // grain) * grain for grain in (4, 8, 16))}
+
+
 def _is_layers(event: FunctionEvent, vocabularies: set[int]) -> bool:
     """Whether a product is a block's: the head's has the vocabulary as a dim."""
     shapes: Any = event.input_shapes or []
@@ -265,7 +272,7 @@ def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_p
     linears = [
         module for role, layers in run.model.linears().items() if role != "head" for _, module in layers
     ]
-    others = {run.model.shape.vocab_size, run.facts.get("padded_vocab_size", 0)}
+    others = _vocabularies(run)
     # Up to three adapters of one input share a product.
     others |= {share * adapter.spec.rank for _, _, adapter in adapters(run.model) for share in (1, 2, 3)}
     if any(others & {module.in_features, module.out_features} for module in linears):

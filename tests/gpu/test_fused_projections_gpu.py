@@ -114,9 +114,8 @@ def test_8_bit_products(fp8: str, compiled: tuple[str, ...]) -> None:
     _, seen = takes_effect_and_learns_the_same(fp8, "bf16_master", *compiled, dtype="bfloat16")
     assert "float8_e4m3fn" in seen.matmul_dtypes, sorted(seen.matmul_dtypes)
     # Two blocks: qkv, out, gate and up, down; forward and both gradients.
-    scaled = sum(
-        count for shape, count in seen.matmul_shapes.items() if seen.facts["vocab_size"] not in shape
-    )
+    layers = {256, 512, 768, 1024, 1536}  # not the head's, whose vocabulary the compiler may have padded
+    scaled = sum(count for shape, count in seen.matmul_shapes.items() if layers.issuperset(shape))
     assert scaled == 2 * 4 * 3, dict(seen.matmul_shapes)
 
 

@@ -61,13 +61,14 @@ def test_a_rival_s_kernels_run_and_it_learns(options: dict[str, Any]) -> None:
 
 
 STACK = ("pure_bf16", "{name='qlora', rank=8}", "flash_attention", "checkpoint_full", "{name='compile', scope='block'}",
-         "fused_loss", "{name='fused_update', stochastic_rounding=true}")  # fmt: skip
+         "{name='fused_loss', chunk_tokens=512}", "{name='fused_update', stochastic_rounding=true}")  # fmt: skip
 
 
 @pytest.mark.parametrize("more", [(), ("cuda_graph",)], ids=["launched", "recorded"])
 def test_the_fastest_qlora_stack_takes_effect_as_a_whole(more: tuple[str, ...]) -> None:
     pytest.importorskip("bitsandbytes")
-    run = make_run(*STACK, *more, overrides=[*SHAPE, "optimizer.lr=0.003"], machine=probe("cuda"))
+    size = ("batch.micro=8", "batch.total_tokens=1024", "optimizer.lr=0.003")
+    run = make_run(*STACK, *more, overrides=[*SHAPE, *size], machine=probe("cuda"))
     seen = trace(run, 8, watch=True)
     assert seen.seen is not None
     for name, proof in prove(run.uses, seen.seen).items():

@@ -395,6 +395,25 @@ def save_on_a_full_disk(target: str) -> Result:
         return {"said": said}
 
 
+def gather_both_ways() -> list[list[list[float]]]:
+    """The functional gather as torch has it, then through the host; on a CPU, which both can read."""
+    from rush.parallel import AXES, join
+    from rush.parallel.sharing import gather_through_host
+
+    with join({axis: 2 if axis == "cp" else 1 for axis in AXES}, "cpu") as ranks:
+        assert ranks.mesh is not None
+        own, group = torch.arange(6.0).view(3, 2) + 10 * ranks.rank, ranks.mesh["cp"].get_group().group_name
+        functional = torch.ops._c10d_functional
+
+        def gather() -> list[list[float]]:
+            whole: torch.Tensor = functional.wait_tensor(functional.all_gather_into_tensor(own, 2, group))
+            return [list(map(float, row)) for row in whole.tolist()]
+
+        plain = gather()
+        gather_through_host("CPU")
+        return [plain, gather()]
+
+
 def read_late(seconds: float) -> str:
     """Rank 0 is done at once; rank 1 reads what it was told after a while."""
     from rush.parallel import AXES, join

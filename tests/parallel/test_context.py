@@ -52,7 +52,7 @@ def exact(kind: str) -> tuple[Tensor, ...]:
 
 
 def error(ours: Tensor, reference: Tensor) -> float:
-    return float((ours.double() - reference).norm() / reference.norm())
+    return float((ours.detach().double() - reference).norm() / reference.norm())
 
 
 @pytest.mark.parametrize(("ranks", "balanced"), SPLITS)

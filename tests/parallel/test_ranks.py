@@ -17,7 +17,7 @@ from rush.techniques import check
 from rush.train.build import build
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import look_around, on_ranks, read_late, recipe
+from rank_work import gather_both_ways, look_around, on_ranks, read_late, recipe
 
 
 def test_a_process_alone_joins_nobody() -> None:
@@ -126,3 +126,9 @@ def _fail() -> str:
 
 def test_rank_0_which_keeps_the_store_leaves_last() -> None:
     assert on_ranks(2, read_late, 1.5) == ["gone", "farewell"]
+
+
+def test_ranks_that_share_a_device_gather_through_the_host_what_others_gather_directly() -> None:
+    for plain, through_host in on_ranks(2, gather_both_ways):
+        assert plain[2:4] == [[4.0, 5.0], [10.0, 11.0]]
+        assert plain == through_host

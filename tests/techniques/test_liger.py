@@ -22,6 +22,7 @@ from rush.kernels.support import INTERPRETED
 from rush.models import build_model
 from rush.models.layers import IGNORED_LABEL, PlainLossHead, losses_by_row
 from rush.techniques import check, liger
+from rush.techniques import compile as compile_technique
 from rush.techniques.contract import Build, Observation
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -174,6 +175,22 @@ def test_without_the_library_it_is_refused_with_the_way_to_get_it(monkeypatch: p
     monkeypatch.setattr("rush.techniques.liger.find_spec", lambda library: None)
     with pytest.raises(MachineError, match=r"optimization-rush\[liger\]"):
         check(recipe_of("liger"), probe("cpu"))
+
+
+def test_its_loss_is_left_out_of_compiled_parts_and_refused_in_a_whole_graph(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, model, _, build = changed("llama-tiny", "all", monkeypatch)
+    compile_technique.apply(build, {"scope": "block", "mode": "default"})
+    assert "forward" not in model.loss_head.__dict__
+    assert all("forward" in part.__dict__ for part in [*model.blocks, model.final_norm])
+    monkeypatch.setattr("rush.techniques.liger.find_spec", lambda library: object())
+    sentences = [
+        requirement.sentence
+        for requirement in liger.technique.requires
+        if not requirement.met(probe("cpu"), recipe_of("liger", "compile"))
+    ]
+    assert any("cannot be traced" in sentence for sentence in sentences), sentences
 
 
 # On a GPU, with the library.

@@ -72,17 +72,19 @@ def other_content(batch: Batch, place: slice) -> Batch:
     return replace(batch, tokens_bt=tokens_bt)
 
 
-def other_borders(batch: Batch, place: slice) -> Batch:
-    """What was the first document becomes two; what comes after the watched one becomes one, and other content."""
+def other_borders(batch: Batch, place: slice, longest: int = 32) -> Batch:
+    """What was the first document becomes two; what comes after the watched one becomes as few as may be, and other
+    content. (No document is longer than `longest`: kernels are told so.)"""
     changed = other_content(batch, place)
     assert changed.documents_bt is not None
     assert changed.positions_bt is not None
     documents_bt, positions_bt = changed.documents_bt.clone(), changed.positions_bt.clone()
     half, length = place.start // 2, documents_bt.shape[1]
-    documents_bt[0, :half], documents_bt[0, place.stop :] = 90, 91
+    after = torch.arange(length - place.stop, device=documents_bt.device)
+    documents_bt[0, :half], documents_bt[0, place.stop :] = 90, 91 + after // longest
     positions_bt[0, half : place.start] = torch.arange(place.start - half)
-    positions_bt[0, place.stop :] = torch.arange(length - place.stop) % 32
-    ids = documents_bt + 100 * torch.arange(len(documents_bt), device=documents_bt.device)[:, None]
+    positions_bt[0, place.stop :] = after % longest
+    ids = documents_bt + 1000 * torch.arange(len(documents_bt), device=documents_bt.device)[:, None]
     line = ids.flatten().tolist()
     starts = [at for at in range(len(line)) if at == 0 or line[at] != line[at - 1]]
     assert changed.starts_n is not None

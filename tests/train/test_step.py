@@ -251,14 +251,15 @@ def test_looking_at_the_numbers_later_changes_nothing(techniques: str) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype:UserWarning")
 @pytest.mark.parametrize("techniques", EARLY)
 def test_on_a_device_the_host_waits_for_nothing(techniques: str) -> None:
     recipe = load_recipe("tiny", [*SMALL, "run.device='cuda'", techniques])
     run = build(recipe, probe("cuda"))
     batches = [make_batch(2, seed).pin() for seed in range(3)]
     train_step(run, 1, 0.01, [batches[0]])  # compiles kernels and makes the state
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        torch.cuda.set_sync_debug_mode("error")
         launched = launch_step(run, 2, 0.01, [batches[1]])
     finally:
         torch.cuda.set_sync_debug_mode("default")
