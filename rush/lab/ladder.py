@@ -23,7 +23,7 @@ from rush.lab.findings import FORMULAS, Stand, Yard, rung_of
 from rush.lab.judge import parity_of
 from rush.lab.ladder_file import Addition, Plan, compose
 from rush.lab.search import batch_curve, sequence_limits, stops_paying, tries
-from rush.lab.statistics import centre, noise_floor, ratio_of_medians
+from rush.lab.statistics import centre, floor_near, ratio_of_medians
 from rush.lab.timing import rates
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
@@ -246,11 +246,13 @@ class Climb:
         tried = [stand for stand in self.stands if stand.outcomes or stand.refused]
         again = [rates(timing) for timing in self._again_timings()]
         families = [stand.processes + (again if stand is self.first else []) for stand in tried]
-        floor = noise_floor(families, self.plan.measure.noise_floor)
-        yard = Yard(self.bench.ceilings, self.bench.peaks, floor, self.plan.measure.smaller)
+        floors = [
+            floor_near(families, place, self.plan.measure.noise_floor) for place, _ in enumerate(families)
+        ]
+        measure, held_against = self.plan.measure, (self.bench.ceilings, self.bench.peaks)
         drift = None
         if again:
-            moved = ratio_of_medians(self.first.processes, again, floor)
+            moved = ratio_of_medians(self.first.processes, again, floors[tried.index(self.first)])
             drift = {
                 "first": centre(self.first.processes),
                 "again": centre(again),
@@ -270,7 +272,10 @@ class Climb:
             "peaks": self.bench.peaks,
             "base": {"recipe": write_toml(self.plan.base), "digest": self.plan.base.digest},
             "formulas": FORMULAS,
-            "rungs": [rung_of(stand, self.first, yard) for stand in tried],
+            "rungs": [
+                rung_of(stand, self.first, Yard(*held_against, floor, measure.smaller))
+                for stand, floor in zip(tried, floors, strict=True)
+            ],
             "counted": next(
                 (str(t.get("counted", "processed")) for s in tried for t in s.timings), "processed"
             ),

@@ -4,7 +4,8 @@ Samples taken inside one process are alike: they share its memory layout, its th
 minute of the day. A second process of the same recipe lands somewhere else, by more than the first
 one's interval said. So an interval here comes from resampling processes first and samples inside them
 second, and the difference of two recipes is never believed below the noise floor: how far processes of
-one and the same recipe were seen to lie apart on this machine, today, over all rungs of the ladder.
+one and the same recipe were seen to lie apart on this machine, today, over the rungs nearby. (Rungs that are alike
+suffer alike: a step that waits for its host varies ten times as much as one that does not.)
 
 With one process per rung the spread between processes is known only from the base, which is measured again at the
 end, and other rungs may lie much farther apart: then only large differences are believed.
@@ -23,6 +24,8 @@ DRAWS = 4000
 ALONE = 0.15
 """Differences below this are not believed where at most one recipe was measured twice. Seen on a GPU that waits for its
 host, in processes of rungs that cannot differ: 16 %; in the same ladder the base came out the same to 0.02 %."""
+NEAR = 8
+"""From so many recipes, measured more than once and next to each other, a noise floor is taken."""
 Array = npt.NDArray[np.float64]
 Processes = Sequence[Sequence[float]]
 
@@ -130,6 +133,13 @@ def noise_floor(recipes: Iterable[Processes], least: float = 0.0) -> Floor:
         # From one or two differences no spread can be estimated; the distance itself must do.
         return Floor(0.0, 0, max(least, 2 * spread, ALONE if freedom < 2 else 0.0))
     return Floor(spread, freedom, least)
+
+
+def floor_near(recipes: Sequence[Processes], place: int, least: float = 0.0) -> Floor:
+    """The noise floor at a place in a line of recipes where neighbours are alike: from the nearest measured twice."""
+    twice = [other for other, processes in enumerate(recipes) if len(processes) > 1]
+    nearest = sorted(twice, key=lambda other: abs(other - place))[:NEAR]
+    return noise_floor([recipes[other] for other in nearest], least)
 
 
 def student_quantile(freedom: int) -> float:

@@ -8,6 +8,7 @@ import pytest
 from rush.lab.statistics import (
     Floor,
     centre,
+    floor_near,
     median_interval,
     noise_floor,
     ratio_of_medians,
@@ -113,6 +114,24 @@ def test_one_process_in_a_busy_minute_does_not_blind_the_ladder() -> None:
     floor = noise_floor([*rungs, slow])
     assert ratio_of_medians(rungs[-1], slow, floor).slower
     assert not ratio_of_medians(rungs[0], rungs[1], floor).real
+
+
+def test_restless_rungs_are_judged_by_their_neighbours_and_quiet_ones_by_theirs() -> None:
+    """As on a GPU: while it has much to do, processes agree; once it waits for its host, they lie far apart."""
+    rng = np.random.default_rng(11)
+    by_all, by_neighbours, found = 0, 0, 0
+    for trial in range(60):
+        rungs = [_processes(rng, 2, 10, 0.04 if rung >= 14 else 0.004, 0.004) for rung in range(24)]
+        rungs[6] = [
+            [rate * 1.03 for rate in samples] for samples in rungs[6]
+        ]  # a small gain where it is quiet
+        pair = rungs[18], rungs[19]  # the same, where it is not
+        by_all += ratio_of_medians(*pair, noise_floor(rungs), seed=trial).real
+        by_neighbours += ratio_of_medians(*pair, floor_near(rungs, 19), seed=trial).real
+        found += ratio_of_medians(rungs[5], rungs[6], floor_near(rungs, 6), seed=trial).faster
+    assert by_all > 2 * 6, "the reason for asking the neighbours"
+    assert by_neighbours <= 6, by_neighbours
+    assert found >= 54
 
 
 def test_the_same_seed_gives_the_same_interval() -> None:
