@@ -80,7 +80,8 @@ def trace(
     if rounded:
         with torch.no_grad():
             for parameter in run.model.parameters():
-                parameter.copy_(parameter.bfloat16())
+                if parameter.requires_grad:  # a frozen base may be of codes, which do not round
+                    parameter.copy_(parameter.bfloat16())
     losses, norms, skipped = [], [], 0
     corpus = corpus.ready_for(run, weights, None)
     # The same documents in every step, so that two ways to pack them can be held against each other.

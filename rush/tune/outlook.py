@@ -119,4 +119,5 @@ def leaps(outlook: Outlook, start: Recipe, rules: Rules) -> list[Recipe]:
     found = [outlook.planned(start, rules)]
     if narrow.allowed != rules.allowed:
         found.append(outlook.planned(outlook.rounding_only(start, rules), narrow))
-    return list({recipe.digest: recipe for recipe in found}.values())
+    fitting = [recipe for recipe in found if outlook.fits(recipe)] or [start]
+    return list({recipe.digest: recipe for recipe in fitting}.values())

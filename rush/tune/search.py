@@ -102,6 +102,10 @@ class Search:
                 if result.ok:
                     return candidate
                 candidate.state, candidate.reason = "failed", result.failure
+                if result.status == "timed_out":
+                    raise MachineError(
+                        f"the recipe as it stands could not be timed within the budget: {result.reason} Give a larger --budget."
+                    )
                 if result.status != "out_of_memory" or not small:
                     raise MachineError(
                         f"the recipe does not run here, so there is nothing to tune: {result.reason}"

@@ -9,6 +9,7 @@ fewer of its layers.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,7 +31,8 @@ from rush.tune.goal import Result
 STEP_S = 0.5
 """About how long a step of a trial may take, by prediction."""
 PARITY_TOKENS = 4096
-PARITY_STEPS = (8, 40)
+PARITY_STEPS = (8, 20)
+"""At least and at most: a ladder makes ten; the more, the more rounding alone has grown."""
 PARITY_SHARE = 0.12
 """Of the budget: what tracing plain fp32 and its twin may take."""
 LIMIT_S = 900.0
@@ -72,14 +74,15 @@ def plain_of(recipe: Recipe) -> Recipe:
     return changed(recipe, {"techniques": entries})
 
 
-def trial_tokens(start: Recipe, best: Recipe, planner: Planner) -> int:
-    """Tokens of a step in trials: the recipe's, halved while a step of the `best` that is expected would take long."""
-    found, whole = planner.predict(best), start.step_tokens
-    enough = STEP_S * found.tokens_per_s if isinstance(found, Prediction) else whole
-    fit = math.lcm(start.batch.micro, best.batch.micro) * start.batch.sequence
-    while whole > enough and whole % 2 == 0 and whole // 2 % fit == 0:
-        whole //= 2
-    return whole
+def trial_tokens(start: Recipe, planned: Sequence[Recipe], planner: Planner) -> int:
+    """Tokens of a step in trials: the recipe's, halved while a step of the first that is planned would take long, and the
+    micro batches of all divide it."""
+    found, tokens = planner.predict(planned[0]), start.step_tokens
+    enough = STEP_S * found.tokens_per_s if isinstance(found, Prediction) else tokens
+    fit = math.lcm(*(recipe.batch.micro for recipe in (start, *planned))) * start.batch.sequence
+    while tokens > enough and tokens % 2 == 0 and tokens // 2 % fit == 0:
+        tokens //= 2
+    return tokens
 
 
 def parity_settings(

@@ -71,7 +71,7 @@ def _search(
     else:
         before, started = None, _now()
         known = remembered(fingerprint, request.recipe.model.name, folder.parent)
-        on_paper = leaps(Outlook(planner, request.goal, known, rules.kept), start, rules)[0]
+        on_paper = leaps(Outlook(planner, request.goal, known, rules.kept), start, rules)
         settings = Settings(trial_tokens(start, on_paper, planner))
     outlook, budget = Outlook(planner, request.goal, known, rules.kept), Budget(request.budget_s)
     lab = Trials(bench, request.recipe, settings, planner, budget)

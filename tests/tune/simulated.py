@@ -110,5 +110,5 @@ def search_for(
     whole = changed(recipe, {"batch.total_tokens": recipe.step_tokens})
     rules = Rules(planner.target.machine(), allowed, kept_of(whole), whole.step_tokens)
     outlook = Outlook(planner, goal or Goal(), known or {}, rules.kept)
-    tokens = trial_tokens(whole, leaps(outlook, whole, rules)[0], planner)
+    tokens = trial_tokens(whole, leaps(outlook, whole, rules), planner)
     return Search(whole, replace(rules, tokens=tokens), table, outlook, budget)

@@ -107,6 +107,7 @@ def test_a_short_budget_still_leaves_time_for_the_proof() -> None:
     assert any(c.state == "not tried" for c in search.candidates)
 
 
+@pytest.mark.slow
 def test_only_what_is_allowed_is_put_on() -> None:
     rounding = frozenset({Parity.EXACT, Parity.CLOSE})
     search = done(load_recipe("llama-3.2-1b", ["techniques=[]"]), h200(), allowed=rounding)
@@ -138,6 +139,7 @@ def test_what_has_no_effect_is_taken_out_of_the_winner() -> None:
     assert "cudnn_attention" not in {name for name, _ in search.winner.known_recipe.technique_uses()}
 
 
+@pytest.mark.slow
 def test_where_nothing_pays_the_recipe_stays_as_it_was() -> None:
     flat = Table({}, {8: 1.0}, noise=0.001)
     search = done(load_recipe("llama-3.2-1b"), flat, budget_s=400.0)
@@ -145,6 +147,7 @@ def test_where_nothing_pays_the_recipe_stays_as_it_was() -> None:
     assert search.gain is None
 
 
+@pytest.mark.slow
 def test_a_gain_found_here_before_is_tried_first() -> None:
     search = search_for(load_recipe("llama-3.2-1b"), h200(), known={"gc_control": 1.5})
     search.climb()
@@ -160,6 +163,7 @@ class OutOfMemory(Table):
         return result if recipe.batch.micro <= 2 else Result("out_of_memory", "full", wall_s=5.0)
 
 
+@pytest.mark.slow
 def test_a_recipe_that_does_not_fit_starts_with_a_smaller_micro_batch() -> None:
     search = done(load_recipe("llama-3.2-1b"), OutOfMemory(H200, measured_batches()))
     assert search.base.known_recipe.batch.micro == 2
@@ -179,6 +183,7 @@ class Weighs(Table):
         )
 
 
+@pytest.mark.slow
 def test_least_memory_keeps_its_share_of_the_speed() -> None:
     table = Weighs(H200, measured_batches(), different=(ROUNDS_BY_RULE,))
     search = search_for(load_recipe("llama-3.2-1b"), table, goal=Goal("memory", 0.8))

@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from rush.cli import main
+from rush.cli.tune import seconds
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.recipe_io import load_recipe
@@ -69,6 +71,29 @@ def test_the_mark_of_a_machine_is_read_back_and_changes_nothing(small_recipe: Pa
     assert tuned_on(marked) == ("0123456789abcdef", "a card (80 GiB)")
     assert tuned_on(small_recipe) is None
     assert load_recipe(str(marked)).digest == load_recipe(str(small_recipe)).digest
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--objective", "speed"], "--objective is 'speed'; allowed: tokens/s"),
+        (["--objective", "cost"], "needs --price"),
+        (["--budget", "soon"], "--budget is 'soon'"),
+        (["--budget", "0m"], "--budget is '0m'"),
+        (["--allow", "clos"], "did you mean 'close'"),
+    ],
+)
+def test_wrong_arguments_are_named_before_anything_starts(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["tune", "tiny", *words])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_lengths_of_time() -> None:
+    assert [seconds(text) for text in ("90s", "20m", "1.5h", "30")] == [90, 1200, 5400, 30]
 
 
 def _start(recipe: Path, folder: Path, budget: str) -> subprocess.Popen[bytes]:

@@ -1,0 +1,106 @@
+"""Single changes of a recipe: what they take out, what they keep, and why they are refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from rush.plan.target import target_of
+from rush.recipe import Recipe
+from rush.recipe_io import load_recipe
+from rush.techniques import Parity, registry, settle_uses
+from rush.tune.moves import Move, Refusal, Rules, moves, promise
+from rush.tune.trials import kept_of, plain_of
+
+ALL_BUT_CHANGES = frozenset(Parity) - {Parity.CHANGES}
+
+
+def rules_for(
+    recipe: Recipe, machine: str = "h200-sxm", allowed: frozenset[Parity] = ALL_BUT_CHANGES
+) -> Rules:
+    return Rules(target_of(machine).machine(), allowed, kept_of(recipe), recipe.step_tokens)
+
+
+def names(recipe: Recipe) -> set[str]:
+    return {name for name, _ in recipe.technique_uses()}
+
+
+def made(recipe: Recipe, key: str, machine: str = "h200-sxm") -> Move | Refusal:
+    return next(move for move in moves(recipe, rules_for(recipe, machine)) if move.key == key)
+
+
+@pytest.fixture(scope="module")
+def llama() -> Recipe:
+    return load_recipe("llama-3.2-1b")
+
+
+def test_a_technique_takes_out_what_cannot_stand_beside_it(llama: Recipe) -> None:
+    move = made(llama, "cudnn_attention")
+    assert isinstance(move, Move)
+    assert names(move.recipe) == {"pure_bf16", "cudnn_attention", "fused_adamw", "compile"}
+
+
+def test_what_loses_its_ground_goes_with_it(llama: Recipe) -> None:
+    chance = load_recipe("llama-3.2-1b-fast")
+    move = made(chance, "amp_bf16")
+    assert isinstance(move, Move)
+    assert "fused_update" not in names(move.recipe), "it rounds by chance what is no longer rounded"
+
+
+def test_weights_in_bf16_come_with_an_update_that_rounds_by_chance() -> None:
+    recipe = load_recipe("llama-3.2-1b", ['techniques=["amp_bf16","fused_adamw"]'])
+    move = made(recipe, "pure_bf16 with fused_update(stochastic_rounding=True, state=bfloat16)")
+    assert isinstance(move, Move)
+    assert names(move.recipe) == {"pure_bf16", "fused_update"}
+
+
+def test_a_refusal_is_in_the_techniques_own_words() -> None:
+    refusal = made(load_recipe("tiny"), "tf32", machine="cpu")
+    assert isinstance(refusal, Refusal)
+    assert refusal.reason in [requirement.sentence for requirement in registry()["tf32"].requires]
+
+
+def test_nothing_that_changes_what_is_learned_unless_it_is_allowed(llama: Recipe) -> None:
+    def put_on(allowed: frozenset[Parity]) -> set[str]:
+        found = [m.recipe for m in moves(llama, rules_for(llama, allowed=allowed)) if isinstance(m, Move)]
+        return set().union(*(names(recipe) for recipe in found))
+
+    assert "lora" not in put_on(ALL_BUT_CHANGES)
+    assert "lora" in put_on(frozenset(Parity))
+    exact = put_on(frozenset({Parity.EXACT})) - names(llama)
+    assert exact
+    assert all(registry()[name].parity is Parity.EXACT for name in exact)
+
+
+def test_adapters_are_kept_and_belong_to_the_reference() -> None:
+    recipe = load_recipe("qlora")
+    assert kept_of(recipe) == {"qlora"}
+    assert plain_of(recipe).technique_uses() == [("qlora", {"rank": 16, "alpha": 32})]
+    for move in moves(recipe, rules_for(recipe)):
+        if isinstance(move, Move):
+            assert dict(move.recipe.technique_uses())["qlora"] == {"rank": 16, "alpha": 32}
+    fp8 = made(recipe, "fp8")
+    assert isinstance(fp8, Refusal)
+    assert "qlora" in fp8.reason
+
+
+def test_micro_batches_divide_the_tokens_of_a_step(llama: Recipe) -> None:
+    found = [
+        m.recipe for m in moves(llama, rules_for(llama)) if isinstance(m, Move) and m.key.startswith("micro")
+    ]
+    assert {recipe.batch.micro for recipe in found} == {4, 16}
+    assert {recipe.step_tokens for recipe in found} == {llama.step_tokens}
+
+
+def test_every_setting_that_is_declared_can_be_settled() -> None:
+    for technique in registry().values():
+        for setting in technique.worth:
+            entries = {technique.name: setting.knobs, **setting.beside}
+            recipe = load_recipe("tiny").model_copy(
+                update={"techniques": [{"name": name, **knobs} for name, knobs in entries.items()]}
+            )
+            assert len(settle_uses(recipe)) == len(entries)
+
+
+def test_a_promise_is_what_is_loose_and_the_update_beside_it(llama: Recipe) -> None:
+    assert promise(llama, frozenset()) == {"pure_bf16", "fused_adamw"}
+    assert promise(load_recipe("gpt2-124m"), frozenset()) == frozenset()
