@@ -22,6 +22,7 @@ from rush.techniques.contract import (
     Observation,
     Parity,
     Proof,
+    Setting,
     Stage,
     Technique,
 )
@@ -87,4 +88,5 @@ technique = Technique(
         MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
         MemoryEffect("seams", 0.75, "chunks of a loss, as measured twice"),
     ),
+    worth=(Setting({"scope": "block"}), Setting({"scope": "model"})),
 )

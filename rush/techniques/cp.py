@@ -247,4 +247,5 @@ technique = Technique(
         MemoryEffect("scores", 0.5, "divided by layout.cp"),
         MemoryEffect("logits", 0.5, "divided by layout.cp"),
     ),
+    worth=(),
 )

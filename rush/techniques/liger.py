@@ -28,6 +28,7 @@ from rush.techniques.contract import (
     Parity,
     Proof,
     Requirement,
+    Setting,
     Stage,
     Technique,
     knob_of,
@@ -195,4 +196,5 @@ technique = Technique(
         MemoryEffect("norm.scaled", 0.0, "the norms keep their inputs only"),
         MemoryEffect("mlp.activated", 0.0, "SwiGLU keeps its inputs only"),
     ),
+    worth=(Setting(), Setting({"parts": "all but loss"})),
 )
