@@ -6,6 +6,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tests and ranks are processes: without its bytecode each would compile the whole package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help ladder train finetune test test-all test-gpu check docs format bundle lock clean
 .DEFAULT_GOAL := help

@@ -1,8 +1,9 @@
-"""What all tests share: kernels without a GPU, and a really small disk, to fill it up for real."""
+"""What all tests share: where files, threads and kernels are; a browser; and a really small disk, to fill it up for real."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,9 +11,29 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.report.browser import Browser, find_chromium
+
+MEMORY_DISK, ROOM_BYTES = Path("/dev/shm"), 4 << 30
+if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > ROOM_BYTES:
+    # Temporary files live in memory: every checkpoint is forced to its disk, and a real one takes its time for that.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(MEMORY_DISK))
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether it will be interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # Tests run side by side, on tensors that are small: threads would wait for each other. What tests start inherits it.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+@pytest.fixture(scope="session")
+def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    """One Chromium for all pages; each opens in a tab of its own."""
+    executable = find_chromium()
+    if executable is None:
+        pytest.skip("no Chromium on the PATH; on Debian: apt-get install chromium")
+    browser = Browser(executable, tmp_path_factory.mktemp("profile"))
+    yield browser
+    browser.close()
 
 
 @pytest.fixture

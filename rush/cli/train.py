@@ -252,7 +252,7 @@ def _one_message() -> Iterator[None]:
         yield
         return
     from rush.parallel import started_rank, started_world, tell_absent
-    from rush.parallel.meeting import LATER_S
+    from rush.parallel.meeting import LEAVE_S
     from rush.parallel.ranks import SAID
     from rush.parallel.restarts import failed_before, note_failure
 
@@ -271,5 +271,5 @@ def _one_message() -> Iterator[None]:
             typer.secho(f"error on rank {rank}: {error}", err=True, fg="red")
         else:
             # Launchers end all ranks as soon as one has left: rank 0 should have spoken by then.
-            time.sleep(max(0.0, began + LATER_S - time.monotonic()))
+            time.sleep(max(0.0, began + LEAVE_S - time.monotonic()))
         raise typer.Exit(error.exit_code) from None

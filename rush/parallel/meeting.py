@@ -26,7 +26,9 @@ if TYPE_CHECKING:
 ANSWER_S = 10.0
 """How long whoever listens at the meeting point may take to answer as a store does."""
 LATER_S = 5.0
-"""What a rank that cannot come waits with its leaving: launchers end all ranks when one is gone, and rank 0 should have spoken."""
+"""How long a rank that cannot come tries to tell rank 0 so, and rank 0 stays until all have heard it."""
+LEAVE_S = 5.0
+"""When such a rank leaves: launchers end all ranks when one is gone, and rank 0 should have spoken."""
 
 
 def started_rank() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,10 @@ import pytest
 
 from rush.explain.records import explain, write
 from tests.explain import made_up
-from tests.report.browser import Browser, find_chromium
+from tests.report.browser import Browser
 from tests.report.made_up import HOSTILE
 from tests.report.test_report_browser import CONTRAST, OVERFLOWING
 
-CHROMIUM = find_chromium()
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium on the PATH; on Debian: apt-get install chromium"
-)
 RECORDS = {
     **{name: made_up.record(name, make()) for name, make in made_up.EVERY.items()},
     "attention-oom": made_up.record("attention", made_up.attention(oom=True), device="cuda"),
@@ -47,14 +42,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     folder = Path(kept) if kept else tmp_path_factory.mktemp("pages")
     records = {**RECORDS, **{f"hostile-{name}": hostile(RECORDS[name]) for name in ("roofline", "precision-none", "fusion-none")}}  # fmt: skip
     return {name: write(explain(record), folder / name)["report"] for name, record in records.items()}
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    browser = Browser(CHROMIUM, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.mark.parametrize(

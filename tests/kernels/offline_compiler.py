@@ -171,8 +171,8 @@ def main() -> None:
     parser.add_argument("module")
     parser.add_argument("report", type=Path)
     parser.add_argument("--architecture", type=int, default=90)
-    parser.add_argument("--only", nargs="*")
-    parser.add_argument("--list", action="store_true", help="note what is launched, compile nothing")
+    parser.add_argument("--only", nargs="*", default=[], help="these launches instead of all")
+    parser.add_argument("--note", nargs="*", default=[], help="launches that are noted and not compiled")
     options = parser.parse_args()
     driver.set_active(Driver(options.architecture))
     torch.cuda.get_device_capability = lambda device=None: divmod(options.architecture, 10)
@@ -183,16 +183,17 @@ def main() -> None:
     importlib.import_module("rush.kernels.support").INTERPRETED = True  # type: ignore[attr-defined]
 
     launched: dict[str, JITFunction] = {}
+    name = ""
 
     def note(fn: Any, **_: Any) -> bool:
         launched[full_name(fn.jit_function)] = fn.jit_function
-        return bool(options.list)  # true: do not compile
+        return name in options.note  # true: do not compile
 
     knobs.runtime.jit_cache_hook = note
     report: dict[str, Any] = {"triton": triton.__version__, "compiled": [], "errors": {}, "seconds": {}}
     seen: set[int] = set()
     for name, launch in module.LAUNCHES.items():
-        if options.only and name not in options.only:
+        if options.only and name not in [*options.only, *options.note]:
             continue
         start = time.perf_counter()
         try:

@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -64,25 +63,20 @@ read by single elements would take 32 more. Left out: rope, whose few key heads 
 whose codes are bytes, 8 to a thread; attention, which on Hopper loads by the copy engine."""
 
 
-@pytest.fixture
-def compile_offline(tmp_path: Path) -> Callable[..., Report]:
-    """compile_offline(module, *options): the report of a process in which nothing is interpreted."""
-
-    def run(module: str, *options: str) -> Report:
-        report = tmp_path / "report.json"
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
-        environment |= {
-            "TRITON_CACHE_DIR": str(tmp_path / "triton"),
-            "PYTHONPATH": os.pathsep.join([str(tmp_path), str(HERE), str(HERE.parents[1])]),
-            "CUDA_VISIBLE_DEVICES": "",
-        }
-        command = [sys.executable, str(HERE / "offline_compiler.py"), module, str(report), *options]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[-4000:]
-        found: Report = json.loads(report.read_text())
-        return found
-
-    return run
+def compile_offline(folder: Path, module: str, *options: str) -> Report:
+    """The report of a process in which nothing is interpreted."""
+    report = folder / "report.json"
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    environment |= {
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "PYTHONPATH": os.pathsep.join([str(folder), str(HERE), str(HERE.parents[1])]),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    command = [sys.executable, str(HERE / "offline_compiler.py"), module, str(report), *options]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: Report = json.loads(report.read_text())
+    return found
 
 
 def short(kernel: dict[str, Any]) -> str:
@@ -125,13 +119,21 @@ def multiplied_by(report: Report) -> dict[str, set[str]]:
     return units
 
 
-def test_every_kernel_is_launched(compile_offline: Callable[..., Report]) -> None:
+@pytest.fixture(scope="module")
+def streaming(tmp_path_factory: pytest.TempPathFactory) -> Report:
+    """The kernels that memory limits, compiled for Hopper; the launches of attention are noted only."""
+    names = ["--only", *gpu_launches.STREAMING, "--note", *gpu_launches.ATTENTION]
+    return compile_offline(
+        tmp_path_factory.mktemp("compiled"), "gpu_launches", "--architecture", str(HOPPER), *names
+    )
+
+
+def test_every_kernel_is_launched(streaming: Report) -> None:
     """A new kernel that no launch reaches, directly or by a call from another kernel, is named.
 
-    Only launches that the quick tests below compile count.
+    Only what is compiled above or by `test_more_kernels_compile` counts.
     """
-    names = [name for architecture, names in QUICK.values() if architecture == HOPPER for name in names]
-    report = compile_offline("gpu_launches", "--list", "--only", *names)
+    report = streaming
     assert report["errors"] == {}
     assert report["forgotten"] == [], "add a launch to gpu_launches.py"
     assert len(report["launched"]) > 20
@@ -149,35 +151,34 @@ def check(report: Report, names: list[str], architecture: int) -> None:
         assert units == (set() if "fp32" in what else expected), what
 
 
-QUICK = {
-    "Hopper, limited by memory": (HOPPER, list(gpu_launches.STREAMING)),
+def test_kernels_that_memory_limits_compile(streaming: Report) -> None:
+    check(streaming, list(gpu_launches.STREAMING), HOPPER)
+
+
+MORE = {
     "Hopper, attention": (HOPPER, list(gpu_launches.ATTENTION)),
     "Ampere": (AMPERE, [name for name in gpu_launches.STREAMING if "bf16" in name and name not in NEEDS_HOPPER]),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "which",
-    [
-        pytest.param(name, marks=pytest.mark.slow) if name != "Hopper, limited by memory" else name
-        for name in QUICK
-    ],
-)
-def test_kernels_compile(compile_offline: Callable[..., Report], which: str) -> None:
-    architecture, names = QUICK[which]
-    report = compile_offline("gpu_launches", "--architecture", str(architecture), "--only", *names)
+@pytest.mark.slow
+@pytest.mark.parametrize("which", MORE)
+def test_more_kernels_compile(tmp_path: Path, which: str) -> None:
+    architecture, names = MORE[which]
+    report = compile_offline(tmp_path, "gpu_launches", "--architecture", str(architecture), "--only", *names)
     check(report, names, architecture)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("architecture", [HOPPER, AMPERE])
-def test_the_rarer_kernels_compile(compile_offline: Callable[..., Report], architecture: int) -> None:
-    done = {name for where, names in QUICK.values() if where == architecture for name in names}
+def test_the_rarer_kernels_compile(tmp_path: Path, architecture: int) -> None:
+    done = {name for where, names in MORE.values() if where == architecture for name in names}
+    done |= set(gpu_launches.STREAMING) if architecture == HOPPER else set()
     names = [name for name in gpu_launches.LAUNCHES if name not in done]
     if architecture == AMPERE:
         names = [name for name in names if name not in NEEDS_HOPPER]
-    report = compile_offline("gpu_launches", "--architecture", str(architecture), "--only", *names)
+    report = compile_offline(tmp_path, "gpu_launches", "--architecture", str(architecture), "--only", *names)
     check(report, names, architecture)
 
 
@@ -268,10 +269,10 @@ LAUNCHES = {
 """
 
 
-def test_planted_mistakes_are_found(compile_offline: Callable[..., Report], tmp_path: Path) -> None:
+def test_planted_mistakes_are_found(tmp_path: Path) -> None:
     """Each of these runs in the interpreter."""
     (tmp_path / "planted.py").write_text(PLANTED)
-    report = compile_offline("planted", "--architecture", "80")
+    report = compile_offline(tmp_path, "planted", "--architecture", "80")
     errors = report["errors"]
     assert set(errors) == {"Any", "a global", "a join", "greedy"}
     assert "Any" in errors["Any"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,6 @@ from rush.data.batch import IGNORED
 from rush.data.conversations import DocumentSet
 from rush.data.rows import FILLING
 from rush.hardware import probe
-from rush.models import Shape
-from rush.models.huggingface_names import exported_name
-from rush.recipe_io import load_recipe
-from rush.train.build import Run, build
-from rush.train.corpus import open_corpus
-from rush.train.step import train_step
-
-pytest.importorskip("transformers")
-pytest.importorskip("peft")
 from rush.lab.rival_adapters import (
     TARGETS,
     fill,
@@ -33,8 +25,20 @@ from rush.lab.rival_adapters import (
     with_adapters,
 )
 from rush.lab.rival_run import Options, real_tokens, rival_model, rival_pass, rival_run
+from rush.models import Shape
+from rush.models.huggingface_names import exported_name
+from rush.recipe_io import load_recipe
+from rush.train.build import Run, build
+from rush.train.corpus import open_corpus
+from rush.train.step import train_step
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),
+    # Looked for, not imported: that takes seconds, and every worker collects every file.
+    pytest.mark.skipif(
+        not (find_spec("transformers") and find_spec("peft")), reason="needs transformers and peft"
+    ),
+]
 SHAPE = ["model.shape.num_layers=2", "model.shape.hidden=64", "model.shape.num_heads=4", "model.shape.num_kv_heads=2",
          "model.shape.head_dim=16", "model.shape.intermediate=128", "model.shape.vocab_size=101", "model.shape.context=64",
          "batch.micro=2", "batch.sequence=24", "batch.total_tokens=48"]  # fmt: skip

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from rank_work import _import_once, free_port
 
+from rush.parallel import meeting
+
 LIMIT_S = 120.0
 
 
@@ -86,6 +88,7 @@ def _rank(
         GLOO_SOCKET_IFNAME="lo",
     )
     os.environ.update(surroundings)
+    meeting.LEAVE_S = 0.5  # no launcher here ends the others when one has left
     if fault is not None and fault.rank == rank:
         _plant(fault)
     from rush.cli import main

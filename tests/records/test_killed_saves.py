@@ -1,6 +1,6 @@
 """SIGKILL inside a save: what was committed is always there, and always whole.
 
-A child process imports torch once and then forks a victim for every round. The victim saves checkpoints
+A child process imports torch once and then forks a victim for every round of all scenarios. The victim saves checkpoints
 whose every number is their step, and kills itself with SIGKILL at the n-th operation on the file system
 (opening, creating, renaming, deleting: Python announces each to an audit hook), or is killed from outside
 after a delay. So the kills hit every gap between two operations, and moments inside a write.
@@ -11,9 +11,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
+import pytest
+
+Rounds = dict[str, list[dict[str, Any]]]
 VICTIMS = r'''
 import json, os, signal, sys, time
 from pathlib import Path
@@ -25,7 +27,6 @@ from rush.records.checkpoints import CheckpointStore
 from rush.train import checkpoint
 
 torch.set_num_threads(1)
-root, scenario = Path(sys.argv[1]), sys.argv[2]
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}
 
 
@@ -111,9 +112,7 @@ def round_of(number, operation, delay):
     }
 
 
-number = 0
-if scenario == "delays":
-    width = 512
+def after_delays():
     times = []
     for step in range(1, 6):
         began = time.perf_counter()
@@ -121,23 +120,30 @@ if scenario == "delays":
         times.append(time.perf_counter() - began)
     span = 3 * sorted(times)[2]
     for number in range(15):
-        print(json.dumps(round_of(number, 0, span * number / 15)), flush=True)
-else:
-    width = 8
-    while True:
+        yield round_of(number, 0, span * number / 15)
+
+
+def at_operations():
+    number, killed = 0, True
+    while killed:
         number += 1
-        result = round_of(number, number, None)
-        print(json.dumps(result), flush=True)
-        if not result["killed"]:
-            break
+        yield (result := round_of(number, number, None))
+        killed = result["killed"]
+
+
+for scenario in ("operations", "replace", "delays"):
+    root = Path(sys.argv[1]) / scenario
+    width, lives = (512, after_delays) if scenario == "delays" else (8, at_operations)
+    print(json.dumps([scenario, list(lives())]), flush=True)
 '''
 
 
-def rounds(folder: Path, scenario: str) -> list[dict[str, Any]]:
-    command = [sys.executable, "-c", VICTIMS, str(folder), scenario]
-    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
+@pytest.fixture(scope="module")
+def rounds(tmp_path_factory: pytest.TempPathFactory) -> Rounds:
+    command = [sys.executable, "-c", VICTIMS, str(tmp_path_factory.mktemp("rounds"))]
+    child = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert child.returncode == 0, child.stderr
-    return [json.loads(line) for line in child.stdout.splitlines()]
+    return dict(json.loads(line) for line in child.stdout.splitlines())
 
 
 def check(results: list[dict[str, Any]]) -> None:
@@ -148,8 +154,8 @@ def check(results: list[dict[str, Any]]) -> None:
         assert result["clean"], f"round {number}"
 
 
-def test_killed_at_every_file_operation_of_save_and_retention_the_newest_is_whole(tmp_path: Path) -> None:
-    results = rounds(tmp_path, "operations")
+def test_killed_at_every_file_operation_of_save_and_retention_the_newest_is_whole(rounds: Rounds) -> None:
+    results = rounds["operations"]
     check(results)
     assert len(results) >= 25
     assert [result["killed"] for result in results] == [True] * (len(results) - 1) + [False]
@@ -159,15 +165,15 @@ def test_killed_at_every_file_operation_of_save_and_retention_the_newest_is_whol
     assert litter == {".writing", ".deleted"}
 
 
-def test_killed_at_every_file_operation_of_replacing_a_step_one_of_the_two_is_there(tmp_path: Path) -> None:
-    results = rounds(tmp_path, "replace")
+def test_killed_at_every_file_operation_of_replacing_a_step_one_of_the_two_is_there(rounds: Rounds) -> None:
+    results = rounds["replace"]
     check(results)
     assert {result["step"] for result in results} == {2}
     assert any(".replaced-step-000002" in result["left"] for result in results)
 
 
-def test_killed_after_any_delay_the_newest_is_whole(tmp_path: Path) -> None:
-    results = rounds(tmp_path, "delays")
+def test_killed_after_any_delay_the_newest_is_whole(rounds: Rounds) -> None:
+    results = rounds["delays"]
     check(results)
     assert len(results) == 15
     assert all(result["killed"] for result in results)

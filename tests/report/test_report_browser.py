@@ -14,12 +14,7 @@ import pytest
 
 from rush.report import write_comparison, write_report
 from tests.report import made_up
-from tests.report.browser import Browser, Page, find_chromium
-
-CHROMIUM = find_chromium()
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium on the PATH; on Debian: apt-get install chromium"
-)
+from tests.report.browser import Browser, Page
 
 PAGES = ("full", "one", "sixty", "hostile", "compare", "odd")
 
@@ -39,14 +34,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
         write_report(record, folder / f"{name}.html")
     write_comparison([records["full"], records["hostile"]], folder / "compare.html")
     return {name: folder / f"{name}.html" for name in PAGES}
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    browser = Browser(CHROMIUM, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +17,8 @@ from rush.report import words
 from rush.report.kernels import kernel_page, part_of, write_kernel_report
 from rush.report.models import model_page, table
 from tests.report import made_up_benches as made
-from tests.report.browser import Browser, find_chromium
+from tests.report.browser import Browser
 from tests.report.test_report_browser import CONTRAST, OVERFLOWING
-
-CHROMIUM = find_chromium()
 
 
 def page_of(record: dict[str, Any]) -> str:
@@ -183,9 +180,6 @@ def test_ours_without_a_target_is_refused() -> None:
 
 # In a real browser.
 
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None, reason="no Chromium on the PATH; on Debian: apt-get install chromium"
-)
 PAGES = ("kernels", "interpreted", "hostile", "models", "hostile-models", "finetuning")
 
 
@@ -199,15 +193,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.html" for name in PAGES}
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    browser = Browser(CHROMIUM, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-@needs_browser
 @pytest.mark.parametrize("name", PAGES)
 def test_a_page_opens_without_a_complaint_and_nothing_sticks_out(
     name: str, browser: Browser, pages: dict[str, Path]
@@ -222,7 +207,6 @@ def test_a_page_opens_without_a_complaint_and_nothing_sticks_out(
         page.close()
 
 
-@needs_browser
 @pytest.mark.parametrize("dark", [False, True])
 @pytest.mark.parametrize("name", ["kernels", "models"])
 def test_every_text_has_enough_contrast(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,9 @@ from rush.errors import DataError
 from rush.records.scaling import check_scale, read_scale
 from rush.report.scaling import figures_of, headline, link_figures, scale_page, write_scale_report
 from tests.report import made_up_scale
-from tests.report.browser import Browser, find_chromium
+from tests.report.browser import Browser
 from tests.report.test_report_browser import CONTRAST, OVERFLOWING
 
-CHROMIUM = find_chromium()
 RECORDS = {
     "full": made_up_scale.scale,
     "hostile": made_up_scale.hostile_scale,
@@ -104,15 +102,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: folder / f"{name}.html" for name in RECORDS}
 
 
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    assert CHROMIUM is not None
-    browser = Browser(CHROMIUM, tmp_path_factory.mktemp("profile"))
-    yield browser
-    browser.close()
-
-
-@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on the PATH; on Debian: apt-get install chromium")
 @pytest.mark.parametrize("name", RECORDS)
 def test_the_page_opens_without_a_complaint_and_fits_every_width(
     name: str, browser: Browser, pages: dict[str, Path]
