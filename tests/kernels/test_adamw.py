@@ -205,7 +205,7 @@ def test_a_second_moment_in_bf16_decays_only_when_it_is_rounded_by_chance(device
     """A thousandth less is nearer to where it was than to the next bf16 number."""
     steps = 40
     for stochastic, expected in ((False, 1.0), (True, 0.999**steps)):
-        lists = [[torch.ones(4096, device=device, dtype=torch.bfloat16)] for _ in range(4)]
+        lists = [[torch.ones(512, device=device, dtype=torch.bfloat16)] for _ in range(4)]
         lists[1][0].zero_()
         for step in range(1, steps + 1):
             adamw_(*lists, **SETTINGS, step=step, stochastic_rounding=stochastic)

@@ -102,9 +102,9 @@ def test_stages_learn_what_the_whole_model_learns(family: str, name: str) -> Non
     found, reference = ranks(family, name), one_rank(family, plain, more)
     assert reference["losses"][-1] < 0.8 * reference["losses"][0], "nothing was learned"
     for rank, ours in enumerate(found):
-        # Step 19 of the untied model is a sensitive one: on one rank, too, flash_attention moves its norm by 1e-3 (no earlier one
-        # by more than 2e-7).
-        apart = furthest(ours, reference, reordered="untied" in name)
+        # Llama's step 16 is a sensitive one (`furthest`), and step 19 of the untied models: on one rank, too, flash_attention
+        # moves its norm by 1e-3 (no earlier one by more than 2e-7).
+        apart = furthest(ours, reference, reordered=family == "llama" or "untied" in name)
         assert max(apart.values()) < 1e-5, (rank, apart)
         assert ours["labels"] == reference["labels"]
         assert ours["losses"] == found[0]["losses"], "every rank reports the loss, though one stage knows it"

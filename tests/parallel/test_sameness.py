@@ -72,9 +72,9 @@ def ranks(family: str, name: str) -> list[Result]:
 def furthest(ours: Result, reference: Result, *, reordered: bool = False) -> dict[str, float]:
     """The largest relative difference of each kind; a gradient's is that of its norm.
 
-    Attention or layers `reordered` add up in another order. A step in the middle may be that sensitive: on one rank, too,
-    flash_attention moves the norm of Llama's step 16 by 4e-5 and no other by more than 5e-7. Then the norms are held to
-    their middle difference; losses and gradients are held as always.
+    What is `reordered` adds up in another order. One step may be that sensitive: on one rank, too, flash_attention moves the
+    norm of Llama's step 16 by 4e-5 (of four layers: 1e-5) and no other by more than 5e-7. Then all norms but one are held,
+    and that of step one; losses and gradients are held as always.
     """
     gaps = {
         name: [abs(a - b) / abs(b) for a, b in zip(ours[name], reference[name], strict=True)]
@@ -82,7 +82,7 @@ def furthest(ours: Result, reference: Result, *, reordered: bool = False) -> dic
     }
     apart = {"losses": max(gaps["losses"]), "norms": max(gaps["norms"])}
     if reordered:
-        apart["norms"] = max(gaps["norms"][0], float(np.median(gaps["norms"])))
+        apart["norms"] = max(gaps["norms"][0], sorted(gaps["norms"])[-2])
     apart["held_out"] = abs(ours["held_out"] - reference["held_out"]) / reference["held_out"]
     assert ours["gradients"].keys() == reference["gradients"].keys()
     apart["gradients"] = max(

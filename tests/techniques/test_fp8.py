@@ -28,18 +28,24 @@ SMALL = ["model.shape.num_layers=1", "batch.micro=2", "batch.total_tokens=64"]
 HEAD = "{name='fp8', scope='blocks_and_head'}"
 
 
+COMPILED = ("fp8", "{name='compile', scope='block'}")
+BESIDE = [
+    ("{name='fp8', recipe='rowwise'}",),
+    ("{name='fp8', casts='kernel', fast='all'}", "checkpoint_full"),
+    (HEAD, "vocab_pad"),
+    ("fp8", "chunked_loss"),
+]
+
+
 @pytest.mark.parametrize(
-    "techniques",
+    ("name", "techniques"),
     [
-        ("{name='fp8', recipe='rowwise'}",),
-        ("{name='fp8', casts='kernel', fast='all'}", "checkpoint_full"),
-        (HEAD, "vocab_pad"),
-        ("fp8", "chunked_loss"),
-        ("fp8", "{name='compile', scope='block'}"),
+        *((name, techniques) for name in ("llama-tiny", "tiny") for techniques in BESIDE),
+        pytest.param("llama-tiny", COMPILED, marks=pytest.mark.slow),
+        ("tiny", COMPILED),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["llama-tiny", "tiny"])
 def test_it_takes_effect_and_learns_what_plain_learns(name: str, techniques: tuple[str, ...]) -> None:
     run = make_run(*techniques, name=name, overrides=SMALL)
     ours = trace(run, 4, watch=True)
