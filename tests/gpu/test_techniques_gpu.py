@@ -173,6 +173,8 @@ def test_moments_in_eight_bits(backend: str) -> None:
         ("llama-tiny", ["amp_bf16", "flash_attention", "fused_adamw", "compile"]),
         ("llama-tiny", ["amp_bf16", "flash_attention", "checkpoint_selective", BLOCKS]),
         ("tiny", ["amp_bf16", CHUNKS, "vocab_pad", "checkpoint_full", "compile", "cuda_graph"]),
+        ("tiny", ["amp_bf16", "cudnn_attention", "vocab_pad", "checkpoint_selective", BLOCKS, "cuda_graph"]),
+        ("tiny", ["amp_bf16", "cudnn_attention", "accumulate", "gc_control", BLOCKS, "cuda_graph"]),
         ("tiny", ["amp_bf16", "{name='compile', mode='reduce-overhead'}"]),
     ],
 )
