@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from rush.techniques import Technique, registry
+from rush.techniques import Technique, registry, why_not
 from rush.techniques.contract import MemoryEffect, Parity, Setting
 from rush.techniques.parity import CLOSE, STATISTICAL_LEARNED
 from rush.tune.moves import named
@@ -60,6 +60,11 @@ def page(technique: Technique) -> str:
         "Cannot stand beside: "
         + (", ".join(f"[{n}]({n}.md)" for n in technique.conflicts) or "nothing")
         + ".",
+        "\n".join(
+            f"- `{name}`: {reason}."
+            for name in technique.conflicts
+            if (reason := why_not(technique, registry()[name]))
+        ),
         "## Claim",
         f"{claim.metric}: {claim.gain:+.0%} ({claim.regime}). Source: {claim.source}. A claim is what its authors "
         "say; what it gains on a machine is what `rush ladder` finds there.",

@@ -107,10 +107,14 @@ class Adapter(nn.Module):
     ) -> None:
         """The start: A uniform within 1/sqrt(in), a function of seed and name; B zero; lengths as they are."""
         generator = torch.Generator(device="cpu").manual_seed(tensor_seed(seed, f"{name}.adapter.a"))
-        bound = 1 / math.sqrt(self.a.shape[1])
-        drawn = torch.empty(self.a.shape, dtype=torch.float32, device="cpu")
-        put(self.a, drawn.uniform_(-bound, bound, generator=generator))
-        self.b.zero_()
+        # By its name: an attribute may give the part that this process has.
+        a, b = self._parameters["a"], self._parameters["b"]
+        assert a is not None
+        assert b is not None
+        bound = 1 / math.sqrt(a.shape[1])
+        drawn = torch.empty(a.shape, dtype=torch.float32, device="cpu")
+        put(a, drawn.uniform_(-bound, bound, generator=generator))
+        b.zero_()
         self.measure(layer, see)
         if self.magnitude is not None:
             put(self.magnitude, self.squares_o.sqrt())

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rush.parallel.ranks import AXES, Ranks
-from rush.parallel.sharded import cuts, is_sharded, own_part, runs
+from rush.parallel.sharded import is_sharded, own_part, runs
 
 
 @dataclass(frozen=True)
@@ -48,16 +48,26 @@ def parts_of(tensor: Tensor) -> list[Part]:
     return found
 
 
-def rows_like(parameter: Tensor, shape: tuple[int, ...] | None, dtype: torch.dtype) -> Tensor:
-    """An empty tensor that is cut as a sharded parameter is, where that is cut by rows."""
-    from torch.distributed.tensor import empty
+def table_like(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """An empty table of a number for each block of a parameter's rows, dealt out as the parameter is."""
+    if not is_sharded(parameter):
+        return parameter.new_empty(shape, dtype=dtype)
+    from torch.distributed.tensor import DTensor
 
     target: Any = parameter
-    assert shape is not None, "blocks that lie across rows cannot be dealt out"
-    assert all(cut.dim == 0 for cut in cuts(parameter)), target.placements
+    own = own_part(parameter.detach())
+    block = parameter.shape[1] // shape[1]
     assert shape[0] == parameter.shape[0], f"{shape} {tuple(parameter.shape)}"
-    made: Tensor = empty(*shape, dtype=dtype, device_mesh=target.device_mesh, placements=target.placements)
-    return made
+    assert own.shape[1] % block == 0, f"a block of {block} is cut: {target.placements}"
+    part = own.new_empty(own.shape[0], own.shape[1] // block, dtype=dtype)
+    return DTensor.from_local(
+        part,
+        target.device_mesh,
+        target.placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=(shape[1], 1),
+    )
 
 
 def _placed(along: list[tuple[int, int]]) -> list[tuple[int, int, int]]:

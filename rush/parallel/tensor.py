@@ -101,6 +101,27 @@ class OwnInputs(OwnPart):
         return None if _is_cut_once(parameter) else parameter
 
 
+class OwnLowRank:
+    """Before an adapter's class: its two thin matrices read as the plain tensors that this rank holds. One of them is whole
+    on every rank and works for this rank's part of the layer only, so its gradients are summed."""
+
+    _parameters: dict[str, Any]
+
+    @property
+    def a(self) -> Any:
+        return self._read("a")
+
+    @property
+    def b(self) -> Any:
+        return self._read("b")
+
+    def _read(self, name: str) -> Any:
+        parameter = self._parameters[name]
+        if not _is_cut_once(parameter):
+            return parameter
+        return _own(parameter, of_own_tokens=parameter.placements[0].is_replicate())
+
+
 @cache
 def _in_front(reading: Any, kind: Any) -> Any:
     """One class for all modules of a kind, so that a compiler that has seen one block has seen them all."""
@@ -108,10 +129,10 @@ def _in_front(reading: Any, kind: Any) -> Any:
 
 
 def _divide(
-    module: Any, mesh: DeviceMesh, reading: type, *, weight: Placement, bias: Placement, own_tokens: bool
+    module: Any, mesh: DeviceMesh, reading: type, *, own_tokens: bool = False, **placements: Placement
 ) -> None:
     """Cut a module's parameters, and let it read this rank's part of them."""
-    for name, placement in (("weight", weight), ("bias", bias)):
+    for name, placement in placements.items():
         parameter = module._parameters.get(name)
         if parameter is not None:
             cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
@@ -123,13 +144,16 @@ def _divide(
 
 @dataclass
 class Outputs(ParallelStyle):
-    """A linear layer of which each rank makes some of the outputs; of several equal parts side by side, some of each."""
+    """A linear layer of which each rank makes some of the outputs; of several equal parts side by side, some of each. So
+    does an adapter on it, whose first matrix (few rows) every rank has whole."""
 
     parts: int = 1
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rows: Any = Shard(0) if self.parts == 1 else _StridedShard(0, split_factor=self.parts)
-        _divide(module, device_mesh, OwnPart, weight=rows, bias=rows, own_tokens=False)
+        _divide(module, device_mesh, OwnPart, weight=rows, bias=rows)
+        if "adapter" in module._modules:
+            _divide(module.adapter, device_mesh, OwnLowRank, a=Replicate(), b=rows)
         return module
 
 
@@ -140,12 +164,15 @@ class Inputs(ParallelStyle):
     stream: Stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _divide(module, device_mesh, OwnInputs, weight=Shard(1), bias=Replicate(), own_tokens=False)
+        _divide(module, device_mesh, OwnInputs, weight=Shard(1), bias=Replicate())
+        if "adapter" in module._modules:
+            # What its first matrix makes of a rank's inputs is a part of a sum, and so is then the layer's output anyway.
+            _divide(module.adapter, device_mesh, OwnLowRank, a=Shard(1), b=Replicate())
         module.register_forward_hook(self._end)
         return module
 
     def _end(self, module: Any, _: Any, part_btd: Tensor) -> Tensor:
-        out_btd, bias = self.stream.summed(part_btd), module._parameters["bias"]
+        out_btd, bias = self.stream.summed(part_btd), module._parameters.get("bias")
         return out_btd if bias is None else out_btd + _own(bias, self.stream.cut).to(out_btd.dtype)
 
 
@@ -176,6 +203,13 @@ class OnAll(ParallelStyle):
         return module
 
 
+def own_words(stream: Stream, vocabulary: int) -> tuple[int, int]:
+    """The first word that this rank has of a vocabulary, and how many: the last one has fewer where they do not divide."""
+    most = -(-vocabulary // stream.mesh.size())
+    first = stream.mesh.get_local_rank() * most
+    return first, min(most, vocabulary - first)
+
+
 class OwnWords:
     """Before an embedding's class: it looks up the words that this rank has; the others' are zero until ranks are summed.
 
@@ -186,9 +220,9 @@ class OwnWords:
     stream: Stream
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
-        weight, mesh = self._parameters["weight"], self.stream.mesh
+        weight = self._parameters["weight"]
         own_vd = weight.to_local()
-        words_bt = tokens_bt - mesh.get_local_rank() * -(-weight.shape[0] // mesh.size())
+        words_bt = tokens_bt - own_words(self.stream, weight.shape[0])[0]
         elsewhere_bt = (words_bt < 0) | (words_bt >= own_vd.shape[0])
         found_btd = F.embedding(words_bt.masked_fill(elsewhere_bt, 0), own_vd)
         return self.stream.summed(found_btd.masked_fill(elsewhere_bt[..., None], 0.0))
@@ -201,9 +235,23 @@ class Words(ParallelStyle):
     stream: Stream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _divide(module, device_mesh, OwnWords, weight=Shard(0), bias=Shard(0), own_tokens=False)
+        _divide(module, device_mesh, OwnWords, weight=Shard(0))
         module.stream = self.stream  # type: ignore[assignment]
         return module
+
+
+class OwnWordsLossHead(nn.Module):
+    """Around a loss head that computes on plain tensors and settles with the other ranks what they must know of each other:
+    it gets all of the stream and the words of this rank."""
+
+    def __init__(self, stream: Stream, head: nn.Module) -> None:
+        super().__init__()
+        self.stream = stream
+        self.head = head
+
+    def forward(self, hidden_btd: Tensor, head_weight_vd: Any, labels_bt: Tensor) -> Tensor:
+        loss: Tensor = self.head(self.stream.gathered(hidden_btd), head_weight_vd.to_local(), labels_bt)
+        return loss
 
 
 class VocabularyLossHead(nn.Module):

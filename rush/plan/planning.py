@@ -21,7 +21,7 @@ from rush.plan.time import (
     tokens_per_s,
 )
 from rush.recipe import Recipe
-from rush.techniques import settle_uses
+from rush.techniques import registry, settle_uses, why_not
 
 ERRORS = {
     ("measured here", False): (0.03, 0.10),
@@ -182,9 +182,10 @@ def unmet(recipe: Recipe, target: Target) -> tuple[str, ...]:
             if "pip install" not in requirement.sentence and not requirement.met(machine, recipe)
         ]
         found += [
-            f"{use.technique.name} and {other} cannot stand together"
+            f"{use.technique.name} and {other} cannot stand together{reason and f': {reason}'}"
             for other in sorted(names.intersection(use.technique.conflicts))
             if use.technique.name < other
+            for reason in [why_not(use.technique, registry()[other])]
         ]
     if "bfloat16" not in target.matmul and any(
         name in names for name in ("amp_bf16", "pure_bf16", "bf16_master")

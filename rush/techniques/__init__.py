@@ -28,6 +28,7 @@ __all__ = [
     "check",
     "registry",
     "settle_uses",
+    "why_not",
 ]
 
 
@@ -56,8 +57,10 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
         if technique.fits is not None:
             technique.fits(recipe, use.knobs)
         if clash := sorted(names.intersection(technique.conflicts)):
+            reason = why_not(technique, registry()[clash[0]])
             raise RecipeError(
-                f"techniques {technique.name} and {clash[0]} cannot stand together; take one of them out."
+                f"techniques {technique.name} and {clash[0]} cannot stand together{reason and f': {reason}'}; take one of "
+                "them out."
             )
         for requirement in technique.requires:
             if not requirement.met(machine, recipe):
@@ -66,6 +69,11 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
                     f"{recipe.model.name} on {machine.summary()}. Take it out with techniques-={technique.name}, or change what it needs."
                 )
     return uses
+
+
+def why_not(one: Technique, other: Technique) -> str:
+    """Why two techniques conflict, as one of them says; nothing where it goes without saying."""
+    return one.reasons.get(other.name) or other.reasons.get(one.name) or ""
 
 
 def settle_uses(recipe: Recipe) -> list[Use]:

@@ -5,8 +5,8 @@ together. Here they are stored in blocks of 8-bit codes with a scale for each bl
 and packed again inside one kernel: about 2 bytes. Small tensors stay in fp32. It buys memory, not
 speed: the update touches fewer bytes but does more arithmetic. Backend `rush` is our own kernel, one launch
 for all tensors; it can also round bf16 weights by chance (see `fused_update`), which the libraries cannot, and it knows
-sharded parameters: blocks lie within rows, so that they are the same however rows are dealt out; a tensor whose rows
-are no multiple of 256 keeps fp32 moments there.
+parameters in parts (`fsdp`, `tp`): blocks lie within rows, so that they are the same on any number of ranks; a tensor
+whose rows, or a rank's part of them, are no multiple of 256 keeps fp32 moments there.
 With `paged` (bitsandbytes) the moments of the larger tensors lie in unified memory: on the device while there is
 room, in host memory where a long sequence needs it, fetched over the bus when the update comes. It saves a run
 that would end out of memory now and then; a run that always needs the room pays for the bus at every step.
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from rush.parallel.placement import table_like
 from rush.parallel.sharded import own_part
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
@@ -118,6 +119,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             "stochastic_rounding": bool(knobs["stochastic_rounding"]),
             "seed": build.recipe.run.seed,
             "local": own_part,
+            "alike": table_like,
         }
         # At the most: where many tensors are small, and stay in fp32.
         build.facts["state_bytes_per_parameter"] = 5.5
@@ -173,9 +175,9 @@ technique = Technique(
             lambda machine, recipe: machine.device == "cuda" or _backend(recipe) != "bitsandbytes",
         ),
         Requirement(
-            "moments of parameters in parts (layout.fsdp) are our own kernel's: the libraries keep them in a form of which no "
-            "checkpoint could be made; set backend rush",
-            lambda machine, recipe: recipe.layout.fsdp == 1 or _backend(recipe) == "rush",
+            "moments of parameters in parts (layout.fsdp, layout.tp) are our own kernel's: the libraries keep them in a form of "
+            "which no checkpoint could be made; set backend rush",
+            lambda machine, recipe: recipe.layout.fsdp * recipe.layout.tp == 1 or _backend(recipe) == "rush",
         ),
         Requirement(
             "paged moments are bitsandbytes'; set backend bitsandbytes, or take paged out",
@@ -188,7 +190,7 @@ technique = Technique(
             lambda machine, recipe: _backend(recipe) != "rush" or needs_triton.met(machine, recipe),
         ),
     ),
-    conflicts=("bf16_master", "fused_adamw", "fused_update", "tp"),
+    conflicts=("bf16_master", "fused_adamw", "fused_update"),
     knobs={
         "backend": KnobRange(BACKENDS, "whose kernels do the update"),
         "stochastic_rounding": KnobRange((False, True), "round weights in bf16 by chance (backend rush)"),

@@ -2,8 +2,8 @@
 
 fp16 has three more bits of mantissa than bf16 but a far smaller range: gradients below about 6e-8 become
 zero. So the loss is multiplied by a large factor before the backward pass and the gradients are divided
-by it before they are used. If one overflows, that step is left out and the factor halves; after many good
-steps it doubles. It is for GPUs whose tensor cores know no bf16 (Volta, Turing); elsewhere `amp_bf16` is
+by it before they are used. If one overflows, that step is left out and the factor halves (on all ranks, whoever saw
+it); after many good steps it doubles. It is for GPUs whose tensor cores know no bf16 (Volta, Turing); elsewhere `amp_bf16` is
 as fast and needs no scaling.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from rush.parallel import Ranks
 from rush.recipe import Knob
 from rush.techniques.contract import (
     Build,
@@ -35,6 +36,8 @@ SCALE, GOOD_STEPS = "loss_scale", "loss_scale_good_steps"
 class LossScaler(torch.amp.GradScaler):
     """torch's scaler, with its two numbers kept in the optimizer's first group: a checkpoint holds them there."""
 
+    ranks = Ranks()
+
     def attach(self, optimizer: Optimizer) -> None:
         self.group = optimizer.param_groups[0]
         self.group[SCALE], self.group[GOOD_STEPS] = float(self.get_scale()), 0
@@ -48,6 +51,12 @@ class LossScaler(torch.amp.GradScaler):
         scaled: Tensor = super().scale(outputs)
         return scaled
 
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        # Each rank looked at the gradients that it holds: of its stage, of its part of a layer.
+        for found in self._found_inf_per_device(optimizer).values():
+            self.ranks.any_of_all(found)
+
     def update(self, new_scale: float | Tensor | None = None) -> None:
         super().update(new_scale)
         state = self.state_dict()
@@ -57,6 +66,7 @@ class LossScaler(torch.amp.GradScaler):
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.autocast_dtype = torch.float16
     scaler = LossScaler(build.device.type, init_scale=float(knobs["initial_scale"]))
+    scaler.ranks = build.ranks
     build.scaler = scaler
     build.optimizer_hooks.append(scaler.attach)
     build.facts["loss_scaler"] = scaler
@@ -79,7 +89,7 @@ technique = Technique(
     name="amp_fp16",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("amp_bf16", "bf16_master", "pp", "pure_bf16", "tp"),
+    conflicts=("amp_bf16", "bf16_master", "pure_bf16"),
     knobs={"initial_scale": KnobRange((65536, 4096, 256), "the factor of the loss at the first step")},
     claim=Claim(
         "matmul rate",

@@ -248,6 +248,8 @@ class Technique:
     memory: tuple[MemoryEffect, ...] = ()
     requires: tuple[Requirement, ...] = ()
     conflicts: tuple[str, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
+    """Why it cannot stand beside one of them, and what can; told where the other one does not know it."""
     after: tuple[str, ...] = ()
     knobs: Mapping[str, KnobRange] = field(default_factory=dict)
     on_head: bool = False
@@ -274,6 +276,12 @@ def put_on_by_layout(axis: str) -> Requirement:
         lambda machine, recipe: getattr(recipe.layout, axis) > 1,
     )
 
+
+NOT_RECORDED = {
+    "cuda_graph": "a recording holds the work of one device, and ranks talk to each other within a step; compile makes "
+    "steps with fewer launches beside any layout"
+}
+"""Of every axis of the layout."""
 
 needs_cuda = Requirement("it needs a CUDA GPU", lambda machine, recipe: machine.device == "cuda")
 

@@ -29,6 +29,7 @@ from rush.parallel.context import ChunkDocuments, GatheredCore, Split
 from rush.recipe import Knob, Recipe
 from rush.techniques import ddp
 from rush.techniques.contract import (
+    NOT_RECORDED,
     Build,
     Claim,
     KnobRange,
@@ -223,6 +224,11 @@ technique = Technique(
         ),
     ),
     conflicts=("cuda_graph", "flex_attention"),
+    reasons={
+        **NOT_RECORDED,
+        "flex_attention": "its mask is made for queries that begin where the keys do, and a rank's queries stand in the middle "
+        "of them; use flash_attention",
+    },
     fits=fits,
     knobs={
         "exchange": KnobRange(

@@ -24,6 +24,7 @@ from rush.models import Decoder
 from rush.recipe import Knob, Recipe
 from rush.techniques import fsdp, pp
 from rush.techniques.contract import (
+    NOT_RECORDED,
     Build,
     Claim,
     KnobRange,
@@ -148,6 +149,7 @@ technique = Technique(
         ),
     ),
     conflicts=("cuda_graph",),
+    reasons=NOT_RECORDED,
     fits=fits,
     knobs={
         "bucket_mb": KnobRange((25, 1, 5, 50, 100), "MiB of gradients that are sent together"),

@@ -5,7 +5,9 @@ rounded on its way into the product; weights and optimizer stay as they are. Wha
 two depends on the casts, which read every activation and gradient again, and on the shapes: it pays for wide
 layers and many tokens, and can cost time where layers are narrow. Use it beside `compile`, which
 fuses the casts; eager it is slower than bf16. A 3-bit mantissa is coarse: losses follow those of bf16, step
-by step they differ. One scale per tensor is fastest; one per row spares small values beside large ones.
+by step they differ. One scale per tensor is fastest; one per row spares small values beside large ones. Beside `tp`
+every rank scales its own part of a tensor by that part's largest value, and nothing is exchanged for it: scales are
+powers of two, so the same number gets the same 8-bit mantissa under each, unless it is below 2⁻¹³ of the largest.
 """
 
 from __future__ import annotations
@@ -117,10 +119,10 @@ def _can_multiply(machine: Machine, recipe: Recipe) -> bool:
 
 
 def _widths_fit(machine: Machine, recipe: Recipe) -> bool:
-    shape = recipe.shape()
-    heads = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim)
+    shape, layout = recipe.shape(), recipe.layout
+    cut = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.intermediate)
     # Every batch must fit, the last one of a validation too, which may hold fewer rows.
-    sizes = (shape.hidden, shape.intermediate, *heads, recipe.batch.sequence)
+    sizes = (shape.hidden, *(size // layout.tp for size in cut), recipe.batch.sequence // layout.cp)
     return all(size % ALIGNMENT == 0 for size in sizes)
 
 
@@ -146,7 +148,8 @@ technique = Technique(
             ),
         ),
         Requirement(
-            f"it needs every width of the linear layers and batch.sequence in multiples of {ALIGNMENT}",
+            f"it needs every width of the linear layers and batch.sequence in multiples of {ALIGNMENT}, a rank's parts of them "
+            "too (layout.tp cuts widths, layout.cp the sequence)",
             _widths_fit,
         ),
         Requirement(
@@ -155,6 +158,10 @@ technique = Technique(
                 knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
                 or knob_of(recipe, "fp8", "casts", CASTS[0]) == "compiler"
             ),
+        ),
+        Requirement(
+            "beside layout.tp the logits are made by the loss over parts of the vocabulary; set scope to blocks",
+            lambda machine, recipe: recipe.layout.tp == 1 or not _takes_head(recipe),
         ),
         Requirement(
             "with scope blocks_and_head it makes the logits itself: take out "
@@ -170,7 +177,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("int8_base", "qlora", "tp"),
+    conflicts=("int8_base", "qlora"),
     after=("chunked_loss", "vocab_pad"),
     knobs={
         "recipe": KnobRange(

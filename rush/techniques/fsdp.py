@@ -24,6 +24,7 @@ from rush.parallel import Ranks
 from rush.recipe import Knob, Recipe
 from rush.techniques import pp
 from rush.techniques.contract import (
+    NOT_RECORDED,
     Build,
     Claim,
     KnobRange,
@@ -214,11 +215,12 @@ technique = Technique(
             ),
         ),
     ),
-    # They act on plain parameters: on their memory, their bytes, or by kernels that know no shards.
-    conflicts=(
-        "cuda_graph",
-        "fused_projections",
-    ),
+    conflicts=("cuda_graph", "fused_projections"),
+    reasons={
+        **NOT_RECORDED,
+        "fused_projections": "it multiplies with weights that lie one below another in memory, and each gathered weight has a "
+        "place of its own; bringing them together would be the copy that it is there to save",
+    },
     fits=fits,
     knobs={
         "stage": KnobRange(

@@ -5,13 +5,15 @@ matmul makes them in a buffer, a Triton kernel reads them and writes their gradi
 matmuls make the gradients of hidden vectors and weight. All of it happens in the forward pass; the backward
 pass multiplies by one number. `chunked_loss` does with plain torch what needs four matmuls: it forgets a
 chunk's logits and makes them again in the backward pass, where this keeps gradients that it already has. A
-vocabulary that is no round number is padded on the way, so `vocab_pad` has nothing to add. It saves memory
-against full logits and costs about as much time; with a vocabulary of a few thousand there is little to save.
+vocabulary that is no round number is padded on the way, so `vocab_pad` has nothing to add. Beside `tp` each rank
+does so with its own words, and two numbers a token are exchanged: the denominator and the label's logit. It saves
+memory against full logits and costs about as much time; with a vocabulary of a few thousand there is little to save.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -36,23 +38,44 @@ OP, KERNEL = "rush::linear_cross_entropy", "cross_entropy_forward_kernel"
 class FusedLossHead(nn.Module):
     """The summed loss from hidden vectors and the head's weight, by the fused kernel."""
 
-    def __init__(self, loss: Callable[..., Tensor], chunk_tokens: int | None) -> None:
+    def __init__(
+        self, loss: Callable[..., Tensor], chunk_tokens: int | None, words: tuple[Any, ...] | None = None
+    ) -> None:
         super().__init__()
         self.loss = loss
         self.chunk_tokens = chunk_tokens
+        self.words = words
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
         return self.loss(
-            hidden_btd, head_weight_vd, labels_bt, ignore_index=-100, chunk_tokens=self.chunk_tokens
+            hidden_btd,
+            head_weight_vd,
+            labels_bt,
+            ignore_index=-100,
+            chunk_tokens=self.chunk_tokens,
+            words=self.words,
         )
+
+    def over(self, first: int, whole: int, ranks: int, group: str) -> FusedLossHead:
+        """The same for a weight that has the words from `first` on, among ranks that have the others."""
+        from rush.kernels.linear_cross_entropy import Words
+
+        return FusedLossHead(self.loss, self.chunk_tokens, Words(first, whole, ranks, group))
+
+    @staticmethod
+    def width(words: int) -> int:
+        """How wide the products are that so many words take part in."""
+        from rush.kernels.linear_cross_entropy.triton import ALIGNED
+
+        return -(-words // ALIGNED) * ALIGNED
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     from rush.kernels.linear_cross_entropy import linear_cross_entropy
-    from rush.kernels.linear_cross_entropy.triton import ALIGNED
 
-    build.model.loss_head = FusedLossHead(linear_cross_entropy, int(knobs["chunk_tokens"]) or None)
-    build.facts["padded_vocab_size"] = -(-build.model.shape.vocab_size // ALIGNED) * ALIGNED
+    head = FusedLossHead(linear_cross_entropy, int(knobs["chunk_tokens"]) or None)
+    build.model.loss_head = head
+    build.facts["padded_vocab_size"] = head.width(build.model.shape.vocab_size)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -73,7 +96,7 @@ technique = Technique(
     stage=Stage.MODEL,
     apply=apply,
     requires=(needs_triton,),
-    conflicts=("chunked_loss", "liger", "tp", "vocab_pad"),
+    conflicts=("chunked_loss", "liger", "vocab_pad"),
     knobs={
         "chunk_tokens": KnobRange(
             (0, 512, 1024, 2048, 4096, 8192), "tokens whose logits exist at once; 0 leaves it to the kernel"

@@ -75,6 +75,11 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     if noted is None:
         return Proof(False, "no adapters were put in")
     rank, tokens = int(knobs["rank"]), seen.facts["micro_tokens"]
+    # Layers may be cut among ranks, by outputs or by inputs.
+    parts = {1, seen.facts.get("tp", {}).get("ranks", 1)}
+    widths = {
+        pair for out, into in noted["widths"] for n in parts for pair in ((out // n, into), (out, into // n))
+    }
     thin_widths = {rank, 2 * rank, 3 * rank}  # adapters of one input share a product
     thin = sum(count for shape, count in seen.matmul_shapes.items() if thin_widths.intersection(shape))
     wide = [
@@ -83,11 +88,11 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         # A weight's gradient is a product over all tokens. A layer as wide as there are tokens, or as narrow as an
         # adapter, cannot be told apart.
         if shape[1] == tokens
-        and {(shape[0], shape[2]), (shape[2], shape[0])} & noted["widths"]
+        and {(shape[0], shape[2]), (shape[2], shape[0])} & widths
         and not {tokens, *thin_widths}.intersection((shape[0], shape[2]))
     ]
     state = sum(seen.state_bytes.values())
-    per_trained = state / noted["trained"]
+    per_trained = state / seen.num_parameters  # of this rank's stages, in a pipeline
     return Proof(
         thin > 0 and not wide and 0 < per_trained <= 16,
         f"{noted['trained']:,} of {noted['base'] + noted['trained']:,} parameters are trained, in {noted['layers']} "
@@ -105,6 +110,15 @@ lengths_in_fp32 = Requirement(
     ),
 )
 
+lengths_of_whole_rows = Requirement(
+    "variant dora measures whole rows of a weight, of which layout.tp gives each rank a part; use variant lora, or set "
+    "layout.tp to 1",
+    lambda machine, recipe: (
+        recipe.layout.tp == 1
+        or all(knob_of(recipe, name, "variant", "lora") == "lora" for name in ("lora", "qlora", "int8_base"))
+    ),
+)
+
 FROZEN_MEMORY = (
     MemoryEffect("frozen", 1.0, "gradients, moments and copies are those of the adapters only"),
     MemoryEffect("norm.scaled", 0.0, "the gain has no gradient"),
@@ -115,8 +129,8 @@ technique = Technique(
     name="lora",
     stage=Stage.ADAPT,
     apply=apply,
-    requires=(lengths_in_fp32,),
-    conflicts=("fused_projections", "int8_base", "pp", "qlora", "tp"),
+    requires=(lengths_in_fp32, lengths_of_whole_rows),
+    conflicts=("fused_projections", "int8_base", "qlora"),
     knobs=KNOBS,
     claim=Claim(
         "trained parameters",

@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from rush.parallel.sharded import own_part
 from rush.recipe import Knob
 from rush.techniques.contract import (
     Build,
@@ -47,7 +48,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
     def offloaded(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
         # Weights stay: they are on the device anyway.
-        weights = frozenset(p.untyped_storage().data_ptr() for p in self.parameters())
+        weights = frozenset(own_part(p).untyped_storage().data_ptr() for p in self.parameters())
         with OnHost(lambda tensor: is_worth_it(tensor, weights), moved, pin):
             out: Tensor = type(self).forward(self, x_btd, **rest)
         return out
@@ -72,7 +73,7 @@ technique = Technique(
     stage=Stage.MEMORY,
     apply=apply,
     requires=(needs_cuda,),
-    conflicts=("checkpoint_full", "checkpoint_selective", "compile", "cuda_graph", "pp", "tp"),
+    conflicts=("checkpoint_full", "checkpoint_selective", "compile", "cuda_graph"),
     knobs={
         "pin": KnobRange(
             (True, False), "pinned host memory: faster copies that overlap, memory that cannot swap"

@@ -27,6 +27,7 @@ from rush.models.stages import keep, split
 from rush.parallel.pipeline import KINDS, Kind, Pipeline, add_gradient
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
+    NOT_RECORDED,
     Build,
     Claim,
     KnobRange,
@@ -247,7 +248,8 @@ technique = Technique(
             lambda machine, recipe: not (used(recipe, "checkpoint_selective") and splits_backward(recipe)),
         ),
     ),
-    conflicts=("amp_fp16", "cuda_graph", "int8_base", "lora", "offload_activations", "qlora"),
+    conflicts=("cuda_graph",),
+    reasons=NOT_RECORDED,
     knobs={
         "schedule": KnobRange(
             tuple(KINDS),

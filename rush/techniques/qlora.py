@@ -111,7 +111,7 @@ technique = Technique(
         Requirement(f"it needs linear layers whose weights come in blocks of {BLOCK}", _whole_blocks),
         lengths_in_fp32,
     ),
-    conflicts=("fp8", "fused_projections", "int8_base", "lora", "pp", "tp"),
+    conflicts=("fp8", "fused_projections", "int8_base", "lora", "tp"),
     knobs={"backend": KnobRange(BACKENDS, "whose quantising and unpacking"), **KNOBS},
     claim=Claim(
         "bytes of a 65B model being fine-tuned",

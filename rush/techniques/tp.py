@@ -21,6 +21,7 @@ from torch import nn
 from rush.errors import RecipeError
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
+    NOT_RECORDED,
     Build,
     Claim,
     KnobRange,
@@ -38,6 +39,10 @@ from rush.techniques.contract import (
 READERS = ("q", "k", "v", "qkv", "mlp_gate", "mlp_up")
 """Roles of the layers that read the stream; the others write to it."""
 PASS = "rush::forward"
+IN_CODES = (
+    "codes are stored without rows and columns that could be dealt out; lora stands beside tp, and a base in codes beside "
+    "ddp, fsdp and pp"
+)
 GATHER, SCATTER, SUM = (
     f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
 )
@@ -45,17 +50,12 @@ GATHER, SCATTER, SUM = (
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        ParallelStyle,
-        loss_parallel,
-        parallelize_module,
-    )
+    from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
-    from rush.parallel.tensor import Inputs, OnAll, OnStream, Outputs, Stream, VocabularyLossHead, Words
+    from rush.parallel.tensor import Inputs, OnAll, OnStream, Outputs, Stream, Words
 
     assert build.ranks.mesh is not None
-    mesh, model, shape = build.ranks.mesh["tp"], build.model, build.model.shape
+    mesh, model = build.ranks.mesh["tp"], build.model
     stream = Stream(mesh, bool(knobs["sequence"]))
     whole, lying = Replicate(), stream.placement
     plan: dict[str, ParallelStyle] = {
@@ -76,13 +76,29 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     plan = {name: style for name, style in plan.items() if name.split(".")[0] in there}
     parallelize_module(model, mesh, plan, src_data_rank=None)
     model.tie_head()
-    model.loss_head = VocabularyLossHead(stream, model.loss_head)
-    # The backward pass of the loss belongs inside as well.
-    build.step_contexts.append(loss_parallel)
-    ranks = build.ranks.size("tp")
-    build.facts["tp"] = {"ranks": ranks, "model": model, "stages": build.parts}
+    _divide_loss(build, stream)
+    build.facts["tp"] = {"ranks": build.ranks.size("tp"), "model": model, "stages": build.parts}
+
+
+def _divide_loss(build: Build, stream: Any) -> None:
+    """A loss over all words, of which each rank has some: by the head itself if it knows how (`over`), else by torch."""
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    from rush.parallel.tensor import OwnWordsLossHead, VocabularyLossHead, own_words
+
+    model, vocabulary = build.model, build.model.shape.vocab_size
+    first, count = own_words(stream, vocabulary)
     # As wide as the head's products are here.
-    build.facts["padded_vocab_size"] = -(-shape.vocab_size // ranks)
+    build.facts["padded_vocab_size"] = count
+    head: Any = model.loss_head
+    if hasattr(head, "over"):
+        of_own_words = head.over(first, vocabulary, stream.mesh.size(), stream.mesh.get_group().group_name)
+        model.loss_head = OwnWordsLossHead(stream, of_own_words)
+        build.facts["padded_vocab_size"] = head.width(count)
+    else:
+        model.loss_head = VocabularyLossHead(stream, head)
+        # The backward pass of the loss belongs inside as well.
+        build.step_contexts.append(loss_parallel)
 
 
 def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
@@ -144,7 +160,8 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     ranks, model, stages = (seen.facts["tp"][key] for key in ("ranks", "model", "stages"))
     layers: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
     weights = sum(layer._parameters["weight"].numel() for layer in layers)
-    matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
+    # (Of an adapter one of two thin matrices is whole on every rank.)
+    matrices = [p for name, p in model.blocks.named_parameters() if p.dim() > 1 and ".adapter." not in name]
     held = sum(own_part(p).numel() for p in matrices) / sum(p.numel() for p in matrices)
     # A token is multiplied with each weight once forward and twice backward.
     tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"]
@@ -168,21 +185,16 @@ technique = Technique(
     apply=apply,
     fits=fits,
     requires=(put_on_by_layout("tp"),),
-    # They act on plain parameters or on whole layers, or bring a loss of their own.
-    conflicts=(
-        "adam8bit",
-        "amp_fp16",
-        "cuda_graph",
-        "fp8",
-        "fused_loss",
-        "fused_projections",
-        "int8_base",
-        "liger",
-        "lora",
-        "offload_activations",
-        "qlora",
-        "vocab_pad",
-    ),
+    conflicts=("cuda_graph", "fused_projections", "int8_base", "liger", "qlora", "vocab_pad"),
+    reasons={
+        **NOT_RECORDED,
+        "fused_projections": "it multiplies with weights that lie one below another in memory, and each rank's part of a weight "
+        "has a place of its own",
+        "int8_base": IN_CODES,
+        "liger": "the library's loss takes a whole head; fused_loss, fused_mlp, fused_norm and fused_rope take a rank's part",
+        "qlora": IN_CODES,
+        "vocab_pad": "ranks have parts of the vocabulary, each of its own width; fused_loss pads a rank's own words",
+    },
     knobs={
         "sequence": KnobRange(
             (True, False), "between layers each rank has its piece of the sequence, instead of all of it"

@@ -246,12 +246,10 @@ def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
             f"the weights of {half_made.recipe.model.name} do not fit into {half_made.machine.summary()}; "
             "take a smaller model or a larger device."
         ) from None
-    if any(is_sharded(parameter) for parameter in model.parameters()):
+    if half_made.parts or any(is_sharded(parameter) for parameter in model.parameters()):
         _fill(model, stored_values(model, _values(half_made, weights)))
     elif weights is None:
         model.init_weights(half_made.recipe.run.seed)
-    elif half_made.parts:
-        _fill(model, _values(half_made, weights))
     else:
         model.load_state_dict(weights)
         model.init_buffers()

@@ -16,6 +16,7 @@ only what is trained is saved; state.json says which frozen base it belongs to.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,8 +28,8 @@ from torch.optim import Optimizer
 from rush.errors import DataError
 from rush.models.adapters import is_adapted
 from rush.parallel import Ranks
-from rush.parallel.placement import rows_like
-from rush.parallel.sharded import is_sharded
+from rush.parallel.placement import table_like
+from rush.parallel.sharded import cuts, is_sharded
 from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
 from rush.train.frozen import check_base
 from rush.train.packing import pack_model, parameter_names, read_random
@@ -77,7 +78,7 @@ def load(
     """
     checkpoint, part = _verified(checkpoint), ranks is not None and ranks.size("pp") > 1
     state = _read_state(checkpoint.path / STATE)
-    _check_kind(checkpoint.path, state, model)
+    _check_kind(checkpoint.path, state, model, ranks)
     restore_random = (
         read_random(checkpoint.path / RANDOM, state["random"]) if optimizer is not None else lambda: None
     )
@@ -144,7 +145,7 @@ def _read_state(path: Path) -> dict[str, Any]:
     return state
 
 
-def _check_kind(path: Path, state: Mapping[str, Any], model: nn.Module) -> None:
+def _check_kind(path: Path, state: Mapping[str, Any], model: nn.Module, ranks: Ranks | None) -> None:
     saved = state.get("base")
     if (saved is not None) != is_adapted(model):
         holds, has = ("adapters", "none") if saved is not None else ("a whole model", "adapters")
@@ -152,7 +153,7 @@ def _check_kind(path: Path, state: Mapping[str, Any], model: nn.Module) -> None:
             f"{path} holds {holds}, this run has {has}; the techniques are not those it was saved with."
         )
     if saved is not None:
-        check_base(path, saved, model)
+        check_base(path, saved, model, ranks)
 
 
 def _restore_optimizer(
@@ -234,21 +235,21 @@ def _like(file: SavedTensors, name: str, parameter: Tensor, device: torch.device
         # The parameter's own strides (and shards), too: fused kernels walk both through memory side by side.
         return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     if is_sharded(parameter) and shape.numel() > 1:
-        return rows_like(parameter, _by_rows(shape, parameter), dtype)
+        table = _by_rows(shape, parameter)
+        assert table is not None, "blocks that are cut were refused"
+        return table_like(parameter, table, dtype)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _by_rows(shape: torch.Size, parameter: Tensor) -> tuple[int, ...] | None:
     """The shape of something that exists for each block of a parameter (a scale), row by row; None where a block is not
-    within a row, so that rows cannot be dealt out."""
+    within a row, or not within the part of a row that each rank has."""
     rows, count = parameter.shape[0], shape.numel()
-    if (
-        count % rows
-        or parameter.numel() % count
-        or (parameter.numel() // rows) % (parameter.numel() // count)
-    ):
+    if parameter.dim() != 2 or count % rows or parameter.numel() % count:
         return None
-    return (rows, count // rows)
+    width, block = parameter.shape[1], parameter.numel() // count
+    pieces = math.prod(cut.ranks for cut in cuts(parameter) if cut.dim == 1)
+    return None if width % block or (width // pieces) % block else (rows, count // rows)
 
 
 def _check_state_tensor(
@@ -276,8 +277,8 @@ def _check_state_tensor(
         and _by_rows(shape, parameter) is None
     ):
         raise DataError(
-            f"{file.path}: {name}/{key} is {describe(shape, dtype)}, one number for several rows of its parameter, which this "
-            "layout deals out; go on with the layout that the run was saved with."
+            f"{file.path}: {name}/{key} is {describe(shape, dtype)}, one number for each of its parameter's blocks, which "
+            "this layout would cut; go on with the layout that the run was saved with."
         )
     # Without memory of its own: only where the pieces lie matters here.
     file.check(parameter if shape == parameter.shape else file.meta(f"{name}/{key}"), f"{name}/{key}")

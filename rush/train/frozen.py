@@ -20,28 +20,42 @@ from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, fill_adapters
 from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantised import Form, QuantisedLinear, form_of, quantise_linears
+from rush.parallel import Ranks
+from rush.parallel.pipeline import collect
 from rush.parallel.sharded import gather, is_sharded, whole
 
 
-def describe_base(model: nn.Module) -> dict[str, Any]:
-    """What a checkpoint says about the base its adapters belong to; of a sharded model all ranks must ask."""
+def describe_base(model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
+    """What a checkpoint says about the base its adapters belong to; of a model in parts all ranks must ask."""
     form = form_of(model)
     assert isinstance(model, Decoder), type(model)
-    names = model.__dict__.get("base_names")
-    if names is None:
-        names = {"digest": base_digest(model), "values": base_identity(model)}
-        if is_sharded(model.embedding.weight):
+    told = model.__dict__.get("base_names")
+    if told is None:
+        told = _told(model, ranks or Ranks())
+        if ranks is not None and not ranks.alone:
             # The base does not change, and gathering it for every checkpoint would be the longest part of a save.
-            model.__dict__["base_names"] = names
+            model.__dict__["base_names"] = told
+    dtype = next(p.dtype for p in model.parameters() if not p.requires_grad and p.is_floating_point())
     return {
-        **names,
-        "dtype": str(model.embedding.weight.dtype).removeprefix("torch."),
+        **told,
+        "dtype": str(dtype).removeprefix("torch."),
         "form": None if form is None else asdict(form),
-        "adapters": {name: asdict(adapter.spec) for name, _, adapter in adapters(model)},
     }
 
 
-def base_digest(model: nn.Module) -> str:
+def _told(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
+    """Names for all values of the base, and the adapters on it; stages of a pipeline put together what each knows."""
+    own: list[dict[str, Any]] = [
+        _exact_names(model),
+        _rounded_names(model),
+        {name: asdict(adapter.spec) for name, _, adapter in adapters(model)},
+    ]
+    heard = [own] if ranks.stages is None else ranks.gathered(own)
+    exact, rounded, specs = ({k: v for parts in heard for k, v in parts[n].items()} for n in range(3))
+    return {"digest": _name_of(exact), "values": _name_of(rounded)[:32], "adapters": specs}
+
+
+def _exact_names(model: nn.Module) -> dict[str, str]:
     """Names the frozen values exactly. A quantised layer is named by what it was made from, so the name is the same on
     every device."""
     told = {
@@ -52,12 +66,16 @@ def base_digest(model: nn.Module) -> str:
     told |= {
         name: layer.source for name, layer in model.named_modules() if isinstance(layer, QuantisedLinear)
     }
-    return _name_of(told)
+    return told
 
 
 def base_identity(base: nn.Module | Mapping[str, Tensor]) -> str:
     """Names a base by all of its weights, rounded to bf16, so that their dtype does not matter; a quantised layer by what
     it was made from. One quick pass: it is asked whenever adapters meet a base."""
+    return _name_of(_rounded_names(base))[:32]
+
+
+def _rounded_names(base: nn.Module | Mapping[str, Tensor]) -> dict[str, str]:
     given = dict(base.named_parameters()) if isinstance(base, nn.Module) else base
     told = {
         name: base_fingerprint(whole(value))
@@ -67,7 +85,7 @@ def base_identity(base: nn.Module | Mapping[str, Tensor]) -> str:
     if isinstance(base, nn.Module):
         quantised = {n: layer for n, layer in base.named_modules() if isinstance(layer, QuantisedLinear)}
         told |= {f"{name}.weight": layer.base_source for name, layer in quantised.items()}
-    return _name_of(told)[:32]
+    return told
 
 
 def partial_identity(weights: Mapping[str, Tensor]) -> str:
@@ -85,9 +103,9 @@ def _name_of(told: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(clean).encode()).hexdigest()
 
 
-def check_base(path: object, saved: Mapping[str, Any], model: nn.Module) -> None:
+def check_base(path: object, saved: Mapping[str, Any], model: nn.Module, ranks: Ranks | None = None) -> None:
     """Refuse adapters that were trained on another base."""
-    found = describe_base(model)
+    found = describe_base(model, ranks)
     for key, what in (("form", "stored"), ("dtype", "kept in"), ("digest", "with the digest")):
         if saved[key] != found[key]:
             raise DataError(
@@ -104,25 +122,33 @@ def _short(value: Any) -> str:
     return str(value)[:12]
 
 
-def whole_model(model: Decoder, keep: bool) -> Decoder | None:
-    """All of a sharded model on the host, adapters and codes included, without what techniques changed. Every rank must
-    ask, and who wants to keep it gets it."""
-    values = gather(dict([*model.named_parameters(), *model.named_buffers()]), keep)
+def whole_model(model: Decoder, ranks: Ranks) -> Decoder | None:
+    """All of a model in parts, adapters and codes included, without what techniques changed: for the first rank, and the
+    others must ask as well. One that is sharded is put together on the host, one in stages where it is computed with."""
+    stages, keep = ranks.stages, ranks.main
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    sharded = any(is_sharded(tensor) for tensor in tensors.values())
+    place = torch.device("cpu") if sharded else next(model.parameters()).device
+    values = gather(tensors, keep or stages is not None)
+    if stages is not None:
+        values = collect(values, stages, place)
     if not keep:
         return None
     with torch.device("meta"):
         twin = build_model(model.shape)
-    form, specs = form_of(model), {name: adapter.spec for name, _, adapter in adapters(model)}
+    form, known = form_of(model), [adapter.spec for _, _, adapter in adapters(model)]
     if form is not None:
         quantise_linears(twin, form)
-    if specs:
-        adapt(twin, specs)
+    if known:
+        # All have one spec, those of other stages too.
+        adapted = [name.removesuffix(".adapter.a") for name in values if name.endswith(".adapter.a")]
+        adapt(twin, dict.fromkeys(adapted, known[0]))
     for module_name, module in twin.named_modules():
         for held in (module._parameters, module._buffers):
             for own, tensor in held.items():
                 value = values.get(f"{module_name}.{own}".removeprefix("."))
                 if tensor is not None and value is not None:
-                    here = value.detach().cpu()
+                    here = value.detach().to(place)
                     held[own] = (
                         nn.Parameter(here, requires_grad=False) if held is module._parameters else here
                     )

@@ -73,9 +73,10 @@ class SavedTensors(Mapping[str, Tensor]):
         if by_rows and len(shape) == 1 and tensor.dim() == 2 and tensor.numel() == shape[0]:
             width = tensor.shape[1]
             for part in parts_of(tensor):
-                flat = torch.empty(part.values.numel(), dtype=tensor.dtype)
+                rows, columns = part.values.shape
+                flat = torch.empty(rows * width, dtype=tensor.dtype)
                 self._read(name, ((part.offset[0] * width,), (flat.numel(),)), flat)
-                part.values.copy_(flat.view(part.values.shape))
+                part.values.copy_(flat.view(rows, width).narrow(1, part.offset[1], columns))
             return
         assert tuple(tensor.shape) == shape, name
         for part in parts_of(tensor):

@@ -202,7 +202,7 @@ class Saver:
         random_tensors, random_state = pack_random()
         state = {"step": step, "extra": dict(extra), "optimizer": table, "random": random_state}
         if is_adapted(model):
-            state["base"] = describe_base(model)  # of a sharded base all ranks must ask
+            state["base"] = describe_base(model, self.ranks)  # of a base in parts all ranks must ask
         sealed = {"metrics": dict(metrics or {}), **(meta or {})}
         return _Job(step, self.ranks.next_call(), parts, tied, table, state, random_tensors, sealed, began)
 

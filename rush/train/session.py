@@ -19,10 +19,8 @@ import torch
 
 from rush.errors import Diverged, Drifted, MachineError, RushError
 from rush.hardware import memory_in_use
-from rush.models import build_model
 from rush.parallel.drift import check_drift
-from rush.parallel.pipeline import collect
-from rush.parallel.sharded import gather, is_sharded
+from rush.parallel.sharded import is_sharded
 from rush.recipe import Recipe
 from rush.records.metrics import MetricsWriter, read_rows
 from rush.records.run_folder import RunFolder
@@ -281,20 +279,10 @@ class Session:
 
 def _gathered(run: Run) -> Run:
     """The run with its whole model on rank 0, for what only rank 0 does; of one in parts all must ask for it."""
-    stages = run.ranks.stages
-    if stages is None and not any(is_sharded(parameter) for parameter in run.model.parameters()):
+    if run.ranks.stages is None and not any(is_sharded(parameter) for parameter in run.model.parameters()):
         return run
-    if stages is None:
-        whole = whole_model(run.model, keep=run.ranks.main)
-        return run if whole is None else replace(run, model=whole)
-    weights = collect(gather(run.model.state_dict(), keep=True), stages, run.device)
-    if not run.ranks.main:
-        return run
-    with torch.device("meta"):
-        model = build_model(run.model.shape)
-    model.load_state_dict(weights, assign=True)
-    model.init_buffers()
-    return replace(run, model=model)
+    whole = whole_model(run.model, run.ranks)
+    return run if whole is None else replace(run, model=whole)
 
 
 def _due(every: int, step: int) -> bool:

@@ -72,7 +72,9 @@ def pass_adapters(
         run = build(chosen, probe("cpu"), None, ranks)
         with loader(run) as given:
             if source is not None:
-                given.load_state(checkpoint.load(Path(source), run.model, run.optimizer)["loader"])
+                given.load_state(
+                    checkpoint.load(Path(source), run.model, run.optimizer, ranks=ranks)["loader"]
+                )
             losses = [
                 train_step(run, step, chosen.optimizer.lr, given.next_step()).loss
                 for step in range(1, steps + 1)
@@ -80,7 +82,7 @@ def pass_adapters(
             store = CheckpointStore(Path(target))
             extra = {"loader": given.state()}
             path = checkpoint.save(store, 7, run.model, run.optimizer, extra, ranks=ranks)
-            twin = whole_model(run.model, keep=ranks.main)
+            twin = whole_model(run.model, ranks)
         logits = None if twin is None else twin(batch_of(run).tokens_bt).detach().numpy()
         return {"path": str(path), "losses": losses, "logits": logits}
 
@@ -141,7 +143,7 @@ def prefer(layout: Mapping[str, int], techniques: Iterable[str], more: Iterable[
         }
 
 
-def wait_on_host(layout: Mapping[str, int]) -> Result:
+def wait_on_host(layout: Mapping[str, int], techniques: Iterable[str] = ()) -> Result:
     """Losses of steps whose activations are kept elsewhere; what asks for a GPU is taken away, as a CPU has host memory."""
     from dataclasses import replace
 
@@ -153,8 +155,8 @@ def wait_on_host(layout: Mapping[str, int]) -> Result:
 
     known: Any = registry()
     known["offload_activations"] = replace(known["offload_activations"], requires=())
-    more = ("batch.micro=8", "batch.total_tokens=512")
-    chosen = recipe("llama", layout, ("{name='offload_activations', pin=false}",), *more)
+    more = ("batch.micro=8", "batch.total_tokens=512", "model.shape.num_layers=4")
+    chosen = recipe("llama", layout, ("{name='offload_activations', pin=false}", *techniques), *more)
     with join(chosen.layout.model_dump(), "cpu") as ranks:
         run = build(chosen, probe("cpu"), None, ranks)
         with loader(run) as given:

@@ -210,7 +210,6 @@ def test_a_technique_does_the_same_in_a_pipeline_as_on_one_rank(
         ),
         (["pp"], [], MachineError, "set layout.pp to 2 or more"),
         (["compile"], ["layout.pp=2"], MachineError, "use compile with scope block"),
-        (["lora"], ["layout.pp=2"], RecipeError, "lora and pp cannot stand together|pp and lora"),
         (
             ["{name='fsdp', stage='gradients'}"],
             ["layout.pp=2", "layout.fsdp=2"],

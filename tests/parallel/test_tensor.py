@@ -105,7 +105,7 @@ def test_a_planted_bug_of_a_cut_layer_is_seen(bug: str, techniques: list[str]) -
         ([], ["layout.tp=4", "model.shape.vocab_size=5"], RecipeError, "without any of the 5 words"),
         (["pad"], ["layout.tp=2"], RecipeError, r"shapes is 0, .*allowed here: 1, 2, 4, 8, 16\."),
         (["compile"], ["layout.tp=2"], RecipeError, "the only allowed value is 'block'"),
-        (["fused_loss"], ["layout.tp=2"], RecipeError, "cannot stand together"),
+        (["vocab_pad"], ["layout.tp=2"], RecipeError, "cannot stand together"),
         (["tp"], [], MachineError, "set layout.tp to 2 or more"),
     ],
 )

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rush.kernels.adamw.optimizer import Local, Member, RushAdamW
-from rush.kernels.adamw8bit.codes import code_values
-from rush.kernels.adamw8bit.update import Packed, adamw8bit_, in_blocks, in_rows, packed_zeros
+from rush.kernels.adamw8bit.codes import code_of_zero, code_values
+from rush.kernels.adamw8bit.triton import BLOCK
+from rush.kernels.adamw8bit.update import Packed, adamw8bit_, in_rows, is_cut, packed_zeros
 
 SMALLEST = 4096
-"""Elements from which on a tensor's moments are packed: gains and biases are few, and matter more than most."""
+"""Elements from which on a matrix's moments are packed: gains and biases are few, and matter more than most."""
+Alike = Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
+"""Memory for a table (so many rows, a number for each block of a row) that is dealt out as a parameter in parts is."""
 
 
 class RushAdamW8bit(RushAdamW):
-    """AdamW with moments in blocks of 8-bit codes; those of small tensors stay in fp32, and those of sharded ones whose
-    rows are no whole blocks.
+    """AdamW with moments in blocks of 8-bit codes; those of vectors and small matrices stay in fp32, and those of parameters
+    in parts (`local` gives less than all) that would cut a block. `alike` is for these.
 
     The state has `exp_avg.codes`, `exp_avg.scales` and the same of `exp_avg_sq`, plain tensors, so that checkpoints
     can hold them.
@@ -37,7 +40,9 @@ class RushAdamW8bit(RushAdamW):
         stochastic_rounding: bool = False,
         seed: int = 0,
         local: Local = Tensor.detach,
+        alike: Alike = lambda parameter, shape, dtype: parameter.new_empty(shape, dtype=dtype),
     ) -> None:
+        self.alike = alike
         super().__init__(
             params,
             lr,
@@ -52,19 +57,26 @@ class RushAdamW8bit(RushAdamW):
         self._values: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        if parameter.numel() < SMALLEST or not in_blocks(parameter):
+        cuts_blocks = is_cut(parameter) and not (in_rows(parameter) and in_rows(self.local(parameter)))
+        if parameter.dim() < 2 or parameter.numel() < SMALLEST or cuts_blocks:
             return super().new_state(parameter)
         moments = {
-            "exp_avg": packed_zeros(parameter, signed=True),
-            "exp_avg_sq": packed_zeros(parameter, signed=False),
+            "exp_avg": self._packed_zeros(parameter, signed=True),
+            "exp_avg_sq": self._packed_zeros(parameter, signed=False),
         }
-        # Scales by rows, where blocks lie within them: so they look the same however rows are dealt out.
-        rows = (parameter.shape[0], -1) if in_rows(parameter) else (-1,)
         return {
-            f"{key}.{part}": tensor.view(rows) if part == "scales" else tensor
+            f"{key}.{part}": tensor
             for key, packed in moments.items()
             for part, tensor in packed._asdict().items()
         }
+
+    def _packed_zeros(self, parameter: Tensor, signed: bool) -> Packed:
+        """Scales by rows, where blocks lie within them: so they look the same however rows are dealt out."""
+        if not in_rows(parameter):
+            return packed_zeros(parameter, signed)
+        shape = (parameter.shape[0], parameter.shape[1] // BLOCK)
+        codes = torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8)
+        return Packed(codes, self.alike(parameter, shape, torch.float32).zero_())
 
     def update(self, members: list[Member], group: dict[str, Any], step: int) -> None:
         small = [member for member in members if "exp_avg" in member.state]

@@ -26,11 +26,8 @@ class Packed(NamedTuple):
 
 
 def packed_zeros(parameter: Tensor, signed: bool) -> Packed:
-    """The moment of a parameter that has had no step; the scales of one in parts are cut as its rows are."""
+    """The moment of a parameter that has had no step."""
     codes = torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8)
-    if is_cut(parameter):
-        of_blocks = parameter.detach().view(parameter.shape[0], -1, kernels.BLOCK).amax(-1)
-        return Packed(codes, torch.zeros_like(of_blocks, dtype=torch.float32))
     blocks = -(-parameter.numel() // kernels.BLOCK)
     return Packed(codes, parameter.new_zeros(blocks, dtype=torch.float32))
 
@@ -43,11 +40,6 @@ def is_cut(parameter: Tensor) -> bool:
 def in_rows(parameter: Tensor) -> bool:
     """Whether the blocks of 256 lie within rows, and so stay whole however these are dealt out."""
     return parameter.dim() == 2 and parameter.shape[1] % kernels.BLOCK == 0
-
-
-def in_blocks(parameter: Tensor) -> bool:
-    """Whether a moment can be packed: of a parameter in parts only where no block is cut."""
-    return not is_cut(parameter) or in_rows(parameter)
 
 
 def adamw8bit_(

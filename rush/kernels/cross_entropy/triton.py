@@ -113,6 +113,7 @@ def cross_entropy_backward_kernel(
     upstream_ptr,
     out_ptr,
     row_stride,
+    out_stride,
     upstream_stride,
     num_columns,
     ignore_index,
@@ -130,7 +131,7 @@ def cross_entropy_backward_kernel(
     gradient = tl.exp(x - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_columns
     gradient = tl.where(at == label, gradient - (1.0 - smoothing), gradient)
     gradient = tl.where(label == ignore_index, 0.0, gradient * upstream)
-    tl.store(out_ptr + row * num_columns + at, gradient.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * out_stride + at, gradient.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -203,12 +204,12 @@ def backward(
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """The gradient of the logits, given that of each row's loss (perhaps one number for all: a stride of 0)."""
+    """The gradient of the logits, given that of each row's loss (perhaps one number for all: a stride of 0). It may be
+    written over the logits."""
     num_rows, num_columns = logits_nv.shape
     if num_rows == 0:
         return
-    assert logits_nv.stride(1) == 1
-    assert out_nv.is_contiguous()
+    assert logits_nv.stride(1) == out_nv.stride(1) == 1
     block = min(max(16, next_power_of_2(num_columns)), 4096)
     cross_entropy_backward_kernel[(num_rows, triton.cdiv(num_columns, block))](
         logits_nv,
@@ -217,6 +218,7 @@ def backward(
         upstream_n,
         out_nv,
         logits_nv.stride(0),
+        out_nv.stride(0),
         upstream_n.stride(0),
         num_columns,
         ignore_index,

@@ -18,11 +18,15 @@ from torch import Tensor
 
 from rush.kernels.cross_entropy import FLOATS, scaled_gradient
 from rush.kernels.linear_cross_entropy import triton as kernels
+from rush.kernels.linear_cross_entropy.words import Words
 from rush.kernels.support import need, need_device, op
 
-__all__ = ["linear_cross_entropy"]
+__all__ = ["Words", "linear_cross_entropy"]
 
 # Shapes: n tokens, d hidden, v vocabulary.
+
+ALONE = Words(first=0, whole=0, ranks=1, group="")
+"""All words are here."""
 
 
 def linear_cross_entropy(
@@ -34,11 +38,15 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
+    words: Words | None = None,
 ) -> Tensor:
     """The fp32 sum of the losses of `hidden · weightᵀ` against the labels.
 
     hidden is [..., d], labels [...]; labels that are `ignore_index` cost nothing. With `z_loss` each row also pays
     z_loss · log²(Σ exp). `chunk_tokens` is how many tokens' logits exist at once; without it a few large chunks.
+
+    `words`: the weight has some of a vocabulary's words, other processes the others. All call this with the same hidden
+    vectors and labels, and get the loss over all words; the gradient of `hidden` is what the own words add to it.
     """
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
@@ -64,6 +72,10 @@ def linear_cross_entropy(
     need(0 <= label_smoothing < 1, "label_smoothing must be at least 0 and below 1.")
     need(z_loss >= 0, "z_loss must not be negative.")
     need(chunk_tokens is None or chunk_tokens > 0, "chunk_tokens must be positive.")
+    need(
+        words is None or not (label_smoothing or z_loss),
+        "linear_cross_entropy over parts of a vocabulary knows neither label_smoothing nor z_loss.",
+    )
     hidden_nd = hidden.reshape(-1, hidden.shape[-1])
     grad = torch.is_grad_enabled()
     loss: Tensor = _linear_cross_entropy(
@@ -77,6 +89,7 @@ def linear_cross_entropy(
         float(z_loss),
         grad and hidden.requires_grad,
         grad and weight_vd.requires_grad,
+        *(words or ALONE),
     )[0]
     return loss
 
@@ -93,6 +106,10 @@ def _linear_cross_entropy(
     z_loss: float,
     want_hidden: bool,
     want_weight: bool,
+    first_word: int,
+    whole_vocabulary: int,
+    ranks: int,
+    group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Inside, every dtype is chosen already.
     with torch.no_grad(), torch.autocast(hidden_nd.device.type, enabled=False):
@@ -107,6 +124,7 @@ def _linear_cross_entropy(
             z_loss=z_loss,
             want_hidden=want_hidden,
             want_weight=want_weight,
+            words=Words(first_word, whole_vocabulary, ranks, group) if group else None,
         )
         return losses_n.sum(), d_hidden_nd, d_weight_vd
 
@@ -123,6 +141,10 @@ def _(
     z_loss: float,
     want_hidden: bool,
     want_weight: bool,
+    first_word: int,
+    whole_vocabulary: int,
+    ranks: int,
+    group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, width = hidden_nd.shape
     hidden_dtype, weight_dtype = kernels.gradient_dtypes(dtype, num_tokens, chunk_tokens)
@@ -134,7 +156,8 @@ def _(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    hidden_nd, weight_vd, _, dtype, *_, ctx.want_hidden, ctx.want_weight = inputs
+    hidden_nd, weight_vd, _, dtype = inputs[:4]
+    ctx.want_hidden, ctx.want_weight = inputs[8:10]
     _, d_hidden_nd, d_weight_vd = output
     ctx.factor = 1 / kernels.gradient_scale(dtype)
     ctx.dtypes = hidden_nd.dtype, weight_vd.dtype
@@ -144,7 +167,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _gradients(ctx: Any, upstream: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    nothing = (None,) * 8
+    nothing = (None,) * 12
     if upstream is None:
         return None, None, *nothing
     d_hidden_nd, d_weight_vd = ctx.saved_tensors

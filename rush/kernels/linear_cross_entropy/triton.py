@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.cross_entropy import triton as cross_entropy
+from rush.kernels.linear_cross_entropy.words import Words, losses_among
 
 # Shapes: n tokens, d hidden, v vocabulary (padded to a multiple of ALIGNED inside), c tokens of a chunk.
 
@@ -72,10 +73,12 @@ def loss_and_gradients(
     z_loss: float,
     want_hidden: bool,
     want_weight: bool,
+    words: Words | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses, and the gradients of their sum times `gradient_scale` (empty where they are not wanted).
 
-    Matmuls run in `dtype`. The results' dtypes are those of `gradient_dtypes`.
+    Matmuls run in `dtype`. The results' dtypes are those of `gradient_dtypes`. Where the weight has some of the `words`,
+    the losses are those over all of them, and the gradients what these words add.
     """
     (num_tokens, width), vocab_size = hidden_nd.shape, weight_vd.shape[0]
     weight_pd = _aligned(weight_vd, dtype)
@@ -94,17 +97,22 @@ def loss_and_gradients(
         chunk_cd = hidden_nd[here].to(dtype)
         part_cp = logits_cp[: len(chunk_cd)]
         torch.mm(chunk_cd, weight_pd.t(), out=part_cp)
-        cross_entropy.forward(
-            part_cp,
-            labels_n[here],
-            losses_n[here],
-            lse_c,
-            num_columns=vocab_size,
-            ignore_index=ignore_index,
-            label_smoothing=label_smoothing,
-            z_loss=z_loss,
-            gradient_scale=gradient_scale(dtype),
-        )
+        if words is None:
+            cross_entropy.forward(
+                part_cp,
+                labels_n[here],
+                losses_n[here],
+                lse_c,
+                num_columns=vocab_size,
+                ignore_index=ignore_index,
+                label_smoothing=label_smoothing,
+                z_loss=z_loss,
+                gradient_scale=gradient_scale(dtype),
+            )
+        else:
+            # Columns of padding are zero and stay so.
+            scale = None if lse_c is not None else gradient_scale(dtype)
+            losses_n[here] = losses_among(words, part_cp[:, :vocab_size], labels_n[here], ignore_index, scale)
         if want_hidden:
             _product(part_cp, weight_pd, d_hidden_nd[here])
         if want_weight:

@@ -1,0 +1,131 @@
+"""Write the table of docs/scale.md that says what stands beside what: `python scripts/beside_table.py`.
+
+Nothing is typed by hand: every technique is checked beside every axis of the layout, as `rush train` would check it, on a
+machine on which each can run. Where its defaults are refused, the values of a knob that are not are found by trying.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from rush.errors import RecipeError  # noqa: E402
+from rush.parallel import AXES  # noqa: E402
+from rush.plan.planning import unmet  # noqa: E402
+from rush.plan.target import target_of  # noqa: E402
+from rush.recipe import Knob, Recipe  # noqa: E402
+from rush.recipe_io import load_recipe  # noqa: E402
+from rush.techniques import Technique, registry, settle_uses, why_not  # noqa: E402
+
+PAGE = ROOT / "docs" / "scale.md"
+BEGIN, END = "<!-- beside: begin, by scripts/beside_table.py -->", "<!-- beside: end -->"
+ORDER = tuple(axis for axis in ("ddp", "fsdp", "tp", "pp", "cp") if axis in AXES)
+MODELS, OBJECTIVES = ("llama-3.2-1b", "gpt2-124m"), ("lm", "sft")
+COMPANIONS = ((), ("amp_bf16",), ("pure_bf16",), ("amp_bf16", "flash_attention"))
+
+
+def table() -> str:
+    """The text between the marks: techniques that do not stand beside every axis just as they are."""
+    rows, fine, reasons = [], [], {}
+    for name, technique in registry().items():
+        if name in AXES:
+            continue
+        cells = [beside(technique, axis) for axis in ORDER]
+        if set(cells) == {"yes"}:
+            fine.append(f"`{name}`")
+            continue
+        rows.append(f"| `{name}` | {' | '.join(cells)} |")
+        for axis in ORDER:
+            if axis in technique.conflicts:
+                sentence = why_not(technique, registry()[axis])
+                reasons.setdefault((name, sentence), []).append(f"`{axis}`")
+    said = [f"- `{name}` beside {_listed(axes)}: {sentence}." for (name, sentence), axes in reasons.items()]
+    head = ["technique", *(f"`{axis}`" for axis in ORDER)]
+    lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}", *rows]
+    return "\n\n".join(
+        ["\n".join(lines), "\n".join(said), f"Just as they are beside every axis: {', '.join(fine)}."]
+    )
+
+
+def beside(technique: Technique, axis: str) -> str:
+    """`yes`, `no`, or the knob that must be set for it."""
+    if axis in technique.conflicts:
+        return "no"
+    base = _base(technique.name)
+    if _stands(technique.name, {}, axis, {}, base):
+        return "yes"
+    found: dict[str, list[str]] = {}
+    for owner, knob, value in _settings(technique, registry()[axis]):
+        own, its = ({knob: value}, {}) if owner == technique.name else ({}, {knob: value})
+        if _stands(technique.name, own, axis, its, base):
+            said = knob if owner == technique.name else f"{owner}: {knob}"
+            found.setdefault(said, []).append(str(value).lower() if isinstance(value, bool) else str(value))
+    assert found, (
+        f"{technique.name} is refused beside {axis} by a requirement, and no knob helps: make it a conflict"
+    )
+    return " or ".join(f"`{knob} = {', '.join(values)}`" for knob, values in found.items())
+
+
+def _settings(*techniques: Technique) -> Iterator[tuple[str, str, Knob]]:
+    for technique in techniques:
+        for knob, known in technique.knobs.items():
+            yield from ((technique.name, knob, value) for value in known.values[1:])
+
+
+@cache
+def _base(name: str) -> tuple[str, ...]:
+    """A recipe in which the technique stands on one rank: model, objective, and what it needs beside it."""
+    for model, kind, more in product(MODELS, OBJECTIVES, COMPANIONS):
+        if name not in more and _stands(name, {}, "", {}, found := (model, kind, *more)):
+            return found
+    raise AssertionError(f"no recipe in which {name} stands alone; tell this script of one")
+
+
+def _stands(
+    name: str, knobs: dict[str, Knob], axis: str, its: dict[str, Knob], base: tuple[str, ...]
+) -> bool:
+    model, kind, *more = base
+    entries = [*more, {"name": name, **knobs}, *([{"name": axis, **its}] if its else [])]
+    size = {axis: 2} if axis else {}
+    plain = load_recipe(model)
+    data = plain.model_dump() | {"techniques": entries}
+    data["layout"] |= size
+    data["objective"] |= {"kind": kind}
+    data["batch"] |= {"micro": 2, "sequence": 1024, "total_tokens": 32768}
+    return not refused(Recipe.model_validate(data))
+
+
+def refused(recipe: Recipe) -> list[str]:
+    """Why this recipe would not run on an H200, libraries apart."""
+    try:
+        for use in settle_uses(recipe):
+            if use.technique.fits is not None:
+                use.technique.fits(recipe, use.knobs)
+    except RecipeError as error:
+        return [str(error)]
+    return list(unmet(recipe, target_of("h200-sxm", 2)))
+
+
+def _listed(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
+def written(page: str) -> str:
+    """The page with the table between its marks."""
+    before, _, rest = page.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}\n\n{table()}\n\n{END}{after}"
+
+
+def main() -> None:
+    PAGE.write_text(written(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
