@@ -143,10 +143,11 @@ def test_quantizing_keeps_the_size_of_small_numbers_and_the_digits_of_large_ones
 
 
 def test_the_state_takes_two_bytes_a_parameter_and_small_tensors_stay_in_fp32(device: str) -> None:
-    large = torch.zeros(20_000, device=device, requires_grad=True)
-    small = torch.zeros(64, device=device, requires_grad=True)
-    optimizer = RushAdamW8bit([large, small])
-    for parameter in (large, small):
+    large = torch.zeros(100, 200, device=device, requires_grad=True)
+    small = torch.zeros(8, 8, device=device, requires_grad=True)
+    vector = torch.zeros(20_000, device=device, requires_grad=True)
+    optimizer = RushAdamW8bit([large, small, vector])
+    for parameter in (large, small, vector):
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
     state = optimizer.state[large]
@@ -159,7 +160,8 @@ def test_the_state_takes_two_bytes_a_parameter_and_small_tensors_stay_in_fp32(de
     }
     held = sum(t.numel() * t.element_size() for key, t in state.items() if key != "step")
     assert held / large.numel() < 2.04
-    assert optimizer.state[small].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    for parameter in (small, vector):
+        assert optimizer.state[parameter].keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
 def test_it_learns_what_full_moments_learn(device: str) -> None:
@@ -182,12 +184,12 @@ def test_it_learns_what_full_moments_learn(device: str) -> None:
 
 def test_a_saved_optimizer_goes_on_with_the_same_bits(device: str) -> None:
     def start() -> tuple[Tensor, RushAdamW8bit]:
-        parameter = torch.linspace(-1, 1, 5000, device=device).bfloat16().requires_grad_()
+        parameter = torch.linspace(-1, 1, 5000, device=device).bfloat16().view(50, 100).requires_grad_()
         return parameter, RushAdamW8bit([parameter], lr=1e-3, stochastic_rounding=True)
 
     def steps(parameter: Tensor, optimizer: RushAdamW8bit, first: int, last: int) -> None:
         for step in range(first, last):
-            parameter.grad = torch.linspace(-1, step, 5000, device=device).bfloat16()
+            parameter.grad = torch.linspace(-1, step, 5000, device=device).bfloat16().view(50, 100)
             optimizer.step()
 
     parameter, optimizer = start()
@@ -206,7 +208,7 @@ def test_a_saved_optimizer_goes_on_with_the_same_bits(device: str) -> None:
 def test_weights_in_bf16_can_be_rounded_by_chance(device: str) -> None:
     notch, steps = 2**-7, 24
     # Positive gradients, whose moment the code holds exactly: it has a 1, but no -1.
-    parameter = torch.full((4096,), -1.0, device=device, dtype=torch.bfloat16, requires_grad=True)
+    parameter = torch.full((64, 64), -1.0, device=device, dtype=torch.bfloat16, requires_grad=True)
     optimizer = RushAdamW8bit([parameter], lr=notch / 8, weight_decay=0.0, stochastic_rounding=True)
     for _ in range(steps):
         parameter.grad = torch.ones_like(parameter)

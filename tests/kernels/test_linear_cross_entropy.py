@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.linear_cross_entropy import linear_cross_entropy
+from rush.kernels.linear_cross_entropy import Words, linear_cross_entropy
 from rush.kernels.linear_cross_entropy import triton as kernels
 from rush.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
 
@@ -261,7 +261,7 @@ def test_the_operator_is_what_it_declares(device: str) -> None:
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     torch.library.opcheck(
         torch.ops.rush.linear_cross_entropy.default,
-        (hidden, weight, labels, torch.float32, 4, -100, 0.0, 0.0, True, True),
+        (hidden, weight, labels, torch.float32, 4, -100, 0.0, 0.0, True, True, 0, 0, 1, ""),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
@@ -276,6 +276,7 @@ def test_the_operator_is_what_it_declares(device: str) -> None:
         ({"chunk_tokens": 0}, "chunk_tokens must be positive"),
         ({"label_smoothing": -0.1}, "label_smoothing must be"),
         ({"z_loss": -0.1}, "z_loss must not"),
+        ({"z_loss": 0.1, "words": Words(0, 9, 2, "a group")}, "knows neither label_smoothing nor z_loss"),
     ],
 )
 def test_what_it_does_not_support_is_refused_with_a_sentence(change: dict[str, Any], said: str) -> None:
