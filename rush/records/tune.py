@@ -19,7 +19,7 @@ FORMAT = 1
 STATES = (
     "start", "ahead", "lost", "won", "pruned", "refused", "failed", "different", "no effect", "not tried",
 )  # fmt: skip
-TRIALS = ("reference", "rank", "decide", "prove", "length")
+TRIALS = ("reference", "rank", "confirm", "decide", "prove", "length")
 _MARK = re.compile(r"^# tuned-on: ([0-9a-f]{16}) (.*)$", re.MULTILINE)
 
 

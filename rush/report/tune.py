@@ -32,6 +32,7 @@ TONES = {
 KINDS = {
     "reference": "plain fp32, traced",
     "rank": "short trial",
+    "confirm": "short trial, again",
     "decide": "longer trial",
     "prove": "proof",
     "length": "length",
@@ -147,7 +148,7 @@ def _trial(
     said += f"; {row['reason']}" if row is not None and row["reason"] else ""
     tone = TONES[state][0] if value is not None or event["kind"] == "reference" else "bad"
     height = y(value) if value is not None else y.start - 8
-    thin = 9.0 if event["kind"] in ("rank", "length") else 5.0
+    thin = 9.0 if event["kind"] in ("rank", "confirm", "length") else 5.0
     return tag("rect", tooltip(said), class_=f"trial {tone}", x=begin, y=height - thin / 2,
                width=max(2.0, end - begin - 1), height=thin, rx=2)  # fmt: skip
 

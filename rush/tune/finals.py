@@ -47,7 +47,7 @@ def _ranking(search: Search) -> list[Candidate]:
         c
         for c in search.candidates
         if c.timed and c.state in ("start", "ahead", "lost") and c is not search.lead
-        if search.goal.objective != "memory" or c.best.speed >= search.goal.keep_speed * start.speed
+        if search.goal.fast_enough(c.best, start)
     ]
     return [search.lead, *sorted(fine, key=lambda c: _score(search, c), reverse=True)]
 
@@ -70,11 +70,11 @@ def _place(search: Search, candidate: Candidate) -> tuple[bool, float]:
 def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
     """The first that stands. Time for the first proof was set aside; further ones are made while there is some."""
     for number, candidate in enumerate(places):
-        if candidate is search.base:
-            return None  # what comes behind it is no better
         recipe = candidate.known_recipe
         if search.outlook.suspect(recipe):
             continue
+        if candidate is search.base:
+            return None  # what comes behind it is no better
         if number and not search.affordable("prove", recipe, reserve=False):
             continue
         if search.prove(candidate):
@@ -101,10 +101,11 @@ def _compared(search: Search, winner: Candidate) -> Candidate:
     if winner is not base:
         if search.affordable("decide", base.known_recipe, reserve=False):
             search.run("decide", base)
-        better = search.goal.ratio(winner.best, base.best)
-        if better > 1:
+        better, unsound = search.goal.ratio(winner.best, base.best), search.outlook.suspect(base.known_recipe)
+        if better > 1 or unsound:
             search.gain = gain(base.best.rates, winner.best.rates)
-            winner.reason = f"{better:.2f}× of the recipe as it stood"
+            more = ", which learns something else than plain fp32" if unsound else ""
+            winner.reason = f"{better:.2f}× of the recipe as it stood{more}"
             return winner
         winner.state, winner.reason = "lost", f"lost the last round: {better:.2f}× of the recipe as it stood"
     base.reason = NOTHING

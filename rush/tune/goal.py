@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rush.lab.statistics import Floor, Ratio, centre, ratio_of_medians
@@ -33,7 +33,7 @@ class Result:
     evidence: Sequence[Mapping[str, Any]] = ()
     parity: Mapping[str, Any] | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """What else a timing says: compile_s, dtype, step_tokens."""
+    """What else a timing says: which tokens were `counted`, the share of a step that `waits` for data."""
 
     @property
     def ok(self) -> bool:
@@ -42,6 +42,11 @@ class Result:
     @property
     def speed(self) -> float:
         return centre([self.rates])
+
+    def pooled(self, other: Result) -> Result:
+        """This trial and another of the same recipe as one."""
+        most = max(self.peak_memory_bytes, other.peak_memory_bytes)
+        return replace(self, rates=(*self.rates, *other.rates), peak_memory_bytes=most)
 
     @property
     def failure(self) -> str:
@@ -65,17 +70,19 @@ class Goal:
             return old.peak_memory_bytes / max(1, new.peak_memory_bytes)
         return new.speed / old.speed
 
+    def fast_enough(self, new: Result, start: Result) -> bool:
+        return self.objective != "memory" or new.speed >= self.keep_speed * start.speed
+
     def ahead(self, new: Result, lead: Result, start: Result) -> bool:
         """Whether a trial is better than the lead's by more than chance gives."""
         if self.objective == "memory":
-            slow = new.speed < self.keep_speed * start.speed
-            return not slow and self.ratio(new, lead) > 1 + LEAST
+            return self.fast_enough(new, start) and self.ratio(new, lead) > 1 + LEAST
         return gain(lead.rates, new.rates).faster
 
-    def expected(self, new: Prediction, lead: Prediction) -> float:
-        """How much better by prediction."""
+    def expected(self, new: Prediction, lead: Prediction, start: Prediction) -> float:
+        """How much better by prediction; 0 for one that is too slow."""
         if self.objective == "memory":
-            slow = new.tokens_per_s < self.keep_speed * lead.tokens_per_s
+            slow = new.tokens_per_s < self.keep_speed * start.tokens_per_s
             return 0.0 if slow else lead.memory_bytes / new.memory_bytes
         return new.tokens_per_s / lead.tokens_per_s
 

@@ -27,6 +27,7 @@ ROUNDING = frozenset({Parity.EXACT, Parity.CLOSE})
 
 @dataclass
 class Outlook:
+    start: Recipe
     planner: Planner
     goal: Goal
     known: Mapping[str, float]
@@ -57,8 +58,9 @@ class Outlook:
         if move.key in self.known:
             return self.known[move.key]
         new, old = self.planner.predict(move.recipe), self.planner.predict(over)
-        if isinstance(new, Prediction) and isinstance(old, Prediction):
-            return self.goal.expected(new, old)
+        start = self.planner.predict(self.start)
+        if isinstance(new, Prediction) and isinstance(old, Prediction) and isinstance(start, Prediction):
+            return self.goal.expected(new, old, start)
         return 1.0
 
     def planned(self, start: Recipe, rules: Rules) -> Recipe:
@@ -69,7 +71,7 @@ class Outlook:
                 move for move in moves(at, rules) if isinstance(move, Move) and self._sure(move.recipe)
             ]
             best = max(options, key=lambda move: self.expected(move, at), default=None)
-            if best is None or self.expected(best, at) < PAYS:
+            if best is None or (self.expected(best, at) < PAYS and not self.suspect(at)):
                 break
             at = best.recipe
         return self._without_idle(at, own, rules)
@@ -103,13 +105,16 @@ def family(move: Move) -> str:
     return move.key.split("(")[0]
 
 
-def bonus(move: Move, over: Recipe, expected: float) -> float:
-    """By how much a change is tried before (or after) others of which as much is expected."""
+def bonus(move: Move, over: Recipe, expected: float, waits: float) -> float:
+    """By how much a change is tried before (or after) others of which as much is expected. `waits`: the share of a step that
+    waits for data."""
     if move.recipe.batch != over.batch:
         return BONUS
     technique = registry().get(family(move))
     if technique is not None and technique.claim.metric == "tokens_per_s":
         return min(BONUS, max(0.0, 0.02 * technique.claim.gain))
+    if technique is not None and technique.claim.metric == "data_wait_ms" and waits > PAYS - 1:
+        return -waits * technique.claim.gain
     return -UNSEEN if abs(expected - 1) < PAYS - 1 else 0.0
 
 

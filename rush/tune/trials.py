@@ -9,6 +9,7 @@ fewer of its layers.
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -146,7 +147,9 @@ class Trials:
         return _result(outcome)
 
     def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
-        bench = self._bench({"rank": RANK, "length": ONCE}.get(kind, LONG), recipe.batch.micro)
+        bench = self._bench(
+            {"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.batch.micro
+        )
         # The second pass of a step is the fullest: gradients are there.
         tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
         short = changed(recipe, {"batch.total_tokens": tokens})
@@ -177,5 +180,10 @@ def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> Result:
         outcome.wall_s,
         outcome.found.get("evidence", ()),
         parity,
-        {key: timing[key] for key in ("compile_s", "dtype", "step_tokens", "counted") if key in timing},
+        {
+            "counted": timing["counted"],
+            "waits": timing["data_wait_ms"] / 1000 / statistics.median(timing["samples_s"]),
+        }
+        if timing
+        else {},
     )

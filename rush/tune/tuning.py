@@ -71,9 +71,9 @@ def _search(
     else:
         before, started = None, _now()
         known = remembered(fingerprint, request.recipe.model.name, folder.parent)
-        on_paper = leaps(Outlook(planner, request.goal, known, rules.kept), start, rules)
+        on_paper = leaps(Outlook(start, planner, request.goal, known, rules.kept), start, rules)
         settings = Settings(trial_tokens(start, on_paper, planner))
-    outlook, budget = Outlook(planner, request.goal, known, rules.kept), Budget(request.budget_s)
+    outlook, budget = Outlook(start, planner, request.goal, known, rules.kept), Budget(request.budget_s)
     lab = Trials(bench, request.recipe, settings, planner, budget)
 
     def tell(search: Search, doing: str | None) -> None:

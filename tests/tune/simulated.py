@@ -71,7 +71,9 @@ class Table:
     def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
         self.made.append((kind, recipe.digest))
         names = {named(name, knobs) for name, knobs in recipe.technique_uses()}
-        wall_s = 30.0 if any(name.startswith("compile") for name in names) else 10.0
+        wall_s = (
+            15.0 if kind == "confirm" else 30.0 if any(name.startswith("compile") for name in names) else 10.0
+        )
         process = self.rng.gauss(1, self.noise)
         rates = [self.speed(recipe) * process * self.rng.gauss(1, self.noise / 2) for _ in range(5)]
         parity: dict[str, Any] | None = None
@@ -109,6 +111,6 @@ def search_for(
     planner, budget = planner_of(machine), Budget(budget_s, clock=lambda: 0.0)
     whole = changed(recipe, {"batch.total_tokens": recipe.step_tokens})
     rules = Rules(planner.target.machine(), allowed, kept_of(whole), whole.step_tokens)
-    outlook = Outlook(planner, goal or Goal(), known or {}, rules.kept)
+    outlook = Outlook(whole, planner, goal or Goal(), known or {}, rules.kept)
     tokens = trial_tokens(whole, leaps(outlook, whole, rules), planner)
     return Search(whole, replace(rules, tokens=tokens), table, outlook, budget)
