@@ -3,13 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rush.lab import bench
+from rush.lab.starter import Starter
+
 ROOT = Path(__file__).resolve().parents[2]
+PLANTED_SLEEP = f"987.{os.getpid()}"
+"""What a planted technique that hangs leaves running; the tests of another process have another."""
+
+
+class Lent:
+    """A starter that outlives the ladder it is lent to."""
+
+    def __init__(self, starter: Starter) -> None:
+        self.run = starter.run
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="session")
+def starter() -> Iterator[Starter]:
+    """One forking process for all ladders of these tests: it does nothing but its imports, and those take seconds."""
+    starter = Starter()
+    yield starter
+    starter.close()
 
 
 @pytest.fixture(scope="session")
@@ -18,7 +42,9 @@ def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _surroundings(lab_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _surroundings(lab_cache: Path, starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "Starter", lambda: Lent(starter))
+    monkeypatch.setenv("PLANTED_SLEEP", PLANTED_SLEEP)
     monkeypatch.setenv("RUSH_CACHE", str(lab_cache))
     # One thread: with two, every other process on a small machine makes them wait for each other.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")

@@ -21,14 +21,12 @@ PLANTED = Path(__file__).parent / "planted"
 PLANT, STEADY = PLANTED / "plant.py", PLANTED / "steady.py"
 ROOT = Path(__file__).resolve().parents[2]
 LadderFile = Callable[..., Path]
-SECONDS = f"987.{os.getpid()}"
-SLEEP = f"sleep {SECONDS}"
-"""What a planted technique that hangs leaves running; the tests of another process have another."""
 
 
-@pytest.fixture(autouse=True)
-def _own_sleep(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PLANTED_SLEEP", SECONDS)
+@pytest.fixture(name="sleep")
+def _sleep() -> str:
+    """The command that a planted technique leaves running when it hangs."""
+    return f"sleep {os.environ['PLANTED_SLEEP']}"
 
 
 def _plant(kind: str) -> str:
@@ -36,10 +34,10 @@ def _plant(kind: str) -> str:
 
 
 def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
-    ladder_file: LadderFile, tmp_path: Path
+    ladder_file: LadderFile, tmp_path: Path, sleep: str
 ) -> None:
     kinds = ("nothing", "gradient", "memory", "hang", "segfault")
-    path = ladder_file([*map(_plant, kinds), '"tf32"', '"fused_adamw"'], limit_s=20.0)
+    path = ladder_file([*map(_plant, kinds), '"tf32"', '"fused_adamw"'], limit_s=12.0)
     record = climb(load_plan(str(path)), tmp_path / "out", extra_techniques=[PLANT])
     rungs = {rung["name"]: rung for rung in record["rungs"]}
     verdicts = {kind: rungs[f"plant(kind={kind})"]["verdict"] for kind in kinds}
@@ -56,7 +54,7 @@ def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
     assert parity["verdict"] == "different"
     assert abs(parity["worst_tensor"]["relative_error"] - 0.05) < 1e-3
     assert "SIGSEGV" in str(rungs["plant(kind=segfault)"]["reason"])
-    assert "20 s" in str(rungs["plant(kind=hang)"]["reason"])
+    assert "12 s" in str(rungs["plant(kind=hang)"]["reason"])
     assert rungs["tf32"]["status"] == "unsupported"
     assert "CUDA" in str(rungs["tf32"]["reason"])
     assert rungs["fused_adamw"]["kept"]
@@ -67,7 +65,7 @@ def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
     assert last["techniques"] == ["plant", "fused_adamw"]
     assert last["gain"] is not None
     assert last["gain"]["over"] == "plant(kind=gradient)"
-    assert _commands(SLEEP) == []
+    assert _commands(sleep) == []
     assert read_ladder(tmp_path / "out") == record
     assert record["finished"] is not None
     assert record["drift"] is not None
@@ -186,14 +184,14 @@ def test_a_killed_ladder_goes_on_and_repeats_no_finished_trial(
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_an_interrupted_ladder_leaves_no_process(
-    ladder_file: LadderFile, tmp_path: Path, number: signal.Signals
+    ladder_file: LadderFile, tmp_path: Path, sleep: str, number: signal.Signals
 ) -> None:
     path, out = ladder_file([_plant("hang")]), tmp_path / "out"
     process = _start(path, out, "--technique", str(PLANT))
-    _wait_for(lambda: bool(_commands(SLEEP)), process)
+    _wait_for(lambda: bool(_commands(sleep)), process)
     process.send_signal(number)
     assert process.wait(timeout=20) == 130
-    assert _commands(SLEEP) == []
+    assert _commands(sleep) == []
     assert _commands(str(out)) == []
     assert _commands(f"rush.lab.starter {process.pid}") == []
     assert read_ladder(out)["finished"] is None
@@ -201,18 +199,18 @@ def test_an_interrupted_ladder_leaves_no_process(
 
 @pytest.mark.slow
 def test_killing_what_starts_the_trials_costs_one_trial_and_no_more(
-    ladder_file: LadderFile, tmp_path: Path
+    ladder_file: LadderFile, tmp_path: Path, sleep: str
 ) -> None:
     path, out = ladder_file([_plant("hang"), '"fused_adamw"']), tmp_path / "out"
     process = _start(path, out, "--technique", str(PLANT))
-    _wait_for(lambda: bool(_commands(SLEEP)), process)
+    _wait_for(lambda: bool(_commands(sleep)), process)
     for pid in _commands(f"rush.lab.starter {process.pid}"):
         os.kill(pid, signal.SIGKILL)
     assert process.wait(timeout=120) == 0
     _, hung, fused = read_ladder(out)["rungs"]
     assert (hung["status"], fused["status"]) == ("out_of_memory", "ok")
     assert "SIGKILL" in str(hung["reason"])
-    assert _commands(SLEEP) == []
+    assert _commands(sleep) == []
     assert _commands(f"rush.lab.starter {process.pid}") == []
 
 
