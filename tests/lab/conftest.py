@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from rush.lab import bench
+from rush.lab import bench, rank_bench
 from rush.lab.starter import Starter
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -19,7 +19,7 @@ PLANTED_SLEEP = f"987.{os.getpid()}"
 
 
 class Lent:
-    """A starter that outlives the ladder it is lent to."""
+    """A starter that outlives the study it is lent to."""
 
     def __init__(self, starter: Starter) -> None:
         self.run = starter.run
@@ -30,8 +30,8 @@ class Lent:
 
 @pytest.fixture(scope="session")
 def starter() -> Iterator[Starter]:
-    """One forking process for all ladders of these tests: it does nothing but its imports, and those take seconds."""
-    starter = Starter()
+    """One forking process for all trials of these tests: it does nothing but its imports, and those take seconds."""
+    starter = Starter(rank_bench.PRELOADED)
     yield starter
     starter.close()
 
@@ -43,7 +43,8 @@ def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _surroundings(lab_cache: Path, starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "Starter", lambda: Lent(starter))
+    for module in (bench, rank_bench):
+        monkeypatch.setattr(module, "Starter", lambda *preloaded: Lent(starter))
     monkeypatch.setenv("PLANTED_SLEEP", PLANTED_SLEEP)
     monkeypatch.setenv("RUSH_CACHE", str(lab_cache))
     # One thread: with two, every other process on a small machine makes them wait for each other.
