@@ -13,11 +13,14 @@ from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from pkgutil import iter_modules
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
+
+import rush.techniques
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "techniques"))
@@ -32,6 +35,7 @@ PRELOADED = [
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
+    *(f"rush.techniques.{module.name}" for module in iter_modules(rush.techniques.__path__)),
 ]
 Result = dict[str, Any]
 
@@ -192,7 +196,7 @@ def learn(
             losses.append(result.loss)
             proofs = {}
             # One is looked at while it makes a step with the others; of a pipeline each, because they do other things.
-            if ranks.main or ranks.stages is not None:
+            if run.uses and (ranks.main or ranks.stages is not None):
                 seen = observe(run, lambda: list(given.next_step()), steps=1)
                 proofs = {name: (p.took_effect, p.what) for name, p in prove(run.uses, seen).items()}
             else:
