@@ -13,12 +13,13 @@ import hashlib
 import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES, Shape
 
 Knob = bool | int | float | str
+AUTO = "auto"
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -87,12 +88,22 @@ class Objective(Part):
 
 
 class Batch(Part):
-    micro: Positive
-    """Sequences per forward pass."""
+    micro: Positive | Literal["auto"]
+    """Sequences per forward pass. `auto`: what the planner finds best of all that fits, tried with a real step when a run
+    starts (see docs/plan.md)."""
     sequence: Positive
     """Tokens per sequence."""
     total_tokens: Positive | None = None
     """Tokens per optimizer step, over all devices; gradients accumulate up to it. One micro batch without it."""
+
+    @field_validator("micro", mode="before")
+    @classmethod
+    def _number_or_auto(cls, value: object) -> object:
+        if value == AUTO or (type(value) is int and value > 0):
+            return value
+        raise ValueError(
+            f'batch.micro is {value!r}; allowed: a whole number (an integer) greater than 0, or "{AUTO}"'
+        )
 
 
 class Optimizer(Part):
@@ -158,7 +169,8 @@ class Run(Part):
     sample_prompt: str = "def "
     sample_tokens: NotNegative = 100
     memory_limit_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Use no more of the device's memory than this (GB of 10⁹ bytes), as if it were a smaller card."""
+    """Use no more of the device's memory than this (GB of 10⁹ bytes), as if it were a smaller card. On a CPU (Linux) a step
+    that took more beyond what Python had is the run's last."""
     tensorboard: bool = True
     wandb: str | None = None
     """A Weights & Biases project to log to; the key comes from the environment, never from a recipe."""
@@ -241,21 +253,36 @@ class Recipe(Part):
         return layout.ddp * layout.fsdp * layout.tp * layout.pp * layout.cp
 
     @property
+    def auto(self) -> bool:
+        """Whether `batch.micro` is still to be chosen."""
+        return self.batch.micro == AUTO
+
+    @property
+    def micro(self) -> int:
+        """Sequences per forward pass, as a number."""
+        if isinstance(self.batch.micro, int):
+            return self.batch.micro
+        raise RecipeError(
+            f'batch.micro is "{AUTO}", which `rush train` settles with a real step and `rush plan` by arithmetic; '
+            "here it must be a number."
+        )
+
+    @property
     def step_tokens(self) -> int:
         """Tokens per optimizer step."""
-        return self.batch.total_tokens or self.batch.micro * self.batch.sequence * self.data_ranks
+        return self.batch.total_tokens or self.micro * self.batch.sequence * self.data_ranks
 
     @property
     def accumulation(self) -> int:
         """Micro batches per optimizer step on each data rank."""
-        per_pass = self.batch.micro * self.batch.sequence * self.data_ranks
+        per_pass = self.micro * self.batch.sequence * self.data_ranks
         whole, rest = divmod(self.step_tokens, per_pass)
         if rest or not whole:
             below = whole * per_pass
             legal = f"{below:,} or {below + per_pass:,}" if below else f"{per_pass:,}"
             raise RecipeError(
                 f"batch.total_tokens is {self.step_tokens:,}, which is not a multiple of batch.micro × batch.sequence "
-                f"× data ranks = {self.batch.micro} × {self.batch.sequence} × {self.data_ranks} = {per_pass:,}; "
+                f"× data ranks = {self.micro} × {self.batch.sequence} × {self.data_ranks} = {per_pass:,}; "
                 f"the nearest allowed: {legal}."
             )
         return whole

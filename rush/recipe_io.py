@@ -16,37 +16,69 @@ from pydantic import BaseModel, ValidationError
 
 from rush.errors import RecipeError, nearest
 from rush.ready import RECIPES
-from rush.recipe import Recipe
+from rush.recipe import AUTO, Recipe
 
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
 
 
-def load_recipe(name_or_path: str, overrides: Iterable[str] = ()) -> Recipe:
-    """A recipe by name or path, with overrides applied; everything checked that needs no machine."""
+def load_recipe(name_or_path: str, overrides: Iterable[str] = (), *, auto: bool = False) -> Recipe:
+    """A recipe by name or path, with overrides applied; everything checked that needs no machine.
+
+    With `auto` the micro batch may be left to be chosen: for those who choose it, or do without.
+    """
     tree = read_tree(name_or_path)
+    before = _micro(tree)
     for override in overrides:
         apply_override(tree, override)
-    return parse(tree)
+    if auto and _micro(tree) == AUTO and "total_tokens" not in tree["batch"] and before != AUTO:
+        # Overridden, `auto` keeps the step as large as it was.
+        tree["batch"]["total_tokens"] = parse(
+            {**tree, "batch": {**tree["batch"], "micro": before}}
+        ).step_tokens
+    return parse(tree, auto=auto)
+
+
+def _micro(tree: Mapping[str, Any]) -> Any:
+    batch = tree.get("batch")
+    return batch.get("micro") if isinstance(batch, dict) else None
 
 
 def read_tree(name_or_path: str) -> dict[str, Any]:
     return RECIPES.read(RECIPES.find(name_or_path))
 
 
-def parse(tree: Mapping[str, Any]) -> Recipe:
+def parse(tree: Mapping[str, Any], *, auto: bool = False) -> Recipe:
     """A checked recipe from a tree of plain values."""
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
         raise RecipeError(_explain(error)) from None
     recipe.shape()
-    recipe.accumulation  # noqa: B018  (computing it is the check)
+    if auto and recipe.auto:
+        _check_step(recipe)
+    else:
+        recipe.accumulation  # noqa: B018  (computing it is the check)
     if recipe.batch.sequence > recipe.shape().context:
         raise RecipeError(
             f"batch.sequence is {recipe.batch.sequence} but {recipe.model.name} reads at most "
             f"{recipe.shape().context} tokens; lower batch.sequence or raise model.shape.context."
         )
     return recipe
+
+
+def _check_step(recipe: Recipe) -> None:
+    """A step whose micro batch is to be chosen needs its size, in whole sequences for every data rank."""
+    total, row = recipe.batch.total_tokens, recipe.batch.sequence * recipe.data_ranks
+    if total is None:
+        raise RecipeError(
+            f'batch.micro is "{AUTO}", so batch.total_tokens must say how many tokens a step has; give a multiple of '
+            f"batch.sequence × data ranks = {row:,}."
+        )
+    if total % row:
+        raise RecipeError(
+            f"batch.total_tokens is {total:,}, which is not a multiple of batch.sequence × data ranks = {recipe.batch.sequence} × "
+            f"{recipe.data_ranks} = {row:,}; the nearest allowed: {max(total // row, 1) * row:,}."
+        )
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -104,7 +136,7 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     tree = recipe.model_dump(exclude_none=True)
     for key, value in values.items():
         assign(tree, key, value)
-    return parse(tree)
+    return parse(tree, auto=recipe.auto)
 
 
 def write_toml(recipe: Recipe) -> str:

@@ -49,7 +49,7 @@ def prepare(
     from rush.recipe_io import load_recipe
     from rush.train.corpus import preparation_of, prepare_on, prepare_with_bar
 
-    loaded = load_recipe(recipe, overrides or [])
+    loaded = load_recipe(recipe, overrides or [], auto=True)
     if loaded.objective.kind != "lm":
         if executor != "plain" or tasks is not None or option:
             raise RecipeError(

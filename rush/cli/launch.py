@@ -83,7 +83,7 @@ def launch(
     from rush.recipe_io import load_recipe
 
     changes = list(overrides or [])
-    chosen = load_recipe(recipe, changes)
+    chosen = load_recipe(recipe, changes, auto=True)
     check_nodes(chosen, nodes, gpus_per_node)
     label = name or short_name(recipe)
     file = recipe.endswith(".toml")

@@ -99,7 +99,7 @@ def plan(
         )
     from rush.recipe_io import load_recipe
 
-    chosen = load_recipe(recipe, overrides or [])
+    chosen = load_recipe(recipe, overrides or [], auto=True)
     target = _target(machine, devices, nodes, link, network)
     if search:
         _search(recipe, chosen, target, best, beyond, tokens, price, json, html)
@@ -142,6 +142,7 @@ def _target(
 def _plan(recipe: Recipe, target: Target, asked: bool) -> Plan:
     from rush.plan import plan as plan_spec
     from rush.plan import spec_of
+    from rush.plan.micro import settled
     from rush.plan.planning import fill_devices, unmet
     from rush.recipe_io import changed
 
@@ -151,6 +152,7 @@ def _plan(recipe: Recipe, target: Target, asked: bool) -> Plan:
         recipe = changed(
             recipe, {f"layout.{axis}": size for axis, size in filled.items() if size != layout[axis]}
         )
+    recipe = settled(recipe, target)
     return plan_spec(spec_of(recipe, target.kind), target, problems=unmet(recipe, target))
 
 

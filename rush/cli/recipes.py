@@ -65,7 +65,7 @@ def show(
     """Print a recipe fully resolved, every default written out."""
     from rush.recipe_io import load_recipe, write_toml
 
-    recipe = load_recipe(name, overrides or [])
+    recipe = load_recipe(name, overrides or [], auto=True)
     if json:
         print_json({"digest": recipe.digest, "recipe": recipe.model_dump(mode="json")})
         return

@@ -20,6 +20,7 @@ from rush.ready import short_name
 
 if TYPE_CHECKING:
     from rush.recipe import Recipe
+    from rush.records.run_folder import RunFolder
     from rush.train.session import Summary
 
 RESTARTS = 3
@@ -135,13 +136,14 @@ def _train_here(
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from rush.parallel.restarts import restarted
     from rush.recipe_io import load_recipe
+    from rush.records.run_folder import RunFolder
     from rush.train.loop import train_recipe
     from rush.train.view import Silent, terminal_view
 
     folder = _folder(recipe, out)
     chosen = _recipe(recipe, changes, folder)
     if shrink:
-        chosen = _shrunk(chosen or load_recipe(str(folder / "recipe.toml")))
+        chosen = _shrunk(_decided(chosen, RunFolder(folder)) or load_recipe(str(folder / "recipe.toml")))
     if recipe is not None and chosen is not None and recipe.endswith(".toml"):
         _warn_of_another_machine(Path(recipe).expanduser(), chosen)
     view = Silent() if json else terminal_view()
@@ -180,8 +182,17 @@ def _recipe(recipe: str | None, changes: list[str], folder: Path) -> Recipe | No
     from rush.recipe_io import load_recipe
 
     if recipe is not None:
-        return load_recipe(recipe, changes)
-    return load_recipe(str(folder / "recipe.toml"), changes) if changes else None
+        return load_recipe(recipe, changes, auto=True)
+    return load_recipe(str(folder / "recipe.toml"), changes, auto=True) if changes else None
+
+
+def _decided(recipe: Recipe | None, folder: RunFolder) -> Recipe | None:
+    """With the micro batch that the run in the folder settled on, where the recipe leaves it open."""
+    from rush.recipe_io import changed, load_recipe
+
+    if recipe is None or not recipe.auto or not folder.holds_run():
+        return recipe
+    return changed(recipe, {"batch.micro": load_recipe(str(folder.recipe)).micro})
 
 
 def _shrunk(recipe: Recipe) -> Recipe:
@@ -229,7 +240,7 @@ def _start_ranks(
         words,
         restarts=restarts,
         saved=folder.checkpoints.steps,
-        fewer=lambda world: fewer_ranks(chosen, world, smallest),
+        fewer=lambda world: fewer_ranks(_decided(chosen, folder) or chosen, world, smallest),
     )
     raise typer.Exit(code)
 

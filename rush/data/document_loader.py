@@ -244,6 +244,22 @@ def document_validation(
         yield layout.batch(plan.batch(index) if index < len(plan) else [])
 
 
+def largest_batch(
+    documents: Documents, packing: Packing | None, micro: int, sequence: int, *, paired: bool = False
+) -> Batch:
+    """The micro batch that takes most memory: of the longest documents, as many as fill one however they are packed."""
+    packing = packing or Pad()
+    _check(documents, packing, paired)
+    layout = Layout(documents, packing, micro, sequence, paired)
+    longest = np.argsort(-layout.lengths, kind="stable")
+    enough = int(np.searchsorted(np.cumsum(layout.lengths[longest] - 1), micro * sequence)) + 1
+    plan = layout.plan(longest[: max(micro, enough)], in_order)
+    sizes = [
+        sum(int((row[:, 2] - row[:, 1]).sum()) for row in plan.batch(place)) for place in range(len(plan))
+    ]
+    return layout.batch(plan.batch(int(np.argmax(sizes))))
+
+
 def _check(documents: Documents, packing: Packing, paired: bool) -> None:
     if len(documents) == 0:
         raise DataError("There is no document, so there is nothing to train on.")

@@ -46,7 +46,7 @@ def measure(settings: Settings) -> Data:
         str(settings.options.get("model", "gpt2-124m" if settings.device == "cuda" else "tiny"))
     )
     shape = recipe.shape()
-    rows = int(settings.options.get("batch", recipe.batch.micro))
+    rows = int(settings.options.get("batch", recipe.micro))
     sequence = int(settings.options.get("sequence", recipe.batch.sequence))
     if settings.quick and not settings.options:
         rows, sequence = min(rows, 2), min(sequence, 128)

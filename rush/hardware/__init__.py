@@ -6,7 +6,14 @@ from rush.hardware.catalog import CATALOG, Datasheet, datasheet_peak, datasheet_
 from rush.hardware.ceilings import Ceilings, Collective, ceilings, measured_matmul_rate
 from rush.hardware.conditions import Conditions, conditions
 from rush.hardware.machine import Cpu, Device, Link, Machine
-from rush.hardware.memory import memory_in_use, peak_memory_bytes, process_memory, reset_peak_memory
+from rush.hardware.memory import (
+    free_memory,
+    memory_in_use,
+    out_of_memory,
+    peak_memory_bytes,
+    process_memory,
+    reset_peak_memory,
+)
 from rush.hardware.probe import packages, probe
 
 __all__ = [
@@ -23,8 +30,10 @@ __all__ = [
     "conditions",
     "datasheet_peak",
     "datasheet_peaks",
+    "free_memory",
     "measured_matmul_rate",
     "memory_in_use",
+    "out_of_memory",
     "packages",
     "peak_memory_bytes",
     "probe",

@@ -10,7 +10,8 @@ import os
 import platform
 import resource
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,14 +27,69 @@ def process_memory() -> ProcessMemory:
     """Resident memory of this process, now and at most."""
     if platform.system() == "Linux":
         # The kernel's own high-water mark; unlike getrusage's it is not inherited from the parent.
-        fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        resident, peak = (int(fields[key].split()[0]) * 1024 for key in ("VmRSS", "VmHWM"))
-        return ProcessMemory(resident, peak)
+        return ProcessMemory(_status("VmRSS"), _status("VmHWM"))
     asked = ["ps", "-o", "rss=", "-p", str(os.getpid())]
     resident = int(subprocess.run(asked, capture_output=True, text=True, check=True).stdout) * 1024
     # macOS counts this one in bytes, the other systems in KiB.
     unit = 1 if platform.system() == "Darwin" else 1024
     return ProcessMemory(resident, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)
+
+
+def _status(key: str) -> int:
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(fields[key].split()[0]) * 1024
+
+
+@contextmanager
+def held_to(limit_bytes: float) -> Iterator[None]:
+    """On a CPU: MemoryError if this process was resident with more while in here.
+
+    It is looked at afterwards. A limit that makes allocations fail (ulimit) ends the process from within some library.
+    """
+    reset_peak_memory("cpu")
+    yield
+    if (peak := process_memory().peak_resident_bytes) > limit_bytes:
+        raise MemoryError(f"{peak:,} bytes were resident, {limit_bytes:,.0f} allowed")
+
+
+def free_memory(device: str) -> int:
+    """Bytes that this process can still get: of the card on CUDA; elsewhere of the machine, its container or its ulimits."""
+    if device.startswith("cuda"):
+        import torch
+
+        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        return int(torch.cuda.mem_get_info()[0]) + unused
+    import psutil  # type: ignore[import-untyped]
+
+    found = [int(psutil.virtual_memory().available)]
+    if platform.system() == "Linux":
+        found += [
+            limit - _status(used)
+            for kind, used in ((resource.RLIMIT_AS, "VmSize"), (resource.RLIMIT_DATA, "VmData"))
+            if (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY
+        ]
+    container, files = Path("/sys/fs/cgroup"), {}
+    for name in ("memory.max", "memory.current", "memory.stat"):
+        if (container / name).is_file():
+            files[name] = (container / name).read_text().strip()
+    if len(files) == 3 and files["memory.max"].isdigit():
+        # Files read lately are let go of when memory is wanted.
+        stat = dict(line.split(" ", 1) for line in files["memory.stat"].splitlines())
+        used = int(files["memory.current"]) - int(stat.get("inactive_file", 0))
+        found.append(int(files["memory.max"]) - used)
+    return max(0, min(found))
+
+
+def out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed: on a GPU, or (where the system says so before it kills) on a CPU."""
+    import torch
+
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    says = str(error)
+    return isinstance(error, RuntimeError) and any(
+        word in says for word in ("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation")
+    )
 
 
 def memory_in_use(device: str) -> int:

@@ -136,7 +136,7 @@ def rung_of(stand: Stand, base: Stand, yard: Yard) -> Rung:
     if stand.recipe is not None:
         batch = stand.recipe.batch
         rung["flops_per_token"] = _work(stand)
-        rung["step_tokens"], rung["micro"] = stand.recipe.step_tokens, batch.micro
+        rung["step_tokens"], rung["micro"] = stand.recipe.step_tokens, stand.recipe.micro
         rung["sequence"] = batch.sequence
     ratio = None
     if stand.measured:

@@ -85,7 +85,7 @@ def trace(
     losses, norms, skipped = [], [], 0
     corpus = corpus.ready_for(run, weights, None)
     # The same documents in every step, so that two ways to pack them can be held against each other.
-    samples = recipe.batch.micro * recipe.accumulation
+    samples = recipe.micro * recipe.accumulation
     with corpus.loader(recipe, run.loader_options, same_samples=samples) as loader:
         for step in range(1, recipe.schedule.steps + 1):
             if step == 1:

@@ -90,7 +90,7 @@ class Length:
         return {
             "name": self.workload.name,
             "about": self.workload.about,
-            "micro": recipe.batch.micro,
+            "micro": recipe.micro,
             "sequence": fitted[-1]["sequence"] if fitted else recipe.batch.sequence,
             "longest": {
                 "techniques": [name for name, _ in recipe.technique_uses()],

@@ -175,7 +175,7 @@ class Match:
         return {
             "name": self.workload.name,
             "about": self.workload.about,
-            "micro": recipe.batch.micro,
+            "micro": recipe.micro,
             "sequence": recipe.batch.sequence,
             "rival_kind": self.opponent.kind,
             "rival_versions": found.get("versions", {}),

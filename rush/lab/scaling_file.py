@@ -41,7 +41,7 @@ class Plan:
     def step_tokens(self) -> int:
         """Of strong scaling, at every number of devices; of weak scaling at the largest."""
         batch = self.recipe.batch
-        return batch.total_tokens or batch.micro * batch.sequence * self.devices[-1]
+        return batch.total_tokens or self.recipe.micro * batch.sequence * self.devices[-1]
 
     def tokens(self, scaling: str, devices: int) -> int:
         """Tokens of a step on so many devices."""

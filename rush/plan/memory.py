@@ -19,6 +19,8 @@ WORKSPACE = 64 * 2**20
 """Workspaces of the matrix libraries on a GPU: cuBLAS and cuBLASLt take 32 MiB each on Hopper."""
 CONTEXT = 600 * 2**20
 """What the driver, loaded kernels and libraries take before the first tensor (CUDA 12 and 13: 0.5 to 0.6 GiB)."""
+HOST_CONTEXT = 190 * 2**20
+"""On a CPU: what torch loads with its first optimizer and its first step (2.13 on Linux: 150 and 36 MiB)."""
 COMMUNICATION = 800 * 2**20
 """What NCCL takes for its channels when several GPUs work together (0.5 to 1 GiB)."""
 UNFILLED = 0.04
@@ -181,10 +183,7 @@ def _stage_memory(spec: Spec, stage: _Stage) -> Memory:
         # Replayed passes use memory of their own; gradients stay.
         peak += held.gradients(stage.blocks) - parts["gradients"]
         parts["gradients"] = held.gradients(stage.blocks)
-    gpu = spec.device == "cuda"
-    parts["overhead"] = (
-        UNFILLED * peak + (CONTEXT if gpu else 0) + (COMMUNICATION if gpu and spec.world > 1 else 0)
-    )
+    parts["overhead"] = UNFILLED * peak + context_of(spec.device) + communication_of(spec)
     at_peak = {} if moment == "update" else kept
     host = held.on_host() + (
         spec.tokens * (sum(again.values()) - sum(each.values())) * stage.blocks
@@ -194,6 +193,16 @@ def _stage_memory(spec: Spec, stage: _Stage) -> Memory:
     return Memory(
         {k: v for k, v in parts.items() if v}, {k: v for k, v in at_peak.items() if v}, moment, host
     )
+
+
+def context_of(device: str) -> int:
+    """Bytes that a process takes of a device before its first tensor."""
+    return CONTEXT if device == "cuda" else HOST_CONTEXT
+
+
+def communication_of(spec: Spec) -> int:
+    """Bytes that the library of exchanges takes for itself."""
+    return COMMUNICATION if spec.device == "cuda" and spec.world > 1 else 0
 
 
 def _final(spec: Spec) -> float:

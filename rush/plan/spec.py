@@ -88,7 +88,7 @@ def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Sp
     rows = 2 if recipe.objective.kind == "dpo" else 1  # a pair is two rows
     spec = Spec(
         shape=recipe.shape(),
-        micro=rows * recipe.batch.micro // cut,
+        micro=rows * recipe.micro // cut,
         sequence=recipe.batch.sequence,
         passes=recipe.accumulation * cut,
         layout=recipe.layout.model_dump(),

@@ -61,7 +61,7 @@ technique = Technique(
     requires=(
         Requirement(
             "it needs batch.micro to be a multiple of its factor",
-            lambda machine, recipe: recipe.batch.micro % int(knob_of(recipe, "accumulate", "factor", 2)) == 0,
+            lambda machine, recipe: recipe.micro % int(knob_of(recipe, "accumulate", "factor", 2)) == 0,
         ),
     ),
     knobs={"factor": KnobRange((2, 4, 8), "passes for each micro batch")},

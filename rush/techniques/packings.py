@@ -29,7 +29,7 @@ fine_tuning = Requirement(
 )
 more_than_one_row = Requirement(
     "it sorts the rows of a micro batch by length, so it needs batch.micro of 2 or more",
-    lambda machine, recipe: recipe.batch.micro > 1,
+    lambda machine, recipe: recipe.micro > 1,
 )
 
 

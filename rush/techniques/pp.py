@@ -75,7 +75,7 @@ def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     if not kind.takes(found, ranks):
         legal = [n for n in range(1, 4 * (found + ranks)) if n % parts == 0 and kind.takes(n, ranks)]
         near = [str(n) for n in sorted(sorted(legal, key=lambda n: abs(n - found))[:3])]
-        tokens = recipe.batch.micro * recipe.batch.sequence * recipe.data_ranks // parts
+        tokens = recipe.micro * recipe.batch.sequence * recipe.data_ranks // parts
         raise RecipeError(
             f"a step has {found} micro batches, with which schedule {kind.name} cannot run on layout.pp={ranks}; the nearest "
             f"numbers that can: {', '.join(near)}. Set batch.total_tokens to that many times {tokens:,}, or take schedule "

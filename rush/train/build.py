@@ -8,9 +8,11 @@ This file is the one place where the order of things is written down.
 from __future__ import annotations
 
 import os
+import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +21,8 @@ from torch.profiler import record_function
 
 from rush.data import Batch
 from rush.errors import MachineError
-from rush.hardware import Machine
+from rush.hardware import Machine, memory_in_use
+from rush.hardware.memory import held_to
 from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
 from rush.models.quantised import stored_values
@@ -163,7 +166,7 @@ def build(
     ranks = ranks or Ranks()
     check_world(recipe.layout.model_dump(), ranks.world)
     device = torch.device(machine.device)
-    _limit_memory(recipe, device)
+    limits = _limit_memory(recipe, device)
     with torch.device("meta"):
         model = build_model(recipe.shape())
     half_made = Build(recipe=recipe, machine=machine, device=device, model=model, ranks=ranks)
@@ -204,21 +207,25 @@ def build(
         run.parts = list(half_made.parts)
         around: Any = half_made.wrap or (lambda part: part)
         run.passes = half_made.make_passes(run, [around(part) for part in run.parts])
+    run.step_contexts += limits
     if recipe.run.deterministic:
         run.step_contexts.append(deterministic)
     return run
 
 
-def _limit_memory(recipe: Recipe, device: torch.device) -> None:
-    """Hold this process to a part of the device, or to all of it."""
+def _limit_memory(recipe: Recipe, device: torch.device) -> list[Callable[[], AbstractContextManager[Any]]]:
+    """Hold this process to a part of the device, or to all of it; what must be entered around a step to do so."""
     limit = recipe.run.memory_limit_gb
     if device.type != "cuda":
-        if limit is not None:
+        if limit is None:
+            return []
+        if platform.system() != "Linux":
             raise MachineError(
-                f"run.memory_limit_gb is {limit:g}, but this run is on the CPU, whose memory it does not hold back; "
-                "take the key out, or use ulimit -v."
+                f"run.memory_limit_gb is {limit:g}, but this run is on the CPU, and only Linux tells how much a step took; take "
+                "the key out."
             )
-        return
+        # What Python and its libraries took before is no part of the run.
+        return [partial(held_to, memory_in_use(device.type) + limit * 1e9)]
     whole = torch.cuda.get_device_properties(device).total_memory
     if limit is not None and limit * 1e9 > whole:
         raise MachineError(
@@ -226,6 +233,7 @@ def _limit_memory(recipe: Recipe, device: torch.device) -> None:
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit * 1e9 / whole, index)
+    return []
 
 
 def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None:

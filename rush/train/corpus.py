@@ -35,7 +35,8 @@ from rush.data.conversations import (
     prepare_documents,
     read_document_manifest,
 )
-from rush.data.document_loader import DocumentLoader, document_validation
+from rush.data.document_loader import DocumentLoader, document_validation, largest_batch
+from rush.data.loader import make_batch
 from rush.data.published import find_tokenizer
 from rush.errors import DataError, RecipeError
 from rush.hardware.ceilings import cache_folder
@@ -70,6 +71,10 @@ class Corpus(Protocol):
         """The held-out batches, always the same ones."""
         ...
 
+    def largest(self, recipe: Recipe, options: Mapping[str, Any]) -> Batch:
+        """The micro batch of training samples that takes most memory."""
+        ...
+
     def ready_for(
         self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
     ) -> Corpus:
@@ -91,7 +96,7 @@ class TokenCorpus:
         return Loader(
             TokenDataset(self.folder, "train", recipe.batch.sequence),
             samples_per_step=recipe.step_tokens // recipe.batch.sequence,
-            micro=recipe.batch.micro,
+            micro=recipe.micro,
             seed=recipe.run.seed,
             shuffle=recipe.data.shuffle,
             **options,
@@ -100,8 +105,14 @@ class TokenCorpus:
     def validation(self, recipe: Recipe, options: Mapping[str, Any]) -> Iterator[Batch]:
         dataset = TokenDataset(self.folder, "validation", recipe.batch.sequence)
         return validation_batches(
-            dataset, recipe.batch.micro, samples=recipe.run.validate_sequences, **_place(options)
+            dataset, recipe.micro, samples=recipe.run.validate_sequences, **_place(options)
         )
+
+    def largest(self, recipe: Recipe, options: Mapping[str, Any]) -> Batch:
+        dataset = TokenDataset(self.folder, "train", recipe.batch.sequence)
+        return make_batch(
+            dataset, [index % len(dataset) for index in range(recipe.micro)]
+        )  # all are as large
 
     def ready_for(
         self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
@@ -123,7 +134,7 @@ class DocumentCorpus:
     ) -> DocumentLoader:
         return DocumentLoader(
             DocumentSet(self.folder, "train"),
-            micro=recipe.batch.micro,
+            micro=recipe.micro,
             sequence=recipe.batch.sequence,
             batches_per_step=recipe.accumulation * recipe.data_ranks,
             seed=recipe.run.seed,
@@ -139,12 +150,21 @@ class DocumentCorpus:
         return document_validation(
             documents,
             options.get("packing"),
-            recipe.batch.micro,
+            recipe.micro,
             recipe.batch.sequence,
             recipe.run.validate_sequences,
             paired=recipe.objective.kind == "dpo",
             references=self.references.get("validation"),
             **_place(options),
+        )
+
+    def largest(self, recipe: Recipe, options: Mapping[str, Any]) -> Batch:
+        return largest_batch(
+            DocumentSet(self.folder, "train"),
+            options.get("packing"),
+            recipe.micro,
+            recipe.batch.sequence,
+            paired=recipe.objective.kind == "dpo",
         )
 
     def ready_for(

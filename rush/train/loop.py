@@ -23,8 +23,9 @@ from rush.errors import DataError, RecipeError
 from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, probe
 from rush.parallel import Ranks, join
+from rush.plan.micro import candidates
 from rush.recipe import Recipe
-from rush.recipe_io import differences, load_recipe, write_toml
+from rush.recipe_io import changed, differences, load_recipe, write_toml
 from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
 from rush.records.manifest import CheckpointDamaged
 from rush.records.metrics import MetricsWriter, truncate_after
@@ -34,6 +35,7 @@ from rush.train import checkpoint
 from rush.train.build import build
 from rush.train.corpus import Corpus, open_corpus
 from rush.train.folders import starting_weights
+from rush.train.micro import Settling
 from rush.train.objectives import objective_of
 from rush.train.saving import Saved, Saver
 from rush.train.session import Session, Summary
@@ -56,7 +58,7 @@ def train_recipe(
         recipe = _same_learning(load_recipe(str(folder.recipe)), recipe)
     assert recipe is not None, "a new run needs a recipe"
     machine = probe(recipe.run.device)
-    check(recipe, machine)
+    candidates(recipe, lambda one: check(one, machine)) if recipe.auto else check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
     card = f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}"
     with (
@@ -81,6 +83,8 @@ FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp"
 
 def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:
     """The recipe to go on with: a given one may differ from the stored one only in what is free."""
+    if given is not None and given.auto:
+        given = changed(given, {"batch.micro": stored.micro})  # it was chosen when the run began
     free = tuple(f"{key}:" for key in FREE_ON_RESUME)
     fixed = [line for line in differences(stored, given or stored) if not line.startswith(free)]
     if fixed:
@@ -109,6 +113,8 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, rank
     weights = starting_weights(recipe) if needs_base else None
     tokenizer = folder.tokenizer if ranks.main else None
     corpus = ranks.in_turn(lambda: open_corpus(recipe, tokenizer, view.note))
+    if recipe.auto:
+        recipe = Settling(machine, corpus, weights, ranks, folder.path, view.note).settle(recipe)
     run = build(recipe, machine, weights, ranks)
     corpus = corpus.ready_for(run, weights, folder.path, resumed=resumed is not None)
     loader = corpus.loader(recipe, run.loader_options)

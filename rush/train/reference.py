@@ -103,7 +103,7 @@ def reference_key(run: Run, data: str) -> str:
         "weights": sorted(weights.items()),
         "data": data,
         "techniques": recipe.technique_uses(),
-        "batch": [recipe.batch.micro, recipe.batch.sequence],
+        "batch": [recipe.micro, recipe.batch.sequence],
         "device": run.machine.summary(),
         "torch": torch.__version__,
     }
@@ -124,7 +124,7 @@ def compute(
     if count == 0:
         return np.zeros(0, np.float32)
     batch, options = run.recipe.batch, run.loader_options
-    layout = Layout(documents, options.get("packing") or Pad(), batch.micro, batch.sequence, paired=True)
+    layout = Layout(documents, options.get("packing") or Pad(), run.recipe.micro, batch.sequence, paired=True)
     plan = layout.plan(in_order(count // 2), in_order)
     partial = path.with_name(f".{path.stem}.{ranks.data_rank}-of-{ranks.data_ranks}.partial.npy")
     own = [

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rush.errors import Diverged, Drifted, MachineError, RushError
-from rush.hardware import memory_in_use
+from rush.hardware import memory_in_use, out_of_memory
 from rush.parallel.drift import check_drift
 from rush.parallel.sharded import is_sharded
 from rush.recipe import Recipe
@@ -202,7 +202,9 @@ class Session:
         """What can go wrong in a step, in words that help."""
         try:
             yield
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
             raise MachineError(
                 f"out of memory at step {step} on {self.run.machine.summary()}; halve batch.micro (the total batch in "
                 "tokens stays as it is), or shorten batch.sequence."
@@ -296,7 +298,7 @@ def _title(recipe: Recipe, run: Run) -> str:
     ranks = "" if run.ranks.alone else f"{run.ranks.data_ranks} × "
     return (
         f"{recipe.model.name} on {run.machine.summary()} · {recipe.step_tokens:,} tokens a step "
-        f"({ranks}{recipe.accumulation} × {recipe.batch.micro} × {recipe.batch.sequence}) · techniques: {names}"
+        f"({ranks}{recipe.accumulation} × {recipe.micro} × {recipe.batch.sequence}) · techniques: {names}"
     )
 
 

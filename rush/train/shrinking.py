@@ -49,10 +49,8 @@ def changes(before: Recipe, after: Recipe) -> str:
         for axis, size in before.layout.model_dump().items()
         if size != sizes[axis]
     ]
-    return (
-        f"{after.world} ranks instead of {before.world}: {', '.join(parts)}; the samples of a step stay, "
-        f"each rank does {after.accumulation} micro batches instead of {before.accumulation}."
-    )
+    more = "more" if after.auto else f"{after.accumulation} micro batches instead of {before.accumulation}"
+    return f"{after.world} ranks instead of {before.world}: {', '.join(parts)}; the samples of a step stay, each rank does {more}."
 
 
 def _whole(recipe: Recipe) -> int:
@@ -66,5 +64,6 @@ def _fit(recipe: Recipe, world: int) -> Recipe | None:
     fsdp = recipe.layout.fsdp
     sizes = {"ddp": data // fsdp, "fsdp": fsdp} if data % fsdp == 0 else {"ddp": 1, "fsdp": data}
     fitting = recipe.model_copy(update={"layout": recipe.layout.model_copy(update=sizes)})
-    per_pass = recipe.batch.micro * recipe.batch.sequence * data
+    # A micro batch that is still to be chosen can be as small as one row.
+    per_pass = (1 if recipe.auto else recipe.micro) * recipe.batch.sequence * data
     return fitting if recipe.step_tokens % per_pass == 0 else None

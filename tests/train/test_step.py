@@ -160,7 +160,25 @@ def test_the_norm_of_bf16_gradients_has_more_digits_than_bf16() -> None:
     assert float(norm) == pytest.approx(exact**0.5, rel=1e-5)
 
 
-def test_a_memory_limit_is_not_ignored_where_it_cannot_be_kept() -> None:
+def test_a_memory_limit_on_a_cpu_ends_the_step_that_took_more_and_no_other() -> None:
+    run, batch = make_run("run.memory_limit_gb=0.4"), make_batch(2, 11)
+    train_step(run, 1, 0.01, [batch])
+    held = torch.zeros(0)
+
+    def take(last: bool) -> None:
+        nonlocal held
+        held = torch.ones(450_000_000, dtype=torch.uint8)
+
+    run.before_pass.append(take)
+    with pytest.raises(MemoryError, match="allowed"):
+        train_step(run, 2, 0.01, [batch])
+    del held
+    run.before_pass.clear()
+    train_step(run, 3, 0.01, [batch])
+
+
+def test_a_memory_limit_is_not_ignored_where_it_cannot_be_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.system", lambda: "Darwin")
     with pytest.raises(MachineError, match=r"run\.memory_limit_gb is 2, but this run is on the CPU"):
         make_run("run.memory_limit_gb=2")
 
