@@ -214,7 +214,7 @@ def _show(name: str, plan: Plan, tokens: float | None, price: float | None) -> N
     typer.secho(f"{name} on {plan.spec.world:,} × {target.name}: {describe(plan.spec)}", bold=True)
     for problem in plan.problems:
         typer.secho(f"  cannot run there: {problem}", fg="yellow")
-    verdict = "fits" if plan.fits else "does not fit"
+    verdict = "fits by less than the error" if plan.tight else "fits" if plan.fits else "does not fit"
     typer.echo(
         f"\nMemory of one device: {plan.memory.total / 2**30:.1f} of {room / 2**30:.1f} GiB, {verdict} (±{error['memory']:.0%}); "
         f"fullest: {plan.memory.moment}"

@@ -94,7 +94,8 @@ def _weights(spec: Spec, target: Target, reached: float) -> Sent:
         gathered = each_weight * (held - codes) + effects.size("blocks", each_weight) * codes
         per_pass = not effects.factor("gathered")
         gathers = 2 * spec.passes if per_pass else 1
-        scatters = 1 if effects.factor("whole_gradients") else spec.passes
+        # A pipeline's schedules keep gradients until the last pass.
+        scatters = 1 if effects.factor("whole_gradients") or spec.size("pp") > 1 else spec.passes
         units = spec.shape.num_layers / spec.size("pp") + 1
         seconds = gathers * ring(gathered, group, rate) + scatters * ring(each * learned, group, rate)
         seconds += (gathers + scatters) * (units - 1) * min(group - 1, 32) * LATENCY_S

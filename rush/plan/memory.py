@@ -40,7 +40,12 @@ class Memory:
     @property
     def tensors(self) -> float:
         """What torch counts as allocated at most."""
-        return sum(value for name, value in self.parts.items() if name != "overhead")
+        return sum(value for name, value in self.parts.items() if name not in ("streams", "unfilled", "context"))
+
+    @property
+    def reserved(self) -> float:
+        """What torch's allocator takes of the device for them."""
+        return self.total - self.parts.get("context", 0.0)
 
     @property
     def total(self) -> float:
@@ -126,30 +131,31 @@ class _Stage:
     blocks: int
     first: bool
     last: bool
-    in_flight: int
-    """Micro batches whose activations are there at once."""
+    in_flight: float
+    """Micro batches whose activations are there at once; a part of one where a rank has several stages."""
 
 
 def memory_of(spec: Spec) -> Memory:
     """The memory of the fullest rank."""
     depth = spec.size("pp")
     blocks = -(-spec.shape.num_layers // depth)
-    ends = [
-        _Stage(blocks, True, depth == 1, _in_flight(spec)),
-        _Stage(blocks, depth == 1, True, 1),
-    ]
-    return max(
-        (_stage_memory(spec, stage) for stage in ends[: 1 if depth == 1 else 2]),
-        key=lambda found: found.total,
-    )
+    # The first rank holds most micro batches, the second nearly as many and both kinds of buffers, the last the head.
+    ranks = sorted({0, min(1, depth - 1), depth - 1})
+    stages = [_Stage(blocks, rank == 0, rank == depth - 1, _in_flight(spec, rank)) for rank in ranks]
+    return max((_stage_memory(spec, stage) for stage in stages), key=lambda found: found.total)
 
 
-def _in_flight(spec: Spec) -> int:
-    """Micro batches whose activations the first rank of a pipeline holds: all of a step, or as many as there are ranks."""
-    depth = spec.size("pp")
-    if depth == 1:
-        return 1
-    return spec.passes if spec.knob("pp", "schedule", "1f1b") == "gpipe" else min(depth, spec.passes)
+def _in_flight(spec: Spec, rank: int) -> float:
+    """Micro batches whose activations a rank of a pipeline holds at most: those that went ahead before the first came back.
+
+    With several stages a rank, whole ones: torch's order sends (stages − 1) · ranks + 2 · (ranks after this one) ahead.
+    """
+    depth, stages = spec.size("pp"), spec.stages
+    if depth == 1 or spec.knob("pp", "schedule", "1f1b") == "gpipe":
+        return 1 if depth == 1 else spec.passes
+    after = depth - 1 - rank
+    ahead = ((stages - 1) * depth + 2 * after + 1) / stages if stages > 1 else after + 1
+    return min(ahead, spec.passes)
 
 
 def _stage_memory(spec: Spec, stage: _Stage) -> Memory:
@@ -177,13 +183,17 @@ def _stage_memory(spec: Spec, stage: _Stage) -> Memory:
     }  # fmt: skip
     for parts in moments.values():
         parts["buffers"] = held.buffers()
+        parts["pipeline"] = _pipes(spec, stage)
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
     peak = sum(parts.values())
     if effects.factor("recording"):
         # Replayed passes use memory of their own; gradients stay.
         peak += held.gradients(stage.blocks) - parts["gradients"]
         parts["gradients"] = held.gradients(stage.blocks)
-    parts["overhead"] = UNFILLED * peak + context_of(spec.device) + communication_of(spec)
+    streams = held.other_streams(counted=moment not in ("forward pass", "loss"))
+    parts["streams"] = streams
+    parts["unfilled"] = UNFILLED * (peak + streams)
+    parts["context"] = context_of(spec.device) + communication_of(spec)
     at_peak = {} if moment == "update" else kept
     host = held.on_host() + (
         spec.tokens * (sum(again.values()) - sum(each.values())) * stage.blocks
@@ -193,6 +203,17 @@ def _stage_memory(spec: Spec, stage: _Stage) -> Memory:
     return Memory(
         {k: v for k, v in parts.items() if v}, {k: v for k, v in at_peak.items() if v}, moment, host
     )
+
+
+def _pipes(spec: Spec, stage: _Stage) -> float:
+    """What a pipeline sends and receives, which torch's stages keep: of every micro batch of a step a place for what arrives
+    (activations, gradients), and of those under way what was sent."""
+    if stage.first and stage.last:
+        return 0.0
+    each = spec.tokens * spec.shape.hidden / spec.stream_parts * spec.effects.size("stream", 4) * spec.stages
+    arriving = 0.0 if stage.first else spec.passes - stage.in_flight  # the rest is counted as the input of a block
+    returning = 0.0 if stage.last else spec.passes + stage.in_flight
+    return each * (max(0.0, arriving) + returning)
 
 
 def context_of(device: str) -> int:
@@ -212,7 +233,9 @@ def _final(spec: Spec) -> float:
     llama = shape.family == "llama"
     wide = 4.0 if llama and stream < 4 and effects.factor("norm.wide") else stream
     scaled = stream * effects.factor("norm.scaled") if llama else 0.0
-    return shape.hidden * (wide + scaled + (0.0 if effects.factor("frozen") else compute)) / spec.size("tp")
+    # The head reads all positions, however the stream is cut.
+    head = 0.0 if effects.factor("frozen") else compute
+    return shape.hidden * ((wide + scaled) / spec.stream_parts + head)
 
 
 def _loss(spec: Spec, stage: _Stage) -> tuple[float, float, float]:
@@ -231,7 +254,8 @@ def _loss(spec: Spec, stage: _Stage) -> tuple[float, float, float]:
     head = vocab * shape.hidden
     gradient = 0.0 if effects.factor("frozen") else head * compute
     if effects.factor("logits.copies"):
-        forward, backward = 8.0, 12.0
+        # Cut among ranks, the loss is a chain of operations on the logits' parts (torch's `loss_parallel`).
+        forward, backward = (14.0, 16.0) if spec.size("tp") > 1 else (8.0, 12.0)
         return forward * vocab * tokens, backward * vocab * tokens, gradient if chunked else 0.0
     cast = head * compute if effects.factor("casts") or "casts" in effects.sizes else 0.0
     if effects.factor("head.gradient"):
@@ -305,7 +329,7 @@ class _Held:
             )
             at_work = 0.0 if blocks == 0 else 2 * unit + ends
             parts = 0.0 if effects.factor("on_host") else count / shards
-            count = count if effects.factor("whole_gradients") else parts + at_work
+            count = count if self.keeps_whole() else parts + at_work
         elif blocks and not always and not effects.factor("frozen"):
             count -= self.ends() if blocks < self.stage.blocks else 0.0  # the head's is counted by itself
         return each * count * (1 + effects.factor("buckets"))
@@ -314,10 +338,28 @@ class _Held:
         if self.spec.shards == 1:
             return 0.0
         each = self.spec.effects.size("gathered", self.bytes_per_weight())
-        blocks = self.stage.blocks if self.spec.effects.factor("gathered") else 2
+        # A pipeline's schedules let go of nothing between the backward passes of a step.
+        blocks = self.stage.blocks if self.spec.effects.factor("gathered") or self.spec.size("pp") > 1 else 2
         linear = self.spec.effects.size("blocks", each) * self._local(self.weights.block_linear)
         block = linear + each * (self.weights.block_other + self._local(self.weights.adapters))
         return blocks * block + each * self.ends()
+
+    def keeps_whole(self) -> bool:
+        """Whether gradients stay whole until the end of a step: asked for, or because a pipeline's schedules do."""
+        return bool(self.spec.effects.factor("whole_gradients")) or self.spec.size("pp") > 1
+
+    def other_streams(self, *, counted: bool) -> float:
+        """What shards take that others cannot reuse: gradients' parts and what is being gathered are allocated on streams of
+        their own, and an allocator keeps what was freed for the stream it was made on. `counted`: where gradients' parts
+        are in the sum already."""
+        effects, shards = self.spec.effects, self.spec.shards
+        if shards == 1 or self.spec.device != "cuda":
+            return 0.0
+        parts = effects.size("gradients", 4) * self.trained() / shards
+        parts = 0.0 if effects.factor("on_host") or (counted and not self.keeps_whole()) else parts
+        each = effects.size("gathered", self.bytes_per_weight())
+        block = effects.size("blocks", each) * self._local(self.weights.block_linear)
+        return parts + max(2 * block, each * self.ends())
 
     def state(self, blocks: int) -> dict[str, float]:
         effects, shards = self.spec.effects, self.spec.shards

@@ -25,13 +25,13 @@ from rush.techniques import registry, settle_uses, why_not
 
 ERRORS = {
     ("measured here", False): (0.03, 0.10),
-    ("measured here", True): (0.10, 0.20),
+    ("measured here", True): (0.15, 0.20),
     ("calibrated", False): (0.03, 0.10),
-    ("calibrated", True): (0.10, 0.20),
+    ("calibrated", True): (0.15, 0.20),
     ("datasheet", False): (0.05, 0.20),
-    ("datasheet", True): (0.10, 0.25),
+    ("datasheet", True): (0.15, 0.25),
     ("assumed", False): (0.10, 1.0),
-    ("assumed", True): (0.10, 1.0),
+    ("assumed", True): (0.15, 1.0),
 }
 """Expected errors of memory and time, by how the rates were obtained and whether several devices work together; from
 `rush plan --check`, rounded up, and guesses for datasheets."""
@@ -55,6 +55,11 @@ class Plan:
     @property
     def fits(self) -> bool:
         return self.memory.total <= self.target.memory_bytes
+
+    @property
+    def tight(self) -> bool:
+        """Whether it fits, but not if it takes as much more as plans are off."""
+        return self.fits and self.memory.total * (1 + self.expected_error["memory"]) > self.target.memory_bytes
 
     @property
     def tokens_per_s(self) -> float:
@@ -117,6 +122,7 @@ class Plan:
             "fullest_moment": self.memory.moment,
             "host_memory_bytes": int(self.memory.host_bytes),
             "fits": self.fits,
+            "tight": self.tight,
             "largest_micro": self.largest_micro,
             "longest_sequence": self.longest_sequence,
             "time_s": {**self.time.parts, "step": self.time.step},

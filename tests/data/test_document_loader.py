@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rush.data.batch import IGNORED, Batch
-from rush.data.document_loader import DocumentLoader, document_validation
+from rush.data.document_loader import DocumentLoader, document_validation, largest_batch
 from rush.data.packing import BestFit, Bucket, Concat, Flatten, Packing, Pad
 from rush.errors import DataError, MachineError, RecipeError
 
@@ -213,3 +213,25 @@ def test_bad_input_is_refused_in_a_sentence() -> None:
 def test_a_state_of_other_data_is_refused(state: dict[str, Any], why: str) -> None:
     with pytest.raises(DataError, match=why):
         loader_of(Pad()).load_state(state)
+
+
+@pytest.mark.parametrize(
+    "packing", [Pad(), Pad(shapes=0), Bucket(shapes=0), Concat(), BestFit(), Flatten()], ids=lambda p: p.name
+)
+def test_no_batch_of_an_epoch_is_larger_than_the_largest(packing: Packing) -> None:
+    documents = SmallDocuments(realistic_lengths(150, longest=40))
+    largest = largest_batch(documents, packing, 4, 64)
+    loader = DocumentLoader(documents, 4, 64, batches_per_step=1, seed=3, packing=packing)
+    for _ in range(len(loader.epoch_plan(0))):
+        (batch,) = loader.next_step()
+        assert batch.tokens_bt.numel() <= largest.tokens_bt.numel()
+    assert largest.num_labels > 0
+    if packing == Pad(shapes=0):
+        assert largest.tokens_bt.shape == (4, max(documents.lengths) - 1)
+
+
+def test_the_largest_batch_of_preferences_holds_the_longest_answers() -> None:
+    lengths = realistic_lengths(40, longest=40)
+    largest = largest_batch(SmallDocuments(lengths), Pad(shapes=0), 3, 64, paired=True)
+    assert largest.paired
+    assert largest.tokens_bt.shape == (6, max(lengths) - 1)

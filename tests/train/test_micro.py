@@ -114,7 +114,7 @@ def test_a_process_with_a_limit_trains_within_it(path: Path, tmp_path: Path) -> 
     words = ["train", path, "batch.micro=auto", *LONG, "batch.total_tokens=32768", "run.memory_limit_gb=0.32"]
     done = rush(*words, "--out", tmp_path / "run", cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
-    assert "batch.micro is" in done.stdout
+    assert "batch.micro is" in done.stderr
     assert 1 < chosen(tmp_path / "run") < 256
     again = rush("train", "--out", tmp_path / "run", "--resume", cache=tmp_path / "cache")
     assert again.returncode == 0, again.stderr
@@ -130,7 +130,7 @@ def test_ranks_agree_on_one_number(axis: str, path: Path, tmp_path: Path) -> Non
     out = tmp_path / "two"
     done = rush("train", path, "batch.micro=auto", f"layout.{axis}=2", "--nproc", "2", "--out", out, cache=tmp_path / "cache")  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("batch.micro is") == 1, "rank 0 alone speaks"
+    assert done.stderr.count("batch.micro is") == 1, "rank 0 alone speaks"
     recipe = load_recipe(str(out / "recipe.toml"))
     assert recipe.step_tokens == 128
     train_recipe(changed(recipe, {f"layout.{axis}": 1, "batch.micro": 2}), tmp_path / "one")
