@@ -19,7 +19,12 @@ from rush.plan.memory import memory_of
 from rush.plan.published import Published, read_published
 from rush.plan.time import DEFAULT, Efficiency, time_of, tokens_per_s
 
-TARGETS = {"memory": (0.03, 0.08), "time": (0.06, 0.15), "published": (0.15, None), "published memory": (0.15, None)}
+TARGETS = {
+    "memory": (0.03, 0.08),
+    "time": (0.06, 0.15),
+    "published": (0.15, None),
+    "published memory": (0.15, None),
+}
 """Wanted: the median error and the 95th percentile."""
 
 

@@ -40,7 +40,9 @@ class Memory:
     @property
     def tensors(self) -> float:
         """What torch counts as allocated at most."""
-        return sum(value for name, value in self.parts.items() if name not in ("streams", "unfilled", "context"))
+        return sum(
+            value for name, value in self.parts.items() if name not in ("streams", "unfilled", "context")
+        )
 
     @property
     def reserved(self) -> float:
@@ -211,7 +213,9 @@ def _pipes(spec: Spec, stage: _Stage) -> float:
     if stage.first and stage.last:
         return 0.0
     each = spec.tokens * spec.shape.hidden / spec.stream_parts * spec.effects.size("stream", 4) * spec.stages
-    arriving = 0.0 if stage.first else spec.passes - stage.in_flight  # the rest is counted as the input of a block
+    arriving = (
+        0.0 if stage.first else spec.passes - stage.in_flight
+    )  # the rest is counted as the input of a block
     returning = 0.0 if stage.last else spec.passes + stage.in_flight
     return each * (max(0.0, arriving) + returning)
 

@@ -59,7 +59,9 @@ class Plan:
     @property
     def tight(self) -> bool:
         """Whether it fits, but not if it takes as much more as plans are off."""
-        return self.fits and self.memory.total * (1 + self.expected_error["memory"]) > self.target.memory_bytes
+        return (
+            self.fits and self.memory.total * (1 + self.expected_error["memory"]) > self.target.memory_bytes
+        )
 
     @property
     def tokens_per_s(self) -> float:
