@@ -76,6 +76,9 @@ def page(technique: Technique) -> str:
     if technique.memory:
         rows = [f"| {effect.term} | {_effect(effect)} | {effect.note} |" for effect in technique.memory]
         parts += ["## Memory", "\n".join(["| term | effect | note |", "| --- | --- | --- |", *rows])]
+    if technique.work:
+        rows = [f"| {effect.term} | {effect.value} | {effect.note} |" for effect in technique.work]
+        parts += ["## Work", "\n".join(["| term | value | note |", "| --- | --- | --- |", *rows])]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 

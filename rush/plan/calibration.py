@@ -13,7 +13,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rush.plan.findings import Case
-from rush.plan.time import CORES, DEFAULT, Efficiency, Time, matmul_dtype, time_of
+from rush.plan.terms import kernels
+from rush.plan.time import DEFAULT, Efficiency, Time, matmul_dtype, time_of
 
 PARTS = {
     "matmul": "matmul",
@@ -39,19 +40,19 @@ def third(cases: Sequence[Case]) -> tuple[list[Case], list[Case]]:
 def calibrate(cases: Iterable[Case], start: Efficiency = DEFAULT) -> Efficiency:
     """The efficiencies that these cases show."""
     timed = [(case, time_of(case.spec, case.target, start)) for case in cases if case.breakdown_s]
-    usual = [(c, t) for c, t in timed if not c.spec.uses("fused_loss", "liger", "offload_activations")]
+    usual = [(c, t) for c, t in timed if not (_work(c, "loss.bytes") or _work(c, "offloaded"))]
     matmul = dict(start.matmul)
     for dtype in matmul:
         of_dtype = [(c, t) for c, t in usual if _main_dtype(c) == dtype]
         matmul[dtype] *= _ratio(of_dtype, "matmul")
-    attention = dict(start.attention)
-    for core in CORES:
-        attention[core] *= _ratio([(c, t) for c, t in usual if c.spec.uses(core)], "attention")
-    cored = [(c, t) for c, t in usual if any(c.spec.uses(core) for core in CORES)]
-    eager = [(c, t) for c, t in cored if not c.spec.uses("compile", "cuda_graph")]
-    fused = [(c, t) for c, t in cored if c.spec.uses("compile")]
-    updates = [(c, t) for c, t in usual if c.spec.uses("fused_adamw")]
-    plain_updates = [(c, t) for c, t in usual if not c.spec.uses("fused_adamw", "fused_update", "adam8bit")]
+    attention = kernels() | dict(start.attention)
+    for kernel in attention:
+        attention[kernel] *= _ratio([(c, t) for c, t in usual if c.spec.uses(kernel)], "attention")
+    cored = [(c, t) for c, t in usual if _work(c, "attention")]
+    eager = [(c, t) for c, t in cored if not (_work(c, "stream.fused") or _work(c, "launches.pass"))]
+    fused = [(c, t) for c, t in cored if _work(c, "stream.fused")]
+    updates = [(c, t) for c, t in usual if _work(c, "update.bytes") and not _work(c, "update.reaches")]
+    plain_updates = [(c, t) for c, t in usual if not _work(c, "update.bytes")]
     found = replace(
         start,
         matmul=matmul,
@@ -66,7 +67,11 @@ def calibrate(cases: Iterable[Case], start: Efficiency = DEFAULT) -> Efficiency:
 
 
 def _main_dtype(case: Case) -> str:
-    return "float8" if case.spec.uses("fp8") else matmul_dtype(case.spec)
+    return case.spec.work.name("blocks.dtype", matmul_dtype(case.spec))
+
+
+def _work(case: Case, term: str) -> float:
+    return case.spec.work.number(term)
 
 
 def _ratio(timed: Sequence[tuple[Case, Time]], part: str) -> float:
@@ -96,6 +101,6 @@ def _launch(cases: Iterable[Case], found: Efficiency) -> float:
     scales = []
     for case in cases:
         time = time_of(case.spec, case.target, found)
-        if time.parts.get("launching", 0.0) > 0.05 * time.step and not case.spec.uses("adam8bit"):
+        if time.parts.get("launching", 0.0) > 0.05 * time.step and not _work(case, "update.reaches"):
             scales.append((case.step_s - found.step_s) / time.host)
     return found.launch_s * (statistics.median(scales) if scales else 1.0)

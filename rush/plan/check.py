@@ -78,7 +78,7 @@ def _rows(case: Case, efficiency: Efficiency, held_out: bool) -> list[Row]:
     if case.memory_bytes:
         planned = memory_of(case.spec).tensors
         # What a compiled graph and offloading keep was read off findings, so those cases describe more than they test.
-        out = not case.spec.uses("compile", "offload_activations")
+        out = not (case.spec.work.number("stream.fused") or case.spec.work.number("offloaded"))
         found.append(Row(case.study, case.name, "memory", case.memory_bytes, planned, out, "bytes"))
     seconds = time_of(case.spec, case.target, efficiency).step
     found.append(Row(case.study, case.name, "time", case.step_s, seconds, held_out, "s"))

@@ -122,7 +122,7 @@ def _tensor(spec: Spec, target: Target, reached: float) -> Sent:
     rate = bandwidth(spec, target, "tp", reached)
     stream = spec.tokens * spec.shape.hidden * spec.effects.size("compute", 4)
     blocks = spec.shape.num_layers / spec.size("pp")
-    times = 8 + (3 if spec.uses("checkpoint_full") else 2)
+    times = 10 + spec.work.number("attention.again")
     seconds = spec.passes * blocks * times * ring(stream, size, rate)
     hides = 0.5 if spec.knob("tp", "async", False) else 0.0
     return Sent(hides * seconds, (1 - hides) * seconds)
@@ -138,7 +138,7 @@ def _context(spec: Spec, target: Target, reached: float) -> Sent:
     row = spec.micro * spec.sequence * width
     compute = spec.effects.size("compute", 4)
     blocks = spec.shape.num_layers / spec.size("pp")
-    trips = 2 + (1 if spec.uses("checkpoint_full") else 0)
+    trips = 2 + spec.work.number("attention.again")
     seconds = spec.passes * blocks * (trips * ring(compute * row, size, rate) + ring(4 * row, size, rate))
     return Sent(0.5 * seconds, 0.5 * seconds)
 

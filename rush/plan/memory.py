@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rush.plan.spec import ADAPTERS, Spec, Weights, adapted, weights_of
+from rush.plan.spec import Spec, Weights, adapted, adapting, weights_of
 
 WORKSPACE = 64 * 2**20
 """Workspaces of the matrix libraries on a GPU: cuBLAS and cuBLASLt take 32 MiB each on Hopper."""
@@ -106,8 +106,8 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
 
 def _ranks(spec: Spec) -> float:
     """Columns of all thin products of a block's adapters."""
-    name = next(name for name in ADAPTERS if spec.uses(name))
-    return int(spec.knob(name, "rank", 16)) * len(adapted(spec.shape, str(spec.knob(name, "roles", "all"))))
+    found = adapting(spec)
+    return found[0] * len(adapted(spec.shape, found[1])) if found else 0
 
 
 def _copies(spec: Spec) -> tuple[int, int]:
@@ -199,7 +199,7 @@ def _stage_memory(spec: Spec, stage: _Stage) -> Memory:
     at_peak = {} if moment == "update" else kept
     host = held.on_host() + (
         spec.tokens * (sum(again.values()) - sum(each.values())) * stage.blocks
-        if spec.uses("offload_activations")
+        if spec.work.number("offloaded")
         else 0.0
     )
     return Memory(

@@ -15,7 +15,7 @@ from rush.models import SIZES
 from rush.parallel import AXES
 from rush.plan.spec import Spec
 from rush.plan.target import Target, target_of
-from rush.plan.terms import settle
+from rush.plan.terms import settle, settle_work
 from rush.recipe import Knob
 from rush.techniques import Use, registry
 
@@ -74,6 +74,7 @@ def _row(row: dict[str, Any], study: dict[str, Any]) -> Published:
             **({"tp": {"async": True}} if row.get("async_tp") else {}),
             **({"pp": {"stages": row["stages"]}} if "stages" in row else {}),
         },
+        work=settle_work(uses),
     )
     return Published(
         row["name"], study["source"], spec, target, row["tokens_per_s"],

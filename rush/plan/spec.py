@@ -14,9 +14,9 @@ from rush.models import Shape
 from rush.models.adapters import ROLE_GROUPS
 from rush.models.counts import ParameterSpec, list_parameters
 from rush.parallel import AXES
-from rush.plan.terms import Effects, settle
+from rush.plan.terms import NO_WORK, Effects, Work, settle, settle_work
 from rush.recipe import Knob, Recipe
-from rush.techniques import settle_uses
+from rush.techniques import registry, settle_uses
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Spec:
     effects: Effects
     techniques: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
     device: str = "cuda"
+    work: Work = NO_WORK
 
     def size(self, axis: str) -> int:
         return self.layout.get(axis, 1)
@@ -88,13 +89,14 @@ def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Sp
     rows = 2 if recipe.objective.kind == "dpo" else 1  # a pair is two rows
     spec = Spec(
         shape=recipe.shape(),
-        micro=rows * recipe.micro // cut,
+        micro=-(-rows * recipe.micro // cut),
         sequence=recipe.batch.sequence,
         passes=recipe.accumulation * cut,
         layout=recipe.layout.model_dump(),
         effects=effects,
         techniques={use.technique.name: dict(use.knobs) for use in uses},
         device=device,
+        work=settle_work(uses),
     )
     check_divides(spec)
     return spec
@@ -136,8 +138,13 @@ class Weights:
     """Of the largest tensor."""
 
 
-ADAPTERS = ("lora", "qlora", "int8_base")
-"""Techniques that train adapters beside frozen weights."""
+def adapting(spec: Spec) -> tuple[int, str] | None:
+    """Rank and roles of the adapters that learn in place of the weights; None where the weights do."""
+    known = registry()
+    for name, knobs in spec.techniques.items():
+        if name in known and any(effect.term == "frozen" for effect in known[name].memory):
+            return int(knobs["rank"]), str(knobs["roles"])
+    return None
 
 
 def adapted(shape: Shape, roles: str) -> list[ParameterSpec]:
@@ -153,18 +160,11 @@ def adapted(shape: Shape, roles: str) -> list[ParameterSpec]:
 
 
 def weights_of(spec: Spec) -> Weights:
-    return _weights(
-        spec.shape,
-        tuple(
-            (name, int(spec.knob(name, "rank", 16)), str(spec.knob(name, "roles", "all")))
-            for name in ADAPTERS
-            if spec.uses(name)
-        ),
-    )
+    return _weights(spec.shape, adapting(spec))
 
 
 @cache
-def _weights(shape: Shape, adapters: tuple[tuple[str, int, str], ...]) -> Weights:
+def _weights(shape: Shape, adapters: tuple[int, str] | None) -> Weights:
     counts = dict.fromkeys(("linear", "other", "embedding", "head", "final"), 0)
     largest = 0
     for parameter in list_parameters(shape):
@@ -174,9 +174,10 @@ def _weights(shape: Shape, adapters: tuple[tuple[str, int, str], ...]) -> Weight
             ends = {"embedding": "embedding", "positions": "embedding", "head": "head"}
             counts[ends.get(parameter.role, "final")] += parameter.count
         largest = max(largest, parameter.count)
-    beside = sum(
-        rank * sum(parameter.dims) for _, rank, roles in adapters for parameter in adapted(shape, roles)
-    )
+    beside = 0
+    if adapters is not None:
+        rank, roles = adapters
+        beside = sum(rank * sum(parameter.dims) for parameter in adapted(shape, roles))
     return Weights(
         counts["linear"],
         counts["other"],

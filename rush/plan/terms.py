@@ -1,4 +1,4 @@
-"""The things a plan counts in memory, by name: what techniques' `memory` fields speak of.
+"""The things a plan counts, by name: what techniques' `memory` and `work` fields speak of.
 
 A plain run (fp32, eager, full scores and logits) has the terms of `PLAIN`; those of `ADDED` exist only where a
 technique names them. Widths are those of the plain model's code (`rush/models/layers.py`), read op by op: an
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from rush.techniques import Use
+from rush.techniques import Use, registry
 
 PLAIN = {
     "parameters": "the weights, 4 bytes each",
@@ -58,6 +58,75 @@ ADDED = {
     "recording": "memory that a recorded pass keeps apart",
 }
 TERMS = PLAIN | ADDED
+WORK = {
+    "products.dtype": "of matrix products, where the size of their factors does not tell it (a name)",
+    "blocks.dtype": "of the products inside blocks, where it is another (a name)",
+    "blocks.casts": "bytes moved for each number that goes into or comes out of a block's products, to cast it",
+    "blocks.again": "the share of a block's products that its backward pass makes again; 1: all but the last one's",
+    "attention.again": "1: attention too",
+    "scores.again": "1: attention too, unless a kernel computes it",
+    "elementwise.again": "the share of elementwise work that is done again",
+    "attention": "what a kernel of attention reaches of the rate of a large product, at heads of 64; plain: all scores are "
+    "written and read",
+    "norms.fused": "1: each norm is one kernel",
+    "rotations.fused": "1: queries and keys are turned by one kernel",
+    "mlp.fused": "1: the MLP's activation is one kernel",
+    "stream.fused": "1: sums and casts between layers are part of other kernels",
+    "head.again": "products of the head that are made again, forward and backward (2: one more forward)",
+    "head.odd": "what the head's product reaches of its rate if the vocabulary is no multiple of 8; plain: 0.6",
+    "loss.bytes": "moved for each logit by a kernel that computes loss and gradient; plain: 32, compiled 11",
+    "update.bytes": "moved for each byte of a weight by an update in one kernel; plain: 24",
+    "update.more": "bytes for each weight besides",
+    "update.reaches": "what that kernel reaches of the copy rate, where that is not the usual",
+    "update.launches": "operations for each tensor; plain: 13",
+    "launches.block": "operations that the host launches for a block's passes; plain: counted",
+    "launches.pass": "operations for a whole pass; plain: the sum of its blocks'",
+    "offloaded": "1: what blocks keep goes to the host and comes back",
+}
+"""Of time. What is no number of its own in a plain run is counted from the code in `rush/plan/time.py`."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What the techniques of a recipe do together to the work of a step."""
+
+    values: Mapping[str, float | str]
+    by: Mapping[str, str]
+    """The technique that each value comes from."""
+
+    def number(self, term: str, plain: float = 0.0) -> float:
+        assert term in WORK, term
+        return float(self.values.get(term, plain))
+
+    def name(self, term: str, plain: str) -> str:
+        assert term in WORK, term
+        return str(self.values.get(term, plain))
+
+
+NO_WORK = Work({}, {})
+
+
+def settle_work(uses: Iterable[Use]) -> Work:
+    values: dict[str, float | str] = {}
+    by: dict[str, str] = {}
+    for use in uses:
+        for effect in use.technique.work:
+            assert effect.term in WORK, f"{use.technique.name}: {effect.term} is no work of a plan"
+            value, before = effect.value_of(use.knobs), values.get(effect.term)
+            if isinstance(value, float) and isinstance(before, float) and before >= value:
+                continue
+            values[effect.term], by[effect.term] = value, use.technique.name
+    return Work(values, by)
+
+
+def kernels() -> dict[str, float]:
+    """Every kernel of attention, with what it says it reaches."""
+    found = {}
+    for name, technique in registry().items():
+        for effect in technique.work:
+            if effect.term == "attention":
+                found[name] = float(effect.value)
+    return found
 
 
 @dataclass(frozen=True)

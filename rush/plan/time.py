@@ -20,11 +20,11 @@ from rush.plan.memory import block_tensors, memory_of
 from rush.plan.spec import Spec, Weights, weights_of
 from rush.plan.target import Target
 
-CORES = ("flash_attention", "cudnn_attention", "triton_attention", "flex_attention")
 PCIE_BYTES_PER_S = 55e9
 """Between host and device: pinned copies as measured on the H200s' PCIe 5; less where PCIe is the link between devices."""
 HOST_BYTES_PER_S = 60e9
 """What an update on the host reads and writes; an assumption."""
+HALF = ("float16", "bfloat16")
 FULL_UNIT = 64
 """A product whose shortest side is k reaches k / (k + 64) of a large one's rate: filling and emptying its pipeline."""
 
@@ -43,12 +43,9 @@ class Efficiency:
         }
     )
     """Of the rate of a large product."""
-    attention: Mapping[str, float] = field(
-        default_factory=lambda: {
-            "flash_attention": 0.20, "flex_attention": 0.19, "triton_attention": 0.29, "cudnn_attention": 0.34,
-        }
-    )  # fmt: skip
-    """Of the rate of a large product, at head dim 64, counting the six products of a pass."""
+    attention: Mapping[str, float] = field(default_factory=dict)
+    """By kernel, of the rate of a large product, at head dim 64, counting the six products of a pass; what is not here is what
+    the kernel's technique says."""
     wide_heads: float = 1.45
     """What heads of 128 gain over heads of 64: more arithmetic for each exponential."""
     eager: float = 0.59
@@ -124,11 +121,10 @@ def _to_host(target: Target) -> float:
 
 def matmul_dtype(spec: Spec) -> str:
     """The dtype of the products outside 8-bit layers."""
-    if spec.uses("amp_fp16"):
-        return "float16"
     if spec.effects.size("compute", 4) == 2:
-        return "bfloat16"
-    return "tf32" if spec.uses("tf32") else "float32"
+        half = spec.work.name("products.dtype", "bfloat16")
+        return half if half in HALF else "bfloat16"
+    return spec.work.name("products.dtype", "float32")
 
 
 def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str, float]:
@@ -145,7 +141,7 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
         "loss": _loss(spec, target, efficiency) / spec.size("pp"),
         "embedding": _embedding(spec, target, efficiency),
     }
-    if spec.uses("offload_activations"):
+    if spec.work.number("offloaded"):
         kept = block_tensors(spec, whole=True)
         # Over PCIe, there and back, at 0.85 of its rate, and not hidden: as measured.
         parts["offload"] = 2 * blocks * tokens * sum(kept.values()) / _to_host(target)
@@ -167,21 +163,18 @@ def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights
     shape, tp, tokens = spec.shape, spec.size("tp"), spec.tokens
     dtype = matmul_dtype(spec)
     products = 4.0 if spec.effects.factor("frozen") else 6.0
-    again = 0.0
-    if spec.uses("checkpoint_full"):
+    again = 2 * spec.work.number("blocks.again")
+    if again == 2:
         # All but the last layer's product, whose result nobody needs again.
-        again = 2 * (1 - shape.hidden * shape.intermediate / weights.block_linear)
-    elif spec.uses("checkpoint_selective") and spec.knob("checkpoint_selective", "keep", "all") == "half":
-        again = 1.0
-    inside = "float8" if spec.uses("fp8") else dtype
+        again *= 1 - shape.hidden * shape.intermediate / weights.block_linear
+    inside = spec.work.name("blocks.dtype", dtype)
     narrow = min(shape.hidden, shape.intermediate / tp, shape.num_heads * shape.head_dim / tp, tokens)
     rate = target.rate(inside) * efficiency.matmul.get(inside, 1.0) * _full(narrow)
     block = tokens * weights.block_linear / tp * (products + again) / rate
     adapters = 6 * tokens * weights.adapters / tp / (target.rate(dtype) * 0.25)
-    head_products = products + (2 if spec.uses("chunked_loss") else 0)
+    head_products = products + spec.work.number("head.again")
     # Tensor cores want rows of whole pieces: an odd vocabulary runs on the slow path, or is padded by a compiler.
-    odd = shape.vocab_size % 8 and not spec.uses("vocab_pad", "fused_loss") and dtype != "float32"
-    aligned = (0.8 if spec.uses("compile") else 0.6) if odd else 1.0
+    aligned = spec.work.number("head.odd", 0.6) if shape.vocab_size % 8 and dtype != "float32" else 1.0
     head_rate = (
         aligned * target.rate(dtype) * efficiency.matmul.get(dtype, 1.0) * _full(min(shape.hidden, tokens))
     )
@@ -195,21 +188,20 @@ def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights
 
 def _attention(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     """One block's attention. A causal query meets half the keys; plain attention multiplies with all of them."""
-    shape, dtype = spec.shape, matmul_dtype(spec)
-    core = next((name for name in CORES if spec.uses(name)), None)
+    shape, dtype, work = spec.shape, matmul_dtype(spec), spec.work
+    reached = work.number("attention")
     width = shape.num_heads * shape.head_dim / spec.size("tp")
     causal = 6 * spec.tokens * width * spec.sequence
-    again = (
-        1.2 if spec.uses("checkpoint_full") else 1.0
-    )  # once more forward, where most arithmetic is backward
-    if core is None:
-        again = 1.33 if spec.uses("checkpoint_full", "checkpoint_selective") else 1.0
+    if not reached:
+        again = 1 + 0.33 * max(work.number("attention.again"), work.number("scores.again"))
         scores = spec.tokens * shape.num_heads / spec.size("tp") * spec.sequence
         moved = scores * (62 if dtype in ("float32", "tf32") else 65)
         rate = target.rate(dtype) * efficiency.matmul.get(dtype, 1.0)
         return again * (2 * causal / rate + moved / (target.bytes_per_s * efficiency.eager))
+    again = 1 + 0.2 * work.number("attention.again")  # once more forward, where most arithmetic is backward
+    reached = efficiency.attention.get(work.by["attention"], reached)
     gain = efficiency.wide_heads if shape.head_dim >= 128 else 1.0
-    return again * causal / (target.rate(dtype) * efficiency.attention[core] * gain)
+    return again * causal / (target.rate(dtype) * reached * gain)
 
 
 def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
@@ -218,37 +210,38 @@ def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
     turned = (shape.num_heads + shape.num_kv_heads) * shape.head_dim / tp if shape.family == "llama" else 0.0
     wide, hidden = shape.intermediate / tp, shape.hidden / tp
-    compiled, llama = spec.uses("compile"), shape.family == "llama"
+    work, llama = spec.work, shape.family == "llama"
+    compiled = work.number("stream.fused")
     eager_bytes = fused_bytes = 0.0
     # Two norms: in fp32, some twenty reads and writes each; GPT-2's are one kernel.
-    if compiled or spec.uses("fused_norm", "liger") or not llama:
+    if work.number("norms.fused") or not llama:
         fused_bytes += 2 * (3 * stream + 2 * compute) * hidden
     else:
         eager_bytes += 2 * 96 * hidden
-    if compiled or spec.uses("fused_rope", "liger"):
+    if work.number("rotations.fused"):
         fused_bytes += 4 * compute * turned
     else:
         eager_bytes += 124 * turned
-    if compiled or spec.uses("fused_mlp", "liger"):
+    if work.number("mlp.fused"):
         fused_bytes += (8 if llama else 5) * compute * wide
     else:
         eager_bytes += (14 if llama else 6) * compute * wide
-    cast = 60 if stream != compute and not spec.uses("fused_norm") else 0
+    cast = 60 if stream != compute and effects.factor("norm.copies") else 0
     if compiled:
         fused_bytes += (6 * stream + 7 * compute) * hidden
     else:
         eager_bytes += (2 * (2 * stream + compute) + 9 * compute + 6 * stream + cast) * hidden
     if (
         effects.factor("heads.repeated")
-        and any(spec.uses(core) for core in CORES)
+        and work.number("attention")
         and shape.num_kv_heads != shape.num_heads
     ):
         fused_bytes += 4 * compute * turned
-    if spec.uses("fp8"):
+    if casts := work.number("blocks.casts"):
         inputs = 3 * shape.hidden + wide
         outputs = turned + shape.num_kv_heads * shape.head_dim / tp + 2 * shape.hidden + 2 * wide
-        fused_bytes += 8.5 * (inputs + outputs) * (1 if compiled else 2)
-    again = 1.0 + (0.2 if spec.uses("checkpoint_full", "checkpoint_selective") else 0.0)
+        fused_bytes += casts * (inputs + outputs) * (1 if compiled else 2)
+    again = 1.0 + work.number("elementwise.again")
     seconds = eager_bytes / efficiency.eager + fused_bytes / efficiency.fused
     return again * spec.tokens * seconds / target.bytes_per_s
 
@@ -266,10 +259,8 @@ def _casts(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights,
 
 def _loss(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     """Log-softmax, its gradient and the casts between them, over tokens × vocabulary."""
-    eager = 32.0 if spec.effects.factor("logits.copies") else 11.0
-    if spec.uses("fused_loss", "liger"):
-        eager = 18.0
-    moved = eager * spec.tokens * spec.shape.vocab_size / spec.size("tp")
+    each = spec.work.number("loss.bytes", 32.0 if spec.effects.factor("logits.copies") else 11.0)
+    moved = each * spec.tokens * spec.shape.vocab_size / spec.size("tp")
     return moved / (target.bytes_per_s * efficiency.loss)
 
 
@@ -301,13 +292,12 @@ def _update(spec: Spec, target: Target, efficiency: Efficiency) -> tuple[float, 
         tensors = blocks * (9 if spec.shape.family == "llama" else 12) + 4
     trained /= spec.size("tp") * spec.size("pp") * spec.shards
     each = effects.size("parameters", 4) if not effects.factor("master") else 4
-    if spec.uses("adam8bit"):
-        seconds = (6 * each + 4) / 0.2
-        launches = 50 if spec.knob("adam8bit", "backend", "torchao") == "torchao" else 12
-    elif spec.uses("fused_adamw", "fused_update"):
-        seconds, launches = 8 * each / efficiency.update, 1
+    work, launches = spec.work, spec.work.number("update.launches", 13)
+    if moved := work.number("update.bytes"):
+        reached = work.number("update.reaches", efficiency.update)
+        seconds = (moved * each + work.number("update.more")) / reached
     else:
-        seconds, launches = 24 * each / efficiency.eager_update, 13
+        seconds = 24 * each / efficiency.eager_update
     if effects.factor("master"):
         seconds, launches = seconds + 12, launches + 3
     host = tensors / spec.size("pp") * launches * 0.45 * efficiency.launch_s
@@ -316,17 +306,16 @@ def _update(spec: Spec, target: Target, efficiency: Efficiency) -> tuple[float, 
 
 def _launches(spec: Spec) -> float:
     """Operations that the host launches for one pass."""
-    if spec.uses("cuda_graph"):
-        return 10
-    llama = spec.shape.family == "llama"
-    if spec.uses("compile"):
-        each = 40.0
-    else:
+    work, llama = spec.work, spec.shape.family == "llama"
+    if whole := work.number("launches.pass"):
+        return whole
+    each = work.number("launches.block")
+    if not each:
         each = 160.0 if llama else 80.0
         each += (44 if llama else 20) if spec.effects.size("casts", 0) else 0
-        each -= (60 if llama else 0) if spec.uses("fused_norm", "liger") else 0
-        each -= 45 if llama and spec.uses("fused_rope", "liger") else 0
-        each *= 1.33 if spec.uses("checkpoint_full", "checkpoint_selective") else 1.0
+        each -= 60 * work.number("norms.fused") if llama else 0
+        each -= 45 * work.number("rotations.fused") if llama else 0
+        each *= 1.33 if work.number("elementwise.again") else 1.0
         each += 20 if spec.effects.factor("frozen") else 0
     return 40 + each * spec.shape.num_layers / spec.size("pp")
 

@@ -36,6 +36,7 @@ from rush.techniques.contract import (
     Setting,
     Stage,
     Technique,
+    WorkEffect,
     knob_of,
     used,
 )
@@ -217,4 +218,15 @@ technique = Technique(
         MemoryEffect("update", 0.0, "one kernel"),
     ),
     worth=(Setting({"backend": "rush"}), Setting({"backend": "bitsandbytes"}), Setting()),
+    work=(
+        WorkEffect("update.bytes", 6.0),
+        WorkEffect("update.more", 4.0, "codes and scales"),
+        WorkEffect("update.reaches", 0.2, "as measured"),
+        WorkEffect(
+            "update.launches",
+            50.0,
+            "12 with other backends",
+            by_knob=lambda knobs: 50.0 if knobs["backend"] == "torchao" else 12.0,
+        ),
+    ),
 )

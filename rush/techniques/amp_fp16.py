@@ -27,6 +27,7 @@ from rush.techniques.contract import (
     Proof,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.evidence import matmuls_in
 
@@ -103,4 +104,5 @@ technique = Technique(
         MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
         MemoryEffect("casts", 1.0, "2 bytes for each weight of a matrix product", size=2),
     ),
+    work=(WorkEffect("products.dtype", "float16"),),
 )

@@ -32,6 +32,7 @@ from rush.techniques.contract import (
     Requirement,
     Stage,
     Technique,
+    WorkEffect,
     knob_of,
     used,
 )
@@ -120,5 +121,10 @@ technique = Technique(
             "0 with inputs = host",
             by_knob=lambda knobs: float(knobs["inputs"] == "device"),
         ),
+    ),
+    work=(
+        WorkEffect("blocks.again", 1.0),
+        WorkEffect("attention.again", 1.0),
+        WorkEffect("elementwise.again", 0.2),
     ),
 )

@@ -30,6 +30,7 @@ from rush.techniques.contract import (
     Setting,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.seams import give_forward
 
@@ -158,4 +159,11 @@ technique = Technique(
         MemoryEffect("casts", 0.0, "made again with the block"),
     ),
     worth=(Setting(), Setting({"keep": "half"})),
+    work=(
+        WorkEffect(
+            "blocks.again", 0.0, "0.5 with keep = half", by_knob=lambda knobs: 0.5 * (knobs["keep"] == "half")
+        ),
+        WorkEffect("scores.again", 1.0),
+        WorkEffect("elementwise.again", 0.2),
+    ),
 )

@@ -28,6 +28,7 @@ from rush.techniques.contract import (
     Setting,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.evidence import head_rows
 
@@ -110,4 +111,5 @@ technique = Technique(
         ),
     ),
     worth=(Setting({"chunk_tokens": 4096}), Setting()),
+    work=(WorkEffect("head.again", 2.0, "logits are made again"),),
 )

@@ -25,6 +25,7 @@ from rush.techniques.contract import (
     Setting,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.evidence import dynamo_counts
 
@@ -89,4 +90,12 @@ technique = Technique(
         MemoryEffect("seams", 0.75, "chunks of a loss, as measured twice"),
     ),
     worth=(Setting({"scope": "block"}), Setting({"scope": "model"})),
+    work=(
+        WorkEffect("norms.fused", 1.0),
+        WorkEffect("rotations.fused", 1.0),
+        WorkEffect("mlp.fused", 1.0),
+        WorkEffect("stream.fused", 1.0),
+        WorkEffect("head.odd", 0.8, "it pads some products"),
+        WorkEffect("launches.block", 40.0, "as measured"),
+    ),
 )

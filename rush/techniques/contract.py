@@ -108,6 +108,24 @@ class MemoryEffect:
 
 
 @dataclass(frozen=True)
+class WorkEffect:
+    """What a technique does to the work of a step, as the planner counts it; `rush/plan/terms.py` lists the terms.
+
+    The plain run has a value of its own for each; of two techniques that name the same term the larger number counts, and
+    of two names the later stage's.
+    """
+
+    term: str
+    value: float | str = 1.0
+    note: str = ""
+    by_knob: Callable[[Mapping[str, Knob]], float | str] | None = None
+    """The value where it depends on the technique's knobs; `value` is then that of the defaults."""
+
+    def value_of(self, knobs: Mapping[str, Knob]) -> float | str:
+        return self.value if self.by_knob is None else self.by_knob(knobs)
+
+
+@dataclass(frozen=True)
 class Observation:
     """What was seen while a run made a step or two: the material evidence is made of.
 
@@ -246,6 +264,7 @@ class Technique:
     parity: Parity
     evidence: Evidence
     memory: tuple[MemoryEffect, ...] = ()
+    work: tuple[WorkEffect, ...] = ()
     requires: tuple[Requirement, ...] = ()
     conflicts: tuple[str, ...] = ()
     reasons: Mapping[str, str] = field(default_factory=dict)

@@ -29,6 +29,7 @@ from rush.techniques.contract import (
     Requirement,
     Stage,
     Technique,
+    WorkEffect,
     knob_of,
     needs_cuda,
 )
@@ -144,4 +145,5 @@ technique = Technique(
     parity=Parity.EXACT,
     evidence=evidence,
     memory=(MemoryEffect("recording", 1.0, "the passes' memory is kept apart, gradients stay allocated"),),
+    work=(WorkEffect("launches.pass", 10.0),),
 )

@@ -24,6 +24,7 @@ from rush.techniques.contract import (
     Setting,
     Stage,
     Technique,
+    WorkEffect,
     half_precision,
     used,
 )
@@ -112,4 +113,5 @@ technique = Technique(
         ),
     ),
     worth=(Setting(), Setting({"heads": "grouped"})),
+    work=(WorkEffect("attention", 0.34, "as measured on an H200"),),
 )

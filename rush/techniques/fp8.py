@@ -35,6 +35,7 @@ from rush.techniques.contract import (
     Setting,
     Stage,
     Technique,
+    WorkEffect,
     knob_of,
     used,
 )
@@ -211,4 +212,10 @@ technique = Technique(
         MemoryEffect("casts", 0.0, "made again"),
     ),
     worth=(Setting(), Setting({"casts": "kernel"}), Setting({"scope": "blocks_and_head"})),
+    work=(
+        WorkEffect("blocks.dtype", "float8"),
+        WorkEffect(
+            "blocks.casts", 8.5, "largest value, cast and both layouts; twice where nothing is compiled"
+        ),
+    ),
 )

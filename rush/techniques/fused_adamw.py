@@ -11,7 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, MemoryEffect, Parity, Stage, Technique
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Parity,
+    Stage,
+    Technique,
+    WorkEffect,
+)
 from rush.techniques.evidence import ran
 
 
@@ -34,4 +42,8 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=ran("fused_adam"),
     memory=(MemoryEffect("update", 0.0, "one kernel"),),
+    work=(
+        WorkEffect("update.bytes", 8.0),
+        WorkEffect("update.launches", 1.0),
+    ),
 )

@@ -28,6 +28,7 @@ from rush.techniques.contract import (
     Proof,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.evidence import head_rows
 from rush.techniques.seams import needs_triton
@@ -120,5 +121,9 @@ technique = Technique(
             by_knob=lambda knobs: float(knobs["chunk_tokens"]) or 0.09,
         ),
         MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
+    ),
+    work=(
+        WorkEffect("loss.bytes", 18.0),
+        WorkEffect("head.odd", 1.0, "chunks are padded"),
     ),
 )

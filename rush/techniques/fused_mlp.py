@@ -24,6 +24,7 @@ from rush.techniques.contract import (
     Proof,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.seams import needs_triton, our_kernels_ran
 
@@ -90,4 +91,5 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(MemoryEffect("mlp.activated", 0.0, "Llama: one tensor of the MLP's width less; GPT-2 has none"),),
+    work=(WorkEffect("mlp.fused", 1.0),),
 )

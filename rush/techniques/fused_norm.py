@@ -29,6 +29,7 @@ from rush.techniques.contract import (
     Proof,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.seams import needs_triton, our_kernels_ran
 
@@ -136,4 +137,5 @@ technique = Technique(
         MemoryEffect("norm.scaled", 0.0, "the norms keep their input and a number per row"),
         MemoryEffect("norm.copies", 0.0, "the norm writes what the next product reads"),
     ),
+    work=(WorkEffect("norms.fused", 1.0),),
 )

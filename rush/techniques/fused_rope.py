@@ -14,7 +14,16 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, MemoryEffect, Parity, Requirement, Stage, Technique
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Parity,
+    Requirement,
+    Stage,
+    Technique,
+    WorkEffect,
+)
 from rush.techniques.seams import needs_triton, our_kernels_ran
 
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
@@ -61,4 +70,5 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=our_kernels_ran(kernels=("rope_kernel",), ops=("rush::rope", "rush::rope_backward")),
     memory=(MemoryEffect("queries", 1.0, "as before: turning keeps nothing, fp32 copies live for a moment"),),
+    work=(WorkEffect("rotations.fused", 1.0),),
 )

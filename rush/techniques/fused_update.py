@@ -29,6 +29,7 @@ from rush.techniques.contract import (
     Setting,
     Stage,
     Technique,
+    WorkEffect,
     knob_of,
     used,
 )
@@ -112,5 +113,8 @@ technique = Technique(
         Setting({"stochastic_rounding": True, "state": "bfloat16"}),
         Setting({"stochastic_rounding": True}),
         Setting(),
+    work=(
+        WorkEffect("update.bytes", 8.0),
+        WorkEffect("update.launches", 1.0),
     ),
 )

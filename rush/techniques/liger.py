@@ -31,6 +31,7 @@ from rush.techniques.contract import (
     Setting,
     Stage,
     Technique,
+    WorkEffect,
     knob_of,
     needs_cuda,
     used,
@@ -197,4 +198,10 @@ technique = Technique(
         MemoryEffect("mlp.activated", 0.0, "SwiGLU keeps its inputs only"),
     ),
     worth=(Setting(), Setting({"parts": "all but loss"})),
+    work=(
+        WorkEffect("norms.fused", 1.0),
+        WorkEffect("rotations.fused", 1.0),
+        WorkEffect("mlp.fused", 1.0),
+        WorkEffect("loss.bytes", 18.0),
+    ),
 )

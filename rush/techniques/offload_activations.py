@@ -26,6 +26,7 @@ from rush.techniques.contract import (
     Proof,
     Stage,
     Technique,
+    WorkEffect,
     needs_cuda,
 )
 from rush.techniques.on_host import OnHost
@@ -91,4 +92,5 @@ technique = Technique(
         MemoryEffect("activations", 1.0, "one block's are on the device at a time", keeps=()),
         MemoryEffect("casts", 0.0, "they go to the host as well"),
     ),
+    work=(WorkEffect("offloaded", 1.0),),
 )

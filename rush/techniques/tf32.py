@@ -23,6 +23,7 @@ from rush.techniques.contract import (
     Requirement,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.evidence import say_dtypes
 
@@ -70,4 +71,5 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
+    work=(WorkEffect("products.dtype", "tf32"),),
 )

@@ -25,6 +25,7 @@ from rush.techniques.contract import (
     Requirement,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.evidence import attention_ran
 from rush.techniques.seams import needs_triton, set_attention_core, to_autocast_dtype
@@ -109,4 +110,5 @@ technique = Technique(
         ),
         MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
     ),
+    work=(WorkEffect("attention", 0.29, "as measured on an H200"),),
 )

@@ -28,6 +28,7 @@ from rush.techniques.contract import (
     Requirement,
     Stage,
     Technique,
+    WorkEffect,
     knob_of,
 )
 
@@ -109,4 +110,5 @@ technique = Technique(
     evidence=evidence,
     on_head=True,
     memory=(MemoryEffect("buffers", 1.0, "one padded copy of the head's weight during the loss"),),
+    work=(WorkEffect("head.odd", 1.0),),
 )

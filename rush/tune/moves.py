@@ -59,7 +59,7 @@ def moves(recipe: Recipe, rules: Rules) -> Iterator[Move | Refusal]:
     for name, _ in recipe.technique_uses():
         if name not in rules.kept:
             yield _made(f"without {name}", recipe, {}, {name}, rules)
-    for micro in (2 * recipe.batch.micro, recipe.batch.micro // 2):
+    for micro in (2 * recipe.micro, recipe.micro // 2):
         if micro and rules.tokens % (micro * recipe.batch.sequence) == 0:
             yield with_micro(Move("", recipe), micro)
 
@@ -79,7 +79,7 @@ def named(name: str, knobs: Mapping[str, Knob]) -> str:
 def describe(recipe: Recipe) -> str:
     """What a search may change of a recipe, in one line."""
     uses = [named(name, knobs) for name, knobs in recipe.technique_uses()]
-    return f"{' + '.join(uses) or 'plain'}, micro {recipe.batch.micro}"
+    return f"{' + '.join(uses) or 'plain'}, micro {recipe.micro}"
 
 
 def runnable(recipe: Recipe, rules: Rules) -> tuple[Recipe, list[Refusal]]:

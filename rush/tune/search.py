@@ -100,7 +100,7 @@ class Search:
         move = Move("as it stands", self.start)
         while True:
             predicted = self.outlook.planner.predict(move.recipe)
-            small = move.recipe.batch.micro // 2
+            small = move.recipe.micro // 2
             if small and isinstance(predicted, Prediction) and not predicted.fits:
                 self._prune(move, predicted)
             else:
@@ -142,7 +142,7 @@ class Search:
 
     def _options(self, lead: Recipe) -> Iterator[tuple[Move, float]]:
         """Changes of the lead that are worth a trial; what is not is noted with the reason."""
-        double = 2 * lead.batch.micro
+        double = 2 * lead.micro
         divides = self.rules.tokens % (double * lead.batch.sequence) == 0
         crowded = divides and not self.outlook.fits(with_micro(Move("", lead), double).recipe)
         for move in self.outlook.moves(lead, self.rules):
@@ -150,7 +150,7 @@ class Search:
                 self._note(Candidate(move.key, None, "refused", move.reason))
                 continue
             both = [move]
-            if crowded and move.recipe.batch.micro == lead.batch.micro:
+            if crowded and move.recipe.micro == lead.micro:
                 # What makes room may pay by a larger micro batch.
                 larger = with_micro(move, double)
                 both += [larger] if self.outlook.fits(larger.recipe) else []

@@ -80,7 +80,7 @@ def trial_tokens(start: Recipe, planned: Sequence[Recipe], planner: Planner) -> 
     micro batches of all divide it."""
     found, tokens = planner.predict(planned[0]), start.step_tokens
     enough = STEP_S * found.tokens_per_s if isinstance(found, Prediction) else tokens
-    fit = math.lcm(*(recipe.batch.micro for recipe in (start, *planned))) * start.batch.sequence
+    fit = math.lcm(*(recipe.micro for recipe in (start, *planned))) * start.batch.sequence
     while tokens > enough and tokens % 2 == 0 and tokens // 2 % fit == 0:
         tokens //= 2
     return tokens
