@@ -59,12 +59,12 @@ def ring(bytes_: float, size: int, rate: float, trips: int = 1) -> float:
 
 def sent_by(spec: Spec, target: Target, reached: float) -> Sent:
     """All that one rank takes part in."""
-    return (
-        _weights(spec, target, reached)
-        + _tensor(spec, target, reached)
-        + _context(spec, target, reached)
-        + _stages(spec, target, reached)
-    )
+    return _weights(spec, target, reached) + sent_in_passes(spec, target, reached)
+
+
+def sent_in_passes(spec: Spec, target: Target, reached: float) -> Sent:
+    """What belongs to each pass, so that the ranks of a pipeline wait for each other's."""
+    return _tensor(spec, target, reached) + _context(spec, target, reached) + _stages(spec, target, reached)
 
 
 def _weights(spec: Spec, target: Target, reached: float) -> Sent:

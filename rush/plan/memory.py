@@ -375,6 +375,10 @@ class _Held:
             "gradients": self.gradients(blocks),
             "optimizer": trained * effects.size("optimizer", 8) * effects.factor("optimizer"),
             "master": trained * 4 * effects.factor("master"),
+            # With adapters the reference is the model itself, with them switched off.
+            "reference": here * self.parameters() / shards
+            if self.spec.reference and not effects.factor("frozen")
+            else 0.0,
             "gathered": self.gathered(),
         }
 

@@ -110,7 +110,7 @@ class Plan:
             "layout": dict(spec.layout),
             "techniques": {name: dict(knobs) for name, knobs in spec.techniques.items()},
             "batch": {
-                "micro": spec.micro,
+                "micro": round(spec.micro / spec.rows),
                 "sequence": spec.sequence,
                 "passes": spec.passes,
                 "step_tokens": spec.step_tokens,
@@ -150,7 +150,7 @@ def plan(
     micro = sequence = 0
     if limits:
         rows = spec.micro
-        micro = _largest(lambda n: with_batch(spec, n), target, MOST_MICRO)
+        micro = int(_largest(lambda n: with_batch(spec, n), target, MOST_MICRO) / spec.rows)
         context = spec.shape.context
         unit = 128 * spec.size("cp")
         sequence = unit * _largest(

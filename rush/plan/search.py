@@ -91,7 +91,7 @@ def describe(spec: Spec) -> str:
     if spec.size("pp") > 1 and spec.stages > 1:
         layout[0] += f" ({spec.stages} stages a rank)"
     how = [name for name in ("checkpoint_selective", "checkpoint_full", "fp8") if spec.uses(name)]
-    return ", ".join([*(layout or ["one device"]), f"micro {spec.micro}", *how])
+    return ", ".join([*(layout or ["one device"]), f"micro {round(spec.micro / spec.rows)}", *how])
 
 
 def _specs(recipe: Recipe, target: Target, beyond: bool, offload: bool) -> Iterator[Spec]:

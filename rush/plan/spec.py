@@ -33,6 +33,10 @@ class Spec:
     techniques: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
     device: str = "cuda"
     work: Work = NO_WORK
+    rows: float = 1.0
+    """Rows of a pass for each of `batch.micro`: 2 of a pair of answers, less where a micro batch is cut into passes."""
+    reference: bool = False
+    """Whether a frozen copy of the model is asked beside every pass."""
 
     def size(self, axis: str) -> int:
         return self.layout.get(axis, 1)
@@ -97,9 +101,16 @@ def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Sp
         techniques={use.technique.name: dict(use.knobs) for use in uses},
         device=device,
         work=settle_work(uses),
+        rows=rows / cut,
+        reference=_asks_reference(recipe),
     )
     check_divides(spec)
     return spec
+
+
+def _asks_reference(recipe: Recipe) -> bool:
+    objective = recipe.objective
+    return objective.kind == "dpo" and objective.loss in ("sigmoid", "ipo") and objective.reference == "live"
 
 
 def check_divides(spec: Spec) -> None:

@@ -81,6 +81,7 @@ WORK = {
     "update.launches": "operations for each tensor; plain: 13",
     "launches.block": "operations that the host launches for a block's passes; plain: counted",
     "launches.pass": "operations for a whole pass; plain: the sum of its blocks'",
+    "data.ahead": "threads that make batches while the device works",
     "offloaded": "1: what blocks keep goes to the host and comes back",
 }
 """Of time. What is no number of its own in a plain run is counted from the code in `rush/plan/time.py`."""

@@ -15,13 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rush.models import flops_per_token
-from rush.plan.communication import STRAGGLING, Sent, sent_by
+from rush.plan.communication import STRAGGLING, Sent, sent_by, sent_in_passes
 from rush.plan.memory import block_tensors, memory_of
 from rush.plan.spec import Spec, Weights, weights_of
 from rush.plan.target import Target
 
 PCIE_BYTES_PER_S = 55e9
 """Between host and device: pinned copies as measured on the H200s' PCIe 5; less where PCIe is the link between devices."""
+DATA_S_PER_TOKEN = 80e-9
+"""What a host needs to make a batch, where no thread makes it ahead: 60 to 95 ns a token in runs and ladders on an H200's
+host. (What each step needs besides is in `step_s`.) Tokenised shards on a local disk; a slower source is not counted."""
 HOST_BYTES_PER_S = 60e9
 """What an update on the host reads and writes; an assumption."""
 HALF = ("float16", "bfloat16")
@@ -97,7 +100,7 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     # Several stages a rank fill the pipeline in smaller portions; a backward pass cut in two fills most of the rest.
     idle = (depth - 1) / passes / spec.stages
     idle *= 1 / 3 if str(spec.knob("pp", "schedule", "1f1b")) in ("zero_bubble", "zbv") else 1
-    parts["bubble"] = idle * (computing + parts["communication"])
+    parts["bubble"] = idle * (computing + sent_in_passes(spec, target, efficiency.link).waiting)
     update, update_host = _update(spec, target, efficiency)
     if spec.effects.factor("on_host"):
         # Weights come over PCIe for each gather, gradients go back; the update runs at the rate of host memory.
@@ -105,11 +108,15 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
         parts["offload"] = (2 * passes + 1) * each / 3 / _to_host(target)
         update = each * 2 / HOST_BYTES_PER_S
     parts["optimizer"] = update
-    host = 0.0
-    if target.kind == "cuda":
-        host = passes * _launches(spec) * efficiency.launch_s + update_host
+    data = 0.0 if spec.work.number("data.ahead") else DATA_S_PER_TOKEN * spec.tokens * passes
     device = sum(parts.values())
-    parts["launching"] = max(0.0, host - device)
+    host = data
+    if target.kind == "cuda":
+        launching = passes * _launches(spec) * efficiency.launch_s + update_host
+        host += launching
+        parts["launching"] = max(0.0, launching - device)
+        data = max(0.0, host - max(launching, device))  # batches are made while the device works
+    parts["data"] = data
     parts["other"] = efficiency.step_s if target.kind == "cuda" else 0.0
     return Time({name: seconds for name, seconds in parts.items() if seconds}, host)
 
@@ -141,6 +148,13 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
         "loss": _loss(spec, target, efficiency) / spec.size("pp"),
         "embedding": _embedding(spec, target, efficiency),
     }
+    if spec.reference:
+        # One more forward pass: 2 of the products where training makes 6, or 4 of frozen weights.
+        parts = {
+            name: seconds * (4 / 3 if name != "matmul" or not spec.effects.factor("frozen") else 3 / 2)
+            for name, seconds in parts.items()
+            if name != "embedding"
+        } | {"embedding": parts["embedding"]}
     if spec.work.number("offloaded"):
         kept = block_tensors(spec, whole=True)
         # Over PCIe, there and back, at 0.85 of its rate, and not hidden: as measured.

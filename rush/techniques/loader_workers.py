@@ -21,6 +21,7 @@ from rush.techniques.contract import (
     Proof,
     Stage,
     Technique,
+    WorkEffect,
 )
 
 
@@ -51,4 +52,5 @@ technique = Technique(
     parity=Parity.EXACT,
     evidence=evidence,
     memory=(MemoryEffect("buffers", 1.0, "a few batches ahead, in host memory"),),
+    work=(WorkEffect("data.ahead", 2.0, "threads", by_knob=lambda knobs: float(knobs["count"])),),
 )
