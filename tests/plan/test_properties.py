@@ -152,18 +152,25 @@ def _toml(value: object) -> str:
     )
 
 
+def _spec(recipe: Recipe) -> Spec | None:
+    try:
+        return spec_of(recipe)
+    except RecipeError:  # sizes that do not divide, or preferences on an axis that cuts them
+        return None
+
+
 def test_every_technique_is_planned_wherever_it_can_stand() -> None:
     target = target_of("h200-sxm", 2)
     planned: dict[str, list[str]] = {name: [] for name in registry()}
+    refused: list[str] = []
     for name in registry():
         for base in BASES:
             recipe = with_technique(base, name)
             if any(problem.startswith(f"{name}:") for problem in unmet(recipe, target)):
                 continue
-            try:
-                spec = spec_of(recipe)
-            except RecipeError as error:
-                assert name in AXES, (name, base, error)
+            spec = _spec(recipe)
+            if spec is None:
+                refused.append(name)
                 continue
             found = plan(spec, target, limits=False)
             for value in (
@@ -175,6 +182,7 @@ def test_every_technique_is_planned_wherever_it_can_stand() -> None:
                 assert math.isfinite(value), (name, base)
             planned[name].append(base)
     assert [name for name, bases in planned.items() if not bases] == []
+    assert set(refused) <= set(AXES)
     everywhere = [name for name, bases in planned.items() if len(bases) == len(BASES)]
     assert len(everywhere) > len(planned) / 2, planned
 
