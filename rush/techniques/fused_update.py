@@ -113,6 +113,7 @@ technique = Technique(
         Setting({"stochastic_rounding": True, "state": "bfloat16"}),
         Setting({"stochastic_rounding": True}),
         Setting(),
+    ),
     work=(
         WorkEffect("update.bytes", 8.0),
         WorkEffect("update.launches", 1.0),

@@ -81,7 +81,7 @@ def _row(candidate: Candidate) -> CandidateRow:
         "round": candidate.round,
         "recipe": write_toml(recipe) if recipe else "",
         "techniques": [name for name, _ in recipe.technique_uses()] if recipe else [],
-        "micro": recipe.batch.micro if recipe else None,
+        "micro": recipe.micro if recipe else None,
         "predicted": {
             "tokens_per_s": predicted.tokens_per_s,
             "memory_bytes": predicted.memory_bytes,

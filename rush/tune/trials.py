@@ -94,9 +94,9 @@ def parity_settings(
     `slower`: how many times slower than predicted this machine is today.
     """
     batch, tokens = recipe.batch, recipe.step_tokens
-    micro, changes = batch.micro, {}
+    micro, changes = recipe.micro, {}
     if tokens > PARITY_TOKENS:
-        micro = max(1, min(batch.micro, PARITY_TOKENS // batch.sequence))
+        micro = max(1, min(recipe.micro, PARITY_TOKENS // batch.sequence))
         tokens = micro * batch.sequence
     plain = changed(plain_of(recipe), {"batch.micro": micro, "batch.total_tokens": tokens})
     layers, found = recipe.shape().num_layers, planner.predict(plain)
@@ -148,7 +148,7 @@ class Trials:
 
     def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
         bench = self._bench(
-            {"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.batch.micro
+            {"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.micro
         )
         # The second pass of a step is the fullest: gradients are there.
         tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
