@@ -113,6 +113,8 @@ def settle_work(uses: Iterable[Use]) -> Work:
     for use in uses:
         for effect in use.technique.work:
             assert effect.term in WORK, f"{use.technique.name}: {effect.term} is no work of a plan"
+            if effect.when is not None and not effect.when(use.knobs):
+                continue
             value, before = effect.value_of(use.knobs), values.get(effect.term)
             if isinstance(value, float) and isinstance(before, float) and before >= value:
                 continue

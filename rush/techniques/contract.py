@@ -120,6 +120,8 @@ class WorkEffect:
     note: str = ""
     by_knob: Callable[[Mapping[str, Knob]], float | str] | None = None
     """The value where it depends on the technique's knobs; `value` is then that of the defaults."""
+    when: Callable[[Mapping[str, Knob]], bool] | None = None
+    """The effect is there only with these knobs; always, without it."""
 
     def value_of(self, knobs: Mapping[str, Knob]) -> float | str:
         return self.value if self.by_knob is None else self.by_knob(knobs)

@@ -10,7 +10,7 @@ little. GPT-2 gets its norms and loss only: it has no rotary turn, and Liger no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -142,6 +142,11 @@ def _chosen(parts: str) -> set[str]:
     return every if parts == "all" else {parts}
 
 
+def _with(part: str) -> Callable[[Mapping[str, Knob]], bool]:
+    """Whether the library computes this part."""
+    return lambda knobs: part in _chosen(str(knobs["parts"]))
+
+
 def _norm(plain: nn.Module) -> LigerNorm:
     assert isinstance(plain, RMSNorm | LayerNorm), type(plain)
     return LigerNorm(plain)
@@ -188,20 +193,23 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
+        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits", when=_with("loss")),
         MemoryEffect(
-            "logits.tokens", 0.02, "a chunk's logits are as large as the hidden vectors of all tokens"
+            "logits.tokens",
+            0.02,
+            "a chunk's logits are as large as the hidden vectors of all tokens",
+            when=_with("loss"),
         ),
-        MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
-        MemoryEffect("norm.wide", 0.0, "the norms keep their inputs only"),
-        MemoryEffect("norm.scaled", 0.0, "the norms keep their inputs only"),
-        MemoryEffect("mlp.activated", 0.0, "SwiGLU keeps its inputs only"),
+        MemoryEffect("head.gradient", 1.0, "kept from the forward pass on", when=_with("loss")),
+        MemoryEffect("norm.wide", 0.0, "the norms keep their inputs only", when=_with("norm")),
+        MemoryEffect("norm.scaled", 0.0, "the norms keep their inputs only", when=_with("norm")),
+        MemoryEffect("mlp.activated", 0.0, "SwiGLU keeps its inputs only", when=_with("mlp")),
     ),
     worth=(Setting(), Setting({"parts": "all but loss"})),
     work=(
-        WorkEffect("norms.fused", 1.0),
-        WorkEffect("rotations.fused", 1.0),
-        WorkEffect("mlp.fused", 1.0),
-        WorkEffect("loss.bytes", 18.0),
+        WorkEffect("norms.fused", 1.0, when=_with("norm")),
+        WorkEffect("rotations.fused", 1.0, when=_with("rope")),
+        WorkEffect("mlp.fused", 1.0, when=_with("mlp")),
+        WorkEffect("loss.bytes", 18.0, when=_with("loss")),
     ),
 )
