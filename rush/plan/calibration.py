@@ -88,19 +88,25 @@ def _ratio(timed: Sequence[tuple[Case, Time]], part: str) -> float:
     if part == "optimizer":
         # A profile files waits under it, the longer the step: here each case has one voice.
         return statistics.median(ratio for ratio, _ in pairs) if pairs else 1.0
+    return _weighted_median(pairs)
+
+
+def _weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
+    """Of (value, weight), sorted; 1 where there are none."""
     left = sum(weight for _, weight in pairs) / 2
-    for ratio, weight in pairs:
+    for value, weight in pairs:
         left -= weight
         if left <= 0:
-            return ratio
+            return value
     return 1.0
 
 
 def _launch(cases: Iterable[Case], found: Efficiency) -> float:
-    """Steps that take clearly longer than their device's work are what the host takes."""
-    scales = []
+    """Of steps that clearly wait for their host: by how much it must be slower for the step to be as long as it was."""
+    pairs = []
     for case in cases:
         time = time_of(case.spec, case.target, found)
-        if time.parts.get("launching", 0.0) > 0.05 * time.step and not _work(case, "update.reaches"):
-            scales.append((case.step_s - found.step_s) / time.host)
-    return found.launch_s * (statistics.median(scales) if scales else 1.0)
+        waited = time.parts.get("launching", 0.0)
+        if waited > 0.05 * time.step and not _work(case, "update.reaches"):
+            pairs.append((1 + (case.step_s - time.step) / time.host, waited))
+    return found.launch_s * _weighted_median(sorted(pairs))

@@ -61,7 +61,7 @@ def _ladder(path: Path) -> Iterator[Case]:
         recipe = _recipe(rung["recipe"])
         if rung["status"] != "ok" or recipe is None or not rung.get("step_ms"):
             continue
-        top = recipe
+        top = recipe if rung.get("kept") is not False else top
         yield Case(
             name=rung["name"],
             recipe=recipe,

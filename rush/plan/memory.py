@@ -79,7 +79,10 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
         "scores": _scores(spec),
         # The kernel's result has the layout of its queries. GPT-2's are a view, and the next layer reads the result as it
         # is; Llama's are turned, and it reads a copy.
-        "attention.output": (compute * query if llama else 0) + 4 * shape.num_heads / tp,
+        "attention.output": (
+            compute * query if llama or (kept is not None and "attention.flat" not in kept) else 0
+        )
+        + 4 * shape.num_heads / tp,
         "attention.flat": compute * query,
         "attention.projected": compute * shard,
         "mlp.gate": compute * wide,
@@ -265,7 +268,9 @@ def _loss(spec: Spec, stage: _Stage) -> tuple[float, float, float]:
     if effects.factor("head.gradient"):
         early = head * (4 if not effects.factor("frozen") else 0) + spec.tokens * shape.hidden * compute
         return compute * vocab * tokens + early + cast, early, 0.0
-    return compute * vocab * tokens, compute * vocab * tokens, gradient + cast
+    padded = effects.factor("logits.padded") if compute < 4 and shape.vocab_size % 8 else 0.0
+    logits = compute * vocab * tokens * (1 + padded)
+    return logits, logits, gradient + cast
 
 
 def _working(spec: Spec) -> float:

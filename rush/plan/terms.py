@@ -47,6 +47,7 @@ ADDED = {
     "casts": "weights in the dtype of the products, kept from forward to backward pass",
     "attention.output": "attention's result as its kernel keeps it, and a number for each query and head",
     "attention.projected": "what attention adds to the stream",
+    "logits.padded": "copies of half-precision logits with rows of whole pieces, where the vocabulary is odd",
     "logits.tokens": "how many tokens' logits exist at once; below 1: their share of all",
     "head.gradient": "the gradient of the head, made in the forward pass",
     "passes": "into how many passes a micro batch is cut",

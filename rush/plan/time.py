@@ -28,6 +28,13 @@ host. (What each step needs besides is in `step_s`.) Tokenised shards on a local
 HOST_BYTES_PER_S = 60e9
 """What an update on the host reads and writes; an assumption."""
 HALF = ("float16", "bfloat16")
+ODD = {"float16": 0.17, "bfloat16": 0.17, "tf32": 0.32}
+"""What a product reaches of its rate where its rows do not begin at whole 16 bytes: GPT-2's head of 50,257 words."""
+FULL_PRECISION = 0.4
+"""What is left of a kernel's share where no matrix unit helps it, of the rate of products that have none either: flex_attention
+in fp32, the only one measured."""
+KERNEL_S = 0.5e-6
+"""Of each operation of an update on the device, besides its bytes: its start and its end, when most units have nothing to do."""
 FULL_UNIT = 64
 """A product whose shortest side is k reaches k / (k + 64) of a large one's rate: filling and emptying its pipeline."""
 
@@ -38,11 +45,11 @@ class Efficiency:
 
     matmul: Mapping[str, float] = field(
         default_factory=lambda: {
-            "float32": 1.04,
-            "tf32": 0.88,
-            "float16": 1.03,
+            "float32": 1.05,
+            "tf32": 0.97,
+            "float16": 1.04,
             "bfloat16": 0.97,
-            "float8": 1.06,
+            "float8": 1.07,
         }
     )
     """Of the rate of a large product."""
@@ -56,10 +63,10 @@ class Efficiency:
     fused: float = 0.87
     """Of the copy rate: generated and hand-written kernels."""
     loss: float = 0.88
-    update: float = 0.51
+    update: float = 0.54
     """Of the copy rate: the fused update of all tensors."""
     eager_update: float = 1.0
-    launch_s: float = 21e-6
+    launch_s: float = 21.7e-6
     """What a host needs to launch one eager operation of a pass; of an update 0.45 of it."""
     step_s: float = 4e-3
     """What a step takes besides: the wait between two steps, data, the first launches."""
@@ -112,10 +119,17 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     device = sum(parts.values())
     host = data
     if target.kind == "cuda":
-        launching = passes * _launches(spec) * efficiency.launch_s + update_host
-        host += launching
-        parts["launching"] = max(0.0, launching - device)
-        data = max(0.0, host - max(launching, device))  # batches are made while the device works
+        launching = passes * _launches(spec) * efficiency.launch_s
+        host += launching + update_host
+        if spec.work.number("update.launches", 13) > 1:
+            # Only an update in one kernel can be told to hold back. For others the host waits for the loss before it launches
+            # them; what the device has left of them then is done while the host launches the next pass.
+            left = max(0.0, update - update_host)
+            parts["launching"] = max(launching, left + device - update) + update_host - device
+        else:
+            parts["launching"] = max(0.0, launching + update_host - device)
+        # Batches are made while the device works.
+        data = max(0.0, data - max(0.0, device - launching - update_host))
     parts["data"] = data
     parts["other"] = efficiency.step_s if target.kind == "cuda" else 0.0
     return Time({name: seconds for name, seconds in parts.items() if seconds}, host)
@@ -188,7 +202,7 @@ def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights
     adapters = 6 * tokens * weights.adapters / tp / (target.rate(dtype) * 0.25)
     head_products = products + spec.work.number("head.again")
     # Tensor cores want rows of whole pieces: an odd vocabulary runs on the slow path, or is padded by a compiler.
-    aligned = spec.work.number("head.odd", 0.6) if shape.vocab_size % 8 and dtype != "float32" else 1.0
+    aligned = spec.work.number("head.odd", ODD.get(dtype, 1.0)) if shape.vocab_size % 8 else 1.0
     head_rate = (
         aligned * target.rate(dtype) * efficiency.matmul.get(dtype, 1.0) * _full(min(shape.hidden, tokens))
     )
@@ -209,12 +223,16 @@ def _attention(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     if not reached:
         again = 1 + 0.33 * max(work.number("attention.again"), work.number("scores.again"))
         scores = spec.tokens * shape.num_heads / spec.size("tp") * spec.sequence
-        moved = scores * (62 if dtype in ("float32", "tf32") else 65)
+        moved = scores * (62 if dtype in ("float32", "tf32") else 65) / efficiency.eager
+        if work.number("stream.fused"):
+            moved = scores * 33 / efficiency.fused
         rate = target.rate(dtype) * efficiency.matmul.get(dtype, 1.0)
-        return again * (2 * causal / rate + moved / (target.bytes_per_s * efficiency.eager))
+        return again * (2 * causal / rate + moved / target.bytes_per_s)
     again = 1 + 0.2 * work.number("attention.again")  # once more forward, where most arithmetic is backward
     reached = efficiency.attention.get(work.by["attention"], reached)
     gain = efficiency.wide_heads if shape.head_dim >= 128 else 1.0
+    if dtype == "float32":
+        gain *= FULL_PRECISION
     return again * causal / (target.rate(dtype) * reached * gain)
 
 
@@ -243,6 +261,8 @@ def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     cast = 60 if stream != compute and effects.factor("norm.copies") else 0
     if compiled:
         fused_bytes += (6 * stream + 7 * compute) * hidden
+        # Sums over all tokens for the gradients of biases, and of gains and offsets of norms.
+        fused_bytes += 0 if llama else compute * (5 * hidden + wide) + 2 * (stream + compute) * hidden
     else:
         eager_bytes += (2 * (2 * stream + compute) + 9 * compute + 6 * stream + cast) * hidden
     if (
@@ -273,7 +293,9 @@ def _casts(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights,
 
 def _loss(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     """Log-softmax, its gradient and the casts between them, over tokens × vocabulary."""
-    each = spec.work.number("loss.bytes", 32.0 if spec.effects.factor("logits.copies") else 11.0)
+    # Generated kernels read rows that begin anywhere number by number.
+    compiled = 18.0 if spec.shape.vocab_size % 8 else 11.0
+    each = spec.work.number("loss.bytes", 32.0 if spec.effects.factor("logits.copies") else compiled)
     moved = each * spec.tokens * spec.shape.vocab_size / spec.size("tp")
     return moved / (target.bytes_per_s * efficiency.loss)
 
@@ -314,8 +336,11 @@ def _update(spec: Spec, target: Target, efficiency: Efficiency) -> tuple[float, 
         seconds = 24 * each / efficiency.eager_update
     if effects.factor("master"):
         seconds, launches = seconds + 12, launches + 3
-    host = tensors / spec.size("pp") * launches * 0.45 * efficiency.launch_s
-    return trained * seconds / target.bytes_per_s, host
+    operations = tensors / spec.size("pp") * launches if target.kind == "cuda" else 0.0
+    return (
+        trained * seconds / target.bytes_per_s + operations * KERNEL_S,
+        operations * 0.45 * efficiency.launch_s,
+    )
 
 
 def _launches(spec: Spec) -> float:
@@ -323,7 +348,7 @@ def _launches(spec: Spec) -> float:
     work, llama = spec.work, spec.shape.family == "llama"
     if whole := work.number("launches.pass"):
         return whole
-    each = work.number("launches.block")
+    each = work.number("launches.block") * (1 + 0.5 * work.number("attention.again"))
     if not each:
         each = 160.0 if llama else 80.0
         each += (44 if llama else 20) if spec.effects.size("casts", 0) else 0

@@ -120,6 +120,7 @@ technique = Technique(
             "those of a chunk",
             by_knob=lambda knobs: float(knobs["chunk_tokens"]) or 0.09,
         ),
+        MemoryEffect("logits.padded", 0.0, "chunks are padded"),
         MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
     ),
     work=(

@@ -109,6 +109,9 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     on_head=True,
-    memory=(MemoryEffect("buffers", 1.0, "one padded copy of the head's weight during the loss"),),
+    memory=(
+        MemoryEffect("buffers", 1.0, "one padded copy of the head's weight during the loss"),
+        MemoryEffect("logits.padded", 0.0, "nothing is left to pad"),
+    ),
     work=(WorkEffect("head.odd", 1.0),),
 )
