@@ -125,7 +125,8 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
             # Only an update in one kernel can be told to hold back. For others the host waits for the loss before it launches
             # them; what the device has left of them then is done while the host launches the next pass.
             left = max(0.0, update - update_host)
-            parts["launching"] = max(launching, left + device - update) + update_host - device
+            together = max(launching, left + device - update) + update_host
+            parts["launching"] = max(0.0, together - device)
         else:
             parts["launching"] = max(0.0, launching + update_host - device)
         # Batches are made while the device works.
