@@ -147,9 +147,7 @@ class Trials:
         return _result(outcome)
 
     def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
-        bench = self._bench(
-            {"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.micro
-        )
+        bench = self._bench({"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.micro)
         # The second pass of a step is the fullest: gradients are there.
         tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
         short = changed(recipe, {"batch.total_tokens": tokens})
