@@ -104,7 +104,7 @@ def tune(
     from rush.tune.record import Request
     from rush.tune.tuning import tune as search
 
-    chosen, name = load_recipe(recipe, changes), short_name(recipe)
+    chosen, name = load_recipe(recipe, changes, auto=True), short_name(recipe)
     folder = out or Path("runs") / f"tune-{name}"
     request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price)
     try:

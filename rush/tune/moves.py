@@ -118,11 +118,18 @@ def _settings(recipe: Recipe, technique: Technique, rules: Rules) -> Iterator[Mo
         added: dict[str, Mapping[str, Knob]] = {technique.name: setting.knobs, **setting.beside}
         if any(known[name].parity not in rules.allowed for name in added):
             continue
-        if all(name in now and dict(now[name]) == dict(knobs) for name, knobs in added.items()):
+        if all(
+            name in now and _whole(name, now[name]) == _whole(name, knobs) for name, knobs in added.items()
+        ):
             continue  # it is there already
         key = " with ".join(named(name, knobs) for name, knobs in added.items())
         rivals = {other for name in added for other in _rivals(name)}
         yield _made(key, recipe, added, {*added, *rivals}, rules)
+
+
+def _whole(name: str, knobs: Mapping[str, Knob]) -> dict[str, Knob]:
+    """Knobs with the defaults of those that are not named."""
+    return {**{knob: known.default for knob, known in registry()[name].knobs.items()}, **knobs}
 
 
 def _made(key: str, recipe: Recipe, added: Uses, gone: set[str], rules: Rules) -> Move | Refusal:

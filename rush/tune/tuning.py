@@ -16,6 +16,7 @@ from pathlib import Path
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.lab.bench import Bench, open_bench
+from rush.plan.micro import settled
 from rush.plan.target import target_here
 from rush.recipe import Recipe
 from rush.recipe_io import changed
@@ -45,24 +46,25 @@ def tune(
     note: Callable[[str], None] = lambda text: None,
 ) -> TuneRecord:
     """Search into `folder`, or go on with the search that is there. Returns its record."""
-    recipe = _whole(request.recipe)
-    request = replace(request, recipe=recipe)
+    asked = _whole(request.recipe)
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
-        before = _earlier(request, folder)
-        open_corpus(recipe, None, note)
-        empty = trial_plan(recipe, Settings(recipe.step_tokens), RANK)
-        with open_bench(empty, folder) as bench:
-            record = _search(request, folder, bench, before, watch)
+        if not asked.auto:
+            _earlier(
+                replace(request, recipe=asked), folder
+            )  # another search is refused before anything is started
+        with open_bench(trial_plan(asked, Settings(asked.step_tokens), RANK), folder) as bench:
+            assert bench.ceilings is not None
+            planner = Planner(target_here(bench.machine, bench.ceilings))
+            settled_request = replace(request, recipe=settled(asked, planner.target))
+            open_corpus(settled_request.recipe, None, note)
+            record = _search(settled_request, folder, bench, planner, watch)
         bench.clean()
     return record
 
 
-def _search(
-    request: Request, folder: Path, bench: Bench, before: TuneRecord | None, watch: Watch
-) -> TuneRecord:
-    assert bench.ceilings is not None
-    machine, planner = bench.machine, Planner(target_here(bench.machine, bench.ceilings))
+def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watch: Watch) -> TuneRecord:
+    machine, before = bench.machine, _earlier(request, folder)
     fingerprint = machine.fingerprint()
     rules = Rules(machine, request.allowed, kept_of(request.recipe), request.recipe.step_tokens)
     start, gone = runnable(request.recipe, rules)

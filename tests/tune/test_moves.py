@@ -83,6 +83,12 @@ def test_adapters_are_kept_and_belong_to_the_reference() -> None:
     assert "qlora" in fp8.reason
 
 
+def test_a_default_that_is_written_out_is_no_change(llama: Recipe) -> None:
+    keys = {move.key for move in moves(llama, rules_for(llama))}
+    assert "compile(scope=block)" in keys
+    assert "compile(scope=model)" not in keys, "it is the default, and there"
+
+
 def test_micro_batches_divide_the_tokens_of_a_step(llama: Recipe) -> None:
     found = [
         m.recipe for m in moves(llama, rules_for(llama)) if isinstance(m, Move) and m.key.startswith("micro")
