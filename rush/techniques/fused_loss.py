@@ -100,7 +100,8 @@ technique = Technique(
     conflicts=("chunked_loss", "liger", "vocab_pad"),
     knobs={
         "chunk_tokens": KnobRange(
-            (0, 512, 1024, 2048, 4096, 8192), "tokens whose logits exist at once; 0 leaves it to the kernel"
+            (0, 512, 1024, 2048, 4096, 8192, 16384),
+            "tokens whose logits exist at once; 0 leaves it to the kernel",
         )
     },
     claim=Claim(
