@@ -32,6 +32,10 @@ from rush.techniques.evidence import dynamo_counts
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts["dynamo_before"] = dynamo_counts()
+    if not build.ranks.alone:
+        # Compiled code calls this rank's groups by their names, which the cache's key leaves out where a backward pass brings
+        # them in: another rank's code would be found there, wait for the wrong ranks or fail.
+        torch.compiler.config.cache_key_tag = f"rank {build.ranks.rank} of {build.recipe.layout}"
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
     model = build.model
     parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]

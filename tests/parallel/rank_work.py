@@ -25,7 +25,7 @@ import rush.techniques
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "techniques"))
 sys.path.insert(0, str(Path(__file__).parent))
-LIMIT_S = 120.0
+LIMIT_S = 240.0
 PRELOADED = [
     "rank_work",
     "rush.train.observe",

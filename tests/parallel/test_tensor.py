@@ -11,8 +11,10 @@ import torch
 
 from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
+from rush.models import build_model
+from rush.parallel import Ranks
 from rush.parallel.sharded import Cut
-from rush.techniques import check
+from rush.techniques import Build, check, registry
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rank_work import learn, on_ranks, recipe
@@ -122,6 +124,19 @@ def test_key_value_heads_are_not_copied_to_more_ranks_than_there_are() -> None:
         check(recipe("llama", {"tp": 4}), probe("cpu"))
     whole_stream = recipe("gpt2", {"tp": 2}, [WHOLE_STREAM], "batch.sequence=31", "batch.total_tokens=31")
     assert [use.technique.name for use in check(whole_stream, probe("cpu"))] == ["tp"]
+
+
+def test_what_a_rank_has_compiled_is_not_found_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+    machine, whole = probe("cpu"), recipe("llama", {"tp": 2})
+    tags = {""}
+    for rank in (0, 1):
+        model = build_model(whole.shape())
+        ranks = Ranks(rank, 2, mesh=object())  # type: ignore[arg-type]
+        build = Build(whole, machine, torch.device("cpu"), model, ranks=ranks)
+        registry()["compile"].apply(build, {"scope": "block", "mode": "default"})
+        tags.add(torch.compiler.config.cache_key_tag)
+    assert len(tags) == 3
 
 
 @pytest.mark.slow
