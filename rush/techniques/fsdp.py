@@ -94,7 +94,9 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
     build.facts["fsdp_model"] = model
     build.facts["fsdp_ranks"] = build.ranks.size("fsdp") * build.ranks.size("cp")
     inside = {id(p) for block in blocks for p in block.parameters()}
-    build.facts["fsdp_roots"] = sum(any(id(p) not in inside for p in root.parameters()) for root in roots)
+    outside = [[p for p in root.parameters() if id(p) not in inside] for root in roots]
+    build.facts["fsdp_roots"] = sum(bool(rest) for rest in outside)
+    build.facts["fsdp_roots_trained"] = sum(any(p.requires_grad for p in rest) for rest in outside)
 
 
 def _mesh(ranks: Ranks) -> Any:
@@ -168,8 +170,8 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         "optimizer": (blocks + 1, trained),
     }
     if "pp" in seen.facts:  # schedules keep gradients until the end of the step; some gather all at its start
-        once = blocks + seen.facts["fsdp_roots"]
-        wanted = dict.fromkeys(wanted, (max(gathers, once), once))
+        once, sent = (blocks + seen.facts[name] for name in ("fsdp_roots", "fsdp_roots_trained"))
+        wanted = dict.fromkeys(wanted, (max(gathers, once), sent))
     where = {own_part(p).device.type for p in parameters}
     as_asked = where == {"cpu"} or not knobs["offload"]
     if knobs["param_dtype"] != SAME:

@@ -19,6 +19,7 @@ from typing import Any
 from torch import nn
 
 from rush.errors import RecipeError
+from rush.models.adapters import adapters
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     NOT_RECORDED,
@@ -165,13 +166,18 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     held = sum(own_part(p).numel() for p in matrices) / sum(p.numel() for p in matrices)
     # A token is multiplied with each weight once forward and twice backward.
     tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"]
-    share = sum(prod(dims) * count for dims, count in seen.matmul_shapes.items()) / (3 * weights * tokens)
+    # (Products with an adapter's rank are not the layers'; up to three adapters of one input share one.)
+    thin = {n * adapter.spec.rank for _, _, adapter in adapters(model) for n in (1, 2, 3)}
+    products = [prod(dims) * count for dims, count in seen.matmul_shapes.items() if not thin & set(dims)]
+    share = sum(products) / (3 * weights * tokens)
     calls = max(1, seen.ops.get(PASS, 0) * len(model.blocks) / (len(stages) or 1))
     found = {
         name: sum(count for op, count in seen.ops.items() if op.startswith(name)) / calls
         for name in (GATHER, SCATTER, SUM)
     }
-    exchanged = found[GATHER] >= 4 <= found[SCATTER] if knobs["sequence"] else found[SUM] >= 4 > found[GATHER]
+    exchanged = (
+        found[GATHER] >= 4 <= found[SCATTER] if knobs["sequence"] else found[SUM] >= 4 > found[SCATTER]
+    )
     return Proof(
         held < 1.01 / ranks and 0 < share < 1.4 / ranks and exchanged,
         f"this rank holds {held:.0%} of the blocks' matrices; its products are {share:.0%} of those of whole layers; "

@@ -254,6 +254,11 @@ def _plant(run: Any, bug: str) -> None:
         end.__self__.stream = SimpleNamespace(cut=False, summed=lambda part_btd: part_btd)
     elif bug == "gradients of a norm stay those of a rank's tokens":
         run.model.blocks[0].mlp_norm.sees_own_tokens = False
+    elif bug == "the whole matrix of an adapter learns from a rank's part of the layer only":
+        for module in run.model.modules():
+            if "adapter" in module._modules:
+                kind = type(module.adapter)
+                kind._read = lambda adapter, name: adapter._parameters[name].to_local()
     else:
         assert not bug
 

@@ -20,6 +20,8 @@ class Odd(nn.Module):
         self.three = nn.Linear(5, 18)
         self.narrow = nn.Linear(6, 7)
         self.norm = nn.LayerNorm(5)
+        self.blocks = nn.Linear(1536, 18)
+        self.across = nn.Linear(1536, 3)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.normal_(generator=generator)
@@ -31,6 +33,7 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
     from torch.distributed.tensor.parallel import parallelize_module
 
     from rush.parallel import AXES, join
+    from rush.parallel.placement import table_like
     from rush.parallel.sharded import boxes, fill, gather, own_part, scale, total_norm, whole
     from rush.parallel.tensor import Inputs, OnStream, Outputs, Stream
 
@@ -39,6 +42,7 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
         plain, cut = Odd(), Odd()
         stream = Stream(ranks.mesh["tp"], True)
         styles = {"words": Outputs(), "three": Outputs(3), "narrow": Inputs(stream), "norm": OnStream(stream)}
+        styles |= {"blocks": Outputs(3), "across": Inputs(stream)}
         parallelize_module(cut, ranks.mesh["tp"], styles)
         if ranks.size("fsdp") > 1:
             fully_shard(cut, mesh=ranks.mesh["fsdp"])
@@ -53,6 +57,11 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
             fill(parts[name], 2 * value)
         again = gather(parts, keep=True)
         apart |= {f"{name}, filled": float((again[name] - 2 * values[name]).abs().max()) for name in values}
+        for name in ("blocks.weight", "across.weight"):  # a number for each 256 of a row
+            numbers = torch.arange(values[name].numel() / 256).view(-1, 6)
+            table = table_like(parts[name], tuple(numbers.shape), torch.float32)
+            fill(table, numbers)
+            apart[f"{name}, its blocks"] = float((whole(table) - numbers).abs().max())
         norm, wanted = (
             float(total_norm([p.detach() for p in tensors.values()])) for tensors in (parts, values)
         )

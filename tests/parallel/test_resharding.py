@@ -157,20 +157,35 @@ ROWS_OF_BLOCKS = tuple(
     )
 )
 
+PARTS_OF_ROWS = (*ROWS_OF_BLOCKS, "model.shape.head_dim=128", "model.shape.intermediate=512")
+
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 @pytest.mark.parametrize(
-    ("technique", "more"),
-    [("bf16_master", ()), ("lora", ()), ("{name='adam8bit', backend='rush'}", ROWS_OF_BLOCKS)],
+    ("technique", "more", "layouts"),
+    [
+        ("bf16_master", (), ["fsdp 2"]),
+        ("lora", (), ["fsdp 2", "tp 2", "pp 2", "tp 2 × fsdp 2"]),
+        ("qlora", (), ["pp 2"]),
+        ("{name='adam8bit', backend='rush'}", ROWS_OF_BLOCKS, ["fsdp 2"]),
+        ("{name='adam8bit', backend='rush'}", PARTS_OF_ROWS, ["tp 2", "tp 2 × fsdp 2"]),
+    ],
 )
-def test_masters_adapters_and_blocks_go_through_sharding(
-    tmp_path: Path, technique: str, more: tuple[str, ...]
+def test_masters_adapters_and_blocks_go_through_layouts(
+    tmp_path: Path, technique: str, more: tuple[str, ...], layouts: list[str]
 ) -> None:
     passes = Passes(tmp_path, "llama", (technique,), more)
-    for layout in ("one", "fsdp 2"):
-        passes.check_pairs(layout, ["fsdp 2"])
+    for layout in ("one", *layouts):
+        passes.check_pairs(layout, layouts)
+
+
+@pytest.mark.slow
+def test_blocks_that_a_layout_would_cut_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
+    passes = Passes(tmp_path, "llama", ("{name='adam8bit', backend='rush'}",), ROWS_OF_BLOCKS)
+    with pytest.raises(AssertionError, match="blocks, which this layout would cut; go on with the layout"):
+        passes.saved_by("tp 2")
 
 
 @pytest.mark.slow
