@@ -65,7 +65,7 @@ def test_all_three_stand_beside_mixed_precision() -> None:
     assert_equal_and_proved(*ALL, "amp_bf16", dtype="bfloat16")
 
 
-@pytest.mark.parametrize("name", ["llama-tiny", "tiny"])
+@pytest.mark.parametrize("name", ["llama-tiny", pytest.param("tiny", marks=pytest.mark.slow)])
 def test_they_compile_without_a_graph_break(name: str) -> None:
     techniques = ALL if name == "llama-tiny" else ("fused_norm", "fused_mlp")
     assert_equal_and_proved(*techniques, "{name='compile', scope='block'}", name=name, steps=2)

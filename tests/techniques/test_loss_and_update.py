@@ -44,7 +44,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
         ("llama-tiny", ["fused_loss", "amp_fp16", "fused_update"], "float16"),
         ("llama-tiny", ["pure_bf16", "fused_loss", "fused_update"], "bfloat16"),
         ("tiny", ["pure_bf16", CHANCE], "bfloat16"),
-        ("llama-tiny", ["bf16_master", "fused_loss"], "bfloat16"),
+        pytest.param("llama-tiny", ["bf16_master", "fused_loss"], "bfloat16", marks=pytest.mark.slow),
         ("llama-tiny", [EIGHT_BITS], "float32"),
         ("llama-tiny", ["pure_bf16", EIGHT_BITS_BY_CHANCE], "bfloat16"),
     ],
@@ -80,7 +80,12 @@ def test_validation_sees_the_same_loss() -> None:
 
 @pytest.mark.parametrize(
     "techniques",
-    [["fused_update"], ["pure_bf16", CHANCE], [EIGHT_BITS], ["pure_bf16", EIGHT_BITS_BY_CHANCE]],
+    [
+        ["fused_update"],
+        ["pure_bf16", CHANCE],
+        pytest.param([EIGHT_BITS], marks=pytest.mark.slow),
+        ["pure_bf16", EIGHT_BITS_BY_CHANCE],
+    ],
     ids=str,
 )
 def test_a_resumed_run_ends_at_the_same_bits(techniques: list[str], tmp_path: Path) -> None:
