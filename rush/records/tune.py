@@ -29,6 +29,7 @@ class CandidateRow(TypedDict, total=False):
     state: str
     reason: str
     round: int
+    at_s: float
     recipe: str
     techniques: list[str]
     micro: int | None

@@ -127,6 +127,7 @@ def time_line(frame: Frame, record: TuneRecord) -> Markup | None:
     marks += _lead(timed, x, y, memory)
     for event, row in timed:
         marks.append(_trial(event, row, x, y, say, memory))
+    marks += _pruned(record["candidates"], x, frame)
     alt = f"Time line of the search: {len(timed)} trials over {words.seconds(record['spent_s'])}. {headline(record)}"
     return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
 
@@ -151,6 +152,22 @@ def _trial(
     thin = 9.0 if event["kind"] in ("rank", "confirm", "length") else 5.0
     return tag("rect", tooltip(said), class_=f"trial {tone}", x=begin, y=height - thin / 2,
                width=max(2.0, end - begin - 1), height=thin, rx=2)  # fmt: skip
+
+
+def _pruned(rows: Sequence[CandidateRow], x: Scale, frame: Frame) -> list[Markup]:
+    """What prediction spared, as rings over the moment it was thought of."""
+    marks: list[Markup] = []
+    heights: dict[int, int] = {}
+    for row in rows:
+        if row["state"] == "pruned":
+            at = x(row["at_s"]) + 5
+            place = round(at / 10)
+            heights[place] = heights.get(place, 0) + 1
+            said = tooltip(f"{row['key']}: {row['reason']}")
+            marks.append(
+                tag("circle", said, class_="claimed", cx=at, cy=frame.y_end - 10 * heights[place], r=3.5)
+            )
+    return marks
 
 
 def _lead(

@@ -25,6 +25,8 @@ class Candidate:
     """Measured, over the lead of that time."""
     round: int = 0
     """How far it came: 1 ranked, 2 timed longer, 3 held against plain fp32."""
+    at_s: float = 0.0
+    """When it was thought of, in seconds of the search."""
     results: dict[str, Result] = field(default_factory=dict)
     """Trials that gave figures, by kind."""
 

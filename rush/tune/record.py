@@ -79,6 +79,7 @@ def _row(candidate: Candidate) -> CandidateRow:
         "state": candidate.state,
         "reason": candidate.reason,
         "round": candidate.round,
+        "at_s": candidate.at_s,
         "recipe": write_toml(recipe) if recipe else "",
         "techniques": [name for name, _ in recipe.technique_uses()] if recipe else [],
         "micro": recipe.micro if recipe else None,

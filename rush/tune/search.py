@@ -275,7 +275,8 @@ class Search:
     def add(self, move: Move, state: str) -> Candidate:
         """A candidate that will be tried."""
         predicted = self.outlook.planner.predict(move.recipe)
-        candidate = Candidate(move.key, move.recipe, state)
+        again = any(other.key == move.key and other.results for other in self.candidates)
+        candidate = Candidate(f"{move.key}, again" if again else move.key, move.recipe, state)
         candidate.prediction = predicted if isinstance(predicted, Prediction) else None
         self.candidates.append(candidate)
         self._seen.add(move.recipe.digest)
@@ -284,6 +285,7 @@ class Search:
     def _note(self, candidate: Candidate) -> None:
         """Write down what is not tried, once for each change."""
         if all(other.key != candidate.key for other in self.candidates):
+            candidate.at_s = self.budget.spent_s
             self.candidates.append(candidate)
 
     def run(self, kind: str, candidate: Candidate) -> Result:
