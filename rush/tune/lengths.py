@@ -22,6 +22,9 @@ from rush.tune.search import Search
 ROOM = 1.01
 """By how much longer sequences must become on paper for one more technique."""
 
+UNIT = 128
+"""The planner's lengths are multiples of this."""
+
 
 def lengthen(search: Search) -> Candidate:
     """The winner of a search for the longest sequence."""
@@ -83,8 +86,10 @@ def _fitting(search: Search, candidate: Candidate) -> int | None:
         result = search.measure("length", candidate, long)
         return Outcome(result.status, result.reason, {})
 
-    own = recipe.batch.sequence
-    start = max(own, int(0.75 * _room(search, recipe)) // 64 * 64)
+    own, room = recipe.batch.sequence, _room(search, recipe)
+    if room + UNIT > up_to and attempt(up_to).status == "ok":
+        return up_to  # the model reads no more
+    start = max(own, int(0.75 * room) // 64 * 64)
     memory = int(search.outlook.planner.target.memory_bytes)
     found, _ = longest(attempt, min(start, up_to), up_to, memory)
     return found or (longest(attempt, own, up_to, memory)[0] if start > own else None)
