@@ -12,9 +12,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.findings import Case
 from rush.plan.terms import kernels
-from rush.plan.time import DEFAULT, Efficiency, Time, matmul_dtype, time_of
+from rush.plan.time import Time, matmul_dtype, time_of
 
 PARTS = {
     "matmul": "matmul",

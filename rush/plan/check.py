@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rush.plan.calibration import calibrate, third
+from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.findings import Case, read_findings
 from rush.plan.memory import memory_of
 from rush.plan.published import Published, read_published
-from rush.plan.time import DEFAULT, Efficiency, time_of, tokens_per_s
+from rush.plan.time import time_of, tokens_per_s
 
 TARGETS = {
     "memory": (0.03, 0.08),

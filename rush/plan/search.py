@@ -13,11 +13,11 @@ from itertools import product
 
 from rush.errors import RecipeError
 from rush.parallel import AXES
+from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.memory import memory_of
 from rush.plan.planning import Plan, plan
 from rush.plan.spec import Spec, spec_of
 from rush.plan.target import Target
-from rush.plan.time import DEFAULT, Efficiency
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import changed
 from rush.techniques import registry

@@ -5,20 +5,22 @@ kernel reaches (with the whole score matrix: the bytes of the scores); everythin
 rate of a copy. The bytes are counted from the code, operation by operation: eager ones read and write memory each
 time, compiled and fused ones once for a chain. A host launches eager operations one by one, and where that takes longer
 than computing them, it is what a step takes. What devices send each other counts as far as it does not hide.
-`Efficiency` holds the few numbers that are fitted to findings; everything else is counted.
+`rush/plan/efficiency.py` holds the few numbers that are fitted to findings; everything else is counted.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rush.models import flops_per_token
 from rush.plan.communication import STRAGGLING, Sent, sent_by, sent_in_passes
+from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.memory import block_tensors, memory_of
 from rush.plan.spec import Spec, Weights, weights_of
 from rush.plan.target import Target
+from rush.plan.updating import launches, update_time
 
 PCIE_BYTES_PER_S = 55e9
 """Between host and device: pinned copies as measured on the H200s' PCIe 5; less where PCIe is the link between devices."""
@@ -33,50 +35,8 @@ ODD = {"float16": 0.17, "bfloat16": 0.17, "tf32": 0.32}
 FULL_PRECISION = 0.4
 """What is left of a kernel's share where no matrix unit helps it, of the rate of products that have none either: flex_attention
 in fp32, the only one measured."""
-KERNEL_S = 0.5e-6
-"""Of each operation of an update on the device, besides its bytes: its start and its end, when most units have nothing to do."""
 FULL_UNIT = 64
 """A product whose shortest side is k reaches k / (k + 64) of a large one's rate: filling and emptying its pipeline."""
-
-
-@dataclass(frozen=True)
-class Efficiency:
-    """What parts reach of the rates they are bound by. Fitted to findings; `rush plan --check` says how well."""
-
-    matmul: Mapping[str, float] = field(
-        default_factory=lambda: {
-            "float32": 1.05,
-            "tf32": 0.97,
-            "float16": 1.04,
-            "bfloat16": 0.97,
-            "float8": 1.07,
-        }
-    )
-    """Of the rate of a large product."""
-    attention: Mapping[str, float] = field(default_factory=dict)
-    """By kernel, of the rate of a large product, at head dim 64, counting the six products of a pass; what is not here is what
-    the kernel's technique says."""
-    wide_heads: float = 1.45
-    """What heads of 128 gain over heads of 64: more arithmetic for each exponential."""
-    eager: float = 0.59
-    """Of the copy rate: operations one after another on tensors of a few megabytes."""
-    fused: float = 0.87
-    """Of the copy rate: generated and hand-written kernels."""
-    loss: float = 0.88
-    update: float = 0.54
-    """Of the copy rate: the fused update of all tensors."""
-    eager_update: float = 1.0
-    launch_s: float = 21.7e-6
-    """What a host needs to launch one eager operation of a pass; of an update 0.45 of it."""
-    step_s: float = 4e-3
-    """What a step takes besides: the wait between two steps, data, the first launches."""
-    link: float = 0.80
-    """Of a link's rate: what collectives reach."""
-    contention: float = 0.15
-    """Of the time of sending that hides behind computing: what computing loses by it."""
-
-
-DEFAULT = Efficiency()
 
 
 @dataclass(frozen=True)
@@ -108,7 +68,7 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     idle = (depth - 1) / passes / spec.stages
     idle *= 1 / 3 if str(spec.knob("pp", "schedule", "1f1b")) in ("zero_bubble", "zbv") else 1
     parts["bubble"] = idle * (computing + sent_in_passes(spec, target, efficiency.link).waiting)
-    update, update_host = _update(spec, target, efficiency)
+    update, update_host = update_time(spec, target, efficiency)
     if spec.effects.factor("on_host"):
         # Weights come over PCIe for each gather, gradients go back; the update runs at the rate of host memory.
         each = memory_of(spec).host_bytes
@@ -119,7 +79,7 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     device = sum(parts.values())
     host = data
     if target.kind == "cuda":
-        launching = passes * _launches(spec) * efficiency.launch_s
+        launching = passes * launches(spec) * efficiency.launch_s
         host += launching + update_host
         if spec.work.number("update.launches", 13) > 1:
             # Only an update in one kernel can be told to hold back. For others the host waits for the loss before it launches
@@ -315,49 +275,6 @@ def _embedding(spec: Spec, target: Target, efficiency: Efficiency) -> float:
         / target.bytes_per_s
         / spec.size("pp")
     )
-
-
-def _update(spec: Spec, target: Target, efficiency: Efficiency) -> tuple[float, float]:
-    """Seconds of an update on the device, and of launching it."""
-    weights = weights_of(spec)
-    effects, blocks = spec.effects, spec.shape.num_layers
-    trained: float
-    if effects.factor("frozen"):
-        trained, tensors = blocks * weights.adapters, 14 * blocks
-    else:
-        trained = blocks * (weights.block_linear + weights.block_other) + weights.embedding + weights.head
-        tensors = blocks * (9 if spec.shape.family == "llama" else 12) + 4
-    trained /= spec.size("tp") * spec.size("pp") * spec.shards
-    each = effects.size("parameters", 4) if not effects.factor("master") else 4
-    work, launches = spec.work, spec.work.number("update.launches", 13)
-    if moved := work.number("update.bytes"):
-        reached = work.number("update.reaches", efficiency.update)
-        seconds = (moved * each + work.number("update.more")) / reached
-    else:
-        seconds = 24 * each / efficiency.eager_update
-    if effects.factor("master"):
-        seconds, launches = seconds + 12, launches + 3
-    operations = tensors / spec.size("pp") * launches if target.kind == "cuda" else 0.0
-    return (
-        trained * seconds / target.bytes_per_s + operations * KERNEL_S,
-        operations * 0.45 * efficiency.launch_s,
-    )
-
-
-def _launches(spec: Spec) -> float:
-    """Operations that the host launches for one pass."""
-    work, llama = spec.work, spec.shape.family == "llama"
-    if whole := work.number("launches.pass"):
-        return whole
-    each = work.number("launches.block") * (1 + 0.5 * work.number("attention.again"))
-    if not each:
-        each = 160.0 if llama else 80.0
-        each += (44 if llama else 20) if spec.effects.size("casts", 0) else 0
-        each -= 60 * work.number("norms.fused") if llama else 0
-        each -= 45 * work.number("rotations.fused") if llama else 0
-        each *= 1.33 if work.number("elementwise.again") else 1.0
-        each += 20 if spec.effects.factor("frozen") else 0
-    return 40 + each * spec.shape.num_layers / spec.size("pp")
 
 
 def _exposed(sent: Sent, computing: float, contention: float) -> float:

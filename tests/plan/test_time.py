@@ -10,12 +10,13 @@ import pytest
 from rush.plan.calibration import calibrate, third
 from rush.plan.check import check
 from rush.plan.communication import NETWORK, bandwidth, ring
+from rush.plan.efficiency import DEFAULT
 from rush.plan.findings import read_findings
 from rush.plan.published import read_published
 from rush.plan.spec import Spec, spec_of
 from rush.plan.target import target_of
 from rush.plan.terms import kernels
-from rush.plan.time import DEFAULT, time_of, tokens_per_s
+from rush.plan.time import time_of, tokens_per_s
 from rush.recipe_io import load_recipe
 
 RESULTS = Path(__file__).parents[2] / "results"

@@ -1,0 +1,46 @@
+"""What parts of a step reach of the rates they are bound by: the few numbers that are fitted to findings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """What parts reach of the rates they are bound by. Fitted to findings; `rush plan --check` says how well."""
+
+    matmul: Mapping[str, float] = field(
+        default_factory=lambda: {
+            "float32": 1.05,
+            "tf32": 0.97,
+            "float16": 1.04,
+            "bfloat16": 0.97,
+            "float8": 1.07,
+        }
+    )
+    """Of the rate of a large product."""
+    attention: Mapping[str, float] = field(default_factory=dict)
+    """By kernel, of the rate of a large product, at head dim 64, counting the six products of a pass; what is not here is what
+    the kernel's technique says."""
+    wide_heads: float = 1.45
+    """What heads of 128 gain over heads of 64: more arithmetic for each exponential."""
+    eager: float = 0.59
+    """Of the copy rate: operations one after another on tensors of a few megabytes."""
+    fused: float = 0.87
+    """Of the copy rate: generated and hand-written kernels."""
+    loss: float = 0.88
+    update: float = 0.54
+    """Of the copy rate: the fused update of all tensors."""
+    eager_update: float = 1.0
+    launch_s: float = 21.7e-6
+    """What a host needs to launch one eager operation of a pass; of an update 0.45 of it."""
+    step_s: float = 4e-3
+    """What a step takes besides: the wait between two steps, data, the first launches."""
+    link: float = 0.80
+    """Of a link's rate: what collectives reach."""
+    contention: float = 0.15
+    """Of the time of sending that hides behind computing: what computing loses by it."""
+
+
+DEFAULT = Efficiency()

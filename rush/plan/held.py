@@ -1,0 +1,173 @@
+"""Weights, gradients and moments of one rank, with what sharding and sending adds: what of a step's memory does not depend on
+its tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rush.plan.spec import Spec, Weights
+
+WORKSPACE = 64 * 2**20
+"""Workspaces of the matrix libraries on a GPU: cuBLAS and cuBLASLt take 32 MiB each on Hopper."""
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One rank of the pipeline: its blocks and which ends of the model it has."""
+
+    blocks: int
+    first: bool
+    last: bool
+    in_flight: float
+    """Micro batches whose activations are there at once; a part of one where a rank has several stages."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """Weights, gradients and moments of one rank, with what sharding and sending adds."""
+
+    spec: Spec
+    stage: Stage
+    weights: Weights
+
+    def _local(self, count: float, *, linear: bool = True) -> float:
+        return count / self.spec.size("tp") if linear else count
+
+    def block(self) -> float:
+        return self._local(self.weights.block_linear) + self.weights.block_other
+
+    def ends(self) -> float:
+        """Parameters outside the blocks on this rank."""
+        first, last = self.stage.first, self.stage.last
+        tied = self.spec.shape.tied_head
+        count = self._local(self.weights.embedding) if first or (last and tied) else 0.0
+        return count + (self._local(self.weights.head) + self.weights.final if last else 0.0)
+
+    def bytes_per_weight(self) -> float:
+        return self.spec.effects.size("parameters", 4)
+
+    def parameters(self) -> float:
+        effects, each = self.spec.effects, self.bytes_per_weight()
+        linear = effects.size("blocks", each) * self._local(self.weights.block_linear)
+        block = linear + each * (self.weights.block_other + self._local(self.weights.adapters))
+        return self.stage.blocks * block + each * self.ends()
+
+    def trained(self, blocks: int | None = None) -> float:
+        """Parameters that learn, of so many blocks and the ends."""
+        count = self.stage.blocks if blocks is None else blocks
+        if self.spec.effects.factor("frozen"):
+            return count * self._local(self.weights.adapters)
+        return count * self.block() + self.ends()
+
+    def gradients(self, blocks: int) -> float:
+        """With gradients of so many blocks (and then of the ends)."""
+        effects, shards = self.spec.effects, self.spec.shards
+        each = effects.size("gradients", 4)
+        full = self.trained()
+        always = self.spec.passes > 1 or (self.spec.size("ddp") > 1 and shards == 1)
+        count = full if always or blocks >= self.stage.blocks else self.trained(blocks)
+        if blocks == 0 and not always:
+            return 0.0
+        if shards > 1:
+            unit, ends = (
+                (self._local(self.weights.adapters), 0.0)
+                if effects.factor("frozen")
+                else (self.block(), self.ends())
+            )
+            at_work = 0.0 if blocks == 0 else 2 * unit + ends
+            parts = 0.0 if effects.factor("on_host") else count / shards
+            count = count if self.keeps_whole() else parts + at_work
+        elif blocks and not always and not effects.factor("frozen"):
+            count -= self.ends() if blocks < self.stage.blocks else 0.0  # the head's is counted by itself
+        return each * count * (1 + effects.factor("buckets"))
+
+    def gathered(self) -> float:
+        if self.spec.shards == 1:
+            return 0.0
+        each = self.spec.effects.size("gathered", self.bytes_per_weight())
+        # A pipeline's schedules let go of nothing between the backward passes of a step.
+        blocks = self.stage.blocks if self.spec.effects.factor("gathered") or self.spec.size("pp") > 1 else 2
+        linear = self.spec.effects.size("blocks", each) * self._local(self.weights.block_linear)
+        block = linear + each * (self.weights.block_other + self._local(self.weights.adapters))
+        return blocks * block + each * self.ends()
+
+    def keeps_whole(self) -> bool:
+        """Whether gradients stay whole until the end of a step: asked for, or because a pipeline's schedules do."""
+        return bool(self.spec.effects.factor("whole_gradients")) or self.spec.size("pp") > 1
+
+    def other_streams(self, *, counted: bool) -> float:
+        """What shards take that others cannot reuse: gradients' parts and what is being gathered are allocated on streams of
+        their own, and an allocator keeps what was freed for the stream it was made on. `counted`: where gradients' parts
+        are in the sum already."""
+        effects, shards = self.spec.effects, self.spec.shards
+        if shards == 1 or self.spec.device != "cuda":
+            return 0.0
+        parts = effects.size("gradients", 4) * self.trained() / shards
+        parts = 0.0 if effects.factor("on_host") or (counted and not self.keeps_whole()) else parts
+        each = effects.size("gathered", self.bytes_per_weight())
+        block = effects.size("blocks", each) * self._local(self.weights.block_linear)
+        return parts + max(2 * block, each * self.ends())
+
+    def state(self, blocks: int) -> dict[str, float]:
+        effects, shards = self.spec.effects, self.spec.shards
+        # Between the passes a rank's parts are on the host; what is gathered and at work is here.
+        here = 0.0 if effects.factor("on_host") else 1.0
+        trained = here * self.trained() / shards
+        return {
+            "parameters": here * self.parameters() / shards,
+            "gradients": self.gradients(blocks),
+            "optimizer": trained * effects.size("optimizer", 8) * effects.factor("optimizer"),
+            "master": trained * 4 * effects.factor("master"),
+            # With adapters the reference is the model itself, with them switched off.
+            "reference": here * self.parameters() / shards
+            if self.spec.reference and not effects.factor("frozen")
+            else 0.0,
+            "gathered": self.gathered(),
+        }
+
+    def on_host(self) -> float:
+        """Bytes of this rank's parts that lie in host memory."""
+        effects, shards = self.spec.effects, self.spec.shards
+        if not effects.factor("on_host"):
+            return 0.0
+        each = effects.size("optimizer", 8) + effects.size("gradients", 4) + 4 * effects.factor("master")
+        return (self.parameters() + each * self.trained()) / shards
+
+    def casts(self, *, always: bool = False) -> float:
+        """Weights in the dtype of the products. Autocast keeps its casts to the end of the forward pass in any case."""
+        effects = self.spec.effects
+        each = effects.size("casts", 0)
+        eager = bool(effects.factor("logits.copies"))
+        head = self.spec.shape.vocab_size * self.spec.shape.hidden if self.stage.last and eager else 0
+        blocks = self.stage.blocks * self._local(self.weights.block_linear)
+        if self.spec.effects.size("blocks", 4) < 2:
+            return 0.0  # codes are unpacked for each product
+        frozen_too = always and eager
+        return (
+            each * (blocks * (1.0 if frozen_too else effects.factor("casts")) + self._local(head))
+            if each
+            else 0.0
+        )
+
+    def head_gradient(self) -> float:
+        if self.spec.effects.factor("frozen") or not self.stage.last:
+            return 0.0
+        each = self.spec.effects.size("gradients", 4)
+        return each * self._local(self.spec.shape.vocab_size * self.spec.shape.hidden)
+
+    def second_head(self) -> float:
+        """A tied embedding gets its gradient from both ends: for a moment it is there twice."""
+        tied = self.spec.shape.tied_head and self.stage.first and self.stage.last
+        return self.head_gradient() if tied else 0.0
+
+    def update(self) -> float:
+        effects = self.spec.effects
+        largest = self._local(self.weights.largest) / self.spec.shards
+        if effects.factor("frozen"):
+            largest = self._local(self.weights.adapters)
+        copies = 2 + (1 if effects.factor("master") else 0)
+        return copies * largest * max(effects.size("optimizer", 8) / 2, 1) * effects.factor("update")
+
+    def buffers(self) -> float:
+        return (WORKSPACE if self.spec.device == "cuda" else 0) + 24 * self.spec.tokens
