@@ -180,7 +180,7 @@ def test_an_interrupt_leaves_no_process(small_recipe: Path, tmp_path: Path) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_the_longest_sequence_is_as_long_as_the_model_reads(small_recipe: Path, tmp_path: Path) -> None:
-    record = tune(request(small_recipe, 60.0, objective="longest-sequence"), tmp_path / "out")
+    record = tune(request(small_recipe, 240.0, objective="longest-sequence"), tmp_path / "out")
     assert record["winner"] is not None
     found = load_recipe(str(tmp_path / "out" / "recipe.toml"))
     assert found.batch.sequence == record["winner"]["sequence"] == found.shape().context
