@@ -128,6 +128,8 @@ def cross_entropy_backward_kernel(
     lse = tl.load(lse_ptr + row)
     upstream = tl.load(upstream_ptr + row * upstream_stride).to(tl.float32)
     x = tl.load(logits_ptr + row * row_stride + at, mask=inside, other=0.0).to(tl.float32)
+    # A row without a label has no sum of its own, and its logits may be beyond what exp can take.
+    x = tl.where(label == ignore_index, lse, x)
     gradient = tl.exp(x - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_columns
     gradient = tl.where(at == label, gradient - (1.0 - smoothing), gradient)
     gradient = tl.where(label == ignore_index, 0.0, gradient * upstream)
