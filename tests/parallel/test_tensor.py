@@ -126,17 +126,18 @@ def test_key_value_heads_are_not_copied_to_more_ranks_than_there_are() -> None:
     assert [use.technique.name for use in check(whole_stream, probe("cpu"))] == ["tp"]
 
 
-def test_what_a_rank_has_compiled_is_not_found_by_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+def test_what_a_rank_has_compiled_is_not_found_by_another() -> None:
     machine, whole = probe("cpu"), recipe("llama", {"tp": 2})
     tags = {""}
-    for rank in (0, 1):
-        model = build_model(whole.shape())
-        ranks = Ranks(rank, 2, mesh=object())  # type: ignore[arg-type]
-        build = Build(whole, machine, torch.device("cpu"), model, ranks=ranks)
-        registry()["compile"].apply(build, {"scope": "block", "mode": "default"})
-        tags.add(torch.compiler.config.cache_key_tag)
+    with torch.compiler.config.patch(cache_key_tag=""):  # type: ignore[attr-defined]
+        for rank in (0, 1):
+            model = build_model(whole.shape())
+            ranks = Ranks(rank, 2, mesh=object())  # type: ignore[arg-type]
+            build = Build(whole, machine, torch.device("cpu"), model, ranks=ranks)
+            registry()["compile"].apply(build, {"scope": "block", "mode": "default"})
+            tags.add(torch.compiler.config.cache_key_tag)
     assert len(tags) == 3
+    assert torch.compiler.config.cache_key_tag == "", "what other tests compile is looked up as always"
 
 
 @pytest.mark.slow

@@ -168,10 +168,13 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of(name, overrides=["model.shape.intermediate=100"]))
         own.append(recipe_of("{name='fp8', recipe='rowwise', casts='kernel'}"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", "chunked_loss"))
+        own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", overrides=["layout.tp=2"]))
     if name in ("fused_projections", "fused_rope"):
         own.append(recipe_of(name, name="tiny"))
     if name in ADAPTERS:
         own.append(recipe_of(f"{{name='{name}', variant='dora'}}", "pure_bf16"))
+        if name == "lora":
+            own.append(recipe_of("{name='lora', variant='dora'}", overrides=["layout.tp=2"]))
         narrow = ["model.shape.hidden=36", "model.shape.num_heads=6", "model.shape.head_dim=6"]
         own.append(recipe_of(name, overrides=narrow))
     if name in FINE_TUNING:
