@@ -190,6 +190,9 @@ def _attention(spec: Spec, target: Target, efficiency: Efficiency) -> float:
         rate = target.rate(dtype) * efficiency.matmul.get(dtype, 1.0)
         return again * (2 * causal / rate + moved / target.bytes_per_s)
     again = 1 + 0.2 * work.number("attention.again")  # once more forward, where most arithmetic is backward
+    if target.kind != "cuda":
+        # Kernels' shares are of a GPU's matrix units. A CPU has none: there a kernel multiplies as products do.
+        return again * causal / (target.rate(dtype) * efficiency.matmul.get(dtype, 1.0))
     reached = efficiency.attention.get(work.by["attention"], reached)
     gain = efficiency.wide_heads if shape.head_dim >= 128 else 1.0
     if dtype == "float32":

@@ -12,8 +12,8 @@ import pytest
 
 from rush.lab import bench, rank_bench
 from rush.lab.starter import Starter
+from tests.small_recipe import write_small_recipe
 
-ROOT = Path(__file__).resolve().parents[2]
 PLANTED_SLEEP = f"987.{os.getpid()}"
 """What a planted technique that hangs leaves running; the tests of another process have another."""
 
@@ -53,34 +53,7 @@ def _surroundings(lab_cache: Path, starter: Starter, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture(scope="session")
 def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipe")
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    for path in sorted((ROOT / "rush" / "models").glob("*.py")):
-        (corpus / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    recipe = folder / "small.toml"
-    recipe.write_text(
-        f"""
-        [model]
-        name = "tiny"
-        shape = {{num_layers = 2, hidden = 32, num_kv_heads = 4, head_dim = 8, intermediate = 64, vocab_size = 320}}
-        [data]
-        source = "files"
-        files = [{json.dumps(str(corpus / "*.txt"))}]
-        validation = 0.2
-        [batch]
-        micro = 2
-        sequence = 32
-        [optimizer]
-        lr = 1e-3
-        [schedule]
-        steps = 1000
-        warmup = 10
-        [run]
-        device = "cpu"
-        """
-    )
-    return recipe
+    return write_small_recipe(tmp_path_factory.mktemp("recipe"))
 
 
 @pytest.fixture

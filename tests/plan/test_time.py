@@ -46,6 +46,15 @@ def test_the_slower_link_of_an_a800_shows_where_links_are_used_and_only_there() 
     assert time_of(shared, a100).step < time_of(shared, a800).step
 
 
+def test_on_a_cpu_a_kernel_that_keeps_no_scores_is_not_planned_to_be_slower() -> None:
+    """What attention kernels reach was measured of a GPU's matrix units, and says nothing of a CPU."""
+    steps = [
+        time_of(spec_of(load_recipe("tiny", [f"techniques={names}"]), "cpu"), target_of("cpu", 1)).step
+        for names in ("[]", '["flash_attention"]')
+    ]
+    assert steps[1] < steps[0]
+
+
 def test_zero_3_sends_half_as_much_again_as_zero_2() -> None:
     three = spec("layout.fsdp=8", "batch.total_tokens=32768")
     two = spec(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from tests.small_recipe import write_small_recipe
 
 
 @pytest.fixture(scope="session")
@@ -26,34 +25,9 @@ def _surroundings(tune_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="session")
 def small_recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("recipe")
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    for path in sorted((ROOT / "rush" / "models").glob("*.py")):
-        (corpus / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    recipe = folder / "small.toml"
-    recipe.write_text(
-        f"""
-        [model]
-        name = "tiny"
-        shape = {{num_layers = 2, hidden = 32, num_kv_heads = 4, head_dim = 8, intermediate = 64, vocab_size = 320}}
-        [data]
-        source = "files"
-        files = [{json.dumps(str(corpus / "*.txt"))}]
-        validation = 0.2
-        [batch]
-        micro = 2
-        sequence = 32
-        total_tokens = 256
-        [optimizer]
-        lr = 1e-3
-        [schedule]
-        steps = 4
-        warmup = 2
-        [run]
-        device = "cpu"
-        sample_tokens = 0
-        tensorboard = false
-        """
+    return write_small_recipe(
+        tmp_path_factory.mktemp("recipe"),
+        batch="total_tokens = 256",
+        run="sample_tokens = 0\n        tensorboard = false",
+        steps=4,
     )
-    return recipe
