@@ -181,7 +181,7 @@ def _is_smaller(stand: Stand, smaller: float) -> bool:
 def _nothing() -> Rung:
     keys = (
         "tokens_per_s", "step_ms", "tokens_kind", "mfu", "hfu", "ceiling_fraction", "peak_memory_bytes", "compile_s",
-        "warmup_s", "warmup_steps", "data_wait_ms", "gain", "total_gain", "breakdown_ms",
+        "warmup_s", "warmup_steps", "data_wait_ms", "gain", "total_gain", "breakdown_ms", "longest",
     )  # fmt: skip
     empty: dict[str, Any] = {**dict.fromkeys(keys), "environment": {}}
     return cast(Rung, empty)
@@ -213,6 +213,7 @@ def _figures(stand: Stand, yard: Yard) -> Rung:
         "warmup_steps": first["warmup_steps"],
         "data_wait_ms": statistics.median(t["data_wait_ms"] for t in timings),
         "breakdown_ms": stand.outcomes[0].found.get("breakdown_ms"),
+        "longest": stand.outcomes[0].found.get("longest"),
         "environment": {**first["environment"], "steady": all(t["steady"] for t in timings)},
     }
 

@@ -3,8 +3,9 @@
 The first step pays for compiling, loading kernels and growing the allocator; it is reported apart and is
 never inside a throughput. After it, steps are steady when the median of the last few is close to that of
 the few before. A sample is one optimizer step, or as many as fill a short window where steps are so
-short that the clock and the scheduler would be measured instead. The wait for data is part of a step,
-because it is part of training; it is also reported by itself.
+short that the clock and the scheduler would be measured instead. Samples follow each other without a pause, as
+steps do in training: a device that had to run dry before each would wait for the host's first launches, every
+time. The wait for data is part of a step, because it is part of training; it is also reported by itself.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,8 +58,8 @@ class Stepper:
         self.step = 0
         self.waited_s = 0.0
         self.last: LaunchedStep | None = None
-        self.counts = dict.fromkeys(KINDS, 0)
-        """Tokens of every kind in the steps looked at so far, of all ranks."""
+        self.counts: list[dict[str, int]] = []
+        """Tokens of every kind in each step looked at so far, of all ranks."""
 
     def batches(self) -> list[Batch]:
         """The micro batches of the next step."""
@@ -81,9 +83,9 @@ class Stepper:
     def _look_at(self, launched: LaunchedStep | None) -> None:
         if launched is not None:
             found = launched.result()  # raises if it diverged
-            self.counts["processed"] += found.num_tokens
-            self.counts["real"] += found.num_real
-            self.counts["trained"] += found.num_labels
+            self.counts.append(
+                {"processed": found.num_tokens, "real": found.num_real, "trained": found.num_labels}
+            )
 
 
 def time_steps(
@@ -93,42 +95,34 @@ def time_steps(
 
     Of several ranks all must make the same number of steps: `agree` makes of each one's seconds those that count for all.
     """
-    stepper, clock = Stepper(run, loader), _clock(run.device, agree)
-    first_s = clock(stepper, 1)
-    warm, steady = _warm_up(stepper, clock, timing)
+    stepper, clock = Stepper(run, loader), _clock(run.device)
+    first_s = agree(clock(stepper, 1, 1)[0])
+    warm, steady = _warm_up(lambda: agree(clock(stepper, 1, 1)[0]), timing)
     step_s = statistics.median(warm[-STEADY_STEPS:])
     per_window = max(1, math.ceil(timing.window_ms / 1000 / step_s))
-    stepper.settle()
-    reset_peak_memory(run.device.type)
-    stepper.waited_s, before = 0.0, stepper.step
-    samples: list[float] = []
-    tokens: dict[str, list[float]] = {kind: [] for kind in KINDS}
-    around = None
     windows = max(
         min(timing.windows, ENOUGH), min(timing.windows, int(timing.timed_max_s / (per_window * step_s)))
     )
-    for window in range(windows):
-        if window == windows // 2:
-            around = conditions(run.machine)  # in the middle of the work, between two windows
-        so_far = dict(stepper.counts)
-        samples.append(clock(stepper, per_window) / per_window)
-        stepper.settle()
-        for kind, count in stepper.counts.items():
-            tokens[kind].append((count - so_far[kind]) / per_window)
-    assert around is not None
+    stepper.settle()
+    reset_peak_memory(run.device.type)
+    waited_before, steps_before = stepper.waited_s, stepper.step
+    samples, tokens = _timed(stepper, clock, windows // 2, per_window)
+    around = conditions(run.machine)  # in the middle of the work
+    more_samples, more_tokens = _timed(stepper, clock, windows - windows // 2, per_window)
+    samples, tokens = [agree(seconds) for seconds in samples + more_samples], tokens + more_tokens
     return {
         "samples_s": samples,
         "steps_per_sample": per_window,
         # What counts is tokens in pretraining, and in fine-tuning those that are learned from.
         "counted": "processed" if run.recipe.objective.kind == "lm" else "trained",
-        "sample_tokens": tokens,
-        "step_tokens": tokens["processed"][-1],
-        "step_labels": tokens["trained"][-1],
+        "sample_tokens": {kind: [each[kind] for each in tokens] for kind in KINDS},
+        "step_tokens": tokens[-1]["processed"],
+        "step_labels": tokens[-1]["trained"],
         "compile_s": max(0.0, first_s - step_s),
         "warmup_s": sum(warm),
         "warmup_steps": len(warm) + 1,
         "steady": steady,
-        "data_wait_ms": 1000 * stepper.waited_s / (stepper.step - before),
+        "data_wait_ms": 1000 * (stepper.waited_s - waited_before) / (stepper.step - steps_before),
         "peak_memory_bytes": peak_memory_bytes(run.device.type),
         "flops_per_token": _work(run),
         "dtype": run.matmul_dtype(),
@@ -152,11 +146,26 @@ def _work(run: Run) -> int | None:
     return run.flops_per_token() if isinstance(run.model, Decoder) else None
 
 
-def _warm_up(stepper: Stepper, clock: Clock, timing: Timing) -> tuple[list[float], bool]:
-    """Times of the steps it took, and whether they became steady before the cap."""
+def _timed(
+    stepper: Stepper, clock: Clock, windows: int, per_window: int
+) -> tuple[list[float], list[dict[str, float]]]:
+    """Seconds and tokens of a step, of each window."""
+    if stepper.run.device.type == "cuda":
+        stepper()  # work for the device while the host makes ready what is timed
+    samples = [seconds / per_window for seconds in clock(stepper, windows, per_window)]
+    stepper.settle()
+    counted = stepper.counts[len(stepper.counts) - windows * per_window :]
+    steps = [counted[first : first + per_window] for first in range(0, len(counted), per_window)]
+    return samples, [
+        {kind: sum(step[kind] for step in some) / per_window for kind in KINDS} for some in steps
+    ]
+
+
+def _warm_up(one: Callable[[], float], timing: Timing) -> tuple[list[float], bool]:
+    """Times of the steps it took, `one` after the other, and whether they became steady before the cap."""
     times: list[float] = []
     while len(times) < timing.warmup_max_steps and sum(times) < timing.warmup_max_s:
-        times.append(clock(stepper, 1))
+        times.append(one())
         if len(times) >= 2 * STEADY_STEPS:
             last = statistics.median(times[-STEADY_STEPS:])
             before = statistics.median(times[-2 * STEADY_STEPS : -STEADY_STEPS])
@@ -165,26 +174,30 @@ def _warm_up(stepper: Stepper, clock: Clock, timing: Timing) -> tuple[list[float
     return times, False
 
 
-Clock = Callable[[Callable[[], None], int], float]
+Clock = Callable[[Callable[[], None], int, int], list[float]]
+"""Call, windows, calls in a window: the seconds of each window."""
 
 
-def _clock(device: torch.device, agree: Callable[[float], float]) -> Clock:
-    """Seconds that `count` calls take: by events on the device where there are such, else by the host's clock."""
+def _clock(device: torch.device) -> Clock:
+    """By events on the device where there are such, else by the host's clock."""
+    return _by_device if device.type == "cuda" else _by_host
 
-    def by_host(call: Callable[[], None], count: int) -> float:
-        began = time.perf_counter()
-        for _ in range(count):
+
+def _by_host(call: Callable[[], None], windows: int, per_window: int) -> list[float]:
+    marks = [time.perf_counter()]
+    for _ in range(windows):
+        for _ in range(per_window):
             call()
-        return agree(time.perf_counter() - began)
+        marks.append(time.perf_counter())
+    return [end - start for start, end in pairwise(marks)]
 
-    def by_device(call: Callable[[], None], count: int) -> float:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        torch.cuda.synchronize(device)
-        start.record()
-        for _ in range(count):
+
+def _by_device(call: Callable[[], None], windows: int, per_window: int) -> list[float]:
+    marks = [torch.cuda.Event(enable_timing=True) for _ in range(windows + 1)]  # type: ignore[no-untyped-call]
+    marks[0].record()
+    for mark in marks[1:]:
+        for _ in range(per_window):
             call()
-        end.record()
-        end.synchronize()
-        return agree(float(start.elapsed_time(end)) / 1000)
-
-    return by_device if device.type == "cuda" else by_host
+        mark.record()
+    marks[-1].synchronize()
+    return [float(start.elapsed_time(end)) / 1000 for start, end in pairwise(marks)]

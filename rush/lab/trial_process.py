@@ -179,6 +179,7 @@ def _watch(run: Run, stepper: Stepper, result: Result) -> None:
     result.add(
         evidence=evidence,
         breakdown_ms=dict(seen.breakdown_ms),
+        longest=list(seen.longest),
         block_forwards=seen.block_forwards,
     )
 

@@ -75,6 +75,7 @@ class Rung(TypedDict, total=False):
     claim: dict[str, Any] | None
     verdict: str
     breakdown_ms: dict[str, float] | None
+    longest: list[dict[str, Any]] | None
     environment: dict[str, Any]
 
 

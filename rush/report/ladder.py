@@ -65,6 +65,16 @@ class Evidence:
 
 
 @dataclass(frozen=True)
+class Kernel:
+    """A kernel (on a CPU an operator) of a profiled step, all its calls together."""
+
+    name: str
+    kind: str
+    ms: float
+    calls: float
+
+
+@dataclass(frozen=True)
 class Rung:
     index: int
     name: str
@@ -100,6 +110,7 @@ class Rung:
     total_gain: Gain | None = None
     claim: Claim | None = None
     breakdown: Mapping[str, float] = field(default_factory=dict)
+    longest: tuple[Kernel, ...] = ()
     environment: Mapping[str, Json] = field(default_factory=dict)
 
 

@@ -25,6 +25,7 @@ from rush.report.ladder import (
     Gain,
     Interaction,
     Json,
+    Kernel,
     Ladder,
     Measure,
     Parity,
@@ -159,6 +160,13 @@ def _rung(index: int, row: Mapping[str, Json]) -> Rung:
         total_gain=_gain(_table(row.get("total_gain"))),
         claim=_claim(_table(row.get("claim"))),
         breakdown=_rates(row.get("breakdown_ms")),
+        longest=tuple(
+            Kernel(
+                text(k.get("name")) or "?", text(k.get("kind")) or "other", ms, real(k.get("calls")) or 0.0
+            )
+            for k in map(_table, _list(row.get("longest")))
+            if (ms := positive(k.get("ms"))) is not None
+        ),
         environment=_table(row.get("environment")),
     )
 

@@ -165,6 +165,8 @@ class Observation:
     breakdown_ms: Mapping[str, float]
     """A profiled step by what the time went to: attention, matmul, norm_elementwise, loss, optimizer, data,
     other, idle."""
+    longest: Sequence[Mapping[str, Any]] = ()
+    """The kernels (on a CPU the operators) that took longest: `name`, `kind` as in the breakdown, `ms` and `calls` a step."""
     facts: Mapping[str, Any] = field(default_factory=dict)
     """What a technique itself noted in `Build.facts`, and the live settings it may want to look at."""
 

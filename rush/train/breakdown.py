@@ -10,11 +10,17 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import Any
 
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler_util import FunctionEvent
 
 CLASSES = ("attention", "matmul", "norm_elementwise", "loss", "optimizer", "data", "other", "idle")
+
+LONGEST, NAME = 16, 120
+"""How many of the longest kernels are kept, and how much of a name: templates make some very long."""
 
 # In this order: the update's elementwise work is the optimizer's, a softmax over the vocabulary the loss's.
 _RULES = tuple(
@@ -51,20 +57,45 @@ def classify(names: Sequence[str]) -> str:
     return "norm_elementwise" if _ELEMENTWISE.search(chain) else "other"
 
 
-def breakdown(
-    events: Iterable[FunctionEvent], *, wall_ms: float, data_ms: float, steps: int, on_gpu: bool
-) -> dict[str, float]:
+@dataclass(frozen=True)
+class Piece:
+    """Time that one kernel (on a CPU one operator) took, all its calls together."""
+
+    name: str
+    kind: str
+    ms: float
+    calls: int
+
+
+def pieces(events: Iterable[FunctionEvent], *, on_gpu: bool) -> list[Piece]:
+    """What the time of a profile went to, the longest first; one name may be of several kinds, by who called it."""
+    found: dict[tuple[str, str], Piece] = {}
+    for piece in (_device_times if on_gpu else _host_times)(list(events)):
+        sofar = found.get((piece.name, piece.kind), Piece(piece.name, piece.kind, 0.0, 0))
+        both = replace(sofar, ms=sofar.ms + piece.ms, calls=sofar.calls + piece.calls)
+        found[piece.name, piece.kind] = both
+    return sorted(found.values(), key=lambda piece: -piece.ms)
+
+
+def breakdown(found: Iterable[Piece], *, wall_ms: float, data_ms: float, steps: int) -> dict[str, float]:
     """Milliseconds of a step by class. `data_ms` is the wait for batches that was measured beside the profile."""
-    events = list(events)
     spent = dict.fromkeys(CLASSES, 0.0)
-    for kind, milliseconds in _device_times(events) if on_gpu else _host_times(events):
-        spent[kind] += milliseconds
+    for piece in found:
+        spent[piece.kind] += piece.ms
     # Waiting for data is time in which nothing ran; where work went on meanwhile, it cost nothing.
     nothing_ran = max(0.0, wall_ms - sum(spent.values()))
     waited = min(data_ms, nothing_ran)
     spent["data"] += waited
     spent["idle"] = nothing_ran - waited
     return {kind: spent[kind] / steps for kind in CLASSES}
+
+
+def longest(found: Iterable[Piece], *, steps: int) -> list[dict[str, Any]]:
+    """The longest pieces of a step, as plain JSON values."""
+    return [
+        {"name": piece.name[:NAME], "kind": piece.kind, "ms": piece.ms / steps, "calls": piece.calls / steps}
+        for piece in islice(found, LONGEST)
+    ]
 
 
 def callers(event: FunctionEvent) -> list[str]:
@@ -76,25 +107,30 @@ def callers(event: FunctionEvent) -> list[str]:
     return names[::-1]
 
 
-def _host_times(events: list[FunctionEvent]) -> Iterable[tuple[str, float]]:
+def _host_times(events: list[FunctionEvent]) -> Iterable[Piece]:
     for event in events:
         if event.device_type == DeviceType.CPU and event.self_cpu_time_total > 0:
-            yield classify(callers(event)), event.self_cpu_time_total / 1000
+            yield Piece(event.name, classify(callers(event)), event.self_cpu_time_total / 1000, 1)
 
 
-def _device_times(events: list[FunctionEvent]) -> Iterable[tuple[str, float]]:
+def _device_times(events: list[FunctionEvent]) -> Iterable[Piece]:
     known: Counter[str] = Counter()
+    told: Counter[str] = Counter()
     for event in events:
         if event.device_type == DeviceType.CPU and event.kernels:
             above = callers(event)
             for kernel in event.kernels:
                 known[kernel.name] += kernel.duration
-                yield classify([*above, kernel.name]), kernel.duration / 1000
+                told[kernel.name] += 1
+                yield Piece(kernel.name, classify([*above, kernel.name]), kernel.duration / 1000, 1)
     every: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             every[event.name] += event.time_range.elapsed_us()  # type: ignore[no-untyped-call]
+            calls[event.name] += 1
     # Kernels replayed from a recording have no caller in the profile: their own names must do.
     for name, microseconds in every.items():
         if microseconds > known[name]:
-            yield classify([name]), (microseconds - known[name]) / 1000
+            rest = (microseconds - known[name]) / 1000
+            yield Piece(name, classify([name]), rest, max(1, calls[name] - told[name]))

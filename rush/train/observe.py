@@ -30,7 +30,7 @@ from rush.hardware import peak_memory_bytes, reset_peak_memory
 from rush.models.adapters import adapters
 from rush.techniques.contract import Observation
 from rush.techniques.evidence import dynamo_counts
-from rush.train.breakdown import breakdown, callers
+from rush.train.breakdown import breakdown, callers, longest, pieces
 from rush.train.build import FORWARD, Run
 from rush.train.exposed import Exchanges, exchanges
 from rush.train.step import launch_step
@@ -97,6 +97,7 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
         data_wait_ms=seen.data_wait_ms,
         peak_memory_bytes=seen.peak_memory_bytes,
         breakdown_ms=seen.breakdown_ms,
+        longest=seen.longest,
         facts=facts,
     )
 
@@ -125,6 +126,7 @@ class _Profiled:
     data_wait_ms: float
     peak_memory_bytes: int
     breakdown_ms: dict[str, float]
+    longest: list[dict[str, Any]]
     exchanges: Exchanges
 
 
@@ -168,6 +170,7 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
             kernels[event.name] += event.time_range.elapsed_us() / 1000
     forwards = [event for event in host if event.name == FORWARD]
     held = [event.device_memory_usage if on_gpu else event.cpu_memory_usage for event in forwards]
+    parts = pieces(events, on_gpu=on_gpu)
     return _Profiled(
         kernels=dict(kernels),
         ops=dict(Counter(event.name for event in host)),
@@ -180,9 +183,8 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
         step_ms=1000 * seconds / steps,
         data_wait_ms=1000 * waited / steps,
         peak_memory_bytes=peak,
-        breakdown_ms=breakdown(
-            events, wall_ms=1000 * seconds, data_ms=1000 * waited, steps=steps, on_gpu=on_gpu
-        ),
+        breakdown_ms=breakdown(parts, wall_ms=1000 * seconds, data_ms=1000 * waited, steps=steps),
+        longest=longest(parts, steps=steps),
         exchanges=exchanges(events, steps=steps, on_gpu=on_gpu),
     )
 

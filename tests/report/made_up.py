@@ -213,6 +213,10 @@ def _ok_rung(
         "total_gain": {"ratio": total, "ci95": [total * 0.992, total * 1.008]} if over else None,
         "claim": claim, "verdict": _VERDICTS.get(name, "equal and faster"),
         "breakdown_ms": _breakdown(name, len(before), step_ms),
+        "longest": [
+            {"name": "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm>", "kind": "matmul", "ms": step_ms * 0.2, "calls": 96.0},
+            {"name": "triton_per_fused_native_layer_norm_3", "kind": "norm_elementwise", "ms": step_ms * 0.05, "calls": 32.5},
+        ],
         "environment": {"clock_mhz": 1980, "temperature_c": 52 + len(before), "throttle": [], "foreign_processes": 0, "load": 1.2},
     }  # fmt: skip
 
@@ -222,7 +226,7 @@ def _failed_rung(
 ) -> Table:
     measured = _measure(draw, 70_800.0) if status == "no_effect" else None
     empty = ("step_ms", "tokens_kind", "mfu", "hfu", "ceiling_fraction", "compile_s", "warmup_s", "warmup_steps",
-             "data_wait_ms", "parity", "gain", "total_gain", "claim", "breakdown_ms")  # fmt: skip
+             "data_wait_ms", "parity", "gain", "total_gain", "claim", "breakdown_ms", "longest")  # fmt: skip
     return dict.fromkeys(empty) | {
         "name": name, "title": title, "adds": [name], "techniques": [name], "recipe": _recipe([name], 8),
         "digest": f"{abs(hash_of(name)):064x}"[:64], "status": status, "reason": reason,

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.report import write_comparison, write_report
+from rush.report import words, write_comparison, write_report
 from tests.report import made_up
 from tests.report.browser import Browser, Page
 
@@ -197,6 +197,18 @@ def test_the_time_bars_change_from_shares_to_time_per_token(full: Page) -> None:
     ]
     for width, expected in zip(times, per_token, strict=True):
         assert width / times[0] == pytest.approx(expected / per_token[0], abs=0.04)
+
+
+def test_the_longest_kernels_of_a_rung_unfold(full: Page) -> None:
+    table = "#longest details table"
+    assert not full.evaluate(f"document.querySelector('{table}').checkVisibility()")
+    full.click("#longest > summary")
+    full.click("#longest details > summary")
+    assert full.until(f"document.querySelector('{table}').checkVisibility()")
+    first = made_up.made_up_ladder()["rungs"][0]["longest"][0]
+    shown = full.evaluate(f"document.querySelector('{table} tbody tr').textContent")
+    assert first["name"] in shown
+    assert words.milliseconds(first["ms"]) in shown
 
 
 def test_bars_on_the_screen_are_as_long_as_their_numbers(full: Page) -> None:

@@ -74,6 +74,16 @@ def test_the_breakdown_adds_up_to_the_step_and_names_where_the_time_went() -> No
         assert seen.breakdown_ms[kind] > 0, kind
 
 
+def test_the_longest_operators_are_told_with_their_time_and_how_often_they_ran() -> None:
+    seen = plain()
+    times = [piece["ms"] for piece in seen.longest]
+    assert times == sorted(times, reverse=True)
+    assert sum(times) <= sum(seen.breakdown_ms.values())
+    products = {piece["kind"]: piece for piece in seen.longest if piece["name"] == "aten::mm"}
+    assert products["matmul"]["ms"] <= seen.breakdown_ms["matmul"]
+    assert products["matmul"]["calls"] >= len(make_run().model.blocks)
+
+
 def test_what_is_kept_for_the_backward_pass_is_measured_and_recomputation_shrinks_it() -> None:
     full, selective = watched("checkpoint_full"), watched("checkpoint_selective")
     assert full.held_bytes < selective.held_bytes < plain().held_bytes

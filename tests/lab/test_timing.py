@@ -1,0 +1,87 @@
+"""The clock: what a sample holds, and that samples add up to the time that training takes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rush.data import Steps
+from rush.hardware import probe
+from rush.lab import timing
+from rush.lab.timing import Stepper, Timing, rates, time_steps
+from rush.recipe_io import load_recipe
+from rush.train.build import build
+from rush.train.corpus import open_corpus
+
+SHORT = Timing(windows=5, window_ms=0.0, warmup_max_steps=6, timed_max_s=30.0)
+
+
+class Growing:
+    """A loader whose every step has one row more to learn from than the one before."""
+
+    def __init__(self, loader: Steps) -> None:
+        self.loader, self.made = loader, 0
+
+    def next_step(self) -> list[Any]:
+        batches = list(self.loader.next_step())
+        self.made += 1
+        for batch in batches:
+            batch.labels_bt[:] = -100
+            batch.labels_bt[0, : self.made] = 1
+        return batches
+
+
+def test_each_sample_counts_the_tokens_of_its_own_steps(small_recipe: Path) -> None:
+    recipe = load_recipe(str(small_recipe))
+    run = build(recipe, probe("cpu"))
+    with open_corpus(recipe, None, lambda text: None).loader(recipe, run.loader_options) as loader:
+        growing = Growing(loader)
+        found = time_steps(run, growing, SHORT)  # type: ignore[arg-type]
+    labels = found["sample_tokens"]["trained"]
+    assert len(labels) == len(found["samples_s"]) == 5
+    # The last steps that were made, in their order, and none of the warm-up's.
+    assert labels == [growing.made - 4 + number for number in range(5)]
+    assert found["sample_tokens"]["processed"] == [64] * 5
+    assert rates(found, "trained") == [
+        count / seconds for count, seconds in zip(labels, found["samples_s"], strict=True)
+    ]
+
+
+def test_a_sample_of_several_steps_is_their_mean(small_recipe: Path) -> None:
+    recipe = load_recipe(str(small_recipe))
+    run = build(recipe, probe("cpu"))
+    with open_corpus(recipe, None, lambda text: None).loader(recipe, run.loader_options) as loader:
+        stepper = Stepper(run, Growing(loader))  # type: ignore[arg-type]
+        stepper()  # looked at only when the next is under way
+        samples, tokens = timing._timed(stepper, timing._by_host, 2, 3)
+    assert len(samples) == 2
+    assert [each["trained"] for each in tokens] == [3.0, 6.0]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_samples_add_up_to_the_time_of_training() -> None:
+    """Long steps of few kernels: the device is never without work, and what is timed is what a clock on the wall says."""
+    recipe = load_recipe(
+        "gpt2-124m",
+        [
+            "data.source=python-stdlib", "data.tokenizer=train", "data.vocab_size=2048",
+            "techniques=['amp_bf16','flash_attention','loader_workers','pin_memory']",
+            "batch.micro=32", "batch.total_tokens=32768",
+        ],
+    )  # fmt: skip
+    run = build(recipe, probe("cuda"))
+    with open_corpus(recipe, None, lambda text: None).loader(recipe, run.loader_options) as loader:
+        stepper = Stepper(run, loader)
+        for _ in range(5):
+            stepper()
+        stepper.settle()
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        samples, _ = timing._timed(stepper, timing._by_device, 12, 1)
+        wall = time.perf_counter() - began
+    # The wall's clock has one step more: the one before the first window.
+    assert sum(samples) == pytest.approx(wall * 12 / 13, rel=0.04)
