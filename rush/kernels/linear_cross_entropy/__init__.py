@@ -4,8 +4,8 @@
 The gradients are made in the forward pass, for those of `hidden` and `weight` that ask for one. hidden and
 weight have one dtype (fp32, bf16 or fp16), in which the matmuls run. Under autocast they may have any: the
 matmuls run in autocast's dtype, and each gradient has the dtype of its tensor, as with `torch.nn.functional`.
-Extra memory is the logits of a chunk of tokens (by default 1/12 of all from 12,288 tokens on), and one copy of
-the weight where it must be cast or padded. Bitwise repeatable where the matmuls are
+Extra memory is the logits of a chunk of tokens (by default at most 1/10 of all from 10,240 tokens on), and one copy
+of the weight where it must be cast or padded. Bitwise repeatable where the matmuls are
 (`torch.use_deterministic_algorithms`).
 """
 

@@ -29,10 +29,12 @@ from rush.kernels.linear_cross_entropy.words import Words, losses_among
 
 ALIGNED = 64
 """Tensor cores want sides that are multiples of 8, tiles better of 64; GPT-2's 50,257 words are an odd number."""
-FEWEST, MOST = 4, 12
-"""Chunks when the caller leaves it to us: 12 make a chunk's logits 8 % of all."""
-EFFICIENT = 1024
-"""Tokens from which on a chunk's matmuls are limited by arithmetic and not by reading the weight."""
+FEWEST = 4
+ROUND = (1024, 1536, 2048, 4096, 8192, 16384)
+"""Tokens of a chunk that make the library's products fast (on an H200, widths 768 to 4096, docs/negative-results.md): from
+1,024 on arithmetic limits them and not reading the weight, and these fill the last wave of tiles."""
+SHARE = 10
+"""A chunk's logits are at most this part of all, where there are enough tokens."""
 MOST_ROUNDED = 16
 FP16_SCALE = 1024.0
 SLICE = 4096
@@ -41,7 +43,12 @@ SLICE = 4096
 
 def default_chunk(num_tokens: int) -> int:
     """Tokens of a chunk: few chunks, none larger than need be."""
-    chunks = min(max(num_tokens // EFFICIENT, FEWEST), MOST)
+    chunks = max(num_tokens // ROUND[0], FEWEST)
+    if num_tokens >= SHARE * ROUND[0]:
+        size = max(size for size in ROUND if size * SHARE <= num_tokens)
+        if size * MOST_ROUNDED >= num_tokens:
+            return size
+        chunks = MOST_ROUNDED  # more would cost a sum in fp32
     tokens = -(-num_tokens // chunks)
     return max(1, -(-tokens // 128) * 128 if tokens > 128 else tokens)
 
