@@ -31,6 +31,7 @@ class Part:
     """The shape of all of it."""
 
 
+@torch.no_grad()
 def parts_of(tensor: Tensor) -> list[Part]:
     """What this rank holds of a tensor; the values are the tensor's own memory."""
     values, whole = own_part(tensor).detach(), tuple(tensor.shape)
@@ -81,8 +82,12 @@ def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[Part
     if ranks.alone:
         return {name: parts_of(tensor) for name, tensor in tensors.items()}
     alike: dict[tuple[str, ...], list[str]] = {}
+    copied_along: dict[Any, tuple[str, ...]] = {}  # thousands of tensors are cut in a few ways
     for name, tensor in tensors.items():
-        alike.setdefault(_copied_along(tensor, ranks), []).append(name)
+        cut = _cut(tensor)
+        if cut not in copied_along:
+            copied_along[cut] = _copied_along(tensor, ranks)
+        alike.setdefault(copied_along[cut], []).append(name)
     mine: dict[str, list[Part]] = {}
     for axes, names in alike.items():
         number, count = _place(axes, ranks)
@@ -90,14 +95,14 @@ def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[Part
         sizes = {name: tensors[name].numel() * tensors[name].element_size() for name in names}
         fair, loads = sum(sizes.values()) / count, [0] * count
         for name in sorted(names, key=lambda name: (-sizes[name], name)):
-            parts = parts_of(tensors[name])
             if count > 1 and sizes[name] > fair and tensors[name].dim() > 0:
-                parts = [_rows(part, number, count) for part in parts]
+                parts = [_rows(part, number, count) for part in parts_of(tensors[name])]
             else:
                 lightest = loads.index(min(loads))
                 loads[lightest] += sizes[name]
                 if lightest != number:
                     continue
+                parts = parts_of(tensors[name])
             # Of an empty tensor the empty part is all there is.
             mine[name] = [part for part in parts if part.values.numel() or not tensors[name].numel()]
     return mine
@@ -107,6 +112,12 @@ def _rows(part: Part, number: int, count: int) -> Part:
     rows = part.values.shape[0]
     begin, end = rows * number // count, rows * (number + 1) // count
     return Part(part.values[begin:end], (part.offset[0] + begin, *part.offset[1:]), part.whole)
+
+
+def _cut(tensor: Tensor) -> Any:
+    """What tensors that are cut alike have in common; None for one that is whole."""
+    sharded: Any = tensor
+    return (sharded.device_mesh, tuple(sharded.placements)) if is_sharded(tensor) else None
 
 
 def _copied_along(tensor: Tensor, ranks: Ranks) -> tuple[str, ...]:

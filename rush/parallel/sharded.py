@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from itertools import product
 from typing import Any
 
@@ -85,10 +86,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def runs(tensor: Tensor) -> list[list[tuple[int, int]]]:
     """What this rank holds of a sharded tensor along each dim: where each run of neighbours begins in the whole, and its length. It is one run,
     except where its rows come from several parts: then they lie one below another, in this order."""
+    return _runs(tuple(tensor.shape), tuple(cuts(tensor)))
+
+
+@lru_cache(maxsize=4096)  # a model has thousands of tensors of a few shapes, and every save asks
+def _runs(shape: tuple[int, ...], made: tuple[Cut, ...]) -> list[list[tuple[int, int]]]:
     found: list[list[tuple[int, int]]] = []
-    for dim, size in enumerate(tensor.shape):
+    for dim, size in enumerate(shape):
         own = torch.arange(size)
-        for cut in cuts(tensor):
+        for cut in made:
             if cut.dim == dim:
                 own = replace(cut, dim=0).pieces(own)[cut.place]
         breaks = (own.diff() != 1).nonzero().flatten() + 1

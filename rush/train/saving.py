@@ -1,7 +1,8 @@
 """Saving a training state: every rank writes its part, in the background, and rank 0 seals the whole.
 
-Training waits for a copy to host memory; from there a thread writes, hashes and forces to the disk. One save is under way
-at a time: the next one waits for it. Rank 0 makes the hidden folder, each rank says through the store what it has
+A thread copies the state to memory of its own, hashes it and forces it to the disk. Training goes on at once and waits, before
+its next update, for the rest of the copy (for all of it, where that comes from a device). One save is under way at a time:
+the next one waits for it. Rank 0 makes the hidden folder, each rank says through the store what it has
 written, and when all have, rank 0 adds the small files and seals: manifest last, then one rename. So a checkpoint
 appears whole or not at all, whoever is killed. Collectives stay with the training: the thread uses none.
 
@@ -17,11 +18,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from rush.files import write_atomic, write_json_atomic
 from rush.models.adapters import is_adapted
@@ -43,9 +46,9 @@ from rush.records.pieces import (
     write_pieces,
 )
 from rush.train.frozen import describe_base
-from rush.train.packing import join_optimizers, pack_model, pack_optimizer, pack_random
+from rush.train.packing import clean_name, join_optimizers, pack_model, pack_optimizer, pack_random
 from rush.train.save_meeting import Meeting, failure
-from rush.train.staging import Staging
+from rush.train.staging import Copy, Staging
 from rush.train.tensors import dtype_name, save_tensors
 
 RANDOM, STATE = "random.safetensors", "state.json"
@@ -88,10 +91,16 @@ class _Job:
     meta: dict[str, Any]
     began: float
     waited_s: float = 0.0
-    blocked_s: float = 0.0
-    in_background: bool = False
+    packed_s: float = 0.0
+    copy: Copy | None = None
+    """Of a save in the background."""
     done: Saved | None = None
     error: BaseException | None = None
+
+    @property
+    def blocked_s(self) -> float:
+        """What training waited for: to begin the copy, and before the next update to have it."""
+        return self.packed_s + (self.copy.waited_s if self.copy else 0.0)
 
     @property
     def num_bytes(self) -> int:
@@ -117,6 +126,8 @@ class Saver:
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
+        self._hook: RemovableHandle | None = None
+        """Of the copy under way, on the optimizer."""
         self._abandoned = threading.Event()
 
     def save(
@@ -142,14 +153,16 @@ class Saver:
         job = self._job = self._pack(step, model, optimizer, extra, metrics, meta)
         job.waited_s = job.began - asked
         self._ready()
-        job.in_background = self.background and not last and self._staging.has_room(job.parts)
-        if not job.in_background:
+        if not self.background or last or not self._staging.has_room(job.parts):
             self._run(job)
             if not self.background:
                 self.wait()
             return
-        job.parts = self._staging.copy(job.parts)
-        job.blocked_s = time.perf_counter() - job.began
+        trained = {clean_name(name) for name, p in model.named_parameters() if p.requires_grad}
+        copy = job.copy = self._staging.copy(job.parts, partial(_changed_by_updates_only, trained))
+        job.parts = copy.parts
+        self._hook = optimizer.register_step_pre_hook(lambda *_: copy.wait())
+        job.packed_s = time.perf_counter() - job.began
         self._thread = threading.Thread(target=self._run, args=(job,), name="rush-save", daemon=True)
         self._thread.start()
 
@@ -175,6 +188,9 @@ class Saver:
         while self._thread is not None:
             self._thread.join(LOOK_S)  # in short turns, so that a signal is heard
             self._thread = self._thread if self._thread.is_alive() else None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         job, self._job = self._job, None
         if job is None:
             return None
@@ -225,6 +241,8 @@ class Saver:
     def _run(self, job: _Job) -> None:
         """Write this rank's part, and rank 0 the rest; in a thread or not."""
         try:
+            if job.copy is not None:
+                job.copy.finish()
             if self.ranks.alone:
                 self._write_alone(job)
             else:
@@ -234,8 +252,9 @@ class Saver:
 
     def _finish(self, job: _Job, path: Path) -> None:
         save_s = time.perf_counter() - job.began
-        blocked_s = job.blocked_s if job.in_background else save_s
-        job.done = Saved(job.step, path, save_s, blocked_s, job.waited_s, job.num_bytes, job.in_background)
+        in_background = job.copy is not None
+        blocked_s = job.blocked_s if in_background else save_s
+        job.done = Saved(job.step, path, save_s, blocked_s, job.waited_s, job.num_bytes, in_background)
         if self.ranks.main:
             self.after(job.done)
 
@@ -330,6 +349,12 @@ class Saver:
         write_atomic(folder / PIECES, write_pieces(tables))
         optimizer = join_optimizers(part["optimizer"] for part in parts if "optimizer" in part)
         return self._seal(job, folder, {**job.state, "optimizer": optimizer}, known)
+
+
+def _changed_by_updates_only(trained: set[str], kind: str, name: str) -> bool:
+    """Whether nothing but an update of the weights changes this; buffers change in passes, a group's learning rate before."""
+    own = name.partition(NTH)[0]
+    return own in trained if kind == "model" else not own.startswith("group.")
 
 
 def _described(key: str, part: Part, file: str) -> PieceTable:

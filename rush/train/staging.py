@@ -1,9 +1,17 @@
-"""Host memory that a state is copied to, so that training can go on while it is written."""
+"""Host memory that a state is copied to, so that training can go on while it is written.
+
+What only an update of the weights changes need not be copied at once: the next forward and backward pass read it too. So what
+lies in host memory is copied beside them, by the thread that will write it, and the update waits for the rest.
+"""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import psutil  # type: ignore[import-untyped]
 import torch
@@ -11,6 +19,38 @@ from torch import Tensor
 
 from rush.errors import MachineError
 from rush.parallel.placement import Part
+
+
+@dataclass
+class Copy:
+    """A state on its way to memory that training does not change."""
+
+    parts: dict[str, dict[str, Part]]
+    """Where it is, once `finish` has been called."""
+    left: list[tuple[Tensor, Tensor]]
+    """What is still to be copied, as pairs of to and from."""
+    _finished: threading.Event = field(default_factory=threading.Event)
+    _finished_at: float = math.inf
+    _wanted_at: float = math.inf
+
+    def finish(self) -> None:
+        """Copy what is left; called by the thread that will write it."""
+        try:
+            for to, of in self.left:
+                to.copy_(of)
+        finally:  # whatever happens, an update must not wait for ever
+            self.left, self._finished_at = [], time.perf_counter()
+            self._finished.set()
+
+    def wait(self) -> None:
+        """Let it be finished; called before what is copied changes."""
+        self._wanted_at = min(self._wanted_at, time.perf_counter())
+        self._finished.wait()
+
+    @property
+    def waited_s(self) -> float:
+        """What `wait` took, once it is finished."""
+        return max(0.0, self._finished_at - self._wanted_at)
 
 
 class Staging:
@@ -32,19 +72,22 @@ class Staging:
                 for name, part in named.items():
                     self._buffer(f"{kind}:{name}", part.values).zero_()
 
-    def copy(self, parts: Mapping[str, Mapping[str, Part]]) -> dict[str, dict[str, Part]]:
-        """The same parts, in memory that training does not change."""
-        copied: dict[str, dict[str, Part]] = {kind: {} for kind in parts}
+    def copy(self, parts: Mapping[str, Mapping[str, Part]], may_wait: Callable[[str, str], bool]) -> Copy:
+        """Begin to copy these parts; those that `may_wait` (by kind and name) and lie in host memory are left to `finish`."""
+        copy = Copy({kind: {} for kind in parts}, [])
         on_device = False
         for kind, named in parts.items():
             for name, part in named.items():
                 buffer = self._buffer(f"{kind}:{name}", part.values)
+                copy.parts[kind][name] = Part(buffer, part.offset, part.whole)
+                if part.values.device.type == "cpu" and may_wait(kind, name):
+                    copy.left.append((buffer, part.values))
+                    continue
                 buffer.copy_(part.values, non_blocking=True)
                 on_device |= part.values.is_cuda
-                copied[kind][name] = Part(buffer, part.offset, part.whole)
         if on_device:
             torch.cuda.synchronize()
-        return copied
+        return copy
 
     def _buffer(self, name: str, like: Tensor) -> Tensor:
         held = self._held.get(name)

@@ -20,6 +20,7 @@ from rush.recipe_io import load_recipe
 from rush.records.checkpoints import CheckpointStore, verify
 from rush.train import checkpoint, loop
 from rush.train.saving import Saved, Saver
+from rush.train.staging import Copy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_runs import rows, small_recipe, write_corpus
@@ -59,30 +60,42 @@ def begin_and_wait(saver: Saver, step: int, run: tuple[nn.Module, Optimizer]) ->
     saver.wait()
 
 
-def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile(tmp_path: Path) -> None:
+def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass may change a buffer and a schedule the learning rate at once; an update waits for a copy that is late."""
     run, store = state(), SlowDisk(tmp_path / "checkpoints")
+    run[0].register_buffer("seen", torch.zeros(3))
+    run[1].param_groups[0]["lr"] = torch.tensor(0.1)
     expected = checkpoint.save(CheckpointStore(tmp_path / "expected"), 1, *run, {"position": 1})
-    saver = Saver(store)
+    plain = Copy.finish
+    monkeypatch.setattr(Copy, "finish", lambda copy: (time.sleep(0.5), plain(copy)))
+    saver, saved = Saver(store), list[Saved]()
+    saver.after = saved.append
     saver.save(1, *run, {"position": 1})
     assert not store.path(1).exists()
-    with torch.no_grad():
-        for parameter in run[0].parameters():
-            parameter.fill_(7.0)
-            run[1].state[parameter]["momentum_buffer"].fill_(8.0)
-    assert saver.wait() is not None
+    before = next(run[0].parameters()).clone()
+    run[0].get_buffer("seen").fill_(6.0)
+    run[1].param_groups[0]["lr"].fill_(0.2)
+    run[1].step()
+    assert not torch.equal(before, next(run[0].parameters()))
+    saver.wait()
     for file in expected.iterdir():
         assert (store.path(1) / file.name).read_bytes() == file.read_bytes(), file.name
+    assert 0.4 < saved[0].blocked_s < TAKES_S, "the wait of the update counts"
+    assert not run[1]._optimizer_step_pre_hooks
 
 
 def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path: Path) -> None:
     """On a CPU the copy is no small part of a save to a fast disk. So the disk is made slow, and what must not depend on it
-    does not: the time that training waits is that of a copy of the same bytes, here well below 5 %."""
+    does not: the time that training waits is at most that of a copy of the same bytes, here well below 5 %."""
     run, saved = state(64 * MB), list[Saved]()
     saver = Saver(SlowDisk(tmp_path / "checkpoints"), after=saved.append)
     saver.prepare(*run)
     saver._ready()
     for step in (1, 2, 3):
         saver.save(step, *run, {})
+        run[1].step()
         saver.wait()
     assert [one.step for one in saved] == [1, 2, 3]
     assert all(one.in_background and one.num_bytes == 64 * MB for one in saved)
