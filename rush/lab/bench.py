@@ -63,11 +63,13 @@ class Bench:
         twin: bool | None = None,
         limit_s: float = math.inf,
         keep_late: bool = True,
+        slowest: float = 0.0,
     ) -> Outcome:
         """The outcome of a trial, made now or earlier. The `first` of a rung is also watched and traced.
 
         What others are held against needs its `twin`, too: a plain recipe, if nothing else is said. `keep_late`: whether it is
-        a result that a trial did not end within its limit; with more time it may.
+        a result that a trial did not end within its limit; with more time it may. One that makes fewer tokens a second than
+        `slowest` is not timed to the end; that is a result, too.
         """
         if (known := self.known(recipe, kind)) is not None:
             return known
@@ -80,7 +82,9 @@ class Bench:
             "kind": "measure",
             "recipe": write_toml(recipe),
             "machine": self.machine.to_dict(),
-            "timing": self.plan.measure.model_dump(include=set(TIMING)) if timed else None,
+            "timing": {**self.plan.measure.model_dump(include=set(TIMING)), "slowest": slowest}
+            if timed
+            else None,
             "profile": first,
             "parity": parity,
             "extra_techniques": list(self.extra_techniques),
@@ -140,9 +144,12 @@ class Bench:
 
 
 @contextmanager
-def open_bench(plan: Plan, folder: Path, extra_techniques: Sequence[Path] = ()) -> Iterator[Bench]:
-    """Learn what the machine is and how fast, in a process of its own: the ladder never touches the device."""
-    spec = {"kind": "prepare", "device": plan.base.run.device}
+def open_bench(
+    plan: Plan, folder: Path, extra_techniques: Sequence[Path] = (), *, every_dtype: bool = False
+) -> Iterator[Bench]:
+    """Learn what the machine is and how fast, in a process of its own: the ladder never touches the device. A CPU multiplies
+    some dtypes hundreds of times slower than others: `every_dtype` says to ask for all, to know before a trial."""
+    spec = {"kind": "prepare", "device": plan.base.run.device, "every_dtype": every_dtype}
     starter = Starter()
     try:
         outcome = execute(starter, spec, folder / "work" / "prepare", Measure().limit_s)

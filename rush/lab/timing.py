@@ -44,6 +44,8 @@ class Timing:
     warmup_max_steps: int = 40
     warmup_max_s: float = 60.0
     timed_max_s: float = 30.0
+    slowest: float = 0.0
+    """Tokens per second, of the kind that counts: a run that is slower when it is warm is not timed any longer."""
 
 
 class Stepper:
@@ -58,7 +60,7 @@ class Stepper:
         self.step = 0
         self.waited_s = 0.0
         self.last: LaunchedStep | None = None
-        self.counts: list[dict[str, int]] = []
+        self.counts: list[dict[str, float]] = []
         """Tokens of every kind in each step looked at so far, of all ranks."""
 
     def batches(self) -> list[Batch]:
@@ -96,25 +98,37 @@ def time_steps(
     Of several ranks all must make the same number of steps: `agree` makes of each one's seconds those that count for all.
     """
     stepper, clock = Stepper(run, loader), _clock(run.device)
-    first_s = agree(clock(stepper, 1, 1)[0])
-    warm, steady = _warm_up(lambda: agree(clock(stepper, 1, 1)[0]), timing)
+    # What counts is tokens in pretraining, and in fine-tuning those that are learned from.
+    counted = "processed" if run.recipe.objective.kind == "lm" else "trained"
+
+    def one() -> float:
+        return agree(clock(stepper, 1, 1)[0])
+
+    first_s = one()
+    warm, steady = _warm_up(one, timing)
+    if len(warm) == 1 and _too_slow(stepper, warm, counted, timing):
+        warm.append(one())  # one step alone may have paid for something else
+    hopeless = _too_slow(stepper, warm, counted, timing)
     step_s = statistics.median(warm[-STEADY_STEPS:])
     per_window = max(1, math.ceil(timing.window_ms / 1000 / step_s))
     windows = max(
         min(timing.windows, ENOUGH), min(timing.windows, int(timing.timed_max_s / (per_window * step_s)))
     )
     stepper.settle()
-    reset_peak_memory(run.device.type)
-    waited_before, steps_before = stepper.waited_s, stepper.step
-    samples, tokens = _timed(stepper, clock, windows // 2, per_window)
-    around = conditions(run.machine)  # in the middle of the work
-    more_samples, more_tokens = _timed(stepper, clock, windows - windows // 2, per_window)
-    samples, tokens = [agree(seconds) for seconds in samples + more_samples], tokens + more_tokens
+    if hopeless:
+        per_window, waited_before, steps_before = 1, 0.0, 0
+        samples, tokens, around = warm, stepper.counts[1:], conditions(run.machine)
+    else:
+        reset_peak_memory(run.device.type)
+        waited_before, steps_before = stepper.waited_s, stepper.step
+        samples, tokens = _timed(stepper, clock, windows // 2, per_window)
+        around = conditions(run.machine)  # in the middle of the work
+        more_samples, more_tokens = _timed(stepper, clock, windows - windows // 2, per_window)
+        samples, tokens = [agree(seconds) for seconds in samples + more_samples], tokens + more_tokens
     return {
         "samples_s": samples,
         "steps_per_sample": per_window,
-        # What counts is tokens in pretraining, and in fine-tuning those that are learned from.
-        "counted": "processed" if run.recipe.objective.kind == "lm" else "trained",
+        "counted": counted,
         "sample_tokens": {kind: [each[kind] for each in tokens] for kind in KINDS},
         "step_tokens": tokens[-1]["processed"],
         "step_labels": tokens[-1]["trained"],
@@ -122,6 +136,7 @@ def time_steps(
         "warmup_s": sum(warm),
         "warmup_steps": len(warm) + 1,
         "steady": steady,
+        "hopeless": hopeless,
         "data_wait_ms": 1000 * (stepper.waited_s - waited_before) / (stepper.step - steps_before),
         "peak_memory_bytes": peak_memory_bytes(run.device.type),
         "flops_per_token": _work(run),
@@ -144,6 +159,12 @@ def rates(timing: Mapping[str, Any], kind: str | None = None) -> list[float]:
 def _work(run: Run) -> int | None:
     """Unknown for a model that is not ours, a rival's."""
     return run.flops_per_token() if isinstance(run.model, Decoder) else None
+
+
+def _too_slow(stepper: Stepper, warm: list[float], counted: str, timing: Timing) -> bool:
+    """Whether even the fastest step was too slow to go on."""
+    tokens = statistics.mean(step[counted] for step in stepper.counts)
+    return tokens / min(warm) < timing.slowest
 
 
 def _timed(

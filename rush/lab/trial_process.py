@@ -125,7 +125,7 @@ def _prepare(spec: Mapping[str, Any], result: Result) -> None:
     """What is done once per ladder, here so that the ladder itself never touches the device."""
     machine = probe(spec["device"])
     result.add(machine=machine.to_dict())
-    dtypes = ["float32"] if machine.device == "cpu" else None
+    dtypes = ["float32"] if machine.device == "cpu" and not spec["every_dtype"] else None
     rates = ceilings(machine, dtypes).rates()
     names = sorted({dtype for sheet in CATALOG.values() for dtype in sheet.peak_flops})
     peaks = {dtype: peak for dtype in names if (peak := datasheet_peak(machine, dtype)) is not None}

@@ -208,6 +208,7 @@ technique = Technique(
     ),
     parity=Parity.STATISTICAL,
     evidence=evidence,
+    compiles=lambda knobs: knobs["backend"] == "torchao",
     memory=(
         MemoryEffect(
             "optimizer",

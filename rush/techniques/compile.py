@@ -83,6 +83,7 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
+    compiles=lambda knobs: True,
     memory=(
         MemoryEffect("norm.wide", 0.0, "made again inside the backward kernels"),
         MemoryEffect("norm.scaled", 0.0, "made again inside the backward kernels"),

@@ -60,6 +60,11 @@ class Claim:
     regime: str
     source: str
 
+    @property
+    def of_memory(self) -> bool:
+        """Whether it is about bytes that are held, rather than about time or traffic."""
+        return "bytes" in self.metric and "moved" not in self.metric
+
 
 @dataclass(frozen=True)
 class Requirement:
@@ -279,6 +284,8 @@ class Technique:
     """Whether it acts on the head alone, which of a pipeline the last rank has: the others have nothing to prove."""
     fits: Callable[[Recipe, Mapping[str, Knob]], None] | None = None
     """Raises RecipeError, with the legal values, for sizes of the recipe that it cannot divide."""
+    compiles: Callable[[Mapping[str, Knob]], bool] = lambda knobs: False
+    """Whether, with these knobs, its first step waits long for a compiler: such a trial takes longer than others."""
     worth: tuple[Setting, ...] = (Setting(),)
     """What `rush tune` tries of it, the likeliest first; nothing where something else decides that it is on (a layout) or
     the tuner has another way to the same (the micro batch)."""

@@ -143,6 +143,7 @@ technique = Technique(
         source="PyTorch blog, FlexAttention, August 2024",
     ),
     parity=Parity.CLOSE,
+    compiles=lambda knobs: True,
     evidence=attention_ran(kernels=("flex_attention",), ops=("flex_attention",)),
     memory=(
         MemoryEffect("scores", 0.0, "only one number per query and head is kept"),

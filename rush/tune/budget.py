@@ -40,10 +40,11 @@ class Budget:
         return self.total_s - self.spent_s
 
     def note(self, kind: frozenset[str], wall_s: float, elapsed_s: float, trial: str) -> None:
-        """A trial was made (or found) that took so long."""
+        """A trial was made (or found) that took so long. What failed or was ended early does not say what others will take, unless
+        it was to be compiled: then it was too long for that."""
         self.trials_s += wall_s
         self.own_s += elapsed_s
-        if trial == "rank":
+        if trial == "rank" or (trial == "failed" and kind):
             self.walls.setdefault(kind, []).append(wall_s)
 
     def expected_s(self, kind: frozenset[str], trial: str = "rank") -> float:

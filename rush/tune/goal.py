@@ -15,6 +15,8 @@ OBJECTIVES = {
     "cost": "least money per token at --price for an hour of the device; on one machine what is fastest is cheapest",
     "longest-sequence": "the longest batch.sequence that fits, at a micro batch of 1",
 }
+SLOW = 2.0
+"""A trial that is so many times slower than one that could win is not timed to the end."""
 LEAST = 0.01
 """A difference below this is never believed: processes of one recipe lie as far apart."""
 
@@ -33,7 +35,8 @@ class Result:
     evidence: Sequence[Mapping[str, Any]] = ()
     parity: Mapping[str, Any] | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """What else a timing says: which tokens were `counted`, the share of a step that `waits` for data."""
+    """What else a timing says: which tokens were `counted`, the share of a step that `waits` for data, whether it was
+    `hopeless` and ended early."""
 
     @property
     def ok(self) -> bool:
@@ -59,6 +62,17 @@ class Result:
 
 
 @dataclass(frozen=True)
+class Limit:
+    """When a trial is ended before it is done."""
+
+    seconds: float
+    patient: bool = False
+    """Whether that was long enough to call it slow; a trial that did not end in time is then a result."""
+    slowest: float = 0.0
+    """Tokens per second; one that is slower has lost, and is ended as soon as that is plain."""
+
+
+@dataclass(frozen=True)
 class Goal:
     objective: str = "tokens/s"
     keep_speed: float = 0.8
@@ -72,6 +86,11 @@ class Goal:
 
     def fast_enough(self, new: Result, start: Result) -> bool:
         return self.objective != "memory" or new.speed >= self.keep_speed * start.speed
+
+    def slowest(self, lead: Result, start: Result) -> float:
+        """Tokens per second below which a trial has plainly lost."""
+        needed = self.keep_speed * start.speed if self.objective == "memory" else lead.speed
+        return needed / SLOW
 
     def ahead(self, new: Result, lead: Result, start: Result) -> bool:
         """Whether a trial is better than the lead's by more than chance gives."""

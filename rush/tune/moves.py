@@ -8,7 +8,7 @@ batch means fewer of them. What the recipe itself changes about learning (adapte
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from rush.errors import RushError
@@ -103,8 +103,30 @@ def compiled(recipe: Recipe) -> frozenset[str]:
     return frozenset(
         named(use.technique.name, use.knobs)
         for use in settle_uses(recipe)
-        if use.technique.stage is Stage.COMPILE
+        if use.technique.compiles(use.knobs)
     )
+
+
+def together(
+    recipe: Recipe, keys: Sequence[str], singles: Callable[[Recipe], Sequence[Move | Refusal]]
+) -> tuple[Move, list[str]] | None:
+    """Several changes at once, and which: one after another as named, but none that would undo an earlier one. `singles` gives
+    the single changes of a recipe. None where fewer than two can be made."""
+    at, made = recipe, list[str]()
+    for key in keys:
+        move = next((one for one in singles(at) if one.key == key), None)
+        if isinstance(move, Move) and _difference(recipe, at) <= _difference(recipe, move.recipe):
+            at, made = move.recipe, [*made, key]
+    return (Move(f"together: {' + '.join(made)}", at), made) if len(made) > 1 else None
+
+
+def _difference(old: Recipe, new: Recipe) -> set[str]:
+    """What was put on, taken out or set otherwise."""
+    before, after = (
+        {*(named(name, knobs) for name, knobs in recipe.technique_uses()), f"micro {recipe.micro}"}
+        for recipe in (old, new)
+    )
+    return before ^ after
 
 
 def without(recipe: Recipe, names: Sequence[str], rules: Rules) -> Move | Refusal:

@@ -54,9 +54,17 @@ class Outlook:
         return any(failed <= own for failed in self.failed)
 
     def expected(self, move: Move, over: Recipe) -> float:
-        """How much better a change is expected to be."""
-        if move.key in self.known:
-            return self.known[move.key]
+        """How much better a change is expected to be, where much is built upon it on paper: as it went here before."""
+        return self.known[move.key] if move.key in self.known else self.predicted(move, over)
+
+    def hoped(self, move: Move, over: Recipe) -> float:
+        """How much better a change may be, where it is tried alone. What went well here before comes forward. What lost is set back
+        no further than the planner alone would put it: it may have lost in a busy minute or on another model, asking again
+        costs one trial, and what is put last is never asked where time is short."""
+        return max(self.expected(move, over), self.predicted(move, over))
+
+    def predicted(self, move: Move, over: Recipe) -> float:
+        """What the planner says."""
         new, old = self.planner.predict(move.recipe), self.planner.predict(over)
         start = self.planner.predict(self.start)
         if isinstance(new, Prediction) and isinstance(old, Prediction) and isinstance(start, Prediction):
@@ -116,6 +124,14 @@ def bonus(move: Move, over: Recipe, expected: float, waits: float) -> float:
     if technique is not None and technique.claim.metric == "data_wait_ms" and waits > PAYS - 1:
         return -waits * technique.claim.gain
     return -UNSEEN if abs(expected - 1) < PAYS - 1 else 0.0
+
+
+def saves_only(move: Move, over: Recipe, expected: float, goal: Goal) -> bool:
+    """Whether a change is made to save memory, and neither room nor speed is expected of it that a search for speed could use."""
+    technique = registry().get(family(move))
+    if technique is None or goal.objective == "memory" or move.recipe.batch != over.batch:
+        return False
+    return technique.claim.of_memory and expected < PAYS
 
 
 def leaps(outlook: Outlook, start: Recipe, rules: Rules) -> list[Recipe]:

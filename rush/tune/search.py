@@ -10,8 +10,7 @@ Nothing here touches a device or a file: `Laboratory` makes the trials, and a te
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,14 +21,10 @@ from rush.techniques import Parity
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate, Event
 from rush.tune.forecast import Prediction
-from rush.tune.goal import Goal, Result
-from rush.tune.moves import Move, Refusal, Rules, compiled, describe, promise, with_micro
-from rush.tune.outlook import Outlook, bonus, family, leaps
-
-HOPELESS = 0.9
-"""A change that is predicted to come to less of the lead than this is not tried."""
-AGAIN = 0.98
-"""A change that lost by less may be tried again on another lead, when all others have been."""
+from rush.tune.goal import Goal, Limit, Result
+from rush.tune.moves import Move, Rules, compiled, describe, promise, with_micro
+from rush.tune.options import Option, Options, Turn
+from rush.tune.outlook import Outlook, leaps
 
 CLEAR = 1.05
 """A smaller lead is measured again in another process."""
@@ -45,9 +40,8 @@ class Laboratory(Protocol):
         """Plain fp32, traced for parity."""
         ...
 
-    def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
-        """`rank`: a short timing, `confirm`: once more. `decide`: a longer one. `prove`: that, with evidence and parity. `length`: does it fit?
-        One that is not done by its limit is ended; that is a result, if the limit was `patient`."""
+    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
+        """`rank`: a short timing, `confirm`: once more. `decide`: a longer one. `prove`: that, with evidence and parity. `length`: does it fit?"""
         ...
 
 
@@ -67,9 +61,11 @@ class Search:
     winner: Candidate | None = None
     gain: Ratio | None = None
     """The winner's speed over that of the recipe as it stands."""
-    _seen: set[str] = field(default_factory=set)
-    _lost: dict[str, list[float]] = field(default_factory=dict)
+    options: Options = field(init=False)
     _proven: set[frozenset[str]] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.options = Options(self.rules, self.outlook, self.budget, self._note)
 
     @property
     def goal(self) -> Goal:
@@ -80,10 +76,10 @@ class Search:
         self.begin()
         for recipe in leaps(self.outlook, self.lead.known_recipe, self.rules):
             leap = Move(f"planned: {describe(recipe)}", recipe)
-            if recipe.digest not in self._seen and self.affordable("rank", recipe):
-                self._consider(leap, self.outlook.expected(leap, self.lead.known_recipe))
-        while (chosen := self._next()) is not None:
-            self._consider(*chosen)
+            if recipe.digest not in self.options.seen and self.affordable("rank", recipe):
+                self._consider(Option(leap, self.outlook.expected(leap, self.lead.known_recipe)))
+        while (option := self._next()) is not None:
+            self._consider(option)
 
     def begin(self) -> None:
         """Try the recipe as it stands, and trace what all are held against. A recipe that promises no more than the same learning
@@ -102,7 +98,7 @@ class Search:
             predicted = self.outlook.planner.predict(move.recipe)
             small = move.recipe.micro // 2
             if small and isinstance(predicted, Prediction) and not predicted.fits:
-                self._prune(move, predicted)
+                self.options.prune(move, predicted)
             else:
                 candidate = self.add(move, "start")
                 result = self.run("rank", candidate)
@@ -122,82 +118,42 @@ class Search:
     def _reference(self) -> None:
         began, before = self.budget.spent_s, self.budget.clock()
         self.tell(self, "plain fp32, for parity")
-        result = self.lab.reference(self._limit_s()[0])
+        result = self.lab.reference(self._limit().seconds)
         self.budget.note(frozenset(), result.wall_s, self.budget.clock() - before, "reference")
         self.budget.reference_s = result.wall_s
         self.events.append(Event("plain fp32", "reference", began, result.wall_s, result.status))
 
-    def _next(self) -> tuple[Move, float] | None:
+    def _next(self) -> Option | None:
         """The likeliest change of the lead there is time for; None ends the climb."""
-        lead, waits = self.lead.known_recipe, float(self.lead.results["rank"].figures.get("waits", 0.0))
-        options = sorted(
-            self._options(lead), key=lambda option: -option[1] - bonus(option[0], lead, option[1], waits)
+        waits = float(self.lead.results["rank"].figures.get("waits", 0.0))
+        options = self.options.over(self.lead.known_recipe, waits)
+        together_s = sum(
+            self.budget.expected_s(compiled(option.move.recipe))
+            for option in options
+            if option.turn is Turn.TOGETHER
         )
-        for move, expected in options:
-            if self.affordable("rank", move.recipe):
-                return move, expected
-        for move, expected in options:
-            self._note(Candidate(move.key, move.recipe, "not tried", "no time was left", expected=expected))
-        return None
-
-    def _options(self, lead: Recipe) -> Iterator[tuple[Move, float]]:
-        """Changes of the lead that are worth a trial; what is not is noted with the reason."""
-        double = 2 * lead.micro
-        divides = self.rules.tokens % (double * lead.batch.sequence) == 0
-        crowded = divides and not self.outlook.fits(with_micro(Move("", lead), double).recipe)
-        for move in self.outlook.moves(lead, self.rules):
-            if isinstance(move, Refusal):
-                self._note(Candidate(move.key, None, "refused", move.reason))
-                continue
-            both = [move]
-            if crowded and move.recipe.micro == lead.micro:
-                # What makes room may pay by a larger micro batch.
-                larger = with_micro(move, double)
-                both += [larger] if self.outlook.fits(larger.recipe) else []
-            for one in both:
-                if (expected := self._worth(one, lead)) is not None:
-                    yield one, expected
-
-    def _worth(self, move: Move, lead: Recipe) -> float | None:
-        """What is expected of a change; None where it is not worth a trial."""
-        if move.recipe.digest in self._seen:
-            return None
-        if tries := self._lost.get(move.key):
-            return AGAIN if len(tries) == 1 and tries[0] >= AGAIN else None
-        predicted = self.outlook.planner.predict(move.recipe)
-        # Another setting of what has just lost will hardly do better.
-        others = [
-            ratio for key, tries in self._lost.items() if family(move) == key.split("(")[0] for ratio in tries
-        ]
-        expected = min(self.outlook.expected(move, lead), max(others, default=math.inf))
-        if isinstance(predicted, str):
-            self._note(Candidate(move.key, None, "refused", predicted))
-        elif not predicted.fits:
-            self._prune(move, predicted)
-        elif self.outlook.suspect(move.recipe):
+        for option in options:
+            # Small gains that wait for their common trial have time set aside.
+            aside_s = together_s if option.turn is Turn.FRESH else 0.0
+            if self.affordable("rank", option.move.recipe, aside_s=aside_s):
+                return option
+        for option in options:
+            words = "no time was left"
             self._note(
-                Candidate(move.key, None, "pruned", "what it rounds was found to learn something else")
+                Candidate(option.move.key, option.move.recipe, "not tried", words, expected=option.expected)
             )
-        elif expected < HOPELESS and not others and move.key not in self.outlook.known:
-            words = f"predicted {expected:.2f}×"
-            self._note(Candidate(move.key, None, "pruned", words, prediction=predicted, expected=expected))
-        else:
-            return expected
         return None
 
-    def _prune(self, move: Move, predicted: Prediction) -> None:
-        needed, there = predicted.memory_bytes / 2**30, predicted.limit_bytes / 2**30
-        words = f"predicted {needed:.3g} GiB of {there:.3g}"
-        self._note(Candidate(move.key, None, "pruned", words, prediction=predicted))
-
-    def _consider(self, move: Move, expected: float) -> None:
+    def _consider(self, option: Option) -> None:
         """Try a change, and let it lead if it is ahead and learns the same as far as is known."""
-        candidate = self.add(move, "lost")
-        candidate.expected, candidate.over = expected, self.lead.key
+        move, candidate = option.move, self.add(option.move, "lost")
+        candidate.expected, candidate.over = option.expected, self.lead.key
+        if option.turn is Turn.TOGETHER:
+            self.options.gathered.add(self.lead.known_recipe.digest)
         result, old = self.run("rank", candidate), self.lead.results["rank"]
         if not result.ok:
             candidate.state, candidate.reason = "failed", result.failure
-            self._lost.setdefault(move.key, []).append(0.0)
+            self.options.lose(move, 0.0)
             return
         candidate.ratio = self.goal.ratio(result, old)
         sound = not self.outlook.suspect(self.lead.known_recipe)
@@ -207,8 +163,10 @@ class Search:
             result = self._confirmed(candidate)
             ahead = self.goal.ahead(result, old, first)
         if not ahead:
-            candidate.reason = f"lost round 1: {candidate.ratio:.2f}×"
-            self._lost.setdefault(move.key, []).append(candidate.ratio)
+            words = "slower, ended early" if result.figures.get("hopeless") else "lost round 1"
+            candidate.reason = f"{words}: {candidate.ratio:.2f}×"
+            near = self.goal.fast_enough(result, first) and option.turn is not Turn.TOGETHER
+            self.options.lose(move, candidate.ratio, near=near)
             return
         own = promise(move.recipe, self.rules.kept)
         if own and own not in self._proven:
@@ -250,20 +208,23 @@ class Search:
             return False
         return True
 
-    def affordable(self, kind: str, recipe: Recipe, *, reserve: bool = True) -> bool:
-        """Whether there is time for a trial, and after it for what must be made at the end, should it lead."""
-        needed = self.budget.expected_s(compiled(recipe), kind)
+    def affordable(self, kind: str, recipe: Recipe, *, reserve: bool = True, aside_s: float = 0.0) -> bool:
+        """Whether there is time for a trial, and after it for what must be made at the end, should it lead. `aside_s` is kept for
+        something else."""
+        needed = self.budget.expected_s(compiled(recipe), kind) + aside_s
         return needed + (self._reserve_s(recipe) if reserve else 0.0) <= self.budget.left_s
 
-    def _limit_s(self, kind: str = "", recipe: Recipe | None = None) -> tuple[float, bool]:
-        """How long a trial may take, and whether that is long enough to call it slow: a short one may not eat up the time of the
-        proof, and no trial outlasts the budget. The first gets its time in any case."""
+    def _limit(self, kind: str = "", recipe: Recipe | None = None) -> Limit:
+        """How long a trial may take: a short one may not eat up the time of the proof, and no trial outlasts the budget. The first
+        gets its time in any case. One that is slower than the lead is told so, unless the lead learns something else."""
         left = self.budget.left_s
         if recipe is None or kind != "rank" or not any(event.kind == "reference" for event in self.events):
-            return max(left, LEAST_S), False
+            return Limit(max(left, LEAST_S))
         patience = PATIENCE * self.budget.expected_s(compiled(recipe), kind) + LEAST_S
-        limit = max(left - self._reserve_s(recipe), LEAST_S)
-        return min(limit, patience), patience <= limit
+        seconds = max(left - self._reserve_s(recipe), LEAST_S)
+        slowest = self.goal.slowest(self.lead.results["rank"], self.base.results["rank"])
+        sound = not self.outlook.suspect(self.lead.known_recipe)
+        return Limit(min(seconds, patience), patience <= seconds, slowest if sound else 0.0)
 
     def _reserve_s(self, recipe: Recipe) -> float:
         """What proving the lead, or a recipe that may take it, and timing the first recipe once more will take."""
@@ -279,7 +240,7 @@ class Search:
         candidate = Candidate(f"{move.key}, again" if again else move.key, move.recipe, state)
         candidate.prediction = predicted if isinstance(predicted, Prediction) else None
         self.candidates.append(candidate)
-        self._seen.add(move.recipe.digest)
+        self.options.seen.add(move.recipe.digest)
         return candidate
 
     def _note(self, candidate: Candidate) -> None:
@@ -301,8 +262,9 @@ class Search:
         """Make a trial, on the budget and on the time line."""
         began, before = self.budget.spent_s, self.budget.clock()
         self.tell(self, candidate.key if kind == "rank" else f"{candidate.key} ({kind})")
-        result = self.lab.trial(kind, recipe, *self._limit_s(kind, recipe))
-        self.budget.note(compiled(recipe), result.wall_s, self.budget.clock() - before, kind)
+        result = self.lab.trial(kind, recipe, self._limit(kind, recipe))
+        took = kind if result.ok and not result.figures.get("hopeless") else "failed"
+        self.budget.note(compiled(recipe), result.wall_s, self.budget.clock() - before, took)
         candidate.round = max(candidate.round, 1)
         self.events.append(Event(candidate.key, kind, began, result.wall_s, result.status))
         return result

@@ -27,7 +27,7 @@ from rush.techniques import Parity as Class
 from rush.techniques import registry
 from rush.tune.budget import Budget
 from rush.tune.forecast import Planner, Prediction
-from rush.tune.goal import Result
+from rush.tune.goal import Limit, Result
 
 STEP_S = 0.5
 """About how long a step of a trial may take, by prediction."""
@@ -146,12 +146,19 @@ class Trials:
         )
         return _result(outcome)
 
-    def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
         bench = self._bench({"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.micro)
         # The second pass of a step is the fullest: gradients are there.
         tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
         short = changed(recipe, {"batch.total_tokens": tokens})
-        outcome = bench.run(short, kind, first=kind == "prove", limit_s=limit_s, keep_late=patient)
+        outcome = bench.run(
+            short,
+            kind,
+            first=kind == "prove",
+            limit_s=limit.seconds,
+            keep_late=limit.patient,
+            slowest=limit.slowest,
+        )
         parity = None
         if kind == "prove" and outcome.status == "ok":
             parity = parity_of(bench, short, self._bench(LONG).parity_recipe(self.plain), outcome)
@@ -181,6 +188,7 @@ def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> Result:
         {
             "counted": timing["counted"],
             "waits": timing["data_wait_ms"] / 1000 / statistics.median(timing["samples_s"]),
+            "hopeless": timing["hopeless"],
         }
         if timing
         else {},

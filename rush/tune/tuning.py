@@ -53,7 +53,8 @@ def tune(
             _earlier(
                 replace(request, recipe=asked), folder
             )  # another search is refused before anything is started
-        with open_bench(trial_plan(asked, Settings(asked.step_tokens), RANK), folder) as bench:
+        plan = trial_plan(asked, Settings(asked.step_tokens), RANK)
+        with open_bench(plan, folder, every_dtype=True) as bench:
             assert bench.ceilings is not None
             planner = Planner(target_here(bench.machine, bench.ceilings))
             settled_request = replace(request, recipe=settled(asked, planner.target))
@@ -72,7 +73,11 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
         settings, started, known = Settings(**before["settings"]), before["started"], before["known"]
     else:
         before, started = None, _now()
-        known = remembered(fingerprint, request.recipe.model.name, folder.parent)
+        speeds = request.goal.objective in (
+            "tokens/s",
+            "cost",
+        )  # what is remembered says nothing about memory
+        known = remembered(fingerprint, request.recipe.model.name, folder.parent) if speeds else {}
         on_paper = leaps(Outlook(start, planner, request.goal, known, rules.kept), start, rules)
         settings = Settings(trial_tokens(start, on_paper, planner))
     outlook, budget = Outlook(start, planner, request.goal, known, rules.kept), Budget(request.budget_s)
@@ -128,7 +133,7 @@ def _gains(request: Request, candidates: Sequence[Candidate]) -> list[Gain]:
     return [
         Gain(c.key, request.recipe.model.name, c.ratio)
         for c in candidates
-        if c.ratio is not None and not c.key.startswith("planned")
+        if c.ratio is not None and not c.key.startswith(("planned", "together"))
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def test_each_sample_counts_the_tokens_of_its_own_steps(small_recipe: Path) -> N
         growing = Growing(loader)
         found = time_steps(run, growing, SHORT)  # type: ignore[arg-type]
     labels = found["sample_tokens"]["trained"]
+    assert not found["hopeless"]
     assert len(labels) == len(found["samples_s"]) == 5
     # The last steps that were made, in their order, and none of the warm-up's.
     assert labels == [growing.made - 4 + number for number in range(5)]
@@ -85,3 +87,15 @@ def test_on_a_gpu_samples_add_up_to_the_time_of_training() -> None:
         wall = time.perf_counter() - began
     # The wall's clock has one step more: the one before the first window.
     assert sum(samples) == pytest.approx(wall * 12 / 13, rel=0.04)
+
+
+def test_what_is_plainly_too_slow_ends_with_its_warm_up(small_recipe: Path) -> None:
+    recipe = load_recipe(str(small_recipe))
+    run = build(recipe, probe("cpu"))
+    with open_corpus(recipe, None, lambda text: None).loader(recipe, run.loader_options) as loader:
+        growing = Growing(loader)
+        found = time_steps(run, growing, replace(SHORT, slowest=1e12, warmup_max_steps=1))  # type: ignore[arg-type]
+    assert found["hopeless"]
+    assert growing.made == 3, "the first, which compiles, one that is too slow, and another to be sure"
+    assert found["sample_tokens"]["trained"] == [2, 3]
+    assert len(rates(found)) == 2

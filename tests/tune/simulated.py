@@ -16,7 +16,7 @@ from rush.recipe_io import changed
 from rush.techniques import Parity
 from rush.tune.budget import Budget
 from rush.tune.forecast import Planner
-from rush.tune.goal import Goal, Result
+from rush.tune.goal import Goal, Limit, Result
 from rush.tune.moves import Rules, named
 from rush.tune.outlook import Outlook, leaps
 from rush.tune.search import Search
@@ -68,7 +68,7 @@ class Table:
     def reference(self, limit_s: float) -> Result:
         return Result("ok", wall_s=45.0)
 
-    def trial(self, kind: str, recipe: Recipe, limit_s: float, patient: bool) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
         self.made.append((kind, recipe.digest))
         names = {named(name, knobs) for name, knobs in recipe.technique_uses()}
         wall_s = (
