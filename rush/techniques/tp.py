@@ -166,9 +166,15 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     held = sum(own_part(p).numel() for p in matrices) / sum(p.numel() for p in matrices)
     # A token is multiplied with each weight once forward and twice backward.
     tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"]
-    # (Products with an adapter's rank are not the layers'; up to three adapters of one input share one.)
+    # (Products with an adapter's rank are not the layers'; up to three adapters of one input share one. A layer's part may be
+    # as narrow, and is known by both of its sides.)
     thin = {n * adapter.spec.rank for _, _, adapter in adapters(model) for n in (1, 2, 3)}
-    products = [prod(dims) * count for dims, count in seen.matmul_shapes.items() if not thin & set(dims)]
+    parts = {tuple(sorted(own_part(layer._parameters["weight"]).shape)) for layer in layers}
+    products = [
+        prod(dims) * count
+        for dims, count in seen.matmul_shapes.items()
+        if not thin & set(dims) or _without(dims, seen.facts["micro_tokens"]) in parts
+    ]
     share = sum(products) / (3 * weights * tokens)
     calls = max(1, seen.ops.get(PASS, 0) * len(model.blocks) / (len(stages) or 1))
     found = {
@@ -183,6 +189,12 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         f"this rank holds {held:.0%} of the blocks' matrices; its products are {share:.0%} of those of whole layers; "
         f"{found[GATHER]:.1f} gathers, {found[SCATTER]:.1f} scatters and {found[SUM]:.1f} sums for each block and pass",
     )
+
+
+def _without(dims: tuple[int, ...], tokens: int) -> tuple[int, ...]:
+    """The sides of the weight in a product with so many tokens."""
+    place = dims.index(tokens) if tokens in dims else len(dims)
+    return tuple(sorted((*dims[:place], *dims[place + 1 :])))
 
 
 technique = Technique(
