@@ -250,7 +250,7 @@ def _show(name: str, plan: Plan, tokens: float | None, price: float | None) -> N
             f"\n{tokens:,.0f} tokens: {found['hours']:,.1f} h, {found['device_hours']:,.0f} device-hours, "
             f"{found['kwh']:,.0f} kWh{cost}"
         )
-    typer.echo(f"\nRates: {target.how} ({'; '.join(target.sources)})")
+    typer.echo(f"\nRates: {target.how} ({'; '.join(plan.sources)})")
 
 
 def _bar(parts: Any, whole: float, limit: float | None = None) -> None:

@@ -217,6 +217,9 @@ def _show_rates(found: Ceilings, peaks: dict[str, float] | None) -> None:
         ]
         for row in found.collectives
     ]
+    if found.launching is not None:
+        each = f"{1e6 / found.launching.rate:.3g} µs each, {found.launching.case}"
+        rows.append(["launches", quantity(found.launching.rate, "/s"), "-", each])
     rows += [[f"{dtype} matmul", "-", "-", reason] for dtype, reason in found.unsupported.items()]
     columns = ["what", "rate", "of datasheet", "at best, or why not"]
     if not peaks:

@@ -85,6 +85,8 @@ class Ceilings:
     unsupported: Mapping[str, str] = field(default_factory=dict)
     """Dtypes this device cannot multiply, with the reason."""
     collectives: tuple[Collective, ...] = ()
+    launching: Sample | None = None
+    """Operators that the host called, and the seconds of that."""
     load: float | None = None
     """Load average per usable core before measuring: near 1, others were computing and rates may be low."""
 
@@ -98,6 +100,11 @@ class Ceilings:
         sample = self.bandwidth.get(transfer)
         return sample.rate if sample else None
 
+    @property
+    def launch_s(self) -> float | None:
+        """What the host needs to call one operator of an eager model, forward or backward."""
+        return 1 / self.launching.rate if self.launching else None
+
     def age_s(self) -> float:
         return max(0.0, time.time() - self.measured_at)
 
@@ -109,6 +116,7 @@ class Ceilings:
             "transfers_bytes_per_s": {
                 kind: sample.rate for kind, sample in self.bandwidth.items() if kind != "copy"
             },
+            "launch_s": self.launch_s,
             "collectives": [
                 {
                     "operation": row.operation,
@@ -141,6 +149,7 @@ class Ceilings:
                 Collective(**{**row, "samples": tuple(_sample(sample) for sample in row["samples"])})
                 for row in data.get("collectives", ())
             ),
+            launching=_sample(data["launching"]) if data.get("launching") else None,
             load=data.get("load"),
         )
 
@@ -158,8 +167,8 @@ def ceilings(
 ) -> Ceilings:
     """The ceilings of this machine for these dtypes (all, if not said), from the cache or measured now.
 
-    `collectives` is between how many processes to time collective operations, one per GPU where there are
-    GPUs; without it that is left out. The cache is a convenience: when it cannot be read or written,
+    `bandwidth` asks for what memory and the host's launches take, too. `collectives` is between how many processes
+    to time collective operations, one per GPU where there are GPUs; without it that is left out. The cache is a convenience: when it cannot be read or written,
     `on_problem` hears why, and the rates are measured all the same. `on_progress` hears what is being
     measured, how many parts are done, and of how many.
     """
@@ -188,6 +197,7 @@ def _missing(
     """What was asked for and is not known yet: its name, and how to add it."""
     from rush.hardware import measure
     from rush.hardware.collectives import measure_collectives
+    from rush.hardware.launching import launching
 
     def matmul(dtype: str, so_far: Ceilings) -> Ceilings:
         result = measure.matmul(machine.device, dtype)
@@ -205,6 +215,8 @@ def _missing(
         parts.append(
             ("memory bandwidth", lambda so_far: replace(so_far, bandwidth=measure.bandwidth(machine.device)))
         )
+    if bandwidth and found.launching is None:
+        parts.append(("launches", lambda so_far: replace(so_far, launching=launching(machine.device))))
     if collectives is not None and collectives not in {row.ranks for row in found.collectives}:
         parts.append(
             (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 import tomllib
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from rush.errors import RushError
 from rush.hardware.catalog import find
 from rush.hardware.machine import Machine
 from rush.plan.spec import Spec, spec_of
-from rush.plan.target import Target, target_here
+from rush.plan.target import Target, target_here, target_of
 from rush.recipe import Recipe
 from rush.recipe_io import changed, parse
 from rush.records.ladder import read_ladder
@@ -32,6 +33,7 @@ class Case:
     """The most that tensors took; None where that was not recorded, or not in full."""
     breakdown_s: Mapping[str, float] = field(default_factory=dict)
     study: str = ""
+    """The folder of its record under the results."""
 
     @property
     def digest(self) -> str:
@@ -39,10 +41,11 @@ class Case:
 
 
 def read_findings(folder: Path) -> list[Case]:
-    """Every distinct recipe that was measured; of a recipe measured twice the first study in alphabetical order counts."""
+    """Every distinct recipe that was measured, in all views of a ladder; of one measured twice the better record counts."""
     found: dict[str, Case] = {}
-    for path in sorted(folder.glob("*/ladder*.json")):
-        for case in _ladder(path):
+    records = [(path, read_ladder(path)) for path in sorted(folder.glob("**/ladder*.json"))]
+    for path, record in sorted(records, key=lambda item: _worth(item[1]), reverse=True):
+        for case in _ladder(record, path.parent.relative_to(folder).as_posix()):
             found.setdefault(case.digest, case)
     for path in sorted(folder.glob("*/metrics.jsonl")):
         for case in _run(path.parent):
@@ -50,12 +53,18 @@ def read_findings(folder: Path) -> list[Case]:
     return list(found.values())
 
 
-def _ladder(path: Path) -> Iterator[Case]:
-    record: Any = read_ladder(path)
+def _worth(record: Any) -> tuple[bool, int, str]:
+    """A ladder that came to its end before one that did not, then one of more processes a rung, then the later one."""
+    timed = [rung["step_ms"] for rung in record["rungs"] if rung.get("step_ms")]
+    processes = max((len(measured.get("processes", ())) for measured in timed), default=0)
+    return record.get("finished") is not None, processes, record["started"]
+
+
+def _ladder(record: Any, study: str) -> Iterator[Case]:
     if not record.get("ceilings"):
         return
     machine = Machine.from_dict(record["machine"])
-    target = _target(machine, record["ceilings"])
+    target = target_here(machine, record["ceilings"])
     top: Recipe | None = None
     for rung in record["rungs"]:
         recipe = _recipe(rung["recipe"])
@@ -70,7 +79,7 @@ def _ladder(path: Path) -> Iterator[Case]:
             step_s=rung["step_ms"]["median"] / 1e3,
             memory_bytes=_memory(machine, recipe, rung.get("peak_memory_bytes")),
             breakdown_s={part: ms / 1e3 for part, ms in (rung.get("breakdown_ms") or {}).items()},
-            study=path.parent.name,
+            study=study,
         )
     for point in record.get("batch_curve") or ():
         if top is None or point["status"] != "ok":
@@ -84,7 +93,7 @@ def _ladder(path: Path) -> Iterator[Case]:
             target=target,
             step_s=spec.step_tokens / point["tokens_per_s"]["median"],
             memory_bytes=_memory(machine, recipe, point.get("peak_memory_bytes")),
-            study=path.parent.name,
+            study=study,
         )
 
 
@@ -96,8 +105,6 @@ def _memory(machine: Machine, recipe: Recipe, found: float | None) -> float | No
 
 
 def _run(folder: Path) -> Iterator[Case]:
-    import json
-
     machine = Machine.from_dict(json.loads((folder / "machine.json").read_text()))
     recipe = _recipe((folder / "recipe.toml").read_text())
     sheet = find(machine.devices[0])
@@ -105,8 +112,6 @@ def _run(folder: Path) -> Iterator[Case]:
         return
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = statistics.median(row["step_s"] for row in rows[5:] if "val_loss" not in row)
-    from rush.plan.target import target_of
-
     yield Case(
         name="the run",
         recipe=recipe,
@@ -116,10 +121,6 @@ def _run(folder: Path) -> Iterator[Case]:
         memory_bytes=None,
         study=folder.name,
     )
-
-
-def _target(machine: Machine, rates: Mapping[str, Any]) -> Target:
-    return target_here(machine, rates)
 
 
 def _recipe(text: str) -> Recipe | None:

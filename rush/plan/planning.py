@@ -28,6 +28,8 @@ ERRORS = {
 }
 """Expected errors of memory and time, by how the rates were obtained and whether several devices work together; from
 `rush plan --check`, rounded up, and guesses for datasheets."""
+HOST_ERROR = 0.3
+"""Of the time where a step waits for a host that was not measured: those at hand lie 10 % apart, others are not known."""
 MOST_MICRO = 4096
 POWER = 0.85
 """Share of a board's power limit that a busy accelerator draws on average; an assumption."""
@@ -73,7 +75,25 @@ class Plan:
     @property
     def expected_error(self) -> dict[str, float]:
         memory, time = ERRORS[self.target.how, self.spec.world > 1]
-        return {"memory": memory, "time": time}
+        return {"memory": memory, "time": max(time, HOST_ERROR) if self.waits_for_host else time}
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether the device waits for a host that nobody measured."""
+        return not self.target.launch_s and self.time.parts.get("launching", 0.0) > 0.05 * self.time.step
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Where the rates come from, and what launching takes."""
+        if self.target.launch_s:
+            launching = (
+                f"a call of an operator takes its host {1e6 * self.target.launch_s:.1f} µs, as measured"
+            )
+        elif self.target.kind == "cuda":
+            launching = f"a call of an operator is taken to need {1e6 * DEFAULT.launch_s:.1f} µs of the host, as on H200s"
+        else:
+            launching = "calls of operators are not counted; `rush probe` measures them"
+        return (*self.target.sources, launching)
 
     def budget(self, tokens: float, price: float | None) -> dict[str, float]:
         """Hours, device-hours, energy and, given a price of a device-hour, cost of so many tokens."""
@@ -97,7 +117,7 @@ class Plan:
                 "devices_per_node": self.target.devices_per_node,
                 "memory_bytes": int(self.target.memory_bytes),
                 "how": self.target.how,
-                "sources": list(self.target.sources),
+                "sources": list(self.sources),
             },
             "parameters": count_parameters(spec.shape),
             "layout": dict(spec.layout),

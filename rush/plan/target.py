@@ -62,6 +62,8 @@ class Target:
     """measured here, calibrated or datasheet."""
     sources: tuple[str, ...]
     kind: str = "cuda"
+    launch_s: float | None = None
+    """What its host needs to call one operator, forward or backward; None where no probe measured it."""
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of large products; a dtype the device does not have is computed in fp32 (or what was measured)."""
@@ -189,4 +191,5 @@ def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
         how="measured here",
         sources=("ceilings measured on this machine",),
         kind="cuda" if machine.device == "cuda" else "cpu",
+        launch_s=rates.get("launch_s"),
     )

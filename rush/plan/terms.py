@@ -79,7 +79,7 @@ WORK = {
     "update.bytes": "moved for each byte of a weight by an update in one kernel; plain: 24",
     "update.more": "bytes for each weight besides",
     "update.reaches": "what that kernel reaches of the copy rate, where that is not the usual",
-    "update.launches": "operations for each tensor; plain: 13",
+    "update.launches": "operations for each tensor; plain: 10",
     "launches.block": "operations that the host launches for a block's passes; plain: counted",
     "launches.pass": "operations for a whole pass; plain: the sum of its blocks'",
     "data.ahead": "threads that make batches while the device works",

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rush.models import flops_per_token
 from rush.plan.communication import STRAGGLING, Sent, sent_by, sent_in_passes
@@ -54,6 +54,8 @@ class Time:
 
 def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Time:
     """The time of one step, everything of it counted once."""
+    if target.launch_s:
+        efficiency = replace(efficiency, launch_s=efficiency.launching * target.launch_s)
     depth = spec.size("pp")
     passes = spec.passes
     one = _pass_parts(spec, target, efficiency)
@@ -81,7 +83,7 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     if target.kind == "cuda":
         launching = passes * launches(spec) * efficiency.launch_s
         host += launching + update_host
-        if spec.work.number("update.launches", 13) > 1:
+        if spec.work.number("update.launches", 10) > 1:
             # Only an update in one kernel can be told to hold back. For others the host waits for the loss before it launches
             # them; what the device has left of them then is done while the host launches the next pass.
             left = max(0.0, update - update_host)
@@ -91,6 +93,9 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
             parts["launching"] = max(0.0, launching + update_host - device)
         # Batches are made while the device works.
         data = max(0.0, data - max(0.0, device - launching - update_host))
+    elif target.launch_s:
+        # A processor that starts an operation computes none.
+        parts["launching"] = passes * launches(spec) * efficiency.launch_s + update_host
     parts["data"] = data
     parts["other"] = efficiency.step_s if target.kind == "cuda" else 0.0
     return Time({name: seconds for name, seconds in parts.items() if seconds}, host)

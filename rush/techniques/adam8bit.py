@@ -225,9 +225,9 @@ technique = Technique(
         WorkEffect("update.reaches", 0.2, "as measured"),
         WorkEffect(
             "update.launches",
-            50.0,
-            "12 with other backends",
-            by_knob=lambda knobs: 50.0 if knobs["backend"] == "torchao" else 12.0,
+            39.0,
+            "9 with other backends",
+            by_knob=lambda knobs: 39.0 if knobs["backend"] == "torchao" else 9.0,
         ),
     ),
 )

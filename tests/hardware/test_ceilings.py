@@ -13,6 +13,7 @@ from rush.errors import MachineError
 from rush.hardware import Ceilings, ceilings, measured_matmul_rate, probe
 from rush.hardware import measure as stopwatch
 from rush.hardware.ceilings import Sample, cache_folder
+from rush.hardware.launching import launching
 
 
 def test_the_rate_is_the_amount_over_the_median_time() -> None:
@@ -68,6 +69,7 @@ def test_measuring_leaves_the_random_generators_as_they_were() -> None:
     torch.manual_seed(7)
     stopwatch.matmul("cpu", "float32", budget_s=0.05)
     stopwatch.bandwidth("cpu", budget_s=0.05)
+    launching("cpu", budget_s=0.05)
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -170,3 +172,26 @@ def test_on_a_gpu_the_ceilings_lie_below_the_datasheet_and_in_the_right_order(tm
     assert plain is not None
     assert copy is not None
     assert plain < pinned < copy
+
+
+def test_what_a_call_of_an_operator_takes_is_measured_and_kept_and_older_files_do_without(
+    tmp_path: Path,
+) -> None:
+    sample = launching("cpu", budget_s=0.3)
+    # At least the six products of each of four layers forward, and two each backward.
+    assert 4 * 18 < sample.amount < 2000
+    assert launching("cpu", budget_s=0.05).amount == sample.amount
+    found = Ceilings("here", 0.0, launching=sample)
+    assert found.rates()["launch_s"] == pytest.approx(
+        sorted(sample.seconds)[len(sample.seconds) // 2] / sample.amount, rel=0.2
+    )
+    assert Ceilings.from_dict(found.to_dict()) == found
+    older = {key: value for key, value in found.to_dict().items() if key != "launching"}
+    assert Ceilings.from_dict(older).launch_s is None
+    began = time.perf_counter()
+    first, second = torch.ones(8, requires_grad=True), torch.ones(8)
+    for _ in range(200):
+        (first * second).sum().backward()
+    # A pass of some eight operators: the order of magnitude is that of any eager code.
+    plain = (time.perf_counter() - began) / 200 / 8
+    assert plain / 20 < 1 / sample.rate < plain * 20

@@ -6,8 +6,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
-from rush.plan.calibration import calibrate, third
+from rush.data import Batch
+from rush.hardware import probe
+from rush.hardware.launching import OperationCount
+from rush.plan.calibration import _launching, calibrate, third
 from rush.plan.check import check
 from rush.plan.communication import NETWORK, bandwidth, ring
 from rush.plan.efficiency import DEFAULT
@@ -17,7 +21,10 @@ from rush.plan.spec import Spec, spec_of
 from rush.plan.target import target_of
 from rush.plan.terms import kernels
 from rush.plan.time import time_of, tokens_per_s
+from rush.plan.updating import launches
 from rush.recipe_io import load_recipe
+from rush.train.build import build
+from rush.train.step import train_step
 
 RESULTS = Path(__file__).parents[2] / "results"
 FAST = 'techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]'
@@ -141,3 +148,71 @@ def test_published_rows_name_their_sources() -> None:
     assert len(rows) == 22
     assert all("torchtitan" in row.source or "arXiv" in row.source for row in rows)
     assert all(tokens_per_s(row.spec, time_of(row.spec, row.target)) > 0 for row in rows)
+
+
+def test_of_a_recipe_measured_twice_the_finished_record_counts_and_every_view_is_read() -> None:
+    cases = read_findings(RESULTS)
+    assert any(case.study == "gpt2-124m-ladder-h200/alone" for case in cases)
+    first = next(case for case in cases if case.name == "base" and case.spec.shape.family == "gpt2")
+    assert first.study.startswith("gpt2-124m-ladder-h200")
+    assert len({case.digest for case in cases}) == len(cases)
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
+@pytest.mark.parametrize("name", ["llama-tiny", "tiny"])
+@pytest.mark.parametrize(
+    "techniques",
+    [
+        "[]",
+        '["flash_attention"]',
+        '["amp_bf16", "flash_attention"]',
+        '["flash_attention", "checkpoint_full"]',
+    ],
+)
+def test_the_operators_of_a_pass_are_those_that_are_called(name: str, techniques: str) -> None:
+    """Counted while a real model makes a real pass, at the size of a toy."""
+    small = ["hidden=32", "vocab_size=64", "head_dim=8", "intermediate=64", "num_layers=2"]
+    recipe = load_recipe(
+        name,
+        [*(f"model.shape.{size}" for size in small), f"techniques={techniques}", "batch.sequence=16", "batch.micro=1",
+         "batch.total_tokens=16"],
+    )  # fmt: skip
+    run = build(recipe, probe("cpu"))
+    tokens = torch.arange(17).reshape(1, 17)
+    batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), ("a row",))
+    train_step(run, 1, 0.01, [batch])  # which makes the moments
+    called = []
+    run.optimizer.register_step_pre_hook(lambda *_: called.append(counting.number))
+    with OperationCount() as counting:
+        train_step(run, 2, 0.01, [batch])
+    assert launches(spec_of(recipe, "cpu")) == pytest.approx(called[0], rel=0.05)
+    per_tensor = (counting.number - called[0]) / len(list(run.model.parameters()))
+    assert per_tensor == pytest.approx(10, rel=0.1)
+
+
+def test_a_slower_host_makes_short_steps_longer_and_leaves_long_ones_alone() -> None:
+    eager = 'techniques=["pure_bf16", "flash_attention", "fused_adamw"]'
+    short, long = (
+        spec_of(
+            load_recipe("llama-3.2-1b", [eager, f"batch.micro={micro}", f"batch.total_tokens={2048 * micro}"])
+        )
+        for micro in (1, 32)
+    )
+    slow, fast = (replace(target_of("h200-sxm"), launch_s=seconds) for seconds in (40e-6, 2e-6))
+    assert time_of(short, slow).step > 2 * time_of(short, fast).step
+    assert time_of(long, slow).step == pytest.approx(time_of(long, fast).step, rel=0.02)
+    on_cpu = spec_of(load_recipe("tiny", ["techniques=[]"]), "cpu")
+    slow, fast = (replace(target_of("cpu"), launch_s=seconds) for seconds in (40e-6, None))
+    assert time_of(on_cpu, slow).step - time_of(on_cpu, fast).step > 40e-6 * launches(on_cpu) * on_cpu.passes
+
+
+def test_launching_is_learned_from_steps_that_wait_for_it_with_a_probe_and_without() -> None:
+    cases = [case for case in read_findings(RESULTS) if case.breakdown_s]
+    for launch_s, factor in ((None, 1.5), (10e-6, 0.7)):
+        truth = replace(DEFAULT, launch_s=factor * DEFAULT.launch_s, launching=factor)
+        made_up = []
+        for case in cases:
+            target = replace(case.target, launch_s=launch_s)
+            made_up.append(replace(case, target=target, step_s=time_of(case.spec, target, truth).step))
+        found = _launching(made_up, DEFAULT)
+        assert found == pytest.approx(factor, rel=0.03)
