@@ -81,10 +81,13 @@ def launch(
     from rush.clusters import Job, check_nodes, manifest, script
     from rush.ready import short_name
     from rush.recipe_io import load_recipe
+    from rush.techniques import check_recipe
 
     changes = list(overrides or [])
     chosen = load_recipe(recipe, changes, auto=True)
     check_nodes(chosen, nodes, gpus_per_node)
+    if not chosen.auto:  # otherwise the ranks settle the micro batch first
+        check_recipe(chosen)
     label = name or short_name(recipe)
     file = recipe.endswith(".toml")
     folder = run or (f"/shared/runs/{label}" if k8s else str(Path("runs").resolve() / label))

@@ -215,11 +215,12 @@ def _start_ranks(
     resume: bool,
     json: bool,
 ) -> None:
-    """This command on several ranks; does not return. A wrong number of them is refused before any is started."""
+    """This command on several ranks; does not return. What they cannot do is refused before any is started."""
     from rush.parallel import check_world, started_world
     from rush.parallel.launching import launch
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder, check_empty
+    from rush.techniques import check_recipe
     from rush.train.shrinking import fewer_ranks
 
     if started_world() > 1:
@@ -230,6 +231,8 @@ def _start_ranks(
     folder = RunFolder(_folder(recipe, out))
     chosen = _recipe(recipe, changes, folder.path) or load_recipe(str(folder.recipe))
     check_world(chosen.layout.model_dump(), most)
+    if not chosen.auto:  # otherwise the ranks settle the micro batch first
+        check_recipe(chosen)
     if not resume:
         check_empty(folder)  # what is there before the first start is no run to go on with after a restart
     words = ["train", *([recipe] if recipe else []), *changes, "--out", str(folder.path)]

@@ -26,6 +26,7 @@ __all__ = [
     "Technique",
     "Use",
     "check",
+    "check_recipe",
     "registry",
     "settle_uses",
     "why_not",
@@ -49,6 +50,19 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
 
     Everything is checked here, before any memory is taken: names, knobs, conflicts, requirements.
     """
+    uses = check_recipe(recipe)
+    for use in uses:
+        for requirement in use.technique.requires:
+            if not requirement.met(machine, recipe):
+                raise MachineError(
+                    f"technique {use.technique.name} cannot run here: {requirement.sentence}; found {recipe.model.name} on "
+                    f"{machine.summary()}. Take it out with techniques-={use.technique.name}, or change what it needs."
+                )
+    return uses
+
+
+def check_recipe(recipe: Recipe) -> list[Use]:
+    """The same as far as no machine is needed for it, so that nobody has to be started to hear it."""
     _check_layout(recipe)
     uses = settle_uses(recipe)
     names = {use.technique.name for use in uses}
@@ -62,12 +76,6 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
                 f"techniques {technique.name} and {clash[0]} cannot stand together{reason and f': {reason}'}; take one of "
                 "them out."
             )
-        for requirement in technique.requires:
-            if not requirement.met(machine, recipe):
-                raise MachineError(
-                    f"technique {technique.name} cannot run here: {requirement.sentence}; found "
-                    f"{recipe.model.name} on {machine.summary()}. Take it out with techniques-={technique.name}, or change what it needs."
-                )
     return uses
 
 

@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from rush.cli.train import _start_ranks
 from rush.errors import RecipeError
 from rush.recipe_io import load_recipe
 from rush.train.folders import read_weights
@@ -147,6 +148,22 @@ def test_a_number_of_ranks_that_is_not_the_layouts_is_refused(
     assert done.stderr.count("error") == 1
     assert said in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("nproc", "change", "said"),
+    [
+        ("3", "layout.tp=3", "does not divide the heads"),
+        ("64", "layout.pp=64", "which takes 64 blocks"),
+        ("3", "layout.cp=3", "does not divide into 6 equal chunks"),
+    ],
+)
+def test_what_ranks_cannot_do_is_refused_before_any_is_started(
+    nproc: str, change: str, said: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rush.parallel.launching.launch", lambda *_, **__: pytest.fail("ranks were started"))
+    with pytest.raises(RecipeError, match=said):
+        _start_ranks(nproc, 0, str(recipe), [change], tmp_path / "out", resume=False, json=False)
 
 
 @pytest.mark.slow
