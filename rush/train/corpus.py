@@ -46,6 +46,8 @@ from rush.train.build import Run
 from rush.train.reference import references, set_live_reference, wants_cached
 
 Note = Callable[[str], None]
+TRIAL_PAIRS = 256
+"""Pairs that a trial reads: to ask the reference about all of them would take longer than the trial, for every recipe anew."""
 
 
 class Corpus(Protocol):
@@ -78,7 +80,8 @@ class Corpus(Protocol):
     def ready_for(
         self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
     ) -> Corpus:
-        """The corpus with what the run's objective needs besides: the reference's numbers, for preferences."""
+        """The corpus with what the run's objective needs besides: the reference's numbers, for preferences. A trial has no folder
+        `beside` which they are kept, and reads the first pairs only."""
         ...
 
 
@@ -128,12 +131,14 @@ class DocumentCorpus:
     tokenizer: Tokenizer
     digest: str
     references: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
+    most: int | None = None
+    """Documents to train on, where not all are read."""
 
     def loader(
         self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None
     ) -> DocumentLoader:
         return DocumentLoader(
-            DocumentSet(self.folder, "train"),
+            DocumentSet(self.folder, "train", self.most),
             micro=recipe.micro,
             sequence=recipe.batch.sequence,
             batches_per_step=recipe.accumulation * recipe.data_ranks,
@@ -173,13 +178,16 @@ class DocumentCorpus:
         set_live_reference(run, weights)
         if not wants_cached(run):
             return self
-        splits = {
-            "train": (DocumentSet(self.folder, "train"), None),
-            "validation": (DocumentSet(self.folder, "validation"), run.recipe.run.validate_sequences),
+        most = None if beside else 2 * TRIAL_PAIRS
+        splits: dict[str, tuple[DocumentSet, int | None]] = {
+            "train": (DocumentSet(self.folder, "train", most), None)
         }
+        if beside:
+            validated = run.recipe.run.validate_sequences
+            splits["validation"] = DocumentSet(self.folder, "validation"), validated
         with nullcontext(beside) if beside else tempfile.TemporaryDirectory() as folder:
             found = references(run, splits, self.digest, Path(folder), resumed=resumed)
-        return replace(self, references=found)
+        return replace(self, references=found, most=most)
 
 
 def _place(options: Mapping[str, Any]) -> dict[str, int]:

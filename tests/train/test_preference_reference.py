@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from rush.data.document_loader import DocumentLoader, document_validation
 from rush.errors import DataError
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
-from rush.train import reference
+from rush.train import corpus, reference
 from rush.train.build import Run, build
 from rush.train.objectives import Preference
 from rush.train.objectives.preference import log_probabilities
@@ -177,3 +178,32 @@ def test_a_live_reference_is_a_frozen_copy_of_the_start_with_the_same_techniques
     set_live_reference(plain, None)
     assert isinstance(plain.objective, Preference)
     assert plain.objective.reference_model is None, "with adapters the base is there already"
+
+
+def test_a_trial_asks_the_reference_about_the_pairs_it_reads_and_a_run_about_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(corpus, "TRIAL_PAIRS", 4)
+    rows = [{"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data = [
+        "data.source=files", f"data.files=['{tmp_path / 'pairs.jsonl'}']", "data.format=preference", "data.template=plain",
+        "data.tokenizer=train", "data.vocab_size=300", "model.shape.vocab_size=320", "batch.sequence=64",
+        "batch.total_tokens=128", "data.validation=0.2",
+    ]  # fmt: skip
+    run = make_run(*data)
+    opened = corpus.open_corpus(run.recipe, None, lambda text: None)
+    trial, whole = opened.ready_for(run, None, None), opened.ready_for(run, None, tmp_path / "run")
+    assert isinstance(trial, corpus.DocumentCorpus)
+    assert isinstance(whole, corpus.DocumentCorpus)
+    assert set(trial.references) == {"train"}
+    assert len(trial.references["train"]) == 8
+    assert len(whole.references["train"]) > 40
+    assert len(whole.references["validation"]) > 0
+    np.testing.assert_array_equal(trial.references["train"], whole.references["train"][:8])
+    with trial.loader(run.recipe, run.loader_options) as loader:
+        read = [batch for _ in range(6) for batch in loader.next_step()]
+    assert all(
+        torch.isin(batch.reference_b, torch.from_numpy(trial.references["train"])).all() for batch in read
+    )  # type: ignore[arg-type]

@@ -92,9 +92,9 @@ class _Mapped:
 
 
 class DocumentSet:
-    """The documents of one split, mapped: `rush.data.documents.Documents`."""
+    """The documents of one split, mapped: `rush.data.documents.Documents`. At most `most` of them, the first ones."""
 
-    def __init__(self, folder: str | Path, split: str) -> None:
+    def __init__(self, folder: str | Path, split: str, most: int | None = None) -> None:
         if split not in SPLITS:
             raise RecipeError(f"Unknown split {split!r}: {nearest(split, SPLITS)}")
         self.folder = Path(folder)
@@ -112,7 +112,7 @@ class DocumentSet:
         self._first = np.cumsum([0, *(shard.documents for shard in self._shards)], dtype=np.int64)
         self._lengths: npt.NDArray[np.int64] = np.concatenate(
             [np.diff(self._map(number).starts) for number in range(len(self._shards))]
-        ).astype(np.int64)
+        ).astype(np.int64)[:most]
 
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
@@ -120,7 +120,7 @@ class DocumentSet:
         return self._lengths
 
     def __len__(self) -> int:
-        return int(self._first[-1])
+        return len(self._lengths)
 
     def tokens(self, index: int) -> npt.NDArray[np.int64]:
         mapped, start, stop, _ = self._find(index)
