@@ -33,8 +33,9 @@ from rush.parallel.sharded import cuts, is_sharded
 from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
 from rush.train.frozen import check_base
 from rush.train.packing import pack_model, parameter_names, read_random
+from rush.train.save_writing import RANDOM, STATE
 from rush.train.saved import SavedTensors
-from rush.train.saving import RANDOM, STATE, Saver
+from rush.train.saving import Saver
 from rush.train.tensors import describe
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"

@@ -1,62 +1,38 @@
-"""Saving a training state: every rank writes its part, in the background, and rank 0 seals the whole.
+"""Saving a training state in the background, one save at a time.
 
-A thread copies the state to memory of its own, hashes it and forces it to the disk. Training goes on at once and waits, before
-its next update, for the rest of the copy (for all of it, where that comes from a device). One save is under way at a time:
-the next one waits for it. Rank 0 makes the hidden folder, each rank says through the store what it has
-written, and when all have, rank 0 adds the small files and seals: manifest last, then one rename. So a checkpoint
-appears whole or not at all, whoever is killed. Collectives stay with the training: the thread uses none.
+A thread copies the state to memory of its own (`staging`), hashes it and forces it to the disk (`save_writing`). Training goes
+on at once and waits, before its next update, for the rest of the copy (for all of it, where that comes from a device). One
+save is under way at a time: the next one waits for it. Collectives stay with the training: the thread uses none.
 
 What goes wrong in a thread is kept and raised by the next `wait` (before the next save, at the end), on all ranks alike.
-A rank that is alone writes whole tensors in one file for each kind; several write pieces, and a table of them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from rush.files import write_atomic, write_json_atomic
 from rush.models.adapters import is_adapted
 from rush.parallel import Ranks
 from rush.parallel.placement import Part, to_write
 from rush.records.checkpoints import CheckpointStore
-from rush.records.manifest import FileEntry
-from rush.records.pieces import (
-    KINDS,
-    PIECES,
-    Piece,
-    Pieces,
-    PieceTable,
-    file_name,
-    join_tables,
-    problem_with,
-    table_from_json,
-    table_to_json,
-    write_pieces,
-)
+from rush.records.pieces import KINDS
 from rush.train.frozen import describe_base
-from rush.train.packing import clean_name, join_optimizers, pack_model, pack_optimizer, pack_random
-from rush.train.save_meeting import Meeting, failure
+from rush.train.packing import clean_name, pack_model, pack_optimizer, pack_random
+from rush.train.save_writing import NTH, Content, Writer
 from rush.train.staging import Copy, Staging
-from rush.train.tensors import dtype_name, save_tensors
 
-RANDOM, STATE = "random.safetensors", "state.json"
 LOOK_S = 0.5
-NTH = "#"
-"""Before the number of a piece, where a rank writes several of one tensor."""
-TORCH_KEY = "DCP_SHARDING_INFO"
-"""Where torch's own safetensors checkpoints say, in a file's header, at which offsets its pieces lie."""
 
 
 @dataclass(frozen=True)
@@ -78,17 +54,9 @@ class Saved:
 
 @dataclass
 class _Job:
-    """What one save has to write, independent of what training does meanwhile."""
+    """A save, independent of what training does meanwhile."""
 
-    step: int
-    number: int
-    parts: dict[str, dict[str, Part]]
-    """What this rank writes of model and optimizer, by kind and name in the file."""
-    tied: dict[str, str]
-    optimizer: dict[str, Any]
-    state: dict[str, Any]
-    random: dict[str, Tensor]
-    meta: dict[str, Any]
+    content: Content
     began: float
     waited_s: float = 0.0
     packed_s: float = 0.0
@@ -101,10 +69,6 @@ class _Job:
     def blocked_s(self) -> float:
         """What training waited for: to begin the copy, and before the next update to have it."""
         return self.packed_s + (self.copy.waited_s if self.copy else 0.0)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(part.values.nbytes for kind in self.parts.values() for part in kind.values())
 
 
 class _Abandoned(Exception):
@@ -129,6 +93,7 @@ class Saver:
         self._hook: RemovableHandle | None = None
         """Of the copy under way, on the optimizer."""
         self._abandoned = threading.Event()
+        self._writer = Writer(self.checkpoints, self.ranks, self._go_on)
 
     def save(
         self,
@@ -153,14 +118,14 @@ class Saver:
         job = self._job = self._pack(step, model, optimizer, extra, metrics, meta)
         job.waited_s = job.began - asked
         self._ready()
-        if not self.background or last or not self._staging.has_room(job.parts):
+        if not self.background or last or not self._staging.has_room(job.content.parts):
             self._run(job)
             if not self.background:
                 self.wait()
             return
         trained = {clean_name(name) for name, p in model.named_parameters() if p.requires_grad}
-        copy = job.copy = self._staging.copy(job.parts, partial(_changed_by_updates_only, trained))
-        job.parts = copy.parts
+        copy = job.copy = self._staging.copy(job.content.parts, partial(_changed_by_updates_only, trained))
+        job.content = replace(job.content, parts=copy.parts)
         self._hook = optimizer.register_step_pre_hook(lambda *_: copy.wait())
         job.packed_s = time.perf_counter() - job.began
         self._thread = threading.Thread(target=self._run, args=(job,), name="rush-save", daemon=True)
@@ -198,6 +163,10 @@ class Saver:
             raise job.error
         return job.done
 
+    def _go_on(self) -> None:
+        if self._abandoned.is_set():
+            raise _Abandoned
+
     def abandon(self) -> None:
         """End without the save that is under way, as soon as its file in hand is written; nothing of it stays."""
         self._abandoned.set()
@@ -220,7 +189,8 @@ class Saver:
         if is_adapted(model):
             state["base"] = describe_base(model, self.ranks)  # of a base in parts all ranks must ask
         sealed = {"metrics": dict(metrics or {}), **(meta or {})}
-        return _Job(step, self.ranks.next_call(), parts, tied, table, state, random_tensors, sealed, began)
+        number = self.ranks.next_call()
+        return _Job(Content(step, number, parts, tied, table, state, random_tensors, sealed), began)
 
     def _parts(
         self, model: nn.Module, optimizer: Optimizer
@@ -243,10 +213,7 @@ class Saver:
         try:
             if job.copy is not None:
                 job.copy.finish()
-            if self.ranks.alone:
-                self._write_alone(job)
-            else:
-                self._write_together(job)
+            self._writer.write(job.content, partial(self._finish, job))
         except BaseException as error:
             job.error = error
 
@@ -254,110 +221,14 @@ class Saver:
         save_s = time.perf_counter() - job.began
         in_background = job.copy is not None
         blocked_s = job.blocked_s if in_background else save_s
-        job.done = Saved(job.step, path, save_s, blocked_s, job.waited_s, job.num_bytes, in_background)
+        job.done = Saved(
+            job.content.step, path, save_s, blocked_s, job.waited_s, job.content.num_bytes, in_background
+        )
         if self.ranks.main:
             self.after(job.done)
-
-    # --- one rank ------------------------------------------------------------------------------------
-
-    def _write_alone(self, job: _Job) -> None:
-        folder = self.checkpoints.begin(job.step)
-        try:
-            known: dict[str, FileEntry] = {}
-            metadata = {"model": {"format": "pt", "tied": json.dumps(job.tied)}, "optimizer": {}}
-            for kind in KINDS:
-                self._go_on()
-                tensors = {name: part.values for name, part in job.parts[kind].items()}
-                name = f"{kind}.safetensors"
-                known[name] = save_tensors(folder / name, tensors, metadata[kind])
-            self._finish(job, self._seal(job, folder, job.state, known))
-        finally:
-            # Once committed the hidden folder is gone and this does nothing.
-            self.checkpoints.discard(job.step)
-
-    def _seal(self, job: _Job, folder: Path, state: Mapping[str, Any], known: dict[str, FileEntry]) -> Path:
-        known[RANDOM] = save_tensors(folder / RANDOM, job.random, {})
-        write_json_atomic(folder / STATE, state)
-        self._go_on()
-        return self.checkpoints.commit(job.step, job.meta, known)
-
-    def _go_on(self) -> None:
-        if self._abandoned.is_set():
-            raise _Abandoned
-
-    # --- several ranks -------------------------------------------------------------------------------
-
-    def _write_together(self, job: _Job) -> None:
-        """Rank 0 begins, all write, rank 0 seals; what one cannot do, none has done."""
-        meeting = Meeting(self.ranks, job.number, self._go_on)
-        if not self.ranks.main:
-            folder = Path(meeting.hear("begun"))
-            try:
-                part = self._write_part(job, folder)
-            except BaseException as error:
-                meeting.say_part(failure(error))
-                meeting.hear("sealed")  # rank 0 says the same to all
-                raise
-            meeting.say_part(part)
-            self._finish(job, Path(meeting.hear("sealed")))
-            return
-
-        def seal() -> str:
-            path = self._gather(job, Path(begun), meeting)
-            self._finish(job, path)
-            return str(path)
-
-        try:
-            begun = meeting.say("begun", lambda: str(self.checkpoints.begin(job.step)))
-            meeting.say("sealed", seal)
-        finally:
-            self.checkpoints.discard(job.step)
-
-    def _write_part(self, job: _Job, folder: Path) -> dict[str, Any]:
-        """Write this rank's pieces; what the others need to know of them."""
-        files: dict[str, FileEntry] = {}
-        tables: dict[str, PieceTable] = {}
-        for kind in KINDS:
-            self._go_on()
-            parts = job.parts[kind]
-            name = file_name(kind, self.ranks.rank, self.ranks.world)
-            offsets = {own: {"saved_offsets": list(part.offset)} for own, part in parts.items()}
-            if parts:
-                tensors = {own: part.values for own, part in parts.items()}
-                metadata = {"format": "pt", TORCH_KEY: json.dumps(offsets)}
-                files[name] = save_tensors(folder / name, tensors, metadata)
-            tables[kind] = join_tables(_described(key, part, name) for key, part in parts.items())
-            tables[kind] = PieceTable(tables[kind].tensors, job.tied if kind == "model" else {})
-        told: dict[str, Any] = {
-            "files": {name: asdict(entry) for name, entry in files.items()},
-            "tables": {kind: table_to_json(table) for kind, table in tables.items()},
-        }
-        if self.ranks.first_of_stage:
-            told["optimizer"] = job.optimizer
-        return told
-
-    def _gather(self, job: _Job, folder: Path, meeting: Meeting) -> Path:
-        """Write rank 0's part, wait for those of the others, and seal the whole."""
-        parts = [self._write_part(job, folder), *meeting.hear_parts()]
-        known = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
-        tables = {
-            kind: join_tables(table_from_json(part["tables"][kind]) for part in parts) for kind in KINDS
-        }
-        for table in tables.values():
-            for name, tensor in table.tensors.items():
-                assert (problem := problem_with(tensor)) is None, f"{name}: {problem}"
-        write_atomic(folder / PIECES, write_pieces(tables))
-        optimizer = join_optimizers(part["optimizer"] for part in parts if "optimizer" in part)
-        return self._seal(job, folder, {**job.state, "optimizer": optimizer}, known)
 
 
 def _changed_by_updates_only(trained: set[str], kind: str, name: str) -> bool:
     """Whether nothing but an update of the weights changes this; buffers change in passes, a group's learning rate before."""
     own = name.partition(NTH)[0]
     return own in trained if kind == "model" else not own.startswith("group.")
-
-
-def _described(key: str, part: Part, file: str) -> PieceTable:
-    name, nth, _ = key.partition(NTH)
-    piece = Piece(file, part.offset, tuple(part.values.shape), key if nth else "")
-    return PieceTable({name: Pieces(dtype_name(part.values.dtype), part.whole, (piece,))})

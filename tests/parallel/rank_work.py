@@ -381,19 +381,21 @@ def save_on_a_full_disk(target: str) -> Result:
     from rush.hardware import probe
     from rush.parallel import join
     from rush.records.checkpoints import CheckpointStore
-    from rush.train import saving
     from rush.train.build import build
+    from rush.train.save_writing import Writer
+    from rush.train.saving import Saver
 
-    class Saver(saving.Saver):
-        def _write_part(self, job: Any, folder: Path) -> dict[str, Any]:
-            if job.step == 2 and self.ranks.rank == 1:
+    class FullDisk(Writer):
+        def _write_part(self, content: Any, folder: Path) -> dict[str, Any]:
+            if content.step == 2 and self.ranks.rank == 1:
                 raise MachineError(f"Cannot write {folder.name}: the disk is full.")
-            return super()._write_part(job, folder)
+            return super()._write_part(content, folder)
 
     chosen = recipe("gpt2", {"fsdp": 2})
     with join(chosen.layout.model_dump(), "cpu") as ranks:
         run = build(chosen, probe("cpu"), None, ranks)
         saver, said = Saver(CheckpointStore(Path(target)), ranks), []
+        saver._writer = FullDisk(saver.checkpoints, ranks, saver._go_on)
         for step in (1, 2, 3):
             try:
                 saver.save(step, run.model, run.optimizer, {})
