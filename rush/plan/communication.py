@@ -134,13 +134,19 @@ def _context(spec: Spec, target: Target, reached: float) -> Sent:
     if size == 1:
         return Sent()
     rate = bandwidth(spec, target, "cp", reached)
-    width = 2 * spec.shape.num_kv_heads * spec.shape.head_dim / spec.size("tp")
+    width = exchanged_width(spec)
     row = spec.micro * spec.sequence * width
     compute = spec.effects.size("compute", 4)
     blocks = spec.shape.num_layers / spec.size("pp")
     trips = 2 + spec.work.number("attention.again")
     seconds = spec.passes * blocks * (trips * ring(compute * row, size, rate) + ring(4 * row, size, rate))
     return Sent(0.5 * seconds, 0.5 * seconds)
+
+
+def exchanged_width(spec: Spec) -> float:
+    """Numbers of keys and values that context ranks exchange for each token; some trainers copy them for every query head before."""
+    heads = spec.shape.num_heads if spec.knob("cp", "repeated", False) else spec.shape.num_kv_heads
+    return 2 * heads * spec.shape.head_dim / spec.size("tp")
 
 
 def _stages(spec: Spec, target: Target, reached: float) -> Sent:

@@ -72,6 +72,7 @@ def _row(row: dict[str, Any], study: dict[str, Any]) -> Published:
         techniques={
             **{use.technique.name: dict(use.knobs) for use in uses},
             **({"tp": {"async": True}} if row.get("async_tp") else {}),
+            **({"cp": study["cp"]} if layout["cp"] > 1 else {}),
             **({"pp": {"stages": row["stages"]}} if "stages" in row else {}),
         },
         work=settle_work(uses),

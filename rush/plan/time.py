@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rush.models import flops_per_token
-from rush.plan.communication import STRAGGLING, Sent, sent_by, sent_in_passes
+from rush.plan.communication import STRAGGLING, Sent, exchanged_width, sent_by, sent_in_passes
 from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.memory import block_tensors, memory_of
 from rush.plan.spec import Spec, Weights, weights_of
@@ -122,7 +122,7 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
     tokens = spec.tokens
     parts = {
         "matmul": _matmul(spec, target, efficiency, weights, blocks),
-        "attention": blocks * _attention(spec, target, efficiency),
+        "attention": blocks * (_attention(spec, target, efficiency) + _ring(spec, target, efficiency)),
         "elementwise": blocks * _elementwise(spec, target, efficiency)
         + _casts(spec, target, efficiency, weights, blocks),
         "loss": _loss(spec, target, efficiency) / spec.size("pp"),
@@ -203,6 +203,21 @@ def _attention(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     if dtype == "float32":
         gain *= FULL_PRECISION
     return again * causal / (target.rate(dtype) * reached * gain)
+
+
+def _ring(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+    """One block's work besides attention where keys and values go round: with each part that comes, results are merged in
+    fp32, keys and values laid together to be sent on, and backward all three gradients added up.
+
+    Bytes as torch's ring attention moves them (torch.distributed.tensor.experimental, `_SDPAMerger` and
+    `_templated_ring_attention_backward`), each operation by itself.
+    """
+    if spec.knob("cp", "exchange", "all_gather") != "ring":
+        return 0.0
+    results, sent = spec.shape.num_heads * spec.shape.head_dim / spec.size("tp"), exchanged_width(spec)
+    forward, backward = 32 * results + 4 * sent, 12 * results + 24 * sent
+    moved = (1 + spec.work.number("attention.again")) * forward + backward
+    return (spec.size("cp") - 1) * spec.tokens * moved / (target.bytes_per_s * efficiency.eager)
 
 
 def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
