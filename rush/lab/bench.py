@@ -60,12 +60,13 @@ class Bench:
         *,
         first: bool = False,
         timed: bool = True,
+        traced: bool = True,
         twin: bool | None = None,
         limit_s: float = math.inf,
         keep_late: bool = True,
         slowest: float = 0.0,
     ) -> Outcome:
-        """The outcome of a trial, made now or earlier. The `first` of a rung is also watched and traced.
+        """The outcome of a trial, made now or earlier. The `first` of a rung is also watched and, unless told otherwise, traced.
 
         What others are held against needs its `twin`, too: a plain recipe, if nothing else is said. `keep_late`: whether it is
         a result that a trial did not end within its limit; with more time it may. One that makes fewer tokens a second than
@@ -74,7 +75,7 @@ class Bench:
         if (known := self.known(recipe, kind)) is not None:
             return known
         wanted, parity = self.parity_recipe(recipe), []
-        if first and self.trace(wanted) is None:
+        if first and traced and self.trace(wanted) is None:
             for rounded in (False, True)[: 2 if (not recipe.techniques if twin is None else twin) else 1]:
                 file = str(self.gradients(wanted, rounded).resolve())
                 parity.append({"recipe": write_toml(wanted), "gradients": file, "rounded": rounded})

@@ -216,3 +216,23 @@ def test_launching_is_learned_from_steps_that_wait_for_it_with_a_probe_and_witho
             made_up.append(replace(case, target=target, step_s=time_of(case.spec, target, truth).step))
         found = _launching(made_up, DEFAULT)
         assert found == pytest.approx(factor, rel=0.03)
+
+
+def test_a_ring_costs_more_than_its_exchange_the_more_ranks_it_has() -> None:
+    """What comes round is merged in fp32: bytes of every result, once for each rank but oneself."""
+    flash = spec("batch.total_tokens=65536", "batch.sequence=65536")
+    target = target_of("h100-sxm", 8)
+    seconds = []
+    for ranks, exchange in ((2, "all_gather"), (2, "ring"), (8, "all_gather"), (8, "ring")):
+        cut = replace(
+            flash,
+            layout={"cp": ranks},
+            sequence=8192 * ranks,
+            techniques={**flash.techniques, "cp": {"exchange": exchange}},
+        )
+        seconds.append(time_of(cut, target).parts["attention"])
+    gathered, ring_of_two, gathered_by_eight, ring_of_eight = seconds
+    assert ring_of_eight - gathered_by_eight == pytest.approx(7 * (ring_of_two - gathered), rel=1e-6)
+    numbers = 8192 * flash.shape.num_layers * flash.shape.hidden
+    # A result in fp32 is read and written once at the least, forward and backward.
+    assert ring_of_two - gathered > numbers * 2 * 8 / target.bytes_per_s
