@@ -271,13 +271,14 @@ def _bar(parts: Any, whole: float, limit: float | None = None) -> None:
 
 
 def _check(results: Path, json: bool) -> None:
-    from rush.plan.check import as_json, check
+    from rush.plan.check import as_json, check, other_thirds
 
     if not results.is_dir():
         raise RecipeError(f"there is no folder {results} with findings; give one with --results.")
     rows, summaries, _ = check(results)
+    drawn = other_thirds(results) if any(one.kind == "time" for one in summaries) else []
     if json:
-        print_json(as_json(rows, summaries))
+        print_json(as_json(rows, summaries, drawn))
         return
     units = {"bytes": (2**30, "GiB"), "s": (1e-3, "ms"), "tokens/s/device": (1, "tokens/s")}
     for kind in ("memory", "time", "published", "published memory"):
@@ -305,12 +306,19 @@ def _check(results: Path, json: bool) -> None:
                 f"{one.median:.1%}",
                 f"{one.p95:.1%}",
                 f"{one.worst:.1%}",
-                f"{one.wanted_median:.0%}" + (f", {one.wanted_p95:.0%}" if one.wanted_p95 else "")
+                "" if one.wanted_median is None
+                else f"{one.wanted_median:.0%}" + (f", {one.wanted_p95:.0%}" if one.wanted_p95 else "")
                 + (": reached" if one.reached else ": not reached"),
             ]
             for one in summaries
         ],
     )  # fmt: skip
+    if drawn:
+        middle, high = sorted(one.median for one in drawn), sorted(one.p95 for one in drawn)
+        typer.echo(
+            f"\nTime, calibrated on {len(drawn)} other thirds: median {middle[0]:.1%} to {middle[-1]:.1%}, 95th {high[0]:.1%} to "
+            f"{high[-1]:.1%}, as wanted in {sum(one.reached for one in drawn)} of them."
+        )
 
 
 def _page(

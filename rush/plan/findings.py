@@ -39,6 +39,11 @@ class Case:
     def digest(self) -> str:
         return self.recipe.digest
 
+    @property
+    def waits(self) -> bool:
+        """Whether its profile shows a device that had nothing to do for much of the step: the host decided."""
+        return self.breakdown_s.get("idle", 0.0) > 0.15 * self.step_s
+
 
 def read_findings(folder: Path) -> list[Case]:
     """Every distinct recipe that was measured, in all views of a ladder; of one measured twice the better record counts."""
