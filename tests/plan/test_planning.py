@@ -170,3 +170,15 @@ def test_this_machine_is_planned_from_what_was_measured_on_it_and_refused_before
     monkeypatch.setattr(module, "known_ceilings", lambda machine: None)
     with pytest.raises(MachineError, match="rush probe"):
         CliRunner().invoke(app, command, catch_exceptions=False)
+
+
+def test_a_step_that_waits_for_a_host_nobody_measured_is_said_to_be_less_certain() -> None:
+    short = spec_of(load_recipe("gpt2-124m", ["batch.micro=1", "batch.total_tokens=1024"]))
+    long = spec_of(load_recipe("gpt2-124m", ["batch.micro=64", "batch.total_tokens=65536"]))
+    unknown = target_of("h200-sxm")
+    known = replace(unknown, launch_s=12e-6)
+    errors = [plan(one, target, limits=False).expected_error["time"] for one, target in
+              ((short, unknown), (long, unknown), (short, known))]  # fmt: skip
+    assert errors[0] > errors[1] == errors[2]
+    assert "12.0 µs, as measured" in plan(short, known, limits=False).to_dict()["machine"]["sources"][-1]
+    assert "is taken to need" in plan(short, unknown, limits=False).to_dict()["machine"]["sources"][-1]
