@@ -227,13 +227,18 @@ class Rotary(nn.Module):
 
 
 class PlainRotate(nn.Module):
-    """Turn each pair (i, i + d/2) of every query and key by its position's angle, in fp32."""
+    """Turn each pair (i, i + d/2) of every query and key by its position's angle, in fp32.
+
+    What comes out lies in memory as what comes in, the heads of a position side by side: attention's output then lies so,
+    too, and needs no copy before the next layer.
+    """
 
     def forward(
         self, q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
     ) -> tuple[Tensor, Tensor]:
-        cos, sin = cos_btd[:, None], sin_btd[:, None]
-        return _turn(q_bhtd, cos, sin), _turn(k_bktd, cos, sin)
+        cos, sin = cos_btd[:, :, None], sin_btd[:, :, None]
+        q_bthd, k_btkd = q_bhtd.transpose(1, 2), k_bktd.transpose(1, 2)
+        return _turn(q_bthd, cos, sin).transpose(1, 2), _turn(k_btkd, cos, sin).transpose(1, 2)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

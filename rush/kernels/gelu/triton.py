@@ -3,7 +3,7 @@
 
 Since (1 + tanh(z)) / 2 = sigmoid(2z), the function is x · sigmoid(u) with
 u = 2 √(2/π) (x + 0.044715 x³): one exponential, and no cancellation where tanh is near −1. Its slope is
-sigmoid(u) + x · sigmoid(u) · (1 − sigmoid(u)) · du/dx. Torch's own GELU is one kernel too, so alone this
+sigmoid(u) · (1 + x · sigmoid(−u) · du/dx). Torch's own GELU is one kernel too, so alone this
 gains little; what a kernel of our own gives is a place to fuse more.
 """
 
@@ -32,6 +32,14 @@ def gelu_forward_kernel(x_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, B
 
 
 @triton.jit
+def gelu_slope(x: tl.tensor) -> tl.tensor:
+    u = x * (1.0 + x * x * CUBIC) * TWICE_ROOT_2_PI
+    du = (1.0 + 3.0 * (x * x * CUBIC)) * TWICE_ROOT_2_PI
+    # 1 − sigmoid(u) is sigmoid(−u), and so nothing cancels where u is large.
+    return tl.sigmoid(u) * (1.0 + x * tl.sigmoid(-u) * du)
+
+
+@triton.jit
 def gelu_backward_kernel(
     dout_ptr: tl.tensor, x_ptr: tl.tensor, dx_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
@@ -39,10 +47,7 @@ def gelu_backward_kernel(
     inside = place < size
     dout = tl.load(dout_ptr + place, mask=inside, other=0.0).to(tl.float32)
     x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
-    sigmoid = tl.sigmoid(x * (1.0 + x * x * CUBIC) * TWICE_ROOT_2_PI)
-    du = (1.0 + 3.0 * (x * x * CUBIC)) * TWICE_ROOT_2_PI
-    slope = sigmoid + x * sigmoid * (1.0 - sigmoid) * du
-    tl.store(dx_ptr + place, (dout * slope).to(dx_ptr.dtype.element_ty), mask=inside)
+    tl.store(dx_ptr + place, (dout * gelu_slope(x)).to(dx_ptr.dtype.element_ty), mask=inside)
 
 
 def forward(x: Tensor) -> Tensor:

@@ -1,0 +1,149 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Gradients that are written and summed over all rows in one walk.
+
+The gradient of a bias is the sum over rows of its layer's gradient. As a kernel of its own that is one more read of a
+tensor as wide as the layer. Here the kernel that makes the layer's gradient has every element at hand: a program owns a
+strip of columns and a stretch of rows, writes its elements and keeps their sum in registers, in fp32 and before they are
+rounded. A small sum over programs ends it, in a fixed order: the same bits every time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rush.kernels.gelu.triton import gelu_slope
+from rush.kernels.partials import sum_partials
+from rush.kernels.support import as_rows
+
+# Shapes: n rows, d columns of a part, o columns of the layer.
+
+ROWS, COLUMNS = 16, 256
+"""A tile: with 8 warps two vectors of 16 bytes a thread in bf16."""
+STRETCH = 512
+"""Rows of a program: enough that its sum is small change, few enough that there are thousands of programs."""
+NUM_WARPS = 8
+
+
+@triton.jit
+def gelu_of_sum_backward_kernel(
+    dout_ptr,
+    x_ptr,
+    dx_ptr,
+    partial_ptr,
+    num_rows,
+    width,
+    STRETCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    stretch = tl.program_id(1)
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, STRETCH, ROWS):
+        row = stretch * STRETCH + start + tl.arange(0, ROWS)[:, None]
+        inside = (row < num_rows) & (column < width)
+        place = row.to(tl.int64) * width + column
+        dout = tl.load(dout_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        dx = dout * gelu_slope(x)
+        tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+        total += dx
+    sums = tl.sum(total, axis=0, keep_dims=True)
+    tl.store(partial_ptr + stretch.to(tl.int64) * width + column, sums, mask=column < width)
+
+
+@triton.jit
+def join_kernel(
+    first_ptr,
+    second_ptr,
+    third_ptr,
+    joined_ptr,
+    partial_ptr,
+    first_stride,
+    second_stride,
+    third_stride,
+    num_rows,
+    width,
+    STRETCH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    stretch = tl.program_id(1)
+    part = tl.program_id(2)
+    whole = width * 3
+    if part == 0:
+        part_ptr, stride = first_ptr, first_stride
+    elif part == 1:
+        part_ptr, stride = second_ptr, second_stride
+    else:
+        part_ptr, stride = third_ptr, third_stride
+    total = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for start in range(0, STRETCH, ROWS):
+        row = stretch * STRETCH + start + tl.arange(0, ROWS)[:, None]
+        inside = (row < num_rows) & (column < width)
+        row = row.to(tl.int64)
+        x = tl.load(part_ptr + row * stride + column, mask=inside, other=0.0)
+        tl.store(joined_ptr + row * whole + part * width + column, x, mask=inside)
+        total += x.to(tl.float32)
+    sums = tl.sum(total, axis=0, keep_dims=True)
+    place = stretch.to(tl.int64) * whole + part * width + column
+    tl.store(partial_ptr + place, sums, mask=column < width)
+
+
+def gelu_of_sum_backward(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradient of GELU's input, and its sum over all rows in `dtype`."""
+    dout, x = dout.contiguous(), x.contiguous()
+    width = x.shape[-1]
+    num_rows = x.numel() // width
+    dx, partial_pso = torch.empty_like(x), _partials(x, num_rows, width)
+    if num_rows:
+        grid = (triton.cdiv(width, COLUMNS), len(partial_pso))
+        gelu_of_sum_backward_kernel[grid](
+            dout,
+            x,
+            dx,
+            partial_pso,
+            num_rows,
+            width,
+            STRETCH=STRETCH,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=NUM_WARPS,
+        )
+    return dx, sum_partials(partial_pso, dtype)[0]
+
+
+def joined(parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Three tensors of one shape side by side along their last dim, and the sum of that over all rows in `dtype`."""
+    first_nd, second_nd, third_nd = (as_rows(part) for part in parts)
+    num_rows, width = first_nd.shape
+    out = first_nd.new_empty(*parts[0].shape[:-1], 3 * width)
+    partial_pso = _partials(out, num_rows, 3 * width)
+    if num_rows:
+        grid = (triton.cdiv(width, COLUMNS), len(partial_pso), 3)
+        join_kernel[grid](
+            first_nd,
+            second_nd,
+            third_nd,
+            out,
+            partial_pso,
+            first_nd.stride(0),
+            second_nd.stride(0),
+            third_nd.stride(0),
+            num_rows,
+            width,
+            STRETCH=STRETCH,
+            ROWS=ROWS,
+            COLUMNS=COLUMNS,
+            num_warps=NUM_WARPS,
+        )
+    return out, sum_partials(partial_pso, dtype)[0]
+
+
+def _partials(x: Tensor, num_rows: int, width: int) -> Tensor:
+    """A sum for each stretch of rows."""
+    return x.new_empty(triton.cdiv(num_rows, STRETCH), 1, width, dtype=torch.float32)
