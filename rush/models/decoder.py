@@ -4,7 +4,8 @@ One forward serves training and inference: with labels it returns the summed los
 logits. So whatever wraps a model (compile, DDP, FSDP) wraps one thing.
 
 A technique changes a model through its slots, per instance: `block.attention.core`,
-`block.attention.rotate`, the norms, `block.mlp` and its `activation`, `model.loss_head`,
+`block.attention.rotate`, the norms, `block.mlp` and its `activation`, the steps between a layer and what follows it
+(`split`, `widen`, `fan_out`), `model.loss_head`,
 `model.document_form` (how packed documents are described to attention), and the linear layers that
 `linears()` lists by role. The forward never asks which one it got.
 

@@ -17,6 +17,14 @@ from rush.models.layers import GeluMLP, LayerCache, LayerNorm, PlainAttention
 from rush.models.shape import Shape
 
 
+class Split(nn.Module):
+    """One layer's output in three equal parts: a slot for what joins their gradients."""
+
+    def forward(self, x_btd: Tensor, layer: nn.Module) -> tuple[Tensor, ...]:
+        total: Tensor = layer(x_btd)
+        return total.chunk(3, dim=-1)
+
+
 class FusedAttention(nn.Module):
     """Self-attention whose queries, keys and values are one linear layer."""
 
@@ -24,6 +32,7 @@ class FusedAttention(nn.Module):
         super().__init__()
         self.head_dim = shape.head_dim
         self.qkv = nn.Linear(shape.hidden, 3 * shape.hidden)
+        self.split: nn.Module = Split()
         self.core: nn.Module = PlainAttention()
         self.out = nn.Linear(shape.hidden, shape.hidden)
 
@@ -38,8 +47,7 @@ class FusedAttention(nn.Module):
     ) -> Tensor:
         assert rotary is None, "GPT-2's positions are part of its embedding"
         q_bhtd, k_bhtd, v_bhtd = (
-            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for part in self.qkv(x_btd).chunk(3, dim=-1)
+            part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for part in self.split(x_btd, self.qkv)
         )
         if cache is not None:
             k_bhtd, v_bhtd = cache.extend(k_bhtd, v_bhtd, query_offset)

@@ -139,6 +139,14 @@ class SwiGLU(nn.Module):
         return F.silu(gate) * up
 
 
+class Widen(nn.Module):
+    """A layer, then its activation: a slot for what makes their gradients together."""
+
+    def forward(self, x_btd: Tensor, layer: nn.Module, activation: nn.Module) -> Tensor:
+        out: Tensor = activation(layer(x_btd))
+        return out
+
+
 class GeluMLP(nn.Module):
     """GPT-2's MLP: widen, GELU, narrow, with biases."""
 
@@ -146,10 +154,11 @@ class GeluMLP(nn.Module):
         super().__init__()
         self.up = nn.Linear(shape.hidden, shape.intermediate)
         self.activation = GeluTanh()
+        self.widen: nn.Module = Widen()
         self.down = nn.Linear(shape.intermediate, shape.hidden)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        out: Tensor = self.down(self.activation(self.up(x_btd)))
+        out: Tensor = self.down(self.widen(x_btd, self.up, self.activation))
         return out
 
 

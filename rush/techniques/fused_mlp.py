@@ -81,7 +81,7 @@ technique = Technique(
     stage=Stage.MODEL,
     apply=apply,
     requires=(needs_triton,),
-    conflicts=("liger",),
+    conflicts=("fused_bias", "liger"),
     claim=Claim(
         "bytes kept by the activation",
         -0.33,

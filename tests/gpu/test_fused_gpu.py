@@ -48,6 +48,8 @@ def takes_effect_and_learns_the_same(*techniques: str, name: str, dtype: str) ->
         ("llama-tiny", LLAMA, "float32"),
         ("llama-tiny", (*LLAMA, "bf16_master", BLOCKS), "bfloat16"),
         ("tiny", (*GPT2, "amp_bf16"), "bfloat16"),
+        ("tiny", ("fused_bias", "amp_bf16", BLOCKS), "bfloat16"),
+        ("tiny", ("fused_bias", "bf16_master", "cudnn_attention", "compile"), "bfloat16"),
     ],
 )
 def test_fused_layers(name: str, techniques: tuple[str, ...], dtype: str) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rush.kernels.adamw import adamw_
 from rush.kernels.adamw8bit import adamw8bit_, code_values, packed_zeros
+from rush.kernels.biased import gelu_of_sum, parts_of_sum
 from rush.kernels.cross_entropy import cross_entropy, cross_entropy_
 from rush.kernels.flash_attention import flash_attention
 from rush.kernels.fp8_linear import fp8_linear
@@ -75,6 +76,12 @@ def swi(dtype: torch.dtype) -> None:
 
 def gaussian(dtype: torch.dtype) -> None:
     both_ways(gelu, zeros(ROWS, WIDTH, dtype=dtype))
+
+
+def after_bias(dtype: torch.dtype) -> None:
+    total, bias = zeros(ROWS, 3 * WIDTH, dtype=dtype), zeros(3 * WIDTH, dtype=dtype)
+    both_ways(gelu_of_sum, total, bias)
+    both_ways(lambda total, bias: torch.cat(parts_of_sum(total, bias)), total, bias)
 
 
 def loss(dtype: torch.dtype, vocabulary: int, smoothing: float = 0.0) -> None:
@@ -156,6 +163,8 @@ STREAMING: dict[str, Callable[[], None]] = {
     "swiglu fp32": partial(swi, FP32),
     "gelu bf16": partial(gaussian, BF16),
     "gelu fp32": partial(gaussian, FP32),
+    "biased bf16": partial(after_bias, BF16),
+    "biased fp32": partial(after_bias, FP32),
     "fp8_linear bf16": eight_bit_linear,
     "walks of explain": walks,
     "cross_entropy bf16": partial(loss, BF16, 128256),

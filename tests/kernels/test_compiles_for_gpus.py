@@ -50,6 +50,8 @@ NARROW_LOADS = {
     "swiglu_backward_kernel": 0,
     "gelu_forward_kernel": 0,
     "gelu_backward_kernel": 0,
+    "gelu_of_sum_backward_kernel": 0,
+    "join_kernel": 0,
     "fp8_cast_both_kernel": 1,
     "read_kernel": 0,
     "cross_entropy_forward_kernel": 2,

@@ -50,6 +50,18 @@ def test_gpt2_gets_its_own_norm_and_activation() -> None:
     assert not {"aten::native_layer_norm", "aten::gelu"} & set(seen.ops), "the plain ones are gone"
 
 
+def test_gpt2_s_widest_biases_get_their_gradients_on_the_way() -> None:
+    assert_equal_and_proved("fused_bias", "fused_norm", "checkpoint_full", name="tiny")
+    seen = trace(make_run("fused_bias", name="tiny", overrides=SMALL), 1, watch=True).seen
+    assert seen is not None
+    assert {"rush::gelu_of_sum_backward": 1, "rush::join_gradients": 1}.items() <= seen.ops.items()
+
+
+def test_bias_gradients_stand_beside_mixed_precision_and_8_bit_products() -> None:
+    assert_equal_and_proved("fused_bias", "amp_bf16", name="tiny", dtype="bfloat16")
+    assert_equal_and_proved("fused_bias", "fp8", name="tiny")
+
+
 def test_gpt2_has_nothing_to_rotate() -> None:
     with pytest.raises(
         MachineError, match="fused_rope cannot run here: it needs a model with rotary positions"
@@ -67,13 +79,13 @@ def test_all_three_stand_beside_mixed_precision() -> None:
 
 @pytest.mark.parametrize("name", ["llama-tiny", pytest.param("tiny", marks=pytest.mark.slow)])
 def test_they_compile_without_a_graph_break(name: str) -> None:
-    techniques = ALL if name == "llama-tiny" else ("fused_norm", "fused_mlp")
+    techniques = ALL if name == "llama-tiny" else ("fused_norm", "fused_bias")
     assert_equal_and_proved(*techniques, "{name='compile', scope='block'}", name=name, steps=2)
 
 
 @pytest.mark.parametrize("name", ["llama-tiny", "tiny"])
 def test_weights_keep_their_names_and_values(name: str) -> None:
-    techniques = ALL if name == "llama-tiny" else ("fused_norm", "fused_mlp")
+    techniques = ALL if name == "llama-tiny" else ("fused_norm", "fused_bias")
     plain = make_run(name=name, overrides=SMALL).model.state_dict()
     fused = make_run(*techniques, name=name, overrides=SMALL).model.state_dict()
     assert list(fused) == list(plain)
