@@ -36,7 +36,7 @@ def lengthen(search: Search) -> Candidate:
         for rules in (search.rules, narrow)
         if (recipe := _roomiest(search, single, rules))
     }
-    for recipe in [*planned.values(), single]:
+    for recipe in {**planned, single.digest: single}.values():
         candidate = search.add(Move(f"planned: {describe(recipe)}", recipe), "lost")
         found = _fitting(search, candidate)
         if not found:
