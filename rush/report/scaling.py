@@ -108,13 +108,22 @@ def headline(record: ScaleRecord) -> str:
     if not equal:
         return "No layout on several devices has been measured that learns what one device learns."
     most = max(point["devices"] for point in equal)
-    best = max((p for p in equal if p["devices"] == most), key=_speed)
+    there = [p for p in equal if p["devices"] == most]
+    best = max(there, key=_speed)
     found = best["efficiency"]["strong"]
     low, high = found["ci95"]
+    level = [p["layout"] for p in there if p is not best and _interval(p)[1] >= _interval(best)[0]]
+    noise = f" Within the noise of this study, {' and '.join(level)} may be as fast." if level else ""
     return (
         f"On {most} devices {best['layout']} is the fastest that learns the same: {words.speed(_speed(best))}, "
-        f"{words.share(found['ratio'])} of what {most} devices could do ({words.share(low)} to {words.share(high)})."
+        f"{words.share(found['ratio'])} of what {most} devices could do ({words.share(low)} to {words.share(high)}).{noise}"
     )
+
+
+def _interval(point: Point) -> tuple[float, float]:
+    assert point["tokens_per_s"] is not None
+    low, high = point["tokens_per_s"]["ci95"]
+    return low, high
 
 
 def _speed(point: Point) -> float:

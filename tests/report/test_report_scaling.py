@@ -46,6 +46,19 @@ def test_the_page_says_what_was_found_and_what_is_none() -> None:
     assert "12 all-gathers" in page
 
 
+def test_a_winner_within_the_noise_is_not_called_one_without_saying_so() -> None:
+    record = record_of(made_up_scale.scale())
+    there = {
+        p["layout"]: p["tokens_per_s"]
+        for p in record["points"]
+        if p["devices"] == 4 and p["verdict"] == "equal"
+    }
+    best, other = there["ddp"], there["zero3"]
+    for ci95, level in [([best["ci95"][0] * 0.5, best["ci95"][0] * 0.9], False), (best["ci95"], True)]:
+        other["ci95"] = ci95
+        assert ("zero3" in headline(record).partition("Within the noise")[2]) == level
+
+
 def test_what_is_no_finding_is_in_no_curve() -> None:
     record = record_of(made_up_scale.scale())
     speed, _ = figures_of(record, "strong")
