@@ -26,6 +26,8 @@ OBJECTIVES = ("tokens/s", "memory", "cost", "longest-sequence")
 CLASSES = ("exact", "close", "statistical", "changes")
 MOST_ROWS = 24
 """Of what was not tried; tune.json has all."""
+CROWDED = 1.5
+"""Load average per core above which others computed beside the trials: these make about one themselves, on a CPU."""
 TRIED = ("start", "ahead", "lost", "won", "failed", "different", "no effect")
 
 
@@ -120,6 +122,11 @@ def tune(
         print_json(record)
         return
     typer.echo(said(record))
+    if (load := record.get("load") or 0.0) > CROWDED:
+        note(
+            f"Others computed on this machine during the trials (load {load:.1f} per core): what looks like a gain may be theirs. "
+            "Search again when it is quiet, with another --out."
+        )
     typer.echo(f"Recipe: {folder / 'recipe.toml'}\nReport: {folder / 'report.html'}")
     typer.echo(f"Train it with: rush train {folder / 'recipe.toml'}")
 

@@ -53,6 +53,8 @@ class TuneRecord(TypedDict, total=False):
     allowed: list[str]
     budget_s: float
     spent_s: float
+    load: float | None
+    """Load average per core while trials were timed, the median; a trial on a CPU makes about one itself."""
     price: float | None
     keep_speed: float
     settings: dict[str, Any]

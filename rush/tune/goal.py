@@ -36,7 +36,7 @@ class Result:
     parity: Mapping[str, Any] | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What else a timing says: which tokens were `counted`, the share of a step that `waits` for data, whether it was
-    `hopeless` and ended early."""
+    `hopeless` and ended early, the machine's `load`."""
 
     @property
     def ok(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -56,6 +57,7 @@ def record_of(
         "allowed": classes(request.allowed),
         "budget_s": request.budget_s,
         "spent_s": search.budget.spent_s,
+        "load": _load(search),
         "price": request.price,
         "settings": asdict(settings),
         "known": dict(known),
@@ -68,6 +70,12 @@ def record_of(
         "events": [asdict(event) for event in search.events],
         "winner": _winner(request, search),
     }
+
+
+def _load(search: Search) -> float | None:
+    results = [result for candidate in search.candidates for result in candidate.results.values()]
+    loads = [load for result in results if (load := result.figures.get("load")) is not None]
+    return statistics.median(loads) if loads else None
 
 
 def _row(candidate: Candidate) -> CandidateRow:

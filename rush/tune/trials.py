@@ -189,6 +189,7 @@ def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> Result:
             "counted": timing["counted"],
             "waits": timing["data_wait_ms"] / 1000 / statistics.median(timing["samples_s"]),
             "hopeless": timing["hopeless"],
+            "load": timing["environment"].get("load"),
         }
         if timing
         else {},

@@ -40,6 +40,7 @@ def test_a_search_of_seconds_leaves_a_recipe_its_evidence_and_no_process(
     record = tune(request(small_recipe, 6.0), folder)
     assert record == read_tune(folder)
     assert record["finished"]
+    assert record["load"] is not None
     assert [event["kind"] for event in record["events"]][:2] == ["rank", "reference"]
     found, start = load_recipe(str(folder / "recipe.toml")), load_recipe(str(small_recipe))
     assert found.step_tokens == start.step_tokens
@@ -92,6 +93,25 @@ def test_wrong_arguments_are_named_before_anything_starts(
         main(["tune", "tiny", *words])
     assert left.value.code == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("load", [0.9, 3.0])
+def test_a_crowded_machine_is_told_of(
+    load: float,
+    small_recipe: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from rush.report import tune as report
+    from rush.tune import tuning
+
+    winner = {"as_it_stood": True, "parity": None}
+    monkeypatch.setattr(tuning, "tune", lambda *rest, **options: {"winner": winner, "load": load})
+    monkeypatch.setattr(report, "write_tune_report", lambda *rest: None)
+    with pytest.raises(SystemExit):
+        main(["tune", str(small_recipe), "--out", str(tmp_path)])
+    assert ("Others computed on this machine" in capsys.readouterr().err) == (load > 1)
 
 
 def test_lengths_of_time() -> None:
