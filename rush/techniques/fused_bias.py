@@ -83,12 +83,9 @@ technique = Technique(
             "it needs biases that are trained; with adapters they are frozen, so leave it out there",
             lambda machine, recipe: not used(recipe, "lora", "qlora", "int8_base"),
         ),
-        Requirement(
-            "it needs layers that are whole; with layout.tp above 1 each rank has a part of them",
-            lambda machine, recipe: recipe.layout.tp == 1,
-        ),
     ),
-    conflicts=("fused_mlp",),
+    # tp cuts the layers whose outputs are taken whole here.
+    conflicts=("fused_mlp", "tp"),
     claim=Claim(
         "bytes moved between the matmuls of a block's backward pass",
         -0.19,

@@ -203,9 +203,10 @@ technique = Technique(
     apply=apply,
     fits=fits,
     requires=(put_on_by_layout("tp"),),
-    conflicts=("cuda_graph", "fused_projections", "int8_base", "liger", "qlora", "vocab_pad"),
+    conflicts=("cuda_graph", "fused_bias", "fused_projections", "int8_base", "liger", "qlora", "vocab_pad"),
     reasons={
         **NOT_RECORDED,
+        "fused_bias": "it takes the outputs of layers whole, and each rank has a part of them",
         "fused_projections": "it multiplies with weights that lie one below another in memory, and each rank's part of a weight "
         "has a place of its own",
         "int8_base": IN_CODES,

@@ -183,7 +183,6 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of(name, name="tiny"))
     if name in OF_GPT2:
         own.append(recipe_of(name, "lora", name="tiny"))
-        own.append(recipe_of(name, name="tiny", overrides=["layout.tp=2"]))
     if name in ADAPTERS:
         own.append(recipe_of(f"{{name='{name}', variant='dora'}}", "pure_bf16"))
         if name == "lora":
