@@ -197,6 +197,17 @@ def test_kernels_and_precisions_beside_sharding_do_what_they_do_alone(name: str)
 
 
 @slow
+@pytest.mark.parametrize("axis", ["ddp", "fsdp", "pp", "cp"])
+def test_gpt2_s_bias_gradients_are_made_on_the_way_on_several_ranks_too(axis: str) -> None:
+    more = ("model.shape.num_layers=2", "model.shape.hidden=32", "model.shape.head_dim=8", *SHORT)
+    (alone,) = on_ranks(1, learn, "gpt2", {}, ("fused_bias",), 2, "", more)
+    ranks = on_ranks(2, learn, "gpt2", {axis: 2}, ("fused_bias",), 2, "", more)
+    for ours in ranks:
+        assert max(furthest(ours, alone).values()) < 1e-5
+    assert ranks[0]["proofs"]["fused_bias"][0], ranks[0]["proofs"]
+
+
+@slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 def test_gathering_in_bf16_learns_what_bf16_weights_with_fp32_copies_learn() -> None:
     reference = on_ranks(1, learn, "llama", {}, ("bf16_master",), 3, "", NARROW)[0]
