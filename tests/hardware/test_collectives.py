@@ -151,8 +151,8 @@ def test_the_record_of_an_older_version_without_collectives_is_read() -> None:
     }
     found = Ceilings.from_dict(old)
     assert found.collectives == ()
-    assert found.load is None
-    assert found.to_dict() == {**old, "collectives": [], "load": None}
+    assert found.load is found.launching is None
+    assert found.to_dict() == {**old, "collectives": [], "load": None, "launching": None}
 
 
 def test_the_rates_that_other_records_embed_have_the_documented_form() -> None:
@@ -165,6 +165,7 @@ def test_the_rates_that_other_records_embed_have_the_documented_form() -> None:
         "unsupported": {},
         "collectives": [{"operation": "all_reduce", "backend": "nccl", "ranks": 4, "samples": [SAMPLE]}],
         "load": 0.25,
+        "launching": {**SAMPLE, "amount": 500.0},
     }
     found = Ceilings.from_dict(json.loads(json.dumps(record)))
     assert found.to_dict() == record
@@ -175,6 +176,7 @@ def test_the_rates_that_other_records_embed_have_the_documented_form() -> None:
         "collectives": [
             {"operation": "all_reduce", "backend": "nccl", "ranks": 4, "bytes_per_s": 512.0, "bus_bytes_per_s": 768.0}
         ],
+        "launch_s": 0.004,
         "measured_at": "1970-01-02T00:00:00+00:00",
     }  # fmt: skip
     nothing = Ceilings("f", 0.0).rates()
