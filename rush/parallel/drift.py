@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import time
 from collections import Counter
 from collections.abc import Iterable
 from datetime import timedelta
@@ -98,6 +99,12 @@ def _name(ranks: Ranks, held: dict[int, Any], key: int, copies: dict[int, int], 
         ranks.store.set(f"drift/{step}", json.dumps(held[key][0]))
     ranks.store.wait([f"drift/{step}"], NAME_LIMIT)
     name: str = json.loads(ranks.store.get(f"drift/{step}"))
+    heard = ranks.store.add(f"drift/{step}/heard", 1)
+    # Rank 0 keeps the store, and this is the end of the run: it stays until all have heard.
+    limit = time.monotonic() + NAME_LIMIT.total_seconds()
+    while ranks.rank == 0 and heard < ranks.world and time.monotonic() < limit:
+        time.sleep(0.02)
+        heard = ranks.store.add(f"drift/{step}/heard", 0)
     return name
 
 
