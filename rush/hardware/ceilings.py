@@ -168,9 +168,9 @@ def ceilings(
     """The ceilings of this machine for these dtypes (all, if not said), from the cache or measured now.
 
     `bandwidth` asks for what memory and the host's launches take, too. `collectives` is between how many processes
-    to time collective operations, one per GPU where there are GPUs; without it that is left out. The cache is a convenience: when it cannot be read or written,
-    `on_problem` hears why, and the rates are measured all the same. `on_progress` hears what is being
-    measured, how many parts are done, and of how many.
+    to time collective operations, one per GPU where there are GPUs; without it that is left out. The cache is a
+    convenience: when it cannot be read or written, `on_problem` hears why, and the rates are measured all the same.
+    `on_progress` hears what is being measured, how many parts are done, and of how many.
     """
     path, identity = _cache_entry(machine, folder)
     known = None if refresh else _read(path, identity, on_problem)
