@@ -18,6 +18,7 @@ def interactions(
     """For every rung that was measured: its gain alone, in the ladder, and at the top."""
     rows = []
     alone_by, left_by = _by_name(alone), _by_name(left_out)
+    moved = max(_drift(view) for view in (cumulative, alone, left_out))
     for rung in cumulative["rungs"][1:]:
         here = _ratio(rung)
         if here is None:
@@ -26,13 +27,15 @@ def interactions(
         by_itself = _ratio(alone_by.get(name))
         without = _ratio(left_by.get(f"without {name}"))
         at_top = 1 / without if without else None
+        seen = (rung, alone_by.get(name), left_by.get(f"without {name}"))
+        spread = max(_spread(*seen), moved)
         rows.append(
             {
                 "technique": name,
                 "alone": by_itself,
                 "in_ladder": here,
                 "left_out": at_top,
-                "sentence": _sentence(name, by_itself, here, at_top, _spread(rung, alone_by.get(name))),
+                "sentence": _sentence(name, by_itself, here, at_top, spread),
             }
         )
     return rows
@@ -51,6 +54,12 @@ def _spread(*rungs: Rung | None) -> float:
     """Half the widest interval among the gains: differences below it are not told apart."""
     gains = [rung["gain"] for rung in rungs if rung and rung["gain"]]
     return max((gain["ci95"][1] - gain["ci95"][0]) / 2 for gain in gains)
+
+
+def _drift(record: LadderRecord) -> float:
+    """By how much the machine itself moved under a view, where that was more than noise."""
+    drift = record["drift"]
+    return abs(drift["ratio"] - 1) if drift and drift["flagged"] else 0.0
 
 
 def _sentence(name: str, alone: float | None, here: float, at_top: float | None, spread: float) -> str:

@@ -7,7 +7,7 @@ Everything here takes plain tensors as well and leaves them as they are, so call
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import product
@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+NormOf = Callable[[list[Tensor]], Tensor]
+"""The Euclidean norm of tensors that lie here, together, in fp32."""
 
 
 def is_sharded(tensor: Tensor) -> bool:
@@ -166,7 +169,7 @@ def fill_model(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> list[s
     return [name for name, parameter in model.named_parameters() if id(parameter) in left]
 
 
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+def total_norm(tensors: Sequence[Tensor], norm_of: NormOf) -> Tensor:
     """The Euclidean norm of all tensors together, in fp32; of sharded ones over all their parts."""
     by_mesh: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor in tensors:
@@ -175,7 +178,7 @@ def total_norm(tensors: Sequence[Tensor]) -> Tensor:
     device = next((t.device_mesh.device_type for t in tensors if is_sharded(t)), None)  # type: ignore[attr-defined]
     squares = []
     for groups, parts in by_mesh.items():
-        square = _norm(parts).square().to(device)
+        square = norm_of(parts).square().to(device)
         for group in groups:
             torch.distributed.all_reduce(square, group=group)
         squares.append(square)
@@ -194,7 +197,8 @@ def _sharing_groups(tensor: Tensor) -> tuple[Any, ...]:
     )
 
 
-def _norm(tensors: list[Tensor]) -> Tensor:
+def plain_norm(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norm of tensors that lie here, together."""
     # In fp32 whatever the gradients are: a norm in bf16 has three digits, and clipping would inherit them.
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
     total: Tensor = torch.linalg.vector_norm(torch.stack(norms))

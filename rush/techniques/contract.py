@@ -23,6 +23,7 @@ from rush.data import Batch
 from rush.hardware import Machine
 from rush.models import Decoder
 from rush.parallel import Ranks
+from rush.parallel.sharded import NormOf, plain_norm
 from rush.recipe import Knob, Recipe
 
 
@@ -226,6 +227,8 @@ class Build:
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_options: dict[str, Any] = field(default_factory=lambda: {"foreach": False})
     """The plain update is one operation after another for each tensor."""
+    norm_of: NormOf = plain_norm
+    """How the gradients' norm is computed, which clips them and shows whether they are sound."""
     optimizer_hooks: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
     """Called once with the finished optimizer."""
     scaler: torch.amp.GradScaler | None = None

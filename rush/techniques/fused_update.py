@@ -1,7 +1,7 @@
 """AdamW by our own kernel: all tensors of a group in one launch, and bf16 weights that do not stall.
 
 The plain update is a dozen small operations for each tensor, each a trip to device memory; here every value
-is read once and written once, as with `fused_adamw`. What it adds is for weights in bf16 (`pure_bf16`), where
+is read once and written once, as with `fused_adamw`. The norm that clips the gradients is one launch as well. What it adds is for weights in bf16 (`pure_bf16`), where
 an update below 1/256 of a weight is rounded away: with stochastic rounding it moves the weight with a
 probability equal to its share of a whole notch, so that small updates add up on average, without an fp32
 copy. Moments may be fp32 or, beside bf16 weights, bf16. It wins where updates weigh: small batches, large
@@ -36,12 +36,14 @@ from rush.techniques.contract import (
 from rush.techniques.evidence import state_per_parameter
 from rush.techniques.seams import needs_triton
 
-OP, KERNEL = "rush::adamw", "adamw_kernel"
+OPS, KERNELS = ("rush::adamw", "rush::norm_of_all"), ("adamw_kernel", "squares_kernel")
 BY_CHANCE = "rush::stochastic_rounding"
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     from rush.kernels.adamw import RushAdamW
+    from rush.kernels.adamw.table import Divisions
+    from rush.kernels.norm_of_all import norm_of_all
 
     build.make_optimizer = RushAdamW
     build.optimizer_options.clear()
@@ -51,18 +53,21 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         "seed": build.recipe.run.seed,
         "local": own_part,
     }
+    divisions: Divisions = {}
+    build.norm_of = lambda gradients: norm_of_all([g.contiguous() for g in gradients], divisions)
     build.facts["state_bytes_per_parameter"] = 4 if knobs["state"] == "bfloat16" else 8
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Our update kernel ran (on a CPU: its operator), with moments in the dtype asked for and rounding by chance marked in
-    the profile if, and only if, it was asked for."""
-    ran = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
+    """Our kernels for update and norm ran (on a CPU: their operators), with moments in the dtype asked for and rounding
+    by chance marked in the profile if, and only if, it was asked for."""
+    wanted, names = (KERNELS, seen.kernels) if seen.kernels else (OPS, seen.ops)
+    missing = [part for part in wanted if not any(part in name for name in names)]
     by_chance = BY_CHANCE in seen.ops
     dtypes = ", ".join(sorted(seen.state_bytes)) or "none"
     return Proof(
-        ran and dtypes == knobs["state"] and by_chance == knobs["stochastic_rounding"],
-        f"{KERNEL if seen.kernels else OP} {'ran' if ran else 'did not run'}; moments are {dtypes}, "
+        not missing and dtypes == knobs["state"] and by_chance == knobs["stochastic_rounding"],
+        f"{' and '.join(missing or wanted)} {'did not run' if missing else 'ran'}; moments are {dtypes}, "
         f"{state_per_parameter(seen):.1f} bytes per parameter; weights were rounded "
         f"{'by chance' if by_chance else 'to nearest'}",
     )

@@ -28,7 +28,7 @@ _RULES = tuple(
     for kind, pattern in (
         (
             "optimizer",
-            r"Optimizer\.(step|zero_grad)|[Aa]dam|multi_tensor_apply|lpnorm|_foreach_norm|vector_norm",
+            r"Optimizer\.(step|zero_grad)|[Aa]dam|multi_tensor_apply|lpnorm|_foreach_norm|vector_norm|norm_of_all",
         ),
         ("loss", r"[Ll]og_?[Ss]oft[Mm]ax|[Nn]ll_?[Ll]oss|cross_entropy|CrossEntropy"),
         (
@@ -46,6 +46,8 @@ _RULES = tuple(
     )
 )
 _ELEMENTWISE = re.compile(r"aten::|triton_|CompiledFxGraph|CompiledFunction|kernel|void ")
+
+_DRIVER_CALL = re.compile(r"cu(da)?[A-Z]")
 
 
 def classify(names: Sequence[str]) -> str:
@@ -117,7 +119,9 @@ def _device_times(events: list[FunctionEvent]) -> Iterable[Piece]:
     known: Counter[str] = Counter()
     told: Counter[str] = Counter()
     for event in events:
-        if event.device_type == DeviceType.CPU and event.kernels:
+        # The profiler hands a kernel to every event that bears its launcher's number. Calls of the driver are numbered by
+        # themselves, so that one may bear it by accident: only operators have kernels of their own.
+        if event.device_type == DeviceType.CPU and event.kernels and not _DRIVER_CALL.match(event.name):
             above = callers(event)
             for kernel in event.kernels:
                 known[kernel.name] += kernel.duration

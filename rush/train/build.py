@@ -27,7 +27,7 @@ from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
 from rush.models.quantised import stored_values
 from rush.parallel import Ranks, check_world
-from rush.parallel.sharded import fill_model, is_sharded
+from rush.parallel.sharded import NormOf, fill_model, is_sharded, plain_norm
 from rush.recipe import Recipe
 from rush.techniques import Build, Pass, Stage, Use, check
 from rush.techniques.contract import Passes
@@ -66,6 +66,8 @@ class Run:
     """Parameters here that another rank of the pipeline counts."""
     cut: Callable[[Batch], Batch] | None = None
     """Gives of a micro batch the part that this rank works on."""
+    norm_of: NormOf = plain_norm
+    """How the norm of gradients is computed."""
     spoiled: Tensor | None = None
     """On the device: whether a step so far had a loss or gradient that was not finite."""
 
@@ -202,6 +204,7 @@ def build(
         before_pass=half_made.before_pass,
         copies=half_made.copies,
         cut=half_made.cut,
+        norm_of=half_made.norm_of,
     )
     if half_made.make_passes is not None:
         run.parts = list(half_made.parts)

@@ -259,14 +259,11 @@ def gradient_norm(run: Run) -> torch.Tensor:
     counted = (p for name, p in run.model.named_parameters() if name not in run.copies)
     gradients = [p.grad for p in counted if p.grad is not None]
     if not run.ranks.alone:
-        own = total_norm(gradients) if gradients else torch.zeros((), device=run.device)
+        own = total_norm(gradients, run.norm_of) if gradients else torch.zeros((), device=run.device)
         return own if run.ranks.stages is None else run.ranks.sum_stages(own.square()).sqrt()
     if not gradients:
         return torch.zeros((), device=run.device)
-    # In fp32 whatever the gradients are: a norm in bf16 has three digits, and clipping would inherit them.
-    norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
-    total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
+    return run.norm_of(gradients)
 
 
 def clip(run: Run, grad_norm: torch.Tensor) -> None:

@@ -22,6 +22,7 @@ from rush.kernels.fp8_linear import fp8_linear
 from rush.kernels.gelu import gelu
 from rush.kernels.layernorm import add_layernorm, layernorm
 from rush.kernels.linear_cross_entropy import linear_cross_entropy
+from rush.kernels.norm_of_all import norm_of_all
 from rush.kernels.rmsnorm import add_rmsnorm, rmsnorm
 from rush.kernels.rope import rope
 from rush.kernels.swiglu import swiglu
@@ -136,6 +137,10 @@ def update(
     adamw_([p], [p], [m], [m], lr=1e-3, stochastic_rounding=by_chance, **settings)
 
 
+def norm(dtype: torch.dtype, size: int = 8192) -> None:
+    norm_of_all([zeros(size, dtype=dtype)])
+
+
 def update_8bit(dtype: torch.dtype, by_chance: bool, size: int = 8192) -> None:
     p = zeros(size, dtype=dtype)
     moments = [packed_zeros(p, signed=True)], [packed_zeros(p, signed=False)]
@@ -174,6 +179,8 @@ STREAMING: dict[str, Callable[[], None]] = {
     "adamw fp32": partial(update, FP32, FP32, False),
     "adamw bf16 by chance": partial(update, BF16, BF16, True),
     "adamw bf16 told": partial(update, BF16, BF16, True, told=("found_inf", "grad_scale")),
+    "norm_of_all fp32": partial(norm, FP32),
+    "norm_of_all bf16": partial(norm, BF16),
     "adamw8bit fp32": partial(update_8bit, FP32, False),
     "adamw8bit bf16 by chance": partial(update_8bit, BF16, True),
 }
@@ -204,6 +211,7 @@ RARE: dict[str, Callable[[], None]] = {
     "linear_cross_entropy fp16": partial(head_and_loss, FP16),
     "adamw bf16, moments fp32": partial(update, BF16, FP32, True),
     "adamw bf16, odd size": partial(update, BF16, BF16, False, size=8191),
+    "norm_of_all bf16, odd size": partial(norm, BF16, size=8191),
     "adamw8bit bf16, odd size": partial(update_8bit, BF16, False, size=8191),
 }
 

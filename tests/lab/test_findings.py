@@ -80,14 +80,19 @@ def test_a_recipe_promises_what_its_loosest_technique_does() -> None:
 
 
 def test_interactions_tell_what_the_three_views_say_together() -> None:
-    def record(name: str, ratio: float) -> Any:
+    def record(name: str, ratio: float, drift: float | None = None) -> Any:
         gain = {"ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01]}
-        return {"rungs": [{"name": "base", "gain": None}, {"name": name, "gain": gain}]}
+        moved = None if drift is None else {"ratio": drift, "flagged": True}
+        return {"rungs": [{"name": "base", "gain": None}, {"name": name, "gain": gain}], "drift": moved}
 
     (row,) = interactions(record("x", 1.3), record("x", 1.5), record("without x", 0.9))
     assert (row["alone"], row["in_ladder"]) == (1.5, 1.3)
     assert row["left_out"] == pytest.approx(1 / 0.9)
     assert "already save part" in row["sentence"]
+    (row,) = interactions(record("x", 1.0), record("x", 1.0), record("without x", 0.97))
+    assert "make room" in row["sentence"]
+    (row,) = interactions(record("x", 1.0), record("x", 1.0), record("without x", 0.97, drift=0.96))
+    assert "within the noise" in row["sentence"], "the machine moved further than the gain"
 
 
 def test_rates_count_each_samples_own_tokens_of_the_kind_that_counts() -> None:

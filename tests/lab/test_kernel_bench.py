@@ -435,7 +435,8 @@ def test_the_clock_counts_device_time_and_not_the_host() -> None:
     rate = 2 * 2**28 / (sorted(found["copy"])[5] / 1000)
     known = bandwidth("cuda", budget_s=0.3)["copy"].rate
     assert 0.6 * known < rate < 1.25 * known, (rate, known)
-    assert sorted(found["late"])[5] < 0.3, "a host that sleeps a millisecond was timed"
+    # Timed by the host, no sample could be below a millisecond. (Other processes on the device may take their turns.)
+    assert sorted(found["late"])[5] < 0.8, "a host that sleeps a millisecond was timed"
 
 
 @pytest.mark.gpu

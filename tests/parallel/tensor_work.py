@@ -34,7 +34,7 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
 
     from rush.parallel import AXES, join
     from rush.parallel.placement import table_like
-    from rush.parallel.sharded import boxes, fill, gather, own_part, scale, total_norm, whole
+    from rush.parallel.sharded import boxes, fill, gather, own_part, plain_norm, scale, total_norm, whole
     from rush.parallel.tensor import Inputs, OnStream, Outputs, Stream
 
     with join({axis: layout.get(axis, 1) for axis in AXES}, "cpu") as ranks:
@@ -63,7 +63,8 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
             fill(table, numbers)
             apart[f"{name}, its blocks"] = float((whole(table) - numbers).abs().max())
         norm, wanted = (
-            float(total_norm([p.detach() for p in tensors.values()])) for tensors in (parts, values)
+            float(total_norm([p.detach() for p in tensors.values()], plain_norm))
+            for tensors in (parts, values)
         )
         scale([part.detach() for part in parts.values()], torch.tensor(0.25))
         halved = float(total_norm([part.detach() for part in parts.values()]))

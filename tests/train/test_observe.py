@@ -6,14 +6,17 @@ import sys
 import time
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 from rush.data import Batch
-from rush.train.breakdown import CLASSES, classify
+from rush.hardware import probe
+from rush.train.breakdown import CLASSES, classify, pieces
 from rush.train.observe import observe, state_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
@@ -82,6 +85,41 @@ def test_the_longest_operators_are_told_with_their_time_and_how_often_they_ran()
     products = {piece["kind"]: piece for piece in seen.longest if piece["name"] == "aten::mm"}
     assert products["matmul"]["ms"] <= seen.breakdown_ms["matmul"]
     assert products["matmul"]["calls"] >= len(make_run().model.blocks)
+
+
+def test_a_kernel_counts_once_though_a_call_of_the_driver_bears_its_launchers_number() -> None:
+    """The profiler numbers operators and driver calls apart, and hands kernels to both where numbers meet."""
+
+    def event(name: str, device: Any, kernels: list[Any], took_us: float = 0.0) -> Any:
+        span = SimpleNamespace(elapsed_us=lambda: took_us)
+        return SimpleNamespace(
+            name=name,
+            device_type=device,
+            kernels=kernels,
+            cpu_parent=None,
+            is_user_annotation=False,
+            time_range=span,
+        )
+
+    kernel = SimpleNamespace(name="nvjet_product", duration=1000.0)
+    events = [
+        event("aten::mm", DeviceType.CPU, [kernel]),
+        event("cuLaunchKernelEx", DeviceType.CPU, [kernel]),
+        event("cudaMemcpyAsync", DeviceType.CPU, [kernel]),
+        event("nvjet_product", DeviceType.CUDA, [], 1000.0),
+    ]
+    (piece,) = pieces(events, on_gpu=True)
+    assert (piece.kind, piece.ms, piece.calls) == ("matmul", 1.0, 1)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_no_kernel_counts_twice() -> None:
+    seen = watched("amp_bf16", "flash_attention", "fused_adamw", steps=3, machine=probe("cuda"))
+    counted: dict[str, float] = {}
+    for piece in seen.longest:
+        counted[piece["name"]] = counted.get(piece["name"], 0.0) + 3 * piece["ms"]
+    for name, ms in counted.items():
+        assert ms <= 1.001 * sum(took for full, took in seen.kernels.items() if full.startswith(name)), name
 
 
 def test_what_is_kept_for_the_backward_pass_is_measured_and_recomputation_shrinks_it() -> None:

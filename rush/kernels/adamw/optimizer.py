@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rush.kernels.adamw.update import DTYPES, Divisions, adamw_
+from rush.kernels.adamw.table import Divisions
+from rush.kernels.adamw.update import DTYPES, adamw_
 from rush.kernels.support import need
 
 Local = Callable[[Tensor], Tensor]

@@ -8,8 +8,9 @@ one program, a huge one thousands, and all of them are one launch.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,6 +24,10 @@ class Division:
     starts: Tensor
 
 
+Divisions = MutableMapping[Any, Division]
+"""How the work was cut before: kept by the caller, since it does not change from step to step."""
+
+
 def divide(sizes: Sequence[int], piece: int, device: torch.device) -> Division:
     """Cut tensors of these sizes into pieces of at most `piece` elements."""
     pieces = torch.tensor([-(-size // piece) for size in sizes], dtype=torch.int64)
@@ -30,6 +35,16 @@ def divide(sizes: Sequence[int], piece: int, device: torch.device) -> Division:
     before = torch.cumsum(pieces, 0) - pieces
     starts = (torch.arange(len(rows)) - before[rows]) * piece
     return Division(rows.to(device=device, dtype=torch.int32), starts.to(device=device))
+
+
+def division_of(
+    use: str, sizes: tuple[int, ...], piece: int, device: torch.device, divisions: Divisions
+) -> Division:
+    """How tensors of these sizes are cut, as before or anew."""
+    key = (use, device, sizes)
+    if key not in divisions:
+        divisions[key] = divide(sizes, piece, device)
+    return divisions[key]
 
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -12,14 +12,12 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rush.kernels.adamw import triton as kernels
-from rush.kernels.adamw.table import Division, aligned, divide, table_of
+from rush.kernels.adamw.table import Division, Divisions, aligned, division_of, table_of
 from rush.kernels.support import need, need_device, op
 
 DTYPES = (torch.float32, torch.bfloat16)
 BY_CHANCE = "rush::stochastic_rounding"
 """The mark a profile shows around launches that round by chance."""
-Divisions = MutableMapping[Any, Division]
-"""How the work was cut before: kept by the caller, since it does not change from step to step."""
 
 
 def adamw_(
@@ -44,8 +42,8 @@ def adamw_(
 
     `found_inf` and `grad_scale` are a number each, in fp32, that the device reads when the update runs: unless the first
     is zero nothing is changed, and gradients are divided by the second. So the host can launch an update before it
-    knows whether the gradients are finite, and how long they are. `numbers` tells the parameters apart for the random generator; by default their place in the list. Only weights
-    and second moments in bf16 are ever rounded by chance.
+    knows whether the gradients are finite, and how long they are. `numbers` tells the parameters apart for the random
+    generator; by default their place in the list. Only weights and second moments in bf16 are ever rounded by chance.
     """
     numbers = range(len(parameters)) if numbers is None else numbers
     divisions = {} if divisions is None else divisions
@@ -65,16 +63,14 @@ def adamw_(
     for kind, members in kinds.items():
         sizes = tuple(parameters[index].numel() for index in members)
         device = parameters[members[0]].device
-        key = ("adamw", device, sizes)
-        if key not in divisions:
-            divisions[key] = divide(sizes, kernels.PIECE, device)
+        division = division_of("adamw", sizes, kernels.PIECE, device, divisions)
         _adamw(
             [parameters[index].detach() for index in members],
             [gradients[index].detach() for index in members],
             [exp_avgs[index] for index in members],
             [exp_avg_sqs[index] for index in members],
-            divisions[key].rows,
-            divisions[key].starts,
+            division.rows,
+            division.starts,
             lr if on_device else None,
             found_inf,
             grad_scale,

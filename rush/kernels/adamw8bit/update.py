@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from rush.kernels.adamw.table import Division, aligned, divide, table_of
-from rush.kernels.adamw.update import BY_CHANCE, DTYPES, Divisions
+from rush.kernels.adamw.table import Division, Divisions, aligned, division_of, table_of
+from rush.kernels.adamw.update import BY_CHANCE, DTYPES
 from rush.kernels.adamw8bit import triton as kernels
 from rush.kernels.adamw8bit.codes import code_of_zero
 from rush.kernels.support import need, need_device, op
@@ -79,9 +79,7 @@ def adamw8bit_(
     for kind, members in kinds.items():
         sizes = tuple(parameters[index].numel() for index in members)
         device = parameters[members[0]].device
-        key = ("adamw8bit", device, sizes)
-        if key not in divisions:
-            divisions[key] = divide(sizes, kernels.PIECE, device)
+        division = division_of("adamw8bit", sizes, kernels.PIECE, device, divisions)
         _adamw8bit(
             [parameters[index].detach() for index in members],
             [gradients[index].detach() for index in members],
@@ -89,8 +87,8 @@ def adamw8bit_(
             [exp_avgs[index].scales for index in members],
             [exp_avg_sqs[index].codes for index in members],
             [exp_avg_sqs[index].scales for index in members],
-            divisions[key].rows,
-            divisions[key].starts,
+            division.rows,
+            division.starts,
             *values,
             lr if on_device else None,
             0.0 if on_device else float(lr),

@@ -1,0 +1,62 @@
+# mypy: allow-untyped-decorators
+"""The Euclidean norm of many tensors together: what a step clips its gradients by, in one launch.
+
+torch's own way is a norm for each tensor (`torch._foreach_norm`, which needs a launch for every twenty million
+elements) and a norm of those. Here all tensors share one launch, as in `adamw`. In fp32 whatever the tensors are: a norm
+in bf16 has three digits, and clipping would inherit them. Takes contiguous tensors in fp32 and bf16. Bitwise
+repeatable.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rush.kernels.adamw.table import Division, Divisions, aligned, division_of, table_of
+from rush.kernels.adamw.update import DTYPES
+from rush.kernels.norm_of_all import triton as kernels
+from rush.kernels.support import need, need_device, op
+
+__all__ = ["norm_of_all"]
+
+
+def norm_of_all(tensors: Sequence[Tensor], divisions: Divisions | None = None) -> Tensor:
+    """√Σ x² over all elements of all tensors: a number in fp32, on their device. `divisions`: see `adamw_`."""
+    need(len(tensors) > 0, "norm_of_all needs at least one tensor.")
+    need_device("norm_of_all", *tensors)
+    kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
+    for tensor in tensors:
+        need(tensor.dtype in DTYPES, f"norm_of_all takes fp32 and bf16; found {tensor.dtype}.")
+        need(
+            tensor.is_contiguous(),
+            "norm_of_all walks through memory from end to end: it needs contiguous tensors.",
+        )
+        if tensor.numel():
+            kind = tensor.dtype, aligned([tensor.data_ptr()], tensor.numel())
+            kinds.setdefault(kind, []).append(tensor.detach())
+    squares = [
+        _squares(members, *cut(members, divisions), is_aligned) for (_, is_aligned), members in kinds.items()
+    ]
+    return torch.cat(squares).sum().sqrt() if squares else tensors[0].new_zeros((), dtype=torch.float32)
+
+
+def cut(tensors: list[Tensor], divisions: Divisions | None) -> tuple[Tensor, Tensor]:
+    """Which program works on which part of which tensor."""
+    sizes = tuple(tensor.numel() for tensor in tensors)
+    division = division_of(
+        "norm", sizes, kernels.PIECE, tensors[0].device, {} if divisions is None else divisions
+    )
+    return division.rows, division.starts
+
+
+@op("norm_of_all")
+def _squares(tensors: list[Tensor], rows: Tensor, starts: Tensor, is_aligned: bool) -> Tensor:
+    table = table_of([[tensor.data_ptr(), tensor.numel()] for tensor in tensors], tensors[0].device)
+    return kernels.squares(table, Division(rows, starts), tensors[0].dtype, is_aligned)
+
+
+@_squares.register_fake
+def _(tensors: list[Tensor], rows: Tensor, starts: Tensor, is_aligned: bool) -> Tensor:
+    return rows.new_empty(rows.shape, dtype=torch.float32)

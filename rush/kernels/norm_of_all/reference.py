@@ -1,0 +1,15 @@
+"""The norm of many tensors, in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def norm_of_all(tensors: Sequence[Tensor]) -> Tensor:
+    """In fp32, or in float64 where a tensor is in that."""
+    wide = [tensor.to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    norm: Tensor = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x) for x in wide]))
+    return norm

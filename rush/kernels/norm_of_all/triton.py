@@ -1,0 +1,70 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
+"""Sums of squares over a list of tensors in one launch: every element is read once, and one number a piece is written.
+
+Each thread keeps sums of its own while its program walks over a piece, so that reading is all there is to wait for;
+they are added up at the piece's end. The pieces' sums, some ten thousand numbers for a billion elements, are left for
+one small sum more. All in a fixed order, without atomics: the same bits every time.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from rush.kernels.adamw.table import Division
+from rush.kernels.adamw.triton import TYPES
+
+BLOCK, BLOCKS = 4096, 8
+"""A thread of 256 reads two vectors of 16 bytes at a time in bf16."""
+PIECE = BLOCK * BLOCKS
+"""Elements of a program."""
+COLUMNS = 2
+"""Of the table: the tensor and its number of elements."""
+
+
+@triton.jit
+def squares_kernel(
+    table_ptr,
+    rows_ptr,
+    starts_ptr,
+    squares_ptr,
+    ELEMENT: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    entry = table_ptr + tl.load(rows_ptr + program) * COLUMNS
+    start = tl.load(starts_ptr + program)
+    x_ptr = tl.load(entry).to(tl.pointer_type(ELEMENT))
+    size = tl.load(entry + 1)
+    if ALIGNED:
+        # An address that was read from memory could be anything; told that it is round, the compiler reads vectors.
+        x_ptr, size, start = tl.multiple_of(x_ptr, 16), tl.multiple_of(size, 16), tl.multiple_of(start, 16)
+    sums = tl.zeros((BLOCK,), tl.float32)
+    for block in tl.static_range(BLOCKS):
+        at = start + block * BLOCK + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < size, other=0.0).to(tl.float32)
+        sums += x * x
+    tl.store(squares_ptr + program, tl.sum(sums, axis=0))
+
+
+def squares(table: Tensor, division: Division, dtype: torch.dtype, is_aligned: bool) -> Tensor:
+    """Σ x² of each piece, over the tensors of a table, all of one dtype."""
+    out = torch.empty(division.rows.shape, dtype=torch.float32, device=table.device)
+    squares_kernel[(len(division.rows),)](
+        table,
+        division.rows,
+        division.starts,
+        out,
+        ELEMENT=TYPES[dtype],
+        ALIGNED=is_aligned,
+        COLUMNS=COLUMNS,
+        BLOCK=BLOCK,
+        BLOCKS=BLOCKS,
+        num_warps=8,
+    )
+    return out
