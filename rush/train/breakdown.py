@@ -47,8 +47,6 @@ _RULES = tuple(
 )
 _ELEMENTWISE = re.compile(r"aten::|triton_|CompiledFxGraph|CompiledFunction|kernel|void ")
 
-_DRIVER_CALL = re.compile(r"cu(da)?[A-Z]")
-
 
 def classify(names: Sequence[str]) -> str:
     """The class of a piece of time, from its callers' names and its own, outermost first."""
@@ -116,25 +114,21 @@ def _host_times(events: list[FunctionEvent]) -> Iterable[Piece]:
 
 
 def _device_times(events: list[FunctionEvent]) -> Iterable[Piece]:
-    known: Counter[str] = Counter()
-    told: Counter[str] = Counter()
-    for event in events:
-        # The profiler hands a kernel to every event that bears its launcher's number. Calls of the driver are numbered by
-        # themselves, so that one may bear it by accident: only operators have kernels of their own.
-        if event.device_type == DeviceType.CPU and event.kernels and not _DRIVER_CALL.match(event.name):
-            above = callers(event)
-            for kernel in event.kernels:
-                known[kernel.name] += kernel.duration
-                told[kernel.name] += 1
+    ran = Counter(
+        (event.name, event.time_range.elapsed_us())  # type: ignore[no-untyped-call]
+        for event in events
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation
+    )
+    owners = [event for event in events if event.device_type == DeviceType.CPU and event.kernels]
+    # The profiler hands a kernel to every event that bears its launcher's number, and calls and waits of the driver are
+    # numbered apart from operators: one may bear the number by accident. A kernel counts once, the operator's first.
+    for event in sorted(owners, key=lambda event: "::" not in event.name):
+        above = callers(event)
+        for kernel in event.kernels:
+            if ran[kernel.name, kernel.duration] > 0:
+                ran[kernel.name, kernel.duration] -= 1
                 yield Piece(kernel.name, classify([*above, kernel.name]), kernel.duration / 1000, 1)
-    every: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for event in events:
-        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
-            every[event.name] += event.time_range.elapsed_us()  # type: ignore[no-untyped-call]
-            calls[event.name] += 1
     # Kernels replayed from a recording have no caller in the profile: their own names must do.
-    for name, microseconds in every.items():
-        if microseconds > known[name]:
-            rest = (microseconds - known[name]) / 1000
-            yield Piece(name, classify([name]), rest, max(1, calls[name] - told[name]))
+    for (name, microseconds), calls in ran.items():
+        if calls:
+            yield Piece(name, classify([name]), calls * microseconds / 1000, calls)
