@@ -177,6 +177,10 @@ class FanOut(nn.Module):
     def forward(self, x_btd: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         return tuple(layer(x_btd) for layer in layers)
 
+    def weight(self, *layers: nn.Linear) -> Tensor:
+        """Their weights one below another, for who multiplies with all of them himself."""
+        return torch.cat([layer.weight for layer in layers])
+
 
 class GatedMLP(nn.Module):
     """Llama's MLP: two wide layers, one gating the other, then narrow, without biases."""

@@ -74,13 +74,15 @@ class JoinedFanOut(FanOut):
         self.register_buffer("joined", lay_out(layers), persistent=False)
 
     def forward(self, x_btd: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        out_bto = multiplies(layers[0])(x_btd, self.weight(*layers))
+        return torch.split(out_bto, [layer.weight.shape[0] for layer in layers], dim=-1)
+
+    def weight(self, *layers: nn.Linear) -> Tensor:
         # Tracing knows no addresses; before each step all groups are looked at anyway, from outside.
         if not torch.compiler.is_compiling():
             self.check(layers)
-        weights = [layer.weight for layer in layers]
-        weight_od: Tensor = JoinedWeight.apply(self.joined, *weights)  # type: ignore[no-untyped-call]
-        out_bto = multiplies(layers[0])(x_btd, weight_od)
-        return torch.split(out_bto, [weight.shape[0] for weight in weights], dim=-1)
+        weight_od: Tensor = JoinedWeight.apply(self.joined, *(layer.weight for layer in layers))  # type: ignore[no-untyped-call]
+        return weight_od
 
     def check(self, layers: Sequence[nn.Linear]) -> None:
         """Refuse to go on with weights that are no longer in the memory that is multiplied with."""

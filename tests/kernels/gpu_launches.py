@@ -19,6 +19,7 @@ from rush.kernels.biased import gelu_of_sum, parts_of_sum
 from rush.kernels.cross_entropy import cross_entropy, cross_entropy_
 from rush.kernels.flash_attention import flash_attention
 from rush.kernels.fp8_linear import fp8_linear
+from rush.kernels.fp8_mlp import fp8_mlp
 from rush.kernels.gelu import gelu
 from rush.kernels.layernorm import add_layernorm, layernorm
 from rush.kernels.linear_cross_entropy import linear_cross_entropy
@@ -126,6 +127,11 @@ def eight_bit_linear() -> None:
     both_ways(partial(fp8_linear, casts="kernel"), x, weight)
 
 
+def eight_bit_mlp() -> None:
+    x, down = zeros(256, 128, dtype=BF16), zeros(128, 512, dtype=BF16)
+    both_ways(fp8_mlp, x, zeros(1024, 128, dtype=BF16), down)
+
+
 UPDATE = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
@@ -171,6 +177,7 @@ STREAMING: dict[str, Callable[[], None]] = {
     "biased bf16": partial(after_bias, BF16),
     "biased fp32": partial(after_bias, FP32),
     "fp8_linear bf16": eight_bit_linear,
+    "fp8_mlp bf16": eight_bit_mlp,
     "walks of explain": walks,
     "cross_entropy bf16": partial(loss, BF16, 128256),
     "cross_entropy fp32 smoothed": partial(loss, FP32, 50304, 0.1),

@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.fp8_linear import _cast_both, fp8_linear, reference
+from rush.kernels.fp8_linear import fp8_linear, reference
+from rush.kernels.fp8_linear.factors import cast_both
 from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantise, scale_for
 
 RECIPES = ["tensorwise", "rowwise"]
@@ -154,7 +155,7 @@ def test_the_casting_kernel_makes_the_same_bits_in_both_layouts(device: str, dty
     for rows, columns in [(1, 1), (16, 48), (65, 130), *([(4096, 3000)] if device == "cuda" else [])]:
         x = torch.randn(rows, 2 * columns, device=device, dtype=torch.bfloat16)[:, :columns]
         scale = scale_for(x.abs().amax(), dtype)
-        values, turned = _cast_both(x, scale, dtype)
+        values, turned = cast_both(x, scale, dtype)
         expected = quantise(x, dtype, rowwise=False).values
         assert values.is_contiguous()
         assert turned.is_contiguous()

@@ -10,7 +10,7 @@ import torch
 
 from rush.errors import MachineError
 from rush.hardware import probe
-from rush.techniques import check
+from rush.techniques import check, registry
 from rush.techniques.fp8 import Fp8Linear
 from rush.techniques.proofs import prove
 
@@ -26,6 +26,8 @@ pytestmark = [
 pytest.importorskip("triton", reason="the kernels need Triton")
 SMALL = ["model.shape.num_layers=1", "batch.micro=2", "batch.total_tokens=64"]
 HEAD = "{name='fp8', scope='blocks_and_head'}"
+ONE_MLP = "{name='fp8', mlp='kernel'}"
+JOINED = "fused_projections"
 
 
 COMPILED = ("fp8", "{name='compile', scope='block'}")
@@ -41,6 +43,13 @@ BESIDE = [
     ("name", "techniques"),
     [
         *((name, techniques) for name in ("llama-tiny", "tiny") for techniques in BESIDE),
+        pytest.param("llama-tiny", (ONE_MLP, JOINED), marks=pytest.mark.slow),
+        (
+            "llama-tiny",
+            (ONE_MLP, "{name='fused_projections', groups='mlp'}", "checkpoint_full", "fused_norm"),
+        ),
+        pytest.param("llama-tiny", (ONE_MLP, JOINED, "checkpoint_selective"), marks=pytest.mark.slow),
+        pytest.param("llama-tiny", (ONE_MLP, JOINED, COMPILED[1]), marks=pytest.mark.slow),
         pytest.param("llama-tiny", COMPILED, marks=pytest.mark.slow),
         ("tiny", COMPILED),
     ],
@@ -71,9 +80,10 @@ def test_every_linear_layer_of_the_blocks_is_changed_and_the_head_only_when_aske
         assert seen.ops["rush::fp8_emulated_product"] == products + more
 
 
-def test_weights_keep_their_names_and_values_and_stay_wide() -> None:
+@pytest.mark.parametrize("techniques", [("fp8",), (ONE_MLP, JOINED)], ids=str)
+def test_weights_keep_their_names_and_values_and_stay_wide(techniques: tuple[str, ...]) -> None:
     plain = make_run(overrides=SMALL).model.state_dict()
-    run = make_run("fp8", overrides=SMALL)
+    run = make_run(*techniques, overrides=SMALL)
     state = run.model.state_dict()
     assert list(state) == list(plain)
     assert all(torch.equal(state[key], plain[key]) for key in plain)
@@ -89,6 +99,14 @@ def test_weights_keep_their_names_and_values_and_stay_wide() -> None:
         ((HEAD,), [], "add vocab_pad"),
         ((HEAD, "chunked_loss"), ["model.shape.vocab_size=256"], "set scope to blocks"),
         (("{name='fp8', recipe='rowwise', casts='kernel'}",), [], "set casts to compiler"),
+        ((ONE_MLP,), [], "add fused_projections with groups all or mlp"),
+        (
+            (ONE_MLP, "{name='fused_projections', groups='attention'}"),
+            [],
+            "add fused_projections with groups",
+        ),
+        ((ONE_MLP, JOINED, "fused_mlp"), [], "or set mlp to compiler"),
+        (("{name='fp8', mlp='kernel', recipe='rowwise'}", JOINED), [], "and recipe tensorwise"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_anything_is_built(
@@ -96,6 +114,21 @@ def test_what_it_cannot_do_is_refused_before_anything_is_built(
 ) -> None:
     with pytest.raises(MachineError, match=f"technique fp8 cannot run here: .*{why}"):
         check(recipe_of(*techniques, overrides=overrides), probe("cpu"))
+
+
+def test_gpt2_keeps_its_own_mlp() -> None:
+    with pytest.raises(MachineError, match="it needs a Llama and recipe tensorwise"):
+        check(recipe_of(ONE_MLP, name="tiny"), probe("cpu"))
+
+
+def test_the_evidence_fails_where_the_kernels_did_not_run() -> None:
+    run = make_run("fp8", JOINED, overrides=SMALL)
+    seen = trace(run, 1, watch=True).seen
+    assert seen is not None
+    assert registry()["fp8"].evidence(seen, {"mlp": "compiler"}).took_effect
+    proof = registry()["fp8"].evidence(seen, {"mlp": "kernel"})
+    assert not proof.took_effect
+    assert "rush::fp8_swiglu_backward" in proof.what
 
 
 def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,6 +177,8 @@ def recipes(name: str) -> list[Recipe]:
     if name == "fp8":
         own.append(recipe_of(name, overrides=["model.shape.intermediate=100"]))
         own.append(recipe_of("{name='fp8', recipe='rowwise', casts='kernel'}"))
+        own.append(recipe_of("{name='fp8', mlp='kernel'}"))
+        own.append(recipe_of("{name='fp8', mlp='kernel'}", "fused_mlp", "fused_projections"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", "chunked_loss"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", overrides=["layout.tp=2"]))
     if name in ("fused_projections", "fused_rope"):
