@@ -107,7 +107,13 @@ def test_the_compilers_own_recordings_learn_the_same() -> None:
 )
 @pytest.mark.parametrize(
     "fp8",
-    ["fp8", "{name='fp8', recipe='rowwise'}", "{name='fp8', casts='kernel', fast='all'}"],
+    [
+        "fp8",
+        "{name='fp8', recipe='rowwise'}",
+        "{name='fp8', casts='kernel', fast='all'}",
+        "{name='fp8', mlp='kernel'}",
+        "{name='fp8', mlp='kernel', casts='kernel'}",
+    ],
 )
 @pytest.mark.parametrize("compiled", [(), (BLOCKS,)], ids=str)
 def test_8_bit_products(fp8: str, compiled: tuple[str, ...]) -> None:
@@ -117,6 +123,34 @@ def test_8_bit_products(fp8: str, compiled: tuple[str, ...]) -> None:
     layers = {256, 512, 768, 1024, 1536}  # not the head's, whose vocabulary the compiler may have padded
     scaled = sum(count for shape, count in seen.matmul_shapes.items() if layers.issuperset(shape))
     assert scaled == 2 * 4 * 3, dict(seen.matmul_shapes)
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="no 8-bit matmuls here",
+)
+@pytest.mark.parametrize(
+    "more", [(), (BLOCKS,), ("checkpoint_full",), ("checkpoint_selective", BLOCKS)], ids=str
+)
+def test_the_mlp_in_8_bits_as_one_function_has_the_gradients_of_its_layers(more: tuple[str, ...]) -> None:
+    """They differ by less than what 8 bits cost: by where SwiGLU and its gradient are rounded, and what follows of it."""
+    ways = (), ("fp8", FUSED, *more), ("{name='fp8', mlp='kernel'}", FUSED, *more)
+    runs = [run_of("bf16_master", "flash_attention", *techniques) for techniques in ways]
+    (batch,) = one_batch(runs[0])
+    for run in runs:
+        with run.in_step():
+            run.forward_backward(batch.to(run.device), torch.ones((), device=run.device))
+    plain_grads, layers, ours = (
+        {name: p.grad.double() for name, p in run.model.named_parameters() if p.grad is not None}
+        for run in runs
+    )
+    assert ours.keys() == plain_grads.keys()
+    for name, truth in plain_grads.items():
+        apart = (layers[name] - truth).norm()
+        assert apart > 0, name
+        if truth.dim() > 1:  # a norm's few gains are sums over all tokens, and of chance
+            assert (ours[name] - truth).norm() <= 1.15 * apart, name
+            assert (ours[name] - layers[name]).norm() <= apart, name
 
 
 def test_the_weights_take_no_more_memory() -> None:

@@ -4,10 +4,12 @@
 Where each layer stands alone, what lies between them is written in 16 bits, read to find its largest magnitude,
 and read again to be cast. Here the kernels of SwiGLU write 8 bits straight away, in the layouts the products want, and
 nothing between the products exists in 16 bits but their own results: gate|up (kept) and the gradient of their product
-(not kept). One scale for a tensor, a power of two, as in `fp8_linear`.
+(not kept). One scale for a tensor, a power of two, as in `fp8_linear`; for the gradients of gate and up from a bound
+of their largest magnitude, so that they need not be made to be measured.
 
-Kept for the backward pass: the input in 8 bits, gate|up as the first product gave it, the weights. Input, output
-and gradient from above are cast by plain operators for a compiler to fuse, or by a kernel (`casts`).
+Kept for the backward pass: the input in 8 bits, gate|up as the first product gave it, a 256th of that for the bound,
+the weights. Input, output and gradient from above are cast by plain operators for a compiler to fuse, or by a kernel
+(`casts`).
 """
 
 from __future__ import annotations
@@ -64,23 +66,24 @@ class _Fp8MLP(torch.autograd.Function):
         else:
             x = kept = quantise(x_md, E4M3, rowwise=False)
         joined_mj = product(x, weight, dtype, fast=True)
-        scale = scale_for(_largest(joined_mj), E4M3)
+        largest, steepest_ms = _largest(joined_mj)
+        scale = scale_for(largest, E4M3)
         h = Scaled(_forward(joined_mj, scale), scale.reciprocal())
         ctx.save_for_backward(
-            kept.values, x.unit, joined_mj, scale, weight_jd, weight.unit, down_di, down.unit
+            kept.values, x.unit, joined_mj, scale, steepest_ms, weight_jd, weight.unit, down_di, down.unit
         )
         ctx.fast, ctx.kernel, ctx.dtype = fast, kernel, dtype
         return product(h, down, dtype, fast=True)
 
     @staticmethod
     def backward(ctx: Any, dout_md: Tensor) -> tuple[Any, ...]:
-        x_values, x_unit, joined_mj, h_scale, weight_jd, weight_unit, down_di, down_unit = ctx.saved_tensors
+        x_values, x_unit, joined_mj, h_scale, steepest_ms, *weights = ctx.saved_tensors
+        weight_jd, weight_unit, down_di, down_unit = weights
         dtype, fast = ctx.dtype, ctx.fast
         dout, dout_turned = (cast_by_kernel if ctx.kernel else cast)(dout_md, E5M2)
         dh_mi = product(dout, turned_weight(down_di, down_unit), dtype, fast)
-        largest, h_turned = _backward_largest(dh_mi, joined_mj, h_scale)
-        scale = scale_for(largest, E5M2)
-        values, values_turned = _backward(dh_mi, joined_mj, scale)
+        scale = scale_for(_bound(dh_mi, steepest_ms), E5M2)
+        values, values_turned, h_turned = _backward(dh_mi, joined_mj, scale, h_scale)
         unit = scale.reciprocal()
         dx = dweight = ddown = None
         if ctx.needs_input_grad[0]:
@@ -95,13 +98,15 @@ class _Fp8MLP(torch.autograd.Function):
 
 
 @op("fp8_swiglu_largest")
-def _largest(joined_mj: Tensor) -> Tensor:
+def _largest(joined_mj: Tensor) -> tuple[Tensor, Tensor]:
     return kernels.largest(joined_mj)
 
 
 @_largest.register_fake
-def _(joined_mj: Tensor) -> Tensor:
-    return joined_mj.new_empty((), dtype=torch.float32)
+def _(joined_mj: Tensor) -> tuple[Tensor, Tensor]:
+    num_rows, segments = joined_mj.shape[0], kernels.segments(joined_mj.shape[1] // 2)
+    steepest_ms = joined_mj.new_empty(num_rows, segments, dtype=torch.float32)
+    return joined_mj.new_empty((), dtype=torch.float32), steepest_ms
 
 
 @op("fp8_swiglu")
@@ -114,24 +119,26 @@ def _(joined_mj: Tensor, scale: Tensor) -> Tensor:
     return joined_mj.new_empty(joined_mj.shape[0], joined_mj.shape[1] // 2, dtype=E4M3)
 
 
-@op("fp8_swiglu_backward_largest")
-def _backward_largest(dh_mi: Tensor, joined_mj: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.backward_largest(dh_mi, joined_mj, scale)
+@op("fp8_swiglu_bound")
+def _bound(dh_mi: Tensor, steepest_ms: Tensor) -> Tensor:
+    return kernels.bound(dh_mi, steepest_ms)
 
 
-@_backward_largest.register_fake
-def _(dh_mi: Tensor, joined_mj: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    num_rows, width = dh_mi.shape
-    return dh_mi.new_empty((), dtype=torch.float32), dh_mi.new_empty(width, num_rows, dtype=E4M3)
+@_bound.register_fake
+def _(dh_mi: Tensor, steepest_ms: Tensor) -> Tensor:
+    return dh_mi.new_empty((), dtype=torch.float32)
 
 
 @op("fp8_swiglu_backward")
-def _backward(dh_mi: Tensor, joined_mj: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.backward(dh_mi, joined_mj, scale)
+def _backward(
+    dh_mi: Tensor, joined_mj: Tensor, scale: Tensor, h_scale: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    return kernels.backward(dh_mi, joined_mj, scale, h_scale)
 
 
 @_backward.register_fake
-def _(dh_mi: Tensor, joined_mj: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+def _(dh_mi: Tensor, joined_mj: Tensor, scale: Tensor, h_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     num_rows, width = dh_mi.shape
-    wide = 2 * width
-    return dh_mi.new_empty(num_rows, wide, dtype=E5M2), dh_mi.new_empty(wide, num_rows, dtype=E5M2)
+    out_mj = dh_mi.new_empty(num_rows, 2 * width, dtype=E5M2)
+    turned_jm = dh_mi.new_empty(2 * width, num_rows, dtype=E5M2)
+    return out_mj, turned_jm, dh_mi.new_empty(width, num_rows, dtype=E4M3)

@@ -1,7 +1,8 @@
 """Llama's MLP with 8-bit factors in plain torch: its forward pass and all gradients, written out.
 
 What stands between the products is made in fp32 and rounded once, to fp8. The wide values of the products
-are rounded to `dtype`, as the hardware's are; in float64 nothing is rounded but the factors.
+are rounded to `dtype`, as the hardware's are; in float64 nothing is rounded but the factors. Each factor has the
+scale of its own largest magnitude.
 """
 
 from __future__ import annotations

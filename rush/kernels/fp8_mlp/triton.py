@@ -1,16 +1,18 @@
 # mypy: allow-untyped-decorators
 """SwiGLU between 8-bit products: read in 16 bits, written in 8, in the layouts that the products want.
 
-One scale serves a whole tensor, and it hangs on the largest magnitude in it: so each result is made twice, first to
-find that, then to be cast. Making it again from gate and up, on chip, moves fewer bytes than writing it down in 16 bits
-and reading it back, and takes no memory. What a pass has in registers anyway goes out with it: the first pass backward
+One scale serves a whole tensor and hangs on the largest magnitude in it. Forward the result is therefore made twice, to
+find that and to be cast: making it again on chip moves no more than writing it in 16 bits and reading it back would.
+Backward a bound does: the first pass forward notes, for each row and SEGMENT columns, how steep SwiGLU gets there (the
+larger of both derivatives), and that times the largest dh there is no smaller than any gradient. The scale from a
+bound is never too large and may be some powers of two too small; e5m2 has thirty, and only what is tiny beside the
+largest gradient is rounded more coarsely. What a pass has in registers anyway goes out with it: the last one
 also writes the forward result turned over, which the gradient of the last layer wants.
 
-    forward    largest of h: 2 wide tensors read     h in 8 bits: 2 read, ½ written
-    backward   largest of dgate and dup: 3 read, h turned: ½ written     both cast, both layouts: 3 read, 2 written
+    forward    2 wide tensors read; 2 read, ½ written (in 8 bits: h)
+    backward   1 read; 3 read, 2½ written (dgate and dup in both layouts, h turned)
 
-Values are made in fp32 and rounded once, to 8 bits. Each program leaves the largest magnitude of its tile; the end of
-that search is torch's. Gate and up are the halves of one matrix.
+Values are made in fp32 and rounded once, to 8 bits. Gate and up are the halves of one matrix.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from torch import Tensor
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
-# Shapes: m tokens, i width of the MLP, j its double (gate and up side by side).
+# Shapes: m tokens, i width of the MLP, j its double (gate and up side by side), s segments of a row.
+
+SEGMENT = 256
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,10 @@ class Tile:
         return -(-num_rows // self.rows) * -(-width // self.columns)
 
 
-STREAMED = Tile(8, 512, 8)
-"""Of the forward kernels, which turn nothing over: long rows."""
+STREAMED = Tile(16, SEGMENT, 8)
+"""Of the kernels that turn nothing over."""
 TURNED = Tile(64, 64, 8)
-"""Of the backward kernels: in either direction 64 bytes of fp8, two whole sectors of memory."""
+"""Of the one that does: in either direction 64 bytes of fp8, two whole sectors of memory."""
 
 
 @triton.jit
@@ -79,23 +83,24 @@ def store_turned(
 
 
 @triton.jit
-def largest_in(magnitude: tl.tensor) -> tl.tensor:
-    """Of a whole tile. What is no number counts as infinite: a maximum would pass it over, and it must be seen."""
-    seen = tl.where(magnitude == magnitude, magnitude, float("inf"))
-    return tl.max(tl.max(seen, axis=1), axis=0)
+def seen(magnitude: tl.tensor) -> tl.tensor:
+    """What is no number counts as infinite: a maximum would pass it over, and a run that diverged must be seen to."""
+    return tl.where(magnitude == magnitude, magnitude, float("inf"))
 
 
 @triton.jit
-def gradients(dh: tl.tensor, gate: tl.tensor, up: tl.tensor):  # type: ignore[no-untyped-def]
+def derivatives(gate: tl.tensor, up: tl.tensor):  # type: ignore[no-untyped-def]
+    """Of silu(gate) · up: by gate, and by up (which is silu(gate))."""
     sigmoid = tl.sigmoid(gate)
     silu = gate * sigmoid
-    return dh * up * (sigmoid + silu * (1.0 - sigmoid)), dh * silu, silu * up
+    return up * (sigmoid + silu * (1.0 - sigmoid)), silu
 
 
 @triton.jit
 def fp8_swiglu_largest_kernel(
     joined_ptr: tl.tensor,
     largest_ptr: tl.tensor,
+    steepest_ptr: tl.tensor,
     num_rows: tl.tensor,
     width: tl.tensor,
     ROWS: tl.constexpr,
@@ -105,8 +110,12 @@ def fp8_swiglu_largest_kernel(
     joined_ptr += row * 2 * width + column
     gate = load_tile(joined_ptr, 2 * width, inside, ROWS, COLUMNS)
     up = load_tile(joined_ptr + width, 2 * width, inside, ROWS, COLUMNS)
-    h = gate * tl.sigmoid(gate) * up
-    tl.store(largest_ptr + tl.program_id(0), largest_in(tl.abs(h)))
+    by_gate, by_up = derivatives(gate, up)
+    tl.store(largest_ptr + tl.program_id(0), tl.max(tl.max(seen(tl.abs(by_up * up)), axis=1), axis=0))
+    steepest = tl.max(tl.maximum(seen(tl.abs(by_gate)), seen(tl.abs(by_up))), axis=1)
+    own_row = row + tl.arange(0, ROWS)
+    place = own_row * tl.cdiv(width, COLUMNS) + column // COLUMNS
+    tl.store(steepest_ptr + place, steepest, mask=own_row < num_rows)
 
 
 @triton.jit
@@ -130,28 +139,22 @@ def fp8_swiglu_kernel(
 
 
 @triton.jit
-def fp8_swiglu_backward_largest_kernel(
+def fp8_swiglu_bound_kernel(
     dh_ptr: tl.tensor,
-    joined_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    largest_ptr: tl.tensor,
-    turned_ptr: tl.tensor,
+    steepest_ptr: tl.tensor,
+    bound_ptr: tl.tensor,
     num_rows: tl.tensor,
     width: tl.tensor,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
     row, column, inside = tile_of(num_rows, width, ROWS, COLUMNS)
-    joined_ptr += row * 2 * width + column
     dh = load_tile(dh_ptr + row * width + column, width, inside, ROWS, COLUMNS)
-    gate = load_tile(joined_ptr, 2 * width, inside, ROWS, COLUMNS)
-    up = load_tile(joined_ptr + width, 2 * width, inside, ROWS, COLUMNS)
-    dgate, dup, h = gradients(dh, gate, up)
-    larger = tl.maximum(tl.abs(dgate), tl.abs(dup), propagate_nan=tl.PropagateNan.ALL)
-    tl.store(largest_ptr + tl.program_id(0), largest_in(larger))
-    cast = (h * tl.load(scale_ptr)).to(turned_ptr.dtype.element_ty)
-    turned_ptr += column.to(tl.int64) * num_rows + row
-    store_turned(turned_ptr, cast, num_rows, inside, ROWS, COLUMNS)
+    own_row = row + tl.arange(0, ROWS)
+    place = own_row * tl.cdiv(width, COLUMNS) + column // COLUMNS
+    steepest = tl.load(steepest_ptr + place, mask=own_row < num_rows, other=0.0)
+    bound = seen(tl.max(seen(tl.abs(dh)), axis=1) * steepest)
+    tl.store(bound_ptr + tl.program_id(0), tl.max(bound, axis=0))
 
 
 @triton.jit
@@ -159,8 +162,10 @@ def fp8_swiglu_backward_kernel(
     dh_ptr: tl.tensor,
     joined_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    h_scale_ptr: tl.tensor,
     out_ptr: tl.tensor,
     turned_ptr: tl.tensor,
+    h_turned_ptr: tl.tensor,
     num_rows: tl.tensor,
     width: tl.tensor,
     ROWS: tl.constexpr,
@@ -171,25 +176,28 @@ def fp8_swiglu_backward_kernel(
     dh = load_tile(dh_ptr + row * width + column, width, inside, ROWS, COLUMNS)
     gate = load_tile(joined_ptr + start, 2 * width, inside, ROWS, COLUMNS)
     up = load_tile(joined_ptr + start + width, 2 * width, inside, ROWS, COLUMNS)
-    dgate, dup, _ = gradients(dh, gate, up)
+    by_gate, by_up = derivatives(gate, up)
     scale = tl.load(scale_ptr)
-    dgate_cast = (dgate * scale).to(out_ptr.dtype.element_ty)
-    dup_cast = (dup * scale).to(out_ptr.dtype.element_ty)
+    dgate = (dh * by_gate * scale).to(out_ptr.dtype.element_ty)
+    dup = (dh * by_up * scale).to(out_ptr.dtype.element_ty)
+    h = (by_up * up * tl.load(h_scale_ptr)).to(h_turned_ptr.dtype.element_ty)
     place = tl.arange(0, ROWS)[:, None] * (2 * width) + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out_ptr + start + place, dgate_cast, mask=inside)
-    tl.store(out_ptr + start + width + place, dup_cast, mask=inside)
-    turned_ptr += column.to(tl.int64) * num_rows + row
-    store_turned(turned_ptr, dgate_cast, num_rows, inside, ROWS, COLUMNS)
-    turned_ptr += width.to(tl.int64) * num_rows
-    store_turned(turned_ptr, dup_cast, num_rows, inside, ROWS, COLUMNS)
+    tl.store(out_ptr + start + place, dgate, mask=inside)
+    tl.store(out_ptr + start + width + place, dup, mask=inside)
+    start_turned = column.to(tl.int64) * num_rows + row
+    store_turned(turned_ptr + start_turned, dgate, num_rows, inside, ROWS, COLUMNS)
+    second_half = turned_ptr + width.to(tl.int64) * num_rows
+    store_turned(second_half + start_turned, dup, num_rows, inside, ROWS, COLUMNS)
+    store_turned(h_turned_ptr + start_turned, h, num_rows, inside, ROWS, COLUMNS)
 
 
-def largest(joined_mj: Tensor, tile: Tile = STREAMED) -> Tensor:
-    """The largest magnitude of silu(gate) · up."""
+def largest(joined_mj: Tensor, tile: Tile = STREAMED) -> tuple[Tensor, Tensor]:
+    """The largest magnitude of silu(gate) · up; and of its derivatives, for each row and segment."""
     num_rows, width = joined_mj.shape[0], joined_mj.shape[1] // 2
     found = joined_mj.new_empty(tile.programs(num_rows, width), dtype=torch.float32)
-    _launch(fp8_swiglu_largest_kernel, tile, num_rows, width, joined_mj, found)
-    return found.amax()
+    steepest_ms = joined_mj.new_empty(num_rows, segments(width), dtype=torch.float32)
+    _launch(fp8_swiglu_largest_kernel, tile, num_rows, width, joined_mj, found, steepest_ms)
+    return found.amax(), steepest_ms
 
 
 def forward(joined_mj: Tensor, scale: Tensor, tile: Tile = STREAMED) -> Tensor:
@@ -200,26 +208,30 @@ def forward(joined_mj: Tensor, scale: Tensor, tile: Tile = STREAMED) -> Tensor:
     return out_mi
 
 
-def backward_largest(
-    dh_mi: Tensor, joined_mj: Tensor, scale: Tensor, tile: Tile = TURNED
-) -> tuple[Tensor, Tensor]:
-    """The largest magnitude of the gradients of gate and up; and what `forward` gives, turned over."""
+def bound(dh_mi: Tensor, steepest_ms: Tensor, tile: Tile = STREAMED) -> Tensor:
+    """A number that no magnitude of the gradients of gate and up is above."""
     num_rows, width = dh_mi.shape
-    found = joined_mj.new_empty(tile.programs(num_rows, width), dtype=torch.float32)
-    turned_im = joined_mj.new_empty(width, num_rows, dtype=E4M3)
-    _launch(
-        fp8_swiglu_backward_largest_kernel, tile, num_rows, width, dh_mi, joined_mj, scale, found, turned_im
-    )
-    return found.amax(), turned_im
+    found = dh_mi.new_empty(tile.programs(num_rows, width), dtype=torch.float32)
+    _launch(fp8_swiglu_bound_kernel, tile, num_rows, width, dh_mi, steepest_ms, found)
+    return found.amax()
 
 
-def backward(dh_mi: Tensor, joined_mj: Tensor, scale: Tensor, tile: Tile = TURNED) -> tuple[Tensor, Tensor]:
-    """The gradients of gate and up, side by side, times scale in e5m2; and the same turned over."""
+def backward(
+    dh_mi: Tensor, joined_mj: Tensor, scale: Tensor, h_scale: Tensor, tile: Tile = TURNED
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of gate and up, side by side, times scale in e5m2; the same turned over; what `forward` gives, turned
+    over."""
     num_rows, width = dh_mi.shape
     out_mj = joined_mj.new_empty(num_rows, 2 * width, dtype=E5M2)
     turned_jm = joined_mj.new_empty(2 * width, num_rows, dtype=E5M2)
-    _launch(fp8_swiglu_backward_kernel, tile, num_rows, width, dh_mi, joined_mj, scale, out_mj, turned_jm)
-    return out_mj, turned_jm
+    h_turned_im = joined_mj.new_empty(width, num_rows, dtype=E4M3)
+    tensors = dh_mi, joined_mj, scale, h_scale, out_mj, turned_jm, h_turned_im
+    _launch(fp8_swiglu_backward_kernel, tile, num_rows, width, *tensors)
+    return out_mj, turned_jm, h_turned_im
+
+
+def segments(width: int) -> int:
+    return -(-width // SEGMENT)
 
 
 def _launch(kernel: triton.JITFunction, tile: Tile, num_rows: int, width: int, *tensors: Tensor) -> None:
