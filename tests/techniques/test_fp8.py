@@ -48,7 +48,6 @@ BESIDE = [
             "llama-tiny",
             (ONE_MLP, "{name='fused_projections', groups='mlp'}", "checkpoint_full", "fused_norm"),
         ),
-        pytest.param("llama-tiny", (ONE_MLP, JOINED, "checkpoint_selective"), marks=pytest.mark.slow),
         pytest.param("llama-tiny", (ONE_MLP, JOINED, COMPILED[1]), marks=pytest.mark.slow),
         pytest.param("llama-tiny", COMPILED, marks=pytest.mark.slow),
         ("tiny", COMPILED),
