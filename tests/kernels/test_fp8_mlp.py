@@ -79,7 +79,9 @@ def differing(ours: Tensor, exact: Tensor) -> float:
     return float((steps > 0).double().mean())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.slow)], ids=str
+)
 def test_the_kernels_make_what_float64_makes_rounded_once(device: str, dtype: torch.dtype) -> None:
     """fp32 inside: at most one value in a thousand lies so near the middle of two 8-bit numbers that it falls otherwise."""
     for shape in [*SHAPES, *LARGE] if device == "cuda" else SHAPES:
@@ -112,7 +114,7 @@ def test_the_bound_is_never_below_the_largest_gradient_and_seldom_far_above(
 ) -> None:
     """A row of a segment whose largest dh and steepest place lie apart makes it too large; within a factor of 8 here, and
     with one activation as far out as some models have them within that much more."""
-    for seed in range(4):
+    for seed in range(2):
         torch.manual_seed(seed)
         dh, joined = wide_tensors(device, 48, 528, torch.bfloat16)
         dh[torch.randperm(48)] *= torch.logspace(-3, 0, 48, device=device)[:, None].bfloat16()

@@ -43,10 +43,11 @@ BESIDE = [
     ("name", "techniques"),
     [
         *((name, techniques) for name in ("llama-tiny", "tiny") for techniques in BESIDE),
-        pytest.param("llama-tiny", (ONE_MLP, JOINED), marks=pytest.mark.slow),
-        (
+        ("llama-tiny", (ONE_MLP, JOINED)),
+        pytest.param(
             "llama-tiny",
             (ONE_MLP, "{name='fused_projections', groups='mlp'}", "checkpoint_full", "fused_norm"),
+            marks=pytest.mark.slow,
         ),
         pytest.param("llama-tiny", (ONE_MLP, JOINED, COMPILED[1]), marks=pytest.mark.slow),
         pytest.param("llama-tiny", COMPILED, marks=pytest.mark.slow),
