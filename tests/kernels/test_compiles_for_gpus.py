@@ -34,7 +34,7 @@ STACK_BYTES = {
     "attention fp32 128: flash_dq_tiles": 256,
     "attention fp32 64: flash_dkdv_tiles": 32,
     "add_rmsnorm fp32 8192: rmsnorm_backward_kernel": 64,
-    "cross_entropy_ fp16 smoothed: cross_entropy_forward_kernel": 16,
+    "cross_entropy fp32 smoothed: cross_entropy_forward_kernel": 16,
 }
 """What a thread may keep outside its registers; everywhere else nothing. These were found by compiling, rounded up, and
 must not grow. Some come from one compiler or one GPU only: the first is 40 bytes by Triton 3.9 for Hopper, 112 by 3.6,

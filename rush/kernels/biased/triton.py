@@ -25,6 +25,8 @@ ROWS, COLUMNS = 16, 256
 STRETCH = 512
 """Rows of a program: enough that its sum is small change, few enough that there are thousands of programs."""
 NUM_WARPS = 8
+STAGES = 1
+"""Tiles on their way from memory in Triton's pipeline; with 1 the programs of a multiprocessor cover for each other."""
 
 
 @triton.jit
@@ -38,14 +40,21 @@ def gelu_of_sum_backward_kernel(
     STRETCH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
     stretch = tl.program_id(1)
+    left = tl.minimum(num_rows - stretch * STRETCH, STRETCH)
+    # One step of 64 bits to the stretch; inside it 32 bits are enough.
+    corner = stretch.to(tl.int64) * STRETCH * width
+    dout_ptr += corner
+    x_ptr += corner
+    dx_ptr += corner
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, STRETCH, ROWS):
-        row = stretch * STRETCH + start + tl.arange(0, ROWS)[:, None]
-        inside = (row < num_rows) & (column < width)
-        place = row.to(tl.int64) * width + column
+    for start in tl.range(0, left, ROWS, num_stages=STAGES):
+        inside = (row < left - start) & (column < width)
+        place = start * width + (row * width + column)
         dout = tl.load(dout_ptr + place, mask=inside, other=0.0).to(tl.float32)
         x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
         dx = dout * gelu_slope(x)
@@ -112,6 +121,7 @@ def gelu_of_sum_backward(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[T
             STRETCH=STRETCH,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
+            STAGES=STAGES,
             num_warps=NUM_WARPS,
         )
     return dx, sum_partials(partial_pso, dtype)[0]

@@ -3,15 +3,21 @@
 
 Logits are the largest tensor of a language model: tokens × vocabulary. Plain torch converts them to fp32,
 writes the log-softmax, picks the labels, and in the backward pass reads it all again. All that is needed
-from a row, though, is one number, the log of Σ exp(logit). Here a program walks over a row in blocks with a
-running maximum and a running sum: when a block raises the maximum, the sum so far is scaled down to match
+from a row, though, is one number, the log of Σ exp(logit). Here a program walks over a row in blocks with
+running maxima and running sums: when a block raises a maximum, its sum so far is scaled down to match
 (the "online" softmax of Milakov and Gimelshein 2018, arXiv:1805.02867), so one read suffices and nothing
 overflows.
 
 With that number known, the gradient of a logit is softmax − target, a function of the logit alone. So the
-same program may walk over its row once more, most of it still in cache, and write the gradient over the
-logits: nobody needs them any more, and no second tensor of that size exists. The backward pass then only
-multiplies by the gradient that comes from above, and where that is 1 it touches nothing.
+same program may walk over its row once more, backwards, because what it read last is still in the nearest
+cache, and write the gradient over the logits: nobody needs them any more, and no second tensor of that size
+exists. The backward pass then only multiplies by the gradient that comes from above, and where that is 1 it
+touches nothing.
+
+A walk keeps pace with the memory only if it is frugal: some 25 instructions per element fit into its time.
+So threads do not talk to each other before a row's end: each keeps a maximum and a sum for every vector of
+16 bytes that it loads. Powers are those of 2, since that is what the hardware has. Masks are left to the
+last block, and the label's element is put right after the walk.
 
 Sums are fp32 in a fixed order, without atomics: the same bits every time.
 """
@@ -22,15 +28,32 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.support import next_power_of_2
+from rush.kernels.quick_math import LOG2_E, exp2
+from rush.kernels.support import next_power_of_2, num_sms
 
 # Shapes: n rows, v columns (the vocabulary), perhaps with columns of padding after them.
 
 LARGEST_BLOCK = 16384
-"""Columns a program holds at once, 16 a thread. One such program fills a multiprocessor; so do two of half the size, for
-rows half as long. Either way the rows being worked on fit into the second-level cache (34 MB of a Hopper's 50 at a
-vocabulary of 128,000), and the walk that writes the gradient finds them there."""
+"""Columns a program holds at once, in aligned rows longer than `LONG_ROW`; half of it in others."""
 LONG_ROW = 65536
+COLUMNS_OF_A_THREAD = 16
+"""Of a block: two vectors of 16 bytes in bf16, on their way at once."""
+WARPS_AT_ONCE = 32
+"""That a multiprocessor works with: on one row of 128,000 columns or two of 50,000. So the rows being worked on fit into
+the second-level cache (34 MB of a Hopper's 50), and the walk that writes the gradient finds them there."""
+STAGES = 1
+"""Blocks on their way from memory in Triton's pipeline; with 1 the warps of a multiprocessor cover for each other."""
+
+NOTHING = tl.constexpr(-1e38)
+"""Where running maxima start. Less than any logit, yet a number: −inf − (−inf) is none."""
+
+
+@triton.jit
+def take_in(x, highest, sums):
+    """The lanes' maxima and sums of powers relative to them, with one more block of logits."""
+    above = tl.maximum(highest, tl.max(x, axis=1))
+    powers = exp2((x - above[:, None]) * LOG2_E)
+    return above, sums * exp2((highest - above) * LOG2_E) + tl.sum(powers, axis=1)
 
 
 @triton.jit
@@ -40,6 +63,7 @@ def cross_entropy_forward_kernel(
     losses_ptr,
     lse_ptr,
     row_stride,
+    num_rows,
     num_columns,
     padded_columns,
     ignore_index,
@@ -49,60 +73,77 @@ def cross_entropy_forward_kernel(
     WRITE_GRADIENT: tl.constexpr,
     SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
+    VECTOR: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    row_ptr = logits_ptr + row * row_stride
-    column = tl.arange(0, BLOCK)
-    label = tl.load(labels_ptr + row)
-    if label == ignore_index:
-        tl.store(losses_ptr + row, 0.0)
-        if WRITE_GRADIENT:
-            nothing = tl.zeros((BLOCK,), logits_ptr.dtype.element_ty)
-            for start in range(0, padded_columns, BLOCK):
-                tl.store(row_ptr + start + column, nothing, mask=start + column < padded_columns)
+    LANES: tl.constexpr = BLOCK // VECTOR
+    dtype = logits_ptr.dtype.element_ty
+    column = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
+    # Up to here blocks are whole. Loads after it end at the padding, which is aligned, so that they stay wide.
+    whole = num_columns // BLOCK * BLOCK
+    for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
+        row_ptr = logits_ptr + row * row_stride
+        block_ptr = row_ptr + column
+        label = tl.load(labels_ptr + row)
+        if label == ignore_index:
+            tl.store(losses_ptr + row, 0.0)
+            if WRITE_GRADIENT:
+                for start in range(0, padded_columns, BLOCK):
+                    nothing = tl.zeros((LANES, VECTOR), dtype)
+                    tl.store(block_ptr + start, nothing, mask=column < padded_columns - start)
+            else:
+                tl.store(lse_ptr + row, 0.0)
         else:
-            tl.store(lse_ptr + row, 0.0)
-    else:
-        largest = float("-inf")
-        # One sum for each lane, added up at the end: the only exchange between threads per block is the maximum.
-        sums = tl.zeros((BLOCK,), tl.float32)
-        plain_sum = 0.0
-        # The mask of a load ends at the padding, which is aligned, so that loads stay wide. The next block is on its way
-        # while this one is reduced.
-        coming = tl.load(row_ptr + column, mask=column < padded_columns, other=float("-inf"))
-        for start in range(0, padded_columns, BLOCK):
-            at = start + column
-            x = tl.where(at < num_columns, coming.to(tl.float32), float("-inf"))
-            after = at + BLOCK
-            coming = tl.load(row_ptr + after, mask=after < padded_columns, other=float("-inf"))
-            above = tl.maximum(largest, tl.max(x, axis=0))
-            # All of it may be −inf so far, and −inf − (−inf) is no number.
-            base = tl.where(above == float("-inf"), 0.0, above)
-            sums = sums * tl.exp(largest - base) + tl.exp(x - base)
-            largest = above
+            # A label outside the vocabulary must not pass for a cheap one: its loss is not a number.
+            known = (label >= 0) & (label < num_columns)
+            # Before the first exchange between threads, and so before any of them writes a gradient.
+            label_logit = tl.load(row_ptr + label, mask=known, other=float("nan")).to(tl.float32)
+
+            highest = tl.full((LANES,), NOTHING, tl.float32)
+            sums = tl.zeros((LANES,), tl.float32)
+            mean = tl.zeros((LANES,), tl.float32)  # a lane's part of it
+            for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+                x = tl.load(block_ptr + start).to(tl.float32)
+                highest, sums = take_in(x, highest, sums)
+                if SMOOTHING:
+                    mean += tl.sum(x * (1.0 / num_columns), axis=1)
+            if whole < num_columns:
+                x = tl.load(block_ptr + whole, mask=column < padded_columns - whole, other=0.0).to(tl.float32)
+                inside = column < num_columns - whole
+                highest, sums = take_in(tl.where(inside, x, float("-inf")), highest, sums)
+                if SMOOTHING:
+                    mean += tl.sum(tl.where(inside, x * (1.0 / num_columns), 0.0), axis=1)
+            top = tl.max(highest, axis=0)
+            lse = top + tl.log(tl.sum(sums * exp2((highest - top) * LOG2_E), axis=0))
+
+            loss = lse - (1.0 - smoothing) * label_logit + z_loss * lse * lse
             if SMOOTHING:
-                plain_sum += tl.sum(tl.where(at < num_columns, x, 0.0), axis=0)
-        lse = largest + tl.log(tl.sum(sums, axis=0))
-        # A label outside the vocabulary must not pass for a cheap one: its loss is not a number.
-        known = (label >= 0) & (label < num_columns)
-        label_logit = tl.load(row_ptr + label, mask=known, other=float("nan")).to(tl.float32)
-        loss = lse - (1.0 - smoothing) * label_logit + z_loss * lse * lse
-        if SMOOTHING:
-            loss -= smoothing / num_columns * plain_sum
-        tl.store(losses_ptr + row, loss)
-        if WRITE_GRADIENT:
-            coming = tl.load(row_ptr + column, mask=column < padded_columns, other=float("-inf"))
-            for start in range(0, padded_columns, BLOCK):
-                at = start + column
-                x = coming.to(tl.float32)
-                after = at + BLOCK
-                coming = tl.load(row_ptr + after, mask=after < padded_columns, other=float("-inf"))
-                gradient = tl.exp(x - lse) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_columns
-                gradient = tl.where(at == label, gradient - (1.0 - smoothing), gradient)
-                gradient = tl.where(at < num_columns, gradient * gradient_scale, 0.0)
-                tl.store(row_ptr + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < padded_columns)
-        else:
-            tl.store(lse_ptr + row, lse)
+                loss -= smoothing * tl.sum(mean, axis=0)
+            tl.store(losses_ptr + row, loss)
+            if WRITE_GRADIENT:
+                slope = (1.0 + 2.0 * z_loss * lse) * gradient_scale
+                flat = smoothing / num_columns * gradient_scale
+                for start in range(whole, padded_columns, BLOCK):
+                    stored = column < padded_columns - start
+                    x = tl.load(block_ptr + start, mask=stored, other=0.0).to(tl.float32)
+                    gradient = exp2((x - lse) * LOG2_E) * slope
+                    if SMOOTHING:
+                        gradient -= flat
+                    gradient = tl.where(column < num_columns - start, gradient, 0.0)
+                    tl.store(block_ptr + start, gradient.to(dtype), mask=stored)
+                for done in tl.range(BLOCK, whole + BLOCK, BLOCK, num_stages=STAGES):
+                    x = tl.load(block_ptr + (whole - done)).to(tl.float32)
+                    gradient = exp2((x - lse) * LOG2_E) * slope
+                    if SMOOTHING:
+                        gradient -= flat
+                    tl.store(block_ptr + (whole - done), gradient.to(dtype))
+                # Not until the thread that has this element as one of many has written it.
+                tl.debug_barrier()
+                gradient = exp2((label_logit - lse) * LOG2_E) * slope
+                gradient -= flat + (1.0 - smoothing) * gradient_scale
+                tl.store(row_ptr + label, gradient.to(dtype), mask=known)
+            else:
+                tl.store(lse_ptr + row, lse)
 
 
 @triton.jit
@@ -174,14 +215,20 @@ def forward(
         return
     assert logits_nv.stride(1) == 1
     assert labels_n.is_contiguous()
-    largest = LARGEST_BLOCK if padded_columns > LONG_ROW else LARGEST_BLOCK // 2
+    # What Triton must know to load 16 bytes at once. Otherwise a thread's columns lie apart, and each is a lane of its own.
+    aligned = logits_nv.stride(0) % 16 == 0 and logits_nv.data_ptr() % 16 == 0
+    vector = 16 // logits_nv.element_size() if aligned else 1
+    largest = LARGEST_BLOCK if aligned and padded_columns > LONG_ROW else LARGEST_BLOCK // 2
     block = min(max(16, next_power_of_2(padded_columns)), largest)
-    cross_entropy_forward_kernel[(num_rows,)](
+    warps = max(1, min(32, block // (32 * COLUMNS_OF_A_THREAD)))
+    programs = num_sms(logits_nv.device) * max(1, WARPS_AT_ONCE // warps)
+    cross_entropy_forward_kernel[(min(num_rows, programs),)](
         logits_nv,
         labels_n,
         losses_n,
         lse_n if lse_n is not None else losses_n,
         logits_nv.stride(0),
+        num_rows,
         num_columns,
         padded_columns,
         ignore_index,
@@ -191,7 +238,9 @@ def forward(
         WRITE_GRADIENT=lse_n is None,
         SMOOTHING=label_smoothing > 0,
         BLOCK=block,
-        num_warps=max(1, min(32, block // 512)),
+        VECTOR=vector,
+        STAGES=STAGES,
+        num_warps=warps,
     )
 
 
