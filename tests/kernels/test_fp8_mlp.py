@@ -124,6 +124,14 @@ def test_the_bound_is_never_below_the_largest_gradient_and_seldom_far_above(
         assert exact * (1 - 1e-6) <= bound <= 8 * outlier * exact
 
 
+@pytest.mark.parametrize("shut", ["gate", "up"])
+def test_the_bound_sees_either_derivative_where_the_other_is_zero(device: str, shut: str) -> None:
+    dh, joined = wide_tensors(device, 16, 272, torch.bfloat16)
+    joined.chunk(2, dim=1)[("gate", "up").index(shut)].zero_()
+    exact = reference.swiglu_gradient(dh.double(), joined.double()).abs().amax()
+    assert 0 < exact * (1 - 1e-6) <= kernels.bound(dh, kernels.largest(joined)[1]).double()
+
+
 def test_what_is_not_finite_stays_so_and_zeros_are_zeros(device: str) -> None:
     for bad in (torch.nan, torch.inf):
         x, weight, down, dout = inputs(device)
