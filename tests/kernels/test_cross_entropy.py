@@ -15,7 +15,6 @@ from rush.errors import KernelRefusal
 from rush.kernels.cross_entropy import cross_entropy, cross_entropy_
 from rush.kernels.cross_entropy import triton as kernels
 from rush.kernels.cross_entropy.reference import cross_entropy as reference
-from rush.kernels.support import num_sms
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # On a GPU fewer, because each width and dtype is a kernel to be compiled.
@@ -112,26 +111,8 @@ def test_rows_longer_than_a_block_are_walked_to_their_end(
     check_errors(found, plain_gradient, exact_gradient, 3)
 
 
-@pytest.mark.parametrize("columns", [16, 15])  # aligned rows and others
-def test_a_program_takes_one_row_after_another(
-    columns: int, device: str, check_errors: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(kernels, "WARPS_AT_ONCE", 1)
-    rows = 2 * num_sms(torch.device(device)) + 1
-    logits, labels = made(rows, columns, torch.bfloat16, device)
-    logits[:, ::3] = -math.inf
-    labels[:] = 1
-    labels[6] = -100
-    exact, plain = reference(logits.double(), labels), reference(logits, labels)
-    check_errors(cross_entropy_(logits.clone(), labels, reduction="none"), plain, exact, 2)
-    found = gradient(lambda x: FORMS[1](x, labels), logits)
-    exact_gradient = gradient(lambda x: reference(x, labels).sum(), logits.double())
-    plain_gradient = gradient(lambda x: reference(x, labels).sum(), logits)
-    check_errors(found, plain_gradient, exact_gradient, 3)
-
-
 @pytest.mark.filterwarnings("ignore:divide by zero encountered in log:RuntimeWarning")
-@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered in subtract:RuntimeWarning")
 def test_a_row_without_a_finite_logit_is_not_a_number_and_no_other_row_knows(device: str) -> None:
     logits, labels = made(3, 16, torch.float32, device)
     labels[:] = 5

@@ -25,8 +25,8 @@ ROWS, COLUMNS = 16, 256
 STRETCH = 512
 """Rows of a program: enough that its sum is small change, few enough that there are thousands of programs."""
 NUM_WARPS = 8
-STAGES = 1
-"""Tiles on their way from memory in Triton's pipeline; with 1 the programs of a multiprocessor cover for each other."""
+STAGES = 3
+"""Tiles on their way from memory while one is worked on."""
 
 
 @triton.jit

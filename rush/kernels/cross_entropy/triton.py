@@ -29,20 +29,17 @@ import triton.language as tl
 from torch import Tensor
 
 from rush.kernels.quick_math import LOG2_E, exp2
-from rush.kernels.support import next_power_of_2, num_sms
+from rush.kernels.support import next_power_of_2
 
 # Shapes: n rows, v columns (the vocabulary), perhaps with columns of padding after them.
 
-LARGEST_BLOCK = 16384
-"""Columns a program holds at once, in aligned rows longer than `LONG_ROW`; half of it in others."""
-LONG_ROW = 65536
-COLUMNS_OF_A_THREAD = 16
-"""Of a block: two vectors of 16 bytes in bf16, on their way at once."""
-WARPS_AT_ONCE = 32
-"""That a multiprocessor works with: on one row of 128,000 columns or two of 50,000. So the rows being worked on fit into
-the second-level cache (34 MB of a Hopper's 50), and the walk that writes the gradient finds them there."""
-STAGES = 1
-"""Blocks on their way from memory in Triton's pipeline; with 1 the warps of a multiprocessor cover for each other."""
+LARGEST_BLOCK = 8192
+"""Columns a program holds at once."""
+COLUMNS_OF_A_THREAD = 8
+"""One vector of 16 bytes in bf16. So a program of 32 warps has a row, and a multiprocessor two rows at most: those being
+worked on fit into the second-level cache (34 MB of a Hopper's 50 at 128,000 columns), and the walk that writes the gradient
+finds them there. Nothing tried (more columns a thread, fewer warps, rows in turn, blocks loaded ahead) was faster at both
+50,000 and 128,000 columns."""
 
 NOTHING = tl.constexpr(-1e38)
 """Where running maxima start. Less than any logit, yet a number: −inf − (−inf) is none."""
@@ -63,7 +60,6 @@ def cross_entropy_forward_kernel(
     losses_ptr,
     lse_ptr,
     row_stride,
-    num_rows,
     num_columns,
     padded_columns,
     ignore_index,
@@ -74,76 +70,75 @@ def cross_entropy_forward_kernel(
     SMOOTHING: tl.constexpr,
     BLOCK: tl.constexpr,
     VECTOR: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     LANES: tl.constexpr = BLOCK // VECTOR
     dtype = logits_ptr.dtype.element_ty
     column = tl.arange(0, LANES)[:, None] * VECTOR + tl.arange(0, VECTOR)[None, :]
     # Up to here blocks are whole. Loads after it end at the padding, which is aligned, so that they stay wide.
     whole = num_columns // BLOCK * BLOCK
-    for row in range(tl.program_id(0).to(tl.int64), num_rows, tl.num_programs(0)):
-        row_ptr = logits_ptr + row * row_stride
-        block_ptr = row_ptr + column
-        label = tl.load(labels_ptr + row)
-        if label == ignore_index:
-            tl.store(losses_ptr + row, 0.0)
-            if WRITE_GRADIENT:
-                for start in range(0, padded_columns, BLOCK):
-                    nothing = tl.zeros((LANES, VECTOR), dtype)
-                    tl.store(block_ptr + start, nothing, mask=column < padded_columns - start)
-            else:
-                tl.store(lse_ptr + row, 0.0)
+    row = tl.program_id(0).to(tl.int64)
+    row_ptr = logits_ptr + row * row_stride
+    block_ptr = row_ptr + column
+    label = tl.load(labels_ptr + row)
+    if label == ignore_index:
+        tl.store(losses_ptr + row, 0.0)
+        if WRITE_GRADIENT:
+            for start in range(0, padded_columns, BLOCK):
+                nothing = tl.zeros((LANES, VECTOR), dtype)
+                tl.store(block_ptr + start, nothing, mask=column < padded_columns - start)
         else:
-            # A label outside the vocabulary must not pass for a cheap one: its loss is not a number.
-            known = (label >= 0) & (label < num_columns)
-            # Before the first exchange between threads, and so before any of them writes a gradient.
-            label_logit = tl.load(row_ptr + label, mask=known, other=float("nan")).to(tl.float32)
+            tl.store(lse_ptr + row, 0.0)
+    else:
+        # A label outside the vocabulary must not pass for a cheap one: its loss is not a number.
+        known = (label >= 0) & (label < num_columns)
+        # Before the first exchange between threads, and so before any of them writes a gradient.
+        label_logit = tl.load(row_ptr + label, mask=known, other=float("nan")).to(tl.float32)
 
-            highest = tl.full((LANES,), NOTHING, tl.float32)
-            sums = tl.zeros((LANES,), tl.float32)
-            mean = tl.zeros((LANES,), tl.float32)  # a lane's part of it
-            for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
-                x = tl.load(block_ptr + start).to(tl.float32)
-                highest, sums = take_in(x, highest, sums)
-                if SMOOTHING:
-                    mean += tl.sum(x * (1.0 / num_columns), axis=1)
-            if whole < num_columns:
-                x = tl.load(block_ptr + whole, mask=column < padded_columns - whole, other=0.0).to(tl.float32)
-                inside = column < num_columns - whole
-                highest, sums = take_in(tl.where(inside, x, float("-inf")), highest, sums)
-                if SMOOTHING:
-                    mean += tl.sum(tl.where(inside, x * (1.0 / num_columns), 0.0), axis=1)
-            top = tl.max(highest, axis=0)
-            lse = top + tl.log(tl.sum(sums * exp2((highest - top) * LOG2_E), axis=0))
-
-            loss = lse - (1.0 - smoothing) * label_logit + z_loss * lse * lse
+        highest = tl.full((LANES,), NOTHING, tl.float32)
+        sums = tl.zeros((LANES,), tl.float32)
+        mean = tl.zeros((LANES,), tl.float32)  # a lane's part of it
+        for start in range(0, whole, BLOCK):
+            x = tl.load(block_ptr + start).to(tl.float32)
+            highest, sums = take_in(x, highest, sums)
             if SMOOTHING:
-                loss -= smoothing * tl.sum(mean, axis=0)
-            tl.store(losses_ptr + row, loss)
-            if WRITE_GRADIENT:
-                slope = (1.0 + 2.0 * z_loss * lse) * gradient_scale
-                flat = smoothing / num_columns * gradient_scale
-                for start in range(whole, padded_columns, BLOCK):
-                    stored = column < padded_columns - start
-                    x = tl.load(block_ptr + start, mask=stored, other=0.0).to(tl.float32)
-                    gradient = exp2((x - lse) * LOG2_E) * slope
-                    if SMOOTHING:
-                        gradient -= flat
-                    gradient = tl.where(column < num_columns - start, gradient, 0.0)
-                    tl.store(block_ptr + start, gradient.to(dtype), mask=stored)
-                for done in tl.range(BLOCK, whole + BLOCK, BLOCK, num_stages=STAGES):
-                    x = tl.load(block_ptr + (whole - done)).to(tl.float32)
-                    gradient = exp2((x - lse) * LOG2_E) * slope
-                    if SMOOTHING:
-                        gradient -= flat
-                    tl.store(block_ptr + (whole - done), gradient.to(dtype))
-                # Not until the thread that has this element as one of many has written it.
-                tl.debug_barrier()
-                gradient = exp2((label_logit - lse) * LOG2_E) * slope
-                gradient -= flat + (1.0 - smoothing) * gradient_scale
-                tl.store(row_ptr + label, gradient.to(dtype), mask=known)
-            else:
-                tl.store(lse_ptr + row, lse)
+                mean += tl.sum(x * (1.0 / num_columns), axis=1)
+        if whole < num_columns:
+            x = tl.load(block_ptr + whole, mask=column < padded_columns - whole, other=0.0).to(tl.float32)
+            inside = column < num_columns - whole
+            highest, sums = take_in(tl.where(inside, x, float("-inf")), highest, sums)
+            if SMOOTHING:
+                mean += tl.sum(tl.where(inside, x * (1.0 / num_columns), 0.0), axis=1)
+        top = tl.max(highest, axis=0)
+        lse = top + tl.log(tl.sum(sums * exp2((highest - top) * LOG2_E), axis=0))
+
+        loss = lse - (1.0 - smoothing) * label_logit + z_loss * lse * lse
+        if SMOOTHING:
+            loss -= smoothing * tl.sum(mean, axis=0)
+        tl.store(losses_ptr + row, loss)
+        if WRITE_GRADIENT:
+            slope = (1.0 + 2.0 * z_loss * lse) * gradient_scale
+            flat = smoothing / num_columns * gradient_scale
+            for start in range(whole, padded_columns, BLOCK):
+                stored = column < padded_columns - start
+                x = tl.load(block_ptr + start, mask=stored, other=0.0).to(tl.float32)
+                gradient = exp2((x - lse) * LOG2_E) * slope
+                if SMOOTHING:
+                    gradient -= flat
+                gradient = tl.where(column < num_columns - start, gradient, 0.0)
+                tl.store(block_ptr + start, gradient.to(dtype), mask=stored)
+            for done in range(BLOCK, whole + BLOCK, BLOCK):
+                x = tl.load(block_ptr + (whole - done)).to(tl.float32)
+                gradient = exp2((x - lse) * LOG2_E) * slope
+                if SMOOTHING:
+                    gradient -= flat
+                tl.store(block_ptr + (whole - done), gradient.to(dtype))
+            # Not until the thread that has this element as one of many has written it.
+            tl.debug_barrier()
+            gradient = exp2((label_logit - lse) * LOG2_E) * slope
+            gradient -= flat + (1.0 - smoothing) * gradient_scale
+            tl.store(row_ptr + label, gradient.to(dtype), mask=known)
+        else:
+            tl.store(lse_ptr + row, lse)
 
 
 @triton.jit
@@ -218,17 +213,13 @@ def forward(
     # What Triton must know to load 16 bytes at once. Otherwise a thread's columns lie apart, and each is a lane of its own.
     aligned = logits_nv.stride(0) % 16 == 0 and logits_nv.data_ptr() % 16 == 0
     vector = 16 // logits_nv.element_size() if aligned else 1
-    largest = LARGEST_BLOCK if aligned and padded_columns > LONG_ROW else LARGEST_BLOCK // 2
-    block = min(max(16, next_power_of_2(padded_columns)), largest)
-    warps = max(1, min(32, block // (32 * COLUMNS_OF_A_THREAD)))
-    programs = num_sms(logits_nv.device) * max(1, WARPS_AT_ONCE // warps)
-    cross_entropy_forward_kernel[(min(num_rows, programs),)](
+    block = min(max(16, next_power_of_2(padded_columns)), LARGEST_BLOCK)
+    cross_entropy_forward_kernel[(num_rows,)](
         logits_nv,
         labels_n,
         losses_n,
         lse_n if lse_n is not None else losses_n,
         logits_nv.stride(0),
-        num_rows,
         num_columns,
         padded_columns,
         ignore_index,
@@ -239,8 +230,7 @@ def forward(
         SMOOTHING=label_smoothing > 0,
         BLOCK=block,
         VECTOR=vector,
-        STAGES=STAGES,
-        num_warps=warps,
+        num_warps=max(1, min(32, block // (32 * COLUMNS_OF_A_THREAD))),
     )
 
 
