@@ -79,10 +79,13 @@ def join_kernel(
     STRETCH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    row = tl.arange(0, ROWS)[:, None]
     stretch = tl.program_id(1)
     part = tl.program_id(2)
+    left = tl.minimum(num_rows - stretch * STRETCH, STRETCH)
     whole = width * 3
     if part == 0:
         part_ptr, stride = first_ptr, first_stride
@@ -90,13 +93,14 @@ def join_kernel(
         part_ptr, stride = second_ptr, second_stride
     else:
         part_ptr, stride = third_ptr, third_stride
+    first_row = stretch.to(tl.int64) * STRETCH
+    part_ptr += first_row * stride
+    joined_ptr += first_row * whole + part * width
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
-    for start in range(0, STRETCH, ROWS):
-        row = stretch * STRETCH + start + tl.arange(0, ROWS)[:, None]
-        inside = (row < num_rows) & (column < width)
-        row = row.to(tl.int64)
-        x = tl.load(part_ptr + row * stride + column, mask=inside, other=0.0)
-        tl.store(joined_ptr + row * whole + part * width + column, x, mask=inside)
+    for start in tl.range(0, left, ROWS, num_stages=STAGES):
+        inside = (row < left - start) & (column < width)
+        x = tl.load(part_ptr + start * stride + (row * stride + column), mask=inside, other=0.0)
+        tl.store(joined_ptr + start * whole + (row * whole + column), x, mask=inside)
         total += x.to(tl.float32)
     sums = tl.sum(total, axis=0, keep_dims=True)
     place = stretch.to(tl.int64) * whole + part * width + column
@@ -149,6 +153,7 @@ def joined(parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             STRETCH=STRETCH,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
+            STAGES=STAGES,
             num_warps=NUM_WARPS,
         )
     return out, sum_partials(partial_pso, dtype)[0]

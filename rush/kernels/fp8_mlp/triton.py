@@ -24,6 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rush.kernels.quick_math import LOG2_E, exp2, reciprocal
+
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 # Shapes: m tokens, i width of the MLP, j its double (gate and up side by side), s segments of a row.
@@ -43,8 +45,10 @@ class Tile:
         return -(-num_rows // self.rows) * -(-width // self.columns)
 
 
-STREAMED = Tile(16, SEGMENT, 8)
-"""Of the kernels that turn nothing over."""
+NOTED = Tile(16, SEGMENT, 4)
+"""Of the kernels that look for a largest value: a row of a tile is a segment."""
+STREAMED = Tile(8, 512, 8)
+"""Of the one that casts h, in rows as they lie."""
 TURNED = Tile(64, 64, 8)
 """Of the one that does: in either direction 64 bytes of fp8, two whole sectors of memory."""
 
@@ -91,7 +95,7 @@ def seen(magnitude: tl.tensor) -> tl.tensor:
 @triton.jit
 def derivatives(gate: tl.tensor, up: tl.tensor):  # type: ignore[no-untyped-def]
     """Of silu(gate) · up: by gate, and by up (which is silu(gate))."""
-    sigmoid = tl.sigmoid(gate)
+    sigmoid = reciprocal(1.0 + exp2(-gate * LOG2_E))
     silu = gate * sigmoid
     return up * (sigmoid + silu * (1.0 - sigmoid)), silu
 
@@ -132,7 +136,7 @@ def fp8_swiglu_kernel(
     joined_ptr += row * 2 * width + column
     gate = load_tile(joined_ptr, 2 * width, inside, ROWS, COLUMNS)
     up = load_tile(joined_ptr + width, 2 * width, inside, ROWS, COLUMNS)
-    h = gate * tl.sigmoid(gate) * up
+    h = gate * reciprocal(1.0 + exp2(-gate * LOG2_E)) * up
     place = tl.arange(0, ROWS)[:, None] * width + tl.arange(0, COLUMNS)[None, :]
     cast = (h * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * width + column + place, cast, mask=inside)
@@ -191,7 +195,7 @@ def fp8_swiglu_backward_kernel(
     store_turned(h_turned_ptr + start_turned, h, num_rows, inside, ROWS, COLUMNS)
 
 
-def largest(joined_mj: Tensor, tile: Tile = STREAMED) -> tuple[Tensor, Tensor]:
+def largest(joined_mj: Tensor, tile: Tile = NOTED) -> tuple[Tensor, Tensor]:
     """The largest magnitude of silu(gate) · up; and of its derivatives, for each row and segment."""
     num_rows, width = joined_mj.shape[0], joined_mj.shape[1] // 2
     found = joined_mj.new_empty(tile.programs(num_rows, width), dtype=torch.float32)
@@ -208,7 +212,7 @@ def forward(joined_mj: Tensor, scale: Tensor, tile: Tile = STREAMED) -> Tensor:
     return out_mi
 
 
-def bound(dh_mi: Tensor, steepest_ms: Tensor, tile: Tile = STREAMED) -> Tensor:
+def bound(dh_mi: Tensor, steepest_ms: Tensor, tile: Tile = NOTED) -> Tensor:
     """A number that no magnitude of the gradients of gate and up is above."""
     num_rows, width = dh_mi.shape
     found = dh_mi.new_empty(tile.programs(num_rows, width), dtype=torch.float32)
