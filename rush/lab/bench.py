@@ -139,6 +139,7 @@ class Bench:
             "version": __version__,
             "extra": extra,
         }
+        told["recipe"].pop("about")  # words for people
         # The order in which techniques are named means nothing.
         told["recipe"]["techniques"] = sorted(map(json.dumps, told["recipe"]["techniques"]))
         return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]

@@ -25,6 +25,7 @@ NUM_WARPS = 8
 def fp8_cast_both_kernel(
     x_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    same_scale_ptr: tl.tensor,
     out_ptr: tl.tensor,
     turned_ptr: tl.tensor,
     num_rows: tl.tensor,
@@ -35,10 +36,12 @@ def fp8_cast_both_kernel(
     row = (tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[:, None]
     column = (tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (row < num_rows) & (column < num_columns)
-    x = tl.load(x_ptr + row * row_stride + column, mask=inside, other=0.0)
-    cast = (x.to(tl.float32) * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
+    x = tl.load(x_ptr + row * row_stride + column, mask=inside, other=0.0).to(tl.float32)
+    cast = (x * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * num_columns + column, cast, mask=inside)
-    tl.store(turned_ptr + column * num_rows + row, cast, mask=inside)
+    # Cast once more, with a scale that the assembler cannot know to be the same: fp8_mlp's kernels say why.
+    turned = (x * tl.load(same_scale_ptr)).to(turned_ptr.dtype.element_ty)
+    tl.store(turned_ptr + column * num_rows + row, turned, mask=inside)
 
 
 def cast_both(x_mk: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -50,6 +53,7 @@ def cast_both(x_mk: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     grid = (triton.cdiv(num_rows, BLOCK), triton.cdiv(num_columns, BLOCK))
     fp8_cast_both_kernel[grid](
         x_mk,
+        scale,
         scale,
         out,
         turned,

@@ -166,6 +166,7 @@ def fp8_swiglu_backward_kernel(
     dh_ptr: tl.tensor,
     joined_ptr: tl.tensor,
     scale_ptr: tl.tensor,
+    same_scale_ptr: tl.tensor,
     h_scale_ptr: tl.tensor,
     out_ptr: tl.tensor,
     turned_ptr: tl.tensor,
@@ -181,17 +182,23 @@ def fp8_swiglu_backward_kernel(
     gate = load_tile(joined_ptr + start, 2 * width, inside, ROWS, COLUMNS)
     up = load_tile(joined_ptr + start + width, 2 * width, inside, ROWS, COLUMNS)
     by_gate, by_up = derivatives(gate, up)
-    scale = tl.load(scale_ptr)
-    dgate = (dh * by_gate * scale).to(out_ptr.dtype.element_ty)
-    dup = (dh * by_up * scale).to(out_ptr.dtype.element_ty)
+    dgate, dup = dh * by_gate, dh * by_up
     h = (by_up * up * tl.load(h_scale_ptr)).to(h_turned_ptr.dtype.element_ty)
     place = tl.arange(0, ROWS)[:, None] * (2 * width) + tl.arange(0, COLUMNS)[None, :]
-    tl.store(out_ptr + start + place, dgate, mask=inside)
-    tl.store(out_ptr + start + width + place, dup, mask=inside)
+    scale = tl.load(scale_ptr)
+    tl.store(out_ptr + start + place, (dgate * scale).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + start + width + place, (dup * scale).to(out_ptr.dtype.element_ty), mask=inside)
+    # Cast once more for the other layout, with a scale that the assembler cannot know to be the same. Casts that go both into
+    # vectors and out byte by byte it gets wrong (ptxas 12.8, which Triton 3.6 brings: the upper byte of every other pair is read before it is made).
+    scale = tl.load(same_scale_ptr)
+    turned_dgate, turned_dup = (
+        (dgate * scale).to(turned_ptr.dtype.element_ty),
+        (dup * scale).to(turned_ptr.dtype.element_ty),
+    )
     start_turned = column.to(tl.int64) * num_rows + row
-    store_turned(turned_ptr + start_turned, dgate, num_rows, inside, ROWS, COLUMNS)
+    store_turned(turned_ptr + start_turned, turned_dgate, num_rows, inside, ROWS, COLUMNS)
     second_half = turned_ptr + width.to(tl.int64) * num_rows
-    store_turned(second_half + start_turned, dup, num_rows, inside, ROWS, COLUMNS)
+    store_turned(second_half + start_turned, turned_dup, num_rows, inside, ROWS, COLUMNS)
     store_turned(h_turned_ptr + start_turned, h, num_rows, inside, ROWS, COLUMNS)
 
 
@@ -229,7 +236,7 @@ def backward(
     out_mj = joined_mj.new_empty(num_rows, 2 * width, dtype=E5M2)
     turned_jm = joined_mj.new_empty(2 * width, num_rows, dtype=E5M2)
     h_turned_im = joined_mj.new_empty(width, num_rows, dtype=E4M3)
-    tensors = dh_mi, joined_mj, scale, h_scale, out_mj, turned_jm, h_turned_im
+    tensors = dh_mi, joined_mj, scale, scale, h_scale, out_mj, turned_jm, h_turned_im
     _launch(fp8_swiglu_backward_kernel, tile, num_rows, width, *tensors)
     return out_mj, turned_jm, h_turned_im
 
