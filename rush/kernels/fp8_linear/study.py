@@ -41,7 +41,7 @@ def kernel_casts(x: Tensor, weight: Tensor) -> Tensor:
     return fp8_linear(x, weight, recipe="tensorwise", casts="kernel")
 
 
-def _interpreter_cuts_off(device: torch.device) -> str | None:
+def interpreter_cuts_off(device: torch.device) -> str | None:
     return (
         None
         if device.type == "cuda"
@@ -77,7 +77,7 @@ STUDY = Study(
     contenders=(
         Contender("rush tensorwise, compiled", "ours", tensorwise, compile=True, tolerance=MAY_BE_OFF),
         Contender("rush tensorwise", "ours", tensorwise, tolerance=MAY_BE_OFF),
-        Contender("rush casting kernel", "ours", kernel_casts, _interpreter_cuts_off, tolerance=MAY_BE_OFF),
+        Contender("rush casting kernel", "ours", kernel_casts, interpreter_cuts_off, tolerance=MAY_BE_OFF),
         Contender("rush rowwise, compiled", "ours", rowwise, compile=True, tolerance=MAY_BE_OFF),
         *study.torch_pair(plain),
     ),
