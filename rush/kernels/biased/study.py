@@ -28,9 +28,9 @@ def ours(total: Tensor, bias: Tensor) -> Tensor:
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
-    """Read and written; then two read and one written. The bias and its gradient are a row."""
-    passes = {"forward": 2, "backward": 3, "both": 5}[step]
-    return Work(float((passes * size["rows"] + 1) * size["columns"] * element))
+    """Read and written; then two read and one written, with a row for the bias's gradient."""
+    passes, sums = {"forward": (2, 0), "backward": (3, 1), "both": (5, 1)}[step]
+    return Work(float((passes * size["rows"] + sums) * size["columns"] * element))
 
 
 STUDY = Study(

@@ -70,6 +70,7 @@ STUDY = Study(
     contenders=(
         Contender("rush, compiled", "ours", one_function, interpreter_cuts_off, MAY_BE_OFF, compile=True),
         Contender("rush", "ours", one_function, interpreter_cuts_off, MAY_BE_OFF),
+        Contender("layers alone", "rival", layers, tolerance=MAY_BE_OFF),
         Contender("layers alone, compiled", "rival", layers, compile=True, tolerance=MAY_BE_OFF),
         *study.torch_pair(plain),
     ),
