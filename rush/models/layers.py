@@ -221,6 +221,8 @@ class Rotary(nn.Module):
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
+        self.turns = cos_and_sin
+        """A slot for what makes them of the angles."""
         self.frequencies: Tensor
         self.register_buffer("frequencies", torch.empty(head_dim // 2, dtype=torch.float32), persistent=False)
         self.fill(self.frequencies.device)
@@ -235,8 +237,11 @@ class Rotary(nn.Module):
 
     def forward(self, positions_bt: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions_bt[..., None].float() * self.frequencies
-        angles_btd = torch.cat((angles, angles), dim=-1)
-        return angles_btd.cos(), angles_btd.sin()
+        return self.turns(torch.cat((angles, angles), dim=-1))
+
+
+def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
+    return angles.cos(), angles.sin()
 
 
 class PlainRotate(nn.Module):

@@ -169,7 +169,15 @@ def fill_model(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> list[s
     return [name for name, parameter in model.named_parameters() if id(parameter) in left]
 
 
-def total_norm(tensors: Sequence[Tensor], norm_of: NormOf) -> Tensor:
+def plain_norm(tensors: list[Tensor]) -> Tensor:
+    """The Euclidean norm of tensors that lie here, together."""
+    # In fp32 whatever the gradients are: a norm in bf16 has three digits, and clipping would inherit them.
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
+    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return total
+
+
+def total_norm(tensors: Sequence[Tensor], norm_of: NormOf = plain_norm) -> Tensor:
     """The Euclidean norm of all tensors together, in fp32; of sharded ones over all their parts."""
     by_mesh: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor in tensors:
@@ -195,14 +203,6 @@ def _sharing_groups(tensor: Tensor) -> tuple[Any, ...]:
         for axis, placement in enumerate(whole.placements)
         if not placement.is_replicate() and whole.device_mesh.size(axis) > 1
     )
-
-
-def plain_norm(tensors: list[Tensor]) -> Tensor:
-    """The Euclidean norm of tensors that lie here, together."""
-    # In fp32 whatever the gradients are: a norm in bf16 has three digits, and clipping would inherit them.
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
-    total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
-    return total
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rush.recipe import Knob
 from rush.techniques.contract import (
@@ -30,6 +30,17 @@ from rush.techniques.contract import (
 from rush.techniques.evidence import dynamo_counts
 
 
+@torch.library.custom_op("rush::cos_and_sin", mutates_args=())
+def _cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Made once a pass. A compiler that sees into it makes sines and cosines anew in every layer, where they are used."""
+    return angles.cos(), angles.sin()
+
+
+@_cos_and_sin.register_fake
+def _(angles: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(angles), torch.empty_like(angles)
+
+
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts["dynamo_before"] = dynamo_counts()
     if not build.ranks.alone:
@@ -38,6 +49,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         torch.compiler.config.cache_key_tag = f"rank {build.ranks.rank} of {build.recipe.layout}"
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
     model = build.model
+    if knobs["scope"] == "model" and model.rotary is not None:
+        model.rotary.turns = _cos_and_sin
     parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]
     traceable = [part for part in parts if not getattr(part, "stays_eager", False)]
     for target in [model] if knobs["scope"] == "model" else traceable:
