@@ -6,6 +6,7 @@ process, Python and libraries included, so differences mean more than the absolu
 
 from __future__ import annotations
 
+import ctypes
 import os
 import platform
 import resource
@@ -50,6 +51,14 @@ def held_to(limit_bytes: float) -> Iterator[None]:
     yield
     if (peak := process_memory().peak_resident_bytes) > limit_bytes:
         raise MemoryError(f"{peak:,} bytes were resident, {limit_bytes:,.0f} allowed")
+
+
+def give_back_freed() -> None:
+    """Let the system have what is free inside this process: it is resident, and would count as used although it can be
+    used again. (Where the C library has no call for that it stays.)"""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def free_memory(device: str) -> int:

@@ -22,7 +22,7 @@ from torch.profiler import record_function
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import Machine, memory_in_use
-from rush.hardware.memory import held_to
+from rush.hardware.memory import give_back_freed, held_to
 from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
 from rush.models.quantised import stored_values
@@ -227,7 +227,8 @@ def _limit_memory(recipe: Recipe, device: torch.device) -> list[Callable[[], Abs
                 f"run.memory_limit_gb is {limit:g}, but this run is on the CPU, and only Linux tells how much a step took; take "
                 "the key out."
             )
-        # What Python and its libraries took before is no part of the run.
+        # What Python and its libraries took before is no part of the run; what was freed of it is.
+        give_back_freed()
         return [partial(held_to, memory_in_use(device.type) + limit * 1e9)]
     whole = torch.cuda.get_device_properties(device).total_memory
     if limit is not None and limit * 1e9 > whole:

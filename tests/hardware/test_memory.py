@@ -1,8 +1,12 @@
-"""Memory of a device: what a recorded graph holds counts, though the allocator calls it free."""
+"""Memory of a device and of a process: what counts as used, and what does not."""
 
 from __future__ import annotations
 
-from rush.hardware.memory import recorded_bytes
+import platform
+
+import pytest
+
+from rush.hardware.memory import give_back_freed, process_memory, recorded_bytes
 
 
 def test_the_pools_of_recorded_graphs_count_beyond_what_is_allocated_in_them() -> None:
@@ -14,3 +18,15 @@ def test_the_pools_of_recorded_graphs_count_beyond_what_is_allocated_in_them() -
     ]
     assert recorded_bytes(segments) == 480
     assert recorded_bytes([]) == 0
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no call for it")
+def test_what_is_free_inside_a_process_can_be_given_back() -> None:
+    """Pieces that are too small for a place of their own stay resident when they are freed beside others that are not."""
+    pieces = [bytes(60_000) for _ in range(2000)]
+    kept = pieces[::50]
+    full = process_memory().resident_bytes
+    del pieces
+    give_back_freed()
+    assert process_memory().resident_bytes < full - 90e6
+    assert len(kept) == 40
