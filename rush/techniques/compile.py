@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+from rush.models.layers import cos_and_sin
 from rush.recipe import Knob
 from rush.techniques.contract import (
     Build,
@@ -33,7 +34,7 @@ from rush.techniques.evidence import dynamo_counts
 @torch.library.custom_op("rush::cos_and_sin", mutates_args=())
 def _cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
     """Made once a pass. A compiler that sees into it makes sines and cosines anew in every layer, where they are used."""
-    return angles.cos(), angles.sin()
+    return cos_and_sin(angles)
 
 
 @_cos_and_sin.register_fake

@@ -24,7 +24,7 @@ from rush.data import Batch
 from rush.errors import MachineError
 from rush.files import write_json_atomic
 from rush.hardware import Machine, free_memory, out_of_memory, peak_memory_bytes, reset_peak_memory
-from rush.hardware.memory import memory_in_use
+from rush.hardware.memory import give_back_freed, memory_in_use
 from rush.parallel import Ranks
 from rush.plan.memory import memory_of
 from rush.plan.micro import best, candidates, needed, rates_of
@@ -39,6 +39,8 @@ from rush.train.step import train_step
 
 UPDATES = 2
 """Moments are made by the first, so the step of the second is the fullest."""
+SPARE = 0.05
+"""Of a CPU's room, left for what the run has beside its steps: a loader, validation, a view."""
 MOST_STEPS = 8
 """Mixed precision in fp16 leaves out the first few updates."""
 PASSES = 2
@@ -60,6 +62,7 @@ class Settling:
         """The recipe with a micro batch that fits, as a number: the same on all ranks."""
         possible = candidates(recipe, lambda one: check(one, self.machine))
         room = min(self.ranks.gathered(self._room(possible[0])))
+        give_back_freed()
         before = 0 if self.machine.device == "cuda" else memory_in_use("cpu")
         failed = self.ranks.once(self._failed_before)
         if failed is not None:
@@ -116,7 +119,7 @@ class Settling:
                 self._remove()
                 raise
         _forget()
-        if device == "cpu" and took is not None and took > room:
+        if device == "cpu" and took is not None and took > (1 - SPARE) * room:
             took = None
         told = self.ranks.gathered(took)
         return None if None in told else max(each for each in told if each is not None)

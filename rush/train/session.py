@@ -223,7 +223,9 @@ class Session:
         settings = self.recipe.run
         self.run.ranks.at(f"step {step}, validation and samples")
         if last or _due(settings.validate_every, step):
-            row["val_loss"] = validate(self.run, self.corpus.validation(self.recipe, self.run.loader_options))
+            with self._explained(step):
+                held_out = self.corpus.validation(self.recipe, self.run.loader_options)
+                row["val_loss"] = validate(self.run, held_out)
             figures = self.run.objective.figures(self.run.ranks.sum)
             row |= {f"val_{name}": value for name, value in figures.items()}
         sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))

@@ -189,12 +189,11 @@ def fp8_swiglu_backward_kernel(
     tl.store(out_ptr + start + place, (dgate * scale).to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(out_ptr + start + width + place, (dup * scale).to(out_ptr.dtype.element_ty), mask=inside)
     # Cast once more for the other layout, with a scale that the assembler cannot know to be the same. Casts that go both into
-    # vectors and out byte by byte it gets wrong (ptxas 12.8, which Triton 3.6 brings: the upper byte of every other pair is read before it is made).
+    # vectors and out byte by byte it gets wrong: ptxas 12.8, which Triton 3.6 brings, reads the upper byte of every other
+    # pair before it is made.
     scale = tl.load(same_scale_ptr)
-    turned_dgate, turned_dup = (
-        (dgate * scale).to(turned_ptr.dtype.element_ty),
-        (dup * scale).to(turned_ptr.dtype.element_ty),
-    )
+    turned_dgate = (dgate * scale).to(turned_ptr.dtype.element_ty)
+    turned_dup = (dup * scale).to(turned_ptr.dtype.element_ty)
     start_turned = column.to(tl.int64) * num_rows + row
     store_turned(turned_ptr + start_turned, turned_dgate, num_rows, inside, ROWS, COLUMNS)
     second_half = turned_ptr + width.to(tl.int64) * num_rows
