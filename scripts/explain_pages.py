@@ -1,4 +1,5 @@
-"""Write docs/explain: a page and a picture for each topic, from the records in docs/explain/records.
+"""Write docs/explain: a page and a picture for each topic, from the records in docs/explain/records, and the same for an
+H200 in docs/explain/h200.
 
 python scripts/explain_pages.py             write the pages
 python scripts/explain_pages.py --measure   measure every topic anew first: two minutes, on a quiet CPU
@@ -11,23 +12,32 @@ from pathlib import Path
 
 from rush.explain import Settings, topics
 from rush.explain.markdown import index, page
-from rush.explain.records import explain, make, picture, read
+from rush.explain.records import Explanation, explain, make, picture, read
 from rush.files import write_json_atomic
 from rush.hardware import probe
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "explain"
+OTHERS = ("h200",)
+"""Machines with pages of their own: the records are what `rush explain TOPIC` wrote there."""
 NUMBERS = {1: "one", 2: "two", 4: "four", 6: "six", 8: "eight"}
 
 
 def pages(folder: Path) -> dict[str, str]:
-    """Every file of the folder that is made from the records, by name."""
-    found = [explain(read(path)) for path in sorted((folder / "records").glob("*.json"))]
-    files = {"README.md": index(found)}
-    for explanation in found:
-        name = explanation.topic.name
-        files[f"{name}.md"] = page(explanation, f"{name}.svg")
-        files[f"{name}.svg"] = picture(explanation)
+    """Every file that is made from the records, by name: here and in folders for other machines."""
+    found = _explained(folder)
+    others = {name: _explained(folder / name) for name in OTHERS}
+    files = {"README.md": index(found, others)}
+    for where, explanations in {"": found, **others}.items():
+        for explanation in explanations:
+            name = explanation.topic.name
+            at = f"{where}/{name}" if where else name
+            files[f"{at}.md"] = page(explanation, f"{name}.svg", "../README.md" if where else "README.md")
+            files[f"{at}.svg"] = picture(explanation)
     return files
+
+
+def _explained(folder: Path) -> list[Explanation]:
+    return [explain(read(path)) for path in sorted((folder / "records").glob("*.json"))]
 
 
 def measure(folder: Path) -> None:

@@ -62,11 +62,14 @@ def _kernels(results: Path) -> list[str]:
         ]
         if rows:
             reached = sum(row[-1] == "reached" for row in rows)
+            open_ = sum(row[-1] == "not measured" for row in rows)
             parts.append(
-                f"Kernels on {_machine(record['machine'])}: {reached} of {len(rows)} targets reached "
-                f"([record]({_link(path, results)})):\n"
+                f"Kernels on {_machine(record['machine'])}: {reached} of {len(rows)} targets reached"
+                f"{f', {open_} not measured' if open_ else ''} ([record]({_link(path, results)})).\n\n"
+                "<details><summary>Every kernel, size and pass</summary>\n"
             )
             parts.append(_markdown(("kernel", "size", "pass", "target", "reached", ""), rows))
+            parts.append("</details>\n")
     return parts
 
 

@@ -20,9 +20,11 @@ if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > ROOM_BYTES:
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether it will be interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    # Tests run side by side, on tensors that are small: threads would wait for each other. What tests start inherits it.
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+# Tests run side by side, on tensors that are small: threads would wait for each other, and compilers' helpers, which each
+# process would start for itself, take longer to come up than what they compile. What tests start inherits it.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rush.explain.records import Explanation
 
 
-def page(explanation: Explanation, picture: str) -> str:
-    """The page of one topic; `picture` is the path of its SVG file, seen from the page."""
+def page(explanation: Explanation, picture: str, topics: str) -> str:
+    """The page of one topic; `picture` and `topics` are the paths of its SVG file and of the index, seen from the page."""
     topic = explanation.topic
     seconds = explanation.record["seconds"]
     parts = [
@@ -23,20 +23,26 @@ def page(explanation: Explanation, picture: str) -> str:
         "writes them from what it measured.",
         "## How it is measured",
         "\n".join(f"- **{name}**: {text}" for name, text in topic.method),
-        "[All topics](README.md)",
+        f"[All topics]({topics})",
     ]
     return "\n\n".join(_plain(part) for part in parts) + "\n"
 
 
-def index(explanations: Sequence[Explanation]) -> str:
-    rows = [f"| [{e.topic.name}]({e.topic.name}.md) | {e.topic.about} |" for e in explanations]
+def index(explanations: Sequence[Explanation], others: Mapping[str, Sequence[Explanation]]) -> str:
+    """The list of topics. `others` are explanations from further machines, by their folders."""
+    rows = []
+    for e in explanations:
+        name = e.topic.name
+        there = "".join(f", [{where}]({where}/{name}.md)" for where in others if name in {o.topic.name for o in others[where]})
+        rows.append(f"| [{name}]({name}.md){there} | {e.topic.about} |")
     return "\n".join(
         [
             "# Explaining the hardware by measurement",
             "",
             "`rush explain TOPIC` makes a small experiment on your own machine, with a GPU or without, and shows a picture and a few",
             "sentences about what it found, in the terminal and as a page (`report.html`) that works without network. Each topic takes",
-            "less than a minute. The numbers and the sentences on these pages are from a two-core CPU machine.",
+            "less than a minute. The numbers and the sentences on the first page of each topic are from a two-core CPU machine; beside it",
+            "stands what the same command said on other machines.",
             "",
             "| topic | what it shows |",
             "| --- | --- |",

@@ -20,7 +20,7 @@ from rush.explain.chart import Panel
 from rush.explain.contract import Data, Settings, Table, Topic
 from rush.explain.standalone import standalone
 from rush.files import write_atomic, write_json_atomic, writing
-from rush.hardware.conditions import load_per_core
+from rush.hardware.conditions import load_now
 
 FORMAT, VERSION = "rush explain", 1
 LARGEST = 1e60
@@ -57,7 +57,7 @@ class Explanation:
 
 def make(topic: Topic, settings: Settings) -> Record:
     """Measure a topic now."""
-    machine, load = settings.machine, load_per_core(settings.machine)
+    machine, load = settings.machine, load_now(settings.machine)
     began, clock = datetime.now(UTC), time.perf_counter()
     data = topic.measure(settings)
     record: Record = {
@@ -78,7 +78,7 @@ def make(topic: Topic, settings: Settings) -> Record:
         },
         "measured": began.isoformat(timespec="seconds"),
         "seconds": round(time.perf_counter() - clock, 1),
-        "load": None if load is None else round(load, 2),
+        "load": round(load, 2),
         "data": data,
     }
     # What is shown now must be what a reader of the file will see: go through JSON at once.

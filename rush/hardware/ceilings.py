@@ -21,7 +21,7 @@ from typing import Any
 
 from rush.errors import MachineError
 from rush.files import write_json_atomic, writing
-from rush.hardware.conditions import load_per_core
+from rush.hardware.conditions import load_now
 from rush.hardware.machine import Machine
 
 FORMAT_VERSION = 1
@@ -174,7 +174,7 @@ def ceilings(
     """
     path, identity = _cache_entry(machine, folder)
     known = None if refresh else _read(path, identity, on_problem)
-    found = known or Ceilings(identity, time.time(), load=load_per_core(machine))
+    found = known or Ceilings(identity, time.time(), load=load_now(machine))
     parts = _missing(found, machine, dtypes, bandwidth, collectives)
     for number, (what, measure_it) in enumerate(parts):
         on_progress(what, number, len(parts))

@@ -79,3 +79,11 @@ def read_gpu(
 
 def load_per_core(machine: Machine) -> float | None:
     return os.getloadavg()[0] / machine.cpu.num_threads if hasattr(os, "getloadavg") else None
+
+
+def load_now(machine: Machine, seconds: float = 0.3) -> float:
+    """Cores that other programs keep at work just now, per usable core. The load average would still count what ended a minute ago."""
+    import psutil  # type: ignore[import-untyped]
+
+    busy = psutil.cpu_percent(interval=seconds) / 100 * psutil.cpu_count()
+    return float(busy / machine.cpu.num_threads)

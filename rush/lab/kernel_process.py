@@ -57,16 +57,16 @@ def _prepare(spec: dict[str, Any], folder: Path) -> tuple[Place, Any]:
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported, which is when Triton decides
     dtypes = ("float32",) if machine.device == "cpu" else ("bfloat16", "float8")
     rates = ceilings(machine, dtypes).rates()
-    wanted = ("triton", "liger-kernel", "cut-cross-entropy", "flash-attn", "torchao", "bitsandbytes")
-    told = {"machine": machine.to_dict(), "ceilings": rates, "packages": _versions(wanted)}
+    told = {"machine": machine.to_dict(), "ceilings": rates, "packages": _packages()}
     write_json_atomic(folder / "machine.json", json_safe(told)[0])
     effort = QUICK if spec["quick"] else Effort()
     return Place(torch.device(machine.device), rates, effort, spec["quick"]), machine
 
 
-def _versions(names: tuple[str, ...]) -> dict[str, str]:
+def _packages() -> dict[str, str]:
+    """The libraries whose kernels are contenders, as far as they are installed, and their versions."""
     found = {}
-    for name in names:
+    for name in ("triton", "liger-kernel", "cut-cross-entropy", "flash-attn", "torchao", "bitsandbytes"):
         with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
@@ -113,14 +113,14 @@ def _known(folder: Path, name: str) -> str | None:
 
 
 def _key(name: str, fingerprint: str, quick: bool) -> str:
-    """What a measurement depends on: the machine, the kernel's and the bench's own code."""
+    """What a measurement depends on: the machine, the libraries there, the kernel's and the bench's own code."""
     root = Path(rush.kernels.__file__).parent
     files = [
         *sorted((root / name).glob("*.py")),
         root / "support.py",
         *sorted(Path(__file__).parent.glob("kernel_*.py")),
     ]
-    digest = hashlib.sha256(f"{fingerprint} {quick} {__version__}".encode())
+    digest = hashlib.sha256(f"{fingerprint} {quick} {__version__} {_packages()}".encode())
     for file in files:
         digest.update(file.read_bytes())
     return digest.hexdigest()[:16]

@@ -67,7 +67,8 @@ STACK = ("pure_bf16", "{name='qlora', rank=8}", "flash_attention", "checkpoint_f
 @pytest.mark.parametrize("more", [(), ("cuda_graph",)], ids=["launched", "recorded"])
 def test_the_fastest_qlora_stack_takes_effect_as_a_whole(more: tuple[str, ...]) -> None:
     pytest.importorskip("bitsandbytes")
-    size = ("batch.micro=8", "batch.total_tokens=1024", "optimizer.lr=0.003")
+    # A proof knows the head's products by the vocabulary: no other width of the model may be the same (the MLP's is 512).
+    size = ("batch.micro=8", "batch.total_tokens=1024", "optimizer.lr=0.003", "model.shape.vocab_size=640")
     run = make_run(*STACK, *more, overrides=[*SHAPE, *size], machine=probe("cuda"))
     seen = trace(run, 8, watch=True)
     assert seen.seen is not None

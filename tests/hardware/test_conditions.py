@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from rush.hardware import Conditions, conditions, probe
-from rush.hardware.conditions import read_gpu
+from rush.hardware.conditions import load_now, read_gpu
 
 
 def driver(bits: int = 0, pids: tuple[int, ...] = (), *, old: bool = False) -> Any:
@@ -86,3 +89,17 @@ def test_a_gpu_tells_its_conditions() -> None:
     assert found.clock_mhz > 100
     assert found.temperature_c is not None
     assert 10 < found.temperature_c < 100
+
+
+def test_programs_that_compute_now_are_seen_at_once() -> None:
+    machine = probe("cpu")
+    spinning = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(machine.cpu.num_threads)
+    ]
+    try:
+        time.sleep(0.2)
+        assert load_now(machine, 0.5) > 0.75
+    finally:
+        for process in spinning:
+            process.kill()
+            process.wait()

@@ -22,7 +22,9 @@ def test_two_ranks_learn_what_one_learns(family: str, schedule: str) -> None:
     reference = on_ranks(1, learn, family, {}, ("fused_adamw",), 20, "", FOUR, "cuda")[0]
     asked = (family, {"pp": 2}, ("fused_adamw", pp), 20, "", FOUR, "cuda")
     for ours in together(on_ranks(2, sharing_a_gpu, learn, *asked)):
-        apart = furthest(ours, reference)
+        # One step of Llama is a sensitive one (on a CPU, too: `test_pipeline`): stages add up in another order, and with four
+        # layers a rounding moves its norm by 1e-5 (`furthest`). All other norms are held, losses and the first gradients.
+        apart = furthest(ours, reference, reordered=family == "llama")
         assert max(apart.values()) < 1e-5, apart
         assert all(took_effect for took_effect, _ in ours["proofs"].values()), ours["proofs"]
 
