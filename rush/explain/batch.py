@@ -250,7 +250,10 @@ topic = Topic(
             "bytes",
             "bytes per number · (inner · outer + rows · (inner + outer)): weights, inputs and outputs once each",
         ),
-        ("roof", "the lesser of intensity × the rate of reading the weights (alone, or in a product where that was faster), and the best rate measured"),
+        (
+            "roof",
+            "the lesser of intensity × the rate of reading the weights (alone, or in a product where that was faster), and the best rate measured",
+        ),
         ("time", "median of repeated products; on CUDA by events, the cache emptied before each"),
         ("intervals", "95 %, from resampling the samples of this one process"),
     ),

@@ -33,7 +33,11 @@ def index(explanations: Sequence[Explanation], others: Mapping[str, Sequence[Exp
     rows = []
     for e in explanations:
         name = e.topic.name
-        there = "".join(f", [{where}]({where}/{name}.md)" for where in others if name in {o.topic.name for o in others[where]})
+        there = "".join(
+            f", [{where}]({where}/{name}.md)"
+            for where in others
+            if name in {o.topic.name for o in others[where]}
+        )
         rows.append(f"| [{name}]({name}.md){there} | {e.topic.about} |")
     return "\n".join(
         [

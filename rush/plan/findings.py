@@ -1,4 +1,4 @@
-"""What was measured, as cases a plan can be held against: ladders and runs under a results folder."""
+"""What was measured, as cases a plan can be held against: ladders, benches and runs under a results folder."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from rush.plan.target import Target, target_here, target_of
 from rush.recipe import Recipe
 from rush.recipe_io import changed, parse
 from rush.records.ladder import read_ladder
+from rush.records.models import read_models
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,15 @@ class Case:
 
 
 def read_findings(folder: Path) -> list[Case]:
-    """Every distinct recipe that was measured, in all views of a ladder; of one measured twice the better record counts."""
+    """Every distinct recipe that was measured, in all views of a ladder, beside rivals and in runs; of one measured twice the
+    better record counts."""
     found: dict[str, Case] = {}
     records = [(path, read_ladder(path)) for path in sorted(folder.glob("**/ladder*.json"))]
     for path, record in sorted(records, key=lambda item: _worth(item[1]), reverse=True):
         for case in _ladder(record, path.parent.relative_to(folder).as_posix()):
+            found.setdefault(case.digest, case)
+    for path in sorted(folder.glob("*/models.json")):
+        for case in _beside_rivals(read_models(path), path.parent.name):
             found.setdefault(case.digest, case)
     for path in sorted(folder.glob("*/metrics.jsonl")):
         for case in _run(path.parent):
@@ -72,20 +77,9 @@ def _ladder(record: Any, study: str) -> Iterator[Case]:
     target = target_here(machine, record["ceilings"])
     top: Recipe | None = None
     for rung in record["rungs"]:
-        recipe = _recipe(rung["recipe"])
-        if rung["status"] != "ok" or recipe is None or not rung.get("step_ms"):
-            continue
-        top = recipe if rung.get("kept") is not False else top
-        yield Case(
-            name=rung["name"],
-            recipe=recipe,
-            spec=spec_of(recipe, machine.device),
-            target=target,
-            step_s=rung["step_ms"]["median"] / 1e3,
-            memory_bytes=_memory(machine, recipe, rung.get("peak_memory_bytes")),
-            breakdown_s={part: ms / 1e3 for part, ms in (rung.get("breakdown_ms") or {}).items()},
-            study=study,
-        )
+        if (case := _rung(rung, machine, target, study)) is not None:
+            top = case.recipe if rung.get("kept") is not False else top
+            yield case
     for point in record.get("batch_curve") or ():
         if top is None or point["status"] != "ok":
             continue
@@ -100,6 +94,37 @@ def _ladder(record: Any, study: str) -> Iterator[Case]:
             memory_bytes=_memory(machine, recipe, point.get("peak_memory_bytes")),
             study=study,
         )
+
+
+def _rung(rung: Any, machine: Machine, target: Target, study: str) -> Case | None:
+    recipe = _recipe(rung["recipe"])
+    if rung["status"] != "ok" or recipe is None or not rung.get("step_ms"):
+        return None
+    return Case(
+        name=rung["name"],
+        recipe=recipe,
+        spec=spec_of(recipe, machine.device),
+        target=target,
+        step_s=rung["step_ms"]["median"] / 1e3,
+        memory_bytes=_memory(machine, recipe, rung.get("peak_memory_bytes")),
+        breakdown_s={part: ms / 1e3 for part, ms in (rung.get("breakdown_ms") or {}).items()},
+        study=study,
+    )
+
+
+def _beside_rivals(record: Any, study: str) -> Iterator[Case]:
+    """Our recipes of `rush bench models`, and rivals that are recipes of ours; another library's model is not ours to plan."""
+    if not record.get("ceilings"):
+        return
+    machine = Machine.from_dict(record["machine"])
+    target = target_here(machine, record["ceilings"])
+    for workload in record["workloads"]:
+        rungs = [ours["rung"] for ours in workload["ours"]]
+        if workload.get("rival_kind") == "recipe":
+            rungs.append({**workload["rival"], "name": f"rival of {workload['name']}"})
+        for rung in rungs:
+            if (case := _rung(rung, machine, target, study)) is not None:
+                yield case
 
 
 def _memory(machine: Machine, recipe: Recipe, found: float | None) -> float | None:

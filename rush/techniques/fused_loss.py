@@ -125,7 +125,7 @@ technique = Technique(
         MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
     ),
     work=(
-        WorkEffect("loss.bytes", 18.0),
+        WorkEffect("loss.bytes", 6.0, "logits in 16 bits: read twice, and the gradient written over them"),
         WorkEffect("head.odd", 1.0, "chunks are padded"),
     ),
 )

@@ -121,6 +121,7 @@ technique = Technique(
     ),
     work=(
         WorkEffect("update.bytes", 8.0),
+        WorkEffect("update.reaches", 0.96, "as measured with 8 billion weights"),
         WorkEffect("update.launches", 1.0),
     ),
 )

@@ -114,6 +114,14 @@ def test_errors_are_as_wanted_on_what_was_held_out() -> None:
         assert by_measured == sorted(named, key=lambda row: row.planned), study
 
 
+def test_recipes_measured_beside_rivals_are_findings_and_another_librarys_model_is_not() -> None:
+    found = {case.name: case for case in read_findings(RESULTS) if case.study == "models-h200"}
+    assert {"llama-3.1-8b-fast", "llama-3.2-1b-fp8", "rival of gpt2-124m"} <= set(found)
+    assert not any("llama" in name for name in found if name.startswith("rival"))
+    assert found["llama-3.1-8b-fast"].spec.shape.num_layers == 32
+    assert found["llama-3.1-8b-fast"].memory_bytes
+
+
 def test_the_efficiencies_in_the_code_are_those_of_all_findings() -> None:
     found = calibrate(read_findings(RESULTS))
     for name in ("eager", "fused", "loss", "update", "eager_update", "launch_s"):
