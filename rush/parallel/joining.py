@@ -110,7 +110,7 @@ def join(
     except RuntimeError as error:
         if not _lost(error):
             raise
-        watch.wait_if_told()
+        watch.leave_if_told()
         who = "another rank, which was killed or failed (look for its message)"
         if watch.store_is_silent:
             who = "rank 0, which keeps the store where ranks meet and gives no answer: it is stopped or gone"

@@ -92,10 +92,14 @@ class Watch:
         """Whether the store has not answered for as long as ranks wait for each other."""
         return time.monotonic() - self._asked > self._limit_s - LOOK_BEATS * self._beat_s
 
-    def wait_if_told(self) -> None:
-        """Say nothing more where the late rank was named already: the thread is about to end this process."""
+    def leave_if_told(self) -> None:
+        """Say nothing more where a late rank was named already, by this one, whose thread is about to end the process, or by
+        another, whose leaving is what was noticed."""
         if self.told:
             self._thread.join()
+        with suppress(RuntimeError):
+            if not self.store_is_silent and self._store.check(["teller"]):
+                os._exit(RankLost.exit_code)
 
     def _run(self) -> None:
         waited_for, since = "", time.monotonic()

@@ -76,11 +76,8 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
         "keys": compute * (query if repeated else key),
         "values": compute * (query if repeated else key),
         "scores": _scores(spec),
-        # The kernel's result has the layout of its queries. GPT-2's are a view, and the next layer reads the result as it
-        # is; Llama's are turned, and it reads a copy.
-        "attention.output": (
-            compute * query if llama or (kept is not None and "attention.flat" not in kept) else 0
-        )
+        # The kernel's result has the layout of its queries, heads of a token side by side, and the next layer reads it as it is.
+        "attention.output": (compute * query if kept is not None and "attention.flat" not in kept else 0)
         + 4 * shape.num_heads / tp,
         "attention.flat": compute * query,
         "attention.projected": compute * shard,

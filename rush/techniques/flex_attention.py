@@ -148,7 +148,9 @@ technique = Technique(
     memory=(
         MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
         MemoryEffect(
-            "attention.output", 1.0, "the kernel keeps its result, beside the copy that the next layer reads"
+            "attention.output",
+            1.0,
+            "the kernel keeps its result, which the next layer reads as it is, and a number per head",
         ),
         MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
     ),

@@ -225,11 +225,8 @@ technique = Technique(
     evidence=evidence,
     memory=(
         MemoryEffect(
-            "attention.flat",
-            0.0,
-            "compiled, casts of a product's input are made again from what is kept anyway",
+            "norm.output", 0.0, "compiled, casts of a product's input are made again from what is kept anyway"
         ),
-        MemoryEffect("norm.output", 0.0, "as above"),
         MemoryEffect("mlp.product", 0.0, "as above"),
         MemoryEffect("casts", 0.0, "made again"),
         MemoryEffect("mlp.activated", 0.0, "with mlp kernel only gate and up are kept", when=_with_one_mlp),

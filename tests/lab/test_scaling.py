@@ -306,8 +306,9 @@ def test_what_goes_wrong_on_one_rank_is_a_result_and_leaves_nobody(
     )
     record = study(plan, tmp_path / "out")
     # The starter stays for the next study, whichever test came first; what it started does not.
+    # (A browser that other tests look at pages with is none of it.)
     for kept in psutil.Process().children():
-        assert not kept.children(recursive=True), kept.cmdline()
+        assert "chrom" in kept.name() or not kept.children(recursive=True), kept.cmdline()
     one, _, two = record["points"]
     assert one["verdict"] == "baseline", one["reason"]
     assert two["verdict"] == verdict, two["reason"]
@@ -372,7 +373,7 @@ def test_a_study_that_is_ended_leaves_nobody_and_goes_on(
         stderr=subprocess.PIPE,
         text=True,
     )
-    _until(lambda: len(list(out.glob("trials/*.json"))) >= 2, process)
+    _until(lambda: any(out.glob("trials/*.json")), process)
     family = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(number)
     _, said = process.communicate(timeout=60)
