@@ -57,6 +57,11 @@ def num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
+READ_ONCE = "evict_first"
+"""The cache's policy for what a kernel reads once: make room by this, so that results stay for the next kernel.
+(Triton 3.6 does not hand it on where it reads ahead into shared memory.)"""
+
+
 def next_power_of_2(n: int) -> int:
     """The smallest power of two that is at least n: the widths of Triton's blocks."""
     return 1 << max(n - 1, 0).bit_length()
@@ -85,6 +90,41 @@ def row_tile(width: int, elements_per_thread: int) -> RowTile:
     rows = max(1, 2048 // block)
     num_warps = min(32, max(4, rows * block // (32 * elements_per_thread)))
     return RowTile(rows, block, num_warps)
+
+
+@dataclass(frozen=True)
+class RowWalk:
+    """How a fixed number of programs walk over all rows: `rows` whole rows at a step, the next ones on their way."""
+
+    rows: int
+    width: int
+    num_warps: int
+    stages: int
+    """Steps whose reads are under way or at work: 1 waits for each, 3 reads two steps ahead into shared memory."""
+    programs_per_sm: int
+
+    def programs(self, num_rows: int, device: torch.device) -> int:
+        """As many as run side by side on this device, and none without a row; one where there are no rows."""
+        steps = -(-num_rows // self.rows)
+        return max(1, min(steps, self.programs_per_sm * num_sms(device)))
+
+
+_WALK_BYTES = 96 * 1024
+"""Shared memory for rows on their way: what every GPU since Ampere grants one program."""
+
+
+def row_walk(width: int, element_sizes: Sequence[int]) -> RowWalk:
+    """A walk that keeps memory busy while rows are reduced; `element_sizes` of the tensors that are read.
+
+    A thread owns the same 8 columns (a vector of 16 bytes in bf16) of every row, so that its sums over rows need no
+    other thread, or 16 where rows are wide; and enough rows at a step for 16 elements, which then share one barrier.
+    """
+    block = max(16, next_power_of_2(width))
+    num_warps = min(16 if block <= 8192 else 32, max(4, block // 256))
+    rows = max(1, 16 * 32 * num_warps // block)
+    ahead = _WALK_BYTES // (rows * block * sum(element_sizes))
+    # Such a thread takes up to 128 registers, and a multiprocessor has those for 16 warps.
+    return RowWalk(rows, block, num_warps, stages=1 + min(2, ahead), programs_per_sm=max(1, 16 // num_warps))
 
 
 def as_rows(x: Tensor) -> Tensor:

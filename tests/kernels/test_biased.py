@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
 from rush.kernels.biased import _gelu_of_sum, _join_gradients, gelu_of_sum, parts_of_sum, reference
+from rush.kernels.biased import triton as kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,6 +41,16 @@ def parts(product: Tensor, bias_o: Tensor) -> Tensor:
 
 def plain_parts(product: Tensor, bias_o: Tensor) -> Tensor:
     return weighted(reference.parts_of_sum(product, bias_o, 3))
+
+
+@pytest.mark.parametrize("width", [768, 2048, 3072, 8192])
+def test_there_are_programs_for_every_multiprocessor(width: int) -> None:
+    strips = -(-width // kernels.COLUMNS)
+    rows = kernels.stretch(16384, strips)
+    # Whole tiles of rows; and no more rows than leave a thousand programs, where the least stretch allows it.
+    assert rows % kernels.ROWS == 0
+    assert strips * 16384 // rows >= 1000 or rows == kernels.LEAST_STRETCH
+    assert kernels.stretch(1, strips) == kernels.LEAST_STRETCH
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -33,7 +33,6 @@ STACK_BYTES = {
     "attention bf16 64 documents: flash_forward_tiles": 16,
     "attention fp32 128: flash_dq_tiles": 256,
     "attention fp32 64: flash_dkdv_tiles": 32,
-    "add_rmsnorm fp32 8192: rmsnorm_backward_kernel": 64,
     "cross_entropy fp32 smoothed: cross_entropy_forward_kernel": 16,
     "cross_entropy_ fp16 smoothed: cross_entropy_forward_kernel": 16,
 }
@@ -44,9 +43,9 @@ kernel that halved the loss's time."""
 
 NARROW_LOADS = {
     "rmsnorm_forward_kernel": 0,
-    "rmsnorm_backward_kernel": 16,
+    "rmsnorm_backward_kernel": 12,
     "layernorm_forward_kernel": 0,
-    "layernorm_backward_kernel": 32,
+    "layernorm_backward_kernel": 24,
     "sum_partials_kernel": 0,
     "swiglu_forward_kernel": 0,
     "swiglu_backward_kernel": 0,
@@ -66,8 +65,8 @@ NARROW_LOADS = {
     "adamw_kernel": 10,
 }
 """Load instructions of less than 16 bytes a thread: one number of a row, of the table of tensors, a scale. In the norms'
-backward pass Triton 3.9 loads a row's mean and deviation once, 3.6 up to 16 times for a thread; a tensor of activations
-read by single elements would take 32 more. Left out: rope, whose few key heads give a thread 4 or 8 bytes; adamw8bit,
+backward pass a row's mean and deviation, for each row of a step and each step read ahead; a tensor of activations read by
+single elements would take 32 more. Left out: rope, whose few key heads give a thread 4 or 8 bytes; adamw8bit,
 whose codes are bytes, 8 to a thread; attention, which on Hopper loads by the copy engine."""
 
 

@@ -42,6 +42,28 @@ def test_a_tile_of_rows_covers_the_row_and_has_warps_that_exist(width: int) -> N
     assert tile.num_warps in (4, 8, 16, 32)
 
 
+@pytest.mark.parametrize("width", [1, 7, 64, 768, 2048, 4096, 8192, 65536])
+@pytest.mark.parametrize("element_sizes", [(2, 2), (2, 2, 2), (4, 4, 4)])
+def test_a_walk_covers_the_row_and_what_is_on_its_way_fits_into_shared_memory(
+    width: int, element_sizes: tuple[int, ...]
+) -> None:
+    walk = support.row_walk(width, element_sizes)
+    assert width <= walk.width
+    assert walk.num_warps in (4, 8, 16, 32)
+    on_its_way = (walk.stages - 1) * walk.rows * walk.width * sum(element_sizes)
+    assert on_its_way <= 96 * 1024
+    # Rows of today's models are read ahead, whatever their dtype.
+    assert walk.stages > 1 or width > 8192
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "programs"), [(0, 1), (1, 1), (2, 1), (3, 2), (8, 4), (9, 5), (1000, 8)]
+)
+def test_a_walk_has_no_program_without_a_row(num_rows: int, programs: int) -> None:
+    walk = support.RowWalk(rows=2, width=64, num_warps=4, stages=3, programs_per_sm=2)
+    assert walk.programs(num_rows, torch.device("cpu")) == programs  # interpreted as 4 multiprocessors
+
+
 def test_rows_are_a_view_where_that_is_possible() -> None:
     x = torch.arange(24.0).view(2, 3, 4)
     assert support.as_rows(x).data_ptr() == x.data_ptr()

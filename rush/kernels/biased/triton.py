@@ -16,14 +16,16 @@ from torch import Tensor
 
 from rush.kernels.gelu.triton import gelu_slope
 from rush.kernels.partials import sum_partials
-from rush.kernels.support import as_rows
+from rush.kernels.support import READ_ONCE, as_rows
 
 # Shapes: n rows, d columns of a part, o columns of the layer.
 
 ROWS, COLUMNS = 16, 256
 """A tile: with 8 warps two vectors of 16 bytes a thread in bf16."""
-STRETCH = 512
-"""Rows of a program: enough that its sum is small change, few enough that there are thousands of programs."""
+LEAST_STRETCH, MOST_STRETCH = 128, 512
+"""Rows of a program: enough that its sum is small change, and no more than leave work for every multiprocessor."""
+PROGRAMS = 1024
+"""At least so many where there are rows enough: a few for each multiprocessor of today's largest GPUs."""
 NUM_WARPS = 8
 STAGES = 3
 """Tiles on their way from memory while one is worked on."""
@@ -41,6 +43,7 @@ def gelu_of_sum_backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    READ: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     row = tl.arange(0, ROWS)[:, None]
@@ -55,8 +58,8 @@ def gelu_of_sum_backward_kernel(
     for start in tl.range(0, left, ROWS, num_stages=STAGES):
         inside = (row < left - start) & (column < width)
         place = start * width + (row * width + column)
-        dout = tl.load(dout_ptr + place, mask=inside, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        dout = tl.load(dout_ptr + place, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
+        x = tl.load(x_ptr + place, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
         dx = dout * gelu_slope(x)
         tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         total += dx
@@ -80,6 +83,7 @@ def join_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
+    READ: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     row = tl.arange(0, ROWS)[:, None]
@@ -99,7 +103,8 @@ def join_kernel(
     total = tl.zeros((ROWS, COLUMNS), tl.float32)
     for start in tl.range(0, left, ROWS, num_stages=STAGES):
         inside = (row < left - start) & (column < width)
-        x = tl.load(part_ptr + start * stride + (row * stride + column), mask=inside, other=0.0)
+        part_place = part_ptr + start * stride + (row * stride + column)
+        x = tl.load(part_place, mask=inside, other=0.0, eviction_policy=READ)
         tl.store(joined_ptr + start * whole + (row * whole + column), x, mask=inside)
         total += x.to(tl.float32)
     sums = tl.sum(total, axis=0, keep_dims=True)
@@ -112,7 +117,8 @@ def gelu_of_sum_backward(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[T
     dout, x = dout.contiguous(), x.contiguous()
     width = x.shape[-1]
     num_rows = x.numel() // width
-    dx, partial_pso = torch.empty_like(x), _partials(x, num_rows, width)
+    rows = stretch(num_rows, triton.cdiv(width, COLUMNS))
+    dx, partial_pso = torch.empty_like(x), _partials(x, triton.cdiv(num_rows, rows), width)
     if num_rows:
         grid = (triton.cdiv(width, COLUMNS), len(partial_pso))
         gelu_of_sum_backward_kernel[grid](
@@ -122,10 +128,11 @@ def gelu_of_sum_backward(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[T
             partial_pso,
             num_rows,
             width,
-            STRETCH=STRETCH,
+            STRETCH=rows,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             STAGES=STAGES,
+            READ=READ_ONCE,
             num_warps=NUM_WARPS,
         )
     return dx, sum_partials(partial_pso, dtype)[0]
@@ -136,7 +143,8 @@ def joined(parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     first_nd, second_nd, third_nd = (as_rows(part) for part in parts)
     num_rows, width = first_nd.shape
     out = first_nd.new_empty(*parts[0].shape[:-1], 3 * width)
-    partial_pso = _partials(out, num_rows, 3 * width)
+    rows = stretch(num_rows, 3 * triton.cdiv(width, COLUMNS))
+    partial_pso = _partials(out, triton.cdiv(num_rows, rows), 3 * width)
     if num_rows:
         grid = (triton.cdiv(width, COLUMNS), len(partial_pso), 3)
         join_kernel[grid](
@@ -150,15 +158,22 @@ def joined(parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             third_nd.stride(0),
             num_rows,
             width,
-            STRETCH=STRETCH,
+            STRETCH=rows,
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             STAGES=STAGES,
+            READ=READ_ONCE,
             num_warps=NUM_WARPS,
         )
     return out, sum_partials(partial_pso, dtype)[0]
 
 
-def _partials(x: Tensor, num_rows: int, width: int) -> Tensor:
+def stretch(num_rows: int, strips: int) -> int:
+    """Rows of a program, a power of two, where so many strips of columns lie side by side."""
+    rows = num_rows * strips // PROGRAMS
+    return min(MOST_STRETCH, max(LEAST_STRETCH, 1 << max(rows, 1).bit_length() - 1))
+
+
+def _partials(x: Tensor, stretches: int, width: int) -> Tensor:
     """A sum for each stretch of rows."""
-    return x.new_empty(triton.cdiv(num_rows, STRETCH), 1, width, dtype=torch.float32)
+    return x.new_empty(stretches, 1, width, dtype=torch.float32)

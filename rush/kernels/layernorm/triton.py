@@ -7,8 +7,8 @@ and loses nothing to cancellation.
 
 Backward, with g = dy · weight and x̂ the centred, scaled row:
 dx = rstd · (g − mean(g) − x̂ · mean(g · x̂)). The gradients of gain and offset are sums over all rows: a fixed
-number of programs keep private sums in registers while they walk over their rows, the next row already
-on its way, and a small sum over programs ends it. No atomics, so the same bits every time.
+number of programs keep private sums in registers while they walk over their rows, the next ones already
+on their way, and a small sum over programs ends it. No atomics, so the same bits every time.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rush.kernels.partials import sum_partials
-from rush.kernels.support import as_rows, num_sms, row_tile
+from rush.kernels.support import READ_ONCE, as_rows, row_tile, row_walk
 
 # Shapes: n rows, d width.
 
@@ -40,6 +40,7 @@ def layernorm_forward_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     ADD: tl.constexpr,
+    READ: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
@@ -49,19 +50,14 @@ def layernorm_forward_kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0, eviction_policy="evict_last")
     bias = tl.load(bias_ptr + column, mask=column < width, other=0.0, eviction_policy="evict_last")
     if ADD:
-        # Neither is needed again: make room for what is.
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy="evict_first")
-        residual = tl.load(
-            residual_ptr + row * residual_stride + column,
-            mask=inside,
-            other=0.0,
-            eviction_policy="evict_first",
-        )
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy=READ)
+        residual_place = residual_ptr + row * residual_stride + column
+        residual = tl.load(residual_place, mask=inside, other=0.0, eviction_policy=READ)
         # What is normalised is the sum as it is stored, so that the backward pass sees the same.
         rounded = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * width + column, rounded, mask=inside)
     else:
-        rounded = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+        rounded = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy=READ)
     wide = rounded.to(tl.float32)
     mean = tl.sum(wide, axis=1, keep_dims=True) / width
     centred = tl.where(column < width, wide - mean, 0.0)
@@ -90,45 +86,44 @@ def layernorm_backward_kernel(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
-    dbias = tl.zeros((ROWS, WIDTH), tl.float32)
-
-    row = first + tl.arange(0, ROWS)[:, None]
-    inside = (row < num_rows) & (column < width)
-    next_x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-    next_dout = tl.load(dout_ptr + row * dout_stride + column, mask=inside, other=0.0)
-    for start in range(first, num_rows, step):
-        x, dout = next_x.to(tl.float32), next_dout.to(tl.float32)
-        row = start + tl.arange(0, ROWS)[:, None]
-        inside = (row < num_rows) & (column < width)
-        mean = tl.load(mean_ptr + row, mask=row < num_rows, other=0.0)
-        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
+    dweight = tl.zeros((1, WIDTH), tl.float32)
+    dbias = tl.zeros((1, WIDTH), tl.float32)
+    # 64 bits to the first row of a step; from there 32 are enough.
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    step = tl.num_programs(0).to(tl.int64) * ROWS
+    for start in tl.range(first, num_rows, step, num_stages=STAGES):
+        inside_rows = row < num_rows - start
+        inside = inside_rows & (column < width)
+        x_place = x_ptr + start * x_stride + (row * x_stride + column)
+        x = tl.load(x_place, mask=inside, other=0.0).to(tl.float32)
+        dout_place = dout_ptr + start * dout_stride + (row * dout_stride + column)
+        dout = tl.load(dout_place, mask=inside, other=0.0).to(tl.float32)
+        mean = tl.load(mean_ptr + start + row, mask=inside_rows, other=0.0)
+        rstd = tl.load(rstd_ptr + start + row, mask=inside_rows, other=0.0)
         if ADD:
-            dsum = tl.load(dsum_ptr + row * dsum_stride + column, mask=inside, other=0.0)
-        ahead = row + step
-        inside_ahead = (ahead < num_rows) & (column < width)
-        next_x = tl.load(x_ptr + ahead * x_stride + column, mask=inside_ahead, other=0.0)
-        next_dout = tl.load(dout_ptr + ahead * dout_stride + column, mask=inside_ahead, other=0.0)
+            dsum_place = dsum_ptr + start * dsum_stride + (row * dsum_stride + column)
+            dsum = tl.load(dsum_place, mask=inside, other=0.0)
 
         # Beyond the row g is zero, so what stands there in `scaled` reaches no sum.
         scaled = (x - mean) * rstd
-        dweight += dout * scaled
-        dbias += dout
-        g = dout * weight
-        centre = tl.sum(g, axis=1, keep_dims=True) / width
-        slope = tl.sum(g * scaled, axis=1, keep_dims=True) / width
-        dx = rstd * (g - centre - scaled * slope)
+        dweight += tl.sum(dout * scaled, axis=0, keep_dims=True)
+        dbias += tl.sum(dout, axis=0, keep_dims=True)
+        g = dout * weight.to(tl.float32)
+        # Both means in one reduction: half the barriers.
+        centre, slope = tl.split(tl.sum(tl.join(g, g * scaled), axis=1) / width)
+        dx = rstd * (g - centre[:, None] - scaled * slope[:, None])
         if ADD:
             dx += dsum.to(tl.float32)
-        tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    place = partial_ptr + tl.program_id(0) * 2 * width + column
-    tl.store(place, tl.sum(dweight, axis=0, keep_dims=True), mask=column < width)
-    tl.store(place + width, tl.sum(dbias, axis=0, keep_dims=True), mask=column < width)
+        dx_place = dx_ptr + start * width + (row * width + column)
+        tl.store(dx_place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    partial_place = partial_ptr + tl.program_id(0).to(tl.int64) * 2 * width + column
+    tl.store(partial_place, dweight, mask=column < width)
+    tl.store(partial_place + width, dbias, mask=column < width)
 
 
 def forward(
@@ -159,6 +154,7 @@ def forward(
             width,
             eps,
             ADD=residual is not None,
+            READ=READ_ONCE,
             ROWS=tile.rows,
             WIDTH=tile.width,
             num_warps=tile.num_warps,
@@ -174,9 +170,8 @@ def backward(
     dsum_nd = None if dsum is None else as_rows(dsum)
     num_rows, width = x_nd.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tile = row_tile(width, elements_per_thread=16)
-    programs = num_sms(x.device) * max(1, 16 // tile.num_warps)
-    programs = max(1, min(programs, triton.cdiv(num_rows, tile.rows)))
+    walk = row_walk(width, [t.element_size() for t in (x_nd, dout_nd, dsum_nd) if t is not None])
+    programs = walk.programs(num_rows, x.device)
     partial = torch.empty(programs, 2, width, dtype=torch.float32, device=x.device)
     layernorm_backward_kernel[(programs,)](
         dout_nd,
@@ -193,9 +188,10 @@ def backward(
         num_rows,
         width,
         ADD=dsum is not None,
-        ROWS=tile.rows,
-        WIDTH=tile.width,
-        num_warps=tile.num_warps,
+        ROWS=walk.rows,
+        WIDTH=walk.width,
+        STAGES=walk.stages,
+        num_warps=walk.num_warps,
     )
     dweight, dbias = sum_partials(partial, weight.dtype)
     return dx, dweight, dbias

@@ -9,8 +9,8 @@ allows. With the residual add fused, the sum is made on the way and written once
 Backward, with g = dy · weight and x̂ = x / rms, dx = (g − x̂ · mean(g · x̂)) / rms: again whole rows. The
 weight's gradient is a sum over all rows. A fixed number of programs (a few for each multiprocessor) each
 walk over their rows with a private sum in registers, and write it at the end; a second small sum makes
-one of them. There are no atomics, so the result has the same bits every time. While a row is being
-reduced the next one is already on its way: that keeps memory busy with few programs.
+one of them. There are no atomics, so the result has the same bits every time. While rows are being
+reduced the next ones are already on their way to shared memory: that keeps memory busy with few programs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rush.kernels.partials import sum_partials
-from rush.kernels.support import as_rows, num_sms, row_tile
+from rush.kernels.support import READ_ONCE, as_rows, row_tile, row_walk
 
 # Shapes: n rows, d width.
 
@@ -40,6 +40,7 @@ def rmsnorm_forward_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     ADD: tl.constexpr,
+    READ: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
@@ -48,19 +49,14 @@ def rmsnorm_forward_kernel(
     inside = (row < num_rows) & (column < width)
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0, eviction_policy="evict_last")
     if ADD:
-        # Neither is needed again: make room for what is.
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy="evict_first")
-        residual = tl.load(
-            residual_ptr + row * residual_stride + column,
-            mask=inside,
-            other=0.0,
-            eviction_policy="evict_first",
-        )
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy=READ)
+        residual_place = residual_ptr + row * residual_stride + column
+        residual = tl.load(residual_place, mask=inside, other=0.0, eviction_policy=READ)
         # What is normalised is the sum as it is stored, so that the backward pass sees the same.
         rounded = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * width + column, rounded, mask=inside)
     else:
-        rounded = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
+        rounded = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy=READ)
     wide = rounded.to(tl.float32)
     rstd = tl.rsqrt(tl.sum(wide * wide, axis=1, keep_dims=True) / width + eps)
     scaled = (wide * rstd).to(rounded.dtype).to(tl.float32)
@@ -86,38 +82,37 @@ def rmsnorm_backward_kernel(
     ADD: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ) -> None:
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    first = tl.program_id(0).to(tl.int64) * ROWS
+    row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0).to(tl.float32)
-    dweight = tl.zeros((ROWS, WIDTH), tl.float32)
-
-    row = first + tl.arange(0, ROWS)[:, None]
-    inside = (row < num_rows) & (column < width)
-    next_x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
-    next_dout = tl.load(dout_ptr + row * dout_stride + column, mask=inside, other=0.0)
-    for start in range(first, num_rows, step):
-        x, dout = next_x.to(tl.float32), next_dout.to(tl.float32)
-        row = start + tl.arange(0, ROWS)[:, None]
-        inside = (row < num_rows) & (column < width)
-        rstd = tl.load(rstd_ptr + row, mask=row < num_rows, other=0.0)
+    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
+    dweight = tl.zeros((1, WIDTH), tl.float32)
+    # 64 bits to the first row of a step; from there 32 are enough.
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    step = tl.num_programs(0).to(tl.int64) * ROWS
+    for start in tl.range(first, num_rows, step, num_stages=STAGES):
+        inside_rows = row < num_rows - start
+        inside = inside_rows & (column < width)
+        x_place = x_ptr + start * x_stride + (row * x_stride + column)
+        x = tl.load(x_place, mask=inside, other=0.0).to(tl.float32)
+        dout_place = dout_ptr + start * dout_stride + (row * dout_stride + column)
+        dout = tl.load(dout_place, mask=inside, other=0.0).to(tl.float32)
+        rstd = tl.load(rstd_ptr + start + row, mask=inside_rows, other=0.0)
         if ADD:
-            dsum = tl.load(dsum_ptr + row * dsum_stride + column, mask=inside, other=0.0)
-        ahead = row + step
-        inside_ahead = (ahead < num_rows) & (column < width)
-        next_x = tl.load(x_ptr + ahead * x_stride + column, mask=inside_ahead, other=0.0)
-        next_dout = tl.load(dout_ptr + ahead * dout_stride + column, mask=inside_ahead, other=0.0)
+            dsum_place = dsum_ptr + start * dsum_stride + (row * dsum_stride + column)
+            dsum = tl.load(dsum_place, mask=inside, other=0.0)
 
         scaled = x * rstd
-        dweight += dout * scaled
-        g = dout * weight
+        dweight += tl.sum(dout * scaled, axis=0, keep_dims=True)
+        g = dout * weight.to(tl.float32)
         dx = rstd * (g - scaled * (tl.sum(g * scaled, axis=1, keep_dims=True) / width))
         if ADD:
             dx += dsum.to(tl.float32)
-        tl.store(dx_ptr + row * width + column, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    total = tl.sum(dweight, axis=0, keep_dims=True)
-    tl.store(partial_ptr + tl.program_id(0) * width + column, total, mask=column < width)
+        dx_place = dx_ptr + start * width + (row * width + column)
+        tl.store(dx_place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
+    partial_place = partial_ptr + tl.program_id(0).to(tl.int64) * width + column
+    tl.store(partial_place, dweight, mask=column < width)
 
 
 def forward(
@@ -145,6 +140,7 @@ def forward(
             width,
             eps,
             ADD=residual is not None,
+            READ=READ_ONCE,
             ROWS=tile.rows,
             WIDTH=tile.width,
             num_warps=tile.num_warps,
@@ -160,9 +156,8 @@ def backward(
     dsum_nd = None if dsum is None else as_rows(dsum)
     num_rows, width = x_nd.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    tile = row_tile(width, elements_per_thread=16)
-    programs = num_sms(x.device) * max(1, 16 // tile.num_warps)
-    programs = max(1, min(programs, triton.cdiv(num_rows, tile.rows)))
+    walk = row_walk(width, [t.element_size() for t in (x_nd, dout_nd, dsum_nd) if t is not None])
+    programs = walk.programs(num_rows, x.device)
     partial = torch.empty(programs, 1, width, dtype=torch.float32, device=x.device)
     rmsnorm_backward_kernel[(programs,)](
         dout_nd,
@@ -178,9 +173,10 @@ def backward(
         num_rows,
         width,
         ADD=dsum is not None,
-        ROWS=tile.rows,
-        WIDTH=tile.width,
-        num_warps=tile.num_warps,
+        ROWS=walk.rows,
+        WIDTH=walk.width,
+        STAGES=walk.stages,
+        num_warps=walk.num_warps,
     )
     (dweight,) = sum_partials(partial, weight.dtype)
     return dx, dweight

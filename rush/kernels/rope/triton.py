@@ -16,18 +16,38 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.support import INTERPRETED, next_power_of_2
+from rush.kernels.support import INTERPRETED, READ_ONCE, next_power_of_2
 
 # Shapes: b batch, h query heads, k key heads, t positions, d head dim.
 
 
 @triton.jit
-def _turn_heads(
+def _halves(
     x_ptr: tl.tensor,
-    out_ptr: tl.tensor,
     x_place: tl.tensor,
-    place: tl.tensor,
     head_stride: tl.tensor,
+    num_heads: tl.tensor,
+    half: tl.tensor,
+    inside: tl.tensor,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    READ: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    head = tl.arange(0, HEADS)[None, :, None]
+    pair = tl.arange(0, HALF)[None, None, :]
+    mask = inside & (head < num_heads) & (pair < half)
+    source = x_ptr + x_place + (head.to(tl.int64) * head_stride + pair)
+    first = tl.load(source, mask=mask, other=0.0, eviction_policy=READ)
+    second = tl.load(source + half, mask=mask, other=0.0, eviction_policy=READ)
+    return first, second
+
+
+@triton.jit
+def _write_turned(
+    first: tl.tensor,
+    second: tl.tensor,
+    out_ptr: tl.tensor,
+    place: tl.tensor,
     num_heads: tl.tensor,
     cos: tl.tensor,
     sin: tl.tensor,
@@ -39,10 +59,8 @@ def _turn_heads(
     head = tl.arange(0, HEADS)[None, :, None]
     pair = tl.arange(0, HALF)[None, None, :]
     mask = inside & (head < num_heads) & (pair < half)
-    source = x_ptr + x_place + head * head_stride + pair
-    first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-    second = tl.load(source + half, mask=mask, other=0.0).to(tl.float32)
-    out = out_ptr + (place * num_heads + head) * (2 * half) + pair
+    first, second = first.to(tl.float32), second.to(tl.float32)
+    out = out_ptr + place.to(tl.int64) * (num_heads * 2 * half) + (head * (2 * half) + pair)
     tl.store(out, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=mask)
     tl.store(out + half, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -73,24 +91,25 @@ def rope_kernel(
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
+    READ: tl.constexpr,
 ) -> None:
-    place = (tl.program_id(0).to(tl.int64) * PLACES + tl.arange(0, PLACES))[:, None, None]
-    batch, token = place // num_tokens, place % num_tokens
+    # Divided in 32 bits (a division in 64 takes a hundred instructions), multiplied in 64.
+    place = (tl.program_id(0) * PLACES + tl.arange(0, PLACES))[:, None, None]
+    batch, token = (place // num_tokens).to(tl.int64), (place % num_tokens).to(tl.int64)
     inside = place < num_places
+    # All reads are under way before the first is waited for.
+    q_place = batch * q_batch_stride + token * q_token_stride
+    q_first, q_second = _halves(q_ptr, q_place, q_head_stride, num_q_heads, half, inside, Q_HEADS, HALF, READ)
+    k_place = batch * k_batch_stride + token * k_token_stride
+    k_first, k_second = _halves(k_ptr, k_place, k_head_stride, num_k_heads, half, inside, K_HEADS, HALF, READ)
     pair = tl.arange(0, HALF)[None, None, :]
     angle = batch * angle_batch_stride + token * angle_token_stride + pair
     cos = tl.load(cos_ptr + angle, mask=inside & (pair < half), other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=inside & (pair < half), other=0.0).to(tl.float32)
     if BACK:
         sin = -sin
-    q_place = batch * q_batch_stride + token * q_token_stride
-    k_place = batch * k_batch_stride + token * k_token_stride
-    _turn_heads(
-        q_ptr, q_out_ptr, q_place, place, q_head_stride, num_q_heads, cos, sin, half, inside, Q_HEADS, HALF
-    )
-    _turn_heads(
-        k_ptr, k_out_ptr, k_place, place, k_head_stride, num_k_heads, cos, sin, half, inside, K_HEADS, HALF
-    )
+    _write_turned(q_first, q_second, q_out_ptr, place, num_q_heads, cos, sin, half, inside, Q_HEADS, HALF)
+    _write_turned(k_first, k_second, k_out_ptr, place, num_k_heads, cos, sin, half, inside, K_HEADS, HALF)
 
 
 def turn(
@@ -104,9 +123,7 @@ def turn(
     q_out, k_out = side_by_side(q_bhtd), side_by_side(k_bktd)
     num_k_heads, half = k_bktd.shape[1], head_dim // 2
     if batch * num_tokens:
-        token_size = next_power_of_2(num_q_heads) * next_power_of_2(half)
-        # Small models put several tokens into a program; the interpreter many, since it pays for each program.
-        places = next_power_of_2(max(1, (16384 if INTERPRETED else 1024) // token_size))
+        places, num_warps = tile(next_power_of_2(num_q_heads) * next_power_of_2(half))
         rope_kernel[(triton.cdiv(batch * num_tokens, places),)](
             q_bhtd,
             k_bktd,
@@ -132,9 +149,19 @@ def turn(
             Q_HEADS=next_power_of_2(num_q_heads),
             K_HEADS=next_power_of_2(num_k_heads),
             HALF=next_power_of_2(half),
-            num_warps=min(8, max(1, places * token_size // 256)),
+            READ=READ_ONCE,
+            num_warps=num_warps,
         )
     return q_out, k_out
+
+
+def tile(token_size: int) -> tuple[int, int]:
+    """Tokens of a program, and its warps, where a token has so many pairs of queries: 8 pairs a thread.
+
+    Small models put several tokens into a program; the interpreter many, since it pays for each program.
+    """
+    places = next_power_of_2(max(1, (16384 if INTERPRETED else 1024) // token_size))
+    return places, min(8, max(1, places * token_size // 256))
 
 
 def side_by_side(x_bhtd: Tensor) -> Tensor:
