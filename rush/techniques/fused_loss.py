@@ -26,6 +26,7 @@ from rush.techniques.contract import (
     Observation,
     Parity,
     Proof,
+    Setting,
     Stage,
     Technique,
     WorkEffect,
@@ -124,6 +125,7 @@ technique = Technique(
         MemoryEffect("logits.padded", 0.0, "chunks are padded"),
         MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
     ),
+    worth=(Setting({"chunk_tokens": 16384}), Setting()),
     work=(
         WorkEffect("loss.bytes", 6.0, "logits in 16 bits: read twice, and the gradient written over them"),
         WorkEffect("head.odd", 1.0, "chunks are padded"),

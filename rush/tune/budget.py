@@ -13,7 +13,12 @@ from dataclasses import dataclass, field
 COMPILING_S = 45.0
 """What compiling is expected to add before it was seen."""
 MORE = {"rank": 1.0, "confirm": 1.0, "decide": 1.2, "prove": 1.7}
-"""Of a short trial's time: longer timing (but what was compiled is found), and beside it a profile and steps for parity."""
+"""Of a short trial's time: longer timing, and beside it a profile and steps for parity."""
+MORE_COMPILED = MORE | {"decide": 1.0, "prove": 1.3}
+"""What was compiled for the short trial is found."""
+
+MARGIN = 1.15
+"""What a proof may take of another one: recipes differ."""
 
 
 @dataclass
@@ -26,6 +31,8 @@ class Budget:
     reference_s: float = 0.0
     """What tracing plain fp32 and its twin took."""
     walls: dict[frozenset[str], list[float]] = field(default_factory=dict)
+    longer: dict[tuple[frozenset[str], str], list[float]] = field(default_factory=dict)
+    """Of other kinds of trials than the short ones."""
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,9 +53,13 @@ class Budget:
         self.own_s += elapsed_s
         if trial == "rank" or (trial == "failed" and kind):
             self.walls.setdefault(kind, []).append(wall_s)
+        elif trial in MORE:
+            self.longer.setdefault((kind, trial), []).append(wall_s)
 
     def expected_s(self, kind: frozenset[str], trial: str = "rank") -> float:
-        """What a trial of this kind will take, from the last few of its kind."""
+        """What a trial of this kind will take, from the last few of its kind; a proof or a longer timing from the first that was seen."""
+        if known := self.longer.get((kind, trial)):
+            return MARGIN * max(known[-3:])
         seen = self.walls.get(kind)
         if not seen:
             plain = self.walls.get(frozenset())
@@ -56,4 +67,4 @@ class Budget:
             guess = plain[-1] if plain else max(others, default=0.0)
             seen = [guess + (COMPILING_S if kind and guess < COMPILING_S else 0.0)]
         more = 0.5 * self.reference_s if trial == "prove" else 0.0
-        return MORE[trial] * max(seen[-3:]) + more
+        return (MORE_COMPILED if kind else MORE)[trial] * max(seen[-3:]) + more

@@ -34,7 +34,8 @@ class Gain:
 
 
 def remembered(fingerprint: str, model: str, beside: Path) -> dict[str, float]:
-    """Gains found earlier on this machine by what was changed: of this model where it was tried, else of any.
+    """Gains found earlier on this machine by what was changed, of this model. Of others what gained there, where it was not
+    tried on this one; what lost on another model says little.
 
     From the cache, and from ladders that lie beside the search's folder.
     """
@@ -44,7 +45,8 @@ def remembered(fingerprint: str, model: str, beside: Path) -> dict[str, float]:
     for gain in gains:
         if gain.model == model or gain.key not in own:
             found.setdefault(gain.key, []).append(gain.ratio)
-    return {key: statistics.median(ratios) for key, ratios in found.items()}
+    medians = {key: statistics.median(ratios) for key, ratios in found.items()}
+    return {key: ratio for key, ratio in medians.items() if key in own or ratio > 1}
 
 
 def remember(fingerprint: str, gains: Iterable[Gain]) -> None:

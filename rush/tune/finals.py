@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from rush.tune.candidates import Candidate
 from rush.tune.goal import gain
-from rush.tune.moves import Move, without
 from rush.tune.search import Search
 
 NEAR = 0.98
@@ -24,7 +23,7 @@ def decide(search: Search) -> Candidate:
     finalists = [c for c in places if _score(search, c) >= NEAR * _score(search, search.lead)][:FINALISTS]
     if len(finalists) > 1:
         for candidate in finalists:
-            if search.affordable("decide", candidate.known_recipe):
+            if "prove" not in candidate.results and search.affordable("decide", candidate.known_recipe):
                 search.run("decide", candidate)
                 candidate.round = max(candidate.round, 2)
         places = sorted(finalists, key=lambda c: _place(search, c)) + places[len(finalists) :]
@@ -59,11 +58,8 @@ def _score(search: Search, candidate: Candidate) -> float:
 def _place(search: Search, candidate: Candidate) -> tuple[bool, float]:
     """Those that are clearly ahead of the lead when timed longer, then the lead, then the rest."""
     start, lead = search.base.results["rank"], search.lead
-    clearly = (
-        "decide" in candidate.results
-        and "decide" in lead.results
-        and search.goal.ahead(candidate.results["decide"], lead.results["decide"], start)
-    )
+    longer = [c.best for c in (candidate, lead) if {"decide", "prove"} & set(c.results)]
+    clearly = len(longer) == 2 and search.goal.ahead(longer[0], longer[1], start)
     return not clearly, 0.0 if candidate is lead else -_score(search, candidate) + 1e6 * (not clearly)
 
 
@@ -79,20 +75,10 @@ def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
             continue
         if search.prove(candidate):
             return candidate
-        if candidate.state == "no effect" and (rest := _without_idle(search, candidate)) is not None:
+        rest = search.without_idle(candidate)
+        if rest and search.affordable("prove", rest.known_recipe, reserve=False) and search.prove(rest):
             return rest
     return None
-
-
-def _without_idle(search: Search, candidate: Candidate) -> Candidate | None:
-    """The candidate without what had no effect, if that is proved."""
-    idle = [name for name in candidate.results["prove"].without_effect if name not in search.rules.kept]
-    rest = without(candidate.known_recipe, idle, search.rules)
-    if not isinstance(rest, Move) or not search.affordable("prove", rest.recipe, reserve=False):
-        return None
-    other = search.add(Move(f"{candidate.key}, {rest.key}", rest.recipe), "ahead")
-    other.over, other.results["rank"] = candidate.key, candidate.results["rank"]
-    return other if search.prove(other) else None
 
 
 def _compared(search: Search, winner: Candidate) -> Candidate:

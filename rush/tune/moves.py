@@ -82,6 +82,14 @@ def describe(recipe: Recipe) -> str:
     return f"{' + '.join(uses) or 'plain'}, micro {recipe.micro}"
 
 
+def identity(recipe: Recipe) -> str:
+    """What a search may change of a recipe: the same for techniques in another order, or with defaults written out."""
+    uses = sorted(
+        named(name, dict(sorted(_whole(name, knobs).items()))) for name, knobs in recipe.technique_uses()
+    )
+    return f"{' + '.join(uses)}, {recipe.micro} × {recipe.batch.sequence}"
+
+
 def runnable(recipe: Recipe, rules: Rules) -> tuple[Recipe, list[Refusal]]:
     """The recipe without what cannot run on this machine, and why."""
     gone = [Refusal(name, sentence) for name, sentence in _unmet(recipe, rules)]
@@ -91,11 +99,16 @@ def runnable(recipe: Recipe, rules: Rules) -> tuple[Recipe, list[Refusal]]:
 
 def promise(recipe: Recipe, kept: frozenset[str]) -> frozenset[str]:
     """What decides whether it learns the same: techniques that promise no more than the same curve, and the update they
-    stand beside. Empty where rounding is all that differs."""
+    stand beside, with its settings. Empty where rounding is all that differs."""
     uses = [use for use in settle_uses(recipe) if use.technique.name not in kept]
     loose = [use for use in uses if use.technique.parity not in (Parity.EXACT, Parity.CLOSE)]
-    beside = [use for use in uses if use.technique.stage is Stage.UPDATE] if loose else []
-    return frozenset(named(use.technique.name, use.knobs) for use in [*loose, *beside])
+    updates = [use for use in uses if use.technique.stage is Stage.UPDATE] if loose else []
+    return frozenset(
+        [
+            *(use.technique.name for use in loose if use not in updates),
+            *(named(use.technique.name, use.knobs) for use in updates),
+        ]
+    )
 
 
 def compiled(recipe: Recipe) -> frozenset[str]:
@@ -118,6 +131,26 @@ def together(
         if isinstance(move, Move) and _difference(recipe, at) <= _difference(recipe, move.recipe):
             at, made = move.recipe, [*made, key]
     return (Move(f"together: {' + '.join(made)}", at), made) if len(made) > 1 else None
+
+
+def less_than(recipe: Recipe, other: Recipe) -> bool:
+    """Whether it is another recipe without some of its techniques."""
+    ours, theirs = recipe.technique_uses(), other.technique_uses()
+    return recipe.batch == other.batch and len(ours) < len(theirs) and all(use in theirs for use in ours)
+
+
+def joined(recipe: Recipe, technique: Technique, rules: Rules) -> Recipe | None:
+    """The recipe with a technique beside all that is there; None where it is there, is not allowed, or something would go."""
+    if technique.parity not in rules.allowed or technique.name in rules.kept | set(
+        dict(recipe.technique_uses())
+    ):
+        return None
+    for move in _settings(recipe, technique, rules):
+        if isinstance(move, Move) and all(
+            use in move.recipe.technique_uses() for use in recipe.technique_uses()
+        ):
+            return move.recipe
+    return None
 
 
 def _difference(old: Recipe, new: Recipe) -> set[str]:

@@ -17,7 +17,7 @@ from rush.recipe import Recipe
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate
 from rush.tune.forecast import Prediction
-from rush.tune.moves import Move, Refusal, Rules, compiled, together, with_micro
+from rush.tune.moves import Move, Refusal, Rules, compiled, identity, together, with_micro
 from rush.tune.outlook import Outlook, bonus, family, saves_only
 
 HOPELESS = 0.9
@@ -43,6 +43,8 @@ class Option:
     expected: float
     """How much better than the lead."""
     turn: Turn = Turn.FRESH
+    simpler: bool = False
+    """It only lacks something of the lead, which was put on unseen and has to show that it pays."""
 
 
 @dataclass
@@ -53,13 +55,13 @@ class Options:
     note: Callable[[Candidate], None]
     """Writes down what is not tried."""
     seen: set[str] = field(default_factory=set)
-    """Digests of what was tried."""
+    """What was tried."""
     lost: dict[str, list[float]] = field(default_factory=dict)
     """How changes that were tried and lost compared with the lead, each time."""
     small: dict[str, float] = field(default_factory=dict)
     """Those among them that were ahead when last tried, by no more than chance gives."""
     gathered: set[str] = field(default_factory=set)
-    """Digests of leads from which small gains were tried together."""
+    """Leads from which small gains were tried together."""
 
     def over(self, lead: Recipe, waits: float) -> list[Option]:
         """Changes of the lead that are worth a trial. `waits`: the share of its step that waits for data."""
@@ -91,21 +93,21 @@ class Options:
 
     def _together(self, lead: Recipe) -> Iterator[Option]:
         """Small gains at once, the largest first where two cannot stand beside each other; one trial for each lead."""
-        if lead.digest in self.gathered or len(self.small) < 2:
+        if identity(lead) in self.gathered or len(self.small) < 2:
             return
         keys = sorted(self.small, key=lambda key: -self.small[key])
         made = together(lead, keys, lambda recipe: self.outlook.moves(recipe, self.rules))
         if made is None:
             return
         move, these = made
-        if move.recipe.digest in self.seen or self.outlook.suspect(move.recipe):
+        if identity(move.recipe) in self.seen or not self.outlook.sound(move.recipe):
             return
         if self.outlook.fits(move.recipe):
             yield Option(move, math.prod(self.small[key] for key in these), Turn.TOGETHER)
 
     def _worth(self, move: Move, lead: Recipe) -> Option | None:
         """What is expected of a change; None where it is not worth a trial."""
-        if move.recipe.digest in self.seen:
+        if identity(move.recipe) in self.seen:
             return None
         if tries := self.lost.get(move.key):
             again = len(tries) == 1 and tries[0] >= AGAIN
@@ -122,6 +124,8 @@ class Options:
             self.prune(move, predicted)
         elif self.outlook.suspect(move.recipe):
             self.note(Candidate(move.key, None, "pruned", "what it rounds was found to learn something else"))
+        elif not self.outlook.sound(move.recipe):
+            self.note(Candidate(move.key, None, "pruned", "something of it was seen to have no effect"))
         elif expected < HOPELESS and not others:
             words = f"predicted {expected:.2f}×"
             self.note(Candidate(move.key, None, "pruned", words, prediction=predicted, expected=expected))

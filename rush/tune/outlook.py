@@ -1,19 +1,20 @@
 """What is expected of a change: as it went here before, else as the planner says. And where that leads on paper.
 
 The planner knows what fits; its time orders what is tried. `planned` follows it all the way: the best single change again and
-again, without a trial, to a recipe that is most of the way if the planner is right.
+again, without a trial, to a recipe that is most of the way if the planner is right. On a GPU, what costs nothing and what the
+planner is blind to goes along: one trial for all of it, where each alone would take one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from rush.recipe import Recipe
-from rush.techniques import Parity, registry
+from rush.techniques import Parity, Stage, Technique, registry
 from rush.tune.forecast import Planner, Prediction
 from rush.tune.goal import Goal
-from rush.tune.moves import Move, Refusal, Rules, moves, promise, without
+from rush.tune.moves import Move, Refusal, Rules, identity, joined, moves, promise, with_micro, without
 
 PAYS = 1.005
 """What a change must promise to be followed on paper."""
@@ -22,6 +23,8 @@ BONUS = 0.01
 that are claimed to make training faster."""
 UNSEEN = 0.03
 """What sets one back that neither the planner nor its authors expect to change the speed."""
+ROOMY = 0.5
+"""Of the memory: what a micro batch may take on paper that is made larger only because there is room."""
 ROUNDING = frozenset({Parity.EXACT, Parity.CLOSE})
 
 
@@ -35,7 +38,8 @@ class Outlook:
     kept: frozenset[str] = frozenset()
     failed: set[frozenset[str]] = field(default_factory=set)
     """Promises that were broken: what rounds like this learns something else."""
-
+    idle: set[str] = field(default_factory=set)
+    """Techniques that were seen to have no effect."""
     _moves: dict[tuple[str, frozenset[Parity]], list[Move | Refusal]] = field(default_factory=dict)
 
     def moves(self, recipe: Recipe, rules: Rules) -> list[Move | Refusal]:
@@ -52,6 +56,10 @@ class Outlook:
     def suspect(self, recipe: Recipe) -> bool:
         own = promise(recipe, self.kept)
         return any(failed <= own for failed in self.failed)
+
+    def sound(self, recipe: Recipe) -> bool:
+        """Whether nothing that was proved so far speaks against it."""
+        return not self.suspect(recipe) and self.idle.isdisjoint(dict(recipe.technique_uses()))
 
     def expected(self, move: Move, over: Recipe) -> float:
         """How much better a change is expected to be, where much is built upon it on paper: as it went here before."""
@@ -90,6 +98,26 @@ class Outlook:
         made = without(recipe, loose, rules) if loose else Move("", recipe)
         return made.recipe if isinstance(made, Move) else recipe
 
+    def filled(self, recipe: Recipe, rules: Rules, takes: Callable[[Technique], bool]) -> Recipe:
+        """With every such technique that can stand beside all that is there and is expected to cost nothing."""
+        for technique in filter(takes, registry().values()):
+            more = joined(recipe, technique, rules)
+            if more and self._sure(more) and self.expected(Move(technique.name, more), recipe) > 2 - PAYS:
+                recipe = more
+        return recipe
+
+    def widened(self, recipe: Recipe, rules: Rules) -> Recipe:
+        """With the largest micro batch that is not expected to be slower and leaves much of the memory free: fewer passes wait
+        for the host."""
+        while rules.tokens % (2 * recipe.micro * recipe.batch.sequence) == 0:
+            wider = with_micro(Move("", recipe), 2 * recipe.micro)
+            found = self.planner.predict(wider.recipe)
+            roomy = isinstance(found, Prediction) and found.memory_bytes < ROOMY * found.limit_bytes
+            if not roomy or self.expected(wider, recipe) < 1:
+                break
+            recipe = wider.recipe
+        return recipe
+
     def _without_idle(self, recipe: Recipe, own: set[str], rules: Rules) -> Recipe:
         """Without what was put on early and does nothing beside what came later."""
         for name, _ in recipe.technique_uses():
@@ -104,7 +132,7 @@ class Outlook:
             isinstance(predicted, Prediction)
             and predicted.fits
             and not predicted.doubtful
-            and not self.suspect(recipe)
+            and self.sound(recipe)
         )
 
 
@@ -134,11 +162,26 @@ def saves_only(move: Move, over: Recipe, expected: float, goal: Goal) -> bool:
     return technique.claim.of_memory and expected < PAYS
 
 
+def helps_host(technique: Technique) -> bool:
+    """Whether it changes no bit and works where only the host does: beside a GPU that costs nothing."""
+    return technique.parity is Parity.EXACT and technique.stage in (Stage.ENV, Stage.DATA)
+
+
+def unseen(technique: Technique) -> bool:
+    """Whether it only rounds, is claimed to save time in the passes, and the planner counts nothing of that."""
+    passes = technique.stage not in (Stage.ENV, Stage.DATA)
+    return passes and technique.parity in ROUNDING and not technique.work and not technique.claim.of_memory
+
+
 def leaps(outlook: Outlook, start: Recipe, rules: Rules) -> list[Recipe]:
-    """Where the paper leads with all that is allowed, and with what only rounds."""
+    """Where the paper leads with all that is allowed, and with what only rounds; each with what the planner does not see, and
+    without it."""
     narrow = replace(rules, allowed=rules.allowed & ROUNDING)
     found = [outlook.planned(start, rules)]
     if narrow.allowed != rules.allowed:
         found.append(outlook.planned(outlook.rounding_only(start, rules), narrow))
+    if rules.machine.device == "cuda" and outlook.goal.objective != "memory":
+        helped = [outlook.filled(outlook.widened(recipe, rules), rules, helps_host) for recipe in found]
+        found = [one for recipe in helped for one in (outlook.filled(recipe, rules, unseen), recipe)]
     fitting = [recipe for recipe in found if outlook.fits(recipe)] or [start]
-    return list({recipe.digest: recipe for recipe in fitting}.values())
+    return list({identity(recipe): recipe for recipe in fitting}.values())

@@ -22,12 +22,16 @@ from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate, Event
 from rush.tune.forecast import Prediction
 from rush.tune.goal import Goal, Limit, Result
-from rush.tune.moves import Move, Rules, compiled, describe, promise, with_micro
+from rush.tune.moves import Move, Rules, compiled, describe, identity, less_than, promise, with_micro, without
 from rush.tune.options import Option, Options, Turn
 from rush.tune.outlook import Outlook, leaps
 
 CLEAR = 1.05
 """A smaller lead is measured again in another process."""
+ENOUGH = 0.99
+"""What a leap must be expected to come to of a lead that was leapt to before it."""
+SIMPLER = 0.995
+"""What a recipe must come to of a lead that has more in it: what does not pay goes."""
 PATIENCE = 3.0
 """A trial that takes so many times longer than expected is ended: it has lost."""
 LEAST_S = 20.0
@@ -75,11 +79,22 @@ class Search:
         """From the recipe as it stands to the best that could be found in time; it is not proved yet."""
         self.begin()
         for recipe in leaps(self.outlook, self.lead.known_recipe, self.rules):
-            leap = Move(f"planned: {describe(recipe)}", recipe)
-            if recipe.digest not in self.options.seen and self.affordable("rank", recipe):
-                self._consider(Option(leap, self.outlook.expected(leap, self.lead.known_recipe)))
+            self._leap(recipe)
         while (option := self._next()) is not None:
             self._consider(option)
+
+    def _leap(self, recipe: Recipe) -> None:
+        """Try where the paper leads, unless what was tried is expected to be ahead of it; with smaller micro batches while memory
+        runs out."""
+        while identity(recipe) not in self.options.seen and self.outlook.sound(recipe):
+            leap = Move(f"planned: {describe(recipe)}", recipe)
+            expected = self.outlook.expected(leap, self.lead.known_recipe)
+            if not self.affordable("rank", recipe) or (self.lead is not self.base and expected < ENOUGH):
+                return
+            option = Option(leap, expected, simpler=less_than(recipe, self.lead.known_recipe))
+            if self._consider(option).status != "out_of_memory" or recipe.micro == 1:
+                return
+            recipe = with_micro(leap, recipe.micro // 2).recipe
 
     def begin(self) -> None:
         """Try the recipe as it stands, and trace what all are held against. A recipe that promises no more than the same learning
@@ -144,39 +159,60 @@ class Search:
             )
         return None
 
-    def _consider(self, option: Option) -> None:
+    def _consider(self, option: Option) -> Result:
         """Try a change, and let it lead if it is ahead and learns the same as far as is known."""
         move, candidate = option.move, self.add(option.move, "lost")
         candidate.expected, candidate.over = option.expected, self.lead.key
         if option.turn is Turn.TOGETHER:
-            self.options.gathered.add(self.lead.known_recipe.digest)
+            self.options.gathered.add(identity(self.lead.known_recipe))
         result, old = self.run("rank", candidate), self.lead.results["rank"]
         if not result.ok:
             candidate.state, candidate.reason = "failed", result.failure
             self.options.lose(move, 0.0)
-            return
+            return result
         candidate.ratio = self.goal.ratio(result, old)
         sound = not self.outlook.suspect(self.lead.known_recipe)
         first = self.base.results["rank"]
         ahead = self.goal.ahead(result, old, first) if sound else self.goal.fast_enough(result, first)
+        ahead = ahead or (option.simpler and candidate.ratio > SIMPLER)
         if ahead and sound and candidate.ratio < CLEAR and self.affordable("confirm", move.recipe):
             result = self._confirmed(candidate)
-            ahead = self.goal.ahead(result, old, first)
+            ahead = self.goal.ahead(result, old, first) or (option.simpler and candidate.ratio > SIMPLER)
         if not ahead:
             words = "slower, ended early" if result.figures.get("hopeless") else "lost round 1"
             candidate.reason = f"{words}: {candidate.ratio:.2f}×"
             near = self.goal.fast_enough(result, first) and option.turn is not Turn.TOGETHER
             self.options.lose(move, candidate.ratio, near=near)
-            return
+            return result
         own = promise(move.recipe, self.rules.kept)
         if own and own not in self._proven:
-            if not self.affordable("prove", move.recipe):
+            if not self.affordable("prove", move.recipe, reserve=False):
                 candidate.reason = f"{candidate.ratio:.2f}×, but no time was left to prove it"
-                return
+                return result
             if not self.prove(candidate):
-                return
+                rest = self.without_idle(candidate)
+                if rest is None or promise(rest.known_recipe, self.rules.kept) not in self._proven:
+                    return result
+                candidate = rest
         candidate.state, candidate.reason = "ahead", f"took the lead: {candidate.ratio:.2f}×"
         self.lead = candidate
+        return result
+
+    def without_idle(self, candidate: Candidate) -> Candidate | None:
+        """What is left of one of which something had no effect: as fast as that, and not proved by itself."""
+        if candidate.state != "no effect":
+            return None
+        idle = [name for name in candidate.results["prove"].without_effect if name not in self.rules.kept]
+        rest = without(candidate.known_recipe, idle, self.rules)
+        if not isinstance(rest, Move) or identity(rest.recipe) in self.options.seen:
+            return None
+        other = self.add(Move(f"{candidate.key}, {rest.key}", rest.recipe), "ahead")
+        other.over, other.ratio, other.results["rank"] = (
+            candidate.key,
+            candidate.ratio,
+            candidate.results["rank"],
+        )
+        return other
 
     def _confirmed(self, candidate: Candidate) -> Result:
         """A small lead in a second process: one may lie some per cent off, and what leads by chance is hard to beat."""
@@ -188,11 +224,14 @@ class Search:
 
     def prove(self, candidate: Candidate) -> bool:
         """Hold a candidate against plain fp32, and look whether all of it took effect."""
-        result = self.run("prove", candidate)
+        known, result = "prove" in candidate.results, self.run("prove", candidate)
         candidate.round = 3
         if not result.ok:
             candidate.state, candidate.reason = "failed", result.failure
             return False
+        if not known and "rank" in candidate.results:
+            # It was timed once more: what comes after it is held against both, not against one lucky process.
+            candidate.results["rank"] = candidate.results["rank"].pooled(result)
         own = promise(candidate.known_recipe, self.rules.kept)
         parity = result.parity or {"verdict": "not judged", "class": "", "why": "it was not traced"}
         if parity["verdict"] == "different":
@@ -204,6 +243,7 @@ class Search:
             return False
         self._proven.add(own)
         if idle := [name for name in result.without_effect if name not in self.rules.kept]:
+            self.outlook.idle.update(idle)
             candidate.state, candidate.reason = "no effect", f"no effect: {', '.join(idle)}"
             return False
         return True
@@ -212,7 +252,9 @@ class Search:
         """Whether there is time for a trial, and after it for what must be made at the end, should it lead. `aside_s` is kept for
         something else."""
         needed = self.budget.expected_s(compiled(recipe), kind) + aside_s
-        return needed + (self._reserve_s(recipe) if reserve else 0.0) <= self.budget.left_s
+        if reserve:
+            needed += self._last_s() if kind == "prove" else self._reserve_s(recipe)
+        return needed <= self.budget.left_s
 
     def _limit(self, kind: str = "", recipe: Recipe | None = None) -> Limit:
         """How long a trial may take: a short one may not eat up the time of the proof, and no trial outlasts the budget. The first
@@ -231,7 +273,13 @@ class Search:
         proofs = [self.budget.expected_s(compiled(recipe), "prove")]
         if "prove" not in self.lead.results:
             proofs.append(self.budget.expected_s(compiled(self.lead.known_recipe), "prove"))
-        return max(proofs) + self.budget.expected_s(compiled(self.base.known_recipe), "decide")
+        return max(proofs) + self._last_s()
+
+    def _last_s(self) -> float:
+        """What timing the first recipe once more will take; one that learns something else has to wait for time to be left."""
+        if self.outlook.suspect(self.base.known_recipe):
+            return 0.0
+        return self.budget.expected_s(compiled(self.base.known_recipe), "decide")
 
     def add(self, move: Move, state: str) -> Candidate:
         """A candidate that will be tried."""
@@ -240,7 +288,7 @@ class Search:
         candidate = Candidate(f"{move.key}, again" if again else move.key, move.recipe, state)
         candidate.prediction = predicted if isinstance(predicted, Prediction) else None
         self.candidates.append(candidate)
-        self.options.seen.add(move.recipe.digest)
+        self.options.seen.add(identity(move.recipe))
         return candidate
 
     def _note(self, candidate: Candidate) -> None:

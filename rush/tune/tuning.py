@@ -29,7 +29,7 @@ from rush.tune.earlier import Gain, remember, remembered
 from rush.tune.finals import decide
 from rush.tune.forecast import Planner
 from rush.tune.lengths import lengthen
-from rush.tune.moves import Rules, runnable
+from rush.tune.moves import Rules, less_than, runnable
 from rush.tune.outlook import Outlook, leaps
 from rush.tune.record import Request, classes, recipe_file, record_of
 from rush.tune.search import Search
@@ -129,11 +129,18 @@ def _earlier(request: Request, folder: Path) -> TuneRecord | None:
 
 
 def _gains(request: Request, candidates: Sequence[Candidate]) -> list[Gain]:
-    """Single changes that were timed, for later searches."""
+    """Single changes that were timed, for later searches. Only what was put on beside all that the lead had: what another setting or
+    a rival gained says nothing where that one is not."""
+    tried = {c.key: c.recipe for c in candidates}
+
+    def added(candidate: Candidate) -> bool:
+        over = tried.get(candidate.over)
+        return over is not None and less_than(over, candidate.known_recipe)
+
     return [
         Gain(c.key, request.recipe.model.name, c.ratio)
         for c in candidates
-        if c.ratio is not None and not c.key.startswith(("planned", "together"))
+        if c.ratio is not None and not c.key.startswith(("planned", "together")) and added(c)
     ]
 
 

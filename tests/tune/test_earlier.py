@@ -24,7 +24,7 @@ def test_gains_are_kept_for_their_machine_and_those_of_the_same_model_go_first(t
     remember(
         HERE, [Gain("compile", "tiny", 1.5), Gain("compile", "tiny", 1.7), Gain("compile", "other", 3.0)]
     )
-    remember(HERE, [Gain("flash", "other", 1.2)])
+    remember(HERE, [Gain("flash", "other", 1.2), Gain("fp8", "other", 0.9)])
     assert remembered(HERE, "tiny", tmp_path) == {"compile": 1.6, "flash": 1.2}
     assert remembered(ELSEWHERE, "tiny", tmp_path) == {}
 

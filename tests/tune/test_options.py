@@ -55,12 +55,12 @@ def test_small_gains_are_tried_together_once_and_win() -> None:
 
 def test_time_is_set_aside_for_small_gains() -> None:
     factors = {"flash_attention": 1.15, "compile": 0.8, "fused_adamw": 1.007, "loader_workers": 1.008}
-    search = tiny(Exact(factors, {8: 1.0, 16: 0.9, 4: 0.9}), budget_s=225.0)
+    search = tiny(Exact(factors, {8: 1.0, 16: 0.9, 4: 0.9}), budget_s=280.0)
     search.climb()
     assert any(c.key.startswith("together") and c.state == "ahead" for c in search.candidates)
     assert any(c.state == "not tried" for c in search.candidates), "time was short"
     decide(search)
-    assert search.budget.spent_s <= 225
+    assert search.budget.spent_s <= 280
 
 
 def test_what_only_saves_memory_is_tried_last_unless_memory_is_the_goal() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
-from rush.techniques import Parity
+from rush.techniques import Parity, registry
 from rush.tune.finals import decide
 from rush.tune.goal import Goal, Limit, Result
+from rush.tune.moves import named
 from rush.tune.search import Search
 from tests.tune.simulated import Table, measured_batches, measured_factors, search_for
 
@@ -92,7 +93,7 @@ def test_what_learns_something_else_is_not_built_upon(llama: Search) -> None:
 
 @pytest.mark.slow
 def test_a_leap_that_learns_something_else_is_passed_over() -> None:
-    eight_bits = [frozenset({name}) for name in ("fp8", "fp8(casts=kernel)", "fp8(scope=blocks_and_head)")]
+    eight_bits = [frozenset({named("fp8", setting.knobs)}) for setting in registry()["fp8"].worth]
     table = h200(different=(*eight_bits, ROUNDS_BY_RULE))
     search = done(load_recipe("llama-3.2-1b", ["techniques=[]"]), table)
     assert any(c.state == "different" for c in search.candidates)
@@ -177,10 +178,10 @@ def test_where_nothing_pays_the_recipe_stays_as_it_was() -> None:
 
 @pytest.mark.slow
 def test_a_gain_found_here_before_is_tried_first() -> None:
-    search = search_for(load_recipe("llama-3.2-1b"), h200(), known={"gc_control": 1.5})
+    search = search_for(load_recipe("llama-3.2-1b"), h200(), known={"fused_norm": 1.5})
     search.climb()
     tried = [c.key for c in search.candidates if c.results and not c.key.startswith("planned")]
-    assert tried[1] == "gc_control"
+    assert tried[1] == "fused_norm"
 
 
 class OutOfMemory(Table):

@@ -1,0 +1,152 @@
+"""Fifteen minutes on an H200, rehearsed: the real search against what was measured there."""
+
+from __future__ import annotations
+
+import random
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rush.recipe import Recipe
+from rush.recipe_io import changed, load_recipe, parse
+from rush.techniques import settle_uses
+from tests.tune import h200
+from tests.tune.rehearsal import Clock, Player, Rehearsal, rehearse, rounds_by_rule
+
+MODELS = ("gpt2-124m", "llama-3.2-1b")
+
+
+def rehearsed(folder: Path, model: str, minutes: float = 15.0, seed: int = 0, **player: Any) -> Rehearsal:
+    actor = Player(Clock(), rng=random.Random(seed), **player)
+    return rehearse(load_recipe(model), folder / f"{model}-{seed}", 60 * minutes, actor)
+
+
+def of_fast(done: Rehearsal) -> float:
+    """The winner's true speed over that of the hand-made recipe."""
+    name = done.winner.model.name
+    return h200.tokens_per_s(done.winner) / h200.tokens_per_s(load_recipe(f"{name}-fast"))
+
+
+def names(recipe: Recipe) -> set[str]:
+    return {name for name, _ in recipe.technique_uses()}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def done(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rehearsal:
+    return rehearsed(tmp_path_factory.mktemp("rehearsal"), request.param)
+
+
+@pytest.mark.parametrize(
+    ("folder", "rung", "within"),
+    [
+        ("gpt2-124m-ladder-h200", "tf32", 0.03),
+        ("gpt2-124m-ladder-h200", "flash_attention", 0.05),
+        ("gpt2-124m-ladder-h200", "fused_adamw", 0.03),
+        ("gpt2-124m-ladder-h200", "compile(scope=block)", 0.03),
+        ("gpt2-124m-ladder-h200/left_out", "without fused_adamw", 0.05),
+        ("gpt2-124m-ladder-h200/left_out", "without cudnn_attention", 0.05),
+        ("gpt2-124m-ladder-h200/left_out", "without compile(scope=block)", 0.06),
+        ("llama-3.2-1b-h200", "base", 0.03),
+        ("llama-3.2-1b-h200", "amp_bf16", 0.03),
+        ("llama-3.2-1b-h200", "batch.micro=8", 0.03),
+        ("llama-3.2-1b-h200", "cudnn_attention", 0.03),
+        ("llama-3.2-1b-h200", "pure_bf16", 0.03),
+        ("llama-3.2-1b-h200", "batch.micro=32", 0.03),
+        ("llama-3.2-1b-h200", "fp8", 0.05),
+    ],
+)
+def test_the_truth_is_what_was_measured(folder: str, rung: str, within: float) -> None:
+    found = h200.rungs(folder)[rung]
+    recipe = parse(tomllib.loads(found["recipe"]))
+    assert h200.tokens_per_s(recipe) == pytest.approx(found["tokens_per_s"]["median"], rel=within)
+
+
+def test_fifteen_minutes_reach_the_hand_made_recipe(done: Rehearsal) -> None:
+    assert of_fast(done) >= 0.99
+    plain = changed(done.winner, {"techniques": ["amp_bf16"], "batch.micro": 8})
+    assert h200.tokens_per_s(done.winner) >= 1.5 * h200.tokens_per_s(plain)
+
+
+def test_the_winner_is_proved_within_the_budget(done: Rehearsal) -> None:
+    winner = done.record["winner"]
+    assert winner is not None
+    assert winner["parity"]["verdict"] == "equal"
+    assert done.record["spent_s"] <= 900
+    assert done.player.clock.now_s == pytest.approx(done.record["spent_s"])
+
+
+def test_the_first_leap_is_most_of_the_way(done: Rehearsal) -> None:
+    """On a GPU a trial takes most of a minute: what is well known comes at once, in one."""
+    leap = next(row for row in done.record["candidates"] if row["key"].startswith("planned"))
+    began = next(event["began_s"] for event in done.record["events"] if event["candidate"] == leap["key"])
+    assert began < 180
+    fast = load_recipe(f"{done.winner.model.name}-fast")
+    wanted = {use.technique.name for use in settle_uses(fast)}
+    assert wanted <= set(leap["techniques"])
+
+
+def test_plain_fp32_is_traced_once_and_short_trials_trace_nothing(done: Rehearsal) -> None:
+    kinds = [event["kind"] for event in done.record["events"]]
+    assert kinds.count("reference") == 1
+    ranked = [event["wall_s"] for event in done.record["events"] if event["kind"] == "rank"]
+    proofs = [event["wall_s"] for event in done.record["events"] if event["kind"] == "prove"]
+    assert len(proofs) <= 3
+    assert max(ranked) < min(proofs) + 10
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("minutes", "seed"), [(8, 0), (15, 1), (15, 2), (15, 3)])
+def test_other_days_and_shorter_budgets_reach_it_too(
+    model: str, minutes: float, seed: int, tmp_path: Path
+) -> None:
+    found = rehearsed(tmp_path, model, minutes, seed)
+    assert of_fast(found) >= 0.99
+    assert found.record["spent_s"] <= 60 * minutes
+
+
+def test_eight_bits_that_learn_something_else_leave_time_for_the_rest(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, "llama-3.2-1b", learns_else=lambda r: rounds_by_rule(r) or "fp8" in names(r))
+    assert "fp8" not in names(found.winner)
+    assert found.record["winner"] is not None
+    assert found.record["winner"]["parity"]["verdict"] == "equal"
+    assert of_fast(found) >= 0.99
+
+
+@pytest.mark.slow
+def test_what_a_search_of_another_model_left_behind_leads_no_search_astray(tmp_path: Path) -> None:
+    for model in MODELS:
+        folder = tmp_path / model
+        found = rehearse(load_recipe(model), folder, player=Player(Clock()), cache=tmp_path / "cache")
+        assert of_fast(found) >= 0.99
+    # Once more, with what the first search of this model remembers: from plain fp32, where all is still to be put on.
+    plain = load_recipe(model, ["techniques=[]"])
+    again = rehearse(plain, tmp_path / "again", player=Player(Clock()), cache=tmp_path / "cache")
+    assert again.record["known"]
+    assert of_fast(again) >= 0.99
+
+
+@pytest.mark.slow
+def test_a_leap_that_crashes_is_made_without_what_the_planner_does_not_see(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, "gpt2-124m", fails=lambda r: "it died" if "fused_bias" in names(r) else None)
+    missing = changed(
+        load_recipe("gpt2-124m-fast"),
+        {"techniques": [e for e in load_recipe("gpt2-124m-fast").techniques if e != "fused_bias"]},
+    )
+    assert h200.tokens_per_s(found.winner) >= 0.99 * h200.tokens_per_s(missing)
+
+
+@pytest.mark.slow
+def test_memory_that_runs_out_costs_a_smaller_micro_batch_and_nothing_else(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, "gpt2-124m", gib=lambda r: 200.0 if r.micro > 16 else 10.0)
+    assert found.winner.micro == 16
+    assert names(found.winner) >= names(load_recipe("gpt2-124m-fast"))
+
+
+@pytest.mark.slow
+def test_what_leaves_no_trace_is_taken_out_and_the_rest_leads(tmp_path: Path) -> None:
+    found = rehearsed(tmp_path, "gpt2-124m", idle=frozenset({"gc_control", "pin_memory"}))
+    assert not names(found.winner) & {"gc_control", "pin_memory"}
+    assert of_fast(found) >= 0.99
