@@ -3,12 +3,13 @@
 
 Moments are two thirds of what AdamW reads and writes. As codes with one scale for 256 of them they take 2.03
 bytes a parameter instead of 8, and never exist in full anywhere but in registers. A program takes some blocks
-of 256: it looks the codes up in a table of 256 values (1 KiB, always in cache), does the update in fp32, finds
-each block's new largest magnitude and encodes. A scale for every 256 keeps one outlier from flattening a
-whole tensor.
+of 256, whose scales keep one outlier from flattening a whole tensor: it looks the codes up in a table of 256
+values (1 KiB, always in cache), does the update in fp32, finds each block's new largest magnitude and encodes.
 
-Encoding needs the nearest of 256 values. A search would be eight dependent reads a number; but the values are
-seven decades of equal steps, so seven comparisons tell the decade and one multiplication the step.
+So little is moved that instructions become the limit: memory leaves time for about sixty an element. Hence all
+arrays are one-dimensional, with the same eight elements in a thread everywhere, and nothing changes hands but
+the largest of a block, which is a warp's; one draw of Philox serves eight elements; and encoding, the nearest
+of 256 values, is neither a search nor a comparison with every decade, but arithmetic on the bits of floats.
 """
 
 from __future__ import annotations
@@ -19,49 +20,85 @@ import triton.language as tl
 from torch import Tensor
 
 from rush.kernels.adamw.table import Division
-from rush.kernels.adamw.triton import TYPES, adamw_values, by_chance, draw, hyperparameters
+from rush.kernels.adamw.triton import TYPES, by_chance, draw, hyperparameters
 
 BLOCK = 256
 ROWS = 8
 PIECE = ROWS * BLOCK
 """Elements of a program."""
+NUM_WARPS = 4
 COLUMNS = 8
 """Of the table: parameter, gradient, codes and scales of the first moment, of the second, elements, number."""
 
+ROUND = tl.constexpr(1.5 * 2.0**23)
+"""Added to a float, it leaves the nearest whole number in the lowest bits."""
+DECADE = tl.constexpr(3.3375 * 2.0**23)
+"""How far the bits of a number and of its tenfold are apart, nearly."""
+LOG2_SLOPE = tl.constexpr(4.609375)
+STRETCH = tl.constexpr(64 / 0.9 / 2**4.609375)
+"""What a block's largest becomes to be encoded. With this one, and few others, all decades can be told from the bits: borders
+come out between 1 and no more than 1 − 1.8 / steps of a power of ten, where the formulas of both decades hold."""
+
 
 @triton.jit
-def encode(x, SIGNED: tl.constexpr):
-    """The code of the value nearest to each x, of magnitude at most 1."""
-    size = tl.abs(x)
-    # From the lowest decade up: where x reaches into a decade, its steps are the ones that count.
-    steps = tl.zeros_like(x)
-    slope = tl.zeros_like(x)
-    for decade in tl.static_range(7):
-        count = (2.0 if not SIGNED else 1.0) * 2.0**decade
-        top = 10.0 ** (decade - 6.0)
-        # Half-way between the last value of the decade below and the first one here (below the lowest: zero).
-        first = 0.5 * top * (0.1 + 0.45 / count) if decade == 0 else 0.1 * top * (1.0 + 1.8 / count)
-        steps = tl.where(size >= first, count, steps)
-        slope = tl.where(size >= first, count / (0.9 * top), slope)
-    step = tl.minimum(tl.maximum(tl.floor(size * slope - steps / 9.0), 0.0), tl.maximum(steps - 1.0, 0.0))
+def encode(x, inverse, SIGNED: tl.constexpr):
+    """The code of the value nearest to each x · inverse / STRETCH, of magnitude at most 1 (below it for negative ones).
+
+    Either of two neighbours may win within 2·10⁻⁶ of the middle between them.
+    """
+    MORE: tl.constexpr = 0 if SIGNED else 1  # twice the steps, where no code is needed for a sign
+    size = tl.abs(x) * inverse
+    # What is nearer to the smallest value than to zero becomes as large as is needed below; and nothing is zero.
+    size = tl.maximum(size, 0.5 * size + STRETCH * (1.425e-7 if SIGNED else 1.0875e-7))
+    # A float's bits, read as a whole number, are nearly its logarithm. Rounded they tell the decade, from −6 up to 0, and put
+    # into an exponent the number of its steps, a power of two; the slope falls to a fifth with each decade.
+    bits = size.to(tl.int32, bitcast=True).to(tl.float32)
+    whole = bits * (1 / DECADE) + (ROUND + 127 + MORE - 32)
+    steps = (whole.to(tl.uint32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+    decade = whole - (ROUND + 127 + MORE + 6)
+    slope = tl.exp2(decade * -2.321928094887362 + (LOG2_SLOPE + MORE))
+    # As many values lie below a decade as it has steps; so its first is number `steps`, and a number's place among the values
+    # is steps · (1 + (x − 0.1) / 0.9), less a half as what follows rounds.
+    place = size * slope + (steps * (8.0 / 9.0) - 0.5)
+    # A fifth of a decade's first step is nearer to the decade below: in this step the second line is the lower one.
+    place = tl.minimum(place, 1.25 * place - (0.25 * steps + 0.125))
     if SIGNED:
-        place = steps + step  # 1, 2 and 3, 4 to 7, …: as many values lie below a decade as it has steps
-        place = tl.where(x >= 0.5 + 0.5 * (1.0 - 0.45 / 64.0), 128.0, place)
-        code = tl.where(x < 0, 127.0 - place, 127.0 + place)
+        sign = x.to(tl.uint32, bitcast=True) & 0x80000000
+        place = (place.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
+        # A quarter of the very last step is nearer to 1.
+        code = tl.maximum(place, 2.0 * place - 127.0) + (ROUND + 127.0)
     else:
-        code = tl.where(steps > 0, steps - 1.0 + step, 0.0)
-        code = tl.where(x >= 0.5 + 0.5 * (1.0 - 0.45 / 128.0), 255.0, code)
-    return code.to(tl.int32).to(tl.uint8)
+        code = tl.maximum(place, 2.0 * place - 255.0) + (ROUND - 1.0)
+    return code.to(tl.uint32, bitcast=True).to(tl.uint8)
 
 
 @triton.jit
-def _largest(x):
-    return tl.max(tl.abs(x), axis=1, keep_dims=True)
+def _largest(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """The largest magnitude of each block."""
+    own = tl.max(tl.reshape(tl.abs(x), (ROWS, BLOCK // VECTOR, VECTOR)), axis=2)
+    # Positive floats are in the order of their bits; and for whole numbers a warp has an instruction.
+    return tl.max(own.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _normal(x, scale):
-    return tl.where(scale > 0, x / tl.where(scale > 0, scale, 1.0), 0.0)
+def _inverse(scale, LARGEST: tl.constexpr):
+    """What turns a block's largest into LARGEST · STRETCH; by a root, as a division takes three times the instructions."""
+    root = tl.rsqrt(tl.maximum(scale, 2.0**-126))
+    return root * root * (STRETCH * LARGEST)
+
+
+@triton.jit
+def _for_all(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """A number of each block, for its elements."""
+    return tl.reshape(tl.broadcast_to(x[:, None], (ROWS, BLOCK)), (ROWS * BLOCK,))
+
+
+@triton.jit
+def _chances(seed, step, tensor, index):
+    """16 random bits for each element, eight to an index; where a thread has eight in a row, it draws its own."""
+    r0, r1, r2, r3 = draw(seed, step, tensor, index)
+    words = tl.join(tl.join(r0, r1), tl.join(r2, r3))
+    return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (8 * index.shape[0],))
 
 
 @triton.jit(do_not_specialize=["seed", "step"])
@@ -72,14 +109,14 @@ def adamw8bit_kernel(
     signed_ptr,
     unsigned_ptr,
     lr_or_ptr,
-    beta1,
+    kept1,
     rest1,
-    beta2,
+    kept2,
     rest2,
     eps,
     weight_decay,
-    correction1,
-    root_correction2,
+    reach,
+    root_rest2,
     seed,
     step,
     PARAMETER: tl.constexpr,
@@ -97,20 +134,21 @@ def adamw8bit_kernel(
     p_ptr = tl.load(entry).to(tl.pointer_type(PARAMETER))
     g_ptr = tl.load(entry + 1).to(tl.pointer_type(GRADIENT))
     m_ptr = tl.load(entry + 2).to(tl.pointer_type(tl.uint8))
-    m_scale_ptr = tl.load(entry + 3).to(tl.pointer_type(tl.float32))
+    m_scale_ptr = tl.load(entry + 3).to(tl.pointer_type(tl.float32)) + start // BLOCK
     v_ptr = tl.load(entry + 4).to(tl.pointer_type(tl.uint8))
-    v_scale_ptr = tl.load(entry + 5).to(tl.pointer_type(tl.float32))
-    size = tl.load(entry + 6)
+    v_scale_ptr = tl.load(entry + 5).to(tl.pointer_type(tl.float32)) + start // BLOCK
+    left = tl.minimum(tl.load(entry + 6) - start, ROWS * BLOCK).to(tl.int32)
+    p_ptr, g_ptr, m_ptr, v_ptr = p_ptr + start, g_ptr + start, m_ptr + start, v_ptr + start
+    VECTOR: tl.constexpr = 128 // PARAMETER.primitive_bitwidth
     if ALIGNED:
         p_ptr, g_ptr = tl.multiple_of(p_ptr, 16), tl.multiple_of(g_ptr, 16)
-        m_ptr, v_ptr = tl.multiple_of(m_ptr, 16), tl.multiple_of(v_ptr, 16)
-        size, start = tl.multiple_of(size, 16), tl.multiple_of(start, 16)
+        m_ptr, v_ptr = tl.multiple_of(m_ptr, VECTOR), tl.multiple_of(v_ptr, VECTOR)
+        left = tl.multiple_of(left, 16)
     lr = tl.load(lr_or_ptr).to(tl.float32) if LR_ON_DEVICE else lr_or_ptr
-    row = tl.arange(0, ROWS)[:, None]
-    at = start + row * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = at < size
-    block = start // BLOCK + row
-    has_block = block * BLOCK < size
+    at = tl.arange(0, ROWS * BLOCK)
+    inside = at < left
+    block = tl.arange(0, ROWS)
+    has_block = block * BLOCK < left
 
     p = tl.load(p_ptr + at, mask=inside, other=0.0).to(tl.float32)
     g = tl.load(g_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -118,21 +156,24 @@ def adamw8bit_kernel(
     v_code = tl.load(v_ptr + at, mask=inside, other=0).to(tl.int32)
     m_scale = tl.load(m_scale_ptr + block, mask=has_block, other=0.0)
     v_scale = tl.load(v_scale_ptr + block, mask=has_block, other=0.0)
-    m = tl.load(signed_ptr + m_code) * m_scale
-    v = tl.load(unsigned_ptr + v_code) * v_scale
-    p, m, v = adamw_values(
-        p, g, m, v, lr, beta1, rest1, beta2, rest2, eps, weight_decay, correction1, root_correction2
-    )
+    # Everything is on its way before anything is waited for: compilers would read half of it only after the tables.
+    tl.debug_barrier()
+    # Moments in units of 1 − beta: new gradients enter as they are.
+    m = _for_all(kept1 * m_scale, ROWS, BLOCK) * tl.load(signed_ptr + m_code) + g
+    v = _for_all(kept2 * v_scale, ROWS, BLOCK) * tl.load(unsigned_ptr + v_code) + g * g
+    root = tl.rsqrt(tl.sqrt(v) * root_rest2 + eps)
+    p = p * (1.0 - lr * weight_decay) - lr * reach * m * root * root
     if STOCHASTIC:
-        bits, _, _, _ = draw(seed, step, tl.load(entry + 7), at)
-        tl.store(p_ptr + at, by_chance(p, bits), mask=inside)
+        index = start // 8 + tl.arange(0, ROWS * BLOCK // 8)
+        tl.store(p_ptr + at, by_chance(p, _chances(seed, step, tl.load(entry + 7), index)), mask=inside)
     else:
         tl.store(p_ptr + at, p.to(PARAMETER), mask=inside)
-    m_scale, v_scale = _largest(m), _largest(v)
-    tl.store(m_ptr + at, encode(_normal(m, m_scale), True), mask=inside)
-    tl.store(v_ptr + at, encode(_normal(v, v_scale), False), mask=inside)
-    tl.store(m_scale_ptr + block, m_scale, mask=has_block)
-    tl.store(v_scale_ptr + block, v_scale, mask=has_block)
+    m_scale, v_scale = _largest(m, ROWS, BLOCK, VECTOR), _largest(v, ROWS, BLOCK, VECTOR)
+    # There is a code for 1 but none for −1.
+    tl.store(m_ptr + at, encode(m, _for_all(_inverse(m_scale, 1 - 2.0**-20), ROWS, BLOCK), True), mask=inside)
+    tl.store(v_ptr + at, encode(v, _for_all(_inverse(v_scale, 1.0), ROWS, BLOCK), False), mask=inside)
+    tl.store(m_scale_ptr + block, rest1 * m_scale, mask=has_block)
+    tl.store(v_scale_ptr + block, rest2 * v_scale, mask=has_block)
 
 
 def update(
@@ -160,7 +201,7 @@ def update(
         division.starts,
         *values,
         lr,
-        *hyperparameters(betas, eps, weight_decay, step),
+        *_in_units(betas, eps, weight_decay, step),
         seed,
         step,
         PARAMETER=TYPES[dtypes[0]],
@@ -171,5 +212,21 @@ def update(
         COLUMNS=COLUMNS,
         ROWS=ROWS,
         BLOCK=BLOCK,
-        num_warps=8,
+        num_warps=NUM_WARPS if is_aligned else 2 * NUM_WARPS,
+    )
+
+
+def _in_units(betas: tuple[float, float], eps: float, weight_decay: float, step: int) -> tuple[float, ...]:
+    """What the kernel takes as numbers, worked out in double precision; it has moments in units of 1 − beta."""
+    beta1, rest1, beta2, rest2, *others, correction1, root_correction2 = hyperparameters(
+        betas, eps, weight_decay, step
+    )
+    return (
+        beta1 / rest1,
+        rest1,
+        beta2 / rest2,
+        rest2,
+        *others,
+        rest1 / correction1,
+        rest2**0.5 / root_correction2,
     )
