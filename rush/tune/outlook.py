@@ -82,14 +82,19 @@ class Outlook:
     def planned(self, start: Recipe, rules: Rules) -> Recipe:
         """The recipe that single changes lead to on paper, the best first, while one promises to pay."""
         at, own = start, {name for name, _ in start.technique_uses()}
+        # Gains that are remembered need not agree: there and back again may both have paid. Nothing is passed twice.
+        been = {identity(at)}
         while True:
             options = [
-                move for move in moves(at, rules) if isinstance(move, Move) and self._sure(move.recipe)
+                move
+                for move in moves(at, rules)
+                if isinstance(move, Move) and identity(move.recipe) not in been and self._sure(move.recipe)
             ]
             best = max(options, key=lambda move: self.expected(move, at), default=None)
             if best is None or (self.expected(best, at) < PAYS and not self.suspect(at)):
                 break
             at = best.recipe
+            been.add(identity(at))
         return self._without_idle(at, own, rules)
 
     def rounding_only(self, recipe: Recipe, rules: Rules) -> Recipe:

@@ -110,6 +110,14 @@ def test_what_lost_before_is_not_leapt_upon() -> None:
     }
 
 
+@pytest.mark.timeout(60)
+def test_remembered_gains_that_contradict_each_other_lead_to_an_end() -> None:
+    """Larger and smaller micro batches were both found to pay, at different hours: on paper that was a way without end."""
+    search = tiny(known={"micro 16": 1.2, "micro 8": 1.2, "micro 4": 1.2, "flash_attention": 1.3})
+    planned = search.outlook.planned(search.start, search.rules)
+    assert "flash_attention" in dict(planned.technique_uses())
+
+
 def test_what_the_planner_and_the_past_call_hopeless_is_pruned() -> None:
     search = tiny(known={"checkpoint_full": 0.7})
     assert "checkpoint_full" not in options_of(search)
