@@ -1,14 +1,15 @@
 """Write the README's performance table from the records in results/: `python scripts/performance_table.py`.
 
-Every figure comes from a `models.json` or `kernels.json` that the benches wrote; nothing is typed by hand. The
-table stands between two marks in README.md; without results it says so.
+Every figure comes from a `models.json` or `kernels.json` that the benches wrote; nothing is typed by hand. Of a recipe or
+a kernel that was measured more than once on such a machine, the later record counts. The table stands between two marks in README.md; without results it says so.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -30,9 +31,19 @@ def performance(results: Path) -> str:
 
 def _models(results: Path) -> list[str]:
     parts = []
-    for path in sorted(results.glob("*/models.json")):
-        record = read_models(path)
+    records = {path: read_models(path) for path in sorted(results.glob("*/models.json"))}
+    latest = _latest(
+        records,
+        lambda record: [
+            ours["rung"]["name"] for work in record["workloads"] for ours in work.get("ours", ())
+        ],
+    )
+    for path, record in records.items():
         where, link = _machine(record["machine"]), f"([record]({_link(path, results)})):\n"
+        for work in record["workloads"]:
+            work["ours"] = [
+                ours for ours in work.get("ours", ()) if latest[where, ours["rung"]["name"]] == path
+            ]
         if pairs := table(record):
             parts.append(f"Whole runs on {where}, ours beside the rival in the same command {link}")
             head = ("workload", "rival", "ours", "ratio (95 %)", "wanted", "peak memory", "parity", "")
@@ -46,8 +57,10 @@ def _models(results: Path) -> list[str]:
 
 def _kernels(results: Path) -> list[str]:
     parts = []
-    for path in sorted(results.glob("*/kernels.json")):
-        record = read_kernels(path)
+    records = {path: read_kernels(path) for path in sorted(results.glob("*/kernels.json"))}
+    latest = _latest(records, lambda record: [op["op"] for op in record["ops"]])
+    for path, record in records.items():
+        where = _machine(record["machine"])
         rows = [
             (
                 op["op"],
@@ -58,19 +71,26 @@ def _kernels(results: Path) -> list[str]:
                 target["verdict"],
             )
             for op in record["ops"]
+            if latest[where, op["op"]] == path
             for target in op["targets"]
         ]
         if rows:
             reached = sum(row[-1] == "reached" for row in rows)
             open_ = sum(row[-1] == "not measured" for row in rows)
             parts.append(
-                f"Kernels on {_machine(record['machine'])}: {reached} of {len(rows)} targets reached"
+                f"Kernels on {where}: {reached} of {len(rows)} targets reached"
                 f"{f', {open_} not measured' if open_ else ''} ([record]({_link(path, results)})).\n\n"
                 "<details><summary>Every kernel, size and pass</summary>\n"
             )
             parts.append(_markdown(("kernel", "size", "pass", "target", "reached", ""), rows))
             parts.append("</details>\n")
     return parts
+
+
+def _latest(records: Mapping[Path, Any], names: Callable[[Any], list[str]]) -> dict[tuple[str, str], Path]:
+    """For each machine and name, the record that counts."""
+    in_order = sorted(records.items(), key=lambda item: item[1]["started"])
+    return {(_machine(record["machine"]), name): path for path, record in in_order for name in names(record)}
 
 
 def _machine(machine: dict[str, object]) -> str:

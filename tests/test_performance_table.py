@@ -37,6 +37,22 @@ def test_every_workload_and_target_is_a_row(script: Any, tmp_path: Path) -> None
     assert len({line.count("|") for line in lines[:5]}) == 1
 
 
+def test_what_was_measured_twice_stands_there_once_as_it_was_measured_last(
+    script: Any, tmp_path: Path
+) -> None:
+    for name, make in (("models", made.models), ("kernels", made.kernels)):
+        later = make()
+        later["started"] = "2099-01-01T00:00:00+00:00"
+        for folder, record in (("a-later", later), ("earlier", make())):
+            (tmp_path / f"{folder}-{name}").mkdir()
+            (tmp_path / f"{folder}-{name}" / f"{name}.json").write_text(json.dumps(record))
+    text = script.performance(tmp_path)
+    assert text.count("`gpt2-124m-fast`") == 1
+    assert text.count("4 of 8 targets reached") == 1
+    assert "a-later-models/models.json" in text
+    assert "earlier-" not in text
+
+
 def test_fine_tuning_shows_its_memory_and_its_longest_sequence(script: Any, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "models.json").write_text(json.dumps(made.finetuning()))

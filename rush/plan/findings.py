@@ -54,8 +54,9 @@ def read_findings(folder: Path) -> list[Case]:
     for path, record in sorted(records, key=lambda item: _worth(item[1]), reverse=True):
         for case in _ladder(record, path.parent.relative_to(folder).as_posix()):
             found.setdefault(case.digest, case)
-    for path in sorted(folder.glob("*/models.json")):
-        for case in _beside_rivals(read_models(path), path.parent.name):
+    benches = [(path, read_models(path)) for path in folder.glob("*/models.json")]
+    for path, bench in sorted(benches, key=lambda item: item[1]["started"], reverse=True):
+        for case in _beside_rivals(bench, path.parent.name):
             found.setdefault(case.digest, case)
     for path in sorted(folder.glob("*/metrics.jsonl")):
         for case in _run(path.parent):

@@ -8,8 +8,7 @@ fuses the casts; eager it is slower than bf16. A 3-bit mantissa is coarse: losse
 by step they differ. One scale per tensor is fastest; one per row spares small values beside large ones. Beside `tp`
 every rank scales its own part of a tensor by that part's largest value, and nothing is exchanged for it: scales are
 powers of two, so the same number gets the same 8-bit mantissa under each, unless it is below 2⁻¹³ of the largest. With
-`mlp` kernel Llama's SwiGLU goes from 16 bits to 8 in kernels of ours, rounded once, where a compiler rounds twice: Llama
-3.2 1B made 94.6k tokens/s with it on one H200, and 88.1k without (results/models-h200, docs/negative-results.md).
+`mlp` kernel Llama's SwiGLU goes from 16 bits to 8 in kernels of ours, rounded once, where a compiler rounds twice.
 """
 
 from __future__ import annotations

@@ -34,8 +34,11 @@ def rungs(folder: str) -> dict[str, dict[str, Any]]:
 
 @cache
 def workloads() -> dict[str, Any]:
-    found = json.loads((RESULTS / "models-h200" / "models.json").read_text())
-    return {"machine": found, **{row["name"]: row for row in found["workloads"]}}
+    records = [
+        json.loads((RESULTS / folder / "models.json").read_text())
+        for folder in ("models-h200", "models-fp8-h200")
+    ]
+    return {"machine": records[0], **{row["name"]: row for record in records for row in record["workloads"]}}
 
 
 def fast(model: str) -> dict[str, Any]:
