@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -209,9 +209,19 @@ def _title(progress: Progress) -> str:
 
 
 def _caption(record: LadderRecord) -> str | None:
+    lines = [*_drift(record), *map(_length, record["sequence_limits"] or ())]
+    return "\n".join(lines) or None
+
+
+def _length(limit: Mapping[str, Any]) -> str:
+    found = f"{limit['longest']:,} tokens" if limit["longest"] else "none"
+    return f"the longest sequence with {' + '.join(limit['techniques']) or 'nothing'}: {found}, ended by {limit['ended_by']}"
+
+
+def _drift(record: LadderRecord) -> list[str]:
     drift = record["drift"]
     if drift is None:
-        return None
+        return []
     moved, low, high = (f"{100 * (ratio - 1):+.1f} %" for ratio in (drift["ratio"], *drift["ci95"]))
     if drift["flagged"]:
         verdict = "DRIFT"
@@ -219,7 +229,7 @@ def _caption(record: LadderRecord) -> str | None:
         verdict = "TOO BUSY a machine to tell smaller gains; run it again when nothing else runs"
     else:
         verdict = "within its interval"
-    return f"the first rung measured again: {moved} ({low} to {high}), {verdict}"
+    return [f"the first rung measured again: {moved} ({low} to {high}), {verdict}"]
 
 
 def minutes(seconds: float) -> str:

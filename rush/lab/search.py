@@ -110,7 +110,9 @@ def sequence_limits(
 ) -> list[dict[str, Any]]:
     """The longest sequence at the top of the ladder, and with each asked-for technique left out (or added)."""
     assert plan.search.sequence_up_to is not None
-    up_to = min(plan.search.sequence_up_to, plan.base.shape().context)
+    context = plan.base.shape().context
+    up_to = min(plan.search.sequence_up_to, context)
+    ended_by = "the model's context" if up_to == context else "search.sequence_up_to"
     variants = [list(top)]
     for name in plan.search.sequence_with:
         without = [part for part in top if part.technique_name != name]
@@ -120,8 +122,15 @@ def sequence_limits(
         attempt = tries(bench, plan.base, parts, "batch.sequence")
         found, points = longest(attempt, min(plan.base.batch.sequence, up_to), up_to, memory_bytes)
         names = [part.technique_name for part in parts if part.technique_name]
+        at = next((point for point in points if point["micro"] == found), None)
         rows.append(
-            {"techniques": names, "longest": found, "limited_by_model": found == up_to, "tried": points}
+            {
+                "techniques": names,
+                "longest": found,
+                "ended_by": "memory" if found != up_to else ended_by,
+                "peak_memory_bytes": at and at["peak_memory_bytes"],
+                "tried": [{"sequence": point.pop("micro"), **point} for point in points],
+            }
         )
     return rows
 

@@ -120,18 +120,28 @@ def _recipe_lines(ladder: Ladder) -> dict[int, list[tuple[str, bool]]]:
 
 def limit_rows(row: Mapping[str, Json]) -> list[tuple[str, str]]:
     """One result of the sequence search, as name and value."""
-    names = {"techniques": "with", "longest": "longest sequence", "peak_memory_bytes": "peak memory"}
+    names = {"techniques": "with", "longest": "longest sequence", "peak_memory_bytes": "peak memory there"}
     rows = []
     for key, value in row.items():
         size = real(value) if key.endswith("_bytes") else None
         if size is not None:
             said = words.size(size)
+        elif key == "tried":
+            said = ", ".join(_tried(point) for point in value) if isinstance(value, list) else words.MISSING
         elif isinstance(value, list):
             said = ", ".join(map(shown, value)) or "nothing"
         else:
             said = words.MISSING if value is None else shown(value)
         rows.append((names.get(key, (text(key) or "").replace("_", " ")), said))
     return rows
+
+
+def _tried(point: Json) -> str:
+    """A length that was tried; what became of it, unless it ran."""
+    found = point if isinstance(point, dict) else {}
+    status = text(found.get("status")) or words.MISSING
+    became = "" if status == "ok" else f" ({status.replace('_', ' ')})"
+    return f"{shown(found.get('sequence'))}{became}"
 
 
 def flattened(value: Json, name: str = "") -> list[tuple[str, str]]:

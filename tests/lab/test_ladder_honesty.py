@@ -89,6 +89,33 @@ def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderF
 
 
 @pytest.mark.slow
+def test_the_longest_sequence_is_found_with_and_without_a_technique(
+    ladder_file: LadderFile, tmp_path: Path
+) -> None:
+    """By real memory: attention that keeps its scores runs out of what a run may take long before one that does not."""
+    wanted = [
+        "search.sequence_up_to=4096",
+        'search.sequence_with=["flash_attention"]',
+        "run.memory_limit_gb=0.1",
+    ]
+    shape = [
+        "model.shape.context=1024",
+        "model.shape.num_heads=4",
+        "model.shape.num_layers=2",
+        "batch.micro=1",
+    ]
+    record = climb(load_plan(str(ladder_file(['"fused_adamw"'])), [*wanted, *shape]), tmp_path / "out")
+    assert record["sequence_limits"] is not None
+    plain, flash = record["sequence_limits"]
+    assert (plain["techniques"], flash["techniques"]) == (["fused_adamw"], ["fused_adamw", "flash_attention"])
+    assert plain["longest"] < flash["longest"], (plain, flash)
+    assert plain["ended_by"] == "memory"
+    assert any(point["status"] == "out_of_memory" for point in plain["tried"])
+    assert all(point["sequence"] > plain["longest"] for point in plain["tried"] if point["status"] != "ok")
+    assert "the longest sequence with fused_adamw: " in str(_caption(record))
+
+
+@pytest.mark.slow
 def test_three_views_and_the_search_for_a_batch_agree_on_what_was_measured(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
@@ -155,7 +182,7 @@ def test_the_table_says_what_the_first_rung_measured_again_came_to(
     low, high = interval
     restless = high > RESTLESS * low
     drift = {"ratio": 0.85, "ci95": interval, "flagged": flagged, "restless": restless}
-    told = _caption({"drift": drift})  # type: ignore[typeddict-item]
+    told = _caption({"drift": drift, "sequence_limits": None})  # type: ignore[typeddict-item]
     assert told is not None
     assert f"-15.0 % ({100 * (low - 1):+.1f} % to {100 * (high - 1):+.1f} %), {verdict}" in told
 

@@ -92,7 +92,8 @@ def made_up_ladder(seed: int = 1, speed_factor: float = 1.0) -> Table:
         "batch_curve": _batch_curve(draw),
         "batch_stops_paying_at": 16,
         "sequence_limits": [
-            {"techniques": ["amp_bf16"], "longest": 8192, "peak_memory_bytes": (131 * 2**30)},
+            {"techniques": ["amp_bf16"], "longest": 8192, "ended_by": "memory", "peak_memory_bytes": (131 * 2**30),
+             "tried": [{"sequence": 8192, "status": "ok"}, {"sequence": 9216, "status": "out_of_memory"}]},
             {"techniques": ["amp_bf16", "flash_attention"], "longest": 65536, "peak_memory_bytes": (128 * 2**30)},
         ],
         "interactions": [
