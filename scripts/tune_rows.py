@@ -5,11 +5,11 @@ python scripts/tune_rows.py [--ops rope,swiglu] [--widths 2048,8192] [--seconds 
 
 The kernels choose by rules (`rush.kernels.support.row_tile` and `row_walk`, `BLOCK` and `NUM_WARPS` in their files), not
 by autotuning: a choice made anew in every process would change the last bits of a weight's gradient from run to run.
-This script is how the rules are checked. A variant is the kernel with some of those names replaced while it is called;
-variants marked "trial" are kernels of this file, which would be taken over if they won. All cores compile, then for
-each op and width every variant's results and gradients are held against float64, and they take turns under the clock
-(`rush.lab.kernel_clock`: the cache is overwritten before each call). The quickest three race once more, with the shape
-in use, Liger and a copy of as many bytes. The last thing printed is a table: what to change, and what it gives.
+This script is how the rules are checked. A variant is the kernel with some of those names replaced while it is called.
+All cores compile, then for each op and width every variant's results and gradients are held against float64, and they
+take turns under the clock (`rush.lab.kernel_clock`: the cache is overwritten before each call). The quickest three race
+once more, with the shape in use, Liger and a copy of as many bytes. The last thing printed is a table: what to change,
+and what it gives.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from unittest.mock import patch
 
 import torch
 import triton
-import triton.language as tl
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -44,7 +43,7 @@ from rush.kernels.layernorm import triton as layernorm
 from rush.kernels.rmsnorm import triton as rmsnorm
 from rush.kernels.rope import triton as rope
 from rush.kernels.study import Inputs, Size, Study
-from rush.kernels.support import READ_ONCE, RowTile, RowWalk, as_rows, next_power_of_2, num_sms
+from rush.kernels.support import RowTile, RowWalk, next_power_of_2
 from rush.kernels.swiglu import triton as swiglu
 from rush.lab import kernel_check as check
 from rush.lab.kernel_clock import Case, CaseFailed, Effort, take_turns
@@ -91,43 +90,40 @@ class Group:
 def variants(group: Group) -> dict[str, list[Variant]]:
     """The variants of each pass."""
     op, width = group.op, group.width
-    policies = (READ_ONCE, "") if width in TARGETS else (READ_ONCE,)
     if op in ("swiglu", "gelu"):
-        tried = _elementwise(swiglu if op == "swiglu" else gelu, policies)
+        tried = _elementwise(swiglu if op == "swiglu" else gelu)
         return {"forward": tried, "backward": tried}
     if op == "rope":
-        return {"forward": _turns(policies)}
+        return {"forward": _turns()}
     module = {"rmsnorm": rmsnorm, "layernorm": layernorm, "biased": biased}[op]
-    sums = _sums(module) if width in TARGETS and not group.add else []
+    sums = _sums() if width in TARGETS and not group.add else []
     if op == "biased":
         return {"backward": _stretches() + sums}
     walks = _walks(module, width, group.add)
     if group.add:
         return {"backward": walks}
-    return {"forward": _tiles(module, width, policies), "backward": walks + sums}
+    return {"forward": _tiles(module, width), "backward": walks + sums}
 
 
-def _elementwise(module: Any, policies: tuple[str, ...]) -> list[Variant]:
+def _elementwise(module: Any) -> list[Variant]:
     shapes = ((1024, 4), (2048, 8), (4096, 8), (8192, 8))
     return [
         Variant(
-            f"{block} elements, {warps} warps{_told(policy)}",
-            ((module, "BLOCK", block), (module, "NUM_WARPS", warps), (module, "READ_ONCE", policy)),
+            f"{block} elements, {warps} warps",
+            ((module, "BLOCK", block), (module, "NUM_WARPS", warps)),
         )
         for block, warps in shapes
-        for policy in policies
     ]
 
 
-def _turns(policies: tuple[str, ...]) -> list[Variant]:
+def _turns() -> list[Variant]:
     shapes = ((1, 2), (1, 4), (1, 8), (2, 4), (2, 8), (4, 8))
     return [
         Variant(
-            f"{places} tokens, {warps} warps{_told(policy)}",
-            ((rope, "tile", lambda _, shape=(places, warps): shape), (rope, "READ_ONCE", policy)),
+            f"{places} tokens, {warps} warps",
+            ((rope, "tile", lambda _, shape=(places, warps): shape),),
         )
         for places, warps in shapes
-        for policy in policies
     ]
 
 
@@ -148,30 +144,29 @@ def _stretches() -> list[Variant]:
     ]
 
 
-def _shapes(width: int, most_elements: int = 32) -> list[tuple[int, int]]:
-    """Rows at a time, and warps, with 8 to so many elements a thread."""
+def _shapes(width: int) -> list[tuple[int, int]]:
+    """Rows at a time, and warps, with 8 to 32 elements a thread."""
     block = next_power_of_2(width)
     warps = sorted({min(32, max(4, block // columns)) for columns in (256, 512, 1024)})
     return [
         (rows, w)
         for w in warps
         for rows in (1, 2, 4)
-        if 8 <= rows * block // (32 * w) <= most_elements and block // (32 * w) <= 32
+        if 8 <= rows * block // (32 * w) <= 32 and block // (32 * w) <= 32
     ]
 
 
-def _tiles(module: Any, width: int, policies: tuple[str, ...]) -> list[Variant]:
+def _tiles(module: Any, width: int) -> list[Variant]:
     found = []
     for rows, warps in _shapes(width):
         tile = RowTile(rows, next_power_of_2(width), warps)
-        for policy in policies:
-            changes = (module, "row_tile", lambda *_, tile=tile, **__: tile), (module, "READ_ONCE", policy)
-            found.append(Variant(f"{rows} rows, {warps} warps{_told(policy)}", changes))
+        change = (module, "row_tile", lambda *_, tile=tile, **__: tile)
+        found.append(Variant(f"{rows} rows, {warps} warps", (change,)))
     return found
 
 
 def _walks(module: Any, width: int, add: bool) -> list[Variant]:
-    """The product's walk with other figures; then rows that are read ahead into registers."""
+    """The product's walk with other figures."""
     block, found = next_power_of_2(width), []
     for rows, warps in _shapes(width):
         elements = rows * block // (32 * warps)
@@ -183,183 +178,18 @@ def _walks(module: Any, width: int, add: bool) -> list[Variant]:
                 if shared * walk.programs_per_sm <= 220_000:
                     name = f"{rows} rows, {warps} warps, {stages} stages, {walk.programs_per_sm} programs"
                     found.append(Variant(name, ((module, "row_walk", lambda *_, walk=walk: walk),)))
-    for rows, warps in _shapes(width, most_elements=16):
-        each = max(1, 16 // warps)
-        trial = partial(ahead_backward, shape=(rows, warps, each), layer=module is layernorm)
-        name = f"trial: {rows} rows in registers, {warps} warps, {each} programs"
-        found.append(Variant(name, ((module, "backward", trial),)))
     return list({variant.name: variant for variant in found}.values())
 
 
-def _sums(module: Any) -> list[Variant]:
-    """The small sum at the end: its tile, and a launch that does not wait for the kernel before it to be over."""
-    found = [
+def _sums() -> list[Variant]:
+    """The small sum at the end: its tile."""
+    return [
         Variant(
             f"sums of {rows} × {columns}",
             ((partials, "PARTIALS", rows), (partials, "COLUMNS", columns)),
         )
         for rows, columns in ((64, 16), (128, 8), (128, 16), (128, 32), (512, 8), (512, 16))
     ]
-    return [*found, Variant("trial: sums launched early", ((module, "sum_partials", early_sum),))]
-
-
-def _told(policy: str) -> str:
-    return f", {policy}" if policy else ""
-
-
-# Trials.
-
-
-@triton.jit
-def ahead_kernel(
-    dout_ptr,
-    dsum_ptr,
-    x_ptr,
-    weight_ptr,
-    mean_ptr,
-    rstd_ptr,
-    dx_ptr,
-    partial_ptr,
-    dout_stride,
-    dsum_stride,
-    x_stride,
-    num_rows,
-    width,
-    LAYER: tl.constexpr,
-    ADD: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    READ: tl.constexpr,
-):
-    """The backward pass of both norms, the next rows read into registers: there the cache's policy is heard."""
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
-    dweight = tl.zeros((1, WIDTH), tl.float32)
-    dbias = tl.zeros((1, WIDTH), tl.float32)
-    first = tl.program_id(0).to(tl.int64) * ROWS
-    step = tl.num_programs(0).to(tl.int64) * ROWS
-    inside = (row < num_rows - first) & (column < width)
-    next_x = tl.load(
-        x_ptr + first * x_stride + (row * x_stride + column), mask=inside, other=0.0, eviction_policy=READ
-    )
-    next_dout = tl.load(
-        dout_ptr + first * dout_stride + (row * dout_stride + column),
-        mask=inside,
-        other=0.0,
-        eviction_policy=READ,
-    )
-    for start in tl.range(first, num_rows, step, num_stages=1):
-        x, dout = next_x.to(tl.float32), next_dout.to(tl.float32)
-        here = row < num_rows - start
-        inside = here & (column < width)
-        rstd = tl.load(rstd_ptr + start + row, mask=here, other=0.0)
-        if LAYER:
-            mean = tl.load(mean_ptr + start + row, mask=here, other=0.0)
-        if ADD:
-            dsum_place = dsum_ptr + start * dsum_stride + (row * dsum_stride + column)
-            dsum = tl.load(dsum_place, mask=inside, other=0.0, eviction_policy=READ)
-        ahead = start + step
-        inside_ahead = (row < num_rows - ahead) & (column < width)
-        x_place = x_ptr + ahead * x_stride + (row * x_stride + column)
-        next_x = tl.load(x_place, mask=inside_ahead, other=0.0, eviction_policy=READ)
-        dout_place = dout_ptr + ahead * dout_stride + (row * dout_stride + column)
-        next_dout = tl.load(dout_place, mask=inside_ahead, other=0.0, eviction_policy=READ)
-        g = dout * weight.to(tl.float32)
-        if LAYER:
-            scaled = (x - mean) * rstd
-            dbias += tl.sum(dout, axis=0, keep_dims=True)
-            centre, slope = tl.split(tl.sum(tl.join(g, g * scaled), axis=1) / width)
-            dx = rstd * (g - centre[:, None] - scaled * slope[:, None])
-        else:
-            scaled = x * rstd
-            dx = rstd * (g - scaled * (tl.sum(g * scaled, axis=1, keep_dims=True) / width))
-        dweight += tl.sum(dout * scaled, axis=0, keep_dims=True)
-        if ADD:
-            dx += dsum.to(tl.float32)
-        dx_place = dx_ptr + start * width + (row * width + column)
-        tl.store(dx_place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    quantities = 2 if LAYER else 1
-    partial_place = partial_ptr + tl.program_id(0).to(tl.int64) * quantities * width + column
-    tl.store(partial_place, dweight, mask=column < width)
-    if LAYER:
-        tl.store(partial_place + width, dbias, mask=column < width)
-
-
-def ahead_backward(
-    dout: Tensor,
-    dsum: Tensor | None,
-    x: Tensor,
-    weight: Tensor,
-    *stats: Tensor,
-    shape: tuple[int, int, int],
-    layer: bool,
-) -> tuple[Tensor, ...]:
-    rows, warps, each = shape
-    x_nd, dout_nd = as_rows(x), as_rows(dout)
-    dsum_nd = dout_nd if dsum is None else as_rows(dsum)
-    num_rows, width = x_nd.shape
-    programs = min(each * num_sms(x.device), triton.cdiv(num_rows, rows))
-    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    partial_psd = torch.empty(programs, 2 if layer else 1, width, dtype=torch.float32, device=x.device)
-    ahead_kernel[(programs,)](
-        dout_nd,
-        dsum_nd,
-        x_nd,
-        weight,
-        stats[0],
-        stats[-1],
-        dx,
-        partial_psd,
-        dout_nd.stride(0),
-        dsum_nd.stride(0),
-        x_nd.stride(0),
-        num_rows,
-        width,
-        LAYER=layer,
-        ADD=dsum is not None,
-        ROWS=rows,
-        WIDTH=next_power_of_2(width),
-        READ=READ_ONCE,
-        num_warps=warps,
-    )
-    return dx, *partials.sum_partials(partial_psd, weight.dtype)
-
-
-@triton.jit
-def early_sum_kernel(
-    partial_ptr,
-    first_ptr,
-    second_ptr,
-    num_partials,
-    width,
-    QUANTITIES: tl.constexpr,
-    PARTIALS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """Launched while the kernel before it ends, and waits here until that has written."""
-    tl.extra.cuda.gdc_wait()
-    partials.sum_partials_kernel(
-        partial_ptr, first_ptr, second_ptr, num_partials, width, QUANTITIES, PARTIALS, COLUMNS
-    )
-
-
-def early_sum(partial_psd: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    num_partials, quantities, width = partial_psd.shape
-    sums = [torch.empty(width, dtype=dtype, device=partial_psd.device) for _ in range(quantities)]
-    early_sum_kernel[(triton.cdiv(width, partials.COLUMNS), quantities)](
-        partial_psd,
-        sums[0],
-        sums[-1],
-        num_partials,
-        width,
-        QUANTITIES=quantities,
-        PARTIALS=partials.PARTIALS,
-        COLUMNS=partials.COLUMNS,
-        num_warps=4,
-        launch_pdl=True,
-    )
-    return sums
 
 
 # Compiling, checking, timing.

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rush.kernels.support import starts_early
+
 PARTIALS, COLUMNS = 256, 16
 """Narrow and tall tiles: the work is small, so it must be spread over many programs to be quick."""
 
@@ -29,7 +31,10 @@ def sum_partials_kernel(
     QUANTITIES: tl.constexpr,
     PARTIALS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ) -> None:
+    if EARLY:
+        tl.extra.cuda.gdc_wait()  # until the kernel before this one has written
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     quantity = tl.program_id(1)
     total = tl.zeros((PARTIALS, COLUMNS), tl.float32)
@@ -49,6 +54,7 @@ def sum_partials(partial_psd: Tensor, dtype: torch.dtype) -> list[Tensor]:
     num_partials, quantities, width = partial_psd.shape
     assert quantities in (1, 2)
     sums = [torch.empty(width, dtype=dtype, device=partial_psd.device) for _ in range(quantities)]
+    early = starts_early(partial_psd.device)
     sum_partials_kernel[(triton.cdiv(width, COLUMNS), quantities)](
         partial_psd,
         sums[0],
@@ -58,6 +64,8 @@ def sum_partials(partial_psd: Tensor, dtype: torch.dtype) -> list[Tensor]:
         QUANTITIES=quantities,
         PARTIALS=PARTIALS,
         COLUMNS=COLUMNS,
+        EARLY=early,
         num_warps=4,
+        **({"launch_pdl": True} if early else {}),
     )
     return sums

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -57,9 +58,19 @@ def num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-READ_ONCE = "evict_first"
-"""The cache's policy for what a kernel reads once: make room by this, so that results stay for the next kernel.
-(Triton 3.6 does not hand it on where it reads ahead into shared memory.)"""
+def starts_early(device: torch.device) -> bool:
+    """Whether a kernel can be launched while the one before it ends, to wait on the device instead of behind the host."""
+    return (
+        device.type == "cuda"
+        and not INTERPRETED
+        and torch.version.hip is None
+        and _capability(device) >= (9, 0)
+    )
+
+
+@cache
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
 
 
 def next_power_of_2(n: int) -> int:

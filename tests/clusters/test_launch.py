@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -27,6 +26,8 @@ from rush.recipe_io import load_recipe, parse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 from small_runs import ROOT, environment, rows, small_recipe, write_corpus
+
+jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed (it comes with .[dev])")
 
 SCHEMAS = Path(__file__).parent / "schemas"
 SCHEMA_OF = {

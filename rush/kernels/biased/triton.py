@@ -16,13 +16,13 @@ from torch import Tensor
 
 from rush.kernels.gelu.triton import gelu_slope
 from rush.kernels.partials import sum_partials
-from rush.kernels.support import READ_ONCE, as_rows
+from rush.kernels.support import as_rows
 
 # Shapes: n rows, d columns of a part, o columns of the layer.
 
-ROWS, COLUMNS = 16, 256
+ROWS, COLUMNS = 32, 128
 """A tile: with 8 warps two vectors of 16 bytes a thread in bf16."""
-LEAST_STRETCH, MOST_STRETCH = 128, 512
+LEAST_STRETCH, MOST_STRETCH = 256, 512
 """Rows of a program: enough that its sum is small change, and no more than leave work for every multiprocessor."""
 PROGRAMS = 1024
 """At least so many where there are rows enough: a few for each multiprocessor of today's largest GPUs."""
@@ -43,7 +43,6 @@ def gelu_of_sum_backward_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    READ: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     row = tl.arange(0, ROWS)[:, None]
@@ -58,8 +57,8 @@ def gelu_of_sum_backward_kernel(
     for start in tl.range(0, left, ROWS, num_stages=STAGES):
         inside = (row < left - start) & (column < width)
         place = start * width + (row * width + column)
-        dout = tl.load(dout_ptr + place, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
-        x = tl.load(x_ptr + place, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
+        dout = tl.load(dout_ptr + place, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + place, mask=inside, other=0.0).to(tl.float32)
         dx = dout * gelu_slope(x)
         tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=inside)
         total += dx
@@ -83,7 +82,6 @@ def join_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     STAGES: tl.constexpr,
-    READ: tl.constexpr,
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     row = tl.arange(0, ROWS)[:, None]
@@ -104,7 +102,7 @@ def join_kernel(
     for start in tl.range(0, left, ROWS, num_stages=STAGES):
         inside = (row < left - start) & (column < width)
         part_place = part_ptr + start * stride + (row * stride + column)
-        x = tl.load(part_place, mask=inside, other=0.0, eviction_policy=READ)
+        x = tl.load(part_place, mask=inside, other=0.0)
         tl.store(joined_ptr + start * whole + (row * whole + column), x, mask=inside)
         total += x.to(tl.float32)
     sums = tl.sum(total, axis=0, keep_dims=True)
@@ -132,7 +130,6 @@ def gelu_of_sum_backward(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[T
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             STAGES=STAGES,
-            READ=READ_ONCE,
             num_warps=NUM_WARPS,
         )
     return dx, sum_partials(partial_pso, dtype)[0]
@@ -162,7 +159,6 @@ def joined(parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
             ROWS=ROWS,
             COLUMNS=COLUMNS,
             STAGES=STAGES,
-            READ=READ_ONCE,
             num_warps=NUM_WARPS,
         )
     return out, sum_partials(partial_pso, dtype)[0]

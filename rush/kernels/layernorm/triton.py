@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rush.kernels.partials import sum_partials
-from rush.kernels.support import READ_ONCE, as_rows, row_tile, row_walk
+from rush.kernels.support import as_rows, row_tile, row_walk
 
 # Shapes: n rows, d width.
 
@@ -40,7 +40,6 @@ def layernorm_forward_kernel(
     width: tl.tensor,
     eps: tl.tensor,
     ADD: tl.constexpr,
-    READ: tl.constexpr,
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ) -> None:
@@ -50,14 +49,14 @@ def layernorm_forward_kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0, eviction_policy="evict_last")
     bias = tl.load(bias_ptr + column, mask=column < width, other=0.0, eviction_policy="evict_last")
     if ADD:
-        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy=READ)
+        x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
         residual_place = residual_ptr + row * residual_stride + column
-        residual = tl.load(residual_place, mask=inside, other=0.0, eviction_policy=READ)
+        residual = tl.load(residual_place, mask=inside, other=0.0)
         # What is normalised is the sum as it is stored, so that the backward pass sees the same.
         rounded = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * width + column, rounded, mask=inside)
     else:
-        rounded = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0, eviction_policy=READ)
+        rounded = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     wide = rounded.to(tl.float32)
     mean = tl.sum(wide, axis=1, keep_dims=True) / width
     centred = tl.where(column < width, wide - mean, 0.0)
@@ -154,7 +153,6 @@ def forward(
             width,
             eps,
             ADD=residual is not None,
-            READ=READ_ONCE,
             ROWS=tile.rows,
             WIDTH=tile.width,
             num_warps=tile.num_warps,

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.support import INTERPRETED, READ_ONCE, next_power_of_2
+from rush.kernels.support import INTERPRETED, next_power_of_2
 
 # Shapes: b batch, h query heads, k key heads, t positions, d head dim.
 
@@ -31,14 +31,13 @@ def _halves(
     inside: tl.tensor,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    READ: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
     head = tl.arange(0, HEADS)[None, :, None]
     pair = tl.arange(0, HALF)[None, None, :]
     mask = inside & (head < num_heads) & (pair < half)
     source = x_ptr + x_place + (head.to(tl.int64) * head_stride + pair)
-    first = tl.load(source, mask=mask, other=0.0, eviction_policy=READ)
-    second = tl.load(source + half, mask=mask, other=0.0, eviction_policy=READ)
+    first = tl.load(source, mask=mask, other=0.0)
+    second = tl.load(source + half, mask=mask, other=0.0)
     return first, second
 
 
@@ -91,7 +90,6 @@ def rope_kernel(
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
-    READ: tl.constexpr,
 ) -> None:
     # Divided in 32 bits (a division in 64 takes a hundred instructions), multiplied in 64.
     place = (tl.program_id(0) * PLACES + tl.arange(0, PLACES))[:, None, None]
@@ -99,9 +97,9 @@ def rope_kernel(
     inside = place < num_places
     # All reads are under way before the first is waited for.
     q_place = batch * q_batch_stride + token * q_token_stride
-    q_first, q_second = _halves(q_ptr, q_place, q_head_stride, num_q_heads, half, inside, Q_HEADS, HALF, READ)
+    q_first, q_second = _halves(q_ptr, q_place, q_head_stride, num_q_heads, half, inside, Q_HEADS, HALF)
     k_place = batch * k_batch_stride + token * k_token_stride
-    k_first, k_second = _halves(k_ptr, k_place, k_head_stride, num_k_heads, half, inside, K_HEADS, HALF, READ)
+    k_first, k_second = _halves(k_ptr, k_place, k_head_stride, num_k_heads, half, inside, K_HEADS, HALF)
     pair = tl.arange(0, HALF)[None, None, :]
     angle = batch * angle_batch_stride + token * angle_token_stride + pair
     cos = tl.load(cos_ptr + angle, mask=inside & (pair < half), other=0.0).to(tl.float32)
@@ -149,19 +147,19 @@ def turn(
             Q_HEADS=next_power_of_2(num_q_heads),
             K_HEADS=next_power_of_2(num_k_heads),
             HALF=next_power_of_2(half),
-            READ=READ_ONCE,
             num_warps=num_warps,
         )
     return q_out, k_out
 
 
 def tile(token_size: int) -> tuple[int, int]:
-    """Tokens of a program, and its warps, where a token has so many pairs of queries: 8 pairs a thread.
+    """Tokens of a program, and its warps, where a token has so many pairs of queries.
 
-    Small models put several tokens into a program; the interpreter many, since it pays for each program.
+    Small models put several tokens into a program; the interpreter many, since it pays for each program. Up to 1024
+    pairs two warps are best, more programs then run side by side; beyond, eight (`scripts/tune_rows.py`, an H200).
     """
     places = next_power_of_2(max(1, (16384 if INTERPRETED else 1024) // token_size))
-    return places, min(8, max(1, places * token_size // 256))
+    return places, 2 if places * token_size <= 1024 else 8
 
 
 def side_by_side(x_bhtd: Tensor) -> Tensor:

@@ -15,7 +15,6 @@ import triton.language as tl
 from torch import Tensor
 
 from rush.kernels.quick_math import LOG2_E, exp2, reciprocal
-from rush.kernels.support import READ_ONCE
 
 BLOCK = 2048
 """Elements of a program: with 8 warps each thread moves one vector of 16 bytes of every tensor in bf16."""
@@ -35,14 +34,13 @@ def swiglu_forward_kernel(
     out_ptr: tl.tensor,
     size: tl.tensor,
     BLOCK: tl.constexpr,
-    READ: tl.constexpr,
 ) -> None:
     # One step of 64 bits to the block; inside it 32 bits are enough.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
     inside = place < size - start
-    gate = tl.load(gate_ptr + start + place, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
-    up = tl.load(up_ptr + start + place, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
+    gate = tl.load(gate_ptr + start + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + start + place, mask=inside, other=0.0).to(tl.float32)
     out = gate * sigmoid(gate) * up
     tl.store(out_ptr + start + place, out.to(out_ptr.dtype.element_ty), mask=inside)
 
@@ -56,14 +54,13 @@ def swiglu_backward_kernel(
     dup_ptr: tl.tensor,
     size: tl.tensor,
     BLOCK: tl.constexpr,
-    READ: tl.constexpr,
 ) -> None:
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
     inside = place < size - start
-    dout = tl.load(dout_ptr + start + place, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
-    gate = tl.load(gate_ptr + start + place, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
-    up = tl.load(up_ptr + start + place, mask=inside, other=0.0, eviction_policy=READ).to(tl.float32)
+    dout = tl.load(dout_ptr + start + place, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_ptr + start + place, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(up_ptr + start + place, mask=inside, other=0.0).to(tl.float32)
     share = sigmoid(gate)
     silu = gate * share
     dgate = dout * up * (share + silu * (1.0 - share))
@@ -76,7 +73,7 @@ def forward(gate: Tensor, up: Tensor) -> Tensor:
     out = torch.empty_like(gate)
     if size := gate.numel():
         grid = (triton.cdiv(size, BLOCK),)
-        swiglu_forward_kernel[grid](gate, up, out, size, BLOCK=BLOCK, READ=READ_ONCE, num_warps=NUM_WARPS)
+        swiglu_forward_kernel[grid](gate, up, out, size, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return out
 
 
@@ -85,7 +82,5 @@ def backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     dgate, dup = torch.empty_like(gate), torch.empty_like(up)
     if size := gate.numel():
         grid = (triton.cdiv(size, BLOCK),)
-        swiglu_backward_kernel[grid](
-            dout, gate, up, dgate, dup, size, BLOCK=BLOCK, READ=READ_ONCE, num_warps=NUM_WARPS
-        )
+        swiglu_backward_kernel[grid](dout, gate, up, dgate, dup, size, BLOCK=BLOCK, num_warps=NUM_WARPS)
     return dgate, dup
