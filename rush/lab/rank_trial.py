@@ -1,7 +1,8 @@
 """The inside of a trial on several ranks: one process starts them on torchrun's engine, waits, and puts together what they found.
 
 The trial's own process has imported everything and done nothing else, so a rank is its fork: as fresh as a process that
-was started by hand, a dozen seconds sooner. Ranks find each other as under torchrun and join as `rush train` does. They
+was started by hand, a dozen seconds sooner. (Not on GPUs: torchrun's engine asks CUDA how many there are, after which a
+fork cannot use them.) Ranks find each other as under torchrun and join as `rush train` does. They
 must make the same number of steps, so every decision (warm enough? how many samples?) is taken from seconds that all
 have agreed on: those of the slowest. Each is watched, and each writes down its own memory; rank 0 also the rest.
 """
@@ -83,7 +84,7 @@ def _start(num_ranks: int, spec: Mapping[str, Any], path: str) -> dict[int, int]
         rdzv_endpoint="localhost:0",
         max_restarts=0,
         monitor_interval=0.05,
-        start_method="fork" if sys.platform == "linux" else "spawn",
+        start_method=_start_method(spec["machine"]["device"]),
         local_addr="localhost",
     )
     try:
@@ -91,6 +92,10 @@ def _start(num_ranks: int, spec: Mapping[str, Any], path: str) -> dict[int, int]
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
     return {}
+
+
+def _start_method(device: str) -> str:
+    return "fork" if sys.platform == "linux" and device != "cuda" else "spawn"
 
 
 def _start_by(launcher: str, num_ranks: int, result: Path) -> None:

@@ -58,7 +58,16 @@ class _Started:
     launched: LaunchedStep
     lr: float
     began: float
+    opened: torch.cuda.Event | None
+    """On a device, what its time counts from: the step before, if it was launched behind that, or its own beginning."""
     data_s: float
+
+    def seconds(self) -> float:
+        """How long it took, once its result is there. A device keeps the time itself: the host may come back late, from
+        launching the next step, and would count that here and miss it there."""
+        if self.opened is not None and self.launched.arrived is not None:
+            return float(self.opened.elapsed_time(self.launched.arrived)) / 1000
+        return time.perf_counter() - self.began
 
 
 @dataclass
@@ -75,8 +84,6 @@ class Session:
     sinks: list[Sink]
     view: View
     saver: Saver
-    finished: float = 0.0
-    """When the last finished step was done."""
     prepared: bool = False
     """Whether there is memory for copies of the state."""
     last_step: float = math.inf
@@ -89,12 +96,11 @@ class Session:
         gauge = replace(gauge, rate=gauge.rate and gauge.rate * self.run.ranks.world)
         row: dict[str, Any] = {}
         began, first_tokens = time.perf_counter(), tokens
-        self.finished = began
         try:
             with _graceful_stop() as stop:
                 under_way: _Started | None = None
                 for step in range(done + 1, total + 1):
-                    started = self._start(step, stop.asked or self.saver.failed)
+                    started = self._start(step, stop.asked or self.saver.failed, under_way)
                     if under_way is not None:
                         row, under_way = self._finish(under_way, tokens, gauge), None
                         tokens = row["tokens"]
@@ -146,9 +152,10 @@ class Session:
             with self._explained(step):
                 check_drift(ranks, self.run.model.named_parameters(), step)
 
-    def _start(self, step: int, asked: bool) -> _Started:
-        """Launch a step; on a device it may still be at work when this returns."""
+    def _start(self, step: int, asked: bool, before: _Started | None) -> _Started:
+        """Launch a step, on a device perhaps while it is at work on the one before; it may be when this returns."""
         began = time.perf_counter()
+        opened = before.launched.arrived if before is not None else _mark(self.run.device)
         self.run.ranks.at(f"step {step}")
         lr = learning_rate(self.recipe, step)
         batches = list(self.loader.next_step())
@@ -158,16 +165,15 @@ class Session:
         if not self.prepared and 0 < self.recipe.run.save_every < self.recipe.schedule.steps:
             self.prepared = True  # the optimizer has its state now
             self.saver.prepare(self.run.model, self.run.optimizer)
-        return _Started(launched, lr, began, data_s)
+        return _Started(launched, lr, began, opened, data_s)
 
     def _finish(self, started: _Started, tokens: int, gauge: Yardstick) -> dict[str, Any]:
-        """Wait for a step and make its row. Its time counts from the end of the step before, if it was waiting for that."""
+        """Wait for a step and make its row."""
         with self._explained(started.launched.step):
             result = started.launched.result()
         if result.stopping:
             self.last_step = min(self.last_step, started.launched.step + 1)
-        now = time.perf_counter()
-        seconds, self.finished = now - max(started.began, self.finished), now
+        seconds = started.seconds()
         speed = result.num_tokens / seconds
         return {
             "step": started.launched.step,
@@ -287,6 +293,15 @@ def _gathered(run: Run) -> Run:
         return run
     whole = whole_model(run.model, run.ranks)
     return run if whole is None else replace(run, model=whole)
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """Now, on the clock of the device; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 def _due(every: int, step: int) -> bool:

@@ -214,7 +214,7 @@ def _fetch(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
         return on_device, None
     host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
     host.copy_(on_device, non_blocking=True)
-    arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    arrived = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     arrived.record()
     return host, arrived
 
