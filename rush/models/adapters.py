@@ -7,7 +7,8 @@ the bit. DoRA also trains the length of each row: W + s·B·A is brought to the 
 An adapter is a child of the layer it belongs to (`blocks.0.attention.q.adapter`), and the layer gets a
 forward of its own. So the base keeps its names, and any kind of layer can be adapted: plain, with 8-bit
 products, with a quantised weight. What the forward keeps for the backward pass is the layer's input (once:
-the frozen product keeps nothing but its weight) and `rank` values for each token.
+the frozen product keeps nothing but its weight) and `rank` values for each token. Plain and quantised layers get
+their adapter's part added in place (`adapted_linears`), all others by the formula below.
 
 Shapes: n tokens, i inputs, o outputs, r rank.
 """
@@ -15,7 +16,7 @@ Shapes: n tokens, i inputs, o outputs, r rank.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MethodType
@@ -25,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rush.models.adapted_linears import PLAIN, Frozen, adapted_linears
 from rush.models.decoder import Decoder
 from rush.models.initial import tensor_seed
 from rush.models.layers import FanOut
@@ -148,6 +150,13 @@ class SharedDown(FanOut):
         if len(both) < 2 or not all(adapter.active for _, adapter in both):
             return tuple(layer(x_btd) for layer in layers)
         x_btd = autocast_input(x_btd)
+        frozen = frozen_parts(x_btd, *both)
+        if frozen is not None:
+            made = iter(together(x_btd, frozen, *(adapter for _, adapter in both)))
+            return tuple(
+                next(made) if isinstance(adapter, Adapter) else layer(x_btd)
+                for layer, adapter in zip(layers, found, strict=True)
+            )
         a_ri = torch.cat([adapter.a for _, adapter in both]).to(x_btd.dtype)
         down_nr = F.linear(x_btd, a_ri).flatten(0, -2)
         parts = iter(torch.split(down_nr, [adapter.spec.rank for _, adapter in both], dim=-1))
@@ -171,8 +180,50 @@ def adapted_forward(self: nn.Linear, x: Tensor) -> Tensor:
     adapter = self.adapter
     assert isinstance(adapter, Adapter)
     x = autocast_input(x)
+    frozen = frozen_parts(x, (self, adapter)) if adapter.active else None
+    if frozen is not None:
+        return together(x, frozen, adapter)[0]
     base: Tensor = type(self).forward(self, x)
     return adapter(x, base, self) if adapter.active else base
+
+
+def frozen_parts(x: Tensor, *adapted: tuple[nn.Linear, Adapter]) -> Frozen | None:
+    """What the operator that adds in place is told of layers with this input; None for layers that multiply in a way of
+    their own (8-bit factors, a part on each rank, a cast of the weight), are trained, or have DoRA's lengths."""
+    stored = [_stored(layer, x) for layer, _ in adapted]
+    forms = {one[0] for one in stored if one is not None}
+    biases = [layer.bias for layer, _ in adapted if layer.bias is not None]
+    if (
+        None in stored
+        or len(forms) > 1
+        or len(biases) not in (0, len(adapted))
+        or not all(_is_frozen(bias) for bias in biases)
+        or any(adapter.magnitude is not None for _, adapter in adapted)
+    ):
+        return None
+    return Frozen(
+        forms.pop(), [one[1] for one in stored if one is not None], [bias.to(x.dtype) for bias in biases]
+    )
+
+
+def _stored(layer: nn.Linear, x: Tensor) -> tuple[str, Sequence[Tensor]] | None:
+    """The form of a weight that can be multiplied as it is stored, and its parts; None for any other."""
+    if type(layer) is nn.Linear:
+        usable = _is_frozen(layer.weight) and layer.weight.dtype == x.dtype
+        return (PLAIN, [layer.weight]) if usable else None
+    parts: Any = getattr(layer, "parts", None)
+    return None if parts is None else (str(layer.form), parts)
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and not tensor.requires_grad
+
+
+def together(x: Tensor, frozen: Frozen, *adapters: Adapter) -> Sequence[Tensor]:
+    """Layers of one input and their adapters, which are added in place."""
+    a_ri = adapters[0].a if len(adapters) == 1 else torch.cat([adapter.a for adapter in adapters])
+    bs = [adapter.b.to(x.dtype) for adapter in adapters]
+    return adapted_linears(x, frozen, a_ri.to(x.dtype), bs, [adapter.spec.scale for adapter in adapters])
 
 
 def autocast_input(x: Tensor) -> Tensor:

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 from rush.models.adapters import ROLE_GROUPS
+from rush.models.codes import Form, stored_parts
 from rush.models.counts import ParameterSpec, list_parameters
-from rush.models.quantised import Form, stored_parts
 from rush.models.shape import Shape
 
 

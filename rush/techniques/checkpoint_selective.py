@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from rush.models.adapted_linears import OPERATORS as ADAPTED
 from rush.recipe import Knob
 from rush.techniques.contract import (
     Build,
@@ -34,7 +35,12 @@ from rush.techniques.contract import (
 )
 from rush.techniques.seams import give_forward
 
-_MATMULS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten._scaled_mm.default)
+_MATMULS = (
+    torch.ops.aten.mm.default,
+    torch.ops.aten.addmm.default,
+    torch.ops.aten._scaled_mm.default,
+    *ADAPTED,  # one operator for all products of layers with one input and of their adapters
+)
 # Plain attention's products are not among them: its scores are the very tensors that must not be kept.
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
@@ -72,8 +78,9 @@ def _contexts(keep: str, tally: Tally) -> Any:
     def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = operator in _ATTENTION
         if operator in _MATMULS:
-            # Forward and recomputation meet the same matmuls in the same order, so they agree.
-            kept = keep == "all" or matmuls[ctx.is_recompute] % 2 == 0
+            # Forward and recomputation meet the same matmuls in the same order, so they agree. Adapted layers of one input
+            # come together: of those, half means what ends the attention and the MLP, and not the wide ones.
+            kept = keep == "all" or matmuls[ctx.is_recompute] % 2 == (operator in ADAPTED)
             matmuls[ctx.is_recompute] += 1
         tally.counts["kept" if kept else "dropped"] += not ctx.is_recompute
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rush.models.quantised import Form
+from rush.models.codes import Form
 from rush.recipe import Knob
 from rush.techniques.contract import (
     Build,

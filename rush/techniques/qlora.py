@@ -15,7 +15,8 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 
 from rush.hardware import Machine
-from rush.models.quantised import BLOCK, Form, quantise_linears
+from rush.models.codes import BLOCK, Form
+from rush.models.quantised import quantise_linears
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     Build,
@@ -34,7 +35,9 @@ from rush.techniques.lora import FROZEN_MEMORY, KNOBS, add_adapters, lengths_in_
 from rush.techniques.lora import evidence as adapters_trained
 
 BACKENDS = ("bitsandbytes", "torchao")
-OPS = ("rush::quantised_linear", "rush::quantised_linear_backward")
+# With an adapter and without.
+FORWARD = ("rush::adapted_quantised_linears", "rush::quantised_linear")
+BACKWARD = ("rush::adapted_quantised_linears_backward", "rush::quantised_linear_backward")
 KERNELS = {"bitsandbytes": "Dequantize", "torchao": "triton_"}
 
 
@@ -68,7 +71,7 @@ def unpacked_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     if noted is None:
         return Proof(False, "no weight was quantised")
     trained = adapters_trained(seen, knobs)
-    counts = [seen.ops.get(op, 0) for op in OPS]
+    counts = [sum(seen.ops.get(op, 0) for op in ops) for ops in (FORWARD, BACKWARD)]
     # A replayed recording shows kernels only; bitsandbytes' unpacking is known by name.
     replayed = seen.kernels and any(KERNELS[str(knobs["backend"])] in name for name in seen.kernels)
     ran = all(counts) or bool(replayed)

@@ -39,7 +39,7 @@ _RULES = tuple(
         ("data", r"Memcpy HtoD"),
         (
             "matmul",
-            r"aten::(mm|addmm|linear|matmul|_scaled_mm|_int_mm)\b|MmBackward|gemm|nvjet|cutlass|xmma|splitK|"
+            r"aten::(mm|addmm_?|linear|matmul|_scaled_mm|_int_mm)\b|MmBackward|gemm|nvjet|cutlass|xmma|splitK|"
             r"triton_tem\w*mm",
         ),
         ("other", r"embedding|Embedding|Memcpy|Memset"),

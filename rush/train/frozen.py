@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from rush.errors import DataError
 from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, fill_adapters
+from rush.models.codes import Form
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantised import Form, QuantisedLinear, form_of, quantise_linears
+from rush.models.quantised import QuantisedLinear, form_of, quantise_linears
 from rush.parallel import Ranks
 from rush.parallel.pipeline import collect
 from rush.parallel.sharded import gather, is_sharded, whole

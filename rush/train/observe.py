@@ -37,7 +37,7 @@ from rush.train.step import launch_step
 
 DATA = "rush::data"
 # Where the two factors stand among an operator's inputs.
-_MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::_scaled_mm": 0, "aten::_int_mm": 0}
+_MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0, "aten::_int_mm": 0}
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
 _DTYPES = {
     "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from rush.hardware import probe
 from rush.models import SIZES, build_model, save_hf_folder
 from rush.models.adapters import adapters, adapters_off
+from rush.models.codes import Form
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantised import Form, QuantisedLinear
+from rush.models.quantised import QuantisedLinear
 from rush.techniques.proofs import prove
 from rush.train.build import Run
 from rush.train.folders import load_model

@@ -16,8 +16,8 @@ from shard_work import overfit, pass_adapters, prefer, wait_on_host
 from test_pipeline import together
 from test_sameness import furthest
 
+from rush.models.codes import Form
 from rush.models.memory import adapter_memory
-from rush.models.quantised import Form
 from rush.records.checkpoints import verify
 from rush.records.pieces import KINDS
 from rush.train.overfit import NEAR_ZERO

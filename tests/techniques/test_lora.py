@@ -16,14 +16,9 @@ from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.models import matmul_parameters
 from rush.models.adapters import adapters, adapters_off
-from rush.models.quantised import (
-    NF4_VALUES,
-    Form,
-    QuantisedLinear,
-    fingerprint,
-    nf4_reference,
-    quantise_linears,
-)
+from rush.models.codes import NF4_VALUES, Form, nf4_reference
+from rush.models.fingerprints import fingerprint
+from rush.models.quantised import QuantisedLinear, quantise_linears
 from rush.techniques import check
 from rush.techniques.proofs import prove
 from rush.train.build import Run, build
@@ -66,6 +61,7 @@ def alone() -> Trace:
 SAME_AS_ALONE = [
     ("checkpoint_full",),
     ("checkpoint_selective",),
+    ("{name='checkpoint_selective', keep='half'}",),
     ("{name='chunked_loss', chunk_tokens=64}",),
     pytest.param(("fused_loss",), marks=pytest.mark.slow),
     pytest.param(("fused_mlp", "fused_norm"), marks=pytest.mark.slow),
@@ -84,6 +80,13 @@ def test_beside_others_it_learns_what_it_learns_alone(others: tuple[str, ...]) -
     assert together.grad_norms == pytest.approx(alone().grad_norms, rel=2e-5)
     assert together.gradients.keys() == alone().gradients.keys()
     proven(run, together)
+
+
+@pytest.mark.parametrize("keep", ["all", "half"])
+def test_selective_checkpointing_keeps_products_of_a_quantised_base(keep: str) -> None:
+    needs("qlora")
+    run = make_run("{name='qlora', rank=4}", f"{{name='checkpoint_selective', keep='{keep}'}}")
+    proven(run, trace(run, 2, watch=True))
 
 
 @pytest.mark.parametrize(

@@ -24,8 +24,9 @@ from rush.models.adapters import (
     merged_state,
     set_active,
 )
+from rush.models.codes import Form
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantised import Form, quantise_linears
+from rush.models.quantised import quantise_linears
 from rush.train.adapters import CONFIG, WEIGHTS, put_on, read_peft, save_adapter
 from rush.train.folders import load_model
 from rush.train.frozen import base_identity, partial_identity

@@ -1,0 +1,149 @@
+"""Frozen linear layers of one input with their adapters, as one operator: the adapters' part is added in place.
+
+Out of place, adding a low-rank product to a layer's output copies that output first, and the input's gradient gets
+a second tensor as large as the first, to be added afterwards. Both are passes over the widest activations there
+are. Here the frozen product is written once and the thin products add to it where it lies:
+
+    forward     down = x Aᵀ;  out_l = x W_lᵀ;  out_l += s_l down_l B_lᵀ
+    backward    d_down_l = s_l d_out_l B_l;  dx = Σ d_out_l W_l;  dx += d_down A
+                dA = d_downᵀ x;  dB_l = s_l d_out_lᵀ down_l
+
+A compiler takes operators that write in place apart and copies again, so to it this is one step. What is kept for
+the backward pass is the input, once for all layers, and `rank` values for each token and layer. The same is there
+twice, under two names: for plain weights, and for weights that are stored as codes and unpacked for each product.
+
+Shapes: n tokens, i inputs, o outputs of a layer, r ranks of all layers side by side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rush.models.codes import unpack
+
+PLAIN = ""
+
+
+@dataclass(frozen=True)
+class Frozen:
+    """What is not trained of layers with one input: weights as they are stored (`form` is PLAIN for plain matrices), all
+    in the same form, and all or none with a bias."""
+
+    form: str
+    weights: Sequence[Sequence[Tensor]]
+    biases: Sequence[Tensor]
+
+
+def adapted_linears(
+    x: Tensor, frozen: Frozen, a_ri: Tensor, bs: Sequence[Tensor], scales: Sequence[float]
+) -> Sequence[Tensor]:
+    """What each layer makes of the input, its adapter's part included."""
+    operator = _plain if frozen.form == PLAIN else _quantised
+    flat = [part for parts in frozen.weights for part in parts]
+    outs: list[Tensor] = operator(x, a_ri, list(bs), list(scales), flat, list(frozen.biases), frozen.form)
+    return outs[:-1]
+
+
+def _weight(form: str, weights: Sequence[Tensor], a_ri: Tensor, bs: Sequence[Tensor], layer: int) -> Tensor:
+    """The matrix of one layer. Nobody gives it a name, so that an unpacked one is gone after its product."""
+    if form == PLAIN:
+        return weights[layer]
+    count = len(weights) // len(bs)
+    parts = weights[layer * count : (layer + 1) * count]
+    return unpack(form, parts, (bs[layer].shape[0], a_ri.shape[1]), a_ri.dtype)
+
+
+def _columns(of_all_nr: Tensor, bs: Sequence[Tensor]) -> Sequence[Tensor]:
+    """Each layer's own ranks."""
+    return torch.split(of_all_nr, [b_or.shape[1] for b_or in bs], dim=1)
+
+
+def _forward(
+    x: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor], biases: list[Tensor], form: str
+) -> list[Tensor]:  # fmt: skip
+    x_ni = x.flatten(0, -2)
+    down_nr = x_ni @ a_ri.t()
+    outs = []
+    for layer, (b_or, scale, own_nr) in enumerate(zip(bs, scales, _columns(down_nr, bs), strict=True)):
+        if biases and form == PLAIN:
+            out_no = torch.addmm(biases[layer], x_ni, weights[layer].t())
+        else:
+            out_no = x_ni @ _weight(form, weights, a_ri, bs, layer).t()
+            if biases:
+                out_no += biases[layer]
+        out_no.addmm_(own_nr, b_or.t(), alpha=scale)
+        outs.append(out_no.view(*x.shape[:-1], b_or.shape[0]))
+    return [*outs, down_nr]
+
+
+def _forward_shapes(
+    x: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor], biases: list[Tensor], form: str
+) -> list[Tensor]:  # fmt: skip
+    outs = [x.new_empty((*x.shape[:-1], b_or.shape[0])) for b_or in bs]
+    return [*outs, x.new_empty((x.shape[:-1].numel(), a_ri.shape[0]))]
+
+
+def _backward(
+    d_outs: list[Tensor], x: Tensor, a_ri: Tensor, down_nr: Tensor, bs: list[Tensor], scales: list[float],
+    weights: list[Tensor], form: str, with_input: bool,
+) -> list[Tensor]:  # fmt: skip
+    d_flat = [d_out.reshape(-1, d_out.shape[-1]) for d_out in d_outs]
+    d_down_nr = torch.empty_like(down_nr)
+    d_bs = [torch.empty_like(b_or) for b_or in bs]
+    own, d_own = _columns(down_nr, bs), _columns(d_down_nr, bs)
+    for layer, (d_no, scale) in enumerate(zip(d_flat, scales, strict=True)):
+        # beta=0: written, not added to; so the factor costs no pass of its own.
+        d_own[layer].addmm_(d_no, bs[layer], beta=0, alpha=scale)
+        d_bs[layer].addmm_(d_no.t(), own[layer], beta=0, alpha=scale)
+    gradients = [d_down_nr.t() @ x.flatten(0, -2), *d_bs]
+    if with_input:
+        dx_ni = d_flat[0] @ _weight(form, weights, a_ri, bs, 0)
+        for layer in range(1, len(bs)):
+            dx_ni.addmm_(d_flat[layer], _weight(form, weights, a_ri, bs, layer))
+        gradients.append(dx_ni.addmm_(d_down_nr, a_ri).view(x.shape))
+    return gradients
+
+
+def _backward_shapes(
+    d_outs: list[Tensor], x: Tensor, a_ri: Tensor, down_nr: Tensor, bs: list[Tensor], scales: list[float],
+    weights: list[Tensor], form: str, with_input: bool,
+) -> list[Tensor]:  # fmt: skip
+    likes = [a_ri, *bs, *([x] if with_input else [])]
+    return [like.new_empty(like.shape) for like in likes]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+    x, a_ri, bs, ctx.scales, weights, biases, ctx.form = inputs
+    ctx.num_layers, ctx.num_biases = len(bs), len(biases)
+    # Weights are there anyway; no layer's output is kept, and no unpacked weight.
+    ctx.save_for_backward(x, a_ri, output[-1], *bs, *weights)
+
+
+def _define(name: str) -> Any:
+    """The operator, forward and backward, under a name of its own."""
+    forward = torch.library.custom_op(f"rush::{name}", _forward, mutates_args=())
+    backward = torch.library.custom_op(f"rush::{name}_backward", _backward, mutates_args=())
+    forward.register_fake(_forward_shapes)
+    backward.register_fake(_backward_shapes)
+
+    def gradient(ctx: Any, d_outs: list[Tensor]) -> tuple[Any, ...]:
+        x, a_ri, down_nr, *rest = ctx.saved_tensors
+        bs, weights = rest[: ctx.num_layers], rest[ctx.num_layers :]
+        asked = bool(ctx.needs_input_grad[0])
+        d_a, *d_rest = backward(d_outs[:-1], x, a_ri, down_nr, bs, ctx.scales, weights, ctx.form, asked)
+        d_bs, d_x = d_rest[: ctx.num_layers], d_rest[-1] if asked else None
+        return d_x, d_a, d_bs, None, [None] * len(weights), [None] * ctx.num_biases, None
+
+    forward.register_autograd(gradient, setup_context=_keep)
+    return forward
+
+
+_plain, _quantised = _define("adapted_linears"), _define("adapted_quantised_linears")
+
+OPERATORS = (torch.ops.rush.adapted_linears.default, torch.ops.rush.adapted_quantised_linears.default)
+"""As a dispatch mode meets them: for who keeps the results of products."""

@@ -1,0 +1,205 @@
+"""How frozen weights are stored in fewer bits, and what the codes stand for: NF4 and int8, by two libraries.
+
+NF4 is a table of 16 values with equal probability under a normal curve; a weight is the nearest one times the
+largest magnitude of its block of 64. These magnitudes are quantised in turn (8 bits in blocks of 256: "double
+quantisation"), which makes 4.13 bits a weight in all. int8 has one scale for each row: 8 bits, nearly no error.
+Quantising and unpacking are the libraries' (bitsandbytes, torchao), imported when they are used.
+
+Shapes: i inputs, o outputs; codes are flat.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+BLOCK, SCALE_BLOCK = 64, 256
+# Table of NF4 (Dettmers et al. 2023, arXiv:2305.14314, appendix E), to the digits both libraries use.
+NF4_VALUES = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Form:
+    """How frozen weights are stored: `nf4` or `int8`, quantised by which library."""
+
+    kind: str
+    backend: str
+
+    def __str__(self) -> str:
+        return f"{self.kind}/{self.backend}"
+
+
+Parts = dict[str, Tensor]
+
+
+# --- NF4 by bitsandbytes --------------------------------------------------------------------------------
+
+
+def _pack_bitsandbytes(weight: Tensor) -> Parts:
+    functional: Any = import_module("bitsandbytes.functional")
+    codes, state = functional.quantize_4bit(
+        weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    return {
+        "codes": codes.flatten(),
+        "scales": state.absmax,
+        "scale_scales": state.state2.absmax,
+        "scale_table": state.state2.code,
+        "offset": state.offset.reshape(1),
+    }
+
+
+def _layout_bitsandbytes(out_features: int, in_features: int) -> dict[str, tuple[int, torch.dtype]]:
+    count = out_features * in_features
+    blocks = math.ceil(count / BLOCK)
+    return {
+        "codes": (math.ceil(count / 2), torch.uint8),
+        "scales": (blocks, torch.uint8),
+        "scale_scales": (math.ceil(blocks / SCALE_BLOCK), torch.float32),
+        "scale_table": (256, torch.float32),
+        "offset": (1, torch.float32),
+    }
+
+
+def _unpack_bitsandbytes(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    import_module("bitsandbytes")  # registers the operators
+    codes, scales, scale_scales, scale_table, offset = parts
+    ops = torch.ops.bitsandbytes
+    largest = ops.dequantize_blockwise.default(scales, scale_scales, scale_table, SCALE_BLOCK, torch.float32)
+    largest += offset
+    weight: Tensor = ops.dequantize_4bit.default(codes[:, None], largest, BLOCK, "nf4", dims, dtype)
+    return weight
+
+
+# --- NF4 by torchao -------------------------------------------------------------------------------------
+
+
+def _scale_block(count: int) -> int:
+    """torchao wants whole blocks of scales: 256, or for small layers the largest power of two that divides them."""
+    return math.gcd(count // BLOCK, SCALE_BLOCK)
+
+
+def _pack_torchao(weight: Tensor) -> Parts:
+    to_nf4: Any = import_module("torchao.quantization").to_nf4
+    packed = to_nf4(weight.float().contiguous(), BLOCK, _scale_block(weight.numel()))
+    return {
+        "codes": packed.quantized_data,
+        "scales": packed.quantized_scalers,
+        "scale_scales": packed.quantization_factor,
+        "scale_table": packed.nf4,
+        "offset": packed.scaler_mean.reshape(1),
+    }
+
+
+def _layout_torchao(out_features: int, in_features: int) -> dict[str, tuple[int, torch.dtype]]:
+    count = out_features * in_features
+    blocks = count // BLOCK
+    return {
+        "codes": (count // 2, torch.uint8),
+        "scales": (blocks, torch.int8),
+        "scale_scales": (blocks // _scale_block(count), torch.float32),
+        "scale_table": (16, torch.float32),
+        "offset": (1, torch.float32),
+    }
+
+
+def _unpack_torchao(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The formula of torchao's own `get_original_weight`, in plain torch; on a GPU compiled into one kernel."""
+    unpack: Callable[..., Tensor] = _compiled_unpack() if parts[0].is_cuda else _unpack_formula
+    return unpack(*parts, dtype).view(dims)
+
+
+def _unpack_formula(
+    codes: Tensor, scales: Tensor, scale_scales: Tensor, table: Tensor, offset: Tensor, dtype: torch.dtype
+) -> Tensor:
+    largest = (scales.view(scale_scales.shape[0], -1) / scale_scales[:, None]).flatten() + offset
+    values = table[torch.stack((codes >> 4, codes & 15), dim=-1).int()]
+    return (values.view(largest.shape[0], -1) * largest[:, None]).to(dtype)
+
+
+@cache
+def _compiled_unpack() -> Callable[..., Tensor]:
+    return torch.compile(_unpack_formula, dynamic=False)
+
+
+# --- int8 ------------------------------------------------------------------------------------------------
+
+
+def _pack_int8_bitsandbytes(weight: Tensor) -> Parts:
+    functional: Any = import_module("bitsandbytes.functional")
+    codes, largest_o, _ = functional.int8_vectorwise_quant(weight.half().contiguous())
+    return {"codes": codes, "scales": largest_o.float() / 127}
+
+
+def _pack_int8_torchao(weight: Tensor) -> Parts:
+    quantization: Any = import_module("torchao.quantization")
+    holder = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    holder.weight = nn.Parameter(weight.float(), requires_grad=False)
+    quantization.quantize_(holder, quantization.Int8WeightOnlyConfig(set_inductor_config=False))
+    packed: Any = holder.weight
+    return {"codes": packed.qdata, "scales": packed.scale.float().flatten()}
+
+
+def _layout_int8(out_features: int, in_features: int) -> dict[str, tuple[int, torch.dtype]]:
+    return {"codes": (out_features * in_features, torch.int8), "scales": (out_features, torch.float32)}
+
+
+def _unpack_int8(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    codes, scales_o = parts
+    weight = torch.empty(dims, dtype=dtype, device=codes.device)
+    # One kernel: multiplied in fp32, rounded once as it is written.
+    return torch.mul(codes.view(dims), scales_o[:, None], out=weight)
+
+
+# --- which is which --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Way:
+    pack: Callable[[Tensor], Parts]
+    unpack: Callable[[Sequence[Tensor], tuple[int, int], torch.dtype], Tensor]
+    layout: Callable[[int, int], Mapping[str, tuple[int, torch.dtype]]]
+
+
+_WAYS = {
+    "nf4/bitsandbytes": _Way(_pack_bitsandbytes, _unpack_bitsandbytes, _layout_bitsandbytes),
+    "nf4/torchao": _Way(_pack_torchao, _unpack_torchao, _layout_torchao),
+    "int8/bitsandbytes": _Way(_pack_int8_bitsandbytes, _unpack_int8, _layout_int8),
+    "int8/torchao": _Way(_pack_int8_torchao, _unpack_int8, _layout_int8),
+}  # fmt: skip
+
+
+def stored_parts(form: Form, out_features: int, in_features: int) -> Mapping[str, tuple[int, torch.dtype]]:
+    """What a weight of this size is stored as: number and dtype of the elements of each part."""
+    return _WAYS[str(form)].layout(out_features, in_features)
+
+
+def pack(form: Form, weight: Tensor) -> Parts:
+    """A weight in full precision as the parts that stand for it."""
+    return _WAYS[str(form)].pack(weight)
+
+
+def unpack(form: str, parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight that codes stand for, as a matrix of its own."""
+    return _WAYS[form].unpack(parts, dims, dtype)
+
+
+def nf4_reference(weight: Tensor) -> Tensor:
+    """Round to NF4 and back with nothing but torch, in float64 and without double quantisation: what to compare with."""
+    table = torch.tensor(NF4_VALUES, dtype=torch.float64)
+    blocks = weight.double().cpu().reshape(-1, BLOCK)
+    largest = blocks.abs().amax(1, keepdim=True).clamp_min(1e-30)
+    nearest = (blocks / largest)[..., None].sub(table).abs().argmin(-1)
+    return (table[nearest] * largest).view(weight.shape)
