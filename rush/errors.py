@@ -59,8 +59,9 @@ class Drifted(Diverged):
 
 
 def nearest(found: str, allowed: Iterable[str]) -> str:
-    """The tail of a message: the nearest allowed word if one is close, and the allowed words."""
+    """The tail of a message: the allowed words that begin like this or else the nearest, if there is one, and all of them."""
     names = sorted(allowed)
-    close = difflib.get_close_matches(found, names, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    begun = [name for name in names if found and name.startswith(found)]
+    close = begun[:3] or difflib.get_close_matches(found, names, n=1, cutoff=0.6)
+    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
     return f"{hint}Allowed: {', '.join(names)}."

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rush.errors import RecipeError
+from rush.errors import RecipeError, nearest
 from rush.ready import RECIPES, short_name
 from rush.recipe import Recipe
 from rush.recipe_io import changed, differences, load_recipe, parse, write_toml
@@ -201,3 +201,10 @@ def test_the_page_about_recipes_is_current() -> None:
 )
 def test_a_name_with_points_in_it_stays_whole(given: str, name: str) -> None:
     assert short_name(given) == name
+
+
+def test_a_word_that_others_begin_with_is_answered_with_those() -> None:
+    said = nearest("h200", ["b200", "h200-nvl", "h200-sxm"])
+    assert said == "did you mean 'h200-nvl' or 'h200-sxm'? Allowed: b200, h200-nvl, h200-sxm."
+    assert nearest("b2000", ["b200", "h200-nvl"]).startswith("did you mean 'b200'?")
+    assert nearest("quite else", ["b200"]) == "Allowed: b200."

@@ -49,6 +49,9 @@ OWN = ("peak_memory_bytes", "exchange_ms", "exposed_ms", "profiled_step_ms", "ev
 BLAME = ("out_of_memory", "diverged", "unsupported", "crashed")
 """Where ranks ended unalike, the first of these is why."""
 
+SEEN_FIRST_S = 2.0
+"""Who lost another rank ends so much later: the engine tells of one rank that failed, and ends the others when it sees it."""
+
 
 def lead(spec: Mapping[str, Any], result: Result) -> None:
     """Start the ranks of a spec and wait for all of them."""
@@ -158,6 +161,8 @@ def be_rank(spec: Mapping[str, Any], path: str) -> None:
         result.finish("crashed", f"rank {rank}: {type(error).__name__}: {last[0][:300] if last else ''}")
     if result.found["status"] != "ok" or "ended" in result.found:
         sys.stderr.flush()
+        if result.found.get("lost"):
+            time.sleep(SEEN_FIRST_S)
         os._exit(1)  # a rank that failed must not wait for the others on its way out
 
 

@@ -257,9 +257,18 @@ def test_twenty_comparisons_of_a_recipe_with_itself_give_at_most_two_false_gains
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_five_per_cent_of_real_work_more_is_found(ladder_file: LadderFile, tmp_path: Path) -> None:
+    """Where intervals are narrower than that. On a machine that others use they may not be, which is no answer either way."""
     path = ladder_file([_plant("slow")], processes=8, windows=12, window_ms=40.0)
-    record = climb(load_plan(str(path)), tmp_path / "out", extra_techniques=[PLANT])
-    assert record["rungs"][1]["verdict"] == "slower"
+    for attempt in range(3):
+        record = climb(load_plan(str(path)), tmp_path / f"out-{attempt}", extra_techniques=[PLANT])
+        rung = record["rungs"][1]
+        assert rung["gain"] is not None
+        low, high = rung["gain"]["ci95"]
+        if rung["verdict"] == "slower" or high - low < 0.05:
+            break
+    else:
+        pytest.skip(f"the machine was too busy to tell five per cent: at last {low:.3f} to {high:.3f}")
+    assert rung["verdict"] == "slower"
 
 
 def _start(path: Path, out: Path, *more: str) -> subprocess.Popen[bytes]:
