@@ -31,10 +31,10 @@ PLAIN = ""
 
 @dataclass(frozen=True)
 class Frozen:
-    """What is not trained of layers with one input: weights as they are stored (`form` is PLAIN for plain matrices), all
+    """What is not trained of layers with one input: weights as they are stored (`unpacker` is PLAIN for plain matrices), all
     in the same form, and all or none with a bias."""
 
-    form: str
+    unpacker: str
     weights: Sequence[Sequence[Tensor]]
     biases: Sequence[Tensor]
 
@@ -43,19 +43,21 @@ def adapted_linears(
     x: Tensor, frozen: Frozen, a_ri: Tensor, bs: Sequence[Tensor], scales: Sequence[float]
 ) -> Sequence[Tensor]:
     """What each layer makes of the input, its adapter's part included."""
-    operator = _plain if frozen.form == PLAIN else _quantised
+    operator = _plain if frozen.unpacker == PLAIN else _quantised
     flat = [part for parts in frozen.weights for part in parts]
-    outs: list[Tensor] = operator(x, a_ri, list(bs), list(scales), flat, list(frozen.biases), frozen.form)
+    outs: list[Tensor] = operator(x, a_ri, list(bs), list(scales), flat, list(frozen.biases), frozen.unpacker)
     return outs[:-1]
 
 
-def _weight(form: str, weights: Sequence[Tensor], a_ri: Tensor, bs: Sequence[Tensor], layer: int) -> Tensor:
+def _weight(
+    unpacker: str, weights: Sequence[Tensor], a_ri: Tensor, bs: Sequence[Tensor], layer: int
+) -> Tensor:
     """The matrix of one layer. Nobody gives it a name, so that an unpacked one is gone after its product."""
-    if form == PLAIN:
+    if unpacker == PLAIN:
         return weights[layer]
     count = len(weights) // len(bs)
     parts = weights[layer * count : (layer + 1) * count]
-    return unpack(form, parts, (bs[layer].shape[0], a_ri.shape[1]), a_ri.dtype)
+    return unpack(unpacker, parts, (bs[layer].shape[0], a_ri.shape[1]), a_ri.dtype)
 
 
 def _columns(of_all_nr: Tensor, bs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -64,16 +66,16 @@ def _columns(of_all_nr: Tensor, bs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _forward(
-    x: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor], biases: list[Tensor], form: str
+    x: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor], biases: list[Tensor], unpacker: str
 ) -> list[Tensor]:  # fmt: skip
     x_ni = x.flatten(0, -2)
     down_nr = x_ni @ a_ri.t()
     outs = []
     for layer, (b_or, scale, own_nr) in enumerate(zip(bs, scales, _columns(down_nr, bs), strict=True)):
-        if biases and form == PLAIN:
+        if biases and unpacker == PLAIN:
             out_no = torch.addmm(biases[layer], x_ni, weights[layer].t())
         else:
-            out_no = x_ni @ _weight(form, weights, a_ri, bs, layer).t()
+            out_no = x_ni @ _weight(unpacker, weights, a_ri, bs, layer).t()
             if biases:
                 out_no += biases[layer]
         out_no.addmm_(own_nr, b_or.t(), alpha=scale)
@@ -82,7 +84,7 @@ def _forward(
 
 
 def _forward_shapes(
-    x: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor], biases: list[Tensor], form: str
+    x: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor], biases: list[Tensor], unpacker: str
 ) -> list[Tensor]:  # fmt: skip
     outs = [x.new_empty((*x.shape[:-1], b_or.shape[0])) for b_or in bs]
     return [*outs, x.new_empty((x.shape[:-1].numel(), a_ri.shape[0]))]
@@ -90,7 +92,7 @@ def _forward_shapes(
 
 def _backward(
     d_outs: list[Tensor], x: Tensor, a_ri: Tensor, down_nr: Tensor, bs: list[Tensor], scales: list[float],
-    weights: list[Tensor], form: str, with_input: bool,
+    weights: list[Tensor], unpacker: str, with_input: bool,
 ) -> list[Tensor]:  # fmt: skip
     d_flat = [d_out.reshape(-1, d_out.shape[-1]) for d_out in d_outs]
     d_down_nr = torch.empty_like(down_nr)
@@ -102,23 +104,23 @@ def _backward(
         d_bs[layer].addmm_(d_no.t(), own[layer], beta=0, alpha=scale)
     gradients = [d_down_nr.t() @ x.flatten(0, -2), *d_bs]
     if with_input:
-        dx_ni = d_flat[0] @ _weight(form, weights, a_ri, bs, 0)
+        dx_ni = d_flat[0] @ _weight(unpacker, weights, a_ri, bs, 0)
         for layer in range(1, len(bs)):
-            dx_ni.addmm_(d_flat[layer], _weight(form, weights, a_ri, bs, layer))
+            dx_ni.addmm_(d_flat[layer], _weight(unpacker, weights, a_ri, bs, layer))
         gradients.append(dx_ni.addmm_(d_down_nr, a_ri).view(x.shape))
     return gradients
 
 
 def _backward_shapes(
     d_outs: list[Tensor], x: Tensor, a_ri: Tensor, down_nr: Tensor, bs: list[Tensor], scales: list[float],
-    weights: list[Tensor], form: str, with_input: bool,
+    weights: list[Tensor], unpacker: str, with_input: bool,
 ) -> list[Tensor]:  # fmt: skip
     likes = [a_ri, *bs, *([x] if with_input else [])]
     return [like.new_empty(like.shape) for like in likes]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, a_ri, bs, ctx.scales, weights, biases, ctx.form = inputs
+    x, a_ri, bs, ctx.scales, weights, biases, ctx.unpacker = inputs
     ctx.num_layers, ctx.num_biases = len(bs), len(biases)
     # Weights are there anyway; no layer's output is kept, and no unpacked weight.
     ctx.save_for_backward(x, a_ri, output[-1], *bs, *weights)
@@ -135,7 +137,7 @@ def _define(name: str) -> Any:
         x, a_ri, down_nr, *rest = ctx.saved_tensors
         bs, weights = rest[: ctx.num_layers], rest[ctx.num_layers :]
         asked = bool(ctx.needs_input_grad[0])
-        d_a, *d_rest = backward(d_outs[:-1], x, a_ri, down_nr, bs, ctx.scales, weights, ctx.form, asked)
+        d_a, *d_rest = backward(d_outs[:-1], x, a_ri, down_nr, bs, ctx.scales, weights, ctx.unpacker, asked)
         d_bs, d_x = d_rest[: ctx.num_layers], d_rest[-1] if asked else None
         return d_x, d_a, d_bs, None, [None] * len(weights), [None] * ctx.num_biases, None
 

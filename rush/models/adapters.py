@@ -191,28 +191,28 @@ def frozen_parts(x: Tensor, *adapted: tuple[nn.Linear, Adapter]) -> Frozen | Non
     """What the operator that adds in place is told of layers with this input; None for layers that multiply in a way of
     their own (8-bit factors, a part on each rank, a cast of the weight), are trained, or have DoRA's lengths."""
     stored = [_stored(layer, x) for layer, _ in adapted]
-    forms = {one[0] for one in stored if one is not None}
+    unpackers = {one[0] for one in stored if one is not None}
     biases = [layer.bias for layer, _ in adapted if layer.bias is not None]
     if (
         None in stored
-        or len(forms) > 1
+        or len(unpackers) > 1
         or len(biases) not in (0, len(adapted))
         or not all(_is_frozen(bias) for bias in biases)
         or any(adapter.magnitude is not None for _, adapter in adapted)
     ):
         return None
     return Frozen(
-        forms.pop(), [one[1] for one in stored if one is not None], [bias.to(x.dtype) for bias in biases]
+        unpackers.pop(), [one[1] for one in stored if one is not None], [bias.to(x.dtype) for bias in biases]
     )
 
 
 def _stored(layer: nn.Linear, x: Tensor) -> tuple[str, Sequence[Tensor]] | None:
-    """The form of a weight that can be multiplied as it is stored, and its parts; None for any other."""
+    """Who unpacks a weight that can be multiplied as it is stored, and its parts; None for any other."""
     if type(layer) is nn.Linear:
         usable = _is_frozen(layer.weight) and layer.weight.dtype == x.dtype
         return (PLAIN, [layer.weight]) if usable else None
     parts: Any = getattr(layer, "parts", None)
-    return None if parts is None else (str(layer.form), parts)
+    return None if parts is None else (str(layer.unpacker), parts)
 
 
 def _is_frozen(tensor: Tensor) -> bool:

@@ -3,7 +3,8 @@
 NF4 is a table of 16 values with equal probability under a normal curve; a weight is the nearest one times the
 largest magnitude of its block of 64. These magnitudes are quantised in turn (8 bits in blocks of 256: "double
 quantisation"), which makes 4.13 bits a weight in all. int8 has one scale for each row: 8 bits, nearly no error.
-Quantising and unpacking are the libraries' (bitsandbytes, torchao), imported when they are used.
+Quantising and unpacking are the libraries' (bitsandbytes, torchao), imported when they are used; who has another
+way to unpack a form offers it here under a name of its own.
 
 Shapes: i inputs, o outputs; codes are flat.
 """
@@ -166,10 +167,14 @@ def _unpack_int8(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dt
 # --- which is which --------------------------------------------------------------------------------------
 
 
+Unpack = Callable[[Sequence[Tensor], tuple[int, int], torch.dtype], Tensor]
+"""Of the parts of a weight, its size and the dtype wanted makes a matrix of its own."""
+
+
 @dataclass(frozen=True)
 class _Way:
     pack: Callable[[Tensor], Parts]
-    unpack: Callable[[Sequence[Tensor], tuple[int, int], torch.dtype], Tensor]
+    unpack: Unpack
     layout: Callable[[int, int], Mapping[str, tuple[int, torch.dtype]]]
 
 
@@ -191,9 +196,17 @@ def pack(form: Form, weight: Tensor) -> Parts:
     return _WAYS[str(form)].pack(weight)
 
 
-def unpack(form: str, parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The weight that codes stand for, as a matrix of its own."""
-    return _WAYS[form].unpack(parts, dims, dtype)
+_UNPACKERS: dict[str, Unpack] = {form: way.unpack for form, way in _WAYS.items()}
+
+
+def offer_unpacker(name: str, unpack: Unpack) -> None:
+    """Let layers name another way to unpack what they store. A name means the same for good."""
+    assert _UNPACKERS.setdefault(name, unpack) is unpack, f"{name} is taken"
+
+
+def unpack(unpacker: str, parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The weight that codes stand for, as a matrix of its own; a form's name is its library's way."""
+    return _UNPACKERS[unpacker](parts, dims, dtype)
 
 
 def nf4_reference(weight: Tensor) -> Tensor:

@@ -23,29 +23,29 @@ from rush.models.fingerprints import base_fingerprint, fingerprint
 
 
 @torch.library.custom_op("rush::quantised_linear", mutates_args=())
-def _product(x: Tensor, parts: list[Tensor], form: str, out_features: int) -> Tensor:
-    weight_oi = unpack(form, parts, (out_features, x.shape[-1]), x.dtype)
+def _product(x: Tensor, parts: list[Tensor], unpacker: str, out_features: int) -> Tensor:
+    weight_oi = unpack(unpacker, parts, (out_features, x.shape[-1]), x.dtype)
     return F.linear(x, weight_oi)
 
 
 @_product.register_fake
-def _(x: Tensor, parts: list[Tensor], form: str, out_features: int) -> Tensor:
+def _(x: Tensor, parts: list[Tensor], unpacker: str, out_features: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 @torch.library.custom_op("rush::quantised_linear_backward", mutates_args=())
-def _input_gradient(d_out: Tensor, parts: list[Tensor], form: str, in_features: int) -> Tensor:
-    weight_oi = unpack(form, parts, (d_out.shape[-1], in_features), d_out.dtype)
+def _input_gradient(d_out: Tensor, parts: list[Tensor], unpacker: str, in_features: int) -> Tensor:
+    weight_oi = unpack(unpacker, parts, (d_out.shape[-1], in_features), d_out.dtype)
     return d_out @ weight_oi
 
 
 @_input_gradient.register_fake
-def _(d_out: Tensor, parts: list[Tensor], form: str, in_features: int) -> Tensor:
+def _(d_out: Tensor, parts: list[Tensor], unpacker: str, in_features: int) -> Tensor:
     return d_out.new_empty((*d_out.shape[:-1], in_features))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, parts, ctx.form, _ = inputs
+    x, parts, ctx.unpacker, _ = inputs
     ctx.in_features = x.shape[-1]
     # The codes are there anyway; neither the input nor the unpacked weight is kept.
     ctx.save_for_backward(*parts)
@@ -54,7 +54,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
     parts = list(ctx.saved_tensors)
     return (
-        _input_gradient(d_out.contiguous(), parts, ctx.form, ctx.in_features),
+        _input_gradient(d_out.contiguous(), parts, ctx.unpacker, ctx.in_features),
         [None] * len(parts),
         None,
         None,
@@ -71,6 +71,8 @@ class QuantisedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.form = form
+        self.unpacker = str(form)
+        """Who unpacks it in products: the form's library, or who offered it (`offer_unpacker`)."""
         self.bias = plain.bias
         self.source = ""
         self.base_source = ""
@@ -94,7 +96,7 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = autocast_input(x)
-        out: Tensor = _product(x, self.parts, str(self.form), self.out_features)
+        out: Tensor = _product(x, self.parts, self.unpacker, self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def set_weight(self, weight_oi: Tensor) -> None:
@@ -115,6 +117,7 @@ class QuantisedLinear(nn.Linear):
         """The weight the codes stand for."""
         dims = (self.out_features, self.in_features)
         parts = [see(part) for part in self.parts]
+        # By the library: wherever the codes are.
         return unpack(str(self.form), parts, dims, dtype or torch.float32)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:

@@ -7,16 +7,20 @@ Embeddings, norms and head stay as they are. An 8B model then trains on a 24 GB 
 pass unpacks every weight, which hides behind the products only when there are many tokens; and the base is
 rounded to 16 levels, so it starts a little worse than what it was made from. Weights are quantised one by
 one as they arrive: the model never exists on the device in full precision. `lora` is faster where memory allows.
+On a CUDA device our own kernel unpacks what bitsandbytes stored, to the same bits, scales and weights in one pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 
+import torch
+from torch import Tensor
+
 from rush.hardware import Machine
-from rush.models.codes import BLOCK, Form
-from rush.models.quantised import quantise_linears
+from rush.models.codes import BLOCK, Form, offer_unpacker
+from rush.models.quantised import QuantisedLinear, quantise_linears
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     Build,
@@ -33,20 +37,27 @@ from rush.techniques.contract import (
 )
 from rush.techniques.lora import FROZEN_MEMORY, KNOBS, add_adapters, lengths_in_fp32
 from rush.techniques.lora import evidence as adapters_trained
+from rush.techniques.seams import needs_triton
 
 BACKENDS = ("bitsandbytes", "torchao")
 # With an adapter and without.
 FORWARD = ("rush::adapted_quantised_linears", "rush::quantised_linear")
 BACKWARD = ("rush::adapted_quantised_linears_backward", "rush::quantised_linear_backward")
-KERNELS = {"bitsandbytes": "Dequantize", "torchao": "triton_"}
+OPERATORS = {"rush": "rush::unpack_nf4", "bitsandbytes": "bitsandbytes::dequantize_4bit"}
+KERNELS = {"rush": "unpack_nf4_kernel", "bitsandbytes": "Dequantize", "torchao": "triton_"}
+"""How who unpacks shows in a profile; torchao's formula has no operator of its own."""
+OURS = "nf4/bitsandbytes, by rush"
 
 
-def quantise(build: Build, form: Form) -> None:
+def quantise(build: Build, form: Form, unpacker: str | None = None) -> None:
     """Codes in place of the blocks' weights; what they come to is noted for the evidence."""
     quantise_linears(build.model, form)
     layers = [
         layer for role, layers in build.model.linears().items() if role != "head" for _, layer in layers
     ]
+    for layer in layers:
+        assert isinstance(layer, QuantisedLinear)
+        layer.unpacker = unpacker or str(form)
     # The tables of values are the same for all layers and do not grow with them.
     stored = sum(
         buffer.numel() * buffer.element_size()
@@ -57,12 +68,31 @@ def quantise(build: Build, form: Form) -> None:
     build.facts["quantised"] = {
         "bits": 8 * stored / sum(layer.in_features * layer.out_features for layer in layers),
         "layers": len(layers),
+        "unpacked_by": "rush" if unpacker == OURS else form.backend,
     }
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    quantise(build, Form("nf4", str(knobs["backend"])))
+    ours = knobs["unpack"] == "rush" or (
+        knobs["unpack"] == "auto" and _can_be_ours(build.machine, build.recipe)
+    )
+    if ours:
+        offer_unpacker(OURS, _by_rush)
+    quantise(build, Form("nf4", str(knobs["backend"])), OURS if ours else None)
     add_adapters(build, knobs)
+
+
+def _by_rush(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    from rush.kernels.nf4 import unpack_nf4  # needs Triton
+
+    codes, scales, scale_scales, scale_table, offset = parts
+    return unpack_nf4(codes, scales, scale_scales, scale_table, offset, dims, dtype)
+
+
+def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:
+    """On a CUDA device with Triton, for codes as bitsandbytes stores them."""
+    stored_by = knob_of(recipe, "qlora", "backend", BACKENDS[0])
+    return machine.device == "cuda" and machine.triton is not None and stored_by == "bitsandbytes"
 
 
 def unpacked_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -72,9 +102,9 @@ def unpacked_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         return Proof(False, "no weight was quantised")
     trained = adapters_trained(seen, knobs)
     counts = [sum(seen.ops.get(op, 0) for op in ops) for ops in (FORWARD, BACKWARD)]
-    # A replayed recording shows kernels only; bitsandbytes' unpacking is known by name.
-    replayed = seen.kernels and any(KERNELS[str(knobs["backend"])] in name for name in seen.kernels)
-    ran = all(counts) or bool(replayed)
+    by = str(noted["unpacked_by"])
+    # A replayed recording shows kernels only.
+    ran = all(counts) or any(KERNELS[by] in name for name in seen.kernels)
     return Proof(
         trained.took_effect and ran,
         f"{noted['layers']} layers in {noted['bits']:.2f} bits a weight; products from codes in the profiled steps: "
@@ -82,12 +112,27 @@ def unpacked_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     )
 
 
+def _unpacked_by(seen: Observation) -> set[str]:
+    """Who unpacked in the profiled steps, of those that can be told by name."""
+    return {
+        who
+        for who, operator in OPERATORS.items()
+        if operator in seen.ops or any(KERNELS[who] in name for name in seen.kernels)
+    }
+
+
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The linear layers' weights come to less than 5 bits each, products from their codes ran forward and backward, and
-    only adapters were trained."""
+    """The linear layers' weights come to less than 5 bits each, products from their codes ran forward and backward, unpacked
+    by our kernel or the library's as the knobs say, and only adapters were trained."""
     proof = unpacked_twice(seen, knobs)
-    bits = seen.facts.get("quantised", {}).get("bits", 32)
-    return Proof(proof.took_effect and bits < 6, proof.what)
+    noted, found = seen.facts.get("quantised", {}), _unpacked_by(seen)
+    by = str(noted.get("unpacked_by"))
+    # (The library also unpacks for DoRA's lengths, whoever does for products.)
+    as_asked = ("rush" in found) == (by == "rush") and (by in found or by not in OPERATORS)
+    return Proof(
+        proof.took_effect and as_asked and noted["bits"] < 6,
+        f"unpacked by {' and '.join(sorted(found)) or by}; {proof.what}",
+    )
 
 
 def has_library(name: str) -> Requirement:
@@ -96,6 +141,10 @@ def has_library(name: str) -> Requirement:
         'pip install "optimization-rush[quant]" -c constraints.txt',
         lambda machine, recipe: find_spec(str(knob_of(recipe, name, "backend", BACKENDS[0]))) is not None,
     )
+
+
+def _asks_for_ours(recipe: Recipe) -> bool:
+    return knob_of(recipe, "qlora", "unpack", "auto") == "rush"
 
 
 def _whole_blocks(machine: Machine, recipe: Recipe) -> bool:
@@ -113,9 +162,28 @@ technique = Technique(
         has_library("qlora"),
         Requirement(f"it needs linear layers whose weights come in blocks of {BLOCK}", _whole_blocks),
         lengths_in_fp32,
+        Requirement(
+            "unpack = rush is for codes that bitsandbytes stored; set backend bitsandbytes, or unpack auto or library",
+            lambda machine, recipe: (
+                not _asks_for_ours(recipe)
+                or knob_of(recipe, "qlora", "backend", BACKENDS[0]) == "bitsandbytes"
+            ),
+        ),
+        Requirement(
+            f"with unpack = rush {needs_triton.sentence}",
+            lambda machine, recipe: not _asks_for_ours(recipe) or needs_triton.met(machine, recipe),
+        ),
     ),
     conflicts=("fp8", "fused_projections", "int8_base", "lora", "tp"),
-    knobs={"backend": KnobRange(BACKENDS, "whose quantising and unpacking"), **KNOBS},
+    knobs={
+        "backend": KnobRange(BACKENDS, "whose quantising"),
+        "unpack": KnobRange(
+            ("auto", "rush", "library"),
+            "whose kernel unpacks, to the same bits: ours (CUDA, what bitsandbytes stored) or the backend's; auto is ours "
+            "where it can be",
+        ),
+        **KNOBS,
+    },
     claim=Claim(
         "bytes of a 65B model being fine-tuned",
         -0.94,

@@ -56,6 +56,8 @@ def needs(*techniques: str) -> None:
         (QLORA, "bf16_master", "checkpoint_full", BLOCK, "fused_loss"),
         (QLORA, "bf16_master", "checkpoint_full", "cuda_graph"),
         (QLORA, "bf16_master", "{name='checkpoint_full', inputs='host'}", BLOCK, "fused_loss"),
+        ("{name='qlora', rank=8, unpack='library'}", "bf16_master", BLOCK),
+        ("{name='qlora', rank=8, unpack='library'}", "bf16_master", "cuda_graph"),
         ("{name='qlora', rank=8, backend='torchao'}", "bf16_master", "checkpoint_full", BLOCK),
         ("{name='int8_base', rank=8}", "bf16_master", BLOCK),
         ("{name='int8_base', rank=8, backend='torchao'}", "amp_bf16"),
@@ -80,6 +82,18 @@ def test_in_fp32_it_learns_what_it_learns_on_a_cpu(method: str) -> None:
     there = trace(make_run(method, overrides=SIZE), 5)
     assert here.losses == pytest.approx(there.losses, rel=1e-4)
     assert here.grad_norms == pytest.approx(there.grad_norms, rel=1e-3)
+
+
+def test_our_kernel_is_the_default_and_learns_the_same_bits_as_the_library_s() -> None:
+    needs(QLORA)
+    losses = []
+    for method, by in [(QLORA, "rush"), ("{name='qlora', rank=8, unpack='library'}", "bitsandbytes")]:
+        run = on_gpu(method, "bf16_master")
+        seen = trace(run, 5, watch=True)
+        assert seen.seen is not None
+        assert prove(run.uses, seen.seen)["qlora"].what.startswith(f"unpacked by {by};")
+        losses.append(seen.losses)
+    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize("techniques", [("bf16_master",), ("bf16_master", BLOCK)], ids=["eager", "compiled"])
@@ -182,6 +196,17 @@ def test_offloaded_blocks_leave_the_device_and_the_logits_are_the_same(where: st
     size = (tmp_path / "model" / "model.safetensors").stat().st_size
     assert torch.cuda.max_memory_allocated() - before < 0.35 * size
     assert all(p.is_meta for p in streamed.blocks.parameters())
+
+
+@pytest.mark.parametrize("method", [LORA, QLORA])
+def test_no_output_of_a_layer_is_copied_to_add_an_adapter(method: str) -> None:
+    """Out of place, `addmm` copies what it adds to."""
+    needs(method)
+    run = on_gpu(method, "bf16_master")
+    seen = trace(run, 4, watch=True).seen
+    assert seen is not None
+    assert seen.ops.get("aten::addmm_", 0) > 0
+    assert seen.ops.get("aten::addmm", 0) == 0
 
 
 def test_only_adapters_get_gradients() -> None:

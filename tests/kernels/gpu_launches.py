@@ -23,6 +23,7 @@ from rush.kernels.fp8_mlp import fp8_mlp
 from rush.kernels.gelu import gelu
 from rush.kernels.layernorm import add_layernorm, layernorm
 from rush.kernels.linear_cross_entropy import linear_cross_entropy
+from rush.kernels.nf4 import unpack_nf4
 from rush.kernels.norm_of_all import norm_of_all
 from rush.kernels.rmsnorm import add_rmsnorm, rmsnorm
 from rush.kernels.rope import rope
@@ -147,6 +148,13 @@ def norm(dtype: torch.dtype, size: int = 8192) -> None:
     norm_of_all([zeros(size, dtype=dtype)])
 
 
+def nf4(dtype: torch.dtype) -> None:
+    count = ROWS * WIDTH
+    codes, scales = zeros(count // 2, dtype=torch.uint8), zeros(count // 64, dtype=torch.uint8)
+    tables = zeros(count // 64 // 256, dtype=FP32), zeros(256, dtype=FP32), zeros(1, dtype=FP32)
+    unpack_nf4(codes, scales, *tables, (ROWS, WIDTH), dtype)
+
+
 def update_8bit(dtype: torch.dtype, by_chance: bool, size: int = 8192) -> None:
     p = zeros(size, dtype=dtype)
     moments = [packed_zeros(p, signed=True)], [packed_zeros(p, signed=False)]
@@ -188,6 +196,8 @@ STREAMING: dict[str, Callable[[], None]] = {
     "adamw bf16 told": partial(update, BF16, BF16, True, told=("found_inf", "grad_scale")),
     "norm_of_all fp32": partial(norm, FP32),
     "norm_of_all bf16": partial(norm, BF16),
+    "nf4 bf16": partial(nf4, BF16),
+    "nf4 fp32": partial(nf4, FP32),
     "adamw8bit fp32": partial(update_8bit, FP32, False),
     "adamw8bit bf16 by chance": partial(update_8bit, BF16, True),
 }
@@ -214,6 +224,7 @@ RARE: dict[str, Callable[[], None]] = {
     "rope fp16 80": partial(turn, FP16, 80, 12, 12),
     "swiglu fp16": partial(swi, FP16),
     "gelu fp16": partial(gaussian, FP16),
+    "nf4 fp16": partial(nf4, FP16),
     "cross_entropy_ fp16 smoothed": partial(loss_over_logits, FP16, 50304, 0.1),
     "linear_cross_entropy fp16": partial(head_and_loss, FP16),
     "adamw bf16, moments fp32": partial(update, BF16, FP32, True),

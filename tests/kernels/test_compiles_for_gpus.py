@@ -67,7 +67,7 @@ NARROW_LOADS = {
 """Load instructions of less than 16 bytes a thread: one number of a row, of the table of tensors, a scale. In the norms'
 backward pass a row's mean and deviation, for each row of a step and each step read ahead; a tensor of activations read by
 single elements would take 32 more. Left out: rope, whose few key heads give a thread 4 or 8 bytes; adamw8bit,
-whose codes are bytes, 8 to a thread; attention, which on Hopper loads by the copy engine."""
+whose codes are bytes, 8 to a thread; nf4, which reads a word of eight weights and looks the rest up; attention, which on Hopper loads by the copy engine."""
 
 
 def compile_offline(folder: Path, module: str, *options: str) -> Report:

@@ -149,7 +149,38 @@ def test_a_quantised_base_compiles_and_recomputes_to_the_same(method: str) -> No
     proven(run, together)
 
 
+def test_our_kernel_unpacks_to_the_same_bits_and_is_named() -> None:
+    """Interpreted here; on a GPU it is the default."""
+    needs("qlora")
+    losses = {}
+    for unpack, by in [("rush", "rush"), ("library", "bitsandbytes"), ("auto", "bitsandbytes")]:
+        run = make_run(f"{{name='qlora', rank=4, unpack='{unpack}'}}", overrides=SHORT)
+        seen = trace(run, 2, watch=True)
+        assert seen.seen is not None
+        proof = prove(run.uses, seen.seen)["qlora"]
+        assert proof.took_effect, proof.what
+        assert proof.what.startswith(f"unpacked by {by};")
+        losses[unpack] = seen.losses
+    assert losses["rush"] == losses["library"] == losses["auto"]
+
+
+@pytest.mark.parametrize("unpack", ["rush", "library"])
+def test_a_planted_other_kernel_is_found_by_the_evidence(unpack: str) -> None:
+    needs("qlora")
+    run = make_run(f"{{name='qlora', rank=4, unpack='{unpack}'}}", overrides=SHORT)
+    other = make_run("{name='qlora', rank=4, unpack='rush'}", overrides=SHORT)
+    for mine, theirs in zip(run.model.modules(), other.model.modules(), strict=True):
+        if isinstance(mine, QuantisedLinear):
+            assert isinstance(theirs, QuantisedLinear)
+            mine.unpacker = str(mine.form) if unpack == "rush" else theirs.unpacker
+    seen = trace(run, 1, watch=True).seen
+    assert seen is not None
+    assert not prove(run.uses, seen)["qlora"].took_effect
+
+
 def test_what_cannot_stand_together_is_said() -> None:
+    with pytest.raises(MachineError, match="for codes that bitsandbytes stored"):
+        check(recipe_of("{name='qlora', backend='torchao', unpack='rush'}"), probe("cpu"))
     with pytest.raises(RecipeError, match="cannot stand together"):
         check(recipe_of("lora", "qlora"), probe("cpu"))
     with pytest.raises(RecipeError, match="cannot stand together"):

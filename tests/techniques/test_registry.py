@@ -189,6 +189,9 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of(f"{{name='{name}', variant='dora'}}", "pure_bf16"))
         if name == "lora":
             own.append(recipe_of("{name='lora', variant='dora'}", overrides=["layout.tp=2"]))
+        if name == "qlora":
+            own.append(recipe_of("{name='qlora', unpack='rush'}"))
+            own.append(recipe_of("{name='qlora', unpack='rush', backend='torchao'}"))
         narrow = ["model.shape.hidden=36", "model.shape.num_heads=6", "model.shape.head_dim=6"]
         own.append(recipe_of(name, overrides=narrow))
     if name in FINE_TUNING:

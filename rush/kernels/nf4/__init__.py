@@ -1,0 +1,90 @@
+# mypy: allow-untyped-decorators
+"""Unpacking weights that bitsandbytes stored as NF4 with double quantisation, in one kernel.
+
+bitsandbytes unpacks the scales into memory, adds their offset and then unpacks the weights: three kernels. This is
+one, with the same bits as result. Takes what `quantize_4bit` gives with blocks of 64 (scales in blocks of 256), all of it
+contiguous, and writes fp32, bf16 or fp16. There is no gradient: such weights are frozen.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from rush.kernels.nf4 import triton as kernels
+from rush.kernels.nf4.reference import BLOCK, SCALE_BLOCK, VALUES
+from rush.kernels.support import need, need_device, op
+
+__all__ = ["unpack_nf4"]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def unpack_nf4(
+    codes: Tensor,
+    scales: Tensor,
+    scale_scales: Tensor,
+    scale_table: Tensor,
+    offset: Tensor,
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+) -> Tensor:
+    """The weight of this size that the codes stand for; `reference.py` is the formula."""
+    parts = (codes, scales, scale_scales, scale_table, offset)
+    need_device("unpack_nf4", *parts)
+    need(dtype in FLOATS, "unpack_nf4 writes fp32, bf16 and fp16.")
+    need(all(part.is_contiguous() for part in parts), "unpack_nf4 takes contiguous tensors.")
+    count = dims[0] * dims[1]
+    need(
+        count % BLOCK == 0,
+        f"unpack_nf4 takes weights in whole blocks of {BLOCK}; found {dims[0]} × {dims[1]}.",
+    )
+    blocks = count // BLOCK
+    expected = (
+        (codes, count // 2, torch.uint8, "half a byte for each weight"),
+        (scales, blocks, torch.uint8, "a byte for each block"),
+        (scale_scales, -(-blocks // SCALE_BLOCK), torch.float32, "an fp32 number for 256 blocks"),
+        (scale_table, 256, torch.float32, "a table of 256 fp32 numbers"),
+        (offset, 1, torch.float32, "one fp32 offset"),
+    )
+    for part, size, kind, what in expected:
+        need(part.numel() == size and part.dtype == kind, f"unpack_nf4 needs {what}.")
+    weight: Tensor = _unpack(*parts, dims[0], dims[1], dtype)
+    return weight
+
+
+@op("unpack_nf4")
+def _unpack(
+    codes: Tensor,
+    scales: Tensor,
+    scale_scales: Tensor,
+    scale_table: Tensor,
+    offset: Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    values = _values(codes.device)
+    return kernels.unpack(codes, scales, scale_scales, scale_table, offset, values, dtype).view(rows, columns)
+
+
+@_unpack.register_fake
+def _(
+    codes: Tensor,
+    scales: Tensor,
+    scale_scales: Tensor,
+    scale_table: Tensor,
+    offset: Tensor,
+    rows: int,
+    columns: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    return codes.new_empty((rows, columns), dtype=dtype)
+
+
+@cache
+def _values(device: torch.device) -> Tensor:
+    """The 16 values where the kernel can read them."""
+    return torch.tensor(VALUES, dtype=torch.float32, device=device)
