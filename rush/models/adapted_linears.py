@@ -8,7 +8,8 @@ are. Here the frozen product is written once and the thin products add to it whe
     backward    d_down_l = s_l d_out_l B_l;  dx = Σ d_out_l W_l;  dx += d_down A
                 dA = d_downᵀ x;  dB_l = s_l d_out_lᵀ down_l
 
-A compiler takes operators that write in place apart and copies again, so to it this is one step. What is kept for
+A compiler takes operators that write in place apart and copies again, so to it this is one step, but for the thin product
+with A: an operator of its own, whose gradient is nevertheless made here. What is kept for
 the backward pass is the input, once for all layers, and `rank` values for each token and layer. The same is there
 twice, under two names: for plain weights, and for weights that are stored as codes and unpacked for each product.
 
@@ -45,8 +46,12 @@ def adapted_linears(
     """What each layer makes of the input, its adapter's part included."""
     operator = _plain if frozen.unpacker == PLAIN else _quantised
     flat = [part for parts in frozen.weights for part in parts]
-    outs: list[Tensor] = operator(x, a_ri, list(bs), list(scales), flat, list(frozen.biases), frozen.unpacker)
-    return outs[:-1]
+    # Apart from the wide products, because of a last layer computed again the backward pass needs only this.
+    down_nr = x.detach().flatten(0, -2) @ a_ri.detach().t()
+    outs: list[Tensor] = operator(
+        x, down_nr, a_ri, list(bs), list(scales), flat, list(frozen.biases), frozen.unpacker
+    )
+    return outs
 
 
 def _weight(
@@ -66,10 +71,10 @@ def _columns(of_all_nr: Tensor, bs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _forward(
-    x: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor], biases: list[Tensor], unpacker: str
+    x: Tensor, down_nr: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor],
+    biases: list[Tensor], unpacker: str,
 ) -> list[Tensor]:  # fmt: skip
     x_ni = x.flatten(0, -2)
-    down_nr = x_ni @ a_ri.t()
     outs = []
     for layer, (b_or, scale, own_nr) in enumerate(zip(bs, scales, _columns(down_nr, bs), strict=True)):
         if biases and unpacker == PLAIN:
@@ -80,18 +85,18 @@ def _forward(
                 out_no += biases[layer]
         out_no.addmm_(own_nr, b_or.t(), alpha=scale)
         outs.append(out_no.view(*x.shape[:-1], b_or.shape[0]))
-    return [*outs, down_nr]
+    return outs
 
 
 def _forward_shapes(
-    x: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor], biases: list[Tensor], unpacker: str
+    x: Tensor, down_nr: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor],
+    biases: list[Tensor], unpacker: str,
 ) -> list[Tensor]:  # fmt: skip
-    outs = [x.new_empty((*x.shape[:-1], b_or.shape[0])) for b_or in bs]
-    return [*outs, x.new_empty((x.shape[:-1].numel(), a_ri.shape[0]))]
+    return [x.new_empty((*x.shape[:-1], b_or.shape[0])) for b_or in bs]
 
 
 def _backward(
-    d_outs: list[Tensor], x: Tensor, a_ri: Tensor, down_nr: Tensor, bs: list[Tensor], scales: list[float],
+    d_outs: list[Tensor], x: Tensor, down_nr: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float],
     weights: list[Tensor], unpacker: str, with_input: bool,
 ) -> list[Tensor]:  # fmt: skip
     d_flat = [d_out.reshape(-1, d_out.shape[-1]) for d_out in d_outs]
@@ -112,7 +117,7 @@ def _backward(
 
 
 def _backward_shapes(
-    d_outs: list[Tensor], x: Tensor, a_ri: Tensor, down_nr: Tensor, bs: list[Tensor], scales: list[float],
+    d_outs: list[Tensor], x: Tensor, down_nr: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float],
     weights: list[Tensor], unpacker: str, with_input: bool,
 ) -> list[Tensor]:  # fmt: skip
     likes = [a_ri, *bs, *([x] if with_input else [])]
@@ -120,10 +125,10 @@ def _backward_shapes(
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, a_ri, bs, ctx.scales, weights, biases, ctx.unpacker = inputs
+    x, down_nr, a_ri, bs, ctx.scales, weights, biases, ctx.unpacker = inputs
     ctx.num_layers, ctx.num_biases = len(bs), len(biases)
     # Weights are there anyway; no layer's output is kept, and no unpacked weight.
-    ctx.save_for_backward(x, a_ri, output[-1], *bs, *weights)
+    ctx.save_for_backward(x, down_nr, a_ri, *bs, *weights)
 
 
 def _define(name: str) -> Any:
@@ -134,12 +139,12 @@ def _define(name: str) -> Any:
     backward.register_fake(_backward_shapes)
 
     def gradient(ctx: Any, d_outs: list[Tensor]) -> tuple[Any, ...]:
-        x, a_ri, down_nr, *rest = ctx.saved_tensors
+        x, down_nr, a_ri, *rest = ctx.saved_tensors
         bs, weights = rest[: ctx.num_layers], rest[ctx.num_layers :]
         asked = bool(ctx.needs_input_grad[0])
-        d_a, *d_rest = backward(d_outs[:-1], x, a_ri, down_nr, bs, ctx.scales, weights, ctx.unpacker, asked)
+        d_a, *d_rest = backward(d_outs, x, down_nr, a_ri, bs, ctx.scales, weights, ctx.unpacker, asked)
         d_bs, d_x = d_rest[: ctx.num_layers], d_rest[-1] if asked else None
-        return d_x, d_a, d_bs, None, [None] * len(weights), [None] * ctx.num_biases, None
+        return d_x, None, d_a, d_bs, None, [None] * len(weights), [None] * ctx.num_biases, None
 
     forward.register_autograd(gradient, setup_context=_keep)
     return forward
@@ -149,3 +154,9 @@ _plain, _quantised = _define("adapted_linears"), _define("adapted_quantised_line
 
 OPERATORS = (torch.ops.rush.adapted_linears.default, torch.ops.rush.adapted_quantised_linears.default)
 """As a dispatch mode meets them: for who keeps the results of products."""
+NAMES = frozenset(
+    f"rush::{name}{way}"
+    for name in ("adapted_linears", "adapted_quantised_linears")
+    for way in ("", "_backward")
+)
+"""As a profile calls them, forward and backward."""

@@ -73,15 +73,16 @@ class Tally:
 
 def _contexts(keep: str, tally: Tally) -> Any:
     """What torch asks for at each checkpointed call: two modes that share one policy."""
-    matmuls: Counter[bool] = Counter()
+    matmuls: Counter[tuple[bool, bool]] = Counter()
 
     def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = operator in _ATTENTION
         if operator in _MATMULS:
             # Forward and recomputation meet the same matmuls in the same order, so they agree. Adapted layers of one input
             # come together: of those, half means what ends the attention and the MLP, and not the wide ones.
-            kept = keep == "all" or matmuls[ctx.is_recompute] % 2 == (operator in ADAPTED)
-            matmuls[ctx.is_recompute] += 1
+            kind = (ctx.is_recompute, operator in ADAPTED)
+            kept = keep == "all" or matmuls[kind] % 2 == (operator in ADAPTED)
+            matmuls[kind] += 1
         tally.counts["kept" if kept else "dropped"] += not ctx.is_recompute
         return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 

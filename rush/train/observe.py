@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from rush.data import Batch
 from rush.hardware import peak_memory_bytes, reset_peak_memory
+from rush.models.adapted_linears import NAMES as ADAPTED
 from rush.models.adapters import adapters
 from rush.techniques.contract import Observation
 from rush.techniques.evidence import dynamo_counts
@@ -218,7 +219,8 @@ def _recorded_twice(host: list[FunctionEvent], vocabularies: set[int]) -> set[in
     """Events of matmuls that computed nothing themselves.
 
     Under a dispatch mode (selective checkpointing) an operator is recorded once when the mode takes it and once,
-    inside, when it runs. In the recomputation the mode hands out what it kept, and nothing is inside.
+    inside, when it runs. In the recomputation the mode hands out what it kept, and nothing is inside. (It takes layers with
+    adapters as one operator: products inside of that ran.)
     """
     matmuls = [event for event in host if event.name in _MATMULS]
     taken: set[int] = set()
@@ -239,7 +241,7 @@ def _recorded_twice(host: list[FunctionEvent], vocabularies: set[int]) -> set[in
         for event in matmuls
         if event.id not in ran_inside
         and {"aten::linear", "aten::matmul"}.intersection(callers(event))
-        and FORWARD not in callers(event)
+        and not {FORWARD, *ADAPTED}.intersection(callers(event))
     }
     return taken | handed_out
 

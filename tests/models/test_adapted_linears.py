@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
 
 from rush.models.adapted_linears import OPERATORS
 from rush.models.adapters import Adapter, AdapterSpec, SharedDown, attach
@@ -172,8 +173,9 @@ def test_torch_finds_the_operators_well_formed(form: Form | None) -> None:
     a_ri = torch.cat([layer.adapter.a for layer in layers]).detach().requires_grad_()  # type: ignore[union-attr, arg-type, misc]
     biases = [layer.bias for layer in layers]
     operator = OPERATORS[0 if form is None else 1]
+    down_nr = (x.flatten(0, -2) @ a_ri.t()).detach()
     torch.library.opcheck(
-        operator, (x, a_ri, bs, [2.0, 3.0], parts, biases, "" if form is None else str(form))
+        operator, (x, down_nr, a_ri, bs, [2.0, 3.0], parts, biases, "" if form is None else str(form))
     )
 
 
@@ -215,3 +217,25 @@ def test_under_autocast_the_result_is_that_of_bf16_weights() -> None:
     wanted = ours(x.detach().bfloat16(), narrow)
     assert all(one.dtype is torch.bfloat16 for one in got)
     assert all(torch.equal(one, other) for one, other in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("form", [None, INT8], ids=["plain", "int8"])
+def test_recomputed_and_compiled_the_last_layer_costs_its_thin_product_only(form: Form | None) -> None:
+    """A block's last output is of no use to its own backward pass. In Llama's that is a quarter of the recomputation."""
+    (layer,), x = layers_of(1, torch.float32, form=form), input_of(torch.float32)
+
+    def block(x: Tensor) -> Tensor:
+        return ours(ours(x, [layer])[0][..., :INPUTS].sin(), [layer])[0]
+
+    @torch.compile(fullgraph=True)
+    def checkpointed(x: Tensor) -> Tensor:
+        out: Tensor = checkpoint(block, x, use_reentrant=False, preserve_rng_state=False)
+        return out
+
+    checkpointed(x).sum().backward()
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+        checkpointed(x).sum().backward()
+    ran = [event.name for event in seen.events() or []]
+    name = "rush::adapted_linears" if form is None else "rush::adapted_quantised_linears"
+    assert ran.count(name) == 3, "both layers forward, and of the recomputation the first"
+    assert ran.count(f"{name}_backward") == 2
