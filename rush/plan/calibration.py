@@ -14,8 +14,9 @@ from dataclasses import replace
 
 from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.findings import Case
+from rush.plan.spec import matmul_dtype
 from rush.plan.terms import kernels
-from rush.plan.time import Time, matmul_dtype, time_of
+from rush.plan.time import Time, time_of
 
 PARTS = {
     "matmul": "matmul",
@@ -40,7 +41,8 @@ def third(cases: Sequence[Case], draw: str = "") -> tuple[list[Case], list[Case]
 
 def calibrate(cases: Iterable[Case], start: Efficiency = DEFAULT) -> Efficiency:
     """The efficiencies that these cases show."""
-    timed = [(case, time_of(case.spec, case.target, start)) for case in cases if case.breakdown_s]
+    planned = ((case, time_of(case.spec, case.target, start)) for case in cases if case.breakdown_s)
+    timed = [(_as_timed(case, time), time) for case, time in planned]
     usual = [(c, t) for c, t in timed if not (_work(c, "loss.bytes") or _work(c, "offloaded"))]
     matmul = dict(start.matmul)
     for dtype in matmul:
@@ -68,6 +70,24 @@ def calibrate(cases: Iterable[Case], start: Efficiency = DEFAULT) -> Efficiency:
     probed, others = ([c for c, _ in timed if bool(c.target.launch_s) is known] for known in (True, False))
     share, call = _launching(probed, found), _launching(others, found)
     return replace(found, launching=found.launching * share, launch_s=found.launch_s * call)
+
+
+def _as_timed(case: Case, time: Time) -> Case:
+    """The case with its profile's parts stretched to what its steps took, where these wait for nothing but the device.
+
+    Profiled steps are few, with pauses between them: the device is cooler and clocks higher than in the steps that were
+    timed, the more so the shorter they are. The profile says what share each part has, the clock of the timed steps how long.
+    """
+    work = sum(seconds for part, seconds in case.breakdown_s.items() if part not in ("idle", "data"))
+    if (
+        case.waits
+        or time.parts.get("launching", 0.0) > 0.02 * time.step
+        or case.spec.work.number("offloaded")
+        or not work
+    ):
+        return case
+    factor = (case.step_s - time.parts.get("other", 0.0)) / work
+    return replace(case, breakdown_s={part: factor * s for part, s in case.breakdown_s.items()})
 
 
 def _main_dtype(case: Case) -> str:

@@ -35,10 +35,13 @@ class Efficiency:
     eager_update: float = 1.0
     launch_s: float = 14.2e-6
     """What a host needs to call one operator of a pass, where its probe does not say; for machines whose host nobody saw a guess."""
-    launching: float = 1.0
-    """Where the probe does say: what an operator of a model takes of what it measured. Not measured on a GPU yet."""
-    step_s: float = 4e-3
-    """What a step takes besides: the wait between two steps, data, the first launches."""
+    launching: float = 1.25
+    """Where the probe does say: what an operator of a model takes of what it measured. Assumed: hosts without a probe fit 14.2 µs
+    where others' probes say 10.5 to 14.4; of two steps that a probed host decided, each says more (docs/plan.md)."""
+    step_s: float = 1e-3
+    """What a step takes besides: the wait between two steps, the first launches."""
+    block_s: float = 0.15e-3
+    """And a block for each pass: what the device rests between kernels, a hundred times one or two microseconds."""
     link: float = 0.80
     """Of a link's rate: what collectives reach."""
     contention: float = 0.15

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rush.plan.frozen import joined
 from rush.plan.held import Held, Stage
 from rush.plan.spec import Spec, adapted, adapting, weights_of
 
@@ -103,6 +104,34 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     }
 
 
+def saved_again(spec: Spec) -> float:
+    """Bytes a token of what two operations of a block keep, as often as it is kept beyond once. On a device that is one tensor;
+    a hook that takes away what is kept is handed each of them."""
+    shape, effects, tp, work = spec.shape, spec.effects, spec.size("tp"), spec.work
+    stream, compute = effects.size("stream", 4), effects.size("compute", 4)
+    query = shape.num_heads * shape.head_dim / tp
+    again = 0.0
+    if shape.family == "llama":
+        if not work.number("norms.fused"):
+            again += 2 * (4 * shape.hidden + 4)  # squared, and scaled
+        if stream == compute:
+            again += 3 * compute * shape.hidden  # read by three layers, and by two
+        again += (
+            0 if work.number("rotations.fused") else 16 * shape.head_dim / spec.micro
+        )  # cosines and sines
+    if work.number("attention"):
+        again += compute * query  # the kernel's own, and the input of the next layer
+    elif compute == 4:
+        again += 4 * shape.num_heads / tp * spec.sequence  # the weights, as softmax and as a product's factor
+    return again
+
+
+def taken_away(spec: Spec, blocks: float) -> float:
+    """Bytes of so many blocks that a hook on all that is kept moves, casts of weights among them."""
+    each = spec.tokens * (sum(block_tensors(spec, whole=True).values()) + saved_again(spec))
+    return blocks * (each + spec.effects.size("casts", 0) * weights_of(spec).block_linear / spec.size("tp"))
+
+
 def _ranks(spec: Spec) -> float:
     """Columns of all thin products of a block's adapters."""
     found = adapting(spec)
@@ -154,6 +183,8 @@ def _stage_memory(spec: Spec, stage: Stage) -> Memory:
     each = block_tensors(spec)
     kept = {term: size * tokens * stage.blocks * stage.in_flight for term, size in each.items()}
     again = block_tensors(spec, whole=True) if effects.keeps is not None else {}
+    if joined_bytes := joined(spec):
+        kept["adapters"] = kept.get("adapters", 0.0) + joined_bytes * (1 if again else stage.blocks)
     again_bytes = tokens * (sum(again.values()) - sum(each.values())) if again else 0.0
     ends = _final(spec) * tokens if stage.last else 0.0
     forward, backward, head = _loss(spec, stage)
@@ -185,11 +216,7 @@ def _stage_memory(spec: Spec, stage: Stage) -> Memory:
     parts["unfilled"] = UNFILLED * (peak + streams)
     parts["context"] = context_of(spec.device) + communication_of(spec)
     at_peak = {} if moment == "update" else kept
-    host = held.on_host() + (
-        spec.tokens * (sum(again.values()) - sum(each.values())) * stage.blocks
-        if spec.work.number("offloaded")
-        else 0.0
-    )
+    host = held.on_host() + (taken_away(spec, stage.blocks) if spec.work.number("offloaded") else 0.0)
     return Memory(
         {k: v for k, v in parts.items() if v}, {k: v for k, v in at_peak.items() if v}, moment, host
     )
@@ -262,8 +289,10 @@ def _working(spec: Spec) -> float:
     """Bytes a token takes while one block is differentiated: gradients of the MLP's wide tensors or of the scores."""
     shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
-    # A compiled backward pass puts gradients where the tensors were that it has used up.
-    tensors = 1 if effects.factor("seams") else 3 if shape.family == "llama" else 2
+    # A compiled backward pass puts gradients where the tensors were that it was handed and has used up; where it makes them
+    # itself, computing the block again, all are there until its kernel has written the gradients.
+    handed = effects.keeps is None or "mlp.gate" in effects.keeps
+    tensors = 1 if effects.factor("seams") and handed else 3 if shape.family == "llama" else 2
     wide = tensors * compute * shape.intermediate / tp
     scores = 2 * _scores(spec) * effects.factor("scores")
     return 2 * stream * shape.hidden + max(wide, scores)

@@ -10,9 +10,9 @@ from rush.errors import RecipeError
 from rush.models import count_parameters
 from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.memory import Memory, memory_of
-from rush.plan.spec import Spec, check_divides, with_batch
+from rush.plan.spec import Spec, check_divides, matmul_dtype, with_batch
 from rush.plan.target import Target
-from rush.plan.time import Time, matmul_dtype, model_flops_per_token, time_of, tokens_per_s
+from rush.plan.time import Time, model_flops_per_token, time_of, tokens_per_s
 from rush.recipe import Recipe
 from rush.techniques import registry, settle_uses, why_not
 

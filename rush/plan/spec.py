@@ -18,6 +18,8 @@ from rush.plan.terms import NO_WORK, Effects, Work, settle, settle_work
 from rush.recipe import Knob, Recipe
 from rush.techniques import registry, settle_uses
 
+HALF = ("float16", "bfloat16")
+
 
 @dataclass(frozen=True)
 class Spec:
@@ -198,6 +200,14 @@ def _weights(shape: Shape, adapters: tuple[int, str] | None) -> Weights:
         beside,
         largest,
     )
+
+
+def matmul_dtype(spec: Spec) -> str:
+    """The dtype of the products outside 8-bit layers."""
+    if spec.effects.size("compute", 4) == 2:
+        half = spec.work.name("products.dtype", "bfloat16")
+        return half if half in HALF else "bfloat16"
+    return spec.work.name("products.dtype", "float32")
 
 
 def with_batch(spec: Spec, micro: int, sequence: int | None = None) -> Spec:

@@ -73,6 +73,7 @@ WORK = {
     "rotations.fused": "1: queries and keys are turned by one kernel",
     "mlp.fused": "1: the MLP's activation is one kernel",
     "stream.fused": "1: sums and casts between layers are part of other kernels",
+    "sums.fused": "of the sums for the gradients of biases, the share that other kernels make",
     "head.again": "products of the head that are made again, forward and backward (2: one more forward)",
     "head.odd": "what the head's product reaches of its rate if the vocabulary is no multiple of 8; plain: 0.6",
     "loss.bytes": "moved for each logit by a kernel that computes loss and gradient; plain: 32, compiled 11",
@@ -81,7 +82,10 @@ WORK = {
     "update.reaches": "what that kernel reaches of the copy rate, where that is not the usual",
     "update.launches": "operations for each tensor; plain: 10",
     "launches.block": "operations that the host launches for a block's passes; plain: counted",
+    "launches.more": "operations for a block besides those, compiled or not",
     "launches.pass": "operations for a whole pass; plain: the sum of its blocks'",
+    "unpack.reaches": "what the kernel that unpacks codes reaches of the copy rate; plain: what eager operations do",
+    "unpack.launches": "what unpacking one weight takes of the host, in operations that it launches",
     "data.ahead": "threads that make batches while the device works",
     "offloaded": "1: what blocks keep goes to the host and comes back",
 }

@@ -15,12 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rush.models import flops_per_token
-from rush.plan.communication import STRAGGLING, Sent, exchanged_width, sent_by, sent_in_passes
+from rush.plan.attending import attention_time, ring_time
+from rush.plan.communication import STRAGGLING, Sent, sent_by, sent_in_passes
 from rush.plan.efficiency import DEFAULT, Efficiency
-from rush.plan.memory import block_tensors, memory_of
+from rush.plan.frozen import adapters_time, again_of, unpacking_time
+from rush.plan.memory import memory_of, taken_away
 from rush.plan.spec import Spec, Weights, weights_of
+from rush.plan.spec import matmul_dtype as matmul_dtype
 from rush.plan.target import Target
-from rush.plan.updating import launches, update_time
+from rush.plan.updating import launches, trained_weights, update_time
 
 PCIE_BYTES_PER_S = 55e9
 """Between host and device: pinned copies as measured on the H200s' PCIe 5; less where PCIe is the link between devices."""
@@ -29,12 +32,14 @@ DATA_S_PER_TOKEN = 80e-9
 host. (What each step needs besides is in `step_s`.) Tokenised shards on a local disk; a slower source is not counted."""
 HOST_BYTES_PER_S = 60e9
 """What an update on the host reads and writes; an assumption."""
-HALF = ("float16", "bfloat16")
 ODD = {"float16": 0.17, "bfloat16": 0.17, "tf32": 0.32}
 """What a product reaches of its rate where its rows do not begin at whole 16 bytes: GPT-2's head of 50,257 words."""
-FULL_PRECISION = 0.4
-"""What is left of a kernel's share where no matrix unit helps it, of the rate of products that have none either: flex_attention
-in fp32, the only one measured."""
+SUMS = 0.15
+"""Of the copy rate: eager sums over all tokens, of numbers of 16 bits, for the gradients of biases. What GPT-2's profiles leave
+for them (three of them alike; in fp32 they do not stand out)."""
+TURNS = 8
+"""How sharply the longer of host and device decides: where both need as long, a step takes 9 % more than either. (Measured: 5 to
+20 %, GPT-2 compiled by blocks, Llama eager.)"""
 FULL_UNIT = 64
 """A product whose shortest side is k reaches k / (k + 64) of a large one's rate: filling and emptying its pipeline."""
 
@@ -60,6 +65,7 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     passes = spec.passes
     one = _pass_parts(spec, target, efficiency)
     parts = {name: seconds * passes for name, seconds in one.items()}
+    parts["elementwise"] += _adding(spec, target, efficiency)
     computing = sum(parts.values())
     sent = sent_by(spec, target, efficiency.link)
     servers = max(1, -(-spec.world // target.devices_per_node))
@@ -87,31 +93,30 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
             # Only an update in one kernel can be told to hold back. For others the host waits for the loss before it launches
             # them; what the device has left of them then is done while the host launches the next pass.
             left = max(0.0, update - update_host)
-            together = max(launching, left + device - update) + update_host
+            together = _side_by_side(launching, left + device - update) + update_host
             parts["launching"] = max(0.0, together - device)
         else:
-            parts["launching"] = max(0.0, launching + update_host - device)
+            parts["launching"] = _side_by_side(launching + update_host, device) - device
         # Batches are made while the device works.
         data = max(0.0, data - max(0.0, device - launching - update_host))
     elif target.launch_s:
         # A processor that starts an operation computes none.
         parts["launching"] = passes * launches(spec) * efficiency.launch_s + update_host
     parts["data"] = data
-    parts["other"] = efficiency.step_s if target.kind == "cuda" else 0.0
+    if target.kind == "cuda":
+        parts["other"] = efficiency.step_s + efficiency.block_s * passes * spec.shape.num_layers / depth
     return Time({name: seconds for name, seconds in parts.items() if seconds}, host)
 
 
+def _side_by_side(host: float, device: float) -> float:
+    """Seconds until both are done: the longer, and more the closer they are, since each waits for the other now and then."""
+    longer, shorter = max(host, device), min(host, device)
+    return longer * (1 + (shorter / longer) ** TURNS) ** (1 / TURNS) if longer else 0.0
+
+
 def _to_host(target: Target) -> float:
-    """Bytes per second over PCIe, at the 0.85 of it that an offloaded pass was seen to reach."""
-    return 0.85 * min(PCIE_BYTES_PER_S, target.link_bytes_per_s)
-
-
-def matmul_dtype(spec: Spec) -> str:
-    """The dtype of the products outside 8-bit layers."""
-    if spec.effects.size("compute", 4) == 2:
-        half = spec.work.name("products.dtype", "bfloat16")
-        return half if half in HALF else "bfloat16"
-    return spec.work.name("products.dtype", "float32")
+    """Bytes per second over PCIe."""
+    return min(PCIE_BYTES_PER_S, target.link_bytes_per_s)
 
 
 def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str, float]:
@@ -119,11 +124,12 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
     weights = weights_of(spec)
     depth = spec.size("pp")
     blocks = spec.shape.num_layers / depth * _uneven(spec, weights)
-    tokens = spec.tokens
     parts = {
         "matmul": _matmul(spec, target, efficiency, weights, blocks),
-        "attention": blocks * (_attention(spec, target, efficiency) + _ring(spec, target, efficiency)),
-        "elementwise": blocks * _elementwise(spec, target, efficiency)
+        "attention": blocks
+        * (attention_time(spec, target, efficiency) + ring_time(spec, target, efficiency)),
+        "elementwise": blocks
+        * (_elementwise(spec, target, efficiency) + unpacking_time(spec, target, efficiency, weights))
         + _casts(spec, target, efficiency, weights, blocks),
         "loss": _loss(spec, target, efficiency) / spec.size("pp"),
         "embedding": _embedding(spec, target, efficiency),
@@ -136,9 +142,8 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
             if name != "embedding"
         } | {"embedding": parts["embedding"]}
     if spec.work.number("offloaded"):
-        kept = block_tensors(spec, whole=True)
-        # Over PCIe, there and back, at 0.85 of its rate, and not hidden: as measured.
-        parts["offload"] = 2 * blocks * tokens * sum(kept.values()) / _to_host(target)
+        # Over PCIe, there and back, and not hidden: as measured.
+        parts["offload"] = 2 * taken_away(spec, blocks) / _to_host(target)
     return parts
 
 
@@ -157,15 +162,12 @@ def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights
     shape, tp, tokens = spec.shape, spec.size("tp"), spec.tokens
     dtype = matmul_dtype(spec)
     products = 4.0 if spec.effects.factor("frozen") else 6.0
-    again = 2 * spec.work.number("blocks.again")
-    if again == 2:
-        # All but the last layer's product, whose result nobody needs again.
-        again *= 1 - shape.hidden * shape.intermediate / weights.block_linear
+    again = 2 * again_of(spec, weights)
     inside = spec.work.name("blocks.dtype", dtype)
     narrow = min(shape.hidden, shape.intermediate / tp, shape.num_heads * shape.head_dim / tp, tokens)
     rate = target.rate(inside) * efficiency.matmul.get(inside, 1.0) * _full(narrow)
     block = tokens * weights.block_linear / tp * (products + again) / rate
-    adapters = 6 * tokens * weights.adapters / tp / (target.rate(dtype) * 0.25)
+    adapters = adapters_time(spec, target, efficiency, weights)
     head_products = products + spec.work.number("head.again")
     # Tensor cores want rows of whole pieces: an odd vocabulary runs on the slow path, or is padded by a compiler.
     aligned = spec.work.number("head.odd", ODD.get(dtype, 1.0)) if shape.vocab_size % 8 else 1.0
@@ -173,51 +175,7 @@ def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights
         aligned * target.rate(dtype) * efficiency.matmul.get(dtype, 1.0) * _full(min(shape.hidden, tokens))
     )
     head = tokens * shape.vocab_size * shape.hidden / tp * head_products / head_rate / spec.size("pp")
-    unpack = 0.0
-    if spec.effects.size("blocks", 4) < 2:
-        # Codes are read and 2-byte weights written, forward and backward.
-        unpack = 2 * 4.5 * weights.block_linear / tp / (target.bytes_per_s * efficiency.eager)
-    return blocks * (block + adapters + unpack) + head
-
-
-def _attention(spec: Spec, target: Target, efficiency: Efficiency) -> float:
-    """One block's attention. A causal query meets half the keys; plain attention multiplies with all of them."""
-    shape, dtype, work = spec.shape, matmul_dtype(spec), spec.work
-    reached = work.number("attention")
-    width = shape.num_heads * shape.head_dim / spec.size("tp")
-    causal = 6 * spec.tokens * width * spec.sequence
-    if not reached:
-        again = 1 + 0.33 * max(work.number("attention.again"), work.number("scores.again"))
-        scores = spec.tokens * shape.num_heads / spec.size("tp") * spec.sequence
-        moved = scores * (62 if dtype in ("float32", "tf32") else 65) / efficiency.eager
-        if work.number("stream.fused"):
-            moved = scores * 33 / efficiency.fused
-        rate = target.rate(dtype) * efficiency.matmul.get(dtype, 1.0)
-        return again * (2 * causal / rate + moved / target.bytes_per_s)
-    again = 1 + 0.2 * work.number("attention.again")  # once more forward, where most arithmetic is backward
-    if target.kind != "cuda":
-        # Kernels' shares are of a GPU's matrix units. A CPU has none: there a kernel multiplies as products do.
-        return again * causal / (target.rate(dtype) * efficiency.matmul.get(dtype, 1.0))
-    reached = efficiency.attention.get(work.by["attention"], reached)
-    gain = efficiency.wide_heads if shape.head_dim >= 128 else 1.0
-    if dtype == "float32":
-        gain *= FULL_PRECISION
-    return again * causal / (target.rate(dtype) * reached * gain)
-
-
-def _ring(spec: Spec, target: Target, efficiency: Efficiency) -> float:
-    """One block's work besides attention where keys and values go round: with each part that comes, results are merged in
-    fp32, keys and values laid together to be sent on, and backward all three gradients added up.
-
-    Bytes as torch's ring attention moves them (torch.distributed.tensor.experimental, `_SDPAMerger` and
-    `_templated_ring_attention_backward`), each operation by itself.
-    """
-    if spec.knob("cp", "exchange", "all_gather") != "ring":
-        return 0.0
-    results, sent = spec.shape.num_heads * spec.shape.head_dim / spec.size("tp"), exchanged_width(spec)
-    forward, backward = 32 * results + 4 * sent, 12 * results + 24 * sent
-    moved = (1 + spec.work.number("attention.again")) * forward + backward
-    return (spec.size("cp") - 1) * spec.tokens * moved / (target.bytes_per_s * efficiency.eager)
+    return blocks * (block + adapters) + head
 
 
 def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
@@ -228,12 +186,15 @@ def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     wide, hidden = shape.intermediate / tp, shape.hidden / tp
     work, llama = spec.work, shape.family == "llama"
     compiled = work.number("stream.fused")
-    eager_bytes = fused_bytes = 0.0
+    eager_bytes = fused_bytes = summed_bytes = 0.0
+    # Sums over all tokens for the gradients of biases, and of gains and offsets of norms.
+    biases = (1 - work.number("sums.fused")) * compute * (5 * hidden + wide)
+    sums = 0.0 if llama or effects.factor("frozen") else biases + 4 * stream * hidden
     # Two norms: in fp32, some twenty reads and writes each; GPT-2's are one kernel.
-    if work.number("norms.fused") or not llama:
+    if work.number("norms.fused") or (compiled and not llama):
         fused_bytes += 2 * (3 * stream + 2 * compute) * hidden
     else:
-        eager_bytes += 2 * 96 * hidden
+        eager_bytes += (2 * 96 if llama else 10 * stream) * hidden
     if work.number("rotations.fused"):
         fused_bytes += 4 * compute * turned
     else:
@@ -241,14 +202,18 @@ def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     if work.number("mlp.fused"):
         fused_bytes += (8 if llama else 5) * compute * wide
     else:
-        eager_bytes += (14 if llama else 6) * compute * wide
-    cast = 60 if stream != compute and effects.factor("norm.copies") else 0
+        eager_bytes += (14 if llama else 5) * compute * wide
     if compiled:
-        fused_bytes += (6 * stream + 7 * compute) * hidden
-        # Sums over all tokens for the gradients of biases, and of gains and offsets of norms.
-        fused_bytes += 0 if llama else compute * (5 * hidden + wide) + 2 * (stream + compute) * hidden
-    else:
+        fused_bytes += (6 * stream + 7 * compute) * hidden + sums
+    elif llama:
+        cast = 60 if stream != compute and effects.factor("norm.copies") else 0
         eager_bytes += (2 * (2 * stream + compute) + 9 * compute + 6 * stream + cast) * hidden
+    else:
+        # Sums with the stream, forward and backward, queries, keys and values taken apart, casts before and behind layers.
+        eager_bytes += (
+            10 * stream + 8 * compute + (6 * (stream + compute) if stream != compute else 0)
+        ) * hidden
+        summed_bytes += sums
     if (
         effects.factor("heads.repeated")
         and work.number("attention")
@@ -260,8 +225,19 @@ def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
         outputs = turned + shape.num_kv_heads * shape.head_dim / tp + 2 * shape.hidden + 2 * wide
         fused_bytes += casts * (inputs + outputs) * (1 if compiled else 2)
     again = 1.0 + work.number("elementwise.again")
-    seconds = eager_bytes / efficiency.eager + fused_bytes / efficiency.fused
-    return again * spec.tokens * seconds / target.bytes_per_s
+    seconds = again * (eager_bytes / efficiency.eager + fused_bytes / efficiency.fused)
+    seconds += summed_bytes / (SUMS if compute == 2 else efficiency.fused)
+    return spec.tokens * seconds / target.bytes_per_s
+
+
+def _adding(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+    """A step's adding up of gradients: from the second pass on they are added to those that are there (two read, one written).
+    A recorded pass finds them emptied and adds from the first on."""
+    recorded = bool(spec.effects.factor("recording"))
+    times = 3 * (spec.passes - (0 if recorded else 1)) + (1 if recorded else 0)
+    parts = 1 if spec.effects.factor("whole_gradients") or spec.size("pp") > 1 else spec.shards
+    count = trained_weights(spec) / (spec.size("tp") * spec.size("pp") * parts)
+    return times * spec.effects.size("gradients", 4) * count / (target.bytes_per_s * efficiency.fused)
 
 
 def _casts(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights, blocks: float) -> float:

@@ -115,5 +115,5 @@ technique = Technique(
         ),
     ),
     worth=(Setting(), Setting({"heads": "grouped"})),
-    work=(WorkEffect("attention", 0.34, "as measured on an H200"),),
+    work=(WorkEffect("attention", 0.38, "as measured on an H200"),),
 )

@@ -134,5 +134,5 @@ technique = Technique(
         ),
         MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
     ),
-    work=(WorkEffect("attention", 0.2, "as measured on an H200"),),
+    work=(WorkEffect("attention", 0.225, "as measured on an H200"),),
 )

@@ -154,5 +154,5 @@ technique = Technique(
         ),
         MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
     ),
-    work=(WorkEffect("attention", 0.18, "as measured on an H200"),),
+    work=(WorkEffect("attention", 0.2, "as measured on an H200"),),
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rush.models.gpt2 import FusedAttention, Split
 from rush.models.layers import GeluMLP, GeluTanh, Widen
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, Parity, Requirement, Stage, Technique, used
+from rush.techniques.contract import Build, Claim, Parity, Requirement, Stage, Technique, WorkEffect, used
 from rush.techniques.seams import needs_triton, our_kernels_ran
 
 # Shapes: b batch, t position, d input width, o output width.
@@ -96,5 +96,8 @@ technique = Technique(
     evidence=our_kernels_ran(
         kernels=("gelu_of_sum_backward_kernel", "join_kernel"),
         ops=("rush::gelu_of_sum_backward", "rush::join_gradients"),
+    ),
+    work=(
+        WorkEffect("sums.fused", 0.78, "of queries, keys and values and of the wide layer: 7 of 9 widths"),
     ),
 )

@@ -22,6 +22,7 @@ from rush.techniques.contract import (
     Proof,
     Stage,
     Technique,
+    WorkEffect,
 )
 from rush.techniques.lora import FROZEN_MEMORY, KNOBS, add_adapters, lengths_in_fp32
 from rush.techniques.qlora import BACKENDS, has_library, quantise, unpacked_twice
@@ -59,4 +60,5 @@ technique = Technique(
         MemoryEffect("blocks", 1.0, "a byte a weight; embeddings and head as they were", size=1.01),
         *FROZEN_MEMORY,
     ),
+    work=(WorkEffect("unpack.launches", 3.5, "what a call takes of a host, in usual calls"),),
 )

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rush.hardware import probe
-from rush.plan.memory import _final, block_tensors, memory_of
+from rush.plan.frozen import joined
+from rush.plan.memory import _final, _working, block_tensors, memory_of, taken_away
 from rush.plan.spec import Spec, spec_of
 from rush.plan.terms import TERMS
 from rush.recipe import Recipe
@@ -62,6 +63,7 @@ def planned(spec: Spec) -> float:
     if shape.family == "llama":
         total += 2 * 4 * spec.sequence * shape.head_dim  # cosines and sines
     if effects.factor("frozen"):
+        total += shape.num_layers * joined(spec)
         # Nothing that the first block's first norm computes has a gradient.
         total -= tokens * (effects.size("stream", 4) * shape.hidden + 4)
     return total
@@ -141,3 +143,41 @@ def test_every_technique_speaks_of_terms_a_plan_knows() -> None:
         assert {effect.term for effect in technique.memory} <= set(TERMS), name
         kept = {term for effect in technique.memory for term in effect.keeps or ()}
         assert kept <= set(TERMS), name
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("model", ["tiny", "llama-tiny"])
+@pytest.mark.parametrize(
+    "techniques", [(), ("amp_bf16", "flash_attention"), ("pure_bf16", "flash_attention")]
+)
+def test_what_goes_to_the_host_is_all_that_is_kept_as_often_as_it_is_kept(
+    model: str, techniques: tuple[str, ...]
+) -> None:
+    """Counted in the hooks of a real block: a tensor that two operations keep is handed to them twice."""
+    recipe = recipe_of(model, *techniques)
+    run = build(recipe, probe("cpu"))
+    block, spec = run.model.blocks[1], spec_of(recipe, "cpu")
+    own = {t.untyped_storage().data_ptr() for t in [*run.model.parameters(), *run.model.buffers()]}
+    moved, forward = [0], block.forward
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            moved[0] += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def hooked(*args: object, **more: object) -> object:
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return forward(*args, **more)
+
+    block.forward = hooked
+    tokens = torch.randint(0, run.model.shape.vocab_size, (recipe.batch.micro, recipe.batch.sequence))
+    with run.in_step(), run.autocast():
+        run.model(tokens, tokens)
+    assert taken_away(spec, 1) == pytest.approx(moved[0], rel=0.01)
+
+
+def test_a_compiled_block_that_is_computed_again_holds_its_gradients_beside_its_tensors() -> None:
+    """As the code that torch's compiler makes for such a block shows: gate, up and product, and the gradients of all three."""
+    fast = ("pure_bf16", "flash_attention", '{name = "compile", scope = "block"}')
+    kept, again = (spec_of(recipe_of("llama-tiny", *names)) for names in (fast, (*fast, "checkpoint_full")))
+    assert _working(again) - _working(kept) == 2 * 2 * kept.shape.intermediate
