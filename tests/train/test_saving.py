@@ -222,11 +222,11 @@ def test_a_run_that_diverges_names_the_checkpoint_that_was_under_way(
     monkeypatch.setattr("rush.records.run_folder.CheckpointStore", Slow)
     plain = loop.Session._start
 
-    def spoiled(self: Any, step: int, asked: bool) -> Any:
+    def spoiled(self: Any, step: int, *rest: Any) -> Any:
         if step == 3:
             with torch.no_grad():
                 next(self.run.model.parameters()).fill_(torch.nan)
-        return plain(self, step, asked)
+        return plain(self, step, *rest)
 
     monkeypatch.setattr(loop.Session, "_start", spoiled)
     with pytest.raises(Diverged, match=r"the last good checkpoint is .*step-000002"):
