@@ -22,13 +22,6 @@ import torch
 from torch import Tensor, nn
 
 BLOCK, SCALE_BLOCK = 64, 256
-# Table of NF4 (Dettmers et al. 2023, arXiv:2305.14314, appendix E), to the digits both libraries use.
-NF4_VALUES = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
-    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
-    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
-    0.7229568362236023, 1.0,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -207,12 +200,3 @@ def offer_unpacker(name: str, unpack: Unpack) -> None:
 def unpack(unpacker: str, parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight that codes stand for, as a matrix of its own; a form's name is its library's way."""
     return _UNPACKERS[unpacker](parts, dims, dtype)
-
-
-def nf4_reference(weight: Tensor) -> Tensor:
-    """Round to NF4 and back with nothing but torch, in float64 and without double quantisation: what to compare with."""
-    table = torch.tensor(NF4_VALUES, dtype=torch.float64)
-    blocks = weight.double().cpu().reshape(-1, BLOCK)
-    largest = blocks.abs().amax(1, keepdim=True).clamp_min(1e-30)
-    nearest = (blocks / largest)[..., None].sub(table).abs().argmin(-1)
-    return (table[nearest] * largest).view(weight.shape)

@@ -7,7 +7,8 @@ Embeddings, norms and head stay as they are. An 8B model then trains on a 24 GB 
 pass unpacks every weight, which hides behind the products only when there are many tokens; and the base is
 rounded to 16 levels, so it starts a little worse than what it was made from. Weights are quantised one by
 one as they arrive: the model never exists on the device in full precision. `lora` is faster where memory allows.
-On a CUDA device our own kernel unpacks what bitsandbytes stored, to the same bits, scales and weights in one pass.
+With `unpack = "rush"` our own kernel unpacks what bitsandbytes stored, to the same bits, scales and weights in one pass. (It
+has not been timed on a GPU yet, so it is not the default.)
 """
 
 from __future__ import annotations
@@ -74,9 +75,7 @@ def quantise(build: Build, form: Form, unpacker: str | None = None) -> None:
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    ours = knobs["unpack"] == "rush" or (
-        knobs["unpack"] == "auto" and _can_be_ours(build.machine, build.recipe)
-    )
+    ours = knobs["unpack"] == "rush"
     if ours:
         offer_unpacker(OURS, _by_rush)
     quantise(build, Form("nf4", str(knobs["backend"])), OURS if ours else None)
@@ -88,12 +87,6 @@ def _by_rush(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype)
 
     codes, scales, scale_scales, scale_table, offset = parts
     return unpack_nf4(codes, scales, scale_scales, scale_table, offset, dims, dtype)
-
-
-def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:
-    """On a CUDA device with Triton, for codes as bitsandbytes stores them."""
-    stored_by = knob_of(recipe, "qlora", "backend", BACKENDS[0])
-    return machine.device == "cuda" and machine.triton is not None and stored_by == "bitsandbytes"
 
 
 def unpacked_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -145,7 +138,7 @@ def has_library(name: str) -> Requirement:
 
 
 def _asks_for_ours(recipe: Recipe) -> bool:
-    return knob_of(recipe, "qlora", "unpack", "auto") == "rush"
+    return knob_of(recipe, "qlora", "unpack", "library") == "rush"
 
 
 def _whole_blocks(machine: Machine, recipe: Recipe) -> bool:
@@ -164,7 +157,7 @@ technique = Technique(
         Requirement(f"it needs linear layers whose weights come in blocks of {BLOCK}", _whole_blocks),
         lengths_in_fp32,
         Requirement(
-            "unpack = rush is for codes that bitsandbytes stored; set backend bitsandbytes, or unpack auto or library",
+            "unpack = rush is for codes that bitsandbytes stored; set backend bitsandbytes, or unpack library",
             lambda machine, recipe: (
                 not _asks_for_ours(recipe)
                 or knob_of(recipe, "qlora", "backend", BACKENDS[0]) == "bitsandbytes"
@@ -179,9 +172,8 @@ technique = Technique(
     knobs={
         "backend": KnobRange(BACKENDS, "whose quantising"),
         "unpack": KnobRange(
-            ("auto", "rush", "library"),
-            "whose kernel unpacks, to the same bits: ours (CUDA, what bitsandbytes stored) or the backend's; auto is ours "
-            "where it can be",
+            ("library", "rush"),
+            "whose kernel unpacks, to the same bits: the backend's, or ours (CUDA, what bitsandbytes stored)",
         ),
         **KNOBS,
     },

@@ -11,7 +11,7 @@ from torch import Tensor
 from rush.errors import KernelRefusal
 from rush.kernels.nf4 import _unpack, reference, unpack_nf4
 from rush.kernels.nf4.study import bitsandbytes
-from rush.models.codes import NF4_VALUES, Form, pack
+from rush.models.codes import Form, pack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A block, less than a tile, several tiles with a rest, and more than one scale of scales (256 blocks of 64).
@@ -62,10 +62,6 @@ def test_every_code_is_unpacked_as_the_definition_says(device: str, dtype: torch
     exact = reference.unpack_nf4(*wide, (512, 64), torch.float64)
     off = (ours.double() - exact).abs().max() / exact.abs().max()
     assert float(off) < torch.finfo(dtype).eps
-
-
-def test_the_table_is_the_one_that_models_use() -> None:
-    assert reference.VALUES == NF4_VALUES
 
 
 def test_codes_that_begin_anywhere_in_memory_are_taken(device: str) -> None:
