@@ -8,6 +8,7 @@ refused, out of memory, an exception) is a row with a reason; the others go on.
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -168,6 +169,7 @@ def _check(
     if place.device.type == "cuda":
         del found
         mine, above = check.fresh(entry.inputs), None if flowing is None else check.copies(flowing)
+        gc.collect()  # what is freed while it is weighed would count against it
         _wait(place.device)
         torch.cuda.reset_peak_memory_stats(place.device)
         before = torch.cuda.memory_allocated(place.device)

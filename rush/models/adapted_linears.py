@@ -2,10 +2,11 @@
 
 Out of place, adding a low-rank product to a layer's output copies that output first, and the input's gradient gets
 a second tensor as large as the first, to be added afterwards. Both are passes over the widest activations there
-are. Here the frozen product is written once and the thin products add to it where it lies:
+are. Here the thin product is written first and the frozen one adds to it where it lies: it has so much to multiply
+that reading what is there hides behind it, while a thin product that came second would do nothing but read and write.
 
-    forward     down = x Aᵀ;  out_l = x W_lᵀ;  out_l += s_l down_l B_lᵀ
-    backward    d_down_l = s_l d_out_l B_l;  dx = Σ d_out_l W_l;  dx += d_down A
+    forward     down = x Aᵀ;  out_l = s_l down_l B_lᵀ;  out_l += x W_lᵀ
+    backward    d_down_l = s_l d_out_l B_l;  dx = d_down A;  dx += Σ d_out_l W_l
                 dA = d_downᵀ x;  dB_l = s_l d_out_lᵀ down_l
 
 A compiler takes operators that write in place apart and copies again, so to it this is one step, but for the thin product
@@ -70,6 +71,11 @@ def _columns(of_all_nr: Tensor, bs: Sequence[Tensor]) -> Sequence[Tensor]:
     return torch.split(of_all_nr, [b_or.shape[1] for b_or in bs], dim=1)
 
 
+def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """beta=0: written, not added to; so the factor costs no pass of its own."""
+    return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
+
+
 def _forward(
     x: Tensor, down_nr: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor],
     biases: list[Tensor], unpacker: str,
@@ -77,13 +83,11 @@ def _forward(
     x_ni = x.flatten(0, -2)
     outs = []
     for layer, (b_or, scale, own_nr) in enumerate(zip(bs, scales, _columns(down_nr, bs), strict=True)):
-        if biases and unpacker == PLAIN:
-            out_no = torch.addmm(biases[layer], x_ni, weights[layer].t())
+        if biases:
+            out_no = torch.addmm(biases[layer], own_nr, b_or.t(), alpha=scale)
         else:
-            out_no = x_ni @ _weight(unpacker, weights, a_ri, bs, layer).t()
-            if biases:
-                out_no += biases[layer]
-        out_no.addmm_(own_nr, b_or.t(), alpha=scale)
+            out_no = _product(own_nr, b_or.t(), scale)
+        out_no.addmm_(x_ni, _weight(unpacker, weights, a_ri, bs, layer).t())
         outs.append(out_no.view(*x.shape[:-1], b_or.shape[0]))
     return outs
 
@@ -101,18 +105,18 @@ def _backward(
 ) -> list[Tensor]:  # fmt: skip
     d_flat = [d_out.reshape(-1, d_out.shape[-1]) for d_out in d_outs]
     d_down_nr = torch.empty_like(down_nr)
-    d_bs = [torch.empty_like(b_or) for b_or in bs]
-    own, d_own = _columns(down_nr, bs), _columns(d_down_nr, bs)
-    for layer, (d_no, scale) in enumerate(zip(d_flat, scales, strict=True)):
-        # beta=0: written, not added to; so the factor costs no pass of its own.
-        d_own[layer].addmm_(d_no, bs[layer], beta=0, alpha=scale)
-        d_bs[layer].addmm_(d_no.t(), own[layer], beta=0, alpha=scale)
+    for d_no, b_or, scale, d_own_nr in zip(d_flat, bs, scales, _columns(d_down_nr, bs), strict=True):
+        d_own_nr.addmm_(d_no, b_or, beta=0, alpha=scale)
+    d_bs = [
+        _product(d_no.t(), own_nr, scale)
+        for d_no, own_nr, scale in zip(d_flat, _columns(down_nr, bs), scales, strict=True)
+    ]
     gradients = [d_down_nr.t() @ x.flatten(0, -2), *d_bs]
     if with_input:
-        dx_ni = d_flat[0] @ _weight(unpacker, weights, a_ri, bs, 0)
-        for layer in range(1, len(bs)):
-            dx_ni.addmm_(d_flat[layer], _weight(unpacker, weights, a_ri, bs, layer))
-        gradients.append(dx_ni.addmm_(d_down_nr, a_ri).view(x.shape))
+        dx_ni = d_down_nr @ a_ri
+        for layer, d_no in enumerate(d_flat):
+            dx_ni.addmm_(d_no, _weight(unpacker, weights, a_ri, bs, layer))
+        gradients.append(dx_ni.view(x.shape))
     return gradients
 
 

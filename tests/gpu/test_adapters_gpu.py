@@ -58,8 +58,8 @@ def needs(*techniques: str) -> None:
         (QLORA, "pure_bf16", "checkpoint_full", "fused_mlp", BLOCK, "fused_loss"),
         (QLORA, "bf16_master", "checkpoint_full", "cuda_graph"),
         (QLORA, "bf16_master", "{name='checkpoint_full', inputs='host'}", BLOCK, "fused_loss"),
-        ("{name='qlora', rank=8, unpack='rush'}", "bf16_master", BLOCK),
-        ("{name='qlora', rank=8, unpack='rush'}", "bf16_master", "cuda_graph"),
+        ("{name='qlora', rank=8, unpack='library'}", "bf16_master", BLOCK),
+        ("{name='qlora', rank=8, unpack='library'}", "bf16_master", "cuda_graph"),
         ("{name='qlora', rank=8, backend='torchao'}", "bf16_master", "checkpoint_full", BLOCK),
         ("{name='int8_base', rank=8}", "bf16_master", BLOCK),
         ("{name='int8_base', rank=8, backend='torchao'}", "amp_bf16"),
@@ -86,10 +86,10 @@ def test_in_fp32_it_learns_what_it_learns_on_a_cpu(method: str) -> None:
     assert here.grad_norms == pytest.approx(there.grad_norms, rel=1e-3)
 
 
-def test_our_kernel_learns_the_same_bits_as_the_library_s() -> None:
+def test_our_kernel_is_the_default_and_learns_the_same_bits_as_the_library_s() -> None:
     needs(QLORA)
     losses = []
-    for method, by in [("{name='qlora', rank=8, unpack='rush'}", "rush"), (QLORA, "bitsandbytes")]:
+    for method, by in [(QLORA, "rush"), ("{name='qlora', rank=8, unpack='library'}", "bitsandbytes")]:
         run = on_gpu(method, "bf16_master")
         seen = trace(run, 5, watch=True)
         assert seen.seen is not None

@@ -154,7 +154,7 @@ def test_a_quantised_base_compiles_and_recomputes_to_the_same(method: str) -> No
 def test_our_kernel_unpacks_to_the_same_bits_and_is_named() -> None:
     needs("qlora")
     losses = {}
-    for unpack, by in [("rush", "rush"), ("library", "bitsandbytes")]:
+    for unpack, by in [("rush", "rush"), ("library", "bitsandbytes"), ("auto", "bitsandbytes")]:
         run = make_run(f"{{name='qlora', rank=4, unpack='{unpack}'}}", overrides=SHORT)
         seen = trace(run, 2, watch=True)
         assert seen.seen is not None
@@ -162,7 +162,7 @@ def test_our_kernel_unpacks_to_the_same_bits_and_is_named() -> None:
         assert proof.took_effect, proof.what
         assert proof.what.startswith(f"unpacked by {by};")
         losses[unpack] = seen.losses
-    assert losses["rush"] == losses["library"]
+    assert losses["rush"] == losses["library"] == losses["auto"]
 
 
 @pytest.mark.parametrize("unpack", ["rush", "library"])
