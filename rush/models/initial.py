@@ -4,7 +4,8 @@ Each tensor is drawn on the CPU in fp32 from a generator of its own, seeded by t
 tensor's name. So the values depend neither on the device the model lives on, nor on the order in
 which tensors are filled, nor on which other tensors a rank holds; and the global random state is left
 alone. The price is the CPU's speed at drawing normals, some ten seconds per billion parameters and core;
-a large tensor is drawn in blocks, each with a generator of its own, so that all cores share the work.
+a large tensor is drawn in blocks, each with a generator of its own, so that all cores share the work, and while one tensor
+goes to where the model lives the next is drawn.
 
 Both families draw from a normal of standard deviation 0.02. GPT-2 shrinks the two projections that
 write to the residual stream by 1/sqrt(2·layers), because that many independent terms add up in it.
@@ -32,10 +33,16 @@ BLOCK = 1 << 20
 def initial_values(
     shape: Shape, seed: int, wanted: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every (wanted) parameter's name and initial value, one at a time, so that no second model is held."""
-    for spec in list_parameters(shape):
-        if wanted is None or wanted(spec.name):
-            yield spec.name, initial_value(shape, spec, seed)
+    """Every (wanted) parameter's name and initial value, one after the other, so that no second model is held."""
+    specs = [spec for spec in list_parameters(shape) if wanted is None or wanted(spec.name)]
+    with ThreadPoolExecutor(1) as ahead:
+        coming = [ahead.submit(initial_value, shape, spec, seed) for spec in specs[:1]]
+        for place, spec in enumerate(specs):
+            value = coming.pop().result()
+            coming += [
+                ahead.submit(initial_value, shape, later, seed) for later in specs[place + 1 : place + 2]
+            ]
+            yield spec.name, value
 
 
 def initial_value(shape: Shape, spec: ParameterSpec, seed: int) -> Tensor:

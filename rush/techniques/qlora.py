@@ -85,10 +85,9 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def _by_rush(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    from rush.kernels.nf4 import unpack_nf4  # needs Triton
+    from rush.kernels.nf4 import unpack_nf4_unchecked  # needs Triton
 
-    codes, scales, scale_scales, scale_table, offset = parts
-    return unpack_nf4(codes, scales, scale_scales, scale_table, offset, dims, dtype)
+    return unpack_nf4_unchecked(parts, dims, dtype)
 
 
 def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:

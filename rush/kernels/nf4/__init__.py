@@ -8,16 +8,19 @@ contiguous, and writes fp32, bf16 or fp16. There is no gradient: such weights ar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from rush.kernels.nf4 import triton as kernels
 from rush.kernels.nf4.reference import BLOCK, SCALE_BLOCK, VALUES
 from rush.kernels.support import need, need_device, op
 
-__all__ = ["unpack_nf4"]
+__all__ = ["unpack_nf4", "unpack_nf4_unchecked"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -55,6 +58,15 @@ def unpack_nf4(
     return weight
 
 
+def unpack_nf4_unchecked(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """The same for callers that are operators themselves, and know what they hold: a step asks for hundreds of weights, and
+    checking and registering takes longer than launching. A profile still shows it by name."""
+    codes, scales, scale_scales, scale_table, offset = parts
+    with record_function("rush::unpack_nf4") if torch._C._autograd._profiler_enabled() else nullcontext():
+        values = _values(codes.device)
+        return kernels.unpack(codes, scales, scale_scales, scale_table, offset, values, dtype).view(dims)
+
+
 @op("unpack_nf4")
 def _unpack(
     codes: Tensor,
@@ -66,8 +78,8 @@ def _unpack(
     columns: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    values = _values(codes.device)
-    return kernels.unpack(codes, scales, scale_scales, scale_table, offset, values, dtype).view(rows, columns)
+    parts = (codes, scales, scale_scales, scale_table, offset)
+    return unpack_nf4_unchecked(parts, (rows, columns), dtype)
 
 
 @_unpack.register_fake
