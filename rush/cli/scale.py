@@ -50,6 +50,14 @@ def scale(
             help="Let ranks share a GPU where there are too few: for correctness, not for speed.",
         ),
     ] = False,
+    group_of_one: Annotated[
+        bool,
+        typer.Option(
+            "--group-of-one",
+            help="Measure ddp on one device too, as a rank that averages with itself (over NCCL on a GPU): what its machinery "
+            "costs.",
+        ),
+    ] = False,
     links: Annotated[bool, typer.Option(help="Time the exchanges between ranks over message sizes.")] = True,
     launcher: Annotated[
         str | None,
@@ -94,6 +102,7 @@ def scale(
         layouts,
         without_peers=without_peers,
         share_device=share_device,
+        group_of_one=group_of_one,
         links=links,
         launcher=launcher,
         extra_techniques=tuple(str(path.resolve()) for path in technique or []),

@@ -38,6 +38,7 @@ LINKS_S = 4.0
 PEERLESS = {"NCCL_P2P_DISABLE": "1", "NCCL_NVLS_ENABLE": "0"}
 """Without direct access between GPUs, and without the switch's own sums, NCCL goes through the host's memory."""
 SHARED = {"RUSH_SHARE_DEVICE": "1"}
+GROUP_OF_ONE = {"RUSH_GROUP_OF_ONE": "1"}
 
 
 @dataclass

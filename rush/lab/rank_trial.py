@@ -172,6 +172,7 @@ def _measure(spec: Mapping[str, Any], result: Result) -> None:
         add_technique(Path(path))
     recipe, machine = _recipe(spec["recipe"]), Machine.from_dict(spec["machine"])
     with join(recipe.layout.model_dump(), machine.device) as ranks:
+        result.add(backend=None if ranks.alone else str(torch.distributed.get_backend()))
         corpus = open_corpus(recipe, None, lambda text: None)
         if spec["timing"] is not None or spec["profile"]:
             _step(recipe, machine, corpus, ranks, spec, result)

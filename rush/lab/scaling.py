@@ -20,7 +20,7 @@ from rush.hardware.ceilings import Sample, bus_factor
 from rush.lab.ladder import RESTLESS
 from rush.lab.layouts import ONE, laid_out, sizes_of
 from rush.lab.parity import parity_recipe
-from rush.lab.rank_bench import PEERLESS, SHARED, RankBench, open_rank_bench
+from rush.lab.rank_bench import GROUP_OF_ONE, PEERLESS, SHARED, RankBench, open_rank_bench
 from rush.lab.scaling_file import Plan
 from rush.lab.scaling_findings import FORMULAS, Spot, comparisons_of, judged, point_of, predicted
 from rush.lab.statistics import centre, noise_floor, ratio_of_medians
@@ -96,7 +96,8 @@ class Study:
         """Every point, those of one device first."""
         for peers in (True, *((False,) if self.plan.without_peers else ())):
             for devices in self.plan.devices:
-                layouts = (ONE,) if devices == 1 else self.plan.layouts
+                alone = (ONE, "ddp") if self.plan.group_of_one else (ONE,)
+                layouts = alone if devices == 1 else self.plan.layouts
                 if devices > 1 or peers:
                     for layout in layouts:
                         yield from self._of(layout, devices, peers)
@@ -108,13 +109,14 @@ class Study:
             shared = self.bench.shared(devices)
             recipe, refused, sizes = None, self._refusal(devices, peers), {}
             try:
-                sizes = {} if devices == 1 else sizes_of(layout, devices)
+                sizes = {} if layout == ONE else sizes_of(layout, devices)
                 recipe = laid_out(self.plan.recipe, layout, devices, self.plan.tokens(kinds[0], devices))
             except RecipeError as error:
                 refused = refused or str(error)
             environment = {
                 **({} if peers else PEERLESS),
                 **(SHARED if shared and self.bench.threads is None else {}),
+                **(GROUP_OF_ONE if devices == 1 and layout != ONE else {}),
             }
             found = recipe if refused is None else None
             spot = Spot(layout, devices, list(kinds), peers, shared, found, refused, sizes, environment)

@@ -31,6 +31,8 @@ class Plan:
     without_peers: bool = False
     """Whether to measure everything again with peer-to-peer switched off."""
     share_device: bool = False
+    group_of_one: bool = False
+    """Whether to measure ddp on one device, too: a rank that is a group of its own."""
     links: bool = True
     launcher: str | None = None
     """A cluster's own command that starts the ranks, with {ranks} for their number; torchrun's engine here without it."""

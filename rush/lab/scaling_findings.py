@@ -73,7 +73,7 @@ class Spot:
     @property
     def name(self) -> str:
         peers = "" if self.peers else ", no peer-to-peer"
-        return self.layout if self.devices == 1 else f"{self.layout} on {self.devices}{peers}"
+        return self.layout if self.layout == ONE else f"{self.layout} on {self.devices}{peers}"
 
     @property
     def timings(self) -> list[Mapping[str, Any]]:
@@ -137,7 +137,7 @@ class Spot:
             return str(parity)
         if self.shared:
             return "shared device"
-        return "baseline" if self.devices == 1 else "equal"
+        return "baseline" if self.layout == ONE else "equal"
 
     @property
     def memory(self) -> list[int]:
@@ -170,6 +170,7 @@ def point_of(spot: Spot, spots: Sequence[Spot], floor: Floor) -> Point:
         "scalings": spot.scalings,
         "peer_to_peer": spot.peers,
         "shared": spot.shared,
+        "backend": spot.outcomes[0].found.get("backend") if spot.outcomes else None,
         "status": spot.status,
         "reason": spot.reason,
         "verdict": spot.verdict,
@@ -219,7 +220,8 @@ def _base(spot: Spot, spots: Sequence[Spot], scaling: str) -> Spot | None:
     able = [
         s
         for s in spots
-        if s.processes and not s.shared and scaling in s.scalings and s.devices < spot.devices
+        if s.processes and not s.shared and scaling in s.scalings
+        if s.devices < spot.devices or s.layout == ONE
     ]
     one = next((s for s in able if s.layout == ONE and s.verdict == "baseline"), None)
     own = [s for s in able if s.layout == spot.layout and s.peers == spot.peers and s.verdict == "equal"]
@@ -228,7 +230,7 @@ def _base(spot: Spot, spots: Sequence[Spot], scaling: str) -> Spot | None:
 
 def exposed_of(spot: Spot) -> Exposed | None:
     told = [rank for rank in spot.ranks if rank.get("profiled_step_ms")]
-    if spot.devices == 1 or spot.shared or not told or len(told) < len(spot.ranks):
+    if spot.layout == ONE or spot.shared or not told or len(told) < len(spot.ranks):
         return None
     shares = [rank["exposed_ms"] / rank["profiled_step_ms"] for rank in told]
     worst = told[shares.index(max(shares))]

@@ -41,6 +41,12 @@ def shares_device() -> bool:
     return os.environ.get("RUSH_SHARE_DEVICE") == "1"
 
 
+def group_of_one() -> bool:
+    """Whether a rank that is alone works as one of several, averaging gradients with itself: to see what that machinery costs,
+    and that it works where there is but one GPU. `rush scale --group-of-one` asks for it."""
+    return os.environ.get("RUSH_GROUP_OF_ONE") == "1"
+
+
 def check_world(layout: Mapping[str, int], world: int) -> None:
     """Refuse a number of ranks that is not the product of the layout."""
     wanted = 1
@@ -69,16 +75,21 @@ def join(
     check_world(layout, world)
     if "RANK" in os.environ:
         _leave_with_parent()
-    if world == 1:
+    if world == 1 and not group_of_one():
         yield Ranks()
         return
     _take_device(device)
     import torch.distributed as dist
-    from torch._C._distributed_c10d import PrefixStore
+    from torch._C._distributed_c10d import PrefixStore, TCPStore
     from torch.distributed.device_mesh import init_device_mesh
 
     try:
-        store = meet(meeting_point(rank, world, timeout_s), rank, world, card, timeout_s)
+        point = (
+            meeting_point(rank, world, timeout_s)
+            if world > 1
+            else TCPStore("localhost", 0, 1, is_master=True)
+        )
+        store = meet(point, rank, world, card, timeout_s)
     except dist.DistError as error:
         raise RankLost(f"rank {rank} came to the meeting, but another rank has gone: {error}.") from error
     # What torch's flight recorder keeps of the exchanges; the watch reads it.
@@ -101,7 +112,8 @@ def join(
         with watch:
             mesh = init_device_mesh(device, tuple(layout[axis] for axis in AXES), mesh_dim_names=AXES)
             labels = mesh[LABEL_AXES]._flatten("labels").get_group()
-            yield Ranks(rank, world, mesh, PrefixStore("rush", store), labels, watch)
+            put_on = ("ddp",) if world == 1 else ()
+            yield Ranks(rank, world, mesh, PrefixStore("rush", store), labels, watch, put_on)
             _part(PrefixStore("parting", store), rank, world, timeout_s)
         clean = True
     except (RushError, KeyboardInterrupt):

@@ -55,6 +55,8 @@ class Ranks:
     """Those that hold other labels of the same step."""
     watch: Watch | None = None
     """Knows where this rank is, and finds who keeps it waiting."""
+    put_on: tuple[str, ...] = ()
+    """Axes whose technique is on although they have one rank."""
     _calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property

@@ -52,6 +52,8 @@ class Point(TypedDict, total=False):
     scalings: list[str]
     peer_to_peer: bool
     shared: bool
+    backend: str | None
+    """Whose operations carried what ranks exchange (nccl, gloo); None of a rank alone, and in records of before."""
     status: str
     reason: str | None
     verdict: str

@@ -103,7 +103,7 @@ def headline(record: ScaleRecord) -> str:
     equal = [
         p
         for p in record["points"]
-        if p["verdict"] == "equal" and p["tokens_per_s"] and "strong" in p["efficiency"]
+        if p["verdict"] == "equal" and p["tokens_per_s"] and "strong" in p["efficiency"] and p["devices"] > 1
     ]
     if not equal:
         return "No layout on several devices has been measured that learns what one device learns."
@@ -201,8 +201,10 @@ def ratio_words(ratio: float | None, interval: Sequence[float] | None = None) ->
 
 
 def figures_of(record: ScaleRecord, scaling: str) -> list[Figure]:
-    """Speed and efficiency over devices, of one kind of scaling; none where nothing was found."""
-    found = [p for p in record["points"] if p["verdict"] == "equal" and scaling in p["efficiency"]]
+    """Speed and efficiency over devices, of one kind of scaling; none where nothing was found. (A rank that was a group of its
+    own stands in the table.)"""
+    equal = [p for p in record["points"] if p["verdict"] == "equal" and p["devices"] > 1]
+    found = [p for p in equal if scaling in p["efficiency"]]
     if not found:
         return []
     ones = [

@@ -6,7 +6,7 @@ Adding a technique is adding a file that defines `technique`; nothing else needs
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from importlib import import_module
 
@@ -27,6 +27,7 @@ __all__ = [
     "Use",
     "check",
     "check_recipe",
+    "put_on",
     "registry",
     "settle_uses",
     "why_not",
@@ -90,6 +91,11 @@ def settle_uses(recipe: Recipe) -> list[Use]:
     named = dict(recipe.technique_uses())
     layout = {axis: named.get(axis, {}) for axis in _divided(recipe) if axis in registry()}
     return sorted((_settle(name, knobs) for name, knobs in {**named, **layout}.items()), key=_order)
+
+
+def put_on(uses: Sequence[Use], axes: Iterable[str]) -> list[Use]:
+    """These techniques, and those of axes that divide nothing: of a rank that is a group of its own."""
+    return sorted([*uses, *(_settle(axis, {}) for axis in axes)], key=_order)
 
 
 def _settle(name: str, given: Mapping[str, Knob]) -> Use:

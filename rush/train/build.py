@@ -29,7 +29,7 @@ from rush.models.quantised import stored_values
 from rush.parallel import Ranks, check_world
 from rush.parallel.sharded import NormOf, fill_model, is_sharded, plain_norm
 from rush.recipe import Recipe
-from rush.techniques import Build, Pass, Stage, Use, check
+from rush.techniques import Build, Pass, Stage, Use, check, put_on
 from rush.techniques.contract import Passes
 from rush.train.objectives import NextToken, Objective, objective_of
 from rush.train.optimizer import build_optimizer
@@ -164,8 +164,8 @@ def build(
 
     A layout of several ranks is built by all of them at the same time, each with its own `ranks`.
     """
-    uses = check(recipe, machine)
     ranks = ranks or Ranks()
+    uses = put_on(check(recipe, machine), ranks.put_on)
     check_world(recipe.layout.model_dump(), ranks.world)
     device = torch.device(machine.device)
     limits = _limit_memory(recipe, device)

@@ -282,6 +282,22 @@ def test_a_study_of_real_ranks_is_recorded_and_repeats_nothing(small_recipe: Pat
         study(plan_of(small_recipe, "optimizer.lr=0.5"), out)
 
 
+def test_a_rank_that_is_a_group_of_its_own_stands_beside_one_without(
+    small_recipe: Path, tmp_path: Path
+) -> None:
+    plan = plan_of(small_recipe, devices="1", layouts="zero2", group_of_one=True, links=False)
+    record = study(plan, tmp_path / "out")
+    plain, ours = record["points"]
+    assert (plain["layout"], plain["verdict"], plain["backend"]) == (ONE, "baseline", None)
+    assert (ours["layout"], ours["devices"], ours["backend"]) == ("ddp", 1, "gloo")
+    assert ours["verdict"] == "equal", ours["reason"] or ours["parity"]
+    assert [e["technique"] for e in ours["evidence"] if e["took_effect"]] == ["ddp"]
+    assert set(ours["efficiency"]) == {"strong", "weak"}
+    assert ours["efficiency"]["strong"]["over"] == ONE
+    assert ours["parity"] is not None
+    assert ours["parity"]["worst"] == 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "verdict", "said"),

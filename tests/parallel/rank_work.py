@@ -118,6 +118,12 @@ def sharing_a_gpu(work: Callable[..., Any], *arguments: Any) -> Any:
     return work(*arguments)
 
 
+def as_a_group(work: Callable[..., Any], *arguments: Any) -> Any:
+    """On the only rank: the work, as a group of its own."""
+    os.environ["RUSH_GROUP_OF_ONE"] = "1"
+    return work(*arguments)
+
+
 def free_port() -> int:
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
@@ -309,6 +315,14 @@ def whole_state(run: Any) -> dict[str, str]:
         content = full.reshape(-1).view(torch.uint8).numpy().tobytes()
         told[name] = f"{full.dtype} {full.numel()} {hashlib.sha256(content).hexdigest()}"
     return told
+
+
+def spoken_over(layout: Mapping[str, int], device: str) -> str:
+    """Whose operations carry what the ranks exchange."""
+    from rush.parallel import join
+
+    with join(recipe("gpt2", layout).layout.model_dump(), device):
+        return str(torch.distributed.get_backend())
 
 
 def look_around(layout: Mapping[str, int]) -> Result:

@@ -17,7 +17,16 @@ from rush.techniques import check
 from rush.train.build import build
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import gather_both_ways, look_around, on_ranks, read_late, recipe
+from rank_work import (
+    as_a_group,
+    gather_both_ways,
+    learn,
+    look_around,
+    on_ranks,
+    read_late,
+    recipe,
+    spoken_over,
+)
 
 
 def test_a_process_alone_joins_nobody() -> None:
@@ -28,6 +37,19 @@ def test_a_process_alone_joins_nobody() -> None:
     assert (alone.data_rank, alone.data_ranks, alone.main) == (0, 1, True)
     assert alone.once(lambda: "made") == "made"
     assert float(alone.sum(torch.tensor(2.0))) == 2.0
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_a_group_of_one_averages_with_itself_and_learns_the_same_bits(family: str) -> None:
+    (found,) = on_ranks(1, as_a_group, look_around, {})
+    assert found["process group"]
+    assert on_ranks(1, as_a_group, spoken_over, {}, "cpu") == ["gloo"]
+    (plain,) = on_ranks(1, learn, family, {}, (), 6)
+    (ours,) = on_ranks(1, as_a_group, learn, family, {}, (), 6)
+    assert plain["proofs"] == {}
+    took_effect, what = ours["proofs"]["ddp"]
+    assert took_effect, what
+    assert (ours["losses"], ours["norms"]) == (plain["losses"], plain["norms"])
 
 
 def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import learn, on_ranks, sharing_a_gpu
+from rank_work import as_a_group, learn, on_ranks, sharing_a_gpu, spoken_over
 
 pytestmark = pytest.mark.gpu
 
@@ -35,6 +35,15 @@ def test_two_gpus_learn_what_one_learns(axis: str, techniques: tuple[str, ...]) 
             apart = np.linalg.norm(ours["gradients"][name] - value) / np.linalg.norm(value)
             assert apart < 1e-5, name
         assert all(took_effect for took_effect, _ in ours["proofs"].values()), ours["proofs"]
+
+
+@pytest.mark.parametrize("techniques", [(), ("fused_adamw",)])
+def test_one_rank_over_nccl_learns_what_a_plain_run_learns(techniques: tuple[str, ...]) -> None:
+    (plain,) = on_ranks(1, learn, "llama", {}, techniques, 20, "", (), "cuda")
+    assert on_ranks(1, as_a_group, spoken_over, {}, "cuda") == ["nccl"]
+    (ours,) = on_ranks(1, as_a_group, learn, "llama", {}, techniques, 20, "", (), "cuda")
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    assert ours["proofs"]["ddp"][0], ours["proofs"]
 
 
 @pytest.mark.parametrize("axis", ["ddp", "fsdp", "tp"])
