@@ -1,12 +1,14 @@
-"""Write the README's performance table from the records in results/: `python scripts/performance_table.py`.
+"""Write the README's performance tables and picture from the records in results/: `python scripts/performance_table.py`.
 
 Every figure comes from a `models.json` or `kernels.json` that the benches wrote; nothing is typed by hand. Of a recipe or
-a kernel that was measured more than once on such a machine, the later record counts. The table stands between two marks in README.md; without results it says so.
+a kernel that was measured more than once on such a machine, the later record counts. The tables stand between two marks
+in README.md, with docs/pictures/beside-rivals.svg above them; without results it says so.
 """
 
 from __future__ import annotations
 
 import sys
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +16,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from rush.lab.workloads import FILE  # noqa: E402
 from rush.records.kernels import read_kernels  # noqa: E402
-from rush.records.models import read_models  # noqa: E402
+from rush.records.models import ModelRecord, read_models  # noqa: E402
 from rush.report import findings  # noqa: E402
+from rush.report.beside import Pair, beside_picture  # noqa: E402
 from rush.report.kernels import PASS_WORDS, reached_words  # noqa: E402
 from rush.report.models import lengths, table  # noqa: E402
 
+PICTURE = ROOT / "docs" / "pictures" / "beside-rivals.svg"
 BEGIN, END = "<!-- performance: begin, by scripts/performance_table.py -->", "<!-- performance: end -->"
 
 
@@ -31,6 +36,24 @@ def performance(results: Path) -> str:
 
 def _models(results: Path) -> list[str]:
     parts = []
+    for where, found in _by_machine(_measured(results)).items():
+        tables = [(row, path) for path, record in found for row in table(record)]
+        longest = [(row, path) for path, record in found for row in lengths(record)]
+        if tables:
+            parts.append(
+                f"Whole runs on {where}, ours beside the rival in the same command; each verdict leads to its record.\n"
+            )
+            head = ("workload", "rival", "ours", "ratio (95 %)", "wanted", "peak memory", "parity", "verdict")
+            parts.append(_markdown(head, _linked(tables, results)))
+        if longest:
+            parts.append(f"The longest sequence that fits, on {where}:\n")
+            columns = ("workload", "limit", "reached", "speed there", "peak memory", "published by others")
+            parts.append(_markdown(columns, [row for row, _ in longest]))
+    return parts
+
+
+def _measured(results: Path) -> list[tuple[Path, ModelRecord]]:
+    """What counts of every record, one workload in each, in the order of the workloads."""
     records = {path: read_models(path) for path in sorted(results.glob("*/models.json"))}
     latest = _latest(
         records,
@@ -38,53 +61,105 @@ def _models(results: Path) -> list[str]:
             ours["rung"]["name"] for work in record["workloads"] for ours in work.get("ours", ())
         ],
     )
+    order = list(tomllib.loads(FILE.read_text(encoding="utf-8"))["workloads"])
+    found: list[tuple[int, Path, ModelRecord]] = []
     for path, record in records.items():
-        where, link = _machine(record["machine"]), f"([record]({_link(path, results)})):\n"
+        where = _machine(record["machine"])
         for work in record["workloads"]:
-            work["ours"] = [
-                ours for ours in work.get("ours", ()) if latest[where, ours["rung"]["name"]] == path
-            ]
-        if pairs := table(record):
-            parts.append(f"Whole runs on {where}, ours beside the rival in the same command {link}")
-            head = ("workload", "rival", "ours", "ratio (95 %)", "wanted", "peak memory", "parity", "")
-            parts.append(_markdown(head, pairs))
-        if rows := lengths(record):
-            parts.append(f"The longest sequence that fits, on {where} {link}")
-            columns = ("workload", "limit", "reached", "speed there", "peak memory", "published by others")
-            parts.append(_markdown(columns, rows))
-    return parts
+            counts = [ours for ours in work.get("ours", ()) if latest[where, ours["rung"]["name"]] == path]
+            one: ModelRecord = {**record, "workloads": [{**work, "ours": counts}]}
+            if counts or "longest" in work:
+                place = order.index(work["name"]) if work["name"] in order else len(order)
+                found.append((place, path, one))
+    return [(path, one) for _, path, one in sorted(found, key=lambda item: item[:2])]
 
 
 def _kernels(results: Path) -> list[str]:
     parts = []
     records = {path: read_kernels(path) for path in sorted(results.glob("*/kernels.json"))}
     latest = _latest(records, lambda record: [op["op"] for op in record["ops"]])
-    for path, record in records.items():
-        where = _machine(record["machine"])
+    for where, found in _by_machine(list(records.items())).items():
         rows = [
             (
-                op["op"],
-                target["size"],
-                PASS_WORDS[target["step"]],
-                target["what"],
-                reached_words(target),
-                target["verdict"],
+                (
+                    op["op"],
+                    target["size"],
+                    PASS_WORDS[target["step"]],
+                    target["what"],
+                    reached_words(target),
+                    target["verdict"],
+                ),
+                path,
             )
+            for path, record in found
             for op in record["ops"]
             if latest[where, op["op"]] == path
             for target in op["targets"]
         ]
         if rows:
-            reached = sum(row[-1] == "reached" for row in rows)
-            open_ = sum(row[-1] == "not measured" for row in rows)
+            reached = sum(row[-1] == "reached" for row, _ in rows)
+            open_ = sum(row[-1] == "not measured" for row, _ in rows)
             parts.append(
                 f"Kernels on {where}: {reached} of {len(rows)} targets reached"
-                f"{f', {open_} not measured' if open_ else ''} ([record]({_link(path, results)})).\n\n"
+                f"{f', {open_} not measured' if open_ else ''}.\n\n"
                 "<details><summary>Every kernel, size and pass</summary>\n"
             )
-            parts.append(_markdown(("kernel", "size", "pass", "target", "reached", ""), rows))
+            in_order = sorted(rows, key=lambda row: row[0][0])
+            parts.append(
+                _markdown(
+                    ("kernel", "size", "pass", "target", "reached", "verdict"), _linked(in_order, results)
+                )
+            )
             parts.append("</details>\n")
     return parts
+
+
+def pairs(results: Path) -> dict[str, list[Pair]]:
+    """By machine, what was asked for and measured, for the picture."""
+    found: dict[str, list[Pair]] = {}
+    for _, record in _measured(results):
+        for work in record["workloads"]:
+            for ours in work["ours"]:
+                rung, target = ours["rung"], ours["target"]
+                if target.get("reached") is None:
+                    continue
+                peaks = [side.get("peak_memory_bytes") for side in (rung, work["rival"])]
+                memory = peaks[0] / peaks[1] if all(peaks) else None
+                found.setdefault(_machine(record["machine"]), []).append(
+                    Pair(
+                        _title(work["name"], rung["name"]),
+                        work["rival"]["title"],
+                        target["reached"],
+                        *target["ci95"],
+                        target["at_least"],
+                        memory,
+                        _short(target),
+                    )
+                )
+    return found
+
+
+def _title(workload: str, name: str) -> str:
+    return name if name.split("-")[0] in workload.split("-")[:1] and "-" in name else f"{workload}: {name}"
+
+
+def _short(target: Mapping[str, Any]) -> str:
+    memory = target.get("memory", {}).get("verdict", "reached")
+    if target["verdict"] == memory:
+        return str(memory)
+    return "memory missed" if memory == "missed" else str(target["verdict"])
+
+
+def _by_machine(records: Sequence[tuple[Path, Any]]) -> dict[str, list[tuple[Path, Any]]]:
+    found: dict[str, list[tuple[Path, Any]]] = {}
+    for path, record in records:
+        found.setdefault(_machine(record["machine"]), []).append((path, record))
+    return found
+
+
+def _linked(rows: Sequence[tuple[Sequence[str], Path]], results: Path) -> list[Sequence[str]]:
+    """The rows, each with its last word as a link to the record."""
+    return [(*row[:-1], f"[{row[-1]}]({_link(path, results)})") for row, path in rows]
 
 
 def _latest(records: Mapping[Path, Any], names: Callable[[Any], list[str]]) -> dict[tuple[str, str], Path]:
@@ -120,6 +195,13 @@ def main() -> None:
     readme.write_text(
         put(readme.read_text(encoding="utf-8"), performance(ROOT / "results")), encoding="utf-8"
     )
+    PICTURE.write_text(drawn(ROOT / "results"), encoding="utf-8")
+
+
+def drawn(results: Path) -> str:
+    """The picture, of the machine with the most pairs."""
+    where, most = max(pairs(results).items(), key=lambda item: len(item[1]))
+    return beside_picture(f"Beside the rivals on {where}", most) + "\n"
 
 
 if __name__ == "__main__":

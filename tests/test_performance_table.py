@@ -6,6 +6,7 @@ import importlib.util
 import json
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
@@ -58,9 +59,28 @@ def test_fine_tuning_shows_its_memory_and_its_longest_sequence(script: Any, tmp_
     (tmp_path / "models" / "models.json").write_text(json.dumps(made.finetuning()))
     text = script.performance(tmp_path)
     assert "| ≥ 1.15×, memory ≤ 0.9× |" in text
-    assert "| reached; memory reached |" in text
+    assert "| [reached; memory reached](" in text
     assert "| 80 GB | 150,528 tokens | 2.10k tokens/s |" in text
     assert "342,733 (somebody)" in text
+
+
+def test_the_picture_shows_every_pair_with_what_was_wanted(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "models.json").write_text(json.dumps(made.models()))
+    drawn = ElementTree.fromstring(script.drawn(tmp_path))
+    texts = [element.text for element in drawn.iter("{http://www.w3.org/2000/svg}text")]
+    assert "gpt2-124m-fast" in texts
+    assert "1.25×" in texts
+    bars = [r for r in drawn.iter("{http://www.w3.org/2000/svg}rect") if r.get("class") == "bar speed"]
+    (found,) = script.pairs(tmp_path).values()
+    assert len(bars) == len(found)
+    assert {pair.verdict for pair in found} <= {"reached", "missed", "memory missed"}
+
+
+def test_the_picture_is_current(script: Any) -> None:
+    assert script.PICTURE.read_text(encoding="utf-8") == script.drawn(ROOT / "results"), (
+        "run python scripts/performance_table.py"
+    )
 
 
 def test_it_stands_between_its_marks_and_nothing_else_changes(script: Any) -> None:
