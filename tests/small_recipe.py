@@ -1,19 +1,16 @@
-"""A recipe that trains in seconds: a model of ten thousand parameters on this project's own text."""
+"""A recipe that trains in seconds: a model of ten thousand parameters on real text."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.real_text import write_to
 
 
 def write_small_recipe(folder: Path, *, batch: str = "", run: str = "", steps: int = 1000) -> Path:
     """Its file in `folder`, with the text beside it; `batch` and `run` are further lines of these tables."""
-    corpus = folder / "corpus"
-    corpus.mkdir()
-    for path in sorted((ROOT / "rush" / "models").glob("*.py")):
-        (corpus / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
+    corpus = write_to(folder / "corpus")
     recipe = folder / "small.toml"
     recipe.write_text(
         f"""

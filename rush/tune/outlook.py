@@ -7,7 +7,7 @@ planner is blind to goes along: one trial for all of it, where each alone would 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rush.recipe import Recipe
@@ -96,6 +96,14 @@ class Outlook:
             at = best.recipe
             been.add(identity(at))
         return self._without_idle(at, own, rules)
+
+    def lesser_half(self, recipe: Recipe, names: Sequence[str], rules: Rules) -> list[str]:
+        """Of these techniques of a recipe the half that promises less: without which less is lost."""
+        worth: dict[str, float] = {}
+        for name in names:
+            made = without(recipe, [name], rules)
+            worth[name] = self.expected(made, recipe) if isinstance(made, Move) else 0.0
+        return sorted(worth, key=lambda name: -worth[name])[: -(-len(worth) // 2)]
 
     def rounding_only(self, recipe: Recipe, rules: Rules) -> Recipe:
         """The recipe without what promises less than the same up to rounding."""

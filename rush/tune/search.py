@@ -10,7 +10,7 @@ Nothing here touches a device or a file: `Laboratory` makes the trials, and a te
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -67,6 +67,8 @@ class Search:
     """The winner's speed over that of the recipe as it stands."""
     options: Options = field(init=False)
     _proven: set[frozenset[str]] = field(default_factory=set)
+    _suspects: set[str] = field(default_factory=set)
+    """Techniques of which one made a leap fail; the climb asks each of them alone."""
 
     def __post_init__(self) -> None:
         self.options = Options(self.rules, self.outlook, self.budget, self._note)
@@ -79,22 +81,38 @@ class Search:
         """From the recipe as it stands to the best that could be found in time; it is not proved yet."""
         self.begin()
         for recipe in leaps(self.outlook, self.lead.known_recipe, self.rules):
-            self._leap(recipe)
+            self._leap(self._leaving_out(recipe, self._suspects))
         while (option := self._next()) is not None:
             self._consider(option)
 
-    def _leap(self, recipe: Recipe) -> None:
+    def _leap(self, whole: Recipe) -> None:
         """Try where the paper leads, unless what was tried is expected to be ahead of it; with smaller micro batches while memory
-        runs out."""
+        runs out. One trial for many changes does not tell which of them made it fail: then half of those that may be to blame
+        is left out, the half that promises less, and so on until it runs."""
+        own = dict(self.base.known_recipe.technique_uses())
+        suspects = [name for name, _ in whole.technique_uses() if name not in own]
+        recipe, left_out = whole, list[str]()
         while identity(recipe) not in self.options.seen and self.outlook.sound(recipe):
             leap = Move(f"planned: {describe(recipe)}", recipe)
             expected = self.outlook.expected(leap, self.lead.known_recipe)
             if not self.affordable("rank", recipe) or (self.lead is not self.base and expected < ENOUGH):
                 return
             option = Option(leap, expected, simpler=less_than(recipe, self.lead.known_recipe))
-            if self._consider(option).status != "out_of_memory" or recipe.micro == 1:
+            result = self._consider(option)
+            if result.status == "out_of_memory" and recipe.micro > 1:
+                whole = with_micro(Move("", whole), recipe.micro // 2).recipe
+            elif result.ok or result.status in ("out_of_memory", "timed_out"):
+                self._suspects |= set(left_out)
                 return
-            recipe = with_micro(leap, recipe.micro // 2).recipe
+            else:
+                suspects = [name for name in suspects if name not in left_out]
+                left_out = self.outlook.lesser_half(whole, suspects, self.rules)
+            recipe = self._leaving_out(whole, left_out)
+
+    def _leaving_out(self, recipe: Recipe, names: Collection[str]) -> Recipe:
+        found = sorted(set(names).intersection(dict(recipe.technique_uses())))
+        made = without(recipe, found, self.rules) if found else Move("", recipe)
+        return made.recipe if isinstance(made, Move) else recipe
 
     def begin(self) -> None:
         """Try the recipe as it stands, and trace what all are held against. A recipe that promises no more than the same learning

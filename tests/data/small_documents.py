@@ -1,21 +1,13 @@
-"""A handful of documents in memory, made of real text (this project's sources, as bytes), for tests of packing."""
+"""A handful of documents in memory, made of real text (as bytes), for tests of packing."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-@cache
-def text() -> npt.NDArray[np.int64]:
-    files = sorted((ROOT / "rush" / "models").glob("*.py"))
-    return np.frombuffer(b"".join(path.read_bytes() for path in files), dtype=np.uint8).astype(np.int64)
+from tests.real_text import as_bytes as text
 
 
 class SmallDocuments:

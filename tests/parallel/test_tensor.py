@@ -80,8 +80,8 @@ def test_slots_see_plain_tensors_of_a_ranks_own_heads_and_widths(family: str) ->
     ],
 )
 def test_a_planted_bug_of_a_cut_layer_is_seen(bug: str, techniques: list[str]) -> None:
-    planted = on_ranks(2, learn, "gpt2", {"tp": 2}, techniques, 3, bug)
-    reference = on_ranks(1, learn, "gpt2", {}, (), 3)[0]
+    planted = on_ranks(2, learn, "gpt2", {"tp": 2}, techniques, 12, bug)
+    reference = on_ranks(1, learn, "gpt2", {}, (), 12)[0]
     apart = furthest(planted[0], reference)
     assert apart["gradients"] > 1e-3, apart
     assert apart["held_out"] > 1e-5, apart

@@ -1,10 +1,9 @@
-"""Runs of a few thousand parameters on real text (this project's own sources, as bytes), to compare techniques with."""
+"""Runs of a few thousand parameters on real text (as bytes), to compare techniques with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +21,10 @@ from rush.techniques.parity import Judgement, gradient_errors, gradients_of, jud
 from rush.train.build import Run, build
 from rush.train.observe import observe
 from rush.train.step import clipped_by, train_step
+from tests.real_text import as_bytes as text
 
 ROOT = Path(__file__).resolve().parents[2]
+
 SHAPE = ["model.shape.num_layers=2", "model.shape.hidden=64", "model.shape.num_heads=4", "model.shape.head_dim=16",
          "model.shape.intermediate=96", "model.shape.vocab_size=257", "model.shape.context=32", "batch.sequence=32",
          "batch.micro=4", "batch.total_tokens=128", "optimizer.lr=0.003"]  # fmt: skip
@@ -34,12 +35,6 @@ SHORT = ["model.shape.hidden=32", "model.shape.head_dim=8", "model.shape.interme
 INTERPRETED_SLOWLY = {
     "triton_attention": ["model.shape.num_layers=1", "batch.micro=1", "batch.total_tokens=32"],
 }
-
-
-@cache
-def text() -> npt.NDArray[np.int64]:
-    files = sorted((ROOT / "rush" / "models").glob("*.py"))
-    return np.frombuffer(b"".join(path.read_bytes() for path in files), dtype=np.uint8).astype(np.int64)
 
 
 @dataclass(frozen=True)

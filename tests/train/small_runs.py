@@ -9,16 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.real_text import write_to
+
 ROOT = Path(__file__).resolve().parents[2]
 TIMES = {"tokens_per_s", "trained_per_s", "step_s", "data_s", "memory_bytes", "mfu", "ceiling_fraction"}
 
 
 def write_corpus(folder: Path) -> Path:
-    """A few documents of real text (this project's own sources)."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted((ROOT / "rush" / "train").glob("*.py")):
-        (folder / f"{path.stem}.txt").write_text(path.read_text(encoding="utf-8"), encoding="utf-8")
-    return folder
+    """A few documents of real text."""
+    return write_to(folder)
 
 
 def small_recipe(corpus: Path, family: str = "gpt2", **sections: dict[str, Any]) -> str:

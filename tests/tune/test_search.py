@@ -99,7 +99,8 @@ def test_a_leap_that_learns_something_else_is_passed_over() -> None:
     assert any(c.state == "different" for c in search.candidates)
     assert search.winner is not None
     assert "fp8" not in {name for name, _ in search.winner.known_recipe.technique_uses()}
-    assert table.speed(search.winner.known_recipe) > table.speed(load_recipe("llama-3.2-1b-fast"))
+    # The hand-made recipe without 8 bits, or a better one.
+    assert table.speed(search.winner.known_recipe) >= 0.999 * table.speed(load_recipe("llama-3.2-1b-fast"))
 
 
 @pytest.mark.slow
