@@ -197,7 +197,7 @@ def _last_words_when_workers_are_killed(tmp_path: Path) -> str:
     source = tmp_path / "rows.jsonl"
     slow = "ab " * 30_000
     source.write_text(
-        "".join(json.dumps({"text": f"{number} {slow}", "tags": []}) + "\n" for number in range(400))
+        "".join(json.dumps({"text": f"{number} {slow}", "tags": []}) + "\n" for number in range(1200))
     )
     process = start(tmp_path / "script.py", source, tmp_path / "out.jsonl", workers=2)
     logs = tmp_path / ".out.jsonl.cleaning" / "pipeline" / "00" / "logs"
