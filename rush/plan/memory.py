@@ -188,7 +188,7 @@ def _stage_memory(spec: Spec, stage: Stage) -> Memory:
     again_bytes = tokens * (sum(again.values()) - sum(each.values())) if again else 0.0
     ends = _final(spec) * tokens if stage.last else 0.0
     forward, backward, head = _loss(spec, stage)
-    working = _working(spec) * tokens
+    working = _working(spec) * tokens + _unpacked(spec)
     moments: dict[str, dict[str, float]] = {
         "forward pass": {**held.state(0), "activations": sum(kept.values()) + ends, "logits": forward,
                          "casts": held.casts(always=True)},
@@ -285,13 +285,21 @@ def _loss(spec: Spec, stage: Stage) -> tuple[float, float, float]:
     return logits, logits, gradient + cast
 
 
+def _unpacked(spec: Spec) -> float:
+    """The largest weight of a block, where weights are codes: as long as its product lasts."""
+    if spec.effects.size("blocks", 4) >= 2:
+        return 0.0
+    return spec.effects.size("compute", 4) * spec.shape.hidden * spec.shape.intermediate / spec.size("tp")
+
+
 def _working(spec: Spec) -> float:
     """Bytes a token takes while one block is differentiated: gradients of the MLP's wide tensors or of the scores."""
     shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
     # A compiled backward pass puts gradients where the tensors were that it was handed and has used up; where it makes them
-    # itself, computing the block again, all are there until its kernel has written the gradients.
-    handed = effects.keeps is None or "mlp.gate" in effects.keeps
+    # itself, computing the block again, all are there until its kernel has written the gradients. (Not beside adapters: their
+    # operator has used up the product before that.)
+    handed = effects.keeps is None or "mlp.gate" in effects.keeps or bool(effects.factor("frozen"))
     tensors = 1 if effects.factor("seams") and handed else 3 if shape.family == "llama" else 2
     wide = tensors * compute * shape.intermediate / tp
     scores = 2 * _scores(spec) * effects.factor("scores")
