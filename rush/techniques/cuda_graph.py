@@ -4,12 +4,14 @@ A step of a small model is thousands of kernels of a few microseconds, and launc
 longer than running it: the GPU waits for the CPU. A recording keeps all launches with their arguments, and
 one call replays them. Since arguments are addresses, inputs and gradients must stay in one place: batches
 are copied in, gradients add up in fixed memory. Shapes must repeat (each new one is recorded anew). It wins
-where the profile shows an idle GPU; large models gain nothing and pay with memory.
+where the profile shows an idle GPU; large models gain nothing and pay with memory. Where a step is one micro batch, gradients
+need not add up: with `gradients = "written"` every replay writes them, four passes over them less, into memory that the
+recording frees and fills like any other. (That has not run on a GPU yet, so it is not the default.)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,10 +19,12 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from rush.data import Batch
-from rush.recipe import Knob
+from rush.errors import RecipeError
+from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     Build,
     Claim,
+    KnobRange,
     MemoryEffect,
     Observation,
     Parity,
@@ -41,14 +45,19 @@ class Recording:
     batch: Batch
     share: Tensor
     loss: Tensor
+    gradients: Sequence[Tensor | None]
+    """What a replay writes, or adds to."""
 
 
 class RecordedPass:
     """A pass that is recorded at its first call for each shape, and replayed from then on."""
 
-    def __init__(self, inner: Pass, parameters: Callable[[], list[nn.Parameter]]) -> None:
+    def __init__(
+        self, inner: Pass, parameters: Callable[[], list[nn.Parameter]], *, writes: bool = False
+    ) -> None:
         self.inner = inner
         self.parameters = parameters
+        self.writes = writes
         self.recordings: dict[tuple[object, ...], Recording] = {}
         self.gradients: list[Tensor] = []
 
@@ -61,22 +70,21 @@ class RecordedPass:
         for name, tensor in recording.batch.tensors().items():
             tensor.copy_(tensors[name])
         recording.share.copy_(share)
-        self._attach_gradients()
+        if not self.writes:
+            self._empty_gradients()
         with record_function("rush::forward"):
             recording.graph.replay()
+        for parameter, gradient in zip(self.parameters(), recording.gradients, strict=True):
+            parameter.grad = gradient
         return recording.loss.clone()
 
-    def _attach_gradients(self) -> None:
-        """Give each parameter its fixed gradient, emptied, where the last update took it away."""
+    def _empty_gradients(self) -> None:
+        """Empty the fixed gradients that the last update took away."""
         fresh = [
-            (p, gradient)
-            for p, gradient in zip(self.parameters(), self.gradients, strict=True)
-            if p.grad is None
+            gradient for p, gradient in zip(self.parameters(), self.gradients, strict=True) if p.grad is None
         ]
         if fresh:
-            torch._foreach_zero_([gradient for _, gradient in fresh])
-        for parameter, gradient in fresh:
-            parameter.grad = gradient
+            torch._foreach_zero_(fresh)
 
     def _record(self, batch: Batch, share: Tensor) -> Recording:
         inputs = batch.each(torch.clone), share.clone()
@@ -91,24 +99,37 @@ class RecordedPass:
                     parameter.grad = None
                 self.inner(*inputs)
         torch.cuda.current_stream().wait_stream(aside)
-        if not self.gradients:
+        if not self.gradients and not self.writes:
             self.gradients = [torch.zeros_like(p) for p in parameters]
-        for parameter, gradient in zip(parameters, self.gradients, strict=True):
-            parameter.grad = gradient
+        for place, parameter in enumerate(parameters):
+            parameter.grad = None if self.writes else self.gradients[place]
         graph = torch.cuda.CUDAGraph()
         # Only this thread is watched while recording: loader threads may allocate as they like.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             loss = self.inner(*inputs)
+        gradients = [p.grad for p in parameters] if self.writes else list(self.gradients)
         for parameter, gradient_so_far in zip(parameters, so_far, strict=True):
             parameter.grad = gradient_so_far
-        return Recording(graph, *inputs, loss)
+        return Recording(graph, *inputs, loss, gradients)
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     model = build.model
-    build.pass_wrappers.append(
-        lambda inner: RecordedPass(inner, lambda: [p for p in model.parameters() if p.requires_grad])
-    )
+    writes = knobs["gradients"] == "written"
+
+    def trained() -> list[nn.Parameter]:
+        return [p for p in model.parameters() if p.requires_grad]
+
+    build.pass_wrappers.append(lambda inner: RecordedPass(inner, trained, writes=writes))
+
+
+def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+    """Refuse to write over gradients that should add up."""
+    if knobs["gradients"] == "written" and recipe.accumulation > 1:
+        raise RecipeError(
+            f"technique cuda_graph: gradients is 'written', but a step here is {recipe.accumulation} micro batches, whose gradients "
+            "add up; allowed is 'added', or set batch.micro so that one holds the step."
+        )
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -135,6 +156,13 @@ technique = Technique(
             ),
         ),
     ),
+    fits=fits,
+    knobs={
+        "gradients": KnobRange(
+            ("added", "written"),
+            "whether a replay adds to gradients in fixed memory, or writes them (steps of one micro batch)",
+        )
+    },
     conflicts=("cp", "ddp", "fsdp", "offload_activations", "pp", "tp"),
     claim=Claim(
         "tokens_per_s",
@@ -144,6 +172,13 @@ technique = Technique(
     ),
     parity=Parity.EXACT,
     evidence=evidence,
-    memory=(MemoryEffect("recording", 1.0, "the passes' memory is kept apart, gradients stay allocated"),),
+    memory=(
+        MemoryEffect(
+            "recording",
+            1.0,
+            "gradients stay allocated; not with gradients = written",
+            by_knob=lambda knobs: float(knobs["gradients"] == "added"),
+        ),
+    ),
     work=(WorkEffect("launches.pass", 10.0),),
 )

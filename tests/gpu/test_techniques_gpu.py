@@ -138,6 +138,7 @@ def test_generated_attention() -> None:
         ["pin_memory"],
         ["loader_workers", "pin_memory", "gc_control"],
         ["cuda_graph"],
+        ["{name='cuda_graph', gradients='written'}"],
         ["cuda_graph", "checkpoint_full", "pin_memory", "loader_workers"],
     ],
 )

@@ -331,17 +331,22 @@ def test_codes_are_unpacked_for_each_product_and_once_more_where_blocks_are_comp
 
 
 def test_a_recorded_pass_adds_to_gradients_that_are_there_and_a_single_one_does_not() -> None:
-    techniques = ["pure_bf16", "flash_attention", "fused_adamw"]
-    plain, recorded = (
+    techniques = ['"pure_bf16"', '"flash_attention"', '"fused_adamw"']
+    plain, recorded, written = (
         spec_of(
             load_recipe(
                 "llama-3.2-1b",
-                [f"techniques={names}".replace("'", '"'), "batch.micro=1", "batch.total_tokens=2048"],
+                [f"techniques=[{', '.join(names)}]", "batch.micro=1", "batch.total_tokens=2048"],
             )
         )
-        for names in (techniques, [*techniques, "cuda_graph"])
+        for names in (
+            techniques,
+            [*techniques, '"cuda_graph"'],
+            [*techniques, '{name = "cuda_graph", gradients = "written"}'],
+        )
     )
     target = target_of("h200-sxm")
+    assert time_of(written, target).parts["elementwise"] == time_of(plain, target).parts["elementwise"]
     more = time_of(recorded, target).parts["elementwise"] - time_of(plain, target).parts["elementwise"]
     weights = weights_of(plain)
     count = 16 * (weights.block_linear + weights.block_other) + weights.embedding

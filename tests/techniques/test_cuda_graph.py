@@ -1,0 +1,25 @@
+"""What a recording refuses, as far as no GPU is needed for it; the rest is in tests/gpu."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rush.errors import RecipeError
+from rush.techniques import check_recipe
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_runs import recipe_of
+
+WRITTEN = "{name='cuda_graph', gradients='written'}"
+
+
+def test_gradients_that_add_up_are_not_written_over() -> None:
+    check_recipe(recipe_of(WRITTEN))
+    check_recipe(recipe_of("cuda_graph", overrides=["batch.micro=2"]))
+    with pytest.raises(
+        RecipeError, match="a step here is 2 micro batches, whose gradients add up; allowed is 'added'"
+    ):
+        check_recipe(recipe_of(WRITTEN, overrides=["batch.micro=2"]))
