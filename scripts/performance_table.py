@@ -58,7 +58,9 @@ def _measured(results: Path) -> list[tuple[Path, ModelRecord]]:
     latest = _latest(
         records,
         lambda record: [
-            ours["rung"]["name"] for work in record["workloads"] for ours in work.get("ours", ())
+            _title(work["name"], ours["rung"]["name"])
+            for work in record["workloads"]
+            for ours in work.get("ours", ())
         ],
     )
     order = list(tomllib.loads(FILE.read_text(encoding="utf-8"))["workloads"])
@@ -66,7 +68,11 @@ def _measured(results: Path) -> list[tuple[Path, ModelRecord]]:
     for path, record in records.items():
         where = _machine(record["machine"])
         for work in record["workloads"]:
-            counts = [ours for ours in work.get("ours", ()) if latest[where, ours["rung"]["name"]] == path]
+            counts = [
+                ours
+                for ours in work.get("ours", ())
+                if latest[where, _title(work["name"], ours["rung"]["name"])] == path
+            ]
             one: ModelRecord = {**record, "workloads": [{**work, "ours": counts}]}
             if counts or "longest" in work:
                 place = order.index(work["name"]) if work["name"] in order else len(order)
@@ -140,7 +146,8 @@ def pairs(results: Path) -> dict[str, list[Pair]]:
 
 
 def _title(workload: str, name: str) -> str:
-    return name if name.split("-")[0] in workload.split("-")[:1] and "-" in name else f"{workload}: {name}"
+    """What tells ours apart from all others: its name, with the workload's where several have that name (`qlora`)."""
+    return name if name.startswith(workload) else f"{workload}: {name}"
 
 
 def _short(target: Mapping[str, Any]) -> str:

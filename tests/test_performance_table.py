@@ -54,6 +54,21 @@ def test_what_was_measured_twice_stands_there_once_as_it_was_measured_last(
     assert "earlier-" not in text
 
 
+def test_a_later_record_of_one_workload_leaves_the_others_of_that_name(script: Any, tmp_path: Path) -> None:
+    earlier, later = made.models(), made.models()
+    later["started"] = "2099-01-01T00:00:00+00:00"
+    for record, workloads in ((earlier, ("qlora-8b-1", "qlora-8b-4")), (later, ("qlora-8b-1",))):
+        (one,) = record["workloads"]
+        ours = [{**one["ours"][0], "rung": {**one["ours"][0]["rung"], "name": "qlora"}}]
+        record["workloads"] = [{**one, "name": name, "about": name, "ours": ours} for name in workloads]
+    for folder, record in (("earlier", earlier), ("later", later)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "models.json").write_text(json.dumps(record))
+    rows = {line.split(" | ")[0]: line for line in script.performance(tmp_path).splitlines()}
+    assert "later/models.json" in rows["| qlora-8b-1"]
+    assert "earlier/models.json" in rows["| qlora-8b-4"]
+
+
 def test_fine_tuning_shows_its_memory_and_its_longest_sequence(script: Any, tmp_path: Path) -> None:
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "models.json").write_text(json.dumps(made.finetuning()))

@@ -70,10 +70,15 @@ def load_plan(name: str, overrides: Iterable[str], devices: str, layouts: str, *
         raise RecipeError(
             "objective.kind is dpo, whose references a study of scale does not make; it takes lm or sft."
         )
+    numbers = read_devices(devices)
+    if options.get("group_of_one") and 1 not in numbers:
+        raise RecipeError(
+            f"--group-of-one measures ddp on one device, but --devices is {devices}; add 1 to it, or leave --group-of-one out."
+        )
     return Plan(
         short_name(name),
         recipe,
-        read_devices(devices),
+        numbers,
         read_layouts(layouts),
         read_table(Measure, own, "measure", "rush scale"),
         read_table(Parity, own, "parity", "rush scale"),

@@ -36,12 +36,10 @@ def initial_values(
     """Every (wanted) parameter's name and initial value, one after the other, so that no second model is held."""
     specs = [spec for spec in list_parameters(shape) if wanted is None or wanted(spec.name)]
     with ThreadPoolExecutor(1) as ahead:
-        coming = [ahead.submit(initial_value, shape, spec, seed) for spec in specs[:1]]
-        for place, spec in enumerate(specs):
-            value = coming.pop().result()
-            coming += [
-                ahead.submit(initial_value, shape, later, seed) for later in specs[place + 1 : place + 2]
-            ]
+        drawing = None
+        for spec, following in zip(specs, [*specs[1:], None], strict=False):
+            value = drawing.result() if drawing else initial_value(shape, spec, seed)
+            drawing = ahead.submit(initial_value, shape, following, seed) if following else None
             yield spec.name, value
 
 

@@ -66,18 +66,22 @@ def check_recipe(recipe: Recipe) -> list[Use]:
     """The same as far as no machine is needed for it, so that nobody has to be started to hear it."""
     _check_layout(recipe)
     uses = settle_uses(recipe)
-    names = {use.technique.name for use in uses}
     for use in uses:
-        technique = use.technique
-        if technique.fits is not None:
-            technique.fits(recipe, use.knobs)
+        if use.technique.fits is not None:
+            use.technique.fits(recipe, use.knobs)
+    _check_conflicts(uses)
+    return uses
+
+
+def _check_conflicts(uses: Sequence[Use]) -> None:
+    names = {use.technique.name for use in uses}
+    for technique in (use.technique for use in uses):
         if clash := sorted(names.intersection(technique.conflicts)):
             reason = why_not(technique, registry()[clash[0]])
             raise RecipeError(
                 f"techniques {technique.name} and {clash[0]} cannot stand together{reason and f': {reason}'}; take one of "
                 "them out."
             )
-    return uses
 
 
 def why_not(one: Technique, other: Technique) -> str:
@@ -95,7 +99,9 @@ def settle_uses(recipe: Recipe) -> list[Use]:
 
 def put_on(uses: Sequence[Use], axes: Iterable[str]) -> list[Use]:
     """These techniques, and those of axes that divide nothing: of a rank that is a group of its own."""
-    return sorted([*uses, *(_settle(axis, {}) for axis in axes)], key=_order)
+    more = sorted([*uses, *(_settle(axis, {}) for axis in axes)], key=_order)
+    _check_conflicts(more)
+    return more
 
 
 def _settle(name: str, given: Mapping[str, Knob]) -> Use:

@@ -29,6 +29,7 @@ from rush.lab.trial import Outcome
 from rush.plan import target_of
 from rush.recipe_io import load_recipe
 from rush.records.scaling import read_scale
+from rush.techniques import put_on, settle_uses
 
 ROOT = Path(__file__).resolve().parents[2]
 PLANTED = Path(__file__).parent / "planted" / "on_rank_one.py"
@@ -280,6 +281,14 @@ def test_a_study_of_real_ranks_is_recorded_and_repeats_nothing(small_recipe: Pat
     assert [p["tokens_per_s"] for p in again["points"]] == [p["tokens_per_s"] for p in record["points"]]
     with pytest.raises(RecipeError, match="holds another study"):
         study(plan_of(small_recipe, "optimizer.lr=0.5"), out)
+
+
+def test_a_group_of_one_that_cannot_be_measured_is_refused(small_recipe: Path) -> None:
+    with pytest.raises(RecipeError, match="--devices is 2; add 1 to it"):
+        plan_of(small_recipe, devices="2", group_of_one=True)
+    recorded = settle_uses(load_recipe("tiny", ["techniques=['cuda_graph']"]))
+    with pytest.raises(RecipeError, match="ddp and cuda_graph cannot stand together: a recording"):
+        put_on(recorded, ["ddp"])
 
 
 def test_a_rank_that_is_a_group_of_its_own_stands_beside_one_without(
