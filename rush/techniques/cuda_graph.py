@@ -11,7 +11,8 @@ recording frees and fills like any other. (That has not run on a GPU yet, so it 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -105,12 +106,21 @@ class RecordedPass:
             parameter.grad = None if self.writes else self.gradients[place]
         graph = torch.cuda.CUDAGraph()
         # Only this thread is watched while recording: loader threads may allocate as they like.
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        with _own_workspaces(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             loss = self.inner(*inputs)
         gradients = [p.grad for p in parameters] if self.writes else list(self.gradients)
         for parameter, gradient_so_far in zip(parameters, so_far, strict=True):
             parameter.grad = gradient_so_far
         return Recording(graph, *inputs, loss, gradients)
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Let a recording's matmuls find their scratch memory in its own pool: each stream gets some and keeps it, and those used
+    before would hold theirs for nothing."""
+    torch._C._cuda_clearCublasWorkspaces()
+    yield
+    torch._C._cuda_clearCublasWorkspaces()
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
