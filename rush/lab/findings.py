@@ -165,8 +165,8 @@ def verdict_of(stand: Stand, gain: Ratio | None, smaller: float) -> str:
         return "faster but different" if faster else "different"
     if faster:
         return "equal and faster"
-    if parity == "equal" and _is_smaller(stand, smaller):
-        return "equal and smaller"
+    if _is_smaller(stand, smaller):
+        return "equal and smaller" if parity == "equal" else "smaller but different"
     return "slower" if gain is not None and gain.slower else "no gain"
 
 

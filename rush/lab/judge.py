@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from rush.lab.bench import Bench
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
-from rush.techniques import Parity
+from rush.techniques import Parity, registry
 from rush.techniques.parity import Twin, gradient_errors, judge
 
 LOOSER = [Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL, Parity.CHANGES]
@@ -25,6 +25,39 @@ LOOSER = [Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL, Parity.CHANGES]
 def loosest(promises: Iterable[str]) -> Parity:
     """What a recipe promises: no more than the loosest of its techniques does."""
     return max((Parity[name] for name in promises), key=LOOSER.index, default=Parity.EXACT)
+
+
+def without_speed(recipe: Recipe) -> Recipe:
+    """The recipe with those techniques alone that decide what is learned: none, or adapters and what they stand on."""
+    known = registry()
+    kept = [
+        entry
+        for entry, (name, _) in zip(recipe.techniques, recipe.technique_uses(), strict=True)
+        if name in known and known[name].parity is Parity.CHANGES
+    ]
+    return recipe.model_copy(update={"techniques": kept})
+
+
+def hold_against_plain(
+    bench: Bench, recipe: Recipe, outcome: Outcome, base: Recipe
+) -> tuple[dict[str, Any], Outcome | None]:
+    """The record's parity part for a rung, and the trial that made what it is held against, where one was made for it alone.
+
+    That is `base` in plain fp32, with those techniques of the rung that decide what is learned. Where the base has others, the
+    rung learns something else by design, and is not called equal although it does all it promises.
+    """
+    kept = without_speed(recipe).techniques
+    plain = base.model_copy(update={"techniques": kept})
+    reference = bench.parity_recipe(plain)
+    if bench.trace(reference) is None:
+        bench.run(plain, "reference", first=True, timed=False)
+    names = ", ".join(name for name, _ in plain.technique_uses())
+    found = parity_of(bench, recipe, reference, outcome)
+    found["against"] = f"plain fp32 with {names}" if names else "plain fp32"
+    if kept != without_speed(base).techniques:
+        found["why"] = f"what is learned differs by design; held against {found['against']}: {found['why']}"
+        found["verdict"] = "not judged" if found["verdict"] == "equal" else found["verdict"]
+    return found, bench.known(plain, "reference")
 
 
 def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome) -> dict[str, Any]:

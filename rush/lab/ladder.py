@@ -20,13 +20,12 @@ from typing import Any
 from rush.errors import RecipeError
 from rush.lab.bench import Bench, open_bench
 from rush.lab.findings import FORMULAS, Stand, Yard, rung_of
-from rush.lab.judge import parity_of
+from rush.lab.judge import hold_against_plain
 from rush.lab.ladder_file import Addition, Plan, compose
 from rush.lab.search import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.statistics import centre, floor_near, ratio_of_medians
 from rush.lab.timing import rates
 from rush.lab.trial import Outcome
-from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.ladder import FORMAT, LadderRecord, read_ladder, write_ladder
 from rush.records.lock import FolderLock
@@ -115,6 +114,7 @@ class Climb:
         before = read_ladder(self.file) if self.file.exists() else None
         self.started = before["started"] if before else _now()
         self.interactions = before["interactions"] if before else None
+        self.judged = {rung["digest"]: rung["parity"] for rung in before["rungs"]} if before else {}
         self.num_rungs = len(self.plan.additions) + 1
         self.done = 0
         self.finished: str | None = None
@@ -194,18 +194,16 @@ class Climb:
     def _run(self, stand: Stand, number: int) -> None:
         """One more process of a rung; the first one also tells its parity."""
         assert stand.recipe is not None
+        earlier = self.bench.known(stand.recipe, f"time-{number}") is not None
         outcome = self.bench.run(stand.recipe, f"time-{number}", first=number == 0)
         stand.outcomes.append(outcome)
         if number == 0 and stand.status in ("ok", "no_effect"):
-            stand.parity = parity_of(self.bench, stand.recipe, self._reference(), outcome)
-
-    def _reference(self) -> Recipe:
-        """Plain fp32, which all are compared with; a base that is plain and fits has made that trace itself."""
-        plain = self.plan.base.model_copy(update={"techniques": []})
-        reference = self.bench.parity_recipe(plain)
-        if self.bench.trace(reference) is None:
-            self.bench.run(plain, "reference", first=True, timed=False)
-        return reference
+            if earlier and self.judged.get(stand.recipe.digest):
+                # Gradients need not be there any more: a folder may travel without them.
+                stand.parity = self.judged[stand.recipe.digest]
+                return
+            # A base that is plain and fits has made the trace that others are held against itself.
+            stand.parity, _ = hold_against_plain(self.bench, stand.recipe, outcome, self.plan.base)
 
     def _search(self) -> None:
         """At the top: the batch that pays, and how long a sequence may be."""

@@ -24,13 +24,12 @@ from rush import __version__
 from rush.files import write_json_atomic
 from rush.lab.bench import TIMING, Bench, open_bench
 from rush.lab.findings import FORMULAS, Stand, Yard, rung_of
-from rush.lab.judge import parity_of
+from rush.lab.judge import hold_against_plain
 from rush.lab.ladder_file import Plan, Search
 from rush.lab.rival_longest import Length, took
 from rush.lab.statistics import noise_floor
 from rush.lab.trial import Outcome, execute
 from rush.lab.workloads import Ours, Workload
-from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.ladder import Rung
 from rush.records.lock import FolderLock
@@ -44,7 +43,6 @@ from rush.records.models import (
     write_models,
 )
 from rush.records.models import Workload as WorkloadRecord
-from rush.techniques import Parity, registry
 from rush.train.corpus import open_corpus
 
 
@@ -127,18 +125,9 @@ class Match:
         outcome = bench.run(stand.recipe, f"time-{number}", first=number == 0)
         stand.outcomes.append(outcome)
         if number == 0 and outcome.status == "ok":
-            plain = without_speed(bench.plan.base)
-            reference = bench.parity_recipe(plain)
-            if bench.trace(reference) is None:
-                bench.run(plain, "reference", first=True, timed=False)
-            if (made := bench.known(plain, "reference")) is not None:
+            stand.parity, made = hold_against_plain(bench, stand.recipe, outcome, bench.plan.base)
+            if made is not None:
                 self.references[f"fp32 for {stand.title}"] = made
-            judged = parity_of(bench, stand.recipe, reference, _promising(outcome, plain))
-            kept = [name for name, _ in plain.technique_uses()]
-            stand.parity = {
-                **judged,
-                "against": " with ".join(["plain fp32", *([", ".join(kept)] if kept else [])]),
-            }
 
     def _rival_trial(self, number: int) -> Outcome:
         rival, bench = self.opponent, self.bench
@@ -198,24 +187,6 @@ class Match:
 
 
 CLOSE_CALL = "a close call: the interval reaches below the target"
-
-
-def without_speed(recipe: Recipe) -> Recipe:
-    """The recipe with those techniques alone that decide what is learned: none, or adapters and what they stand on."""
-    known = registry()
-    kept = [
-        entry
-        for entry, (name, _) in zip(recipe.techniques, recipe.technique_uses(), strict=True)
-        if name in known and known[name].parity is Parity.CHANGES
-    ]
-    return recipe.model_copy(update={"techniques": kept})
-
-
-def _promising(outcome: Outcome, plain: Recipe) -> Outcome:
-    """The outcome as one that promises what its techniques do beyond those of the run it is held against."""
-    shared = {name for name, _ in plain.technique_uses()}
-    declared = {name: row for name, row in outcome.found["techniques"].items() if name not in shared}
-    return replace(outcome, found={**outcome.found, "techniques": declared})
 
 
 def target_of(

@@ -18,7 +18,7 @@ FORMAT = 1
 VIEWS = ("cumulative", "alone", "left_out")
 STATUSES = ("ok", "out_of_memory", "unsupported", "no_effect", "diverged", "crashed", "timed_out")
 VERDICTS = (
-    "baseline", "equal and faster", "equal and smaller", "faster but different", "different", "no gain", "slower",
+    "baseline", "equal and faster", "equal and smaller", "faster but different", "smaller but different", "different", "no gain", "slower",
     "no effect", "unsupported", "out of memory", "crashed", "timed out", "diverged",
 )  # fmt: skip
 PARITY_VERDICTS = ("equal", "different", "not judged")

@@ -35,6 +35,7 @@ VERDICTS = {
     "equal and faster": Verdict("good", "up", "learns the same, and the gain's interval excludes chance"),
     "equal and smaller": Verdict("good", "shrink", "learns the same in less memory"),
     "faster but different": Verdict("caution", "unequal", "faster, but what it learns differs from the reference"),
+    "smaller but different": Verdict("caution", "unequal", "less memory, but what it learns differs from the reference"),
     "no gain": Verdict("plain", "level", "took effect and learns the same; the difference is within chance"),
     "slower": Verdict("caution", "down", "took effect, and costs speed here"),
     "no effect": Verdict("caution", "ring", "was switched on but left no trace in the profile"),

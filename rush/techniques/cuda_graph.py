@@ -6,7 +6,7 @@ one call replays them. Since arguments are addresses, inputs and gradients must 
 are copied in, gradients add up in fixed memory. Shapes must repeat (each new one is recorded anew). It wins
 where the profile shows an idle GPU; large models gain nothing and pay with memory. Where a step is one micro batch, gradients
 need not add up: with `gradients = "written"` every replay writes them, four passes over them less, into memory that the
-recording frees and fills like any other. (That has not run on a GPU yet, so it is not the default.)
+recording frees and fills like any other. The bits are the same.
 """
 
 from __future__ import annotations

@@ -38,7 +38,8 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.
         ("different", FASTER, 100, "faster but different"),
         ("different", SLOWER, 60, "different"),
         ("not judged", FASTER, 100, "faster but different"),
-        ("not judged", SAME, 60, "no gain"),
+        ("not judged", SAME, 60, "smaller but different"),
+        ("not judged", SAME, 100, "no gain"),
     ],
 )
 def test_the_verdict_follows_from_gain_parity_and_memory(

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 from rush.lab.bench import Bench
-from rush.lab.judge import parity_of
+from rush.lab.judge import hold_against_plain, parity_of
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
@@ -46,3 +46,48 @@ def test_the_same_bits_are_promised_only_where_the_micro_batch_is_the_same(
     outcome = Outcome("ok", None, {"techniques": {}, "timing": {"dtype": "float32"}})
     found = parity_of(cast(Bench, bench), other, plain, outcome)
     assert (found["class"], found["verdict"]) == said
+
+
+def test_what_differs_by_design_is_held_against_its_like_and_not_called_equal(tmp_path: Path) -> None:
+    """Adapters train other tensors than plain fp32 does: there is nothing to compare, but with adapters in plain fp32 there is."""
+    base = load_recipe("tiny", ["techniques=[]"])
+    adapted = load_recipe("tiny", ["techniques=['chunked_loss', {name='lora', rank=4}]"])
+    made: list[list[str]] = []
+
+    def of(recipe: Recipe) -> str:
+        return ",".join(name for name, _ in recipe.technique_uses()) or "plain"
+
+    def gradients(recipe: Recipe, rounded: bool = False) -> Path:
+        return tmp_path / f"{of(recipe)}.safetensors"
+
+    def trace(recipe: Recipe, rounded: bool = False) -> dict[str, Any] | None:
+        there = gradients(recipe).exists() and not rounded
+        return {"losses": [3.0, 2.0], "grad_norms": [1.0, 1.0], "skipped": 0} if there else None
+
+    def run(recipe: Recipe, kind: str, **how: bool) -> None:
+        made.append([of(recipe), kind])
+        save_file({"adapter": torch.ones(4)}, gradients(recipe))
+
+    bench = SimpleNamespace(
+        parity_recipe=lambda recipe: recipe,
+        trace=trace,
+        gradients=gradients,
+        run=run,
+        known=lambda *_: None,
+    )
+    declared = {"chunked_loss": {"parity": "CLOSE"}, "lora": {"parity": "CHANGES"}}
+    outcome = Outcome("ok", None, {"techniques": declared, "timing": {"dtype": "float32"}})
+    for error, said in ((0.0, "not judged"), (0.5, "different")):
+        save_file({"adapter": torch.ones(4) * (1 + error)}, gradients(adapted))
+        found, _ = hold_against_plain(cast(Bench, bench), adapted, outcome, base)
+        assert (found["class"], found["verdict"]) == ("CLOSE", said)
+        assert found["why"].startswith(
+            "what is learned differs by design; held against plain fp32 with lora: the "
+        )
+        # Where the base has the adapters, too, the rung learns what it should.
+        beside, _ = hold_against_plain(
+            cast(Bench, bench), adapted, outcome, base.model_copy(update={"techniques": adapted.techniques})
+        )
+        assert beside["verdict"] == {"not judged": "equal"}.get(said, said)
+        assert beside["against"] == "plain fp32 with lora"
+    assert made == [["lora", "reference"]]

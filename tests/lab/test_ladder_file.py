@@ -42,8 +42,12 @@ def test_the_two_large_ladders_of_a_model_try_every_technique_of_pretraining(nam
     assert set(registry()) - tried - started == FINE_TUNING | SEVERAL_RANKS
 
 
-def test_the_ladder_of_fine_tuning_tries_what_is_for_fine_tuning() -> None:
-    assert {addition.technique_name for addition in load_plan("sft").additions} >= FINE_TUNING
+def test_the_ladders_of_fine_tuning_try_what_is_for_fine_tuning() -> None:
+    plans = [load_plan(name) for name in ("sft-tiny", "sft", "sft-8b")]
+    assert {addition.technique_name for plan in plans for addition in plan.additions} >= FINE_TUNING
+    way = ["pad", "bucket", "pack_best_fit", "flatten", "compile", "fused_loss", "lora", "qlora"]
+    for plan in plans[1:]:
+        assert [a.technique_name for a in plan.additions][: len(way)] == way
 
 
 def test_what_a_later_rung_takes_the_place_of_is_not_at_the_top(tmp_path: Path) -> None:

@@ -88,6 +88,29 @@ def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderF
     assert len(list((tmp_path / "out" / "parity").glob("*.safetensors"))) == 4
 
 
+def test_adapters_are_held_against_adapters_and_a_folder_may_travel_without_gradients(
+    ladder_file: LadderFile, tmp_path: Path
+) -> None:
+    path, out = ladder_file(['{name = "lora", rank = 2}', '"fused_adamw"']), tmp_path / "out"
+    record = climb(load_plan(str(path)), out)
+    plain, *adapted = record["rungs"]
+    assert plain["parity"] is not None
+    assert plain["parity"]["against"] == "plain fp32"
+    for rung in adapted:
+        assert rung["parity"] is not None
+        assert rung["parity"]["against"] == "plain fp32 with lora"
+        assert rung["parity"]["verdict"] == "not judged"
+        assert ".adapter." in rung["parity"]["worst_tensor"]["name"]
+        assert rung["parity"]["why"].startswith(
+            "what is learned differs by design; held against plain fp32 with lora"
+        )
+    assert any(within in adapted[1]["parity"]["why"] for within in ("the same bits", ", within the "))
+    for file in out.glob("parity/*.safetensors"):
+        file.unlink()
+    again = climb(load_plan(str(path)), out)
+    assert [rung["parity"] for rung in again["rungs"]] == [rung["parity"] for rung in record["rungs"]]
+
+
 @pytest.mark.slow
 def test_the_longest_sequence_is_found_with_and_without_a_technique(
     ladder_file: LadderFile, tmp_path: Path

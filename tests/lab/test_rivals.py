@@ -14,7 +14,8 @@ from rush.data import Batch
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, probe
 from rush.lab import workloads
-from rush.lab.rivals import bench_models, target_of, without_speed
+from rush.lab.judge import without_speed
+from rush.lab.rivals import bench_models, target_of
 from rush.models import Shape, build_model
 from rush.models.huggingface_names import exported_name
 from rush.recipe_io import load_recipe, write_toml
