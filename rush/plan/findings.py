@@ -101,16 +101,24 @@ def _rung(rung: Any, machine: Machine, target: Target, study: str) -> Case | Non
     recipe = _recipe(rung["recipe"])
     if rung["status"] != "ok" or recipe is None or not rung.get("step_ms"):
         return None
+    spec = spec_of(recipe, machine.device)
     return Case(
         name=rung["name"],
         recipe=recipe,
-        spec=spec_of(recipe, machine.device),
+        spec=spec,
         target=target,
-        step_s=rung["step_ms"]["median"] / 1e3,
+        step_s=_full_step_s(rung, spec.step_tokens),
         memory_bytes=_memory(machine, recipe, rung.get("peak_memory_bytes")),
         breakdown_s={part: ms / 1e3 for part, ms in (rung.get("breakdown_ms") or {}).items()},
         study=study,
     )
+
+
+def _full_step_s(rung: Any, step_tokens: float) -> float:
+    """The time of a step of full rows, which is what a plan is of. Where conversations are filled up to the longest of their
+    batch, rows are shorter than that, and a step as measured is."""
+    processed = (rung.get("tokens_kind") or {}).get("processed")
+    return float(step_tokens / processed if processed else rung["step_ms"]["median"] / 1e3)
 
 
 def _beside_rivals(record: Any, study: str) -> Iterator[Case]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -122,6 +123,16 @@ def test_recipes_measured_beside_rivals_are_findings_and_another_librarys_model_
     assert not any("llama" in name for name in found if name.startswith("rival"))
     assert found["llama-3.1-8b-fast"].spec.shape.num_layers == 32
     assert found["llama-3.1-8b-fast"].memory_bytes
+
+
+def test_a_step_of_rows_that_are_not_full_counts_by_the_tokens_it_processed() -> None:
+    """Sorted by length, rows are shorter than the plan's; what a token costs is the same."""
+    found = {case.name: case.step_s for case in read_findings(RESULTS) if case.study == "sft-3b-nearest-h200"}
+    record = json.loads((RESULTS / "sft-3b-nearest-h200" / "ladder.json").read_text())
+    steps = {rung["name"]: rung["step_ms"]["median"] / 1e3 for rung in record["rungs"]}
+    assert steps["bucket"] < 0.75 * steps["flatten"]
+    assert found["bucket"] == pytest.approx(found["flatten"], rel=0.1)
+    assert found["flatten"] == pytest.approx(steps["flatten"], rel=1e-3)
 
 
 def test_the_efficiencies_in_the_code_are_those_of_all_findings() -> None:
