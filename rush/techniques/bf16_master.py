@@ -26,6 +26,8 @@ from rush.techniques.evidence import matmuls_took, say_dtypes, state_per_paramet
 class MasterAdamW(torch.optim.Optimizer):
     """AdamW on fp32 copies of the parameters. The copies are optimizer state, so checkpoints hold them."""
 
+    keeps_small_updates = True
+
     def __init__(
         self,
         params: Iterable[dict[str, Any]],

@@ -2,8 +2,8 @@
 
 Half the memory of everything, and no casts. But bf16 has 8 bits of mantissa: once an update is
 smaller than about 1/256 of a weight, rounding throws it away, so runs at small learning rates stall, and
-so does the warm-up of any run. Rounding by chance (`fused_update` with stochastic_rounding) mends that;
-without it, prefer `amp_bf16` for pretraining.
+so does the warm-up of any run; `rush train` says before the first step how many weights can move. Rounding by chance
+(`fused_update` with stochastic_rounding) mends that; without it, prefer `amp_bf16` for pretraining.
 """
 
 from __future__ import annotations

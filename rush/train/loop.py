@@ -37,6 +37,7 @@ from rush.train.corpus import Corpus, open_corpus
 from rush.train.folders import starting_weights
 from rush.train.micro import Settling
 from rush.train.objectives import objective_of
+from rush.train.rounding import say_lost
 from rush.train.saving import Saved, Saver
 from rush.train.session import Session, Summary
 from rush.train.sinks import open_sinks
@@ -116,6 +117,8 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, rank
     if recipe.auto:
         recipe = Settling(machine, corpus, weights, ranks, folder.path, view.note).settle(recipe)
     run = build(recipe, machine, weights, ranks)
+    if (lost := say_lost(run)) is not None:
+        view.note(lost)
     corpus = corpus.ready_for(run, weights, folder.path, resumed=resumed is not None)
     loader = corpus.loader(recipe, run.loader_options)
     done, tokens = 0, 0

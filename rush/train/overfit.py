@@ -257,7 +257,7 @@ def _why(
     if "gradients" in bad:
         return "frozen parameters", f"{told}; {bad['gradients']}: something cuts them off from the loss (a detach, a frozen layer's output). Look at those layers."  # fmt: skip
     if "updates" in bad:
-        return "precision", f"{told}; only {bad['updates']}: the rest was rounded away, because a step of the learning rate is smaller than the distance between two numbers of that precision. Raise optimizer.lr, or keep fp32 weights (amp_bf16, bf16_master)."  # fmt: skip
+        return "precision", f"{told}; only {bad['updates']}: the rest was rounded away, because a step of the learning rate is smaller than the distance between two numbers of that precision. Raise optimizer.lr, round by chance (fused_update with stochastic_rounding), or keep fp32 weights (amp_bf16, bf16_master)."  # fmt: skip
     lr, best, tried, cause = _other_rates(make, batch, trial, steps, floor)
     if cause and not (cause == "low" and trial.frozen and _flat(trial)):
         return "learning rate", f"{told}; with optimizer.lr={lr:g} it is {best:.4f} after {tried}, so the learning rate is too {cause}. Try that one."  # fmt: skip

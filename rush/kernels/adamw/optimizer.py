@@ -62,7 +62,7 @@ class RushAdamW(torch.optim.Optimizer):
             f"{type(self).__name__}: state_dtype must be torch.float32 or torch.bfloat16; found {state_dtype}.",
         )
         self.state_dtype = state_dtype
-        self.stochastic_rounding = stochastic_rounding
+        self.stochastic_rounding = self.keeps_small_updates = stochastic_rounding
         self.seed = seed
         self.local = local
         self._divisions: Divisions = {}
