@@ -12,11 +12,12 @@ from typer.testing import CliRunner
 
 from rush.cli import app
 from rush.errors import MachineError, RecipeError
+from rush.hardware import Machine
 from rush.hardware.catalog import CATALOG
 from rush.hardware.ceilings import Ceilings, Sample
 from rush.hardware.links import LINKS, SERVERS
 from rush.models import SIZES, flops_per_token
-from rush.plan import plan, search, spec_of, target_of
+from rush.plan import Target, plan, search, spec_of, target_here, target_of
 from rush.plan.memory import memory_of
 from rush.plan.planning import fill_devices
 from rush.plan.search import describe
@@ -182,3 +183,23 @@ def test_a_step_that_waits_for_a_host_nobody_measured_is_said_to_be_less_certain
     assert errors[0] > errors[1] == errors[2]
     assert "12.0 µs, as measured" in plan(short, known, limits=False).to_dict()["machine"]["sources"][-1]
     assert "is taken to need" in plan(short, unknown, limits=False).to_dict()["machine"]["sources"][-1]
+
+
+def probed(target: Target, name: str) -> Machine:
+    """Such a machine as its probe would describe it."""
+    machine = target.machine()
+    return replace(machine, devices=tuple(replace(device, name=name) for device in machine.devices))
+
+
+@pytest.mark.parametrize(("share", "own"), [(0.94, False), (1.08, False), (0.8, True), (1.2, True)])
+def test_a_probe_counts_where_it_is_further_off_than_cards_of_a_kind_are(share: float, own: bool) -> None:
+    usual = target_of("h200-sxm")
+    matmul = {dtype: share * rate for dtype, rate in usual.matmul.items()}
+    rates = {"matmul": matmul, "copy_bytes_per_s": share * usual.bytes_per_s}
+    here = target_here(probed(usual, "NVIDIA H200"), rates)
+    assert here.how == "measured here"
+    assert here.matmul == pytest.approx(matmul if own else usual.matmul)
+    assert here.bytes_per_s == pytest.approx((share if own else 1.0) * usual.bytes_per_s)
+    # Of a card that no findings are of, its probe is all there is.
+    other = probed(target_of("a100-80-sxm"), "NVIDIA A100-SXM4-80GB")
+    assert target_here(other, {**rates, "matmul": {"bfloat16": 2e14}}).matmul == {"bfloat16": 2e14}
