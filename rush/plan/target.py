@@ -1,7 +1,8 @@
 """The machine a plan is for: rates of one device, its links, and where each figure comes from.
 
 Three ways to know a rate, said with every answer: *measured here* (this machine's own ceilings, from `rush probe`),
-*calibrated* (an accelerator of the kind that findings under `results/` were made on: the ceilings they carry), and
+*calibrated* (an accelerator of the kind that findings under `results/` were made on: the ceilings they carry, also where
+this machine is one and its own differ no more than cards of a kind do), and
 *datasheet*, derated by what large matrix products and copies reach of it where both are known.
 """
 
@@ -181,8 +182,10 @@ def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
     def settled(name: str, found: float) -> float:
         return usual[name] if name in usual and abs(found / usual[name] - 1) <= ALIKE else found
 
-    matmul = {dtype: settled(dtype, float(rate)) for dtype, rate in rates["matmul"].items() if rate}
+    found = {dtype: float(rate) for dtype, rate in rates["matmul"].items() if rate}
+    matmul = {dtype: settled(dtype, rate) for dtype, rate in found.items()}
     copy = settled("copy", float(rates.get("copy_bytes_per_s") or 10e9))
+    as_usual = matmul != found
     server = SERVERS[sheet.key if sheet else "cpu"]
     buses = [row["bus_bytes_per_s"] for row in rates.get("collectives", ())]
     return Target(
@@ -197,10 +200,11 @@ def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
         devices_per_node=machine.num_devices,
         devices=machine.num_devices,
         watts=server.watts,
-        how="measured here",
+        how="calibrated" if as_usual else "measured here",
         sources=(
-            "ceilings measured on this machine"
-            + (f"; within {ALIKE:.0%} of its kind's (results/), those" if usual else ""),
+            f"ceilings measured on this kind of accelerator (results/); this one's are within {ALIKE:.0%} of them"
+            if as_usual
+            else "ceilings measured on this machine",
         ),
         kind="cuda" if machine.device == "cuda" else "cpu",
         launch_s=rates.get("launch_s"),

@@ -27,6 +27,7 @@ class MasterAdamW(torch.optim.Optimizer):
     """AdamW on fp32 copies of the parameters. The copies are optimizer state, so checkpoints hold them."""
 
     keeps_small_updates = True
+    """Whether updates below half a weight's last bit add up (see `rush/train/rounding.py`)."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ def say_lost(run: Run) -> str | None:
     counts = [values.numel() for values in trained]
     if not sum(counts):
         return None
-    shares = [movable(values[:: max(1, values.numel() // SAMPLED)], lr) for values in trained]
+    shares = [movable(values[:: max(1, values.numel() // SAMPLED)].cpu(), lr) for values in trained]
     share = sum(part * count for part, count in zip(shares, counts, strict=True)) / sum(counts)
     if share >= ENOUGH:
         return None
