@@ -178,20 +178,14 @@ class Decoder(nn.Module):
 
         Parameters that a technique added are the technique's to fill.
         """
-
-        def taker(name: str) -> Any:
-            """Of a weight that is stored in a form of its own: what converts the exact value."""
+        for name, value in initial_values(self.shape, seed, self.holds):
             owner, _, own = name.rpartition(".")
-            return getattr(self.get_submodule(owner), "set_weight", None) if own == "weight" else None
-
-        def dtype_of(name: str) -> torch.dtype:
-            return torch.float32 if taker(name) is not None else self.get_parameter(name).dtype
-
-        for name, value in initial_values(self.shape, seed, self.holds, dtype_of):
-            if (take := taker(name)) is not None:
-                take(value)
+            module = self.get_submodule(owner)
+            take: Any = getattr(module, "set_weight", None)
+            if own == "weight" and take is not None:
+                take(value)  # stored in a form of its own: the layer converts what it is given
                 continue
-            parameter = self.get_parameter(name)
+            parameter = module.get_parameter(own)
             assert parameter.shape == value.shape, f"{name}: {tuple(parameter.shape)} {tuple(value.shape)}"
             parameter.copy_(value)
         self.init_buffers()

@@ -5,8 +5,7 @@ tensor's name. So the values depend neither on the device the model lives on, no
 which tensors are filled, nor on which other tensors a rank holds; and the global random state is left
 alone. The price is the CPU's speed at drawing normals, some ten seconds per billion parameters and core;
 a large tensor is drawn in blocks, each with a generator of its own, so that all cores share the work, and while one tensor
-goes to where the model lives the next is drawn. What is kept in 16 bits is rounded block by block, while it is in the
-core's cache, so that it never lies in memory in fp32.
+goes to where the model lives the next is drawn.
 
 Both families draw from a normal of standard deviation 0.02. GPT-2 shrinks the two projections that
 write to the residual stream by 1/sqrt(2·layers), because that many independent terms add up in it.
@@ -32,44 +31,31 @@ BLOCK = 1 << 20
 
 
 def initial_values(
-    shape: Shape,
-    seed: int,
-    wanted: Callable[[str], bool] | None = None,
-    dtype_of: Callable[[str], torch.dtype] = lambda name: torch.float32,
+    shape: Shape, seed: int, wanted: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Every (wanted) parameter's name and initial value, one after the other, so that no second model is held."""
     specs = [spec for spec in list_parameters(shape) if wanted is None or wanted(spec.name)]
-
-    def draw(spec: ParameterSpec) -> Tensor:
-        return initial_value(shape, spec, seed, dtype_of(spec.name))
-
     with ThreadPoolExecutor(1) as ahead:
         drawing = None
         for spec, following in zip(specs, [*specs[1:], None], strict=False):
-            value = drawing.result() if drawing else draw(spec)
-            drawing = ahead.submit(draw, following) if following else None
+            value = drawing.result() if drawing else initial_value(shape, spec, seed)
+            drawing = ahead.submit(initial_value, shape, following, seed) if following else None
             yield spec.name, value
 
 
-def initial_value(shape: Shape, spec: ParameterSpec, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The initial value of one parameter on the CPU: drawn in fp32, and rounded to `dtype`."""
+def initial_value(shape: Shape, spec: ParameterSpec, seed: int) -> Tensor:
+    """The initial value of one parameter, on the CPU in fp32."""
     if spec.name.endswith(".bias"):
-        return torch.zeros(spec.dims, device="cpu", dtype=dtype)
+        return torch.zeros(spec.dims, device="cpu", dtype=torch.float32)
     if spec.role.endswith("norm"):
-        return torch.ones(spec.dims, device="cpu", dtype=dtype)
-    value = torch.empty(spec.dims, device="cpu", dtype=dtype)
+        return torch.ones(spec.dims, device="cpu", dtype=torch.float32)
+    value = torch.empty(spec.dims, device="cpu", dtype=torch.float32)
     blocks, deviation = torch.split(value.flatten(), BLOCK), _standard_deviation(shape, spec)
 
     def draw(number: int) -> None:
         name = spec.name if number == 0 else f"{spec.name}:{number}"
         generator = torch.Generator(device="cpu").manual_seed(tensor_seed(seed, name))
-        block = blocks[number]
-        exact = (
-            block if dtype == torch.float32 else torch.empty(block.shape, device="cpu", dtype=torch.float32)
-        )
-        exact.normal_(0.0, deviation, generator=generator)
-        if exact is not block:
-            block.copy_(exact)
+        blocks[number].normal_(0.0, deviation, generator=generator)
 
     if len(blocks) == 1:
         draw(0)
