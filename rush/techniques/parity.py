@@ -179,7 +179,7 @@ def _judge_curve(losses: Sequence[float], reference: Sequence[float], twin: Twin
         "equal" if equal else "different",
         off,
         allowed,
-        f"from {reference[0]:.3f} the loss fell to {later(losses):.3f} (mean of the second half) against "
+        f"from {reference[0]:.3f} the loss went to {later(losses):.3f} (mean of the second half) against "
         f"{later(reference):.3f}: off by {off:.1e}, {'within' if equal else 'beyond'} the {allowed:.1e} of learning the same",
     )
 
