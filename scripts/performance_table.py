@@ -38,7 +38,8 @@ def _models(results: Path) -> list[str]:
     parts = []
     for where, found in _by_machine(_measured(results)).items():
         tables = [(row, path) for path, record in found for row in table(record)]
-        longest = [(row, path) for path, record in found for row in lengths(record)]
+        # A search for the longest that did not come to its end has found none.
+        longest = [(row, path) for path, record in found if record["finished"] for row in lengths(record)]
         if tables:
             parts.append(
                 f"Whole runs on {where}, ours beside the rival in the same command; each verdict leads to its record.\n"

@@ -77,6 +77,9 @@ def test_fine_tuning_shows_its_memory_and_its_longest_sequence(script: Any, tmp_
     assert "| [reached; memory reached](" in text
     assert "| 80 GB | 150,528 tokens | 2.10k tokens/s |" in text
     assert "342,733 (somebody)" in text
+    unfinished = made.finetuning() | {"finished": None}
+    (tmp_path / "models" / "models.json").write_text(json.dumps(unfinished))
+    assert "150,528 tokens" not in script.performance(tmp_path), "what came last is not yet the longest"
 
 
 def test_the_picture_shows_every_pair_with_what_was_wanted(script: Any, tmp_path: Path) -> None:

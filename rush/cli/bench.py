@@ -250,10 +250,14 @@ def _verdict(target: dict[str, Any]) -> str:
 
 
 def _show_longest(longest: Longest, title: str) -> None:
+    from rush.report.models import longest_words
+
     rows = [
         [
             f"{tried['sequence']:,}",
-            f"{tried['tokens_per_s']:,.0f}" if tried["tokens_per_s"] else "-",
+            f"{'≥ ' if tried.get('cold') else ''}{tried['tokens_per_s']:,.0f}"
+            if tried["tokens_per_s"]
+            else "-",
             f"{tried['step_s']:.1f} s" if tried["step_s"] else "-",
             f"{tried['peak_memory_bytes'] / 2**30:.1f} GiB" if tried["peak_memory_bytes"] else "-",
             "fits" if tried["status"] == "ok" else f"{tried['status']}: {tried['reason']}"[:80],
@@ -261,9 +265,4 @@ def _show_longest(longest: Longest, title: str) -> None:
         for tried in longest["tried"]
     ]
     print_table(["sequence", "tokens/s", "a step", "memory", ""], rows, title=title)
-    found = longest["found"]
-    reached = f"{found['sequence']:,} tokens" if found else "none of them"
-    typer.echo(
-        f"Longest in {longest['limit_bytes'] / 1e9:.0f} GB: {reached}. Published: {longest['published']:,} "
-        f"({longest['source']})."
-    )
+    typer.echo(f"{longest_words(longest)}. Published: {longest['published']:,} ({longest['source']}).")

@@ -100,7 +100,9 @@ def plan(
     from rush.recipe_io import load_recipe
 
     chosen = load_recipe(recipe, overrides or [], auto=True)
-    target = _target(machine, devices, nodes, link, network)
+    from rush.plan.target import held_to
+
+    target = held_to(_target(machine, devices, nodes, link, network), chosen.run.memory_limit_gb)
     if search:
         _search(recipe, chosen, target, best, beyond, tokens, price, json, html)
         return
@@ -228,7 +230,10 @@ def _show(name: str, plan: Plan, tokens: float | None, price: float | None) -> N
         most = sorted(plan.memory.activations.items(), key=lambda item: -item[1])[:6]
         typer.echo("activations: " + ", ".join(f"{term} {value / 2**30:.2f}" for term, value in most))
     if plan.memory.host_bytes:
-        typer.echo(f"on the host: {plan.memory.host_bytes / 2**30:.1f} GiB")
+        there = f" of {target.host_bytes / 2**30:.1f}" if target.host_bytes else ""
+        typer.echo(
+            f"on the host: {plan.on_host / 2**30:.1f}{there} GiB{'' if plan.host_fits else ', does not fit'}"
+        )
     typer.echo(f"largest micro batch: {plan.largest_micro:,}; longest sequence: {plan.longest_sequence:,}")
     mfu = f", MFU {plan.mfu:.1%}" if plan.mfu else ""
     typer.echo(
@@ -271,14 +276,15 @@ def _bar(parts: Any, whole: float, limit: float | None = None) -> None:
 
 
 def _check(results: Path, json: bool) -> None:
-    from rush.plan.check import as_json, check, other_thirds
+    from rush.plan.check import as_json, check, other_thirds, overflows
 
     if not results.is_dir():
         raise RecipeError(f"there is no folder {results} with findings; give one with --results.")
     rows, summaries, _ = check(results)
     drawn = other_thirds(results) if any(one.kind == "time" for one in summaries) else []
+    rooms = overflows(results)
     if json:
-        print_json(as_json(rows, summaries, drawn))
+        print_json(as_json(rows, summaries, drawn, rooms))
         return
     units = {"bytes": (2**30, "GiB"), "s": (1e-3, "ms"), "tokens/s/device": (1, "tokens/s")}
     for kind in ("memory", "time", "published", "published memory"):
@@ -318,6 +324,12 @@ def _check(results: Path, json: bool) -> None:
         typer.echo(
             f"\nTime, calibrated on {len(drawn)} other thirds: median {middle[0]:.1%} to {middle[-1]:.1%}, 95th {high[0]:.1%} to "
             f"{high[-1]:.1%}, as wanted in {sum(one.reached for one in drawn)} of them."
+        )
+    if rooms:
+        wrong = [f"{one.study}: {one.name}" for one in rooms if one.said_to_fit]
+        typer.echo(
+            f"Of {len(rooms)} recipes that ran out of memory {len(wrong)} would be said to fit"
+            f"{' (' + '; '.join(wrong) + ')' if wrong else ''}."
         )
 
 

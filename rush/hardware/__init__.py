@@ -8,6 +8,7 @@ from rush.hardware.conditions import Conditions, conditions
 from rush.hardware.machine import Cpu, Device, Link, Machine
 from rush.hardware.memory import (
     free_memory,
+    in_gaps,
     memory_in_use,
     out_of_memory,
     peak_memory_bytes,
@@ -31,6 +32,7 @@ __all__ = [
     "datasheet_peak",
     "datasheet_peaks",
     "free_memory",
+    "in_gaps",
     "measured_matmul_rate",
     "memory_in_use",
     "out_of_memory",

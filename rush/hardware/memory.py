@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import resource
 import subprocess
 from collections.abc import Iterable, Iterator, Mapping
@@ -16,6 +17,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+MANY_GAPS = 0.05
+"""Of what the allocator holds: a share in gaps that is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,23 @@ def out_of_memory(error: BaseException) -> bool:
     says = str(error)
     return isinstance(error, RuntimeError) and any(
         word in says for word in ("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation")
+    )
+
+
+_GIB = {"GiB": 1.0, "MiB": 2**-10, "KiB": 2**-20, "bytes": 2**-30}
+_IN_USE = re.compile(r"([\d.]+) (\w+) is allocated by PyTorch")
+_UNUSED = re.compile(r"([\d.]+) (\w+) is reserved by PyTorch but unallocated")
+
+
+def in_gaps(error: BaseException) -> str:
+    """What an allocator that gave up says of memory it had and could not use, in words, where that was much."""
+    found = [pattern.search(str(error)) for pattern in (_IN_USE, _UNUSED)]
+    used, unused = (float(each[1]) * _GIB.get(each[2], 0.0) if each else 0.0 for each in found)
+    if unused < MANY_GAPS * (used + unused) or not unused:
+        return ""
+    return (
+        f", with {unused:.1f} of {used + unused:.1f} GiB lost in gaps between tensors (the technique expandable_segments "
+        "closes them)"
     )
 
 

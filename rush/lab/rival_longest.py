@@ -3,15 +3,19 @@
 A step of a hundred thousand tokens takes a minute, so lengths are not searched by halving: memory grows by a straight
 line in the length, two short trials fix the line, and the third is made where the line meets the limit, with a
 little room. Where that one does not fit (an allocator cannot use the last gap), it is tried a little shorter. What
-is reported was run: the longest that fitted, with its time and memory, and the shortest that did not.
+is reported was run: the longest that fitted, with its time and memory, and the shortest that did not. Steps of that
+length take minutes, so the first one is the only one, compiling and all: its speed is a lower bound. What the techniques
+leave in a profile, and whether the recipe learns what it should, is seen at the shortest length.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from rush.lab.bench import Bench
+from rush.lab.judge import hold_against_plain
 from rush.lab.ladder_file import Plan, Search, change
 from rush.lab.timing import rates
 from rush.lab.trial import Outcome
@@ -36,13 +40,17 @@ class Length:
     def __init__(self, workload: Workload, bench: Bench) -> None:
         assert workload.longest is not None
         self.workload, self.wanted, self.ours = workload, workload.longest, workload.ours[0]
-        # One step to begin with, one to warm up, one that is timed.
-        measure = workload.measure.model_copy(update={"windows": 1, "window_ms": 1.0, "warmup_max_steps": 1})
-        plan = Plan(workload.name, self.ours.recipe, (), measure, self.ours.parity, Search())
+        # Of a short length: one step to begin with, one to warm up, one that is timed.
+        short = workload.measure.model_copy(update={"windows": 1, "window_ms": 1.0, "warmup_max_steps": 1})
+        long = workload.measure.model_copy(update={"windows": 0})
+        plan = Plan(workload.name, self.ours.recipe, (), short, self.ours.parity, Search())
         self.bench = replace(bench, plan=plan)
+        self.long_bench = replace(bench, plan=replace(plan, measure=long))
         limit_gb = self.ours.recipe.run.memory_limit_gb
         self.limit_bytes = int(limit_gb * 1e9) if limit_gb else bench.machine.memory_bytes
         self.tried: dict[int, Outcome] = {}
+        self.parity: dict[str, Any] | None = None
+        self.reference: Outcome | None = None
         self._next = 0
 
     def rounds(self) -> Iterator[str]:
@@ -62,7 +70,11 @@ class Length:
 
     def go(self) -> None:
         """Try the length that `rounds` has just named."""
-        self.tried[self._next] = self.bench.run(self.recipe(self._next), "length")
+        size, first = self._next, self._next == self.wanted.probes[0]
+        recipe, bench = self.recipe(size), self.bench if size in self.wanted.probes else self.long_bench
+        self.tried[size] = bench.run(recipe, "length", first=first)
+        if first and self._fits(size):
+            self.parity, self.reference = hold_against_plain(bench, recipe, self.tried[size], recipe)
 
     def recipe(self, size: int) -> Recipe:
         """Our recipe at this length, the model's context stretched to it where it is shorter."""
@@ -84,7 +96,7 @@ class Length:
 
     def record(self) -> WorkloadRecord:
         """Everything known so far."""
-        recipe = self.ours.recipe
+        recipe, first = self.ours.recipe, self.wanted.probes[0]
         tried = [self._point(size) for size in sorted(self.tried)]
         fitted = [point for point in tried if point["status"] == "ok"]
         return {
@@ -101,8 +113,13 @@ class Length:
                 "found": fitted[-1] if fitted else None,
                 "fails_at": next((p["sequence"] for p in tried if p["status"] == "out_of_memory"), None),
                 "tried": tried,
+                "evidence": self.tried[first].found.get("evidence", []) if first in self.tried else [],
+                "parity": self.parity,
             },
-            "took": [took(f"{size:,} tokens", outcome) for size, outcome in self.tried.items()],
+            "took": [
+                *(took(f"{size:,} tokens", outcome) for size, outcome in self.tried.items()),
+                *([took("fp32", self.reference)] if self.reference is not None else []),
+            ],
         }
 
     def _ask(self, size: int) -> str:
@@ -127,6 +144,7 @@ class Length:
             "reason": outcome.reason,
             "tokens_per_s": rates(timing)[0] if timing else None,
             "step_s": timing["samples_s"][0] if timing else None,
+            "cold": bool(timing.get("cold")) if timing else False,
             "peak_memory_bytes": timing["peak_memory_bytes"] if timing else None,
         }
 

@@ -40,6 +40,7 @@ class Timing:
     """How to time: the ladder's `[measure]` table."""
 
     windows: int = 12
+    """Samples; 0: the first step is the only one, and counts with all that it pays for. For steps that take minutes."""
     window_ms: float = 50.0
     warmup_max_steps: int = 40
     warmup_max_s: float = 60.0
@@ -105,7 +106,10 @@ def time_steps(
         return agree(clock(stepper, 1, 1)[0])
 
     first_s = one()
-    warm, steady = _warm_up(one, timing)
+    cold = timing.windows == 0
+    if cold:
+        stepper.settle()
+    warm, steady = ([first_s], False) if cold else _warm_up(one, timing)
     if len(warm) == 1 and _too_slow(stepper, warm, counted, timing):
         warm.append(one())  # one step alone may have paid for something else
     hopeless = _too_slow(stepper, warm, counted, timing)
@@ -115,9 +119,9 @@ def time_steps(
         min(timing.windows, ENOUGH), min(timing.windows, int(timing.timed_max_s / (per_window * step_s)))
     )
     stepper.settle()
-    if hopeless:
+    if hopeless or cold:
         per_window, waited_before, steps_before = 1, 0.0, 0
-        samples, tokens, around = warm, stepper.counts[1:], conditions(run.machine)
+        samples, tokens, around = warm, stepper.counts[-len(warm) :], conditions(run.machine)
     else:
         reset_peak_memory(run.device.type)
         waited_before, steps_before = stepper.waited_s, stepper.step
@@ -134,7 +138,8 @@ def time_steps(
         "step_labels": tokens[-1]["trained"],
         "compile_s": max(0.0, first_s - step_s),
         "warmup_s": sum(warm),
-        "warmup_steps": len(warm) + 1,
+        "warmup_steps": 0 if cold else len(warm) + 1,
+        "cold": cold,
         "steady": steady,
         "hopeless": hopeless,
         "data_wait_ms": 1000 * (stepper.waited_s - waited_before) / (stepper.step - steps_before),

@@ -15,8 +15,9 @@ from typing import Any
 
 from rush.plan.calibration import calibrate, third
 from rush.plan.efficiency import DEFAULT, Efficiency
-from rush.plan.findings import Case, read_findings
+from rush.plan.findings import Case, read_findings, read_overflows
 from rush.plan.memory import memory_of
+from rush.plan.planning import plan
 from rush.plan.published import Published, read_published
 from rush.plan.time import time_of, tokens_per_s
 
@@ -50,6 +51,22 @@ class Row:
 
 
 @dataclass(frozen=True)
+class Room:
+    """One recipe that ran out of memory, and what its plan says."""
+
+    study: str
+    name: str
+    planned: float
+    limit: float
+    beyond_host: bool = False
+    """What it keeps on the host does not fit there."""
+
+    @property
+    def said_to_fit(self) -> bool:
+        return self.planned <= self.limit and not self.beyond_host
+
+
+@dataclass(frozen=True)
 class Summary:
     kind: str
     cases: int
@@ -78,6 +95,15 @@ def check(folder: Path) -> tuple[list[Row], list[Summary], Efficiency]:
     kinds["time, the device decides"] = [row for row in rows if row.waits is False]
     judged = {kind: some for kind, some in kinds.items() if any(row.held_out for row in some)}
     return rows, [summarise(kind, some) for kind, some in judged.items()], efficiency
+
+
+def overflows(folder: Path) -> list[Room]:
+    """What the plans say of everything that ran out of memory."""
+    return [
+        Room(one.study, one.name, memory_of(one.spec).total, one.target.memory_bytes, not found.host_fits)
+        for one in read_overflows(folder)
+        for found in [plan(one.spec, one.target, limits=False)]
+    ]
 
 
 def other_thirds(folder: Path, draws: int = 20) -> list[Summary]:
@@ -140,12 +166,16 @@ def summarise(kind: str, rows: Sequence[Row]) -> Summary:
 
 
 def as_json(
-    rows: Sequence[Row], summaries: Sequence[Summary], drawn: Sequence[Summary] = ()
+    rows: Sequence[Row],
+    summaries: Sequence[Summary],
+    drawn: Sequence[Summary] = (),
+    rooms: Sequence[Room] = (),
 ) -> dict[str, Any]:
     told = {
         "rows": [asdict(row) | {"error": row.error} for row in rows],
         "summaries": [asdict(one) | {"reached": one.reached} for one in summaries],
         "other_thirds": [asdict(one) | {"reached": one.reached} for one in drawn],
+        "out_of_memory": [asdict(one) | {"said_to_fit": one.said_to_fit} for one in rooms],
     }
     plain: dict[str, Any] = json.loads(json.dumps(told))
     return plain

@@ -14,7 +14,7 @@ from rush.errors import RushError
 from rush.hardware.catalog import find
 from rush.hardware.machine import Machine
 from rush.plan.spec import Spec, spec_of
-from rush.plan.target import Target, target_here, target_of
+from rush.plan.target import Target, held_to, target_here, target_of
 from rush.recipe import Recipe
 from rush.recipe_io import changed, parse
 from rush.records.ladder import read_ladder
@@ -62,6 +62,51 @@ def read_findings(folder: Path) -> list[Case]:
         for case in _run(path.parent):
             found.setdefault(case.digest, case)
     return list(found.values())
+
+
+@dataclass(frozen=True)
+class Overflow:
+    """One recipe that ran out of memory."""
+
+    name: str
+    spec: Spec
+    target: Target
+    study: str
+
+
+def read_overflows(folder: Path) -> list[Overflow]:
+    """Every distinct recipe that ran out of memory on a GPU: no plan may say that it fits."""
+    found: dict[str, Overflow] = {}
+    for path in sorted(folder.glob("**/ladder*.json")):
+        ladder, study = read_ladder(path), path.parent.relative_to(folder).as_posix()
+        for rung in ladder["rungs"] if ladder.get("ceilings") else ():
+            if rung["status"] == "out_of_memory" and (recipe := _recipe(rung["recipe"])) is not None:
+                found.setdefault(recipe.digest, _overflow(rung["name"], recipe, ladder, study))
+    for path in sorted(folder.glob("*/models.json")):
+        bench = read_models(path)
+        for workload in bench["workloads"] if bench.get("ceilings") else ():
+            for point, recipe in _lengths(workload):
+                if point["status"] == "out_of_memory":
+                    name = f"{workload['name']}, {point['sequence']:,} tokens"
+                    found.setdefault(recipe.digest, _overflow(name, recipe, bench, path.parent.name))
+    return [one for one in found.values() if one.target.kind == "cuda"]
+
+
+def _overflow(name: str, recipe: Recipe, record: Any, study: str) -> Overflow:
+    machine = Machine.from_dict(record["machine"])
+    target = held_to(target_here(machine, record["ceilings"]), recipe.run.memory_limit_gb)
+    return Overflow(name, spec_of(recipe, machine.device), target, study)
+
+
+def _lengths(workload: Any) -> Iterator[tuple[Any, Recipe]]:
+    """Every length that a search for the longest tried, with the recipe that ran."""
+    longest = workload.get("longest")
+    recipe = _recipe(longest["recipe"]) if longest else None
+    if longest is None or recipe is None:
+        return
+    for point in longest["tried"]:
+        context = max(point["sequence"], recipe.shape().context)
+        yield point, changed(recipe, {"batch.sequence": point["sequence"], "model.shape.context": context})
 
 
 def _worth(record: Any) -> tuple[bool, int, str]:
@@ -128,7 +173,18 @@ def _beside_rivals(record: Any, study: str) -> Iterator[Case]:
     machine = Machine.from_dict(record["machine"])
     target = target_here(machine, record["ceilings"])
     for workload in record["workloads"]:
-        rungs = [ours["rung"] for ours in workload["ours"]]
+        for point, recipe in _lengths(workload):
+            if point["status"] == "ok":
+                yield Case(
+                    name=f"{workload['name']}, {point['sequence']:,} tokens",
+                    recipe=recipe,
+                    spec=spec_of(recipe, machine.device),
+                    target=target,
+                    step_s=point["step_s"],
+                    memory_bytes=_memory(machine, recipe, point["peak_memory_bytes"]),
+                    study=study,
+                )
+        rungs = [ours["rung"] for ours in workload.get("ours", ())]
         if workload.get("rival_kind") == "recipe":
             rungs.append({**workload["rival"], "name": f"rival of {workload['name']}"})
         for rung in rungs:

@@ -49,7 +49,16 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        return self.memory.total <= self.target.memory_bytes
+        return self.memory.total <= self.target.memory_bytes and self.host_fits
+
+    @property
+    def on_host(self) -> float:
+        """Bytes that the ranks of one server keep in its own memory."""
+        return self.memory.host_bytes * min(self.spec.world, self.target.devices_per_node)
+
+    @property
+    def host_fits(self) -> bool:
+        return self.target.host_bytes is None or self.on_host <= self.target.host_bytes
 
     @property
     def tight(self) -> bool:

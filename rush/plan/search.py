@@ -61,7 +61,14 @@ def search(
                 if least is None or needed < least[0]:
                     least = needed, describe(spec)
                 continue
-            plans.append(plan(spec, target, efficiency, limits=False))
+            made = plan(spec, target, efficiency, limits=False)
+            if made.host_fits:
+                plans.append(made)
+            elif least is None:
+                least = (
+                    needed,
+                    f"{describe(spec)}, and {made.on_host / 2**30:.0f} GiB of the host, which has less",
+                )
         if plans:
             break  # parts on the host are slow: only where nothing else fits
     if not tried:

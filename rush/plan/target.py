@@ -68,6 +68,8 @@ class Target:
     kind: str = "cuda"
     launch_s: float | None = None
     """What its host needs to call one operator, forward or backward; None where no probe measured it."""
+    host_bytes: float | None = None
+    """Memory of a server beside its GPUs; None where it is not known."""
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of large products; a dtype the device does not have is computed in fp32 (or what was measured)."""
@@ -171,6 +173,19 @@ def _cpu() -> Target:
                   ("a server CPU of 32 cores at 1.5 TFLOP/s and 100 GB/s; probe your own",), "cpu")  # fmt: skip
 
 
+def held_to(target: Target, limit_gb: float | None) -> Target:
+    """The machine with no more memory for a process than `run.memory_limit_gb` gives it."""
+    if limit_gb is None:
+        return target
+    if limit_gb * 1e9 > target.memory_bytes:
+        raise RecipeError(
+            f"run.memory_limit_gb is {limit_gb:g}, more than the {target.memory_bytes / 1e9:.0f} GB of {target.name}; lower it "
+            "or take it out."
+        )
+    said = f"a device's memory is held to {limit_gb:g} GB (run.memory_limit_gb)"
+    return replace(target, memory_bytes=limit_gb * 1e9, sources=(*target.sources, said))
+
+
 def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
     """This machine, from its probe and its measured ceilings (`Ceilings.rates()`); of a kind of card that findings were made on,
     theirs, unless this one's differ by more than cards of a kind do."""
@@ -208,4 +223,5 @@ def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
         ),
         kind="cuda" if machine.device == "cuda" else "cpu",
         launch_s=rates.get("launch_s"),
+        host_bytes=machine.ram_bytes if machine.device == "cuda" else None,
     )

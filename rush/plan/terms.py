@@ -40,6 +40,7 @@ PLAIN = {
     "logits.copies": "eager: log-softmax and its gradients in fp32, each as large as the logits",
     "update": "temporaries of an update that makes one operation after another",
     "buffers": "workspaces of libraries, inputs",
+    "gaps": "what the allocator holds beyond all tensors, in pieces that nothing fits into",
 }
 ADDED = {
     "frozen": "the weights do not learn; adapters do",
@@ -88,6 +89,7 @@ WORK = {
     "unpack.launches": "what unpacking one weight takes of the host, in operations that it launches",
     "data.ahead": "threads that make batches while the device works",
     "offloaded": "1: what blocks keep goes to the host and comes back",
+    "inputs.offloaded": "1: the inputs of blocks do, which are all they keep",
 }
 """Of time. What is no number of its own in a plain run is counted from the code in `rush/plan/time.py`."""
 

@@ -141,7 +141,7 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
             for name, seconds in parts.items()
             if name != "embedding"
         } | {"embedding": parts["embedding"]}
-    if spec.work.number("offloaded"):
+    if spec.work.number("offloaded") or spec.work.number("inputs.offloaded"):
         # Over PCIe, there and back, and not hidden: as measured.
         parts["offload"] = 2 * taken_away(spec, blocks) / _to_host(target)
     return parts

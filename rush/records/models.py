@@ -55,6 +55,8 @@ class Length(TypedDict, total=False):
     reason: str | None
     tokens_per_s: float | None
     step_s: float | None
+    cold: bool
+    """The step was the first one, compiling and all: its speed is a lower bound."""
     peak_memory_bytes: int | None
 
 
@@ -69,6 +71,10 @@ class Longest(TypedDict, total=False):
     fails_at: int | None
     """The shortest that was seen not to fit."""
     tried: list[Length]
+    evidence: list[dict[str, Any]]
+    """What the techniques left in a profile, at the shortest length."""
+    parity: dict[str, Any] | None
+    """Against the same method in plain fp32."""
 
 
 class Took(TypedDict, total=False):

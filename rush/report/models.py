@@ -128,7 +128,7 @@ def lengths(record: ModelRecord) -> list[Sequence[str]]:
             workload["about"],
             f"{longest['limit_bytes'] / 1e9:.0f} GB",
             f"{found['sequence']:,} tokens" if (found := longest.get("found")) else "none of those tried",
-            f"{words.si(found['tokens_per_s'])} tokens/s"
+            f"{'at least ' if found.get('cold') else ''}{words.si(found['tokens_per_s'])} tokens/s"
             if found and found["tokens_per_s"]
             else words.MISSING,
             words.size(found["peak_memory_bytes"]) if found else words.MISSING,
@@ -171,8 +171,18 @@ def longest_words(longest: Longest) -> str:
     if not found:
         return f"No length that was tried ran in {limit}"
     end = f"; {fails:,} did not fit" if fails else "; the next was not tried"
-    speed = f" at {found['tokens_per_s']:,.0f} tokens/s" if found["tokens_per_s"] else ""
-    return f"{found['sequence']:,} tokens ran in {limit}{speed}{end}"
+    least = "with at least" if found.get("cold") else "at"
+    speed = f" {least} {found['tokens_per_s']:,.0f} tokens/s" if found["tokens_per_s"] else ""
+    return f"{found['sequence']:,} tokens ran in {limit}{speed}{end}{_proved(longest)}"
+
+
+def _proved(longest: Longest) -> str:
+    """Of the recipe: what it learns, and which techniques left no trace."""
+    parity, idle = longest.get("parity"), [
+        each["technique"] for each in longest.get("evidence", []) if not each["took_effect"]
+    ]  # fmt: skip
+    learns = f"; parity {parity['verdict']}" if parity else ""
+    return learns + (f"; no trace of {', '.join(idle)}" if idle else "")
 
 
 def _rate(rung: Rung) -> str:

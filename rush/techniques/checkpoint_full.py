@@ -126,5 +126,6 @@ technique = Technique(
         WorkEffect("blocks.again", 1.0),
         WorkEffect("attention.again", 1.0),
         WorkEffect("elementwise.again", 0.2),
+        WorkEffect("inputs.offloaded", 1.0, when=lambda knobs: knobs["inputs"] == "host"),
     ),
 )

@@ -173,7 +173,7 @@ technique = Technique(
             "whether a replay adds to gradients in fixed memory, or writes them (steps of one micro batch)",
         )
     },
-    conflicts=("cp", "ddp", "fsdp", "offload_activations", "pp", "tp"),
+    conflicts=("cp", "ddp", "expandable_segments", "fsdp", "offload_activations", "pp", "tp"),
     claim=Claim(
         "tokens_per_s",
         0.12,

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from rush.errors import Diverged, Drifted, MachineError, RushError
-from rush.hardware import memory_in_use, out_of_memory
+from rush.hardware import in_gaps, memory_in_use, out_of_memory
 from rush.parallel.drift import check_drift
 from rush.parallel.sharded import is_sharded
 from rush.recipe import Recipe
@@ -212,8 +212,8 @@ class Session:
             if not out_of_memory(error):
                 raise
             raise MachineError(
-                f"out of memory at step {step} on {self.run.machine.summary()}; halve batch.micro (the total batch in "
-                "tokens stays as it is), or shorten batch.sequence."
+                f"out of memory at step {step} on {self.run.machine.summary()}{in_gaps(error)}; halve "
+                "batch.micro (the total batch in tokens stays as it is), or shorten batch.sequence."
             ) from None
         except Diverged as error:
             self._let_save_end()

@@ -46,6 +46,9 @@ class Planner:
             found = plan(spec, self.target, limits=limits)
         except RushError as error:
             return str(error)
+        if not found.host_fits:
+            there = (self.target.host_bytes or 0.0) / 2**30
+            return f"predicted {found.on_host / 2**30:.3g} GiB on the host, which has {there:.3g}"
         own = recipe.run.memory_limit_gb
         limit = self.target.memory_bytes if own is None else min(own * 1e9, self.target.memory_bytes)
         doubtful = matmul_dtype(spec) not in self.target.matmul

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
 from rush.techniques.cudnn_attention import CudnnCore
+from rush.techniques.expandable_segments import Growing
 from rush.techniques.proofs import prove
 from rush.train.build import Run, build
 
@@ -139,11 +141,36 @@ def test_generated_attention() -> None:
         ["loader_workers", "pin_memory", "gc_control"],
         ["cuda_graph"],
         ["{name='cuda_graph', gradients='written'}"],
+        ["expandable_segments"],
+        ["expandable_segments", "checkpoint_full", BLOCKS],
         ["cuda_graph", "checkpoint_full", "pin_memory", "loader_workers"],
     ],
 )
 def test_the_same_bits(techniques: list[str]) -> None:
     takes_effect_and_learns_the_same(*techniques, overrides=EXACTLY)
+
+
+def test_segments_that_grow_leave_no_gap_where_others_do() -> None:
+    unit, whole = 2**30, torch.cuda.get_device_properties(0).total_memory
+
+    def fits(growing: bool) -> bool:
+        torch.cuda.empty_cache()
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 5 * unit) / whole)
+        try:
+            with Growing().segments() if growing else nullcontext():
+                large = torch.empty(4 * unit, dtype=torch.uint8, device="cuda")
+                del large
+                # It lies where the large one lay, and holds the rest of its segment.
+                small = torch.empty(unit, dtype=torch.uint8, device="cuda")
+                torch.empty(7 * unit // 2, dtype=torch.uint8, device="cuda")
+                return small.is_cuda
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
+            torch.cuda.empty_cache()
+
+    assert (fits(growing=False), fits(growing=True)) == (False, True)
 
 
 def test_recomputing_and_offloading_leave_less_in_memory_between_forward_and_backward() -> None:

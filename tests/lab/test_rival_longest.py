@@ -17,6 +17,7 @@ from rush.lab.rivals import bench_models
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 from rush.records.models import check_models, read_models
+from rush.report.models import longest_words
 
 FIXED, EACH, LIMIT = 6_000_000_000, 500_000, 80_000_000_000
 
@@ -30,22 +31,25 @@ class MadeUp:
     plan: Any = None
     lengths: list[int] = dataclasses.field(default_factory=list)
 
-    def run(self, recipe: Recipe, kind: str) -> Outcome:
-        size = recipe.batch.sequence
+    def run(self, recipe: Recipe, kind: str, *, first: bool) -> Outcome:
+        size, cold = recipe.batch.sequence, self.plan.measure.windows == 0
+        assert first == (not self.lengths), "only the shortest is watched"
         self.lengths.append(size)
         peak = FIXED + EACH * size
         if peak > self.usable * LIMIT:
             return Outcome("out_of_memory", "memory ran out.", {}, 9.0)
         timing = {"counted": "processed", "samples_s": [size / 1000], "peak_memory_bytes": peak,
-                  "sample_tokens": {"processed": [size]}}  # fmt: skip
-        return Outcome("ok", None, {"timing": timing, "seconds": {"build": 3.0}}, 9.0)
+                  "sample_tokens": {"processed": [size]}, "cold": cold}  # fmt: skip
+        evidence = [{"technique": "compile", "took_effect": True, "what": "graphs"}] if first else []
+        found = {"timing": timing, "seconds": {"build": 3.0}, "evidence": evidence}
+        return Outcome("ok", None, found, 9.0)
 
 
 def searched(usable: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Length, MadeUp]:
     (workload,) = workloads.load_workloads(["qlora-8b-long"])
     bench = MadeUp(usable, machine=probe("cpu"))
-    # The stand-in has no plan to change: every length is asked of the same one.
-    monkeypatch.setattr(rival_longest, "replace", lambda bench, plan: bench)
+    judged = {"verdict": "equal", "why": "made up"}
+    monkeypatch.setattr(rival_longest, "hold_against_plain", lambda *asked: (judged, None))
     search = Length(workload, cast(Bench, bench))
     assert search.limit_bytes == LIMIT
     for _ in search.rounds():
@@ -63,6 +67,12 @@ def test_two_short_trials_and_one_where_the_line_meets_the_limit(monkeypatch: py
     assert found["found"]["tokens_per_s"] == pytest.approx(1000)
     assert found["fails_at"] is None
     assert (found["published"], found["limit_bytes"]) == (342733, LIMIT)
+    assert [point["cold"] for point in found["tried"]] == [False, False, True]
+    assert found["parity"] == {"verdict": "equal", "why": "made up"}
+    assert [each["technique"] for each in found["evidence"]] == ["compile"]
+    assert longest_words(found) == (
+        f"{bench.lengths[-1]:,} tokens ran in 80 GB with at least 1,000 tokens/s; the next was not tried; parity equal"
+    )
 
 
 def test_what_does_not_fit_is_tried_shorter_and_both_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,6 +117,10 @@ def test_it_runs_by_the_real_bench_and_its_record_reads_back(small_recipe: Path,
     assert [point["status"] for point in tried] == ["ok"] * 3, tried
     assert [point["sequence"] for point in tried] == [32, 64, 300]
     assert all(point["tokens_per_s"] and point["peak_memory_bytes"] for point in tried)
+    assert [point["cold"] for point in tried] == [False, False, True]
+    parity = found["longest"]["parity"]
+    assert parity is not None
+    assert parity["verdict"] == "equal", parity
     assert record == read_models(tmp_path / "out")
     tried[0]["status"] = "fine"
     with pytest.raises(Exception, match=r"tried\[0\].*status is 'fine'"):

@@ -18,11 +18,12 @@ from rush.hardware.ceilings import Ceilings, Sample
 from rush.hardware.links import LINKS, SERVERS
 from rush.models import SIZES, flops_per_token
 from rush.plan import Target, plan, search, spec_of, target_here, target_of
-from rush.plan.memory import memory_of
+from rush.plan.check import overflows
+from rush.plan.memory import GAP, memory_of
 from rush.plan.planning import fill_devices
 from rush.plan.search import describe
 from rush.plan.spec import check_divides, with_batch
-from rush.recipe_io import load_recipe
+from rush.recipe_io import changed, load_recipe
 from rush.report.plan import plan_page
 
 FAST = 'techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]'
@@ -63,6 +64,56 @@ def test_what_ran_out_of_memory_is_not_said_to_fit() -> None:
         target_of("h200-sxm"),
     )
     assert not found.fits
+
+
+def test_nothing_under_results_that_ran_out_of_memory_is_said_to_fit() -> None:
+    found = overflows(Path("results"))
+    assert {one.study for one in found} >= {"models-qlora-long-h200", "llama-3.2-1b-h200-first-climb"}
+    assert [one.name for one in found if one.said_to_fit] == []
+    # The one by the device, the other by the host alone.
+    assert {one.study: one.beyond_host for one in found} == {
+        "models-qlora-long-h200": False,
+        "llama-3.2-1b-h200-first-climb": True,
+    }
+
+
+def test_a_plan_keeps_to_the_limit_of_the_recipe() -> None:
+    asked = ["plan", "qlora", "--machine", "h200-sxm", "--json"]
+    free, held = (
+        json.loads(CliRunner().invoke(app, [*asked, *more]).stdout)
+        for more in ([], ["run.memory_limit_gb=6"])
+    )
+    assert (free["fits"], held["fits"]) == (True, False)
+    assert held["machine"]["memory_bytes"] == 6_000_000_000
+    assert "held to 6 GB (run.memory_limit_gb)" in " ".join(held["machine"]["sources"])
+    assert 0 < held["longest_sequence"] < free["longest_sequence"] or held["longest_sequence"] == 0
+    refused = CliRunner().invoke(app, [*asked, "run.memory_limit_gb=200"])
+    assert isinstance(refused.exception, RecipeError)
+    assert "more than the 150 GB of h200-sxm" in str(refused.exception)
+
+
+def test_gaps_are_as_large_as_a_wide_tensor_unless_segments_grow() -> None:
+    recipe = load_recipe("qlora", ["batch.micro=1", "batch.sequence=131072", "batch.total_tokens=131072"])
+    fixed = memory_of(spec_of(recipe))
+    grown = memory_of(spec_of(changed(recipe, {"techniques": [*recipe.techniques, "expandable_segments"]})))
+    assert fixed.tensors == grown.tensors
+    assert fixed.parts["unfilled"] == pytest.approx(GAP * 131072 * 14336 * 2)
+    assert grown.parts["unfilled"] == pytest.approx(fixed.parts["unfilled"] / 10)
+
+
+def test_inputs_of_blocks_that_wait_on_the_host_count_there() -> None:
+    host = "{name = 'checkpoint_full', inputs = 'host'}"
+    device, away = (
+        spec_of(load_recipe("llama-3.1-8b", [f"techniques=['pure_bf16', {one}]", "batch.micro=1"]))
+        for one in ("'checkpoint_full'", host)
+    )
+    moved = 32 * away.tokens * 4096 * 2
+    assert memory_of(device).host_bytes == 0
+    assert memory_of(away).host_bytes == moved
+    assert memory_of(device).tensors > memory_of(away).tensors
+    here = replace(target_of("h200-sxm"), host_bytes=moved - 1.0)
+    assert not plan(away, here).fits
+    assert plan(away, replace(here, host_bytes=moved)).fits
 
 
 def test_an_8b_model_is_not_said_to_fit_one_a100_but_eight() -> None:

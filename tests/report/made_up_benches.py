@@ -163,7 +163,7 @@ def models() -> Table:
     return {
         "format": 1,
         "started": "2026-11-15T02:44:00+00:00",
-        "finished": None,
+        "finished": "2026-11-15T03:47:00+00:00",
         "machine": MACHINE,
         "ceilings": None,
         "peaks": None,

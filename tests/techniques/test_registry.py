@@ -33,6 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 NAMES = sorted(registry())
 GPU_ONLY = {
     "tf32", "cudnn_attention", "flex_attention", "offload_activations", "pin_memory", "cuda_graph", "liger",
+    "expandable_segments",
 }  # fmt: skip
 # They divide the work among processes: tests/parallel holds them against one rank.
 SEVERAL_RANKS = {"cp", "ddp", "fsdp", "pp", "tp"}
