@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -54,14 +55,21 @@ def plan(
     network: Annotated[
         str | None, typer.Option(help="The network between servers (ib-ndr, ethernet-100 …).")
     ] = None,
+    network_cards: Annotated[
+        int | None,
+        typer.Option(help="Network cards of a server, where they are not as many as usual.", min=1),
+    ] = None,
     search: Annotated[
-        bool, typer.Option("--search", help="Find the fastest layout, micro batch and checkpointing.")
+        bool,
+        typer.Option("--search", help="Find the fastest layout, micro batch, checkpointing and precision."),
     ] = False,
     beyond: Annotated[
         bool,
         typer.Option("--beyond", help="Let the search take layouts that this trainer does not run yet."),
     ] = False,
-    best: Annotated[int, typer.Option(help="How many plans a search shows.", min=1)] = 3,
+    best: Annotated[
+        int | None, typer.Option(help="How many plans a search shows; 3 without it.", min=1)
+    ] = None,
     tokens: Annotated[
         float | None, typer.Option(help="A budget of tokens: time, energy and cost of it.", min=1)
     ] = None,
@@ -90,7 +98,21 @@ def plan(
 
       rush plan --check
     """
+    _pointless(
+        ("--link", link is not None and machine is None, "--machine; this machine's links are its own"),
+        ("--network", network is not None and machine is None, "--machine"),
+        ("--network-cards", network_cards is not None and machine is None, "--machine"),
+        ("--price", price is not None and tokens is None, "--tokens"),
+        ("--beyond", beyond and not search, "--search"),
+        ("--best", best is not None and not search, "--search"),
+    )
+    if tokens is not None and not math.isfinite(tokens):
+        raise RecipeError(f"--tokens is {tokens}; allowed: a number of tokens, as in 1e9.")
     if check:
+        if recipe is not None:
+            raise RecipeError(
+                f"--check holds plans against all findings, and takes no recipe; found {recipe!r}. Leave one out."
+            )
         _check(results, json)
         return
     if recipe is None:
@@ -102,9 +124,12 @@ def plan(
     chosen = load_recipe(recipe, overrides or [], auto=True)
     from rush.plan.target import held_to
 
-    target = held_to(_target(machine, devices, nodes, link, network), chosen.run.memory_limit_gb)
+    target = _target(machine, devices, nodes, link, network, network_cards)
+    target = held_to(target, chosen.run.memory_limit_gb)
+    if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides or []):
+        recipe = f"{chosen.model.name} as {recipe}"
     if search:
-        _search(recipe, chosen, target, best, beyond, tokens, price, json, html)
+        _search(recipe, chosen, target, best or 3, beyond, tokens, price, json, html)
         return
     found = _plan(chosen, target, devices is not None or nodes is not None)
     if html is not None:
@@ -117,13 +142,25 @@ def plan(
         typer.echo(f"\nWritten: {html}")
 
 
+def _pointless(*asked: tuple[str, bool, str]) -> None:
+    """Refuse what would be ignored."""
+    for option, alone, wants in asked:
+        if alone:
+            raise RecipeError(f"{option} says nothing without {wants}.")
+
+
 def _target(
-    machine: str | None, devices: int | None, nodes: int | None, link: str | None, network: str | None
+    machine: str | None,
+    devices: int | None,
+    nodes: int | None,
+    link: str | None,
+    network: str | None,
+    cards: int | None,
 ) -> Target:
     from rush.plan import target_here, target_of
 
     if machine is not None:
-        return target_of(machine, devices, nodes, link, network)
+        return target_of(machine, devices, nodes, link, network, cards)
     from dataclasses import replace
 
     from rush.hardware import probe
@@ -192,7 +229,7 @@ def _search(
                 describe(one.spec),
                 f"{one.tokens_per_s_per_device:,.0f}",
                 f"{one.mfu:.0%}" if one.mfu else "-",
-                f"{one.memory.total / 2**30:.0f}",
+                f"{one.memory.total / 2**30:.0f}{' (tight)' if one.tight else ''}",
                 f"{one.time.step:.2f} s",
             ]
             for one in found.best
@@ -289,10 +326,11 @@ def _check(results: Path, json: bool) -> None:
     units = {"bytes": (2**30, "GiB"), "s": (1e-3, "ms"), "tokens/s/device": (1, "tokens/s")}
     for kind in ("memory", "time", "published", "published memory"):
         print_table(
-            [kind, "measured", "planned", "error", ""],
+            [kind, "study", "measured", "planned", "error", ""],
             [
                 [
                     row.name,
+                    "" if kind.startswith("published") else row.study.removesuffix("-h200"),
                     f"{row.measured / units[row.unit][0]:,.2f} {units[row.unit][1]}",
                     f"{row.planned / units[row.unit][0]:,.2f}",
                     f"{row.error:+.1%}",

@@ -41,7 +41,7 @@ def tune(
     budget: Annotated[
         str,
         typer.Option(
-            help="Time for the whole search, as in 90s, 20m or 1h; what an interrupted one took counts."
+            help="Time for the whole search, as in 90s, 20m or 1h; what finished trials of an interrupted one took counts."
         ),
     ] = "20m",
     objective: Annotated[

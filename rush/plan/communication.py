@@ -30,11 +30,13 @@ class Sent:
 
     behind: float = 0.0
     """That travels while something is computed."""
+    late: float = 0.0
+    """That travels once a step, while the last backward pass is computed."""
     waiting: float = 0.0
     """That computing waits for."""
 
     def __add__(self, other: Sent) -> Sent:
-        return Sent(self.behind + other.behind, self.waiting + other.waiting)
+        return Sent(self.behind + other.behind, self.late + other.late, self.waiting + other.waiting)
 
 
 def bandwidth(spec: Spec, target: Target, axis: str, reached: float) -> float:
@@ -45,8 +47,9 @@ def bandwidth(spec: Spec, target: Target, axis: str, reached: float) -> float:
     size = spec.size(axis)
     if inside * size <= target.devices_per_node:
         return reached * target.link_bytes_per_s
-    together = max(1, target.devices_per_node // inside)  # ranks of one ring that share a server
-    return min(reached * target.link_bytes_per_s, NETWORK * target.network_bytes_per_s * together)
+    # The rings that leave a server share its cards.
+    cards = target.network_cards / min(inside, target.devices_per_node)
+    return min(reached * target.link_bytes_per_s, NETWORK * target.network_bytes_per_s * cards)
 
 
 def ring(bytes_: float, size: int, rate: float, trips: int = 1) -> float:
@@ -100,17 +103,15 @@ def _weights(spec: Spec, target: Target, reached: float) -> Sent:
         seconds = gathers * ring(gathered, group, rate) + scatters * ring(each * learned, group, rate)
         seconds += (gathers + scatters) * (units - 1) * min(group - 1, 32) * LATENCY_S
         first = ring(gathered / units, group, rate) + ring(each * learned / units, group, rate)
-        total += Sent(max(0.0, seconds - first), first)
+        total += Sent(behind=max(0.0, seconds - first), waiting=first)
     elif cp > 1:
         rate = bandwidth(spec, target, "cp", reached)
-        total += Sent(ring(each * learned, cp, rate, 2))
+        total += Sent(late=ring(each * learned, cp, rate, 2))
     if copies > 1:
         rate = bandwidth(spec, target, "ddp", reached)
         seconds = ring(each * learned / shards, copies, rate, 2)
-        # Only the last pass's backward can hide it, and nothing hides the last bucket.
-        total += Sent(0.95 * seconds / max(1, spec.passes) if shards == 1 else seconds, 0.05 * seconds)
-        if shards == 1 and spec.passes > 1:
-            total += Sent(0.95 * seconds * (1 - 1 / spec.passes))
+        # Nothing hides the last bucket.
+        total += Sent(late=0.95 * seconds, waiting=0.05 * seconds)
     return total
 
 
@@ -125,7 +126,7 @@ def _tensor(spec: Spec, target: Target, reached: float) -> Sent:
     times = 10 + spec.work.number("attention.again")
     seconds = spec.passes * blocks * times * ring(stream, size, rate)
     hides = 0.5 if spec.knob("tp", "async", False) else 0.0
-    return Sent(hides * seconds, (1 - hides) * seconds)
+    return Sent(behind=hides * seconds, waiting=(1 - hides) * seconds)
 
 
 def _context(spec: Spec, target: Target, reached: float) -> Sent:
@@ -140,7 +141,7 @@ def _context(spec: Spec, target: Target, reached: float) -> Sent:
     blocks = spec.shape.num_layers / spec.size("pp")
     trips = 2 + spec.work.number("attention.again")
     seconds = spec.passes * blocks * (trips * ring(compute * row, size, rate) + ring(4 * row, size, rate))
-    return Sent(0.5 * seconds, 0.5 * seconds)
+    return Sent(behind=0.5 * seconds, waiting=0.5 * seconds)
 
 
 def exchanged_width(spec: Spec) -> float:
@@ -155,4 +156,5 @@ def _stages(spec: Spec, target: Target, reached: float) -> Sent:
         return Sent()
     rate = bandwidth(spec, target, "pp", reached)
     stream = spec.tokens * spec.shape.hidden * spec.effects.size("stream", 4) / spec.size("tp")
-    return Sent(0.5 * 2 * spec.passes * stream / rate, 0.5 * 2 * spec.passes * stream / rate)
+    seconds = 2 * spec.passes * stream / rate
+    return Sent(behind=0.5 * seconds, waiting=0.5 * seconds)

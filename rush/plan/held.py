@@ -5,6 +5,7 @@ its tokens.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from rush.plan.spec import Spec, Weights
 
@@ -34,9 +35,11 @@ class Held:
     def _local(self, count: float, *, linear: bool = True) -> float:
         return count / self.spec.size("tp") if linear else count
 
+    @cached_property
     def block(self) -> float:
         return self._local(self.weights.block_linear) + self.weights.block_other
 
+    @cached_property
     def ends(self) -> float:
         """Parameters outside the blocks on this rank."""
         first, last = self.stage.first, self.stage.last
@@ -44,27 +47,33 @@ class Held:
         count = self._local(self.weights.embedding) if first or (last and tied) else 0.0
         return count + (self._local(self.weights.head) + self.weights.final if last else 0.0)
 
+    @cached_property
     def bytes_per_weight(self) -> float:
         return self.spec.effects.size("parameters", 4)
 
+    @cached_property
     def parameters(self) -> float:
-        effects, each = self.spec.effects, self.bytes_per_weight()
+        effects, each = self.spec.effects, self.bytes_per_weight
         linear = effects.size("blocks", each) * self._local(self.weights.block_linear)
         block = linear + each * (self.weights.block_other + self._local(self.weights.adapters))
-        return self.stage.blocks * block + each * self.ends()
+        return self.stage.blocks * block + each * self.ends
 
     def trained(self, blocks: int | None = None) -> float:
         """Parameters that learn, of so many blocks and the ends."""
         count = self.stage.blocks if blocks is None else blocks
         if self.spec.effects.factor("frozen"):
             return count * self._local(self.weights.adapters)
-        return count * self.block() + self.ends()
+        return count * self.block + self.ends
+
+    @cached_property
+    def _trained(self) -> float:
+        return self.trained()
 
     def gradients(self, blocks: int) -> float:
         """With gradients of so many blocks (and then of the ends)."""
         effects, shards = self.spec.effects, self.spec.shards
         each = effects.size("gradients", 4)
-        full = self.trained()
+        full = self._trained
         always = self.spec.passes > 1 or (self.spec.size("ddp") > 1 and shards == 1)
         count = full if always or blocks >= self.stage.blocks else self.trained(blocks)
         if blocks == 0 and not always:
@@ -73,25 +82,27 @@ class Held:
             unit, ends = (
                 (self._local(self.weights.adapters), 0.0)
                 if effects.factor("frozen")
-                else (self.block(), self.ends())
+                else (self.block, self.ends)
             )
             at_work = 0.0 if blocks == 0 else 2 * unit + ends
             parts = 0.0 if effects.factor("on_host") else count / shards
-            count = count if self.keeps_whole() else parts + at_work
+            count = count if self.keeps_whole else parts + at_work
         elif blocks and not always and not effects.factor("frozen"):
-            count -= self.ends() if blocks < self.stage.blocks else 0.0  # the head's is counted by itself
+            count -= self.ends if blocks < self.stage.blocks else 0.0  # the head's is counted by itself
         return each * count * (1 + effects.factor("buckets"))
 
+    @cached_property
     def gathered(self) -> float:
         if self.spec.shards == 1:
             return 0.0
-        each = self.spec.effects.size("gathered", self.bytes_per_weight())
+        each = self.spec.effects.size("gathered", self.bytes_per_weight)
         # A pipeline's schedules let go of nothing between the backward passes of a step.
         blocks = self.stage.blocks if self.spec.effects.factor("gathered") or self.spec.size("pp") > 1 else 2
         linear = self.spec.effects.size("blocks", each) * self._local(self.weights.block_linear)
         block = linear + each * (self.weights.block_other + self._local(self.weights.adapters))
-        return blocks * block + each * self.ends()
+        return blocks * block + each * self.ends
 
+    @cached_property
     def keeps_whole(self) -> bool:
         """Whether gradients stay whole until the end of a step: asked for, or because a pipeline's schedules do."""
         return bool(self.spec.effects.factor("whole_gradients")) or self.spec.size("pp") > 1
@@ -103,27 +114,31 @@ class Held:
         effects, shards = self.spec.effects, self.spec.shards
         if shards == 1 or self.spec.device != "cuda":
             return 0.0
-        parts = effects.size("gradients", 4) * self.trained() / shards
-        parts = 0.0 if effects.factor("on_host") or (counted and not self.keeps_whole()) else parts
-        each = effects.size("gathered", self.bytes_per_weight())
+        parts = effects.size("gradients", 4) * self._trained / shards
+        parts = 0.0 if effects.factor("on_host") or (counted and not self.keeps_whole) else parts
+        each = effects.size("gathered", self.bytes_per_weight)
         block = effects.size("blocks", each) * self._local(self.weights.block_linear)
-        return parts + max(2 * block, each * self.ends())
+        return parts + max(2 * block, each * self.ends)
 
     def state(self, blocks: int) -> dict[str, float]:
+        return {**self._always, "gradients": self.gradients(blocks)}
+
+    @cached_property
+    def _always(self) -> dict[str, float]:
         effects, shards = self.spec.effects, self.spec.shards
         # Between the passes a rank's parts are on the host; what is gathered and at work is here.
         here = 0.0 if effects.factor("on_host") else 1.0
-        trained = here * self.trained() / shards
+        trained = here * self._trained / shards
         return {
-            "parameters": here * self.parameters() / shards,
-            "gradients": self.gradients(blocks),
+            "parameters": here * self.parameters / shards,
+            "gradients": 0.0,
             "optimizer": trained * effects.size("optimizer", 8) * effects.factor("optimizer"),
             "master": trained * 4 * effects.factor("master"),
             # With adapters the reference is the model itself, with them switched off.
-            "reference": here * self.parameters() / shards
+            "reference": here * self.parameters / shards
             if self.spec.reference and not effects.factor("frozen")
             else 0.0,
-            "gathered": self.gathered(),
+            "gathered": self.gathered,
         }
 
     def on_host(self) -> float:
@@ -132,7 +147,7 @@ class Held:
         if not effects.factor("on_host"):
             return 0.0
         each = effects.size("optimizer", 8) + effects.size("gradients", 4) + 4 * effects.factor("master")
-        return (self.parameters() + each * self.trained()) / shards
+        return (self.parameters + each * self._trained) / shards
 
     def casts(self, *, always: bool = False) -> float:
         """Weights in the dtype of the products. Autocast keeps its casts to the end of the forward pass in any case."""

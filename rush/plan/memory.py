@@ -208,10 +208,9 @@ def _stage_memory(spec: Spec, stage: Stage) -> Memory:
                                  "working": held.second_head() + 2 * effects.size("stream", 4) * spec.shape.hidden * tokens},
         "update": {**held.state(stage.blocks), "working": held.update()},
     }  # fmt: skip
-    for parts in moments.values():
-        parts["buffers"] = held.buffers()
-        parts["pipeline"] = _pipes(spec, stage)
     moment, parts = max(moments.items(), key=lambda item: sum(item[1].values()))
+    parts["buffers"] = held.buffers()
+    parts["pipeline"] = _pipes(spec, stage)
     peak = sum(parts.values())
     if effects.factor("recording"):
         # Replayed passes use memory of their own; gradients stay.

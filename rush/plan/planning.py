@@ -165,8 +165,10 @@ def plan(
     *,
     limits: bool = True,
     problems: tuple[str, ...] = (),
+    memory: Memory | None = None,
 ) -> Plan:
-    """Memory and time of a spec on a machine; with `limits` also the largest batch and the longest sequence."""
+    """Memory (where it is not given) and time of a spec on a machine; with `limits` also the largest batch and the longest
+    sequence."""
     check_divides(spec)
     spec = replace(spec, device=target.kind)
     micro = sequence = 0
@@ -178,7 +180,8 @@ def plan(
         sequence = unit * _largest(
             lambda n: with_batch(spec, rows, n * unit), target, max(1, context // unit)
         )
-    return Plan(spec, target, memory_of(spec), time_of(spec, target, efficiency), micro, sequence, problems)
+    held = memory_of(spec) if memory is None else memory
+    return Plan(spec, target, held, time_of(spec, target, efficiency), micro, sequence, problems)
 
 
 def _largest(spec_at: Callable[[int], Spec], target: Target, most: int) -> int:

@@ -7,20 +7,23 @@ more devices mean fewer micro batches each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import Any
 
 from rush.errors import RecipeError
 from rush.parallel import AXES
 from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.memory import memory_of
-from rush.plan.planning import Plan, plan
+from rush.plan.planning import Plan, plan, unmet
 from rush.plan.spec import Spec, spec_of
 from rush.plan.target import Target
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import changed
-from rush.techniques import registry
+from rush.techniques import registry, why_not
+from rush.techniques.contract import Parity
 
 CHECKPOINTS = ("", "checkpoint_selective", "checkpoint_full")
 STAGES = ("parameters", "gradients", "optimizer", "")
@@ -28,6 +31,12 @@ STAGES = ("parameters", "gradients", "optimizer", "")
 SCHEDULES: tuple[dict[str, Knob], ...] = ({}, {"name": "pp", "schedule": "interleaved", "stages": 4})
 """Of a pipeline: one stage a rank, or four."""
 MICROS = (1, 2, 4, 8, 16, 32)
+HALF = ("amp_bf16", "bf16_master", "pure_bf16", "amp_fp16")
+"""Ways to compute in 16 bits; a recipe that has one is planned with the others as well."""
+HOST_DOUBT = 0.85
+"""What a plan with parts on the host counts for: no finding stands behind its figures."""
+NEAR, MOST_NEAR = 0.7, 24
+"""Other precisions are tried with layouts that reach so much of the best with the recipe's own, and no more of them."""
 TOKENS_PER_DEVICE = 8192
 """Of a step, where the recipe names no total."""
 
@@ -48,48 +57,218 @@ def search(
 ) -> Found:
     """The best few plans for all devices of the target; RecipeError where nothing fits at all.
 
-    `beyond`: also layouts and techniques beside them that this trainer refuses today.
+    All layouts are tried with the recipe's own precision; other precisions where that came near the best, or everywhere
+    if nothing fitted. `beyond`: also layouts and techniques beside them that this trainer refuses today.
     """
-    plans: list[Plan] = []
-    tried = 0
-    least: tuple[float, str] | None = None
-    for offload in (False, True):
-        for spec in _specs(recipe, target, beyond, offload):
-            tried += 1
-            needed = memory_of(spec).total
-            if needed > target.memory_bytes:
-                if least is None or needed < least[0]:
-                    least = needed, describe(spec)
-                continue
-            made = plan(spec, target, efficiency, limits=False)
-            if made.host_fits:
-                plans.append(made)
-            elif least is None:
-                least = (
-                    needed,
-                    f"{describe(spec)}, and {made.on_host / 2**30:.0f} GiB of the host, which has less",
-                )
-        if plans:
-            break  # parts on the host are slow: only where nothing else fits
-    if not tried:
-        raise RecipeError(
-            f"no layout divides {recipe.model.name} and its batch on {target.devices} devices; change --devices or "
-            "batch.total_tokens."
-        )
-    if not plans:
-        assert least is not None
-        raise RecipeError(
-            f"{recipe.model.name} does not fit {target.devices} × {target.name} in any of {tried:,} ways; the smallest needs "
-            f"{least[0] / 2**30:.0f} of {target.memory_bytes / 2**30:.0f} GiB ({least[1]}). Take more or larger devices, "
-            "shorter sequences, lora or qlora."
-        )
-    plans.sort(key=lambda one: -one.tokens_per_s)
+    looked = _Search(recipe, target, efficiency, beyond)
+    own = [(name, knobs) for name, knobs in recipe.technique_uses() if name not in (*CHECKPOINTS, *AXES)]
+    looked.at(own)
+    looked.at(own, offload=True)
+    near = looked.near()
+    halves = [own, *(other for name in HALF if (other := _in_precision(own, name)) is not None)]
+    for techniques, extra in product(halves, ("", "fp8")):
+        if techniques is not own or extra:
+            looked.at(techniques, extra, only=near)
+            looked.at(techniques, extra, offload=True)
+    if not looked.plans:
+        looked.refuse()
+    plans = sorted(looked.plans, key=_rank)
     chosen = [plan(one.spec, target, efficiency) for one in _distinct(plans, best)]
-    return Found(tuple(chosen), tuple(_lost(plans, chosen[0], target)), tried, len(plans))
+    lost = [*_lost(plans, chosen[0]), *looked.left_out()]
+    return Found(tuple(chosen), tuple(lost), looked.tried, len(plans))
+
+
+Techniques = Sequence[tuple[str, Mapping[str, Knob]]]
+Layout = frozenset[tuple[str, int]]
+
+
+class _Search:
+    """Every combination that was planned so far."""
+
+    def __init__(self, recipe: Recipe, target: Target, efficiency: Efficiency, beyond: bool) -> None:
+        self.recipe, self.target, self.efficiency, self.beyond = recipe, target, efficiency, beyond
+        self.plans: list[Plan] = []
+        self.tried = 0
+        self.least: tuple[float, str] | None = None
+        """What the smallest plan needs, and which it is."""
+        self.problems: Counter[str] = Counter()
+        """Why combinations cannot run there at all."""
+        self.dropped: dict[str, None] = {}
+        """Why techniques were left out of plans."""
+        self._settled: dict[tuple[str, frozenset[str]], list[Any] | None] = {}
+
+    def at(
+        self,
+        base: Techniques,
+        precision: str = "",
+        *,
+        offload: bool = False,
+        only: Collection[Layout] | None = None,
+    ) -> None:
+        """Plan these techniques, and one more for its precision, with every layout, checkpointing and micro batch; `only` some
+        layouts."""
+        target = self.target
+        for spec in self._specs(base, precision, offload, only):
+            self.tried += 1
+            memory = memory_of(spec)
+            if memory.total > target.memory_bytes:
+                if self.least is None or memory.total < self.least[0]:
+                    self.least = memory.total, describe(spec)
+                continue
+            made = plan(spec, target, self.efficiency, limits=False, memory=memory)
+            if made.host_fits:
+                self.plans.append(made)
+            elif self.least is None:
+                words = f"{describe(spec)}, and {made.on_host / 2**30:.0f} GiB of the host, which has less"
+                self.least = memory.total, words
+
+    def near(self) -> set[Layout] | None:
+        """The layouts whose best plan is near the best of all; None if there is none."""
+        if not self.plans:
+            return None
+        top = -min(_rank(one) for one in self.plans)
+        found: set[Layout] = set()
+        for one in sorted(self.plans, key=_rank):
+            if -_rank(one) < NEAR * top or len(found) == MOST_NEAR:
+                break
+            found.add(frozenset(one.spec.layout.items()))
+        return found
+
+    def refuse(self) -> None:
+        """Say why there is no plan."""
+        name, where = self.recipe.model.name, f"{self.target.devices} × {self.target.name}"
+        if self.least is not None:
+            raise RecipeError(
+                f"{name} does not fit {where} in any of {self.tried:,} ways; the smallest needs {self.least[0] / 2**30:.0f} of "
+                f"{self.target.memory_bytes / 2**30:.0f} GiB ({self.least[1]}). Take more or larger devices, shorter sequences, "
+                "lora or qlora."
+            )
+        if self.problems:
+            raise RecipeError(f"{name} cannot run on {where}: {self.problems.most_common(1)[0][0]}.")
+        raise RecipeError(
+            f"no layout divides {name} and its batch on {self.target.devices} devices; change --devices or batch.total_tokens."
+        )
+
+    def left_out(self) -> Iterator[str]:
+        """Techniques that cannot run there, and axes that were not tried because one cannot stand beside them."""
+        yield from (f"left out: {problem}" for problem in self.dropped)
+        if self.beyond or self.target.devices == 1:
+            return
+        for axis in ("tp", "pp", "cp"):
+            for name, _ in self.recipe.technique_uses():
+                if name in registry() and axis in registry() and not _may({name}, axis):
+                    reason = why_not(registry()[name], registry()[axis])
+                    yield f"{axis}: not tried, {name} and {axis} cannot stand together{reason and f': {reason}'}"
+
+    def _specs(
+        self, base: Techniques, precision: str, offload: bool, only: Collection[Layout] | None
+    ) -> Iterator[Spec]:
+        """Every combination that its techniques allow."""
+        recipe, target, beyond = self.recipe, self.target, self.beyond
+        names = {name for name, _ in base}
+        total = recipe.batch.total_tokens or target.devices * max(TOKENS_PER_DEVICE, recipe.batch.sequence)
+        whole = "float8" in target.matmul and "compile" in names and "fp8" not in names
+        if precision and not whole:
+            return
+        stages = ("parameters",) if offload else STAGES
+        for checkpoint, stage in product(CHECKPOINTS, stages):
+            extra = [name for name in (checkpoint, precision) if name]
+            if not all(_may(names | set(extra), name) for name in extra):
+                continue
+            entries: list[str | dict[str, Knob]] = [{"name": name, **knobs} for name, knobs in base]
+            entries += extra
+            if stage:
+                entries.append({"name": "fsdp", "stage": stage, **({"offload": True} if offload else {})})
+            for layout in _layouts(recipe, target, set() if beyond else {*names, *extra}, bool(stage)):
+                if only is not None and frozenset(layout.items()) not in only:
+                    continue
+                if offload and (layout["fsdp"] == 1 or max(layout[axis] for axis in ("tp", "pp", "cp")) > 1):
+                    continue
+                kept = entries if not stage or layout["fsdp"] > 1 else entries[:-1]
+                for schedule in SCHEDULES if layout["pp"] > 1 else ({},):
+                    start = self._start([*kept, *([schedule] if schedule else [])], layout, total)
+                    if start is not None and layout["pp"] * start.stages <= start.shape.num_layers:
+                        yield from _batches(start, total)
+
+    def _start(self, entries: list[Any], layout: Mapping[str, int], total: int) -> Spec | None:
+        """The spec at a micro batch of one; None where it does not divide, or cannot run there."""
+        values: dict[str, Any] = {"batch.micro": 1, "batch.total_tokens": total}
+        values |= {f"layout.{axis}": size for axis, size in layout.items()}
+        try:
+            if not self.beyond:
+                settled = self._settle(entries, layout, values)
+                if settled is None:
+                    return None
+                entries = settled
+            found = spec_of(
+                changed(self.recipe, {**values, "techniques": entries}), self.target.kind, beyond=self.beyond
+            )
+        except RecipeError:
+            return None  # it does not divide, or a technique refuses this layout
+        return found if self.beyond or _stand_together(found) else None
+
+    def _settle(
+        self, entries: list[Any], layout: Mapping[str, int], values: Mapping[str, Any]
+    ) -> list[Any] | None:
+        """The techniques as they can run beside these axes: their own, or where one's needs are not met another setting of it
+        that is worth a trial, or without it if it is there for speed alone. None where nothing helps."""
+        key = repr(entries), frozenset(axis for axis, size in layout.items() if size > 1)
+        if key not in self._settled:
+
+            def problems_of(some: list[Any]) -> tuple[str, ...]:
+                return unmet(changed(self.recipe, {**values, "techniques": some}), self.target)
+
+            found: list[Any] | None = entries
+            problems = problems_of(entries)
+            while problems and found is not None:
+                tried = ((other, problems_of(other)) for other in _mended(found, problems))
+                better, fewer = next(
+                    (both for both in tried if len(both[1]) < len(problems)), (None, problems)
+                )
+                if better is None:
+                    self.problems.update(problems)
+                elif len(better) < len(found):
+                    self.dropped.update(dict.fromkeys(one for one in problems if one not in fewer))
+                found, problems = better, fewer
+            self._settled[key] = found
+        return self._settled[key]
+
+
+def _mended(entries: list[Any], problems: Sequence[str]) -> Iterator[list[Any]]:
+    """What may help: another setting of a technique; then the rest without one that these sentences begin with."""
+    names = [entry if isinstance(entry, str) else str(entry["name"]) for entry in entries]
+    known = [(place, registry()[name]) for place, name in enumerate(names) if name in registry()]
+    for place, technique in known:
+        for setting in technique.worth:
+            yield [*entries[:place], {"name": technique.name, **setting.knobs}, *entries[place + 1 :]]
+    for place, technique in known:
+        speeds = technique.parity in (Parity.EXACT, Parity.CLOSE) and technique.name not in (*HALF, *AXES)
+        if speeds and any(problem.startswith(f"{technique.name}: ") for problem in problems):
+            yield [*entries[:place], *entries[place + 1 :]]
+
+
+def _rank(one: Plan) -> float:
+    """The fastest comes first; parts on the host only where that is faster by more than such plans may be off."""
+    return -one.tokens_per_s * (HOST_DOUBT if one.spec.knob("fsdp", "offload", False) else 1.0)
+
+
+def _in_precision(base: Techniques, name: str) -> Techniques | None:
+    """The recipe's techniques in another precision of 16 bits, with what belongs beside it; None if it is the recipe's own."""
+    own = {each for each, _ in base}
+    if name in own or not own.intersection(HALF):
+        return None
+    setting = registry()[name].worth[0]
+    added = {name: dict(setting.knobs), **{each: dict(knobs) for each, knobs in setting.beside.items()}}
+    kept = [
+        (each, knobs)
+        for each, knobs in base
+        if each not in HALF and each not in added and not any(not _may({each}, new) for new in added)
+    ]
+    return [*kept, *added.items()]
 
 
 def describe(spec: Spec) -> str:
-    """A plan in a few words: `fsdp 8 (parameters), micro 2, checkpoint_selective`."""
+    """A plan in a few words: `fsdp 8 (parameters), micro 2, amp_bf16, checkpoint_selective`."""
     layout = [f"{axis} {spec.size(axis)}" for axis in AXES if spec.size(axis) > 1]
     if spec.size("fsdp") > 1:
         place = next(i for i, word in enumerate(layout) if word.startswith("fsdp"))
@@ -97,43 +276,8 @@ def describe(spec: Spec) -> str:
         layout[place] += f" ({spec.knob('fsdp', 'stage', 'parameters')}{parts})"
     if spec.size("pp") > 1 and spec.stages > 1:
         layout[0] += f" ({spec.stages} stages a rank)"
-    how = [name for name in ("checkpoint_selective", "checkpoint_full", "fp8") if spec.uses(name)]
+    how = [name for name in (*HALF, "fp8", *CHECKPOINTS[1:]) if spec.uses(name)]
     return ", ".join([*(layout or ["one device"]), f"micro {round(spec.micro / spec.rows)}", *how])
-
-
-def _specs(recipe: Recipe, target: Target, beyond: bool, offload: bool) -> Iterator[Spec]:
-    """Every combination that its techniques allow."""
-    base = [(name, knobs) for name, knobs in recipe.technique_uses() if name not in (*CHECKPOINTS, *AXES)]
-    names = {name for name, _ in base}
-    total = recipe.batch.total_tokens or target.devices * max(TOKENS_PER_DEVICE, recipe.batch.sequence)
-    whole = "float8" in target.matmul and "compile" in names and "fp8" not in names
-    for checkpoint, precision, stage in product(CHECKPOINTS, ("", "fp8") if whole else ("",), STAGES):
-        extra = [name for name in (checkpoint, precision) if name]
-        if not all(_may(names | set(extra), name) for name in extra):
-            continue
-        entries: list[str | dict[str, Knob]] = [{"name": name, **knobs} for name, knobs in base]
-        entries += extra
-        if stage:
-            entries.append({"name": "fsdp", "stage": stage, **({"offload": True} if offload else {})})
-        elif offload:
-            continue
-        for layout in _layouts(recipe, target, set() if beyond else {*names, *extra}, bool(stage)):
-            kept = entries if not stage or layout["fsdp"] > 1 else entries[:-1]
-            for schedule in SCHEDULES if layout["pp"] > 1 else ({},):
-                values = {
-                    "techniques": [*kept, *([schedule] if schedule else [])],
-                    "batch.micro": 1,
-                    "batch.total_tokens": total,
-                }
-                values |= {f"layout.{axis}": size for axis, size in layout.items()}
-                try:
-                    start = spec_of(changed(recipe, values), target.kind, beyond=beyond)
-                except RecipeError:
-                    continue  # it does not divide, or a technique refuses this layout
-                if layout["pp"] * start.stages <= start.shape.num_layers and (
-                    beyond or _stand_together(start)
-                ):
-                    yield from _batches(start, total)
 
 
 def _stand_together(spec: Spec) -> bool:
@@ -189,7 +333,7 @@ def _distinct(plans: list[Plan], count: int) -> list[Plan]:
     found: dict[tuple[object, ...], Plan] = {}
     for one in plans:
         found.setdefault(
-            (*one.spec.layout.items(), one.spec.stages, _checkpoint(one.spec), one.spec.uses("fp8")), one
+            (*one.spec.layout.items(), one.spec.stages, _checkpoint(one.spec), _precision(one.spec)), one
         )
         if len(found) == count:
             break
@@ -198,6 +342,11 @@ def _distinct(plans: list[Plan], count: int) -> list[Plan]:
 
 def _checkpoint(spec: Spec) -> str:
     return next((name for name in CHECKPOINTS[1:] if spec.uses(name)), "")
+
+
+def _precision(spec: Spec) -> str:
+    half = next((name for name in HALF if spec.uses(name)), "fp32")
+    return f"{half} with fp8" if spec.uses("fp8") else half
 
 
 def _ways(spec: Spec) -> dict[str, str]:
@@ -213,15 +362,17 @@ def _ways(spec: Spec) -> dict[str, str]:
         stage_words = f"{sharding[stage]} with copies"
     else:
         stage_words = sharding[stage]
+    if spec.knob("fsdp", "offload", False):
+        stage_words += " on the host"
     return {
         "sharding": stage_words,
         **{axis: f"{axis} {spec.size(axis)}" for axis in ("tp", "pp", "cp")},
         "checkpointing": _checkpoint(spec) or "no checkpointing",
-        "precision": "fp8" if spec.uses("fp8") else "no fp8",
+        "precision": _precision(spec),
     }
 
 
-def _lost(plans: list[Plan], best: Plan, target: Target) -> Iterator[str]:
+def _lost(plans: list[Plan], best: Plan) -> Iterator[str]:
     chosen = _ways(best.spec)
     seen: dict[tuple[str, str], Plan] = {}
     for one in plans:

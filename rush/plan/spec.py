@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, cached_property
 
 from rush.errors import RecipeError
 from rush.models import Shape
@@ -43,14 +43,14 @@ class Spec:
     def size(self, axis: str) -> int:
         return self.layout.get(axis, 1)
 
-    @property
+    @cached_property
     def world(self) -> int:
         total = 1
         for axis in AXES:
             total *= self.size(axis)
         return total
 
-    @property
+    @cached_property
     def shards(self) -> int:
         """Into how many parts weights, gradients and moments are cut; fsdp cuts over the ranks of cp as well."""
         return self.size("fsdp") * (self.size("cp") if self.uses("fsdp") else 1)
@@ -66,7 +66,7 @@ class Spec:
         """Into how many parts the stream between layers is cut by tensor parallelism."""
         return self.size("tp") if self.knob("tp", "sequence", True) else 1
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Of one pass, on one rank."""
         return self.micro * self.sequence // self.size("cp")
@@ -153,6 +153,8 @@ class Weights:
 
 def adapting(spec: Spec) -> tuple[int, str] | None:
     """Rank and roles of the adapters that learn in place of the weights; None where the weights do."""
+    if not spec.effects.factor("frozen"):
+        return None
     known = registry()
     for name, knobs in spec.techniques.items():
         if name in known and any(effect.term == "frozen" for effect in known[name].memory):

@@ -31,9 +31,13 @@ BETTER = {
     "4090": 0.85,
     "5090": 0.80,
     "l40s": 0.65,
+    "mi300x": 0.47,
 }
 """Share of the dense peak that large half-precision products reach, where it differs: published measurements differ by
-±5 %, so this is an assumption, for machines under sustained load. (A T4 is held back by its 70 W.)"""
+±5 %, so this is an assumption, for machines under sustained load. (A T4 is held back by its 70 W; an MI300X is reported to reach
+about 45 % of its peaks in 16 and 8 bits: Ambati et al., October 2025; its maker's own best case is 0.54.)"""
+EIGHT_TOO = ("mi300x",)
+"""Those whose share holds for 8-bit products as well."""
 MEASURED = {
     "h200-sxm": {
         "float32": 51e12, "tf32": 381e12, "float16": 666e12, "bfloat16": 736e12, "float8": 1280e12, "copy": 4.18e12,
@@ -68,6 +72,8 @@ class Target:
     kind: str = "cuda"
     launch_s: float | None = None
     """What its host needs to call one operator, forward or backward; None where no probe measured it."""
+    network_cards: int = 1
+    """Of a server, which all rings between servers share."""
     host_bytes: float | None = None
     """Memory of a server beside its GPUs; None where it is not known."""
 
@@ -111,6 +117,7 @@ def target_of(
     nodes: int | None = None,
     link: str | None = None,
     network: str | None = None,
+    cards: int | None = None,
 ) -> Target:
     """A machine of the catalogue by its key; RecipeError names the nearest."""
     key = name.lower()
@@ -123,18 +130,20 @@ def target_of(
         per_node = devices or per_node
         total = per_node * nodes
     chosen, wire = _known(link or server.link), _known(network or server.network)
+    cards = cards or (per_node if server.cards is None else server.cards)
     base = _cpu() if key == "cpu" else _from_sheet(CATALOG[key])
     return replace(
         base,
         link_bytes_per_s=LINKS[chosen].bytes_per_s,
         network_bytes_per_s=LINKS[wire].bytes_per_s,
+        network_cards=cards,
         devices_per_node=per_node,
         devices=total,
         watts=server.watts,
         sources=(
             *base.sources,
             LINKS[chosen].source,
-            LINKS[wire].source,
+            f"{cards} network card{'' if cards == 1 else 's'} a server, {LINKS[wire].what}: {LINKS[wire].source}",
             f"{server.watts:g} W: {server.source}",
         ),
     )
@@ -153,9 +162,9 @@ def _from_sheet(sheet: Datasheet) -> Target:
         source = "ceilings measured on this kind of accelerator (results/)"
     else:
         share = next((value for start, value in BETTER.items() if sheet.key.startswith(start)), None)
+        lowered = ("float16", "bfloat16", "tf32", *(("float8",) if sheet.key in EIGHT_TOO else ()))
         rates = {
-            dtype: peak
-            * (share if share is not None and dtype in ("float16", "bfloat16", "tf32") else DERATING[dtype])
+            dtype: peak * (share if share is not None and dtype in lowered else DERATING[dtype])
             for dtype, peak in sheet.peak_flops.items()
         }
         copy, how = BANDWIDTH_DERATING * sheet.bytes_per_s, "datasheet"
@@ -212,6 +221,7 @@ def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
         bytes_per_s=copy,
         link_bytes_per_s=max(buses, default=LINKS[server.link].bytes_per_s),
         network_bytes_per_s=LINKS[server.network].bytes_per_s,
+        network_cards=machine.num_devices if server.cards is None else server.cards,
         devices_per_node=machine.num_devices,
         devices=machine.num_devices,
         watts=server.watts,

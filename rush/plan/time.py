@@ -19,7 +19,8 @@ from rush.plan.attending import attention_time, ring_time
 from rush.plan.communication import STRAGGLING, Sent, sent_by, sent_in_passes
 from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.frozen import adapters_time, again_of, unpacking_time
-from rush.plan.memory import memory_of, taken_away
+from rush.plan.held import Held, Stage
+from rush.plan.memory import taken_away
 from rush.plan.spec import Spec, Weights, weights_of
 from rush.plan.spec import matmul_dtype as matmul_dtype
 from rush.plan.target import Target
@@ -30,6 +31,8 @@ PCIE_BYTES_PER_S = 55e9
 DATA_S_PER_TOKEN = 80e-9
 """What a host needs to make a batch, where no thread makes it ahead: 60 to 95 ns a token in runs and ladders on an H200's
 host. (What each step needs besides is in `step_s`.) Tokenised shards on a local disk; a slower source is not counted."""
+BACKWARD = 2 / 3
+"""Of a pass: what is sent once a step has only the last pass's backward half to hide behind."""
 HOST_BYTES_PER_S = 60e9
 """What an update on the host reads and writes; an assumption."""
 ODD = {"float16": 0.17, "bfloat16": 0.17, "tf32": 0.32}
@@ -69,7 +72,7 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     computing = sum(parts.values())
     sent = sent_by(spec, target, efficiency.link)
     servers = max(1, -(-spec.world // target.devices_per_node))
-    parts["communication"] = _exposed(sent, computing, efficiency.contention) + (
+    parts["communication"] = _exposed(sent, computing, passes, efficiency.contention) + (
         STRAGGLING * math.log2(servers) * computing
     )
     # Several stages a rank fill the pipeline in smaller portions; a backward pass cut in two fills most of the rest.
@@ -78,10 +81,15 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     parts["bubble"] = idle * (computing + sent_in_passes(spec, target, efficiency.link).waiting)
     update, update_host = update_time(spec, target, efficiency)
     if spec.effects.factor("on_host"):
-        # Weights come over PCIe for each gather, gradients go back; the update runs at the rate of host memory.
-        each = memory_of(spec).host_bytes
-        parts["offload"] = (2 * passes + 1) * each / 3 / _to_host(target)
-        update = each * 2 / HOST_BYTES_PER_S
+        # Weights come over PCIe for each gather, gradients go back after each pass; the update runs at the rate of host memory.
+        held = Held(spec, Stage(-(-spec.shape.num_layers // depth), True, True, 1), weights_of(spec))
+        whole = held.parameters / spec.shards
+        learned = spec.effects.size("gradients", 4) * held.trained() / spec.shards
+        parts["offload"] = passes * (2 * whole + learned) / _to_host(target)
+        still = whole if spec.effects.factor("frozen") else 0.0
+        # The ranks of a server share its memory.
+        sharing = min(spec.world, target.devices_per_node)
+        update = 2 * sharing * (held.on_host() - still) / HOST_BYTES_PER_S
     parts["optimizer"] = update
     data = 0.0 if spec.work.number("data.ahead") else DATA_S_PER_TOKEN * spec.tokens * passes
     device = sum(parts.values())
@@ -276,10 +284,11 @@ def _embedding(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     )
 
 
-def _exposed(sent: Sent, computing: float, contention: float) -> float:
+def _exposed(sent: Sent, computing: float, passes: int, contention: float) -> float:
     """Seconds of sending that a step waits for: what nothing hides, and of the rest what computing does not cover."""
-    hidden = min(sent.behind, 0.9 * computing)
-    return sent.waiting + (sent.behind - hidden) + contention * hidden
+    late = min(sent.late, 0.9 * BACKWARD * computing / passes)
+    behind = min(sent.behind, 0.9 * computing - late)
+    return sent.waiting + (sent.late - late) + (sent.behind - behind) + contention * (late + behind)
 
 
 def tokens_per_s(spec: Spec, time: Time) -> float:

@@ -27,6 +27,7 @@ from rush.techniques.contract import (
     Claim,
     MemoryEffect,
     Parity,
+    Requirement,
     Stage,
     Technique,
     WorkEffect,
@@ -112,7 +113,13 @@ technique = Technique(
     name="flash_attention",
     stage=Stage.MODEL,
     apply=apply,
-    requires=(half_precision,),
+    requires=(
+        Requirement(
+            "torch's kernel needs compute capability 8.0 (Ampere) or newer on an NVIDIA GPU",
+            lambda machine, recipe: machine.device != "cuda" or (machine.capability or (8, 0)) >= (8, 0),
+        ),
+        half_precision,
+    ),
     conflicts=("cudnn_attention", "flex_attention", "triton_attention"),
     claim=Claim(
         "tokens_per_s",

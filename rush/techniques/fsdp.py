@@ -125,6 +125,8 @@ def _told(model: nn.Module, stage: str) -> Callable[[bool], None]:
     def told(last: bool) -> None:
         sharded.set_is_last_backward(last)
         sharded.set_requires_gradient_sync(last or stage != "optimizer")
+        # Between copies the sum over all passes is sent, once.
+        sharded.set_requires_all_reduce(last)
         sharded.set_reshard_after_backward(last or stage == "parameters")
 
     return told

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -17,11 +18,12 @@ from rush.hardware.catalog import CATALOG
 from rush.hardware.ceilings import Ceilings, Sample
 from rush.hardware.links import LINKS, SERVERS
 from rush.models import SIZES, flops_per_token
+from rush.parallel import AXES
 from rush.plan import Target, plan, search, spec_of, target_here, target_of
 from rush.plan.check import overflows
 from rush.plan.memory import GAP, memory_of
-from rush.plan.planning import fill_devices
-from rush.plan.search import describe
+from rush.plan.planning import fill_devices, unmet
+from rush.plan.search import HOST_DOUBT, describe
 from rush.plan.spec import check_divides, with_batch
 from rush.recipe_io import changed, load_recipe
 from rush.report.plan import plan_page
@@ -119,11 +121,85 @@ def test_inputs_of_blocks_that_wait_on_the_host_count_there() -> None:
 def test_an_8b_model_is_not_said_to_fit_one_a100_but_eight() -> None:
     recipe = load_recipe("llama-3.1-8b", [*EIGHT])
     with pytest.raises(RecipeError, match="does not fit"):
-        search(recipe, target_of("a100-80-sxm", 1))
+        search(recipe, target_of("a100-40-sxm", 1))
+    # 16 bytes a parameter are too many for 80 GB; 8 are not.
+    assert {one.spec.uses("pure_bf16") for one in search(recipe, target_of("a100-80-sxm", 1)).best} == {True}
     found = search(recipe, target_of("a100-80-sxm", 8))
     assert found.best[0].fits
     assert found.lost
     assert len({describe(one.spec) for one in found.best}) == len(found.best)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "machine", "devices"),
+    [
+        ("llama-3.2-1b", (), "t4", 4),
+        ("llama-3.2-1b", (), "v100-32-sxm", 8),
+        ("llama-3.1-8b", (), "a100-80-sxm", 8),
+        (
+            "llama-3.1-8b",
+            ('techniques=["pure_bf16", "flash_attention", "fused_adamw", "compile"]',),
+            "a100-80-sxm",
+            8,
+        ),
+        ("gpt2-124m", (), "h100-sxm", 8),
+    ],
+)
+def test_what_a_search_finds_can_run_there(
+    name: str, overrides: tuple[str, ...], machine: str, devices: int
+) -> None:
+    recipe, target = load_recipe(name, [*overrides]), target_of(machine, devices)
+    for one in search(recipe, target, best=6).best:
+        techniques = [{"name": each, **knobs} for each, knobs in one.spec.techniques.items()]
+        layout = {f"layout.{axis}": size for axis, size in one.spec.layout.items()}
+        batch = {"batch.micro": 1, "batch.total_tokens": one.spec.step_tokens}
+        # Axes that divide nothing are no techniques of a recipe.
+        named = [each for each in techniques if each["name"] not in AXES or one.spec.size(each["name"]) > 1]
+        assert unmet(changed(recipe, {"techniques": named, **layout, **batch}), target) == (), describe(
+            one.spec
+        )
+
+
+def test_a_search_over_precisions_takes_half_precision_where_there_is_no_bf16() -> None:
+    old = search(load_recipe("llama-3.2-1b"), target_of("v100-32-sxm", 8))
+    assert {one.spec.uses("amp_fp16") for one in old.best} == {True}
+    new = search(load_recipe("llama-3.1-8b", [*EIGHT]), target_of("h100-sxm", 8))
+    said = "\n".join(new.lost)
+    assert all(f"{name}" in said for name in ("amp_bf16: ", "bf16_master with fp8: ", "amp_fp16: "))
+    assert new.best[0].spec.uses("fp8")
+
+
+def test_an_axis_that_is_not_tried_has_its_reason() -> None:
+    found = search(load_recipe("gpt2-124m-fast"), target_of("a100-80-sxm", 8))
+    barred = [line for line in found.lost if "not tried" in line]
+    assert any(line.startswith("tp: not tried, ") and "cannot stand together" in line for line in barred), (
+        found.lost
+    )
+
+
+def test_parts_on_the_host_are_weighed_against_the_rest() -> None:
+    recipe = load_recipe("llama-3.1-8b", [FAST, "batch.sequence=4096", "batch.total_tokens=4194304"])
+    found = search(recipe, target_of("l40s", 2))
+    assert any(
+        "on the host" in line for line in [*map(describe, [one.spec for one in found.best]), *found.lost]
+    )
+    top = found.best[0]
+    hosted = [one for one in found.best if one.spec.knob("fsdp", "offload", False)]
+    assert all(HOST_DOUBT * one.tokens_per_s <= top.tokens_per_s for one in hosted)
+
+
+def test_two_more_cards_are_never_worth_less_than_none() -> None:
+    recipe = load_recipe("llama-3.1-8b", [FAST, "batch.sequence=4096", "batch.total_tokens=4194304"])
+    speeds = [search(recipe, target_of("l40s", n)).best[0].tokens_per_s for n in (2, 4, 8)]
+    assert speeds[0] * 1.5 < speeds[1]
+    assert speeds[1] * 1.5 < speeds[2]
+
+
+def test_a_search_is_answered_in_seconds() -> None:
+    recipe = load_recipe("llama-3.1-8b", [FAST, "batch.sequence=32768", "batch.total_tokens=16777216"])
+    began = time.process_time()
+    search(recipe, target_of("b200", 256))
+    assert time.process_time() - began < 20, "7 s on a quiet slow core"
 
 
 def test_without_nvlink_the_search_turns_to_what_sends_less() -> None:
@@ -254,3 +330,28 @@ def test_a_probe_counts_where_it_is_further_off_than_cards_of_a_kind_are(share: 
     # Of a card that no findings are of, its probe is all there is.
     other = probed(target_of("a100-80-sxm"), "NVIDIA A100-SXM4-80GB")
     assert target_here(other, {**rates, "matmul": {"bfloat16": 2e14}}).matmul == {"bfloat16": 2e14}
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (["tiny", "--link", "pcie4"], "--link says nothing without --machine"),
+        (["tiny", "--network-cards", "2"], "--network-cards says nothing without --machine"),
+        (["tiny", "--machine", "t4", "--price", "2"], "--price says nothing without --tokens"),
+        (["tiny", "--machine", "t4", "--beyond"], "--beyond says nothing without --search"),
+        (["tiny", "--machine", "t4", "--best", "2"], "--best says nothing without --search"),
+        (["tiny", "--check"], "takes no recipe; found 'tiny'"),
+        (["tiny", "--machine", "t4", "--tokens", "inf"], "--tokens is inf; allowed: a number of tokens"),
+    ],
+)
+def test_an_option_that_would_be_ignored_is_refused(asked: list[str], words: str) -> None:
+    ran = CliRunner().invoke(app, ["plan", *asked])
+    assert isinstance(ran.exception, RecipeError)
+    assert words in str(ran.exception)
+
+
+def test_the_title_names_the_model_that_is_planned() -> None:
+    ran = CliRunner().invoke(
+        app, ["plan", "llama-3.1-8b", "model.name=llama-3.2-1b", "--machine", "h100-sxm", "--search"]
+    )
+    assert ran.stdout.startswith("llama-3.2-1b as llama-3.1-8b on 1 × h100-sxm")
