@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from rush.errors import DataError, Diverged, MachineError, RecipeError, RushError
     from rush.recipe import Recipe
     from rush.recipe_io import load_recipe
-    from rush.train.folders import export_model, load_model, load_tokenizer
+    from rush.train.exporting import export_model
+    from rush.train.folder_tokenizers import load_tokenizer
+    from rush.train.folders import load_model
     from rush.train.loop import train_recipe
 
 __version__ = "0.1.0"
@@ -24,10 +26,10 @@ _HOMES = {
     "Recipe": "recipe",
     "RecipeError": "errors",
     "RushError": "errors",
-    "export_model": "train.folders",
+    "export_model": "train.exporting",
     "load_model": "train.folders",
     "load_recipe": "recipe_io",
-    "load_tokenizer": "train.folders",
+    "load_tokenizer": "train.folder_tokenizers",
     "train_recipe": "train.loop",
 }
 

@@ -167,6 +167,8 @@ class Run(Part):
     sample_every: NotNegative = 0
     """Steps between text samples; 0 samples at the end only."""
     sample_prompt: str = "def "
+    """What samples go on from. In fine-tuning on conversations it is a user's turn, written in the run's template; a prompt that
+    holds special tokens is taken as it stands."""
     sample_tokens: NotNegative = 100
     memory_limit_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Use no more of the device's memory than this (GB of 10⁹ bytes), as if it were a smaller card. On a CPU (Linux) a step

@@ -32,6 +32,8 @@ class Chat:
     sampling: dict[str, Any]
     max_tokens: int
     seed: int
+    ends: tuple[int, ...]
+    """Tokens that end an answer."""
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     turn: int = 0
@@ -108,7 +110,7 @@ class Chat:
             self.model,
             start,
             max_new_tokens=min(self.max_tokens, room),
-            stop_ids=tuple(end_ids(self.tokenizer)),
+            stop_ids=self.ends,
             seed=self.seed + self.turn,
             **self.sampling,
         )
@@ -152,12 +154,3 @@ def bind_key() -> None:
         readline.parse_and_bind("bind -s ^T /switch^M")
     else:
         readline.parse_and_bind(r'"\C-t": "\C-a\C-k/switch\C-m"')
-
-
-def end_ids(tokenizer: Any) -> set[int]:
-    """Tokens that end an answer: end of text, and the usual end-of-turn marks where the tokenizer has them."""
-    marks = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
-    return {
-        tokenizer.eos_id,
-        *(tokenizer.special_ids[mark] for mark in marks if mark in tokenizer.special_ids),
-    }

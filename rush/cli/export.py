@@ -24,6 +24,13 @@ def export(
         bool,
         typer.Option("--adapter", help="Only the adapters of a run that trained some, in PEFT's format."),
     ] = False,
+    base: Annotated[
+        Path | None,
+        typer.Option(
+            help="With --adapter: the Hugging Face folder of the base that adapter_config.json shall name; without it, what "
+            "the run started from."
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Write config, safetensors and tokenizer, ready for AutoModelForCausalLM.from_pretrained.
@@ -33,24 +40,28 @@ def export(
     Example: rush export runs/tiny --to exported/tiny
 
     Example: rush export runs/sft-lora --adapter --to adapters/sft
+
+    Example: rush export runs/sft-lora --adapter --base exported/tiny --to adapters/sft
     """
     import torch
 
     from rush.errors import RecipeError
     from rush.models import count_parameters
-    from rush.train.folders import export_adapter, export_model
+    from rush.train.exporting import export_adapter, export_model
 
     if adapter:
         if dtype != "keep":
             raise RecipeError(
                 "--dtype is for whole models; adapters are written in the dtype they were trained in."
             )
-        written = export_adapter(folder, to, checkpoint=checkpoint, note=note)
+        written = export_adapter(folder, to, checkpoint=checkpoint, base=base, note=note)
         if json:
             print_json({"folder": str(to), "files": written})
         else:
             typer.echo(f"Wrote {to}: {', '.join(written)}.")
         return
+    if base is not None:
+        raise RecipeError("--base names the base of adapters; it goes with --adapter (to merge: rush merge).")
     chosen = None if dtype == "keep" else getattr(torch, dtype)
     shape = export_model(
         folder, to, checkpoint=checkpoint, dtype=chosen, max_shard_bytes=int(max_shard_gb * 1e9), note=note

@@ -21,7 +21,12 @@ def merge(
             help="The base: a run folder or a Hugging Face folder; without it, the one the adapter names."
         ),
     ] = None,
-    checkpoint: Annotated[str, typer.Option(help="Of a run: last, best, or a step's number.")] = "last",
+    checkpoint: Annotated[
+        str,
+        typer.Option(
+            help="Of the run (the adapter's; with PEFT's adapter, the base's): last, best, or a step's number."
+        ),
+    ] = "last",
     dtype: Annotated[
         Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="The dtype of the weights.")
     ] = "keep",
@@ -41,7 +46,7 @@ def merge(
     import torch
 
     from rush.models import count_parameters
-    from rush.train.folders import merge_adapter
+    from rush.train.exporting import merge_adapter
 
     shape = merge_adapter(
         adapter,

@@ -16,7 +16,10 @@ Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest t
 TopK = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 among all.")]
 TopP = Annotated[float, typer.Option(help="Choose among the likeliest tokens that make up this probability.")]
 Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
-Checkpoint = Annotated[str, typer.Option(help="Of a run: last, best, or a step's number.")]
+Checkpoint = Annotated[
+    str,
+    typer.Option(help="Of the run (the adapter's, where --adapter is one): last, best, or a step's number."),
+]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Adapter = Annotated[
     Path | None,
@@ -38,7 +41,10 @@ def generate(
     top_k: TopK = 50,
     top_p: TopP = 1.0,
     stop: Annotated[
-        list[str] | None, typer.Option(help="A token that ends the text, besides the end of text.")
+        list[str] | None,
+        typer.Option(
+            help="A token that ends the text, besides the end of text and, of a chat model, of a turn."
+        ),
     ] = None,
     seed: Seed = 1337,
     checkpoint: Checkpoint = "last",
@@ -56,9 +62,10 @@ def generate(
     from rush.errors import RecipeError
     from rush.generate import generate as generate_ids
     from rush.generate import stream_text
+    from rush.train.folder_tokenizers import text_ends
 
     model, tokenizer = _open(folder, checkpoint, device, adapter, offload)
-    stop_ids = {tokenizer.eos_id}
+    stop_ids = set(text_ends(folder, tokenizer, model.shape.vocab_size))
     for word in stop or []:
         ids = tokenizer.encode(word)
         if len(ids) != 1:
@@ -121,13 +128,19 @@ def chat(
 
     Example: rush chat models/llama-3.1-8b --adapter adapters/mine --offload cpu
     """
+    from dataclasses import replace
+
     from rush.cli.chatting import Chat, writer
+    from rush.train.answers import answer_ends
+    from rush.train.folder_tokenizers import text_ends
 
     model, tokenizer = _open(folder, checkpoint, device, adapter, offload)
     chosen = _template(template, folder, adapter, tokenizer)
     own = template == "auto" and tokenizer.chat_template is not None
     if chosen is None and not own:
         note("This tokenizer has no chat template: the model continues your text as it stands.")
+    written = tokenizer if chosen is None else replace(tokenizer, chat_template=chosen.source)
+    ends = {*answer_ends(written), *text_ends(folder, written, model.shape.vocab_size)}
     Chat(
         model=model,
         tokenizer=tokenizer,
@@ -135,6 +148,7 @@ def chat(
         sampling={"temperature": temperature, "top_k": top_k or None, "top_p": top_p},
         max_tokens=max_tokens,
         seed=seed,
+        ends=tuple(end for end in ends if end < model.shape.vocab_size),
         system=system,
     ).talk()
 
@@ -157,10 +171,11 @@ def _template(name: str, folder: Path, adapter: Path | None, tokenizer: Any) -> 
 
 def _open(folder: Path, checkpoint: str, device: str, adapter: Path | None, offload: str) -> tuple[Any, Any]:
     from rush.hardware import probe
-    from rush.train.folders import load_model, load_tokenizer
+    from rush.train.folder_tokenizers import adapted_tokenizer
+    from rush.train.folders import load_model
 
     machine = probe(device)
     model = load_model(
         folder, checkpoint=checkpoint, device=machine.device, adapter=adapter, offload=offload, note=note
     )
-    return model, load_tokenizer(folder)
+    return model, adapted_tokenizer(folder, adapter, model.shape.vocab_size, note)

@@ -26,6 +26,7 @@ from rush.errors import DataError, MachineError, RecipeError
 from rush.files import replacing
 from rush.models.counts import ParameterSpec, list_parameters
 from rush.models.huggingface_config import config_from_shape, shape_from_config
+from rush.models.huggingface_generation import FILE as GENERATION
 from rush.models.huggingface_names import BASE_PREFIX, exported_name, is_transposed, stored_name
 from rush.models.shape import Shape
 from rush.tensor_file import TensorSource, write_tensors
@@ -90,8 +91,11 @@ def save_hf_folder(
     dtype: torch.dtype | None = None,
     bos_id: int | None = None,
     eos_id: int | None = None,
+    generation: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a folder that transformers reads. Tensors keep their dtype unless one is given.
+
+    `generation` becomes its generation_config.json.
 
     Weights are taken, converted and written one at a time: from a source that reads each when it is asked for (and
     whose `meta` says what it is without reading), no more than one is in memory.
@@ -127,6 +131,8 @@ def save_hf_folder(
         _write_json(
             folder / "config.json", config_from_shape(shape, dtype=stored, bos_id=bos_id, eos_id=eos_id)
         )
+        if generation:
+            _write_json(folder / GENERATION, generation)
     except (OSError, SafetensorError) as error:
         raise MachineError(f"The model could not be written to {folder}: {error}.") from error
 

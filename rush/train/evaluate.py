@@ -19,14 +19,12 @@ from torch import Tensor
 
 from rush.data import Batch, Tokenizer
 from rush.data.batch import IGNORED
-from rush.data.conversations import Conversation, encode_prompt, find_template
 from rush.data.documents import Documents
 from rush.errors import DataError
 from rush.generate import generate
 from rush.models import Decoder
+from rush.train.answers import answer_ends
 from rush.train.objectives.preference import log_probabilities
-
-_TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
 @dataclass(frozen=True)
@@ -236,20 +234,9 @@ def prompts_of(documents: Documents, count: int) -> list[list[int]]:
     return found
 
 
-def encode_question(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A question as the model's chat template has it; as it stands where there is none."""
-    if tokenizer.chat_template is None:
-        return tokenizer.encode(text) or [tokenizer.eos_id]
-    asked = Conversation.of([{"role": "user", "content": text}])
-    return encode_prompt(asked, tokenizer, find_template("auto", tokenizer))
-
-
 def answer(model: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], max_tokens: int) -> str:
     """The likeliest answer, token by token, up to the end of the turn."""
-    ends = {
-        tokenizer.eos_id,
-        *(tokenizer.special_ids[m] for m in _TURN_ENDS if m in tokenizer.special_ids),
-    }
+    ends = [end for end in answer_ends(tokenizer) if end < model.shape.vocab_size]
     room = max(0, model.shape.context - len(prompt))
-    ids = generate(model, prompt, max_new_tokens=min(max_tokens, room), temperature=0.0, stop_ids=tuple(ends))
+    ids = generate(model, prompt, max_new_tokens=min(max_tokens, room), temperature=0.0, stop_ids=ends)
     return tokenizer.decode(list(ids)).strip()

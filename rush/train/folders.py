@@ -11,13 +11,11 @@ from pathlib import Path
 
 import torch
 
-from rush.data import Tokenizer
-from rush.data.conversations import find_template
 from rush.errors import DataError, RecipeError
 from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import adapters, merged_state
 from rush.models.counts import list_parameters
-from rush.models.huggingface import load_hf_folder, save_hf_folder
+from rush.models.huggingface import load_hf_folder
 from rush.models.quantised import form_of
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
@@ -27,11 +25,9 @@ from rush.train import checkpoint as checkpoints
 from rush.train.adapters import (
     StoredAdapter,
     holds_adapter,
-    peft_base,
     put_on,
     read_peft,
     read_run_adapter,
-    save_adapter,
 )
 from rush.train.frozen import adapted_model
 from rush.train.offload import hf_weights, run_weights, streamed_model
@@ -50,16 +46,17 @@ def read_weights(
     `which` picks a run's checkpoint: `last`, `best` (lowest validation loss) or a step's number. `dtype` is what merged
     weights are rounded to; without it, the base's.
     """
-    folder = _existing(path)
+    folder = existing_folder(path)
     run = RunFolder(folder)
     if run.recipe.is_file():
-        found = _pick_checkpoint(run, which, note)
+        found = pick_checkpoint(run, which, note)
         if checkpoints.base_record(found) is not None:
-            model = _adapted_run(run, found)
+            model = adapted_run(run, found)
             note(say_merged(model))
             return model.shape, merged_state(model, dtype)
         return load_recipe(str(run.recipe)).shape(), checkpoints.load_weights(found.path)
     if (folder / "config.json").is_file():
+        _refuse_checkpoint(folder, which)
         return load_hf_folder(folder)
     if holds_adapter(folder):
         raise DataError(
@@ -72,7 +69,7 @@ def read_weights(
     )
 
 
-def _existing(path: str | Path) -> Path:
+def existing_folder(path: str | Path) -> Path:
     folder = Path(path)
     if folder.is_file() and folder.suffix in (".pt", ".pth", ".bin", ".pkl", ".ckpt"):
         raise DataError(
@@ -95,7 +92,7 @@ def say_merged(model: Decoder) -> str:
     )
 
 
-def _adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decoder:
+def adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decoder:
     """A run's base, made again, with the adapters of a checkpoint on it."""
     recipe, record = load_recipe(str(run.recipe)), checkpoints.base_record(found)
     assert record is not None
@@ -104,8 +101,8 @@ def _adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Deco
     return model
 
 
-def read_adapter(path: str | Path, shape: Shape, note: Note = _quiet) -> StoredAdapter:
-    """Adapters from PEFT's folder or from a run that was trained with them."""
+def read_adapter(path: str | Path, shape: Shape, which: str = "last", note: Note = _quiet) -> StoredAdapter:
+    """Adapters from PEFT's folder or from a run that was trained with them; `which` picks the run's checkpoint."""
     folder = Path(path)
     if not folder.exists():
         raise DataError(
@@ -113,12 +110,29 @@ def read_adapter(path: str | Path, shape: Shape, note: Note = _quiet) -> StoredA
         )
     run = RunFolder(folder)
     if not run.recipe.is_file():
+        _refuse_checkpoint(folder, which)
         return read_peft(folder, shape)
     recipe = load_recipe(str(run.recipe))
-    return read_run_adapter(_pick_checkpoint(run, "last", note), recipe.model.init_from)
+    return read_run_adapter(pick_checkpoint(run, which, note), recipe.model.init_from)
 
 
-def _pick_checkpoint(run: RunFolder, which: str, note: Note) -> Checkpoint:
+def _refuse_checkpoint(folder: Path, which: str) -> None:
+    """A folder that is no run holds one set of weights: to take them for another checkpoint's would be wrong in silence."""
+    if which != "last":
+        raise RecipeError(
+            f"checkpoint {which!r} was asked for, but {folder} is no run folder and has no checkpoints; leave --checkpoint "
+            "out, or give the run."
+        )
+
+
+def _whose_checkpoint(adapter: str | Path | None, which: str) -> tuple[str, str]:
+    """The checkpoints of a model and of its adapter: the one asked for is the adapter's where that is a run, because it was
+    trained on its base's last."""
+    is_run = adapter is not None and RunFolder(Path(adapter)).recipe.is_file()
+    return ("last", which) if is_run else (which, "last")
+
+
+def pick_checkpoint(run: RunFolder, which: str, note: Note) -> Checkpoint:
     store = run.checkpoints
     if not store.steps():
         raise DataError(
@@ -155,6 +169,8 @@ def load_model(
 ) -> Decoder:
     """The model in a run folder or a Hugging Face folder; calling it with token ids gives fp32 logits.
 
+    `checkpoint` is the run's; where `adapter` is a run as well, that one's.
+
     With `offload` its blocks stay in host memory (`cpu`) or in their files (`disk`) and come in one at a time.
 
     A run's adapters, and those of the folder `adapter`, stay apart from their base: `rush.models.adapters` switches them
@@ -162,18 +178,19 @@ def load_model(
     """
     if offload != "none":
         return _load_streamed(path, checkpoint, device, dtype, adapter, offload, note)
-    run = RunFolder(_existing(path))
-    found = _pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
+    of_base, of_adapter = _whose_checkpoint(adapter, checkpoint)
+    run = RunFolder(existing_folder(path))
+    found = pick_checkpoint(run, of_base, note) if run.recipe.is_file() else None
     if found is not None and checkpoints.base_record(found) is not None:
-        model = _adapted_run(run, found, device)
+        model = adapted_run(run, found, device)
     else:
-        shape, weights = read_weights(path, checkpoint, note)
+        shape, weights = read_weights(path, of_base, note)
         with torch.device("meta"):
             model = build_model(shape)
         model.load_state_dict(weights, assign=True)
         model.init_buffers()
     if adapter is not None:
-        put_on(model, read_adapter(adapter, model.shape, note), note=note)
+        put_on(model, read_adapter(adapter, model.shape, of_adapter, note), note=note)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
@@ -187,8 +204,9 @@ def _load_streamed(
     note: Note,
 ) -> Decoder:
     """A model whose blocks are brought in one at a time, with the adapters of a run or a folder on it."""
-    run = RunFolder(_existing(path))
-    found = _pick_checkpoint(run, which, note) if run.recipe.is_file() else None
+    of_base, of_adapter = _whose_checkpoint(adapter, which)
+    run = RunFolder(existing_folder(path))
+    found = pick_checkpoint(run, of_base, note) if run.recipe.is_file() else None
     record = None if found is None else checkpoints.base_record(found)
     base: str | Path = path
     if record is not None:
@@ -200,136 +218,24 @@ def _load_streamed(
                 "merge) and use that with --offload."
             )
         base, adapter = named, path
+        of_base, of_adapter = "last", which
     if offload == "cpu":
-        shape, weights = read_weights(base, "last" if record is not None else which, note)
+        shape, weights = read_weights(base, of_base, note)
         held: Mapping[str, torch.Tensor] = {spec.name: weights[spec.name] for spec in list_parameters(shape)}
     elif RunFolder(Path(base)).recipe.is_file():
-        run = RunFolder(_existing(base))
-        found = _pick_checkpoint(run, "last" if record is not None else which, note)
+        run = RunFolder(existing_folder(base))
+        found = pick_checkpoint(run, of_base, note)
         if checkpoints.base_record(found) is not None:
             raise RecipeError(f"{base} holds adapters itself; write the merged model first (rush merge).")
         shape = load_recipe(str(run.recipe)).shape()
         held = run_weights(found)
     else:
-        shape, held = hf_weights(_existing(base))
+        _refuse_checkpoint(Path(base), of_base)
+        shape, held = hf_weights(existing_folder(base))
     model = streamed_model(shape, held, device, dtype)
     if adapter is not None:
-        put_on(model, read_adapter(adapter, shape, note), held, note)
+        put_on(model, read_adapter(adapter, shape, of_adapter, note), held, note)
     return model
-
-
-def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a run folder or a Hugging Face folder; one that learned to chat, with the template it learned."""
-    folder = Path(path)
-    run = RunFolder(folder)
-    tokenizer = Tokenizer.load(run.tokenizer if run.tokenizer.is_dir() else folder)
-    recipe = load_recipe(str(run.recipe)) if run.recipe.is_file() else None
-    if recipe is None or recipe.objective.kind == "lm":
-        return tokenizer
-    return dataclasses.replace(tokenizer, chat_template=find_template(recipe.data.template, tokenizer).source)
-
-
-def export_model(
-    path: str | Path,
-    to: str | Path,
-    *,
-    checkpoint: str = "last",
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    note: Note = _quiet,
-) -> Shape:
-    """Write a Hugging Face folder from a run folder (or another Hugging Face folder): weights and tokenizer.
-
-    Of a run that trained adapters this is the merged model.
-    """
-    target = _new_folder(to)
-    run = RunFolder(_existing(path))
-    found = _pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
-    if found is not None and checkpoints.base_record(found) is None:
-        # Tensor by tensor from the disk to the disk: a model is exported where it would not fit.
-        shape = load_recipe(str(run.recipe)).shape()
-        _write_model(target, shape, run_weights(found), load_tokenizer(path), dtype, max_shard_bytes)
-        return shape
-    shape, weights = read_weights(path, checkpoint, note, dtype)
-    _write_model(target, shape, weights, load_tokenizer(path), dtype, max_shard_bytes)
-    return shape
-
-
-def export_adapter(
-    path: str | Path, to: str | Path, *, checkpoint: str = "last", note: Note = _quiet
-) -> list[str]:
-    """Write a run's adapters as PEFT's folder; returns the names of the files."""
-    target, run = _new_folder(to), RunFolder(_existing(path))
-    found = _pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
-    if found is None or checkpoints.base_record(found) is None:
-        raise DataError(
-            f"{run.path} was not trained with adapters; export the whole model without --adapter."
-        )
-    base = load_recipe(str(run.recipe)).model.init_from
-    if base is None:
-        note(
-            "The base has random weights, drawn from this run's seed; PEFT will need it exported to a folder."
-        )
-    return save_adapter(target, _adapted_run(run, found), base)
-
-
-def merge_adapter(
-    path: str | Path,
-    to: str | Path,
-    *,
-    base: str | Path | None = None,
-    checkpoint: str = "last",
-    dtype: torch.dtype | None = None,
-    max_shard_bytes: int = 5_000_000_000,
-    note: Note = _quiet,
-) -> Shape:
-    """Write base and adapter as one model, a Hugging Face folder.
-
-    `path` is a run that trained adapters, or PEFT's folder. The base is what the run or PEFT's settings name, unless
-    it is given; then adapters that were trained beside a quantised base are merged into this one as it is.
-    """
-    target, folder = _new_folder(to), Path(path)
-    run = RunFolder(folder)
-    if run.recipe.is_file() and base is None:
-        found = _pick_checkpoint(run, checkpoint, note)
-        if checkpoints.base_record(found) is None:
-            raise DataError(
-                f"{folder} was not trained with adapters: there is nothing to merge; use rush export."
-            )
-        model, tokenizer = _adapted_run(run, found), load_tokenizer(folder)
-    else:
-        named = base if base is not None else peft_base(folder)
-        if named is None or not Path(named).is_dir():
-            raise RecipeError(
-                f"{folder} does not say where its base is (base_model_name_or_path is {named!r}); name the base's folder "
-                "with --base."
-            )
-        model = load_model(named, adapter=folder, note=note)
-        tokenizer = load_tokenizer(run.path if run.tokenizer.is_dir() else named)
-    note(say_merged(model))
-    _write_model(target, model.shape, merged_state(model, dtype), tokenizer, dtype, max_shard_bytes)
-    return model.shape
-
-
-def _new_folder(to: str | Path) -> Path:
-    target = Path(to)
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise RecipeError(f"{target} exists and is not an empty folder; export to a new one.")
-    return target
-
-
-def _write_model(
-    target: Path,
-    shape: Shape,
-    weights: Mapping[str, torch.Tensor],
-    tokenizer: Tokenizer,
-    dtype: torch.dtype | None,
-    max_shard_bytes: int,
-) -> None:
-    save_hf_folder(
-        target, weights, shape, max_shard_bytes, dtype=dtype, bos_id=tokenizer.bos_id, eos_id=tokenizer.eos_id
-    )
-    tokenizer.save(target)
 
 
 def starting_weights(recipe: Recipe) -> dict[str, torch.Tensor] | None:

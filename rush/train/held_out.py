@@ -24,7 +24,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.records.run_folder import RunFolder
 from rush.train.corpus import open_corpus
-from rush.train.folders import load_tokenizer
+from rush.train.folder_tokenizers import load_tokenizer
 
 Note = Callable[[str], None]
 SUFFIXES = (".jsonl", ".json", ".parquet")

@@ -10,19 +10,20 @@ from rush.data import Tokenizer
 from rush.errors import DataError
 from rush.hardware import probe
 from rush.models import Decoder
+from rush.train.answers import encode_question
 from rush.train.evaluate import (
     HeldOut,
     Scores,
     Wins,
     answer,
-    encode_question,
     held_out_loss,
     held_out_of,
     prompts_of,
     score_pairs,
     win_rates,
 )
-from rush.train.folders import load_model, load_tokenizer, read_weights
+from rush.train.folder_tokenizers import load_tokenizer
+from rush.train.folders import load_model, read_weights
 from rush.train.held_out import HeldOutData, open_held_out
 from rush.train.multiple_choice import Accuracy, Question, multiple_choice, read_questions
 

@@ -244,7 +244,7 @@ class Session:
             sink.write(step, {k: v for k, v in row.items() if isinstance(v, float)})
         self.view.row(row)
         if sampled:
-            text = sample_text(run, self.corpus.tokenizer)
+            text = sample_text(run, self.corpus)
             samples.write({"step": step, "prompt": settings.sample_prompt, "text": text})
             self.view.sample(step, text)
 

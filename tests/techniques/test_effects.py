@@ -21,7 +21,8 @@ from rush.techniques.on_host import OnHost
 from rush.techniques.proofs import prove
 from rush.train import checkpoint
 from rush.train.build import Run
-from rush.train.folders import export_model, load_model
+from rush.train.exporting import export_model
+from rush.train.folders import load_model
 from rush.train.loop import train_recipe
 from rush.train.step import train_step, validate
 

@@ -19,14 +19,9 @@ from rush.models import Decoder, build_model
 from rush.models.adapters import Adapter, adapters, dense_weight, is_adapted, set_active
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
-from rush.train.folders import (
-    export_adapter,
-    export_model,
-    load_model,
-    load_tokenizer,
-    merge_adapter,
-    read_weights,
-)
+from rush.train.exporting import export_adapter, export_model, merge_adapter
+from rush.train.folder_tokenizers import load_tokenizer
+from rush.train.folders import load_model, read_weights
 from rush.train.loop import Summary, train_recipe
 from rush.train.view import Silent
 

@@ -20,11 +20,11 @@ from rush.data.tokenizer import train_bpe
 from rush.errors import DataError
 from rush.models import Decoder, build_model
 from rush.recipe_io import load_recipe
+from rush.train.answers import encode_question
 from rush.train.evaluate import (
     HeldOut,
     answer,
     change_of,
-    encode_question,
     held_out_loss,
     held_out_of,
     prompts_of,

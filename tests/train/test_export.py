@@ -17,9 +17,10 @@ from rush.models import build_model
 from rush.recipe_io import load_recipe, write_toml
 from rush.records.checkpoints import CheckpointStore
 from rush.records.run_folder import RunFolder
-from rush.train import checkpoint, folders
+from rush.train import checkpoint, exporting
 from rush.train.build import build
-from rush.train.folders import export_model, load_model
+from rush.train.exporting import export_model
+from rush.train.folders import load_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pieces import Table, cut_in_two
@@ -45,11 +46,13 @@ def run_in_pieces(folder: Path, family: str, **shape: int) -> RunFolder:
 @pytest.fixture
 def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     class Tokens:
-        bos_id = eos_id = None
+        bos_id = chat_template = None
+        eos_id = 0
+        special_ids: dict[str, int] = {}  # noqa: RUF012
 
         def save(self, folder: Path) -> None: ...
 
-    monkeypatch.setattr(folders, "load_tokenizer", lambda path: Tokens())
+    monkeypatch.setattr(exporting, "load_tokenizer", lambda path: Tokens())
 
 
 @pytest.mark.usefixtures("no_tokenizer")
