@@ -21,10 +21,11 @@ from rush.cli.scale import row_of
 from rush.errors import RecipeError
 from rush.hardware import probe
 from rush.lab.layouts import ONE, laid_out, sizes_of
-from rush.lab.pairs import floors_of
+from rush.lab.pairs import Floors
 from rush.lab.scaling import Progress, study
 from rush.lab.scaling_file import Plan, load_plan
 from rush.lab.scaling_findings import Spot, comparisons_of, judged, point_of, predicted
+from rush.lab.statistics import Floor
 from rush.lab.trial import Outcome
 from rush.plan import target_of
 from rush.recipe_io import load_recipe
@@ -32,7 +33,7 @@ from rush.records.scaling import read_scale
 from rush.techniques import put_on, settle_uses
 
 ROOT = Path(__file__).resolve().parents[2]
-FLOORS = floors_of([], 0.01)
+FLOORS = Floors(Floor(0.0, 0, 0.01), Floor(0.0, 0, 0.01))
 PLANTED = Path(__file__).parent / "planted" / "on_rank_one.py"
 QUICK = (
     "measure.processes=1", "measure.windows=2", "measure.window_ms=1.0", "measure.warmup_max_steps=6", "measure.limit_s=90.0",
