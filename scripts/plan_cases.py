@@ -25,7 +25,8 @@ sys.path.insert(0, str(ROOT))
 from rush.lab.bench import Bench, open_bench  # noqa: E402
 from rush.lab.findings import FORMULAS, Stand, Yard, rung_of  # noqa: E402
 from rush.lab.ladder_file import Measure, Parity, Plan, Search, read_table  # noqa: E402
-from rush.lab.statistics import centre, noise_floor  # noqa: E402
+from rush.lab.pairs import floors_of  # noqa: E402
+from rush.lab.statistics import centre  # noqa: E402
 from rush.recipe import Recipe  # noqa: E402
 from rush.recipe_io import changed, load_recipe, write_toml  # noqa: E402
 from rush.records.ladder import FORMAT, LadderRecord, write_ladder  # noqa: E402
@@ -82,7 +83,7 @@ def _told(stand: Stand) -> str:
 def _record(bench: Bench, stands: Sequence[Stand], started: str, *, finished: bool) -> LadderRecord:
     base = bench.plan.base
     how = bench.plan.measure
-    yard = Yard(bench.ceilings, bench.peaks, noise_floor([], how.noise_floor), how.smaller)
+    yard = Yard(bench.ceilings, bench.peaks, floors_of([], how.noise_floor), how.smaller)
     record: Any = {
         "format": FORMAT, "name": bench.plan.name, "view": "alone", "started": started,
         "finished": datetime.now(UTC).isoformat(timespec="seconds") if finished else None,

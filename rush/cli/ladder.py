@@ -209,13 +209,20 @@ def _title(progress: Progress) -> str:
 
 
 def _caption(record: LadderRecord) -> str | None:
-    lines = [*_drift(record), *map(_length, record["sequence_limits"] or ())]
+    lines = [*_drift(record), *_paired(record), *map(_length, record["sequence_limits"] or ())]
     return "\n".join(lines) or None
 
 
 def _length(limit: Mapping[str, Any]) -> str:
     found = f"{limit['longest']:,} tokens" if limit["longest"] else "none"
     return f"the longest sequence with {' + '.join(limit['techniques']) or 'nothing'}: {found}, ended by {limit['ended_by']}"
+
+
+BUSY = "TOO BUSY a machine to tell smaller gains; run it again when nothing else runs"
+UNEVEN = (
+    "TOO UNEVEN to tell smaller gains: its batches differ, and the two timings had too few in common to compare them one by "
+    "one; whether the machine was quiet cannot be told from this"
+)
 
 
 def _drift(record: LadderRecord) -> list[str]:
@@ -226,10 +233,21 @@ def _drift(record: LadderRecord) -> list[str]:
     if drift["flagged"]:
         verdict = "DRIFT"
     elif drift.get("restless"):
-        verdict = "TOO BUSY a machine to tell smaller gains; run it again when nothing else runs"
+        verdict = UNEVEN if drift.get("uneven") else BUSY
     else:
         verdict = "within its interval"
-    return [f"the first rung measured again: {moved} ({low} to {high}), {verdict}"]
+    how = f" on {paired} batches one by one" if (paired := drift.get("paired")) else ""
+    return [f"the first rung measured again{how}: {moved} ({low} to {high}), {verdict}"]
+
+
+def _paired(record: LadderRecord) -> list[str]:
+    """Which gains were told batch by batch."""
+    gains = [(rung["title"], rung["gain"]) for rung in record.get("rungs", ())]
+    named = [title for title, gain in gains if gain and gain.get("paired")]
+    if not named:
+        return []
+    which = "all gains" if len(named) == sum(gain is not None for _, gain in gains) else ", ".join(named)
+    return [f"told batch by batch, both sides on the same ones: {which}"]
 
 
 def minutes(seconds: float) -> str:

@@ -253,12 +253,7 @@ def _caption(record: ScaleRecord) -> str | None:
         said.append(f"a device is {cores} CPU core{'s' * (cores != 1)}")
     if (drift := record["drift"]) is not None:
         moved, low, high = (f"{100 * (ratio - 1):+.1f} %" for ratio in (drift["ratio"], *drift["ci95"]))
-        busy = (
-            "DRIFT"
-            if drift["flagged"]
-            else "TOO BUSY a machine to tell"
-            if drift["restless"]
-            else "within its interval"
-        )
+        restless = "TOO UNEVEN batches to tell" if drift.get("uneven") else "TOO BUSY a machine to tell"
+        busy = "DRIFT" if drift["flagged"] else restless if drift["restless"] else "within its interval"
         said.append(f"the first point measured again: {moved} ({low} to {high}), {busy}")
     return "; ".join(said) or None

@@ -13,20 +13,25 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from rush.lab.ladder_file import Addition
-from rush.lab.statistics import Floor, Interval, Ratio, centre, median_interval, ratio_of_medians
-from rush.lab.timing import KINDS, rates
+from rush.lab.pairs import Floors, Timed, compare, unevenness
+from rush.lab.statistics import Interval, Ratio, centre, median_interval
+from rush.lab.timing import KINDS, rates, timed
 from rush.lab.trial import Outcome
 from rush.models import Shape, flops_per_token
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.ladder import Gain, Measured, Rung
 
+RESTLESS = 1.5
+"""How far apart the ends of the drift's interval may be before it says that nothing can be told on this machine now."""
 FORMULAS = {
     "tokens_per_s": "tokens of one optimizer step, accumulation included, over the time of the step, the wait for "
     "data included; the median of the processes' medians",
     "ci95": "bootstrap, 4000 draws: processes with replacement, then samples inside each",
     "gain": "quotient of two medians; its interval is the bootstrap's, and at least what the spread between processes "
-    "of one recipe gives; real only if 1 is outside",
+    "of one recipe gives; real only if 1 is outside. Where both were timed on the same batches, and these hold unequal "
+    "numbers of tokens, it is the median of the quotients batch by batch (`paired`: how many batches), the bootstrap draws "
+    "batches and processes, and the spread between processes is told batch by batch, too",
     "flops_per_token": "6 · matmul parameters (LM head included, input embedding not) + 6 · layers · hidden · sequence; 4 in place of the "
     "first 6 where the weights are frozen",
     "mfu": "tokens_per_s · flops_per_token / datasheet peak (dense) of the matmuls' dtype",
@@ -101,6 +106,11 @@ class Stand:
         return [rates(timing) for timing in self.timings]
 
     @property
+    def timed(self) -> list[Timed]:
+        """The same samples with the batches they were taken on."""
+        return [timed(timing) for timing in self.timings]
+
+    @property
     def peak_memory(self) -> list[int]:
         return [t["peak_memory_bytes"] for t in self.timings]
 
@@ -111,7 +121,7 @@ class Yard:
 
     ceilings: Mapping[str, Any] | None
     peaks: Mapping[str, float] | None
-    floor: Floor
+    floors: Floors
     smaller: float
 
 
@@ -143,10 +153,10 @@ def rung_of(stand: Stand, base: Stand, yard: Yard) -> Rung:
         rung |= _figures(stand, yard)
         over = stand.over
         if over is not None and over.measured:
-            ratio = ratio_of_medians(over.processes, stand.processes, yard.floor)
+            ratio = compare(over.timed, stand.timed, yard.floors)
             rung["gain"] = _gain(ratio, over.name)
         if stand is not base and base.measured:
-            total = ratio_of_medians(base.processes, stand.processes, yard.floor)
+            total = compare(base.timed, stand.timed, yard.floors)
             rung["total_gain"] = _gain(total, base.name)
     rung["verdict"] = verdict_of(stand, ratio, yard.smaller)
     return rung
@@ -244,7 +254,29 @@ def measured(interval: Interval, processes: Sequence[Sequence[float]]) -> Measur
 
 
 def _gain(ratio: Ratio, over: str) -> Gain:
-    return {"over": over, "ratio": ratio.ratio, "ci95": [ratio.low, ratio.high], "real": ratio.real}
+    return {
+        "over": over,
+        "ratio": ratio.ratio,
+        "ci95": [ratio.low, ratio.high],
+        "real": ratio.real,
+        "paired": ratio.paired,
+    }
+
+
+def drift_of(first: Sequence[Timed], again: Sequence[Timed], floors: Floors) -> dict[str, Any]:
+    """How far the recipe that was measured first had moved when it was measured again at the end."""
+    moved = compare(first, again, floors)
+    return {
+        "first": centre([process.rates for process in first]),
+        "again": centre([process.rates for process in again]),
+        "ratio": moved.ratio,
+        "ci95": [moved.low, moved.high],
+        "flagged": moved.real,
+        "restless": moved.high > RESTLESS * moved.low,
+        "paired": moved.paired,
+        # Samples that hold so unequal numbers of tokens may lie as far apart on the quietest machine.
+        "uneven": moved.paired is None and unevenness([*first, *again]) >= moved.high / moved.low,
+    }
 
 
 def _claim(stand: Stand) -> dict[str, Any] | None:

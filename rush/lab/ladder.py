@@ -19,20 +19,17 @@ from typing import Any
 
 from rush.errors import RecipeError
 from rush.lab.bench import Bench, open_bench
-from rush.lab.findings import FORMULAS, Stand, Yard, rung_of
+from rush.lab.findings import FORMULAS, Stand, Yard, drift_of, rung_of
 from rush.lab.judge import hold_against_plain
 from rush.lab.ladder_file import Addition, Plan, compose
+from rush.lab.pairs import floors_near, quotient
 from rush.lab.search import batch_curve, sequence_limits, stops_paying, tries
-from rush.lab.statistics import centre, floor_near, ratio_of_medians
-from rush.lab.timing import rates
+from rush.lab.timing import timed
 from rush.lab.trial import Outcome
 from rush.recipe_io import write_toml
 from rush.records.ladder import FORMAT, LadderRecord, read_ladder, write_ladder
 from rush.records.lock import FolderLock
 from rush.train.corpus import open_corpus
-
-RESTLESS = 1.5
-"""How far apart the ends of the drift's interval may be before it says that nothing can be told on this machine now."""
 
 
 @dataclass(frozen=True)
@@ -242,23 +239,13 @@ class Climb:
     def record(self) -> LadderRecord:
         """Everything known so far."""
         tried = [stand for stand in self.stands if stand.outcomes or stand.refused]
-        again = [rates(timing) for timing in self._again_timings()]
-        families = [stand.processes + (again if stand is self.first else []) for stand in tried]
-        floors = [
-            floor_near(families, place, self.plan.measure.noise_floor) for place, _ in enumerate(families)
-        ]
+        again = [timed(timing) for timing in self._again_timings()]
+        families = [stand.timed + (again if stand is self.first else []) for stand in tried]
+        floors = floors_near(families, self.plan.measure.noise_floor)
         measure, held_against = self.plan.measure, (self.bench.ceilings, self.bench.peaks)
         drift = None
         if again:
-            moved = ratio_of_medians(self.first.processes, again, floors[tried.index(self.first)])
-            drift = {
-                "first": centre(self.first.processes),
-                "again": centre(again),
-                "ratio": moved.ratio,
-                "ci95": [moved.low, moved.high],
-                "flagged": moved.real,
-                "restless": moved.high > RESTLESS * moved.low,
-            }
+            drift = drift_of(self.first.timed, again, floors[tried.index(self.first)])
         return {
             "format": FORMAT,
             "name": self.plan.name,
@@ -271,8 +258,8 @@ class Climb:
             "base": {"recipe": write_toml(self.plan.base), "digest": self.plan.base.digest},
             "formulas": FORMULAS,
             "rungs": [
-                rung_of(stand, self.first, Yard(*held_against, floor, measure.smaller))
-                for stand, floor in zip(tried, floors, strict=True)
+                rung_of(stand, self.first, Yard(*held_against, there, measure.smaller))
+                for stand, there in zip(tried, floors, strict=True)
             ],
             "counted": next(
                 (str(t.get("counted", "processed")) for s in tried for t in s.timings), "processed"
@@ -298,7 +285,7 @@ def worth_repeating(stands: Sequence[Stand], clear: float | None) -> list[Stand]
         over = stand.over
         if over is not None and over.measured:
             # By the first process, so that going on after an interruption decides the same.
-            ratio = centre(stand.processes[:1]) / centre(over.processes[:1])
+            ratio = quotient(over.timed[:1], stand.timed[:1])
             if max(ratio, 1 / ratio) <= 1 + clear:
                 near |= {id(stand), id(over)}
     return [stand for stand in measured if id(stand) in near]
@@ -310,7 +297,7 @@ def _builds_on(addition: Addition, stand: Stand, last: Stand) -> bool:
         return addition.keep
     if stand.parity is not None and stand.parity["verdict"] == "different":
         return False
-    return not last.measured or centre(stand.processes[:1]) > centre(last.processes[:1])
+    return not last.measured or quotient(last.timed[:1], stand.timed[:1]) > 1
 
 
 def _now() -> str:

@@ -26,8 +26,8 @@ from rush.lab.bench import TIMING, Bench, open_bench
 from rush.lab.findings import FORMULAS, Stand, Yard, rung_of
 from rush.lab.judge import hold_against_plain
 from rush.lab.ladder_file import Plan, Search
+from rush.lab.pairs import floors_of
 from rush.lab.rival_longest import Length, took
-from rush.lab.statistics import noise_floor
 from rush.lab.trial import Outcome, execute
 from rush.lab.workloads import Ours, Workload
 from rush.recipe_io import write_toml
@@ -157,8 +157,8 @@ class Match:
     def record(self) -> WorkloadRecord:
         """Everything known so far."""
         stands = [stand for stand in (self.rival, *self.ours) if stand.outcomes]
-        floor = noise_floor([stand.processes for stand in stands], self.workload.measure.noise_floor)
-        yard = Yard(self.bench.ceilings, self.bench.peaks, floor, self.workload.measure.smaller)
+        floors = floors_of([stand.timed for stand in stands], self.workload.measure.noise_floor)
+        yard = Yard(self.bench.ceilings, self.bench.peaks, floors, self.workload.measure.smaller)
         recipe = self.opponent.recipe
         found = dict(self.rival.outcomes[0].found) if self.rival.outcomes else {}
         return {

@@ -17,14 +17,14 @@ from typing import Any
 
 from rush.errors import RecipeError
 from rush.hardware.ceilings import Sample, bus_factor
-from rush.lab.ladder import RESTLESS
+from rush.lab.findings import drift_of
 from rush.lab.layouts import ONE, laid_out, sizes_of
+from rush.lab.pairs import floors_of
 from rush.lab.parity import parity_recipe
 from rush.lab.rank_bench import GROUP_OF_ONE, PEERLESS, SHARED, RankBench, open_rank_bench
 from rush.lab.scaling_file import Plan
 from rush.lab.scaling_findings import FORMULAS, Spot, comparisons_of, judged, point_of, predicted
-from rush.lab.statistics import centre, noise_floor, ratio_of_medians
-from rush.lab.timing import rates
+from rush.lab.timing import timed
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
@@ -239,20 +239,12 @@ class Study:
     def record(self) -> ScaleRecord:
         """Everything known so far."""
         tried = [spot for spot in self.spots if spot.outcomes or spot.refused]
-        again = [rates(o.found["timing"]) for o in self.again if "timing" in o.found]
-        families = [spot.processes + (again if spot is self._first else []) for spot in tried]
-        floor = noise_floor(families, self.plan.measure.noise_floor)
+        again = [timed(o.found["timing"]) for o in self.again if "timing" in o.found]
+        families = [spot.timed + (again if spot is self._first else []) for spot in tried]
+        floors = floors_of(families, self.plan.measure.noise_floor)
         drift = None
         if again and (first := self._first) is not None:
-            moved = ratio_of_medians(first.processes, again, floor)
-            drift = {
-                "first": centre(first.processes),
-                "again": centre(again),
-                "ratio": moved.ratio,
-                "ci95": [moved.low, moved.high],
-                "flagged": moved.real,
-                "restless": moved.high > RESTLESS * moved.low,
-            }
+            drift = drift_of(first.timed, again, floors)
         counted = (str(t.get("counted", "processed")) for spot in tried for t in spot.timings)
         return {
             "format": FORMAT,
@@ -268,8 +260,8 @@ class Study:
             "threads_per_rank": self.bench.threads,
             "counted": next(counted, "processed"),
             "formulas": FORMULAS,
-            "points": [point_of(spot, tried, floor) for spot in tried],
-            "comparisons": comparisons_of(tried, floor),
+            "points": [point_of(spot, tried, floors) for spot in tried],
+            "comparisons": comparisons_of(tried, floors),
             "links": self.links,
             "drift": drift,
         }

@@ -16,8 +16,9 @@ from rush.hardware import Machine
 from rush.lab.findings import FORMULAS as LADDER
 from rush.lab.findings import measured
 from rush.lab.layouts import ONE
-from rush.lab.statistics import Floor, median_interval, ratio_of_medians
-from rush.lab.timing import rates
+from rush.lab.pairs import Floors, Timed, compare
+from rush.lab.statistics import median_interval
+from rush.lab.timing import rates, timed
 from rush.lab.trial import Outcome
 from rush.plan import plan, spec_of, target_here
 from rush.recipe import Recipe
@@ -37,7 +38,8 @@ FORMULAS = {
     "weak scaling": "tokens of a step in proportion to the devices; at the largest number as many as in strong scaling",
     "efficiency": "tokens per second and device over those of one device with the same kind of scaling (or of the layout's "
     "smallest number of devices, where one device could not be measured); its interval is the bootstrap's, and at least "
-    "what the spread between processes of one recipe gives. Only beside a parity verdict of equal",
+    "what the spread between processes of one recipe gives; batch by batch where that tells more, as in a ladder. Only beside a "
+    "parity verdict of equal",
     "exposed": f"on a GPU {HOW['cuda']}; on a CPU {HOW['cpu']}. Over the time of a profiled step, of the rank with the "
     "largest share; waiting for a slower rank counts",
     "memory_bytes": f"of every rank: {LADDER['peak_memory_bytes']}",
@@ -83,6 +85,11 @@ class Spot:
     def processes(self) -> list[list[float]]:
         """Tokens per second, the samples of every trial."""
         return [rates(timing) for timing in self.timings]
+
+    @property
+    def timed(self) -> list[Timed]:
+        """The same samples with the batches they were taken on."""
+        return [timed(timing) for timing in self.timings]
 
     @property
     def ranks(self) -> list[Mapping[str, Any]]:
@@ -160,7 +167,7 @@ def predicted(recipe: Recipe, machine: Machine, ceilings: Mapping[str, Any] | No
         return None
 
 
-def point_of(spot: Spot, spots: Sequence[Spot], floor: Floor) -> Point:
+def point_of(spot: Spot, spots: Sequence[Spot], floors: Floors) -> Point:
     """The record of a point, from what is known so far."""
     timing, recipe = next(iter(spot.timings), None), spot.recipe
     point: Point = {
@@ -195,15 +202,15 @@ def point_of(spot: Spot, spots: Sequence[Spot], floor: Floor) -> Point:
         point["tokens_per_s"] = measured(median_interval(spot.processes), spot.processes)
         point["step_ms"] = measured(median_interval(steps), steps)
     if spot.verdict == "equal":
-        point["efficiency"] = dict(_efficiencies(spot, spots, floor))
+        point["efficiency"] = dict(_efficiencies(spot, spots, floors))
     return point
 
 
-def _efficiencies(spot: Spot, spots: Sequence[Spot], floor: Floor) -> Iterator[tuple[str, Efficiency]]:
+def _efficiencies(spot: Spot, spots: Sequence[Spot], floors: Floors) -> Iterator[tuple[str, Efficiency]]:
     for scaling in spot.scalings:
         base = _base(spot, spots, scaling)
         if base is not None and spot.processes:
-            ratio = ratio_of_medians(base.processes, spot.processes, floor)
+            ratio = compare(base.timed, spot.timed, floors)
             part = base.devices / spot.devices
             yield (
                 scaling,
@@ -211,6 +218,7 @@ def _efficiencies(spot: Spot, spots: Sequence[Spot], floor: Floor) -> Iterator[t
                     "ratio": ratio.ratio * part,
                     "ci95": [ratio.low * part, ratio.high * part],
                     "over": base.name,
+                    "paired": ratio.paired,
                 },
             )
 
@@ -243,7 +251,7 @@ def exposed_of(spot: Spot) -> Exposed | None:
     }
 
 
-def comparisons_of(spots: Sequence[Spot], floor: Floor) -> list[Comparison]:
+def comparisons_of(spots: Sequence[Spot], floors: Floors) -> list[Comparison]:
     """ZeRO-2 against ZeRO-3, and each layout with against without peer-to-peer, where both were measured and learn the same."""
     found = []
     for first in spots:
@@ -253,19 +261,24 @@ def comparisons_of(spots: Sequence[Spot], floor: Floor) -> list[Comparison]:
             peers = first.layout == second.layout and first.peers and not second.peers
             if alike and (stages or peers) and first.verdict == second.verdict == "equal":
                 what = "ZeRO-2 against ZeRO-3" if stages else "with against without peer-to-peer"
-                found.append(_compare(what, first, second, floor))
+                found.append(_compare(what, first, second, floors))
     return found
 
 
-def _compare(what: str, first: Spot, second: Spot, floor: Floor) -> Comparison:
-    ratio = ratio_of_medians(first.processes, second.processes, floor)
+def _compare(what: str, first: Spot, second: Spot, floors: Floors) -> Comparison:
+    ratio = compare(first.timed, second.timed, floors)
     return {
         "what": what,
         "first": first.name,
         "second": second.name,
         "devices": first.devices,
         "scalings": first.scalings,
-        "speed": {"ratio": ratio.ratio, "ci95": [ratio.low, ratio.high], "over": first.name},
+        "speed": {
+            "ratio": ratio.ratio,
+            "ci95": [ratio.low, ratio.high],
+            "over": first.name,
+            "paired": ratio.paired,
+        },
         "real": ratio.real,
         "memory": max(second.memory) / max(first.memory) if first.memory and second.memory else None,
     }

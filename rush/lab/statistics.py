@@ -9,6 +9,8 @@ suffer alike: a step that waits for its host varies ten times as much as one tha
 
 With one process per rung the spread between processes is known only from the base, which is measured again at the
 end, and other rungs may lie much farther apart: then only large differences are believed.
+
+Where both sides were timed on the same unequal batches (`rush.lab.pairs`), the quotient is made batch by batch.
 """
 
 from __future__ import annotations
@@ -42,11 +44,13 @@ class Interval:
 
 @dataclass(frozen=True)
 class Ratio:
-    """A quotient of two medians with its 95 % interval; `real` if the interval leaves 1 out."""
+    """A quotient of two speeds with its 95 % interval; `real` if the interval leaves 1 out."""
 
     ratio: float
     low: float
     high: float
+    paired: int | None = None
+    """On how many batches, one by one; None where it is the quotient of two medians."""
 
     @property
     def real(self) -> bool:
@@ -113,21 +117,66 @@ def ratio_of_medians(first: Processes, second: Processes, floor: Floor, seed: in
     )
 
 
+def ratio_of_pairs(first: Array, second: Array, floor: Floor, seed: int = 0) -> Ratio:
+    """By how much `second` exceeds `first`: logarithms of rates, a row for every process, a column for every batch.
+
+    What is resampled are the processes of either side and the batches, which are the same for all; each by itself, and
+    what they come to is added up.
+    """
+    rng = np.random.default_rng(seed)
+    middle = middle_of_pairs(first, second)
+    apart = np.median(second[None, :] - first[:, None], axis=-1)
+    num_first, num_second, num_batches = *apart.shape, first.shape[1]
+    by_first = _middle(apart[rng.integers(num_first, size=(num_first, DRAWS))].swapaxes(1, 2))
+    by_second = _middle(apart[:, rng.integers(num_second, size=(num_second, DRAWS))])
+    picks = rng.integers(num_batches, size=(DRAWS, num_batches))
+    by_batches = _middle(np.median(second[None, :, picks] - first[:, None, picks], axis=-1))
+    drawn = np.zeros(DRAWS)
+    for part, count in ((by_first, num_first), (by_second, num_second), (by_batches, num_batches)):
+        drawn += _widened(part, middle, count) - middle
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    least = floor.half_width(num_first, num_second)
+    return Ratio(
+        math.exp(middle),
+        math.exp(middle + min(float(low), -least)),
+        math.exp(middle + max(float(high), least)),
+        num_batches,
+    )
+
+
+def middle_of_pairs(first: Array, second: Array) -> float:
+    """The logarithm of the quotient: the median over batches for every two processes, then that over processes."""
+    return float(_middle(np.median(second[None, :] - first[:, None], axis=-1)))
+
+
+def _middle(apart: Array) -> Array:
+    """The median over the processes of the first side (first axis), then over those of the second (next axis)."""
+    return np.asarray(np.median(np.median(apart, axis=0), axis=0), dtype=np.float64)
+
+
 def noise_floor(recipes: Iterable[Processes], least: float = 0.0) -> Floor:
-    """The spread between processes of the same recipe, over all recipes measured more than once.
+    """The spread between processes of the same recipe, over all recipes measured more than once."""
+    return floor_of([logs_of_medians(processes) for processes in recipes if len(processes) > 1], least)
+
+
+def logs_of_medians(processes: Processes) -> Array:
+    """Where each process lies: the logarithm of its median."""
+    return np.asarray(np.log([float(np.median(samples)) for samples in processes]), dtype=np.float64)
+
+
+def floor_of(recipes: Iterable[Array], least: float = 0.0) -> Floor:
+    """The spread between processes, from where those of each recipe lie (in logarithms, at least two of each).
 
     It is the median of the recipes' own spreads: one process that met a busy minute must not blind the whole
     ladder. The rung it belongs to stays guarded, because its own resampling shows that process.
     """
     spreads, freedom = [], 0
-    for processes in recipes:
-        if len(processes) > 1:
-            logs = np.log([float(np.median(samples)) for samples in processes])
-            own = len(processes) - 1
-            # A spread from few processes is mostly too small; this is the median of its distribution.
-            usual = math.sqrt((1 - 2 / (9 * own)) ** 3)
-            spreads.append(float(np.std(logs, ddof=1)) / usual)
-            freedom += own
+    for logs in recipes:
+        own = len(logs) - 1
+        # A spread from few processes is mostly too small; this is the median of its distribution.
+        usual = math.sqrt((1 - 2 / (9 * own)) ** 3)
+        spreads.append(float(np.std(logs, ddof=1)) / usual)
+        freedom += own
     spread = float(np.median(spreads)) if spreads else 0.0
     if freedom < 3:
         # From one or two differences no spread can be estimated; the distance itself must do.

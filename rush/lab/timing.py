@@ -22,6 +22,7 @@ import torch
 
 from rush.data import Batch, Steps
 from rush.hardware import conditions, peak_memory_bytes, reset_peak_memory
+from rush.lab.pairs import Timed
 from rush.models import Decoder
 from rush.train.build import Run
 from rush.train.schedule import learning_rate
@@ -122,18 +123,21 @@ def time_steps(
     if hopeless or cold:
         per_window, waited_before, steps_before = 1, 0.0, 0
         samples, tokens, around = warm, stepper.counts[-len(warm) :], conditions(run.machine)
+        began = [1] if cold else list(range(2, len(warm) + 2))
     else:
         reset_peak_memory(run.device.type)
         waited_before, steps_before = stepper.waited_s, stepper.step
-        samples, tokens = _timed(stepper, clock, windows // 2, per_window)
+        samples, tokens, began = _timed(stepper, clock, windows // 2, per_window)
         around = conditions(run.machine)  # in the middle of the work
-        more_samples, more_tokens = _timed(stepper, clock, windows - windows // 2, per_window)
+        more_samples, more_tokens, then = _timed(stepper, clock, windows - windows // 2, per_window)
         samples, tokens = [agree(seconds) for seconds in samples + more_samples], tokens + more_tokens
+        began += then
     return {
         "samples_s": samples,
         "steps_per_sample": per_window,
         "counted": counted,
         "sample_tokens": {kind: [each[kind] for each in tokens] for kind in KINDS},
+        "sample_steps": began,
         "step_tokens": tokens[-1]["processed"],
         "step_labels": tokens[-1]["trained"],
         "compile_s": max(0.0, first_s - step_s),
@@ -161,6 +165,13 @@ def rates(timing: Mapping[str, Any], kind: str | None = None) -> list[float]:
     return [count / seconds for count, seconds in zip(tokens, timing["samples_s"], strict=True)]
 
 
+def timed(timing: Mapping[str, Any]) -> Timed:
+    """The samples of a timing with the batches they were taken on, as far as it says."""
+    told = timing.get("sample_tokens") or {}
+    tokens = told.get(timing.get("counted", "processed"), ())
+    return Timed(rates(timing), tokens, timing.get("sample_steps"), timing.get("steps_per_sample", 1))
+
+
 def _work(run: Run) -> int | None:
     """Unknown for a model that is not ours, a rival's."""
     return run.flops_per_token() if isinstance(run.model, Decoder) else None
@@ -174,17 +185,18 @@ def _too_slow(stepper: Stepper, warm: list[float], counted: str, timing: Timing)
 
 def _timed(
     stepper: Stepper, clock: Clock, windows: int, per_window: int
-) -> tuple[list[float], list[dict[str, float]]]:
-    """Seconds and tokens of a step, of each window."""
+) -> tuple[list[float], list[dict[str, float]], list[int]]:
+    """Seconds and tokens of a step, of each window, and the number of the step it began with."""
     if stepper.run.device.type == "cuda":
         stepper()  # work for the device while the host makes ready what is timed
+    first = stepper.step + 1
     samples = [seconds / per_window for seconds in clock(stepper, windows, per_window)]
     stepper.settle()
     counted = stepper.counts[len(stepper.counts) - windows * per_window :]
-    steps = [counted[first : first + per_window] for first in range(0, len(counted), per_window)]
-    return samples, [
-        {kind: sum(step[kind] for step in some) / per_window for kind in KINDS} for some in steps
-    ]
+    places = range(0, len(counted), per_window)
+    steps = [counted[place : place + per_window] for place in places]
+    tokens = [{kind: sum(step[kind] for step in some) / per_window for kind in KINDS} for some in steps]
+    return samples, tokens, [first + place for place in places]
 
 
 def _warm_up(one: Callable[[], float], timing: Timing) -> tuple[list[float], bool]:

@@ -39,6 +39,8 @@ class Gain(TypedDict, total=False):
     ratio: float
     ci95: list[float]
     real: bool
+    paired: int | None
+    """On how many batches the two were compared one by one; None (or missing) where by their medians."""
 
 
 class Rung(TypedDict, total=False):

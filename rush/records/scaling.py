@@ -31,6 +31,8 @@ class Efficiency(TypedDict, total=False):
     ratio: float
     ci95: list[float]
     over: str
+    paired: int | None
+    """On how many batches they were compared one by one; None (or missing) where by their medians."""
 
 
 class Exposed(TypedDict, total=False):

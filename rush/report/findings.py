@@ -84,7 +84,7 @@ def headline(ladder: Ladder) -> str:
     if best is None or best is first or best.speed is None:
         sentence = f"{first.title} makes {words.speed(first.speed.median)}; nothing equal was faster here."
     else:
-        gain = best.speed.median / first.speed.median
+        gain = _in_all(best, best.speed.median / first.speed.median)
         sentence = (
             f"From {first.title} at {words.speed(first.speed.median)} to {best.title} at "
             f"{words.speed(best.speed.median)}: {words.ratio(gain)}, and the model still learns the same."
@@ -106,7 +106,7 @@ def figures(ladder: Ladder) -> list[Figure]:
     found: list[Figure] = []
     if first and first.speed and best and best.speed:
         if best is not first:
-            found.append(_gain_figure(best, best.speed.median / first.speed.median))
+            found.append(_gain_figure(best, _in_all(best, best.speed.median / first.speed.median)))
         found.append(Figure(words.si(best.speed.median), ladder.rate, best.title))
         if best.mfu is not None:
             found.append(Figure(words.share(best.mfu), "of the datasheet peak (MFU)", best.title))
@@ -119,6 +119,12 @@ def figures(ladder: Ladder) -> list[Figure]:
     done = sum(rung.status == "ok" for rung in ladder.rungs)
     found.append(Figure(f"{done} of {len(ladder.rungs)}", "rungs measured", ""))
     return found
+
+
+def _in_all(best: Rung, by_medians: float) -> float:
+    """The gain over the first rung; told batch by batch it is not the quotient of the two medians."""
+    total = best.total_gain
+    return total.ratio if total and total.paired else by_medians
 
 
 def _gain_figure(best: Rung, ratio: float) -> Figure:
@@ -238,7 +244,13 @@ def warnings(ladder: Ladder) -> list[str]:
             f"The machine drifted: the first rung, measured again at the end, came out at {words.change(ladder.drift.ratio)} "
             "against the first time, more than its interval allows. Differences of that size mean nothing."
         )
-    if ladder.drift and ladder.drift.restless:
+    if ladder.drift and ladder.drift.restless and ladder.drift.uneven:
+        notes.append(
+            "Batches of this data hold such unequal numbers of tokens that times of one and the same rung lie far apart, and its "
+            "two measurements share too few batches to compare them one by one. Smaller gains cannot be told, and whether the "
+            "machine was quiet cannot be told from this. More samples (measure.windows, measure.timed_max_s) help."
+        )
+    elif ladder.drift and ladder.drift.restless:
         notes.append(
             "The machine was too busy with other things: times of one and the same rung lie so far apart that smaller gains "
             "cannot be told. Run it again when nothing else runs."

@@ -31,6 +31,8 @@ class Gain:
     high: float | None
     over: str | None
     real: bool | None
+    paired: int | None = None
+    """On how many batches the two were compared one by one; None where by their medians."""
 
 
 @dataclass(frozen=True)
@@ -130,6 +132,25 @@ class Drift:
     flagged: bool
     restless: bool = False
     """Its interval is so wide that nothing can be told."""
+    paired: int | None = None
+    uneven: bool = False
+    """The unequal batches alone may be why; they were not compared one by one."""
+
+    @property
+    def verdict(self) -> str:
+        if self.flagged:
+            return "more than its interval allows"
+        if self.restless:
+            return (
+                "but the batches differ too much to tell"
+                if self.uneven
+                else "but the machine was too busy to tell"
+            )
+        return (
+            f"within its interval, on {self.paired} batches one by one"
+            if self.paired
+            else "within its interval"
+        )
 
 
 @dataclass(frozen=True)

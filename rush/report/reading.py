@@ -109,6 +109,8 @@ def _ladder(raw: Mapping[str, Json]) -> Ladder:
             positive(drift.get("ratio")),
             drift.get("flagged") is True,
             drift.get("restless") is True,
+            whole(drift.get("paired")),
+            drift.get("uneven") is True,
         )
         if drift
         else None,
@@ -198,7 +200,8 @@ def _gain(row: Mapping[str, Json]) -> Gain | None:
         return None
     low, high = _pair(row.get("ci95"))
     judged = row.get("real")
-    return Gain(ratio, low, high, text(row.get("over")), judged if isinstance(judged, bool) else None)
+    known = judged if isinstance(judged, bool) else None
+    return Gain(ratio, low, high, text(row.get("over")), known, whole(row.get("paired")))
 
 
 def _claim(row: Mapping[str, Json]) -> Claim | None:

@@ -150,7 +150,9 @@ def warnings(record: ScaleRecord) -> list[str]:
         )
     elif drift and drift.get("restless"):
         said.append(
-            "The machine was too busy to tell small differences; run the study again when nothing else runs."
+            "Batches differ, and the two measurements of the first point share too few of them to tell small differences."
+            if drift.get("uneven")
+            else "The machine was too busy to tell small differences; run the study again when nothing else runs."
         )
     return said
 

@@ -89,7 +89,7 @@ def _compared(search: Search, winner: Candidate) -> Candidate:
             search.run("decide", base)
         better, unsound = search.goal.ratio(winner.best, base.best), search.outlook.suspect(base.known_recipe)
         if better > 1 or unsound:
-            search.gain = gain(base.best.rates, winner.best.rates)
+            search.gain = gain(base.best, winner.best)
             more = ", which learns something else than plain fp32" if unsound else ""
             winner.reason = f"{better:.2f}× of the recipe as it stood{more}"
             return winner

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rush.lab.statistics import Floor, Ratio, centre, ratio_of_medians
+from rush.lab.pairs import Floors, Timed, compare, quotient
+from rush.lab.statistics import Floor, Ratio, centre
 from rush.tune.forecast import Prediction
 
 OBJECTIVES = {
@@ -37,6 +38,8 @@ class Result:
     figures: Mapping[str, Any] = field(default_factory=dict)
     """What else a timing says: which tokens were `counted`, the share of a step that `waits` for data, whether it was
     `hopeless` and ended early, the machine's `load`."""
+    batches: Timed | None = None
+    """The same rates with the batches they were taken on; None where that is not known, or they are of several trials."""
 
     @property
     def ok(self) -> bool:
@@ -46,10 +49,14 @@ class Result:
     def speed(self) -> float:
         return centre([self.rates])
 
+    @property
+    def timed(self) -> Timed:
+        return self.batches or Timed(self.rates)
+
     def pooled(self, other: Result) -> Result:
         """This trial and another of the same recipe as one."""
         most = max(self.peak_memory_bytes, other.peak_memory_bytes)
-        return replace(self, rates=(*self.rates, *other.rates), peak_memory_bytes=most)
+        return replace(self, rates=(*self.rates, *other.rates), peak_memory_bytes=most, batches=None)
 
     @property
     def failure(self) -> str:
@@ -82,7 +89,7 @@ class Goal:
         """How much better; above 1 is better."""
         if self.objective == "memory":
             return old.peak_memory_bytes / max(1, new.peak_memory_bytes)
-        return new.speed / old.speed
+        return quotient([old.timed], [new.timed])
 
     def fast_enough(self, new: Result, start: Result) -> bool:
         return self.objective != "memory" or new.speed >= self.keep_speed * start.speed
@@ -96,7 +103,7 @@ class Goal:
         """Whether a trial is better than the lead's by more than chance gives."""
         if self.objective == "memory":
             return self.fast_enough(new, start) and self.ratio(new, lead) > 1 + LEAST
-        return gain(lead.rates, new.rates).faster
+        return gain(lead, new).faster
 
     def expected(self, new: Prediction, lead: Prediction, start: Prediction) -> float:
         """How much better by prediction; 0 for one that is too slow."""
@@ -106,6 +113,7 @@ class Goal:
         return new.tokens_per_s / lead.tokens_per_s
 
 
-def gain(before: Sequence[float], after: Sequence[float]) -> Ratio:
+def gain(before: Result, after: Result) -> Ratio:
     """The quotient of two speeds with its interval."""
-    return ratio_of_medians([before], [after], Floor(0.0, 0, LEAST))
+    floor = Floor(0.0, 0, LEAST)
+    return compare([before.timed], [after.timed], Floors(floor, floor))

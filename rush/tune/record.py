@@ -118,7 +118,9 @@ def _winner(request: Request, search: Search) -> dict[str, Any] | None:
         "what": describe(won.recipe),
         "tokens_per_s": speed,
         "peak_memory_bytes": won.best.peak_memory_bytes,
-        "gain": {"ratio": ratio.ratio, "ci95": [ratio.low, ratio.high]} if ratio else None,
+        "gain": {"ratio": ratio.ratio, "ci95": [ratio.low, ratio.high], "paired": ratio.paired}
+        if ratio
+        else None,
         "memory_ratio": won.best.peak_memory_bytes / max(1, search.base.best.peak_memory_bytes),
         "parity": dict(parity) if parity else None,
         "as_it_stood": won is search.base,

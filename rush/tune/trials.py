@@ -19,7 +19,7 @@ from rush.lab.judge import parity_of
 from rush.lab.ladder_file import Measure, Parity, Plan
 from rush.lab.ladder_file import Search as NoSearch
 from rush.lab.statistics import centre
-from rush.lab.timing import rates
+from rush.lab.timing import rates, timed
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import changed
@@ -193,4 +193,5 @@ def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> Result:
         }
         if timing
         else {},
+        timed(timing) if timing else None,
     )

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from rush.cli.ladder import _caption
-from rush.lab.ladder import RESTLESS, Progress, climb
+from rush.lab.findings import RESTLESS
+from rush.lab.ladder import Progress, climb
 from rush.lab.ladder_file import load_plan
 from rush.records.ladder import read_ladder
 
@@ -208,6 +209,32 @@ def test_the_table_says_what_the_first_rung_measured_again_came_to(
     told = _caption({"drift": drift, "sequence_limits": None})  # type: ignore[typeddict-item]
     assert told is not None
     assert f"-15.0 % ({100 * (low - 1):+.1f} % to {100 * (high - 1):+.1f} %), {verdict}" in told
+
+
+def test_the_table_says_what_was_told_batch_by_batch_and_blames_no_machine_for_its_batches() -> None:
+    drift = {
+        "ratio": 1.0,
+        "ci95": [0.7, 1.3],
+        "flagged": False,
+        "restless": True,
+        "paired": None,
+        "uneven": True,
+    }
+    gains = [None, {"ratio": 1.1, "paired": 12}, {"ratio": 1.1, "paired": None}]
+    rungs = [
+        {"title": title, "gain": gain} for title, gain in zip(("Base", "Pad", "Pack"), gains, strict=True)
+    ]
+    record = {"drift": drift, "sequence_limits": None, "rungs": rungs}
+    told = _caption(record)  # type: ignore[arg-type]
+    assert told is not None
+    assert "TOO UNEVEN" in told
+    assert "BUSY" not in told
+    assert told.endswith("told batch by batch, both sides on the same ones: Pad")
+    quiet = {"drift": drift | {"ci95": [0.99, 1.01], "restless": False, "paired": 14, "uneven": False}}
+    told = _caption({**record, "rungs": rungs[:2], **quiet})  # type: ignore[typeddict-item]
+    assert told is not None
+    assert "measured again on 14 batches one by one: +0.0 % (-1.0 % to +1.0 %), within its interval" in told
+    assert told.endswith("same ones: all gains")
 
 
 def test_a_killed_ladder_goes_on_and_repeats_no_finished_trial(

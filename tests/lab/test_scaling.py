@@ -21,6 +21,7 @@ from rush.cli.scale import row_of
 from rush.errors import RecipeError
 from rush.hardware import probe
 from rush.lab.layouts import ONE, laid_out, sizes_of
+from rush.lab.pairs import Floors
 from rush.lab.scaling import Progress, study
 from rush.lab.scaling_file import Plan, load_plan
 from rush.lab.scaling_findings import Spot, comparisons_of, judged, point_of, predicted
@@ -32,6 +33,7 @@ from rush.records.scaling import read_scale
 from rush.techniques import put_on, settle_uses
 
 ROOT = Path(__file__).resolve().parents[2]
+FLOORS = Floors(Floor(0.0, 0, 0.01), Floor(0.0, 0, 0.01))
 PLANTED = Path(__file__).parent / "planted" / "on_rank_one.py"
 QUICK = (
     "measure.processes=1", "measure.windows=2", "measure.window_ms=1.0", "measure.warmup_max_steps=6", "measure.limit_s=90.0",
@@ -159,7 +161,7 @@ def test_an_efficiency_is_tokens_per_device_over_those_of_one_device() -> None:
     spots = [spot(ONE, 1, 1000.0), spot("ddp", 4, 3000.0), spot("tp", 2, 1000.0, parity="different")]
     spots += [spot("cp", 2, 1000.0, parity="not judged"), spot("pp", 2, 1900.0, seen=False)]
     spots += [spot("zero2", 2, 1800.0, shared=True)]
-    one, ddp, tp, cp, pp, shared = (point_of(s, spots, Floor(0.0, 0, 0.01)) for s in spots)
+    one, ddp, tp, cp, pp, shared = (point_of(s, spots, FLOORS) for s in spots)
     assert (one["verdict"], one["efficiency"], one["exposed"]) == ("baseline", {}, None)
     found = ddp["efficiency"]["strong"]
     assert found["ratio"] == pytest.approx(0.75, rel=1e-3)
@@ -187,7 +189,7 @@ def test_an_efficiency_is_tokens_per_device_over_those_of_one_device() -> None:
 
 def test_where_one_device_is_too_small_the_layouts_own_smallest_number_is_what_counts() -> None:
     spots = [spot("zero3", 4, 4000.0), spot("zero3", 8, 6000.0), spot("ddp", 8, 7000.0)]
-    four, eight, ddp = (point_of(s, spots, Floor(0.0, 0, 0.01)) for s in spots)
+    four, eight, ddp = (point_of(s, spots, FLOORS) for s in spots)
     assert eight["efficiency"]["strong"]["ratio"] == pytest.approx(0.75, rel=1e-3)
     assert eight["efficiency"]["strong"]["over"] == "zero3 on 4"
     assert four["efficiency"] == ddp["efficiency"] == {}, "there is nothing below it"
@@ -196,7 +198,7 @@ def test_where_one_device_is_too_small_the_layouts_own_smallest_number_is_what_c
 def test_zero2_stands_beside_zero3_and_peer_to_peer_beside_none() -> None:
     spots = [spot("zero2", 2, 1000.0), spot("zero3", 2, 900.0), spot("zero3", 2, 450.0, peers=False)]
     spots.append(spot("zero2", 2, 800.0, peers=False, parity="different"))
-    stages, peers = comparisons_of(spots, Floor(0.0, 0, 0.01))
+    stages, peers = comparisons_of(spots, FLOORS)
     assert (stages["first"], stages["second"]) == ("zero2 on 2", "zero3 on 2")
     assert stages["speed"] is not None
     assert stages["speed"]["ratio"] == pytest.approx(0.9, rel=1e-3)

@@ -13,7 +13,8 @@ import torch
 from rush.data import Steps
 from rush.hardware import probe
 from rush.lab import timing
-from rush.lab.timing import Stepper, Timing, rates, time_steps
+from rush.lab.pairs import Timed
+from rush.lab.timing import Stepper, Timing, rates, time_steps, timed
 from rush.recipe_io import load_recipe
 from rush.train.build import build
 from rush.train.corpus import open_corpus
@@ -47,6 +48,8 @@ def test_each_sample_counts_the_tokens_of_its_own_steps(small_recipe: Path) -> N
     assert len(labels) == len(found["samples_s"]) == 5
     # The last steps that were made, in their order, and none of the warm-up's.
     assert labels == [growing.made - 4 + number for number in range(5)]
+    assert found["sample_steps"] == labels, "the step a sample began with; here each has as many labels"
+    assert timed(found) == Timed(rates(found), [64] * 5, found["sample_steps"], 1)
     assert found["sample_tokens"]["processed"] == [64] * 5
     assert rates(found, "trained") == [
         count / seconds for count, seconds in zip(labels, found["samples_s"], strict=True)
@@ -59,9 +62,10 @@ def test_a_sample_of_several_steps_is_their_mean(small_recipe: Path) -> None:
     with open_corpus(recipe, None, lambda text: None).loader(recipe, run.loader_options) as loader:
         stepper = Stepper(run, Growing(loader))  # type: ignore[arg-type]
         stepper()  # looked at only when the next is under way
-        samples, tokens = timing._timed(stepper, timing._by_host, 2, 3)
+        samples, tokens, began = timing._timed(stepper, timing._by_host, 2, 3)
     assert len(samples) == 2
     assert [each["trained"] for each in tokens] == [3.0, 6.0]
+    assert began == [2, 5]
 
 
 @pytest.mark.gpu
@@ -83,7 +87,7 @@ def test_on_a_gpu_samples_add_up_to_the_time_of_training() -> None:
         stepper.settle()
         torch.cuda.synchronize()
         began = time.perf_counter()
-        samples, _ = timing._timed(stepper, timing._by_device, 12, 1)
+        samples, *_ = timing._timed(stepper, timing._by_device, 12, 1)
         wall = time.perf_counter() - began
     # The wall's clock has one step more: the one before the first window.
     assert sum(samples) == pytest.approx(wall * 12 / 13, rel=0.04)
@@ -97,5 +101,5 @@ def test_what_is_plainly_too_slow_ends_with_its_warm_up(small_recipe: Path) -> N
         found = time_steps(run, growing, replace(SHORT, slowest=1e12, warmup_max_steps=1))  # type: ignore[arg-type]
     assert found["hopeless"]
     assert growing.made == 3, "the first, which compiles, one that is too slow, and another to be sure"
-    assert found["sample_tokens"]["trained"] == [2, 3]
+    assert found["sample_tokens"]["trained"] == [2, 3] == found["sample_steps"]
     assert len(rates(found)) == 2

@@ -109,6 +109,28 @@ def test_a_machine_too_busy_to_measure_on_is_told(ladder: Ladder) -> None:
     assert "Run it again when nothing else runs" in told
 
 
+def test_batches_that_differ_are_not_called_a_busy_machine(ladder: Ladder) -> None:
+    assert ladder.drift is not None
+    uneven = replace(ladder.drift, restless=True, uneven=True)
+    (told,) = findings.warnings(replace(ladder, drift=uneven))
+    assert "busy" not in told
+    assert "unequal numbers of tokens" in told
+    assert "busy" not in uneven.verdict
+    assert replace(ladder.drift, paired=14).verdict == "within its interval, on 14 batches one by one"
+
+
+def test_the_headline_takes_the_gain_that_was_told_batch_by_batch(ladder: Ladder) -> None:
+    best = findings.fastest(ladder.rungs, equal=True)
+    assert best is not None
+    assert best.total_gain is not None
+    told = replace(best, total_gain=replace(best.total_gain, ratio=7.77, low=7.7, high=7.8, paired=12))
+    others = tuple(told if rung is best else rung for rung in ladder.rungs)
+    paired = replace(ladder, rungs=others)
+    assert "7.77" in findings.headline(paired)
+    assert "7.77" in findings.figures(paired)[0].value
+    assert "7.77" not in findings.headline(ladder)
+
+
 def test_machines_are_named_by_what_computes() -> None:
     machine = made_up.made_up_machine()
     assert _plain(findings.machine_name(machine)) == "Made-up GPU 9000 (140 GiB)"

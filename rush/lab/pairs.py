@@ -1,0 +1,198 @@
+"""Held against each other batch by batch, where two recipes were timed on the very same batches.
+
+In fine-tuning no two batches are alike: the samples of one process lie a third apart, and none of that is the machine's doing.
+But every process of a ladder is given the same batches in the same order, so a sample of one recipe has a partner in the other:
+the sample that trained on the same batches. The quotient of such two has nothing of the data's variation in it.
+
+Samples are partners if they began with the same step and hold equally many of the tokens that count; all that both processes
+timed must agree, else the order or the packing is another one and nothing is paired. Timings that do not say with which step a
+sample began (they are older) are laid side by side by their counts alone, if there is only one way to do it. Where all
+counts are the same, as in pretraining with full rows, a pair tells nothing that two samples do not, and nothing is paired.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+from itertools import combinations
+
+import numpy as np
+
+from rush.lab.statistics import (
+    NEAR,
+    Array,
+    Floor,
+    Ratio,
+    centre,
+    floor_near,
+    floor_of,
+    logs_of_medians,
+    middle_of_pairs,
+    noise_floor,
+    ratio_of_medians,
+    ratio_of_pairs,
+)
+
+LEAST_PAIRS = 6
+"""Batches that all processes compared must share. From fewer than six samples no 95 % interval of a median can be had: the
+median lies outside all five of five in one case of sixteen. And six varying counts in a row do not agree by chance."""
+LEAST_SHARE = 0.5
+"""Of the samples of each process: where fewer have a partner, more is thrown away than is won. A technique may gain on some
+batches and not on others (padding to the longest row does), and a handful of batches does not stand for the rest."""
+
+
+@dataclass(frozen=True)
+class Timed:
+    """The samples of one process and the batches they were taken on."""
+
+    rates: Sequence[float]
+    tokens: Sequence[float] = ()
+    """Of the kind that counts, in a step of each sample; empty where that is not known."""
+    steps: Sequence[int] | None = None
+    """The step each sample began with; None where that is not known."""
+    span: int = 1
+    """Steps in a sample."""
+
+
+Recipes = Sequence[Sequence[Timed]]
+
+
+@dataclass(frozen=True)
+class Floors:
+    """The noise floor of a comparison of medians, and that of one batch by batch."""
+
+    medians: Floor
+    pairs: Floor
+
+
+def compare(first: Sequence[Timed], second: Sequence[Timed], floors: Floors, seed: int = 0) -> Ratio:
+    """By how much `second` exceeds `first`: batch by batch where they share enough of them, else by their medians."""
+    found = _side_by_side(first, second)
+    if found is None:
+        return ratio_of_medians(_rates(first), _rates(second), floors.medians, seed)
+    return ratio_of_pairs(*found, floors.pairs, seed)
+
+
+def quotient(first: Sequence[Timed], second: Sequence[Timed]) -> float:
+    """The same without an interval."""
+    found = _side_by_side(first, second)
+    if found is None:
+        return centre(_rates(second)) / centre(_rates(first))
+    return math.exp(middle_of_pairs(*found))
+
+
+def floors_of(recipes: Recipes, least: float = 0.0) -> Floors:
+    """The noise floors from all recipes measured more than once.
+
+    That of pairs leaves out a recipe whose processes were timed on different batches: their distance is the data's.
+    """
+    within = (_apart(processes) for processes in recipes)
+    pairs = floor_of([logs for logs in within if logs is not None], least)
+    return Floors(noise_floor(map(_rates, recipes), least), pairs)
+
+
+def floors_near(recipes: Recipes, least: float = 0.0) -> list[Floors]:
+    """The noise floors at every place in a line of recipes where neighbours are alike: from the nearest that tell."""
+    every = [_rates(processes) for processes in recipes]
+    within = {place: logs for place, p in enumerate(recipes) if (logs := _apart(p)) is not None}
+    found = []
+    for place, _ in enumerate(recipes):
+        nearest = sorted(within, key=lambda other: abs(other - place))[:NEAR]
+        pairs = floor_of([within[other] for other in nearest], least)
+        found.append(Floors(floor_near(every, place, least), pairs))
+    return found
+
+
+def unevenness(processes: Iterable[Timed]) -> float:
+    """How many times the tokens of the emptiest sample the fullest one holds; 1 where they are all alike, or not known."""
+    counts = [count for process in processes for count in process.tokens]
+    if not counts or min(counts) == max(counts):
+        return 1.0
+    return max(counts) / min(counts) if min(counts) > 0 else math.inf
+
+
+def _rates(processes: Sequence[Timed]) -> list[Sequence[float]]:
+    return [process.rates for process in processes]
+
+
+def _apart(processes: Sequence[Timed]) -> Array | None:
+    """Where the processes of one recipe lie (in logarithms), less what their batches do; None where that cannot be told."""
+    if len(processes) < 2:
+        return None
+    if unevenness(processes) == 1:
+        return logs_of_medians(_rates(processes))
+    kept = _grown(processes, list(combinations(range(len(processes)), 2)))
+    if kept is None:
+        return None
+    logs = _logs([processes[index] for index in kept])
+    return np.asarray(np.median(logs - logs.mean(axis=0), axis=1), dtype=np.float64)
+
+
+def _side_by_side(first: Sequence[Timed], second: Sequence[Timed]) -> tuple[Array, Array] | None:
+    """Logarithms of the rates on the batches that both timed, a row for every process; None where they share too few.
+
+    A process whose window lies elsewhere (it took longer to warm up) is left out, if that saves the others' batches.
+    """
+    both = [*first, *second]
+    across = [(p, len(first) + q) for p in range(len(first)) for q in range(len(second))]
+    kept = _grown(both, across)
+    if kept is None:
+        return None
+    logs, border = _logs([both[index] for index in kept]), sum(index < len(first) for index in kept)
+    return logs[:border], logs[border:]
+
+
+def _grown(processes: Sequence[Timed], seeds: Sequence[tuple[int, int]]) -> list[int] | None:
+    """The seed that shares most batches, and every further process that leaves enough of them; in their order."""
+    best = max(seeds, key=lambda seed: len(_shared([processes[index] for index in seed])[0]))
+    if not _shared([processes[index] for index in best])[0]:
+        return None
+    kept = list(best)
+    for index in range(len(processes)):
+        if index not in kept and _shared([processes[other] for other in (*kept, index)])[0]:
+            kept.append(index)
+    return sorted(kept)
+
+
+def _logs(processes: Sequence[Timed]) -> Array:
+    places = _shared(processes)
+    rows = [[p.rates[place] for place in row] for p, row in zip(processes, places, strict=True)]
+    return np.log(np.asarray(rows, dtype=np.float64))
+
+
+def _shared(processes: Sequence[Timed]) -> list[list[int]]:
+    """For each process the places of the samples on batches that all of them timed; no places if too few or not clear."""
+    nothing: list[list[int]] = [[] for _ in processes]
+    if len({process.span for process in processes}) > 1 or not all(process.tokens for process in processes):
+        return nothing
+    told = all(process.steps is not None for process in processes)
+    places = _by_steps(processes) if told else _by_counts(processes)
+    some = [column for column in zip(*places, strict=True) if processes[0].tokens[column[0]] > 0]
+    places = [list(row) for row in zip(*some, strict=True)] or nothing
+    counts = [[p.tokens[place] for place in row] for p, row in zip(processes, places, strict=True)]
+    if any(row != counts[0] for row in counts):
+        return nothing  # another order or another packing
+    enough = max(LEAST_PAIRS, LEAST_SHARE * max(len(process.rates) for process in processes))
+    return places if len(counts[0]) >= enough and len(set(counts[0])) > 1 else nothing
+
+
+def _by_steps(processes: Sequence[Timed]) -> list[list[int]]:
+    where = [{step: place for place, step in enumerate(process.steps or ())} for process in processes]
+    common = sorted(set.intersection(*map(set, where)))
+    return [[places[step] for step in common] for places in where]
+
+
+def _by_counts(processes: Sequence[Timed]) -> list[list[int]]:
+    """By the counts alone: the one way to lay each beside the first. Either may have skipped one batch that the other timed."""
+    first, partners = processes[0], []
+    for other in processes[1:]:
+        blocks = SequenceMatcher(None, first.tokens, other.tokens, autojunk=False).get_matching_blocks()
+        partner = {b.a + index: b.b + index for b in blocks for index in range(b.size)}
+        holes = [max(side) - min(side) + 1 - len(side) for side in (partner.keys(), partner.values()) if side]
+        if max(holes, default=0) > 1:
+            return [[] for _ in processes]
+        partners.append(partner)
+    common = [place for place, _ in enumerate(first.tokens) if all(place in p for p in partners)]
+    return [common, *([partner[place] for place in common] for partner in partners)]
