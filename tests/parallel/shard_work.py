@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from rank_work import ROOT, Result, loader, recipe
 
 sys.path.insert(0, str(ROOT / "tests" / "train"))
@@ -162,3 +163,19 @@ def wait_on_host(layout: Mapping[str, int], techniques: Iterable[str] = ()) -> R
         with loader(run) as given:
             losses = [train_step(run, step, 1e-3, given.next_step()).loss for step in range(1, 4)]
         return {"losses": losses, "moved": run.facts["offloaded"]["bytes"]}
+
+
+def reductions(layout: Mapping[str, int], techniques: Iterable[str], more: Iterable[str]) -> int:
+    """How often the ranks add something up in one step."""
+    from rush.hardware import probe
+    from rush.parallel import join
+    from rush.train.build import build
+    from rush.train.step import launch_step
+
+    chosen = recipe("gpt2", layout, techniques, *more)
+    with join(chosen.layout.model_dump(), "cpu") as ranks, torch.profiler.profile() as profile:
+        run = build(chosen, probe("cpu"), None, ranks)
+        with loader(run) as given:
+            launch_step(run, 1, chosen.optimizer.lr, list(given.next_step())).result()
+        torch.distributed.barrier()
+    return sum(event.count for event in profile.key_averages() if event.key == "c10d::allreduce_")

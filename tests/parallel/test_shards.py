@@ -12,7 +12,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rank_work import Result, learn, on_ranks, recipe
-from shard_work import overfit, pass_adapters, prefer, wait_on_host
+from shard_work import overfit, pass_adapters, prefer, reductions, wait_on_host
 from test_pipeline import together
 from test_sameness import furthest
 
@@ -29,6 +29,7 @@ DORA = "{name='lora', variant='dora'}"
 ZERO2, ZERO1 = "{name='fsdp', stage='gradients'}", "{name='fsdp', stage='optimizer'}"
 BLOCKS = "{name='compile', scope='block'}"
 FSDP, DDP, BOTH = {"fsdp": 2}, {"ddp": 2}, {"ddp": 2, "fsdp": 2}
+SEQUENCE = 32
 slow = pytest.mark.slow
 
 CASES = [
@@ -206,6 +207,21 @@ def test_gpt2_s_bias_gradients_are_made_on_the_way_on_several_ranks_too(axis: st
     for ours in together(ranks) if axis == "pp" else ranks:
         assert max(furthest(ours, alone).values()) < 1e-5
     assert ranks[0]["proofs"]["fused_bias"][0], ranks[0]["proofs"]
+
+
+@pytest.mark.parametrize(
+    "stage", ["parameters", pytest.param("gradients", marks=slow), pytest.param("optimizer", marks=slow)]
+)
+def test_copies_of_shards_add_up_several_passes_once(stage: str) -> None:
+    technique = f"{{name='fsdp', stage='{stage}'}}"
+    sizes = {passes: [f"batch.total_tokens={passes * 4 * SEQUENCE}"] for passes in (1, 3)}
+    counts = {passes: on_ranks(4, reductions, BOTH, [technique], more)[0] for passes, more in sizes.items()}
+    assert counts[1] == counts[3] > 0, "gradients between copies are exchanged with the last pass only"
+    ours = on_ranks(4, learn, "gpt2", BOTH, [technique], 6, "", sizes[3])
+    alone = learn("gpt2", {}, (), 6, "", sizes[3])
+    for found in ours:
+        np.testing.assert_allclose(found["losses"], alone["losses"], rtol=1e-5)
+        np.testing.assert_allclose(found["norms"], alone["norms"], rtol=1e-4)
 
 
 @slow
