@@ -32,6 +32,8 @@ STEADY_STEPS = 3
 STEADY_WITHIN = 0.05
 ENOUGH = 8
 """Samples that do where each takes long."""
+COMMON = 8
+"""Of uneven batches, timing begins after a number of steps that this divides."""
 KINDS = ("processed", "real", "trained")
 """Tokens: all of them, those that are no padding, those with a label."""
 
@@ -114,6 +116,11 @@ def time_steps(
     if len(warm) == 1 and _too_slow(stepper, warm, counted, timing):
         warm.append(one())  # one step alone may have paid for something else
     hopeless = _too_slow(stepper, warm, counted, timing)
+    stepper.settle()
+    if not (hopeless or cold) and len({count[counted] for count in stepper.counts}) > 1:
+        # Where batches differ, other recipes are timed on the same ones only if all begin at a step that all come by.
+        while stepper.step % COMMON:
+            warm.append(one())
     step_s = statistics.median(warm[-STEADY_STEPS:])
     per_window = max(1, math.ceil(timing.window_ms / 1000 / step_s))
     windows = max(

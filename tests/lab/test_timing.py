@@ -15,7 +15,7 @@ from rush.hardware import probe
 from rush.lab import timing
 from rush.lab.pairs import Timed
 from rush.lab.timing import Stepper, Timing, rates, time_steps, timed
-from rush.recipe_io import load_recipe
+from rush.recipe_io import changed, load_recipe
 from rush.train.build import build
 from rush.train.corpus import open_corpus
 
@@ -54,6 +54,21 @@ def test_each_sample_counts_the_tokens_of_its_own_steps(small_recipe: Path) -> N
     assert rates(found, "trained") == [
         count / seconds for count, seconds in zip(labels, found["samples_s"], strict=True)
     ]
+
+
+@pytest.mark.parametrize("warm_up", [1, 3, 10])
+def test_uneven_batches_are_timed_from_a_step_that_all_recipes_come_by(
+    small_recipe: Path, warm_up: int
+) -> None:
+    recipe = load_recipe(str(small_recipe))
+    run = build(recipe, probe("cpu"))
+    with open_corpus(recipe, None, lambda text: None).loader(recipe, run.loader_options) as loader:
+        # The labels that count differ from step to step, as conversations' do.
+        run.recipe = changed(recipe, {"objective.kind": "sft"})
+        short = replace(SHORT, warmup_max_steps=warm_up)
+        found = time_steps(run, Growing(loader), short)  # type: ignore[arg-type]
+    assert (found["sample_steps"][0] - 1) % timing.COMMON == 0
+    assert found["warmup_steps"] == found["sample_steps"][0] - 1
 
 
 def test_a_sample_of_several_steps_is_their_mean(small_recipe: Path) -> None:
