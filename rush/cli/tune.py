@@ -70,6 +70,14 @@ def tune(
             help="With --objective memory, the least share of the recipe's own speed.", min=0, max=1
         ),
     ] = 0.8,
+    beside: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A recipe made by hand, by name or file, whose techniques and micro batch are timed beside the winner's when the "
+            "search is over; may be given several times.",
+            autocompletion=complete_recipe,
+        ),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Search for the fastest recipe on this machine that still learns the same, prove it, and write it down.
@@ -87,6 +95,8 @@ def tune(
       rush tune llama-3.2-1b --budget 15m --out tuned/llama
 
       rush train tuned/llama/recipe.toml
+
+      rush tune gpt2-124m --budget 15m --beside gpt2-124m-fast
 
       rush tune qlora --objective memory --keep-speed 0.5
     """
@@ -108,7 +118,8 @@ def tune(
 
     chosen, name = load_recipe(recipe, changes, auto=True), short_name(recipe)
     folder = out or Path("runs") / f"tune-{name}"
-    request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price)
+    others = {short_name(one): load_recipe(one, []) for one in beside or []}
+    request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price, others)
     try:
         with stopped_by_sigterm(), _watching(quiet=json) as watch:
             record = search(request, folder, watch=watch, note=(lambda text: None) if json else note)
@@ -161,7 +172,7 @@ def said(record: TuneRecord) -> str:
         else "there was no time to prove it; give a larger --budget"
     )
     if winner["as_it_stood"]:
-        return f"Nothing better was found and proved; the recipe stays as it was ({proof})."
+        return f"Nothing better was found and proved; the recipe stays as it was ({proof}).{_beside(winner)}"
     words = []
     if gain := winner["gain"]:
         low, high = gain["ci95"]
@@ -171,7 +182,21 @@ def said(record: TuneRecord) -> str:
         words.append(f"{winner['cost_per_million_tokens']:.4g} per million tokens")
     if "sequence" in winner:
         words.append(f"sequences of {winner['sequence']:,} tokens")
-    return f"Won: {winner['what']}. {', '.join(words)}; {proof}."
+    return f"Won: {winner['what']}. {', '.join(words)}; {proof}.{_beside(winner)}"
+
+
+def _beside(winner: dict[str, Any]) -> str:
+    """A sentence for each recipe made by hand."""
+    told = ""
+    for row in winner.get("beside", ()):
+        if gain := row["gain"]:
+            low, high = gain["ci95"]
+            told += f" {gain['ratio']:.3f}× ({low:.3f} to {high:.3f}) of {row['name']}."
+        else:
+            told += (
+                f" {row['name']} could not be timed here: {row['status'].replace('_', ' ')}, {row['reason']}"
+            )
+    return told
 
 
 @contextmanager

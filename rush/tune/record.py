@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from rush.lab.findings import measured
@@ -30,6 +30,8 @@ class Request:
     allowed: frozenset[Parity]
     budget_s: float
     price: float | None = None
+    beside: Mapping[str, Recipe] = field(default_factory=dict)
+    """Recipes made by hand, by name, that the winner is held against when the search is over."""
 
 
 def classes(allowed: frozenset[Parity]) -> list[str]:

@@ -23,6 +23,7 @@ from rush.recipe_io import changed
 from rush.records.lock import FolderLock
 from rush.records.tune import TuneRecord, read_tune, write_tune
 from rush.train.corpus import open_corpus
+from rush.tune.beside import beside, fit_beside
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate
 from rush.tune.earlier import Gain, remember, remembered
@@ -47,6 +48,8 @@ def tune(
 ) -> TuneRecord:
     """Search into `folder`, or go on with the search that is there. Returns its record."""
     asked = _whole(request.recipe)
+    for name, other in request.beside.items():
+        fit_beside(name, other, asked)  # a mistake is told before anything is started
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
         if not asked.auto:
@@ -94,7 +97,11 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
     else:
         search.climb()
         decide(search)
+    others = {name: fit_beside(name, other, request.recipe) for name, other in request.beside.items()}
+    rows = beside(search, lab, others)
     record = record_of(request, search, lab.settings, known, started, gone)
+    if record["winner"] is not None:
+        record["winner"]["beside"] = rows
     record["finished"] = _now()
     write_tune(folder / "tune.json", record)
     write_atomic(folder / "recipe.toml", recipe_file(request, search, record))

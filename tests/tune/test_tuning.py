@@ -7,13 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
 
 from rush.cli import main
-from rush.cli.tune import seconds
+from rush.cli.tune import said, seconds
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.recipe_io import load_recipe
@@ -37,8 +38,24 @@ def test_a_search_of_seconds_leaves_a_recipe_its_evidence_and_no_process(
 ) -> None:
     others = {child.pid for child in psutil.Process().children(recursive=True)}
     folder = tmp_path / "out"
-    record = tune(request(small_recipe, 6.0), folder)
+    slow = load_recipe(str(small_recipe), ["techniques=['checkpoint_full']"])
+    wide = load_recipe(str(small_recipe), ["batch.micro=7", "batch.total_tokens=7168"])
+    with pytest.raises(RecipeError, match="the nearest allowed"):
+        tune(replace(request(small_recipe, 6.0), beside={"wide": wide}), folder)
+    assert not folder.exists(), "a mistake is told before anything starts"
+    broken = load_recipe(str(small_recipe), ["techniques=['tf32']"])
+    asked = replace(request(small_recipe, 6.0), beside={"slow": slow, "broken": broken})
+    record = tune(asked, folder)
     assert record == read_tune(folder)
+    assert record["winner"] is not None
+    first, second = record["winner"]["beside"]
+    assert [row["name"] for row in (first, second)] == ["slow", "broken"]
+    assert [row["status"] for row in (first, second)] == ["ok", "unsupported"]
+    low, high = first["gain"]["ci95"]
+    assert low < record["winner"]["tokens_per_s"] / first["tokens_per_s"] < high
+    assert f"{first['gain']['ratio']:.3f}× (" in said(record)
+    assert "broken could not be timed here: unsupported, technique tf32 cannot run here" in said(record)
+    assert "Beside recipes made by hand" in tune_page(record)
     assert record["finished"]
     assert record["load"] is not None
     assert [event["kind"] for event in record["events"]][:2] == ["rank", "reference"]
@@ -84,6 +101,7 @@ def test_the_mark_of_a_machine_is_read_back_and_changes_nothing(small_recipe: Pa
         (["--budget", "soon"], "--budget is 'soon'"),
         (["--budget", "0m"], "--budget is '0m'"),
         (["--allow", "clos"], "did you mean 'close'"),
+        (["--beside", "gpt2-124m-fast"], "--beside gpt2-124m-fast: the model is gpt2-124m"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_starts(

@@ -1,0 +1,61 @@
+"""Recipes that somebody made by hand, beside the winner of a search: timed as long, in the same folder, on the same data.
+
+Of such a recipe the techniques and the micro batch count; model, data and the tokens of a step are those of the search. It is
+timed when the search is over, so it costs the search no time and tells it nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rush.errors import RecipeError, RushError
+from rush.recipe import Recipe
+from rush.recipe_io import changed
+from rush.tune.goal import Limit, gain
+from rush.tune.search import Search
+from rush.tune.trials import Trials
+
+LIMIT_S = 600.0
+
+
+def fit_beside(name: str, other: Recipe, recipe: Recipe) -> Recipe:
+    """The other recipe's techniques and micro batch on what the search trains; RecipeError where it is another model."""
+    for what, theirs, ours in (
+        ("the model", other.model.name, recipe.model.name),
+        ("batch.sequence", other.batch.sequence, recipe.batch.sequence),
+        ("objective.kind", other.objective.kind, recipe.objective.kind),
+    ):
+        if theirs != ours:
+            raise RecipeError(
+                f"--beside {name}: {what} is {theirs}, and of the recipe that is tuned {ours}; name a recipe for the same run."
+            )
+    return changed(recipe, {"techniques": list(other.techniques), "batch.micro": other.micro})
+
+
+def beside(search: Search, lab: Trials, others: Mapping[str, Recipe]) -> list[dict[str, Any]]:
+    """For each of them its speed and, if there is a winner, by how much the winner exceeds it."""
+    found = []
+    for name, recipe in others.items():
+        search.tell(search, f"beside it: {name}")
+        row: dict[str, Any] = {
+            "name": name,
+            "status": "ok",
+            "reason": None,
+            "tokens_per_s": None,
+            "gain": None,
+        }
+        try:
+            result = lab.trial("beside", recipe, Limit(LIMIT_S, patient=True))
+        except RushError as error:  # its micro batch does not divide the tokens of a trial
+            found.append(row | {"status": "unsupported", "reason": str(error)})
+            continue
+        if not result.ok:
+            found.append(row | {"status": result.status, "reason": result.reason})
+            continue
+        row["tokens_per_s"] = result.speed
+        if search.winner is not None and search.winner.timed:
+            ratio = gain(result, search.winner.best)
+            row["gain"] = {"ratio": ratio.ratio, "ci95": [ratio.low, ratio.high], "paired": ratio.paired}
+        found.append(row)
+    return found
