@@ -126,6 +126,16 @@ def test_evaluate_takes_files_of_pairs_conversations_and_questions(
     assert len(card["answers"]) == 2
 
 
+def test_evaluate_reads_tables_as_rows(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    table = world.file("pairs.csv", "prompt,chosen,rejected\nWhat?,this,that\nWho?,she,he\n")
+    assert world.call("evaluate", world.path / "run", "--data", table, "--answers", 0, "--json") == 0
+    wins = json.loads(capsys.readouterr().out)["models"][0]["wins"]
+    assert wins["by_sum"]["count"] == 2
+    chat = world.file("chat.csv", "prompt,completion\nhi,ho\n")
+    assert world.call("evaluate", world.path / "run", "--data", chat, "--answers", 0, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["models"][0]["wins"] is None
+
+
 BAD = [
     (["overfit", "nothing-such"], 2, "nothing-such"),
     (["overfit", "RECIPE", "objective.beta=0"], 2, "objective.beta"),
