@@ -248,10 +248,10 @@ def unpacked(path: str) -> Iterator[io.BufferedReader]:
     try:
         if name.endswith(".zst"):
             arrow = import_extra("pyarrow", "parquet", "Reading .zst files")
-            stream = io.BufferedReader(arrow.input_stream(path, compression="zstd"), 1 << 20)
+            raw = arrow.input_stream(path, compression="zstd")
         else:
-            stream = io.BufferedReader(gzip.open(path, "rb") if name.endswith(".gz") else open(path, "rb", 0), 1 << 20)  # fmt: skip
-        with stream:
+            raw = (gzip.open if name.endswith(".gz") else open)(path, "rb")
+        with io.BufferedReader(raw, 1 << 20) as stream:
             yield stream
     except (OSError, EOFError, zlib.error) as error:
         if not name.endswith((".gz", ".zst")):

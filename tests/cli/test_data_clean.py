@@ -171,7 +171,8 @@ def test_a_missing_extra_is_named(desk: Desk, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_options_of_the_executor_have_their_types(desk: Desk) -> None:
-    assert desk.clean("rows.jsonl", "-o", "out.jsonl", "--option", "workers=1", "--option", "start_method=fork")[0] == 0
+    words = ("--option", "workers=1", "--option", "start_method=fork")
+    assert desk.clean("rows.jsonl", "-o", "out.jsonl", *words)[0] == 0
 
 
 def test_a_stage_is_not_told_to_train_its_tokenizer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

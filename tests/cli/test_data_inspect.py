@@ -316,7 +316,9 @@ def test_columns_that_were_not_used_are_named(world: Path, capfd: pytest.Capture
     said = "Columns that were not used: id (1 rows), messages[].name (1 rows), score (40 rows)."
     assert said in " ".join(out.split())
     assert said in page.read_text()
-    assert "not used" not in inspected(world, capfd, "used.jsonl", text.replace(', "score": 0.5', "").splitlines()[0])
+    assert "not used" not in inspected(
+        world, capfd, "used.jsonl", text.replace(', "score": 0.5', "").splitlines()[0]
+    )
 
 
 def test_a_system_column_and_weights_are_seen(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -339,7 +341,10 @@ def test_csv_is_rows(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_preference_that_cannot_be_written_is_dropped(
     world: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    rows = [{"prompt": f"q {n}", "chosen": "yes", "rejected": r} for n, r in enumerate(("no", "a \ud800", "never"))]
+    rows = [
+        {"prompt": f"q {n}", "chosen": "yes", "rejected": r}
+        for n, r in enumerate(("no", "a \ud800", "never"))
+    ]
     text = "".join(json.dumps(row) + "\n" for row in rows)
     words = (*DPO, "data.bad_rows=drop", "data.validation=1e-9")
     assert re.search(r"not a text +1 +\S+half\.jsonl:2", inspected(world, capfd, "half.jsonl", text, *words))
@@ -351,7 +356,9 @@ def test_the_examples_of_the_help_work_when_pasted(
     from rush.cli.inspect import inspect
 
     monkeypatch.chdir(world)
-    lines_of_code = [text for path in real_text.files() for text in path.read_text().splitlines() if text.strip()]
+    lines_of_code = [
+        text for path in real_text.files() for text in path.read_text().splitlines() if text.strip()
+    ]
     rows = [{"messages": ask(f"line {n}?", text)} for n, text in enumerate(lines_of_code)]
     (world / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = [text.strip() for text in (inspect.__doc__ or "").splitlines() if text.startswith("      rush ")]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,11 @@ def test_overfit_says_that_a_setting_can_learn(world: World, capsys: pytest.Capt
     assert "loss 0.6931" in out
     assert "each label is the token that follows" in out
     assert "▁" in out
+    flat = " ".join(out.split())
+    assert re.search(
+        r"near zero is at most 0\.0347 here: no model gets below 0\.0000 .* and 0\.05 nats may be left \(or 5%",
+        flat,
+    )
 
 
 def test_overfit_says_why_a_setting_cannot(world: World, capsys: pytest.CaptureFixture[str]) -> None:

@@ -430,7 +430,9 @@ def weighted(*weights: bool | None) -> Conversation:
 def test_an_answer_of_weight_0_is_context_and_changes_no_token(chatty: Tokenizer, name: str) -> None:
     template = find_template(name, chatty) if name != "marked" else Template("x", MARKED, "", "<|im_end|>")
     plain = encode(TALK, chatty, template)
-    first, second = (encode(weighted(None, None, *w), chatty, template) for w in ((False, None, True), (True, None, False)))
+    first, second = (
+        encode(weighted(None, None, *w), chatty, template) for w in ((False, None, True), (True, None, False))
+    )
     assert first.tokens == second.tokens == plain.tokens
     assert [a or b for a, b in zip(first.trained, second.trained, strict=True)] == plain.trained
     assert "fox" in trained_text(second, chatty)

@@ -170,7 +170,9 @@ def test_a_system_column_is_a_system_turn_at_the_front(row: dict[str, Any]) -> N
 
 @pytest.mark.parametrize("nothing", [None, "", " "])
 def test_a_system_column_that_says_nothing_is_no_turn(nothing: str | None) -> None:
-    assert read({"prompt": "What jumps?", "completion": "The fox.", "system": nothing}) == Conversation((Q, A))
+    assert read({"prompt": "What jumps?", "completion": "The fox.", "system": nothing}) == Conversation(
+        (Q, A)
+    )
 
 
 @pytest.mark.parametrize(
@@ -191,7 +193,9 @@ def test_weights_say_which_turns_are_trained() -> None:
         found = read({"messages": [USER, {**ASSISTANT, "weight": weight}]})
         assert found.turns == (Q, Turn("assistant", "The fox.", trained))
     first, second = {**ASSISTANT, "weight": 1}, {**ASSISTANT, "weight": 0}
-    pair = read({"chosen": [USER, first, USER, ASSISTANT], "rejected": [USER, second, USER, DOG]}, paired=True)
+    pair = read(
+        {"chosen": [USER, first, USER, ASSISTANT], "rejected": [USER, second, USER, DOG]}, paired=True
+    )
     assert len(pair.prompt) == 3, "a weight in the shared beginning does not part the two"
 
 
@@ -217,5 +221,7 @@ def test_a_field_that_is_null_is_absent(empty: str) -> None:
         ({"prompt": "x", "chosen": [ASSISTANT], "rejected": [DOG]}, True, []),
     ],
 )  # fmt: skip
-def test_the_fields_that_were_not_used_are_named(row: dict[str, Any], paired: bool, unused: list[str]) -> None:
+def test_the_fields_that_were_not_used_are_named(
+    row: dict[str, Any], paired: bool, unused: list[str]
+) -> None:
     assert read_fields(row, "auto", paired=paired)[1] == unused

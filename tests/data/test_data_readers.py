@@ -190,7 +190,9 @@ MARK = b"\xef\xbb\xbf"
 
 @pytest.mark.parametrize("slice_bytes", [1, 10**9])
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path: Path, slice_bytes: int, packed: bool) -> None:
+def test_a_byte_order_mark_is_no_part_of_the_first_row(
+    tmp_path: Path, slice_bytes: int, packed: bool
+) -> None:
     raw = MARK + b'{"text": "one"}\n{"text": "two"}\n'
     path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
     path.write_bytes(gzip.compress(raw) if packed else raw)
@@ -202,7 +204,10 @@ def test_a_byte_order_mark_is_no_part_of_a_text_or_a_column(tmp_path: Path) -> N
     (tmp_path / "a.txt").write_bytes(MARK + b"hello")
     (tmp_path / "a.csv").write_bytes(MARK + b"text,id\nhello,1\n")
     (tmp_path / "only.jsonl").write_bytes(MARK)
-    assert [d.text for name in ("a.txt", "a.csv") for d in read_all(tmp_path / name, 100)] == ["hello", "hello"]
+    assert [d.text for name in ("a.txt", "a.csv") for d in read_all(tmp_path / name, 100)] == [
+        "hello",
+        "hello",
+    ]
     assert read_all(tmp_path / "only.jsonl", 100) == []
 
 

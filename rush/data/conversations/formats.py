@@ -202,7 +202,8 @@ def _preference(fields: _Fields) -> Pair:
         check_contents(conversation.turns)
     if any(turn.trained is False for turn in pair.chosen + pair.rejected):
         raise BadRow(
-            "weight in a preference", "an answer that is compared has the weight 0; preferences train both answers"
+            "weight in a preference",
+            "an answer that is compared has the weight 0; preferences train both answers",
         )
     return pair
 
@@ -215,7 +216,9 @@ def _texts_pair(fields: _Fields) -> Pair:
             f"chosen and rejected are texts and there is no field prompt; found {fields.names}. Give the prompt, or "
             "two conversations that share a beginning",
         )
-    chosen, rejected = (Turn("assistant", _string(fields.take(name), name)) for name in ("chosen", "rejected"))
+    chosen, rejected = (
+        Turn("assistant", _string(fields.take(name), name)) for name in ("chosen", "rejected")
+    )
     return Pair(_asked(fields, field), (chosen,), (rejected,))
 
 

@@ -141,7 +141,9 @@ class DocumentManifest:
             for reason, count in total.dropped.items()
         ]
         if total.cut:
-            parts.append(f"{total.cut:,} cut ({total.cut_tokens:,} tokens lost, as {total.examples['cut'][0]})")
+            parts.append(
+                f"{total.cut:,} cut ({total.cut_tokens:,} tokens lost, as {total.examples['cut'][0]})"
+            )
         return f"Of {total.rows:,} rows: {'; '.join(parts)}." if parts else ""
 
 
