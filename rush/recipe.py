@@ -43,9 +43,9 @@ class Data(Part):
     """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hub:OWNER/NAME[:CONFIG[:SPLIT]]` for any dataset on the hub.
     For fine-tuning also `python-docstrings`, `python-docstring-pairs`, `python-readings`, `ultrachat` and `ultrafeedback`."""
     files: list[str] = []
-    """Paths or globs of .txt, .py, .md, .jsonl or .parquet files; with a named source, local files in its schema."""
+    """Paths or globs of .jsonl, .csv, .tsv or .parquet files, or of text; with a named source, local files in its schema."""
     text_field: str = "text"
-    """The field that holds the text in JSONL and Parquet rows."""
+    """The field that holds the text in JSONL, CSV and Parquet rows."""
     tokenizer: str = "train"
     """`train` (byte-level BPE on this corpus), `gpt2`, `llama-3`, a path to a tokenizer.json or its folder, or, for
     fine-tuning, `model`: the one that comes with `model.init_from`."""

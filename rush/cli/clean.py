@@ -32,7 +32,8 @@ def clean(
         str, typer.Argument(help="A pipeline's name or TOML file.", autocompletion=complete_pipeline)
     ],
     files: Annotated[
-        list[str], typer.Argument(help="Files or patterns: .jsonl (.gz, .zst), .parquet, .csv, .tsv.")
+        list[str],
+        typer.Argument(help="Files or patterns: .jsonl, .csv, .tsv (each also .gz, .zst), .parquet."),
     ],
     output: Annotated[
         Path,

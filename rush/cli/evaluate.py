@@ -20,7 +20,7 @@ def evaluate(
     data: Annotated[
         str | None,
         typer.Option(
-            help="What to evaluate on: a recipe or run (what it holds out), or a .jsonl or .parquet file (all of it). "
+            help="What to evaluate on: a recipe or run (what it holds out), or a .jsonl, .csv or .parquet file (all of it). "
             "Without it, what the run itself holds out."
         ),
     ] = None,

@@ -53,7 +53,7 @@ def inspect(
 
       rush data inspect sft-tiny
 
-      rush data inspect sft data.source=files 'data.files=["talks.jsonl"]' data.too_long=drop --html talks.html
+      rush data inspect sft-tiny data.source=files 'data.files=["talks.jsonl"]' data.too_long=drop --html talks.html
     """
     from rush.data.conversations.look import document_examples, document_statistics
     from rush.data.conversations.page import document_page
@@ -120,6 +120,8 @@ def _print_statistics(found: dict[str, Any]) -> None:
 
 
 def _print_counts(found: dict[str, Any]) -> None:
+    from rush.data.conversations.look import left_out, unused_columns
+
     typer.echo(
         f"{found['folder']}\nsource {found['source']}{_formats(found)}, template {found['template']}, trained on {found['train_on']}, "
         f"sequence {found['sequence']:,}, vocabulary {found['vocab_size']:,}\n"
@@ -133,21 +135,13 @@ def _print_counts(found: dict[str, Any]) -> None:
     print_table(
         ["split", "rows", "documents", "tokens", "trained", "share", "median length", "longest"], rows
     )
-    lost = [
-        [name, reason, f"{count:,}", counts["examples"][reason][0]]
-        for name, counts in splits.items()
-        for reason, count in counts["dropped"].items()
-    ]
-    lost += [
-        [name, "cut", f"{c['cut']:,}", f"{c['cut_tokens']:,} tokens lost"]
-        for name, c in splits.items()
-        if c["cut"]
-    ]
     typer.echo("")
-    if lost:
+    if lost := left_out(splits):
         print_table(["left out of", "reason", "rows", "such as"], lost)
     else:
         typer.echo("Nothing was dropped, nothing was cut.")
+    if unused := unused_columns(splits):
+        typer.echo(f"Columns that were not used: {unused}.")
 
 
 def _formats(found: dict[str, Any]) -> str:

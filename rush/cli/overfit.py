@@ -29,8 +29,8 @@ def overfit(
 
     Looked at are the labels (masked, moved), which parameters are trained and get a gradient, whether the
     precision rounds the updates away, and the learning rate: ten times more and less are tried where the loss does
-    not get there. The recipe's learning rate is used from the first step on; nothing is written. Leaves with 0 if it
-    can learn, 5 if not.
+    not get there. The recipe's learning rate is used from the first step on; nothing is written. Near zero is a loss of
+    at most 0.05 nats, and at most 5 % of the first, above what no model gets below. Leaves with 0 if it can learn, 5 if not.
 
     Examples:
 
@@ -41,7 +41,7 @@ def overfit(
       rush overfit dpo-tiny model.init_from=runs/sft-tiny data.tokenizer=model batch.micro=2
     """
     from rush.recipe_io import load_recipe
-    from rush.train.overfit import overfit_recipe
+    from rush.train.overfit import MOST_LEFT, NEAR_ZERO, overfit_recipe
     from rush.train.view import sparkline
 
     verdict = overfit_recipe(
@@ -56,7 +56,8 @@ def overfit(
                 f"loss {verdict.losses[0]:.4f} {curve} {verdict.losses[-1]:.4f}  ({len(verdict.losses)} steps)"
             )
             typer.echo(
-                f"near zero is {verdict.target:.4f} here; no model gets below {verdict.floor:.4f} on this batch"
+                f"near zero is at most {verdict.target:.4f} here: no model gets below {verdict.floor:.4f} on this batch, and "
+                f"{NEAR_ZERO:g} nats may be left (or {MOST_LEFT:.0%} of what there was to lose, where that is less)"
             )
         for check in verdict.checks:
             mark, colour = ("ok ", "green") if check.good else ("bad", "red")

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rush.data.executor_options import executor_options
 from rush.data.prepare import Preparation, Workspace, clear, fingerprint, finish, folder_of, open_workspace
 from rush.data.readers import import_extra
 from rush.data.shards import verify_shards
@@ -138,18 +139,23 @@ def make_executor(
 
     `skip_completed` goes by datatrove's own marks of finished tasks; without it the blocks know what is done.
     """
-    _check_options(executor, options or {})
-    module = import_extra(f"datatrove.executor.{executor}", "corpus", purpose)
+    typed = _check_options(executor, options or {}, purpose)
+    kind = _executor_kind(executor, purpose)
     fixed = {"tasks": tasks, "logging_dir": logging_dir, "skip_completed": skip_completed}
     if executor == "local":
         at_once = min(workers or os.cpu_count() or 1, tasks)
-        return module.LocalPipelineExecutor(steps, **{"workers": at_once, **(options or {}), **fixed})
+        return kind(steps, **{"workers": at_once, **typed, **fixed})
     if executor == "ray":
         import_extra("ray", "ray", f"{purpose} on Ray")
         at_once = min(workers or tasks, tasks)
-        return module.RayPipelineExecutor(steps, **{"workers": at_once, **(options or {}), **fixed})
+        return kind(steps, **{"workers": at_once, **typed, **fixed})
     named = {"workers": workers or -1, "job_name": job_name}
-    return module.SlurmPipelineExecutor(steps, **{**named, **(options or {}), **fixed, "depends": depends})
+    return kind(steps, **{**named, **typed, **fixed, "depends": depends})
+
+
+def _executor_kind(executor: str, purpose: str) -> Any:
+    module = import_extra(f"datatrove.executor.{executor}", "corpus", purpose)
+    return getattr(module, f"{executor.capitalize()}PipelineExecutor")
 
 
 def slurm_script(executor: Any) -> str:
@@ -164,18 +170,22 @@ def slurm_script(executor: Any) -> str:
 
 
 def check_executor(executor: str, options: Mapping[str, Any]) -> None:
-    """Refuse an unknown engine, missing options, or Slurm where there is none."""
+    """Refuse an unknown engine, missing or unknown options, or Slurm where there is none."""
     _check_options(executor, options)
     if executor == "slurm" and shutil.which("sbatch") is None:
         raise MachineError("There is no sbatch here: submit from a node of a Slurm cluster.")
 
 
-def _check_options(executor: str, options: Mapping[str, Any]) -> None:
+def _check_options(
+    executor: str, options: Mapping[str, Any], purpose: str = "Running datatrove"
+) -> dict[str, Any]:
+    """The options, each as the type that the engine wants."""
     if executor not in EXECUTORS:
         raise RecipeError(f"Unknown executor {executor!r}: {nearest(executor, EXECUTORS)}")
     missing = [name for name in ("partition", "time") if executor == "slurm" and name not in options]
     if missing:
         raise RecipeError(f"The slurm executor needs the option(s) {', '.join(missing)}.")
+    return executor_options(_executor_kind(executor, purpose), executor, options) if options else {}
 
 
 def leave_with_parent() -> None:

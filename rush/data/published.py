@@ -13,23 +13,27 @@ TOKENIZERS = {"gpt2": "openai-community/gpt2", "llama-3": "meta-llama/Llama-3.1-
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 
 
-def find_tokenizer(name: str) -> Tokenizer:
-    """A tokenizer by path (a tokenizer.json or its folder), by our short name, or by hub name OWNER/NAME."""
+def find_tokenizer(name: str, key: str = "data.tokenizer", *, trainable: bool = True) -> Tokenizer:
+    """A tokenizer by path (a tokenizer.json or its folder), by our short name, or by hub name OWNER/NAME.
+
+    `key` is what named it, and `trainable` whether one could be trained instead: for what a message advises.
+    """
     path = Path(name).expanduser()
     if path.exists():
         return Tokenizer.load(path)
     if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
         raise DataError(f"No tokenizer at {name}: the path does not exist.")
     if name not in TOKENIZERS and "/" not in name:
-        allowed = [*TOKENIZERS, "train", "OWNER/NAME on the hub", "a path to tokenizer.json"]
+        allowed = [*TOKENIZERS, "OWNER/NAME on the hub", "a path to tokenizer.json", *["train"] * trainable]
         raise DataError(f"No tokenizer called {name!r}: {nearest(name, allowed)}")
-    return Tokenizer.load(_fetch(TOKENIZERS.get(name, name)))
+    return Tokenizer.load(_fetch(TOKENIZERS.get(name, name), key, trainable))
 
 
-def _fetch(repository: str) -> Path:
+def _fetch(repository: str, key: str, trainable: bool) -> Path:
     """The folder of a tokenizer's files in the hub's own cache, filled from the hub where needed."""
     hub: Any = import_extra("huggingface_hub", "hub", f"Fetching the tokenizer of {repository}")
     errors: Any = import_extra("huggingface_hub.errors", "hub", f"Fetching the tokenizer of {repository}")
+    instead = f"; or set {key}='train'" if trainable else ""
     try:
         folder = hub.snapshot_download(repository, allow_patterns=list(_FILES))
     except (OSError, errors.HfHubHTTPError, errors.HFValidationError) as error:
@@ -37,7 +41,7 @@ def _fetch(repository: str) -> Path:
             f"Cannot fetch the tokenizer of {repository} from the Hugging Face hub: "
             f"{str(error).strip().splitlines()[0]} Check the connection, and for a gated model that its "
             "licence is accepted and `hf auth login` was run; or copy its tokenizer.json here and set "
-            "data.tokenizer to its path; or set data.tokenizer='train'."
+            f"{key} to its path{instead}."
         ) from error
     if not (Path(folder) / "tokenizer.json").is_file():
         raise DataError(f"{repository} has no tokenizer.json, so its tokenizer cannot be read.")

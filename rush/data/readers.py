@@ -1,19 +1,25 @@
-"""Documents out of files: text, JSONL and Parquet, in slices that can be read independently.
+"""Documents out of files: text, JSONL, CSV and Parquet, in slices that can be read independently.
 
 A corpus is cut into slices before anything is read in earnest, so that many processes (or many
 machines) can each take some, and so that the cut depends on the files alone. JSONL is cut after a line
 end, Parquet between row groups. A text file is one document; a large one is cut at blank lines into
 documents of about 64 KiB, or else one big file could be neither shared out nor split into training
-and validation. Compressed JSONL cannot be entered in the middle: such a file is one slice.
+and validation. Neither compressed JSONL nor CSV (a quoted cell may hold line ends) can be entered in the middle: such
+a file is one slice. A byte-order mark, as editors on Windows write it, is no part of the text.
 """
 
 from __future__ import annotations
 
+import codecs
 import contextlib
+import csv
 import gzip
 import importlib
+import io
 import json
+import sys
 import tokenize
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,6 +29,10 @@ from rush.errors import DataError, MachineError
 
 TEXT_DOCUMENT_BYTES = 64 * 1024
 TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
+BYTE_ORDER_MARK = codecs.BOM_UTF8
+ROW_ENDINGS = ".jsonl, .csv, .tsv (each also with .gz or .zst), .parquet"
+"""Files that hold rows."""
+_PACKINGS = ("", ".gz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -33,9 +43,9 @@ class Document:
 
 @dataclass(frozen=True)
 class Slice:
-    """A part of one file: bytes of text and JSONL, row groups of Parquet; a shard of a hub stream."""
+    """A part of one file: bytes of text, JSONL and CSV, row groups of Parquet; a shard of a hub stream."""
 
-    kind: str  # text, python, jsonl, packed (compressed jsonl), parquet, hub
+    kind: str  # text, python, jsonl, packed (compressed jsonl), csv (plain or compressed), parquet, hub
     path: str
     start: int
     stop: int
@@ -61,12 +71,14 @@ def file_kind(path: Path) -> str:
         return "jsonl"
     if name.endswith((".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")):
         return "packed"
+    if name.endswith(tuple(table + packing for table in (".csv", ".tsv") for packing in _PACKINGS)):
+        return "csv"
     if name.endswith(".parquet"):
         return "parquet"
     if name.endswith((".json", ".gz", ".zst", ".zip", ".bz2", ".xz", ".tar", ".arrow")):
         raise DataError(
-            f"{path}: this format is not read. Allowed: .jsonl, .jsonl.gz, .jsonl.zst (one object per line), "
-            ".parquet, and plain text under any other name."
+            f"{path}: this format is not read. Allowed: {ROW_ENDINGS} (JSONL has one object per line), "
+            "and plain text under any other name."
         )
     return "text"
 
@@ -159,6 +171,7 @@ def read_slice(piece: Slice, text_field: str) -> Iterator[Document]:
         "python": _read_python,
         "jsonl": _read_rows,
         "packed": _read_rows,
+        "csv": _read_rows,
         "parquet": _read_rows,
     }
     documents = readers[piece.kind](replace(piece, take=None), text_field)
@@ -175,7 +188,8 @@ def _read_text(piece: Slice, _: str) -> Iterator[Document]:
         for part, stop in enumerate(_text_ends(file, piece.start, piece.stop, size), start=piece.first):
             file.seek(start)
             name = piece.path if size <= TEXT_WHOLE_BYTES else f"{piece.path}#{part}"
-            yield from as_document(_decode(file.read(stop - start), name, at=start), name)
+            text = _decode(file.read(stop - start), name, at=start)
+            yield from as_document(text if start else text.removeprefix("\ufeff"), name)
             start = stop
 
 
@@ -188,9 +202,11 @@ def _read_python(piece: Slice, _: str) -> Iterator[Document]:
 
 
 def read_rows(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a slice of JSONL or Parquet with their names; of Parquet, only `columns` where given."""
+    """The rows of a slice of JSONL, CSV or Parquet with their names; of Parquet, only `columns` where given."""
     if piece.kind == "parquet":
         return _parquet_rows(piece, columns)
+    if piece.kind == "csv":
+        return _csv_rows(piece)
     return _jsonl_rows(piece) if piece.kind == "jsonl" else _packed_rows(piece)
 
 
@@ -220,44 +236,89 @@ def _jsonl_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _packed_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
-    if piece.path.lower().endswith(".zst"):
-        arrow = import_extra("pyarrow", "parquet", "Reading .jsonl.zst files")
-        stream = arrow.input_stream(piece.path, compression="zstd")
-    else:
-        stream = gzip.open(piece.path, "rb")  # noqa: SIM115 — entered just below
-    with stream:
+    with unpacked(piece.path) as stream:
+        for line_number, line in enumerate(stream, start=1):
+            yield from _parse_line(line, piece.path, line_number)
+
+
+@contextlib.contextmanager
+def unpacked(path: str) -> Iterator[io.BufferedReader]:
+    """The bytes of a file that may be compressed, by its name."""
+    name = path.lower()
+    try:
+        if name.endswith(".zst"):
+            arrow = import_extra("pyarrow", "parquet", "Reading .zst files")
+            raw = arrow.input_stream(path, compression="zstd")
+        else:
+            raw = (gzip.open if name.endswith(".gz") else open)(path, "rb")
+        with io.BufferedReader(raw, 1 << 20) as stream:
+            yield stream
+    except (OSError, EOFError, zlib.error) as error:
+        if not name.endswith((".gz", ".zst")):
+            raise DataError(f"Cannot read {path}: {error}.") from error
+        raise DataError(f"{path}: the compressed file is damaged ({error}). Fetch it again.") from error
+
+
+def _csv_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, header, cells in csv_records(piece.path):
+        name = f"{piece.path}:{number}"
+        if len(cells) != len(header):
+            raise DataError(f"{name}: {ragged(header, cells)}. Mend or remove the row.")
+        yield name, dict(zip(header, cells, strict=True))
+
+
+def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
+    """The line each record of a CSV or TSV file begins at, the columns (named by the first record), and its cells."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+    name = path.lower().removesuffix(".gz").removesuffix(".zst")
+    delimiter = "\t" if name.endswith(".tsv") else ","
+    with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
+        reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
-            for line_number, line in enumerate(_lines(stream), start=1):
-                yield from _parse_line(line, piece.path, line_number)
-        except (OSError, EOFError) as error:
+            header = next(reader, [])
+            if len(set(header)) != len(header):
+                raise DataError(f"{path}:1: a column's name stands twice; each needs its own.")
+            at = reader.line_num + 1
+            for cells in reader:
+                if cells:
+                    yield at, header, cells
+                at = reader.line_num + 1
+        except UnicodeDecodeError as error:
             raise DataError(
-                f"{piece.path}: the compressed file is damaged ({error}). Fetch it again."
-            ) from error
+                f"{path}: not UTF-8 text ({error.reason}). Convert it, for example with iconv."
+            ) from None
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num}: not valid CSV ({error}).") from None
 
 
-def _lines(stream: Any) -> Iterator[bytes]:
-    held = b""
-    while block := stream.read(1 << 20):
-        *whole, held = (held + block).split(b"\n")
-        yield from whole
-    if held:
-        yield held
+def ragged(header: list[str], cells: list[str]) -> str:
+    return f"{len(cells)} cells under {len(header)} columns"
 
 
 def _parse_line(line: bytes, path: str, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
+    line = line.removeprefix(BYTE_ORDER_MARK)
     if not line.strip():
         return
     name = f"{path}:{number}"
+    text = _decode(line, name)
     try:
-        row = json.loads(_decode(line, name))
-    except json.JSONDecodeError as error:
+        row = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{name}: not valid JSON ({error.msg} at column {error.colno}). "
-            "Each line must be one JSON object; mend or remove the line."
+            f"{name}: {why_no_json(error)}. Each line must be one JSON object; mend or remove the line."
         ) from error
     if not isinstance(row, dict):
         raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")
     yield name, row
+
+
+def why_no_json(error: Exception) -> str:
+    """In words, why Python cannot read a line as JSON."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON ({error.msg} at column {error.colno})"
+    if isinstance(error, RecursionError):
+        return "not readable as JSON (lists or objects are nested too deeply)"
+    return f"not readable as JSON (a number of more than {sys.get_int_max_str_digits():,} digits)"
 
 
 def _parquet_rows(piece: Slice, columns: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.data.hub import HubDataset, hub_slices, read_hub_slice
-from rush.data.readers import Document, Slice, cut_file, read_slice
+from rush.data.readers import Document, Slice, cut_file, file_kind, read_slice
 from rush.errors import DataError, MachineError, RecipeError, nearest
 
 MIN_UNIT_BYTES = 1 << 20
@@ -199,7 +199,9 @@ def _stdlib_files() -> list[Path]:
 def _describe_file(path: Path, root: Path | None) -> dict[str, Any]:
     stat = _stat(path)
     name = path.relative_to(root) if root is not None else path
-    return {"path": name.as_posix(), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    described = {"path": name.as_posix(), "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    # Tables were once read as plain text: what was prepared of them then is not found again.
+    return described | {"rows": "csv"} if root is None and file_kind(path) == "csv" else described
 
 
 def _stat(path: Path) -> os.stat_result:

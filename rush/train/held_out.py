@@ -27,7 +27,7 @@ from rush.train.corpus import open_corpus
 from rush.train.folder_tokenizers import load_tokenizer
 
 Note = Callable[[str], None]
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def _check_tokenizer(folder: Path, theirs: Tokenizer, data: str | None) -> None:
 def _of_file(folder: Path, path: Path, shape: Shape, rows: int, limit: int | None, note: Note) -> HeldOutData:
     if not path.is_file():
         raise DataError(
-            f"there is no file {path}; --data takes a recipe, a run folder, or a .jsonl or .parquet file."
+            f"there is no file {path}; --data takes a recipe, a run folder, or a .jsonl, .csv or .parquet file."
         )
     if path.stat().st_size == 0:
         raise DataError(f"{path} is empty, so there is nothing to evaluate on.")
@@ -88,7 +88,7 @@ def _of_file(folder: Path, path: Path, shape: Shape, rows: int, limit: int | Non
     first = next((row for unit, _ in units for row in read_unit_rows("files", unit)), None)
     if first is None:
         raise DataError(f"{path} holds no row, so there is nothing to evaluate on.")
-    paired = {"chosen", "rejected"} <= first.values.keys()
+    paired = all(first.values.get(name) is not None for name in ("chosen", "rejected"))
     run = RunFolder(folder)
     preparation = DocumentPreparation(
         source="files",

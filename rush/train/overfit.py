@@ -31,7 +31,9 @@ from rush.train.reference import set_live_reference, wants_cached
 from rush.train.step import train_step
 
 NEAR_ZERO = 0.05
-"""Learned by heart: this share of what there was to lose is left."""
+"""Learned by heart: the loss is at most this many nats above what no model gets below, so every right token has some 95 %."""
+MOST_LEFT = 0.05
+"""And at most this share of what there was to lose is left: a loss that begins small, as that of preferences, has to fall too."""
 LOOKED_AT = 5
 """Updates after which gradients and weights are looked at."""
 TRIED = 100
@@ -101,7 +103,7 @@ def overfit(make: MakeRun, batch: Batch, steps: int = 300, show: Show = lambda s
     del run
     learned = not trial.diverged and trial.losses[-1] <= target
     if learned and not failed:
-        told = f"The loss fell from {trial.losses[0]:.4f} to {trial.losses[-1]:.4f} in {len(trial.losses)} steps: this setting can learn."
+        told = f"The loss fell from {trial.losses[0]:.4f} to {trial.losses[-1]:.4f} in {len(trial.losses)} steps, which is near zero (at most {target:.4f}): this setting can learn."
         return Verdict(True, "none", told, tuple(checks), tuple(trial.losses), floor, target)
     if failed:
         cause, reason = "data mask", failed.what
@@ -174,7 +176,7 @@ def _floor(recipe: Recipe, batch: Batch) -> float:
 
 def _target(trial: _Trial, floor: float) -> float:
     first = trial.losses[0] if trial.losses else math.inf
-    return floor + NEAR_ZERO * max(0.0, first - floor)
+    return floor + min(NEAR_ZERO, MOST_LEFT * max(0.0, first - floor))
 
 
 def _train(run: Run, batch: Batch, lr: float, steps: int, floor: float, show: Show) -> _Trial:

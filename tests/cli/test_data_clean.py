@@ -104,6 +104,10 @@ MISTAKES: list[tuple[str, dict[str, str | bytes], list[str], int, str]] = [
     ("an output of unknown kind", {}, ["-o", "out.csv"], 2, "--output is out.csv; allowed: a name that ends in .jsonl"),
     ("a format that is not the name's", {}, ["--format", "parquet"], 2, "--format is parquet, but --output out.jsonl is named as jsonl"),
     ("an option without a value", {}, ["--option", "partition"], 2, "write it as name=value"),
+    ("an option nobody knows", {}, ["--option", "foo=1"], 2, "The local executor has no option 'foo'; Allowed: randomize_start_duration, start_method, workers."),
+    ("an option of Slurm nobody knows", {}, ["--executor", "slurm", "--option", "partition=a", "--option", "time=1", "--option", "qoss=b"], 2, "did you mean 'qos'?"),
+    ("an option that is no number", {}, ["--option", "workers=many"], 2, "The option workers is 'many'; allowed is a whole number of at least 1."),
+    ("an option that is no way to start", {}, ["--option", "start_method=frok"], 2, "did you mean 'fork'?"),
     ("no such input", {}, ["absent.jsonl"], 3, "No file matches 'absent.jsonl'"),
     ("a folder as input", {}, ["."], 3, "is a folder; write its files"),
     ("an input of unknown kind", {"notes.txt": "hello"}, ["notes.txt"], 3, "rows are read from .jsonl"),
@@ -113,12 +117,14 @@ MISTAKES: list[tuple[str, dict[str, str | bytes], list[str], int, str]] = [
     ("a list that is a text", {"rows.jsonl": '{"text": "a b c", "things": "salt"}\n'}, [], 3, "rows.jsonl:1: 'things' is text, expected a list"),
     ("a list that is a table", {"rows.jsonl": '{"text": "a b c", "things": {"a": 1}}\n'}, [], 3, "'things' is a table, expected a list"),
     ("a line that is no JSON", {"rows.jsonl": '{"text": "a b c", "things": []}\n{"text\n'}, [], 3, "rows.jsonl:2: not valid JSON"),
+    ("a number of 5,000 digits", {"rows.jsonl": '{"n": ' + "9" * 5000 + "}\n"}, [], 3, "rows.jsonl:1: not readable as JSON (a number of more than 4,300 digits)"),
     ("a line that is no object", {"rows.jsonl": "[1]\n"}, [], 3, "rows.jsonl:1: expected a JSON object, found list"),
     ("bytes that are no text", {"rows.jsonl": b'{"text": "\xff\xfe"}\n'}, [], 3, "rows.jsonl:1: not UTF-8 text"),
     ("a broken archive", {"rows.jsonl.gz": b"\x1f\x8b\x08nonsense"}, ["rows.jsonl.gz"], 3, "the compressed file is damaged"),
     ("a broken Parquet file", {"a.parquet": "PAR1 no"}, ["a.parquet"], 3, "not a readable Parquet file"),
     ("a CSV row with too many cells", {"a.csv": "text,things\na b c,x,y\n"}, ["a.csv"], 3, "a.csv:2: 3 cells under 2 columns"),
     ("a tokenizer that is not there", {"pipeline.toml": '[[stage]]\nkind = "tokens"\nmax = 9\ntokenizer = "./absent.json"\n'}, [], 3, "No tokenizer at ./absent.json"),
+    ("a tokenizer with a name nobody knows", {"pipeline.toml": '[[stage]]\nkind = "tokens"\nmax = 9\ntokenizer = "gpt3"\n'}, [], 3, "did you mean 'gpt2'? Allowed: OWNER/NAME on the hub, a path to tokenizer.json, gpt2, llama-3."),
     ("Slurm where there is none", {}, ["--executor", "slurm", "--option", "partition=a", "--option", "time=1"], 4, "There is no sbatch here"),
 ]  # fmt: skip
 
@@ -162,3 +168,23 @@ def test_a_missing_extra_is_named(desk: Desk, monkeypatch: pytest.MonkeyPatch) -
     code, _, err = desk.clean("rows.jsonl", "-o", "out.jsonl")
     assert code == 4
     assert 'pip install "optimization-rush[language]"' in err
+
+
+def test_options_of_the_executor_have_their_types(desk: Desk) -> None:
+    words = ("--option", "workers=1", "--option", "start_method=fork")
+    assert desk.clean("rows.jsonl", "-o", "out.jsonl", *words)[0] == 0
+
+
+def test_a_stage_is_not_told_to_train_its_tokenizer(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+
+    def unreachable(*_: object, **__: object) -> str:
+        raise OSError("no network")
+
+    monkeypatch.setattr(hub, "snapshot_download", unreachable)
+    desk.file("pipeline.toml", '[[stage]]\nkind = "tokens"\nmax = 9\ntokenizer = "gpt2"\n')
+    code, _, err = desk.clean("rows.jsonl", "-o", "out.jsonl")
+    assert code == 4
+    said = " ".join(err.split())
+    assert "set the tokenizer of the tokens stage to its path." in said
+    assert "train" not in said.partition("error:")[2]

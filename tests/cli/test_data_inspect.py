@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from rush.cli import main
 from rush.data import Tokenizer, train_bpe
 from rush.data.conversations import DocumentSet
+from tests import real_text
 
 RECIPE = """
 [model]
@@ -53,8 +55,8 @@ GOOD = [{"messages": ask(f"what is number {n}?", f"it is {n}")} for n in range(4
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A folder with a recipe, a tokenizer and good data."""
     folder = tmp_path_factory.mktemp("inspect")
-    before = {key: os.environ.get(key) for key in ("RUSH_CACHE", "HF_HUB_OFFLINE")}
-    os.environ |= {"RUSH_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1"}
+    before = {key: os.environ.get(key) for key in ("RUSH_CACHE", "HF_HUB_OFFLINE", "COLUMNS")}
+    os.environ |= {"RUSH_CACHE": str(folder / "cache"), "HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     train_bpe(TEXTS, 300).save(folder / "tokenizer")
     (folder / "good.jsonl").write_text("".join(json.dumps(row) + "\n" for row in GOOD))
     (folder / "recipe.toml").write_text(RECIPE.format(folder=folder))
@@ -190,6 +192,10 @@ BAD: dict[str, tuple[Any, tuple[str, ...], int, str]] = {
     "two questions in a row": (line(USER, USER, ASSISTANT), (), 3, r":3: turn 2 is the user's where the assistant's is due"),
     "no answer": (line(USER), (), 3, r":3: the last turn is the user's, so there is no answer"),
     "an empty answer": (line(USER, {"role": "assistant", "content": "  "}), (), 3, r":3: turn 2, the assistant's, is empty"),
+    "an answer that calls a tool": (line(USER, {**ASSISTANT, "tool_calls": [{}]}), (), 3, r":3: messages\[1\] has tool_calls.*data\.bad_rows"),
+    "a weight that is none": (line(USER, {**ASSISTANT, "weight": 0.3}), (), 3, r":3: messages\[1\] has the weight 0\.3"),
+    "a number of 5,000 digits": ('{"prompt": ' + "9" * 5000 + "}", (), 3, r":3: not readable as JSON \(a number"),
+    "a line nested too deeply": ('{"messages": ' + "[" * 100_000 + "]" * 100_000 + "}", (), 3, r":3: not readable as JSON \(lists"),
     "an answer that is no text": (line(USER, {"role": "assistant", "content": 7}), (), 3, r":3: .*content must be a text; found int"),
     "an empty conversation": (line(), (), 3, r":3: messages must be a list of messages; found an empty list"),
     "fields of no format": ({"title": "x"}, (), 3, r":3: no format has the fields title.*Allowed: messages; prompt and completion"),
@@ -198,6 +204,7 @@ BAD: dict[str, tuple[Any, tuple[str, ...], int, str]] = {
     "a line that is no object": ("[1, 2]", (), 3, r":3: expected a JSON object, found list"),
     "a line that is no UTF-8": (b"\xff\xfe", (), 3, r":3: not UTF-8"),
     "longer than the sequence": (line(*ask("w " * 200)), (), 3, r":3: \d+ tokens, longer than batch\.sequence = 64; raise batch\.sequence, or set data\.too_long"),
+    "half a surrogate in a preference": ({"prompt": "x", "chosen": "y", "rejected": "a \ud800"}, DPO, 3, r"rejected holds half of a surrogate pair"),
     "chosen equal to rejected": ({"prompt": "x", "chosen": "y", "rejected": "y"}, DPO, 3, r"chosen and rejected are the same answer"),
     "pairs without a prompt": ({"chosen": "x", "rejected": "y"}, DPO, 3, r"there is no field prompt"),
     "pairs of two conversations": ({"chosen": ask("a?"), "rejected": ask("b?")}, DPO, 3, r"do not answer the same question: their first turns differ"),
@@ -274,7 +281,9 @@ def test_what_was_left_out_is_shown_with_its_reason(world: Path, capfd: pytest.C
     flat = " ".join(out.split())
     assert re.search(r"empty answer 1 ", flat)
     assert re.search(r"too long: no answer left 1 ", flat)
-    assert re.search(r"cut 1 [\d,]+ tokens lost", flat)
+    assert re.search(r"cut 1 [\d,]+ tokens lost: \S+/mixed\.jsonl:43", flat)
+    found = json.loads(call(capfd, "inspect", world / "recipe.toml", *words, "--json")[1])
+    assert found["splits"]["train"]["examples"]["cut"] == [f"{world}/mixed.jsonl:43"]
 
 
 def test_a_corpus_and_a_folder_of_something_else_are_refused(
@@ -289,3 +298,73 @@ def test_a_corpus_and_a_folder_of_something_else_are_refused(
     code, _, err = call(capfd, "inspect", world / "tokenizer", "data.limit=3")
     assert code == 2
     assert "cannot change" in err
+
+
+def inspected(world: Path, capfd: pytest.CaptureFixture[str], name: str, content: str, *words: str) -> str:
+    (world / name).write_text(content)
+    code, out, err = call(capfd, "inspect", world / "recipe.toml", f"data.files=['{world}/{name}']", *words)
+    assert code == 0, err
+    return out
+
+
+def test_columns_that_were_not_used_are_named(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    turns = [{**USER, "name": "Ann"}, ASSISTANT]
+    rows = [*({**row, "score": 0.5, "source": None} for row in GOOD), {"messages": turns, "id": 7}]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    page = world / "unused.html"
+    out = inspected(world, capfd, "unused.jsonl", text, "--html", str(page))
+    said = "Columns that were not used: id (1 rows), messages[].name (1 rows), score (40 rows)."
+    assert said in " ".join(out.split())
+    assert said in page.read_text()
+    assert "not used" not in inspected(
+        world, capfd, "used.jsonl", text.replace(', "score": 0.5', "").splitlines()[0]
+    )
+
+
+def test_a_system_column_and_weights_are_seen(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    turns = [USER, {**ASSISTANT, "content": "bad", "weight": 0}, USER, {**ASSISTANT, "weight": 1}]
+    row = json.dumps({"system": "be a pirate", "messages": turns}) + "\n"
+    out = inspected(world, capfd, "told.jsonl", row, "data.validation=1e-9", "batch.sequence=128")
+    assert "System:\nbe a pirate" in out
+    assert re.findall(r"⟦(.*?)⟧", out) == ["the fox<|endoftext|>"]
+    assert "not used" not in out
+
+
+def test_csv_is_rows(world: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    table = 'prompt,completion,id\n"what, then?",the fox,1\nwhat is it?,the dog,2\n'
+    out = inspected(world, capfd, "rows.csv", table, "data.validation=1e-9")
+    assert re.findall(r"⟦(.*?)⟧", out) == ["the fox<|endoftext|>", "the dog<|endoftext|>"]
+    assert "User:\nwhat, then?" in out
+    assert "not used: id (2 rows)" in out
+
+
+def test_a_preference_that_cannot_be_written_is_dropped(
+    world: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        {"prompt": f"q {n}", "chosen": "yes", "rejected": r}
+        for n, r in enumerate(("no", "a \ud800", "never"))
+    ]
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    words = (*DPO, "data.bad_rows=drop", "data.validation=1e-9")
+    assert re.search(r"not a text +1 +\S+half\.jsonl:2", inspected(world, capfd, "half.jsonl", text, *words))
+
+
+def test_the_examples_of_the_help_work_when_pasted(
+    world: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rush.cli.inspect import inspect
+
+    monkeypatch.chdir(world)
+    lines_of_code = [
+        text for path in real_text.files() for text in path.read_text().splitlines() if text.strip()
+    ]
+    rows = [{"messages": ask(f"line {n}?", text)} for n, text in enumerate(lines_of_code)]
+    (world / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    lines = [text.strip() for text in (inspect.__doc__ or "").splitlines() if text.startswith("      rush ")]
+    assert len(lines) == 2
+    for text in lines:
+        if "talks.jsonl" in text:  # the other one is read by a test of the recipe
+            code, _, err = call(capfd, *shlex.split(text)[2:])
+            assert code == 0, err
+            assert (world / "talks.html").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -61,6 +62,11 @@ def test_overfit_says_that_a_setting_can_learn(world: World, capsys: pytest.Capt
     assert "loss 0.6931" in out
     assert "each label is the token that follows" in out
     assert "▁" in out
+    flat = " ".join(out.split())
+    assert re.search(
+        r"near zero is at most 0\.0347 here: no model gets below 0\.0000 .* and 0\.05 nats may be left \(or 5%",
+        flat,
+    )
 
 
 def test_overfit_says_why_a_setting_cannot(world: World, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,6 +130,16 @@ def test_evaluate_takes_files_of_pairs_conversations_and_questions(
     assert card["models"][0]["wins"] is None
     assert card["models"][0]["held_out"]["labels"] > 0
     assert len(card["answers"]) == 2
+
+
+def test_evaluate_reads_tables_as_rows(world: World, capsys: pytest.CaptureFixture[str]) -> None:
+    table = world.file("pairs.csv", "prompt,chosen,rejected\nWhat?,this,that\nWho?,she,he\n")
+    assert world.call("evaluate", world.path / "run", "--data", table, "--answers", 0, "--json") == 0
+    wins = json.loads(capsys.readouterr().out)["models"][0]["wins"]
+    assert wins["by_sum"]["count"] == 2
+    chat = world.file("chat.csv", "prompt,completion\nhi,ho\n")
+    assert world.call("evaluate", world.path / "run", "--data", chat, "--answers", 0, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["models"][0]["wins"] is None
 
 
 BAD = [

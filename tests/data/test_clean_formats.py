@@ -156,3 +156,15 @@ def test_what_is_not_ours_is_never_replaced(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="not written by a cleaning"):
         clean(WORDS, [str(source)], tmp_path / "mine", workers=1, force=True)
     assert (tmp_path / "mine" / "notes.txt").read_text() == "precious"
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".jsonl.gz", ".csv", ".csv.gz"])
+def test_a_byte_order_mark_costs_no_row_and_is_not_written(tmp_path: Path, ending: str) -> None:
+    raw = b'{"text": "a b"}\n{"text": "c d"}\n' if "jsonl" in ending else b"text\na b\nc d\n"
+    raw = b"\xef\xbb\xbf" + raw
+    source = tmp_path / f"in{ending}"
+    source.write_bytes(gzip.compress(raw) if ending.endswith(".gz") else raw)
+    report = report_of(clean(WORDS, [str(source)], tmp_path / "out.jsonl", workers=1))
+    assert report["documents"] == {"read": 2, "unreadable": 0, "kept": 2}
+    lines = (tmp_path / "out.jsonl").read_bytes().splitlines()
+    assert [json.loads(line) for line in lines] == [{"text": "a b"}, {"text": "c d"}]

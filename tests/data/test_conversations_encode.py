@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rush.data import Tokenizer
 from rush.data.conversations import Conversation, Encoded, Text, Turn, encode, encode_prompt, find_template
 from rush.data.conversations.templates import Template
+from rush.data.conversations.turns import BadRow
 from rush.errors import DataError, RecipeError
 
 CHAT_MARKS = [
@@ -416,3 +417,39 @@ def test_an_unknown_template_is_refused_with_the_nearest(tokenizer: Tokenizer) -
 
 def test_without_a_template_of_its_own_a_tokenizer_gets_chatml(tokenizer: Tokenizer) -> None:
     assert find_template("auto", tokenizer) == find_template("chatml", tokenizer)
+
+
+def weighted(*weights: bool | None) -> Conversation:
+    """The talk of five turns with what rows say about each."""
+    return Conversation(
+        tuple(replace(turn, trained=weight) for turn, weight in zip(TALK.turns, weights, strict=True))
+    )
+
+
+@pytest.mark.parametrize("name", [*NAMED, "marked"])
+def test_an_answer_of_weight_0_is_context_and_changes_no_token(chatty: Tokenizer, name: str) -> None:
+    template = find_template(name, chatty) if name != "marked" else Template("x", MARKED, "", "<|im_end|>")
+    plain = encode(TALK, chatty, template)
+    first, second = (
+        encode(weighted(None, None, *w), chatty, template) for w in ((False, None, True), (True, None, False))
+    )
+    assert first.tokens == second.tokens == plain.tokens
+    assert [a or b for a, b in zip(first.trained, second.trained, strict=True)] == plain.trained
+    assert "fox" in trained_text(second, chatty)
+    assert "fox" not in trained_text(first, chatty)
+    everything = encode(weighted(None, None, False, None, None), chatty, template, "all")
+    assert "brown fox" not in trained_text(everything, chatty)
+    assert "What jumps" in trained_text(everything, chatty)
+
+
+def test_weights_that_contradict_the_objective_are_refused(tokenizer: Tokenizer) -> None:
+    template = find_template("plain", tokenizer)
+    for turns, train_on, said in (
+        (weighted(None, True, None, None, None), "completion", "turn 2, the user's, has the weight 1, .* does not train it"),
+        (weighted(False, None, None, None, None), "all", "turn 1, the system's, has the weight 0, .* trains it"),
+        (weighted(None, None, False, None, False), "completion", "every answer has the weight 0"),
+    ):  # fmt: skip
+        with pytest.raises(BadRow, match=said):
+            encode(turns, tokenizer, template, train_on)
+    encode(weighted(False, False, True, False, True), tokenizer, template)
+    encode(weighted(True, True, True, True, True), tokenizer, template, "all")

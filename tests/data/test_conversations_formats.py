@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rush.data.conversations.formats import detect, read_sample
+from rush.data.conversations.formats import detect, read_fields, read_sample
 from rush.data.conversations.turns import BadRow, Conversation, Pair, Text, Turn
 
 Q, A = Turn("user", "What jumps?"), Turn("assistant", "The fox.")
@@ -73,6 +73,14 @@ def test_a_pair_is_a_prompt_and_two_ways_to_go_on(row: dict[str, Any], pair: Pai
     ("row", "reason", "said"),
     [
         ({"messages": [USER]}, "no answer", "the last turn is the user's"),
+        ({"messages": [USER, {**ASSISTANT, "content": None, "tool_calls": [{"function": {"name": "f"}}]}]}, "calls of tools",
+         r"messages\[1\] has tool_calls"),
+        ({"messages": [USER, {**ASSISTANT, "function_call": {"name": "f"}}]}, "calls of tools", "has function_call"),
+        *(({"messages": [USER, {**ASSISTANT, "weight": weight}]}, "unknown weight", r"messages\[1\] has the weight .* Allowed: 0")
+          for weight in (0.5, -1, 2, "0", True, [], float("nan"))),
+        ({"messages": [SYSTEM, USER, ASSISTANT], "system": "Be long."}, "two system turns", "say different things"),
+        ({"messages": [USER, ASSISTANT], "system": ["Be brief."]}, "not a text", "system must be a text; found list"),
+        ({"messages": None, "prompt": "x"}, "unknown fields", r"no format has the fields messages \(null\), prompt"),
         ({"messages": [SYSTEM]}, "no answer", "no question and no answer"),
         ({"messages": []}, "no messages", "found an empty list"),
         ({"messages": "hello"}, "no messages", "found str"),
@@ -112,8 +120,11 @@ def test_a_row_without_a_conversation_says_why(row: dict[str, Any], reason: str,
         ({"chosen": [USER, ASSISTANT, USER, ASSISTANT], "rejected": [USER, ASSISTANT, {"role": "user", "content": "?"}, DOG]},
          "no common prompt", "they part after 2 turns, at a question"),
         ({"chosen": "x", "rejected": "y"}, "no common prompt", "there is no field prompt"),
+        ({"prompt": "x", "chosen": "half \ud800", "rejected": "y"}, "not a text", "chosen holds half of a surrogate pair"),
+        ({"prompt": "x", "chosen": "y", "rejected": "half \ud800"}, "not a text", "rejected holds half of a surrogate pair"),
+        ({"chosen": [USER, ASSISTANT], "rejected": [USER, {**DOG, "weight": 0}]}, "weight in a preference", "the weight 0"),
         ({"prompt": "x", "chosen": "y", "rejected": ""}, "empty answer", "is empty"),
-        ({"prompt": "x", "chosen": "y", "rejected": None}, "no messages", "found"),
+        ({"prompt": "x", "chosen": "y", "rejected": None}, "unknown fields", r"found chosen, prompt, rejected \(null\)"),
         ({"messages": [USER, ASSISTANT]}, "unknown fields", "need the fields chosen and rejected; found messages"),
         ({"chosen": [USER, ASSISTANT], "rejected": [USER]}, "no answer", "the last turn is the user's"),
     ],
@@ -136,3 +147,81 @@ def test_one_question_is_one_group_whatever_the_answer() -> None:
     other = Conversation((Q, Turn("assistant", "A dog.")))
     assert Conversation((Q, A)).group == other.group == PAIR.group
     assert Conversation((Turn("user", "Else?"), A)).group != other.group
+
+
+FRONT = Turn("system", "Be brief.")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": [USER, ASSISTANT], "system": "Be brief."},
+        {"messages": [SYSTEM, USER, ASSISTANT], "system": "Be brief.\n"},
+        {"conversations": [{"from": "human", "value": "What jumps?"}, {"from": "gpt", "value": "The fox."}], "system": "Be brief."},
+        {"prompt": "What jumps?", "completion": "The fox.", "system": "Be brief."},
+        {"question": "What jumps?", "response": "The fox.", "system_prompt": "Be brief."},
+        {"prompt": [USER], "completion": [ASSISTANT], "system": "Be brief."},
+        {"instruction": "What jumps?", "output": "The fox.", "system": "Be brief."},
+    ],
+)  # fmt: skip
+def test_a_system_column_is_a_system_turn_at_the_front(row: dict[str, Any]) -> None:
+    assert read(row) == Conversation((FRONT, Q, A))
+
+
+@pytest.mark.parametrize("nothing", [None, "", " "])
+def test_a_system_column_that_says_nothing_is_no_turn(nothing: str | None) -> None:
+    assert read({"prompt": "What jumps?", "completion": "The fox.", "system": nothing}) == Conversation(
+        (Q, A)
+    )
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "What jumps?", "chosen": "The fox.", "rejected": "A dog."},
+        {"prompt": [USER], "chosen": [ASSISTANT], "rejected": [DOG]},
+        {"chosen": [USER, ASSISTANT], "rejected": [USER, DOG]},
+        {"chosen": [SYSTEM, USER, ASSISTANT], "rejected": [SYSTEM, USER, DOG]},
+    ],
+)
+def test_a_system_column_beside_a_pair_begins_its_prompt(row: dict[str, Any]) -> None:
+    assert read({**row, "system": "Be brief."}, paired=True) == Pair((FRONT, Q), PAIR.chosen, PAIR.rejected)
+
+
+def test_weights_say_which_turns_are_trained() -> None:
+    for weight, trained in ((0, False), (1, True), (0.0, False), (1.0, True), (None, None)):
+        found = read({"messages": [USER, {**ASSISTANT, "weight": weight}]})
+        assert found.turns == (Q, Turn("assistant", "The fox.", trained))
+    first, second = {**ASSISTANT, "weight": 1}, {**ASSISTANT, "weight": 0}
+    pair = read(
+        {"chosen": [USER, first, USER, ASSISTANT], "rejected": [USER, second, USER, DOG]}, paired=True
+    )
+    assert len(pair.prompt) == 3, "a weight in the shared beginning does not part the two"
+
+
+@pytest.mark.parametrize("empty", ["messages", "conversations", "instruction", "question"])
+def test_a_field_that_is_null_is_absent(empty: str) -> None:
+    row = {empty: None, "output": None, "prompt": "What jumps?", "completion": "The fox.", "text": None}
+    assert detect(row, paired=False) == "prompt"
+    assert read(row) == Conversation((Q, A))
+    both = {"role": None, "content": None, "from": "human", "value": "What jumps?", "tool_calls": None}
+    assert read({"messages": [both, {**ASSISTANT, "from": None, "tool_calls": []}]}) == Conversation((Q, A))
+
+
+@pytest.mark.parametrize(
+    ("row", "paired", "unused"),
+    [
+        ({"prompt": "x", "completion": "y", "system": "z"}, False, []),
+        ({"prompt": "x", "completion": "y", "id": 7, "score": 0.5, "source": None}, False, ["id", "score"]),
+        ({"messages": [{**USER, "name": "Ann", "weight": 0}, ASSISTANT], "prompt": "x"}, False, ["messages[].name", "prompt"]),
+        ({"text": "x", "system": "y"}, False, ["system"]),
+        ({"instruction": "x", "input": "", "output": "y"}, False, []),
+        ({"prompt": "x", "chosen": "y", "rejected": "z", "messages": []}, True, ["messages"]),
+        ({"prompt": "x", "chosen": [USER, ASSISTANT], "rejected": [USER, DOG]}, True, ["prompt"]),
+        ({"prompt": "x", "chosen": [ASSISTANT], "rejected": [DOG]}, True, []),
+    ],
+)  # fmt: skip
+def test_the_fields_that_were_not_used_are_named(
+    row: dict[str, Any], paired: bool, unused: list[str]
+) -> None:
+    assert read_fields(row, "auto", paired=paired)[1] == unused

@@ -183,3 +183,79 @@ def test_a_missing_extra_is_named() -> None:
 
     with pytest.raises(MachineError, match=r'optimization-rush\[parquet\]" -c constraints.txt'):
         readers.import_extra("no_such_module_at_all", "parquet", "Reading Parquet files")
+
+
+MARK = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 10**9])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_byte_order_mark_is_no_part_of_the_first_row(
+    tmp_path: Path, slice_bytes: int, packed: bool
+) -> None:
+    raw = MARK + b'{"text": "one"}\n{"text": "two"}\n'
+    path = tmp_path / ("a.jsonl.gz" if packed else "a.jsonl")
+    path.write_bytes(gzip.compress(raw) if packed else raw)
+    found = read_all(path, slice_bytes)
+    assert [(d.text, d.id) for d in found] == [("one", f"{path}:1"), ("two", f"{path}:2")]
+
+
+def test_a_byte_order_mark_is_no_part_of_a_text_or_a_column(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(MARK + b"hello")
+    (tmp_path / "a.csv").write_bytes(MARK + b"text,id\nhello,1\n")
+    (tmp_path / "only.jsonl").write_bytes(MARK)
+    assert [d.text for name in ("a.txt", "a.csv") for d in read_all(tmp_path / name, 100)] == [
+        "hello",
+        "hello",
+    ]
+    assert read_all(tmp_path / "only.jsonl", 100) == []
+
+
+@pytest.mark.parametrize("slice_bytes", [1, 10**9])
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"text": "x", "n": ' + "9" * 5000 + "}", "a number of more than 4,300 digits"),
+        ('{"text": ' + "[" * 100_000 + "]" * 100_000 + "}", "nested too deeply"),
+    ],
+)
+def test_a_line_too_much_for_python_is_refused_with_its_place(
+    tmp_path: Path, slice_bytes: int, line: str, said: str
+) -> None:
+    path = tmp_path / "much.jsonl"
+    path.write_text(f'{{"text": "one"}}\n{line}\n')
+    with pytest.raises(DataError, match=f"{path}:2: not readable as JSON .*{said}"):
+        read_all(path, slice_bytes)
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.CSV", "a.tsv", "a.csv.gz", "a.tsv.gz", "a.csv.zst"])
+def test_csv_is_read_as_rows(tmp_path: Path, name: str) -> None:
+    comma = "\t" if ".tsv" in name else ","
+    raw = f'id{comma}text\n1{comma}"two\nlines, ""quoted"""\n\n2{comma}plain\n'.encode()
+    if name.endswith(".zst"):
+        pyarrow = pytest.importorskip("pyarrow")
+        with pyarrow.output_stream(str(tmp_path / name), compression="zstd") as file:
+            file.write(raw)
+    else:
+        (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith(".gz") else raw)
+    found = read_all(tmp_path / name, 5)
+    assert [d.text for d in found] == ['two\nlines, "quoted"', "plain"]
+    assert [d.id for d in found] == [f"{tmp_path / name}:{line}" for line in (2, 5)]
+
+
+@pytest.mark.parametrize(
+    ("raw", "said"),
+    [
+        (b"text,id\nx\n", ":2: 1 cells under 2 columns"),
+        (b"text,text\nx,y\n", ":1: a column's name stands twice"),
+        (b'text\n"x', "not valid CSV"),
+        (b"text\n\xff\n", "not UTF-8 text"),
+        (b"body\nx\n", ":2: no field 'text'. Fields found: body"),
+    ],
+)
+def test_a_broken_table_is_refused_with_its_place(tmp_path: Path, raw: bytes, said: str) -> None:
+    (tmp_path / "a.csv").write_bytes(raw)
+    with pytest.raises(DataError) as caught:
+        read_all(tmp_path / "a.csv", 100)
+    assert said in str(caught.value)
+    assert "a.csv" in str(caught.value)

@@ -175,3 +175,14 @@ def test_reading_local_files_imports_no_optional_dependency(corpus_file: Path) -
         "assert not heavy, heavy\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parents[2])
+
+
+def test_tables_prepared_as_text_once_are_not_found_again(tmp_path: Path) -> None:
+    for name in ("a.csv", "a.jsonl"):
+        (tmp_path / name).write_text("text\nhello\n")
+    table, lines = (
+        describe_source("files", [str(tmp_path / name)])["files"][0] for name in ("a.csv", "a.jsonl")
+    )
+    assert table["rows"] == "csv"
+    assert set(lines) == {"path", "bytes", "mtime_ns"}
+    assert [document.text for document in open_source("files", [str(tmp_path / "a.csv")])] == ["hello"]

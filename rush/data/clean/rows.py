@@ -1,4 +1,4 @@
-"""Rows out of files: JSONL (also .gz, .zst), CSV and Parquet, whole, so that they can be written again.
+"""Rows out of files: JSONL, CSV (both also .gz, .zst) and Parquet, whole, so that they can be written again.
 
 Files are cut into units with the same code as for corpus preparation, from their sizes alone; a unit is what
 one worker takes at a time. A row keeps its origin: the line as it stood, or its place in an Arrow batch.
@@ -7,15 +7,11 @@ What is kept comes out as it went in, and a row that an earlier pass removed is 
 
 from __future__ import annotations
 
-import csv
 import functools
 import glob
-import gzip
 import hashlib
-import io
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -24,12 +20,23 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from rush.data.readers import Slice, cut_file, file_kind, import_extra, open_parquet, opened
+from rush.data.readers import (
+    BYTE_ORDER_MARK,
+    ROW_ENDINGS,
+    Slice,
+    csv_records,
+    cut_file,
+    file_kind,
+    open_parquet,
+    opened,
+    ragged,
+    unpacked,
+    why_no_json,
+)
 from rush.data.sources import MAX_UNIT_BYTES, UNITS_WANTED, grouped
 from rush.errors import DataError
 from rush.files import write_atomic
 
-ENDINGS = ".jsonl, .jsonl.gz, .jsonl.zst, .parquet, .csv, .tsv"
 BATCH_ROWS = 256
 MIN_UNIT_BYTES = 8 << 20  # the engine takes some 30 ms to begin a task, in each of several passes
 
@@ -121,12 +128,8 @@ def find_inputs(patterns: Sequence[str]) -> Inputs:
 
 
 def _cut(path: str, unit_bytes: int) -> list[Slice]:
-    if path.lower().endswith((".csv", ".tsv")):
-        # A quoted cell may hold line ends, so a CSV file cannot be entered in the middle.
-        size = os.path.getsize(path)
-        return [Slice("csv", path, 0, size, first=1)] if size else []
     if file_kind(Path(path)) == "text":
-        raise DataError(f"{path}: rows are read from {ENDINGS}; found another ending.")
+        raise DataError(f"{path}: rows are read from {ROW_ENDINGS}; found another ending.")
     return cut_file(Path(path), unit_bytes)
 
 
@@ -159,18 +162,16 @@ def _row(kind: str, raw: Any, index: int, place: tuple[int, int], name: str) -> 
         batch, offset, values = raw
         return Row(index, place, name, values, batch=batch, offset=offset)
     if kind == "csv":
-        header, cells, problem = raw
-        if problem:
-            return Unreadable(index, name, problem, " | ".join(cells))
+        header, cells = raw
+        if len(cells) != len(header):
+            return Unreadable(index, name, ragged(header, cells), " | ".join(cells))
         return Row(index, place, name, dict(zip(header, cells, strict=True)))
     try:
         values = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
         return _unreadable(index, name, f"not UTF-8 text (byte 0x{raw[error.start]:02x})", raw)
-    except json.JSONDecodeError as error:
-        return _unreadable(index, name, f"not valid JSON ({error.msg} at column {error.colno})", raw)
-    except (RecursionError, ValueError) as error:  # nested a thousand deep; a number of thousands of digits
-        return _unreadable(index, name, f"not readable as JSON ({error})", raw)
+    except (ValueError, RecursionError) as error:
+        return _unreadable(index, name, why_no_json(error), raw)
     if not isinstance(values, dict):
         return _unreadable(index, name, f"expected a JSON object, found {type(values).__name__}", raw)
     if b"\\ud" in raw or b"\\uD" in raw:
@@ -193,52 +194,26 @@ def _lines_of(piece: Slice) -> Iterator[tuple[int, bytes]]:
             line = file.readline()
             if not line:
                 return
-            if line.strip():
-                yield number, line.rstrip(b"\r\n")
+            yield from _content(number, line)
             at += len(line)
             number += 1
 
 
 def _packed_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
-    try:
-        with _unpacked(piece.path) as stream:
-            for number, line in enumerate(stream, start=1):
-                if line.strip():
-                    yield number, line.rstrip(b"\r\n")
-    except (OSError, EOFError) as error:
-        raise DataError(f"{piece.path}: the compressed file is damaged ({error}). Fetch it again.") from error
+    with unpacked(piece.path) as stream:
+        for number, line in enumerate(stream, start=1):
+            yield from _content(number, line)
 
 
-def _unpacked(path: str) -> io.BufferedReader:
-    if path.lower().endswith(".zst"):
-        arrow = import_extra("pyarrow", "parquet", "Reading .jsonl.zst files")
-        return io.BufferedReader(arrow.input_stream(path, compression="zstd"), 1 << 20)
-    return io.BufferedReader(gzip.open(path, "rb"), 1 << 20)
+def _content(number: int, line: bytes) -> Iterator[tuple[int, bytes]]:
+    """What a line says: nothing, where it is blank."""
+    line = line.removeprefix(BYTE_ORDER_MARK).rstrip(b"\r\n")
+    if line.strip():
+        yield number, line
 
 
-def _cells(piece: Slice) -> Iterator[tuple[int, tuple[list[str], list[str], str]]]:
-    """Cells of each record, with what is wrong with it; the first record names the columns."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-    delimiter = "\t" if piece.path.lower().endswith(".tsv") else ","
-    try:
-        with open(piece.path, encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file, delimiter=delimiter, strict=True)
-            header = next(reader, [])
-            if len(set(header)) != len(header):
-                raise DataError(f"{piece.path}:1: a column's name stands twice; each needs its own.")
-            at = reader.line_num + 1
-            for cells in reader:
-                wrong = len(cells) != len(header)
-                problem = f"{len(cells)} cells under {len(header)} columns" if wrong else ""
-                if cells:
-                    yield at, (header, cells, problem)
-                at = reader.line_num + 1
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{piece.path}: not UTF-8 text ({error.reason}). Convert it, for example with iconv."
-        ) from None
-    except csv.Error as error:
-        raise DataError(f"{piece.path}:{reader.line_num}: not valid CSV ({error}).") from None
+def _cells(piece: Slice) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
+    return ((at, (header, cells)) for at, header, cells in csv_records(piece.path))
 
 
 def _arrow_rows(piece: Slice) -> Iterator[tuple[int, tuple[Any, int, dict[str, Any]]]]:

@@ -180,7 +180,8 @@ def _settle_tokenizers(pipeline: Pipeline, layout: Layout) -> None:
     """Copies for the workers, who may have no network."""
     for number, stage in enumerate(pipeline.stage):
         if isinstance(stage, Tokens):
-            find_tokenizer(stage.tokenizer).save(layout.tokenizer(number))
+            found = find_tokenizer(stage.tokenizer, "the tokenizer of the tokens stage", trainable=False)
+            found.save(layout.tokenizer(number))
 
 
 def _executors(

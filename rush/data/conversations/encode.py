@@ -64,22 +64,45 @@ def encode(
     *,
     prompt_turns: int = 0,
 ) -> Encoded:
-    """Encode a conversation or a text. Answers within the first `prompt_turns` turns are context only."""
+    """Encode a conversation or a text. Answers within the first `prompt_turns` turns are context only, and so are
+    those that are not to be trained by what their row says."""
     if isinstance(conversation, Text):
         return _encode_text(conversation.text, tokenizer)
+    _check_weights(conversation.turns, train_on)
     encoder = _encoder(tokenizer, template)
     first = sum(turn.role == "assistant" for turn in conversation.turns[:prompt_turns])
+    left_out = _left_out(conversation.turns)
     tokens: list[int] = []
     trained: list[bool] = []
     for piece, ids in encoder.pieces(conversation.turns, generation=False):
         tokens += ids
-        trained += [train_on == "all" or piece.answer >= first] * len(ids)
+        wanted = (train_on == "all" or piece.answer >= first) and piece.answer not in left_out
+        trained += [wanted] * len(ids)
     encoder.check(tokens)
     if trained:
         trained[0] = False  # there is no position before it
     if not any(trained):
-        raise BadRow("nothing to train on", "the template leaves no token that is a target")
+        why = "every answer has the weight 0" if left_out else "the template leaves no token that is a target"
+        raise BadRow("nothing to train on", why)
     return Encoded(tokens, trained)
+
+
+def _left_out(turns: Sequence[Turn]) -> set[int]:
+    """The numbers of the answers that are not to be trained."""
+    answers = [turn for turn in turns if turn.role == "assistant"]
+    return {number for number, turn in enumerate(answers) if turn.trained is False}
+
+
+def _check_weights(turns: Sequence[Turn], train_on: str) -> None:
+    """Whether a question is trained is the objective's to say: refuse a weight that says otherwise."""
+    for place, turn in enumerate(turns, start=1):
+        if turn.role == "assistant" or turn.trained is None or turn.trained == (train_on == "all"):
+            continue
+        raise BadRow(
+            "weight of a question",
+            f"turn {place}, the {turn.role}'s, has the weight {int(turn.trained)}, but objective.train_on = {train_on!r} "
+            f"{'does not train it' if turn.trained else 'trains it'}; only an answer is trained or not by its weight",
+        )
 
 
 def encode_prompt(conversation: Conversation, tokenizer: Tokenizer, template: Template) -> list[int]:

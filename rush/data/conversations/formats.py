@@ -1,15 +1,20 @@
-"""A row's fields to what they say. One function a format, and the detection by field names.
+"""A row's fields to what they say. One function a format, and the detection by the fields that hold something.
 
 chat         messages: [{role, content}, …], or ShareGPT's conversations: [{from, value}, …]
 prompt       prompt and completion (also question/answer, response)
 instruction  instruction, input (may be empty or absent), output
 text         text (or the field that data.text_field names)
 preference   chosen and rejected, as texts beside a prompt, or as conversations that share a beginning
+
+Beside all but a text, the field system (or system_prompt) is a system turn at the front. A turn may have a weight: 0 leaves
+it untrained, 1 trains it. Calls of tools are refused. Every other field goes unused, and is named by `read_fields`.
+A field that holds nothing (null) counts as absent.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from rush.data.conversations.turns import (
@@ -31,6 +36,8 @@ QUESTION_FIELDS = ("prompt", "question")
 ANSWER_FIELDS = ("completion", "response", "answer")
 INPUT_FIELDS = ("input", "context")
 OUTPUT_FIELDS = ("output", "response")
+SYSTEM_FIELDS = ("system", "system_prompt")
+CALL_FIELDS = ("tool_calls", "function_call")
 # What published data calls the three roles.
 _ALIASES = {
     "human": "user", "gpt": "assistant", "chatgpt": "assistant", "model": "assistant", "bot": "assistant",
@@ -38,123 +45,193 @@ _ALIASES = {
 FORMATS = ("chat", "prompt", "instruction", "text", "preference")
 
 
+class _Fields:
+    """The fields of a row or a message that hold something, and which of them were used."""
+
+    def __init__(self, row: Values) -> None:
+        self._row = row
+        self.values = {name: value for name, value in row.items() if value is not None}
+        self.used: set[str] = set()
+        self.deeper: set[str] = set()
+        """Fields of messages that were not used, as in messages[].name."""
+
+    def first(self, names: tuple[str, ...]) -> str | None:
+        return next((name for name in names if name in self.values), None)
+
+    def has(self, *names: str) -> bool:
+        return all(name in self.values for name in names)
+
+    def needed(self, names: tuple[str, ...], format: str) -> str:
+        found = self.first(names)
+        if found is None:
+            raise BadRow(
+                "missing field",
+                f"the format {format!r} needs the field {' or '.join(names)}; found {self.names}",
+            )
+        return found
+
+    def take(self, name: str | None) -> Any:
+        """The value of a field, which counts as used; None where there is none."""
+        if name is None or name not in self.values:
+            return None
+        self.used.add(name)
+        return self.values[name]
+
+    @property
+    def names(self) -> str:
+        """All names, and which of them hold nothing."""
+        told = (str(name) if name in self.values else f"{name} (null)" for name in self._row)
+        return ", ".join(sorted(told)) or "none"
+
+    @property
+    def unused(self) -> list[str]:
+        return sorted({str(name) for name in self.values if name not in self.used} | self.deeper)
+
+
 def read_sample(row: Values, format: str, *, paired: bool, text_field: str = "text") -> Sample:
     """The sample in a row, checked; BadRow where it holds none."""
+    return read_fields(row, format, paired=paired, text_field=text_field)[0]
+
+
+def read_fields(
+    row: Values, format: str, *, paired: bool, text_field: str = "text"
+) -> tuple[Sample, list[str]]:
+    """The sample in a row, and the fields that say nothing in it."""
     name = detect(row, paired=paired, text_field=text_field) if format == "auto" else format
-    if name == "text":
-        return _text(row, text_field)
-    return _READERS[name](row)
+    fields = _Fields(row)
+    sample = _text(fields, text_field) if name == "text" else _READERS[name](fields)
+    return sample, fields.unused
 
 
 def detect(row: Values, *, paired: bool, text_field: str = "text") -> str:
-    """The format whose fields a row has."""
+    """The format whose fields a row has, and that hold something."""
+    fields = _Fields(row)
     if paired:
-        if "chosen" in row and "rejected" in row:
+        if fields.has("chosen", "rejected"):
             return "preference"
         raise BadRow(
             "unknown fields",
-            f"preferences need the fields chosen and rejected; found {_names(row)}. For answers without a rival "
+            f"preferences need the fields chosen and rejected; found {fields.names}. For answers without a rival "
             "set objective.kind to 'sft'",
         )
-    if _first(row, CHAT_FIELDS):
+    if fields.first(CHAT_FIELDS):
         return "chat"
-    if "instruction" in row and _first(row, OUTPUT_FIELDS):
+    if fields.has("instruction") and fields.first(OUTPUT_FIELDS):
         return "instruction"
-    if _first(row, QUESTION_FIELDS) and _first(row, ANSWER_FIELDS):
+    if fields.first(QUESTION_FIELDS) and fields.first(ANSWER_FIELDS):
         return "prompt"
-    if _first(row, (text_field, "text")):
+    if fields.first((text_field, "text")):
         return "text"
-    hint = (
-        "; chosen and rejected are for objective.kind = 'dpo'"
-        if "chosen" in row and "rejected" in row
-        else ""
-    )
+    hint = "; chosen and rejected are for objective.kind = 'dpo'" if fields.has("chosen", "rejected") else ""
     raise BadRow(
         "unknown fields",
-        f"no format has the fields {_names(row)}{hint}. Allowed: messages; prompt and completion; instruction and "
+        f"no format has the fields {fields.names}{hint}. Allowed: messages; prompt and completion; instruction and "
         f"output; {text_field}",
     )
 
 
-def _chat(row: Values) -> Conversation:
-    field = _needed(row, CHAT_FIELDS, "chat")
-    turns = _turns(row[field], field)
-    check_order(turns)
-    check_contents(turns)
-    return Conversation(turns)
+def _chat(fields: _Fields) -> Conversation:
+    field = fields.needed(CHAT_FIELDS, "chat")
+    return _conversation(fields, _turns(fields, field))
 
 
-def _prompt(row: Values) -> Conversation:
-    prompt, answer = _needed(row, QUESTION_FIELDS, "prompt"), _needed(row, ANSWER_FIELDS, "prompt")
-    if isinstance(row[prompt], list) and isinstance(row[answer], list):
-        turns = _turns(row[prompt], prompt) + _turns(row[answer], answer)
-    else:
-        turns = (Turn("user", _string(row[prompt], prompt)), Turn("assistant", _string(row[answer], answer)))
-    check_order(turns)
-    check_contents(turns)
-    return Conversation(turns)
+def _prompt(fields: _Fields) -> Conversation:
+    prompt, answer = fields.needed(QUESTION_FIELDS, "prompt"), fields.needed(ANSWER_FIELDS, "prompt")
+    if isinstance(fields.values[prompt], list) and isinstance(fields.values[answer], list):
+        return _conversation(fields, _turns(fields, prompt) + _turns(fields, answer))
+    asked, said = _string(fields.take(prompt), prompt), _string(fields.take(answer), answer)
+    return _conversation(fields, (Turn("user", asked), Turn("assistant", said)))
 
 
-def _instruction(row: Values) -> Conversation:
-    instruction = _needed(row, ("instruction",), "instruction")
-    output = _needed(row, OUTPUT_FIELDS, "instruction")
-    given = _first(row, INPUT_FIELDS)
-    question = _string(row[instruction], instruction)
-    if given and row[given] is not None and (more := _string(row[given], given)).strip():
+def _instruction(fields: _Fields) -> Conversation:
+    instruction = fields.needed(("instruction",), "instruction")
+    output = fields.needed(OUTPUT_FIELDS, "instruction")
+    given = fields.first(INPUT_FIELDS)
+    question = _string(fields.take(instruction), instruction)
+    if given and (more := _string(fields.take(given), given)).strip():
         question = f"{question}\n\n{more}"
-    turns = (Turn("user", question), Turn("assistant", _string(row[output], output)))
+    answer = Turn("assistant", _string(fields.take(output), output))
+    return _conversation(fields, (Turn("user", question), answer))
+
+
+def _conversation(fields: _Fields, turns: tuple[Turn, ...]) -> Conversation:
+    turns = _with_system(fields, turns)
+    check_order(turns)
     check_contents(turns)
     return Conversation(turns)
 
 
-def _text(row: Values, field: str) -> Text:
-    field = _needed(row, (field, "text"), "text")  # a text file has no fields: what it holds is called text
-    text = _string(row[field], field)
+def _with_system(fields: _Fields, turns: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The turns behind the system turn that a field of its own gives, if one does."""
+    field = fields.first(SYSTEM_FIELDS)
+    if field is None:
+        return turns
+    told = _string(fields.take(field), field)
+    if not told.strip():
+        return turns
+    if not turns or turns[0].role != "system":
+        return (Turn("system", told), *turns)
+    if turns[0].content.strip() != told.strip():
+        raise BadRow(
+            "two system turns",
+            f"the field {field} and the system turn of the conversation say different things; keep one of them",
+        )
+    return turns
+
+
+def _text(fields: _Fields, field: str) -> Text:
+    # A text file has no fields: what it holds is called text.
+    field = fields.needed((field, "text"), "text")
+    text = _string(fields.take(field), field)
     if not text.strip():
         raise BadRow("empty text", f"the field {field} is empty")
     return Text(text)
 
 
-def _preference(row: Values) -> Pair:
-    chosen, rejected = (row[_needed(row, (name,), "preference")] for name in ("chosen", "rejected"))
-    if isinstance(chosen, str) and isinstance(rejected, str):
-        pair = _texts_pair(row, chosen, rejected)
+def _preference(fields: _Fields) -> Pair:
+    answers = [fields.values[fields.needed((name,), "preference")] for name in ("chosen", "rejected")]
+    if all(isinstance(answer, str) for answer in answers):
+        pair = _texts_pair(fields)
     else:
-        pair = _conversations_pair(row, _turns(chosen, "chosen"), _turns(rejected, "rejected"))
+        pair = _conversations_pair(fields, _turns(fields, "chosen"), _turns(fields, "rejected"))
+    pair = replace(pair, prompt=_with_system(fields, pair.prompt))
     if _stripped(pair.chosen) == _stripped(pair.rejected):
         raise BadRow("chosen equals rejected", "chosen and rejected are the same answer")
     for conversation in pair.conversations:
         check_order(conversation.turns)
         check_contents(conversation.turns)
+    if any(turn.trained is False for turn in pair.chosen + pair.rejected):
+        raise BadRow(
+            "weight in a preference",
+            "an answer that is compared has the weight 0; preferences train both answers",
+        )
     return pair
 
 
-def _texts_pair(row: Values, chosen: str, rejected: str) -> Pair:
-    if not _first(row, QUESTION_FIELDS):
+def _texts_pair(fields: _Fields) -> Pair:
+    field = fields.first(QUESTION_FIELDS)
+    if field is None:
         raise BadRow(
             "no common prompt",
-            f"chosen and rejected are texts and there is no field prompt; found {_names(row)}. Give the prompt, or "
+            f"chosen and rejected are texts and there is no field prompt; found {fields.names}. Give the prompt, or "
             "two conversations that share a beginning",
         )
-    field = _needed(row, QUESTION_FIELDS, "preference")
-    value = row[field]
-    prompt = _turns(value, field) if isinstance(value, list) else (Turn("user", _string(value, field)),)
-    return Pair(prompt, (Turn("assistant", chosen),), (Turn("assistant", rejected),))
+    chosen, rejected = (
+        Turn("assistant", _string(fields.take(name), name)) for name in ("chosen", "rejected")
+    )
+    return Pair(_asked(fields, field), (chosen,), (rejected,))
 
 
-def _conversations_pair(row: Values, chosen: tuple[Turn, ...], rejected: tuple[Turn, ...]) -> Pair:
-    value = row.get("prompt")
+def _conversations_pair(fields: _Fields, chosen: tuple[Turn, ...], rejected: tuple[Turn, ...]) -> Pair:
     starts_anew = any(turns[:1] and turns[0].role != "assistant" for turns in (chosen, rejected))
-    if not starts_anew and value is not None:
+    if not starts_anew and fields.has("prompt"):
         # Only the answers are given: the prompt stands beside them.
-        prompt = (
-            _turns(value, "prompt") if isinstance(value, list) else (Turn("user", _string(value, "prompt")),)
-        )
-        return Pair(prompt, chosen, rejected)
-    if chosen == rejected:
+        return Pair(_asked(fields, "prompt"), chosen, rejected)
+    ours, theirs = ([(turn.role, turn.content) for turn in turns] for turns in (chosen, rejected))
+    if ours == theirs:
         raise BadRow("chosen equals rejected", "chosen and rejected are the same conversation")
     shared = 0
-    while shared < min(len(chosen), len(rejected)) and chosen[shared] == rejected[shared]:
+    while shared < min(len(ours), len(theirs)) and ours[shared] == theirs[shared]:
         shared += 1
     # Answers that are alike are part of the prompt; the question to answer is its last turn.
     if not shared or chosen[shared - 1].role != "user":
@@ -166,32 +243,60 @@ def _conversations_pair(row: Values, chosen: tuple[Turn, ...], rejected: tuple[T
     return Pair(chosen[:shared], chosen[shared:], rejected[shared:])
 
 
-def _turns(value: Any, field: str) -> tuple[Turn, ...]:
+def _asked(fields: _Fields, field: str) -> tuple[Turn, ...]:
+    """A prompt: a list of messages, or a text that is the user's."""
+    if isinstance(fields.values[field], list):
+        return _turns(fields, field)
+    return (Turn("user", _string(fields.take(field), field)),)
+
+
+def _turns(fields: _Fields, field: str) -> tuple[Turn, ...]:
+    value = fields.take(field)
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
         raise BadRow("no messages", f"{field} must be a list of messages; found {found}")
-    return tuple(_turn(message, f"{field}[{place}]") for place, message in enumerate(value))
+    turns = []
+    for place, message in enumerate(value):
+        where = f"{field}[{place}]"
+        if not isinstance(message, Mapping):
+            raise BadRow(
+                "no messages",
+                f"{where} must be a message with role and content; found {type(message).__name__}",
+            )
+        inner = _Fields(message)
+        turns.append(_turn(inner, where))
+        fields.deeper |= {f"{field}[].{name}" for name in inner.unused}
+    return tuple(turns)
 
 
-def _turn(message: Any, where: str) -> Turn:
-    if not isinstance(message, Mapping):
-        raise BadRow(
-            "no messages", f"{where} must be a message with role and content; found {type(message).__name__}"
-        )
-    role = message.get("role", message.get("from"))
+def _turn(message: _Fields, where: str) -> Turn:
+    role = message.take(message.first(("role", "from")))
     if role is None:
         raise BadRow(
-            "missing role", f"{where} has no role; found {_names(message)}. Allowed: {', '.join(ROLES)}"
+            "missing role", f"{where} has no role; found {message.names}. Allowed: {', '.join(ROLES)}"
         )
     known = _ALIASES.get(role, role) if isinstance(role, str) else None
     if known not in ROLES:
         raise BadRow("unknown role", f"{where} has the role {role!r}. Allowed: {', '.join(ROLES)}")
-    content = message.get("content", message.get("value"))
+    if called := next((name for name in CALL_FIELDS if message.take(name)), None):
+        raise BadRow("calls of tools", f"{where} has {called}, which is not trained on here")
+    content = message.take(message.first(("content", "value")))
     if isinstance(content, list) and all(
         isinstance(part, Mapping) and part.get("type") == "text" for part in content
     ):
         content = "".join(_string(part.get("text"), f"{where}.content") for part in content)
-    return Turn(known, _string(content, f"{where}.content"))
+    return Turn(known, _string(content, f"{where}.content"), _trained(message.take("weight"), where))
+
+
+def _trained(weight: Any, where: str) -> bool | None:
+    """What a turn's weight says; None where it has none."""
+    if weight is None:
+        return None
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight not in (0, 1):
+        raise BadRow(
+            "unknown weight", f"{where} has the weight {weight!r}. Allowed: 0 (not trained) and 1 (trained)"
+        )
+    return bool(weight)
 
 
 def _string(value: Any, field: str) -> str:
@@ -212,25 +317,7 @@ def _stripped(turns: tuple[Turn, ...]) -> list[tuple[str, str]]:
     return [(turn.role, turn.content.strip()) for turn in turns]
 
 
-def _first(row: Values, fields: tuple[str, ...]) -> str | None:
-    return next((field for field in fields if field in row), None)
-
-
-def _needed(row: Values, fields: tuple[str, ...], format: str) -> str:
-    found = _first(row, fields)
-    if found is None:
-        raise BadRow(
-            "missing field",
-            f"the format {format!r} needs the field {' or '.join(fields)}; found {_names(row)}",
-        )
-    return found
-
-
-def _names(row: Values) -> str:
-    return ", ".join(sorted(map(str, row))) or "none"
-
-
-_READERS: dict[str, Callable[[Values], Sample]] = {
+_READERS: dict[str, Callable[[_Fields], Sample]] = {
     "chat": _chat,
     "prompt": _prompt,
     "instruction": _instruction,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from rush.data.conversations.encode import Encoded, encode
-from rush.data.conversations.formats import detect, read_sample
-from rush.data.conversations.manifest import Counts
+from rush.data.conversations.formats import detect, read_fields
 from rush.data.conversations.preparation import DocumentPreparation
 from rush.data.conversations.rows import Row
 from rush.data.conversations.store import DocumentWriter
@@ -15,13 +14,13 @@ from rush.data.units import split_of
 from rush.errors import DataError
 
 
-def read_row(row: Row, preparation: DocumentPreparation) -> tuple[str, Sample]:
-    """The row's format and what it says."""
+def read_row(row: Row, preparation: DocumentPreparation) -> tuple[str, Sample, list[str]]:
+    """The row's format, what it says, and the fields that go unused."""
     paired, field = preparation.paired, preparation.text_field
     name = preparation.format
     if name == "auto":
         name = detect(row.values, paired=paired, text_field=field)
-    return name, read_sample(row.values, name, paired=paired, text_field=field)
+    return name, *read_fields(row.values, name, paired=paired, text_field=field)
 
 
 def split_of_row(row: Row, sample: Sample | None, preparation: DocumentPreparation) -> str:
@@ -40,9 +39,10 @@ def write_row(
     """Give a row's documents to the writer of its split, or count why there are none."""
     sample = None
     try:
-        name, sample = read_row(row, preparation)
+        name, sample, unused = read_row(row, preparation)
         counts = writers[split_of_row(row, sample, preparation)].counts
-        kept = _fitting(_encode(sample, tokenizer, template, preparation.train_on), preparation, counts)
+        encoded = _encode(sample, tokenizer, template, preparation.train_on)
+        kept = _fitting(encoded, preparation)
     except BadRow as bad:
         _refuse(row, bad, preparation)
         counts = writers[split_of_row(row, sample, preparation)].counts
@@ -52,7 +52,9 @@ def write_row(
     except DataError as error:
         raise DataError(f"{row.name}: {error}") from error
     counts.rows += 1
-    counts.formats[name] = counts.formats.get(name, 0) + 1
+    counts.use(name, unused)
+    if lost := sum(map(len, encoded)) - sum(map(len, kept)):
+        counts.shorten(lost, row.name)
     names = (row.name,) if len(kept) == 1 else (f"{row.name} (chosen)", f"{row.name} (rejected)")
     for document, document_name in zip(kept, names, strict=True):
         writers[split_of_row(row, sample, preparation)].append(document, document_name)
@@ -91,7 +93,7 @@ def _encode(sample: Sample, tokenizer: Tokenizer, template: Template, train_on: 
     return pair
 
 
-def _fitting(encoded: list[Encoded], preparation: DocumentPreparation, counts: Counts) -> list[Encoded]:
+def _fitting(encoded: list[Encoded], preparation: DocumentPreparation) -> list[Encoded]:
     """The documents, cut to the sequence where that is asked for; both of a pair or neither."""
     longest, limit = max(map(len, encoded)), preparation.sequence
     if longest <= limit:
@@ -103,6 +105,4 @@ def _fitting(encoded: list[Encoded], preparation: DocumentPreparation, counts: C
         raise BadRow("too long: no answer left", f"no token of the answer is within the first {limit:,}")
     if len(kept) == 2 and kept[0].tokens == kept[1].tokens:
         raise BadRow("too long: no difference left", f"the two answers differ only after {limit:,} tokens")
-    counts.cut += 1
-    counts.cut_tokens += sum(map(len, encoded)) - sum(map(len, kept))
     return kept

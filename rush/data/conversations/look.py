@@ -6,6 +6,7 @@ Plain dicts, ready for JSON, for the terminal and for a page.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,8 @@ from rush.data.tokenizer import Tokenizer
 from rush.errors import RecipeError
 
 BINS = 12
+UNUSED_NAMED = 20
+"""Unused columns that are named; a file may have any number."""
 
 
 def document_statistics(folder: str | Path) -> dict[str, Any]:
@@ -55,6 +58,40 @@ def _split_statistics(folder: Path, manifest: DocumentManifest, split: str) -> d
         "document_tokens": dict(zip(names, map(int, quartiles), strict=True)),
         "histogram": _histogram(lengths),
     }
+
+
+def places(names: list[str]) -> str:
+    """Rows by name in a few words: `talks.jsonl:41, :43` where they are of one file."""
+    told, before = [], None
+    for name in names:
+        file, _, place = name.rpartition(":")
+        told.append(f":{place}" if file and file == before else name)
+        before = file
+    return ", ".join(told)
+
+
+def left_out(splits: dict[str, Any]) -> list[list[str]]:
+    """A table of what was dropped or cut: split, reason, rows, the first places."""
+    lost = [
+        [name, reason, f"{count:,}", places(counts["examples"][reason])]
+        for name, counts in splits.items()
+        for reason, count in counts["dropped"].items()
+    ]
+    return lost + [
+        [name, "cut", f"{c['cut']:,}", f"{c['cut_tokens']:,} tokens lost: {places(c['examples']['cut'])}"]
+        for name, c in splits.items()
+        if c["cut"]
+    ]
+
+
+def unused_columns(splits: dict[str, Any]) -> str:
+    """The columns that say nothing to the model, each with its rows; empty where there are none."""
+    total: Counter[str] = Counter()
+    for counts in splits.values():
+        total.update(counts["unused"])
+    named = [f"{column} ({total[column]:,} rows)" for column in sorted(total)]
+    more = f" and {len(named) - UNUSED_NAMED:,} more" if len(named) > UNUSED_NAMED else ""
+    return ", ".join(named[:UNUSED_NAMED]) + more
 
 
 def _histogram(lengths: npt.NDArray[np.int64]) -> list[dict[str, int]]:

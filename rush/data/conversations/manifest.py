@@ -18,7 +18,7 @@ from rush.data.sealed import check_files, check_tokenizer, read_sealed, write_se
 from rush.data.shards import check_ids
 
 FORMAT = "rush-documents"
-VERSION = 1
+VERSION = 2
 """Of the files and of what is in them: raise it when the same rows give other documents."""
 SUFFIXES = ("bin", "trn", "idx", "ids")
 EXAMPLES = 3
@@ -37,8 +37,10 @@ class Counts:
     dropped: dict[str, int] = field(default_factory=dict)
     """Rows left out, by reason."""
     examples: dict[str, list[str]] = field(default_factory=dict)
-    """The first rows left out for each reason."""
+    """The first rows left out for each reason, and the first that were cut."""
     formats: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
+    """Columns that hold something and say nothing to the model, with the rows that have them."""
 
     @property
     def num_dropped(self) -> int:
@@ -46,6 +48,19 @@ class Counts:
 
     def drop(self, reason: str, name: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self._note(reason, name)
+
+    def shorten(self, tokens: int, name: str) -> None:
+        self.cut += 1
+        self.cut_tokens += tokens
+        self._note("cut", name)
+
+    def use(self, format: str, unused: list[str]) -> None:
+        self.formats[format] = self.formats.get(format, 0) + 1
+        for column in unused:
+            self.unused[column] = self.unused.get(column, 0) + 1
+
+    def _note(self, reason: str, name: str) -> None:
         examples = self.examples.setdefault(reason, [])
         if len(examples) < EXAMPLES:
             examples.append(name)
@@ -57,7 +72,7 @@ class Counts:
         }
         numbers = ("rows", "documents", "tokens", "trained", "cut", "cut_tokens")
         summed: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in numbers}
-        for name in ("dropped", "formats"):
+        for name in ("dropped", "formats", "unused"):
             summed[name] = dict(
                 sorted((Counter(getattr(self, name)) + Counter(getattr(other, name))).items())
             )
@@ -126,7 +141,9 @@ class DocumentManifest:
             for reason, count in total.dropped.items()
         ]
         if total.cut:
-            parts.append(f"{total.cut:,} cut ({total.cut_tokens:,} tokens lost)")
+            parts.append(
+                f"{total.cut:,} cut ({total.cut_tokens:,} tokens lost, as {total.examples['cut'][0]})"
+            )
         return f"Of {total.rows:,} rows: {'; '.join(parts)}." if parts else ""
 
 

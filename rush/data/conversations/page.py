@@ -5,6 +5,8 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
+from rush.data.conversations.look import left_out, unused_columns
+
 _STYLE = """
 body { font: 16px/1.5 system-ui, sans-serif; margin: 2rem auto; max-width: 60rem; padding: 0 1rem; color: #1b1f24; background: #fff; }
 table { border-collapse: collapse; } th, td { padding: .15rem .8rem .15rem 0; text-align: right; } th:first-child, td:first-child { text-align: left; }
@@ -58,19 +60,12 @@ def _counts(splits: dict[str, Any]) -> str:
 
 
 def _lost(splits: dict[str, Any]) -> str:
-    rows = [
-        [name, reason, f"{count:,}", ", ".join(counts["examples"][reason])]
-        for name, counts in splits.items()
-        for reason, count in counts["dropped"].items()
-    ]
-    rows += [
-        [name, "cut", f"{c['cut']:,}", f"{c['cut_tokens']:,} tokens lost"]
-        for name, c in splits.items()
-        if c["cut"]
-    ]
+    unused = unused_columns(splits)
+    note = f"<p>Columns that were not used: {escape(unused)}.</p>" if unused else ""
+    rows = left_out(splits)
     if not rows:
-        return "<p>Nothing was dropped, nothing was cut.</p>"
-    return "<h2>Left out</h2>" + _table(["split", "reason", "rows", "such as"], rows)
+        return f"<p>Nothing was dropped, nothing was cut.</p>{note}"
+    return "<h2>Left out</h2>" + _table(["split", "reason", "rows", "such as"], rows) + note
 
 
 def _lengths(split: str, histogram: list[dict[str, int]]) -> str:

@@ -159,7 +159,7 @@ def _training_texts(preparation: DocumentPreparation, units: list[tuple[Unit, in
     for unit, take in units:
         for row in read_unit_rows(preparation.source, unit, take):
             try:
-                _, sample = read_row(row, preparation)
+                _, sample, _ = read_row(row, preparation)
             except BadRow:
                 continue  # it is judged when it is encoded
             if split_of_row(row, sample, preparation) != "train":

@@ -20,6 +20,8 @@ class BadRow(Exception):
 class Turn:
     role: str
     content: str
+    trained: bool | None = None
+    """Whether it is a target, where its row says so itself (a weight of 1 or 0); None leaves it to the objective."""
 
 
 @dataclass(frozen=True)
