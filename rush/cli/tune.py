@@ -73,8 +73,8 @@ def tune(
     beside: Annotated[
         list[str] | None,
         typer.Option(
-            help="A recipe made by hand, by name or file, whose techniques and micro batch are timed beside the winner's when the "
-            "search is over; may be given several times.",
+            help="A recipe made by hand, by name or file (with changes behind it: 'tiny techniques=[]'), whose techniques and micro "
+            "batch are timed beside the winner's when the search is over; may be given several times.",
             autocompletion=complete_recipe,
         ),
     ] = None,
@@ -118,7 +118,10 @@ def tune(
 
     chosen, name = load_recipe(recipe, changes, auto=True), short_name(recipe)
     folder = out or Path("runs") / f"tune-{name}"
-    others = {short_name(one): load_recipe(one, []) for one in beside or []}
+    others = {}
+    for one in beside or []:
+        made, *more = one.split() or [""]
+        others[" ".join([short_name(made), *more])] = load_recipe(made, more)
     request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price, others)
     try:
         with stopped_by_sigterm(), _watching(quiet=json) as watch:

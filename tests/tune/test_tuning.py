@@ -102,6 +102,8 @@ def test_the_mark_of_a_machine_is_read_back_and_changes_nothing(small_recipe: Pa
         (["--budget", "0m"], "--budget is '0m'"),
         (["--allow", "clos"], "did you mean 'close'"),
         (["--beside", "gpt2-124m-fast"], "--beside gpt2-124m-fast: the model is gpt2-124m"),
+        (["--beside", "tiny batch.sequence=64"], "--beside tiny batch.sequence=64: batch.sequence is 64"),
+        (["--beside", ""], "there is no recipe"),
     ],
 )
 def test_wrong_arguments_are_named_before_anything_starts(
