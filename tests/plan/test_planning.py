@@ -134,8 +134,6 @@ def test_an_8b_model_is_not_said_to_fit_one_a100_but_eight() -> None:
     ("name", "overrides", "machine", "devices"),
     [
         ("llama-3.2-1b", (), "t4", 4),
-        ("llama-3.2-1b", (), "v100-32-sxm", 8),
-        ("llama-3.1-8b", (), "a100-80-sxm", 8),
         (
             "llama-3.1-8b",
             ('techniques=["pure_bf16", "flash_attention", "fused_adamw", "compile"]',),
