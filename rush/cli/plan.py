@@ -207,7 +207,7 @@ def _search(
     html: Path | None,
 ) -> None:
     from rush.plan import search
-    from rush.plan.search import describe
+    from rush.plan.ways import describe
 
     found = search(recipe, target, best=best, beyond=beyond)
     if html is not None:
@@ -246,7 +246,7 @@ def _search(
 
 def _show(name: str, plan: Plan, tokens: float | None, price: float | None) -> None:
     """One plan for a person at a terminal."""
-    from rush.plan.search import describe
+    from rush.plan.ways import describe
 
     target, error = plan.target, plan.expected_error
     room = target.memory_bytes
@@ -374,7 +374,7 @@ def _check(results: Path, json: bool) -> None:
 def _page(
     name: str, plans: list[Plan], lost: list[str], html: Path, tokens: float | None, price: float | None
 ) -> None:
-    from rush.plan.search import describe
+    from rush.plan.ways import describe
     from rush.report.plan import write_plan
 
     records = [

@@ -20,19 +20,17 @@ from rush.plan.memory import memory_of
 from rush.plan.planning import Plan, plan, unmet
 from rush.plan.spec import Spec, spec_of
 from rush.plan.target import Target
+from rush.plan.ways import CHECKPOINTS, HALF, describe, distinct, lost_to
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import changed
 from rush.techniques import registry, why_not
 from rush.techniques.contract import Parity
 
-CHECKPOINTS = ("", "checkpoint_selective", "checkpoint_full")
 STAGES = ("parameters", "gradients", "optimizer", "")
 """Of fsdp; the last is no shards."""
 SCHEDULES: tuple[dict[str, Knob], ...] = ({}, {"name": "pp", "schedule": "interleaved", "stages": 4})
 """Of a pipeline: one stage a rank, or four."""
 MICROS = (1, 2, 4, 8, 16, 32)
-HALF = ("amp_bf16", "bf16_master", "pure_bf16", "amp_fp16")
-"""Ways to compute in 16 bits; a recipe that has one is planned with the others as well."""
 HOST_DOUBT = 0.85
 """What a plan with parts on the host counts for: no finding stands behind its figures."""
 NEAR, MOST_NEAR = 0.7, 24
@@ -73,8 +71,8 @@ def search(
     if not looked.plans:
         looked.refuse()
     plans = sorted(looked.plans, key=_rank)
-    chosen = [plan(one.spec, target, efficiency) for one in _distinct(plans, best)]
-    lost = [*_lost(plans, chosen[0]), *looked.left_out()]
+    chosen = [plan(one.spec, target, efficiency) for one in distinct(plans, best)]
+    lost = [*lost_to(plans, chosen[0]), *looked.left_out()]
     return Found(tuple(chosen), tuple(lost), looked.tried, len(plans))
 
 
@@ -267,19 +265,6 @@ def _in_precision(base: Techniques, name: str) -> Techniques | None:
     return [*kept, *added.items()]
 
 
-def describe(spec: Spec) -> str:
-    """A plan in a few words: `fsdp 8 (parameters), micro 2, amp_bf16, checkpoint_selective`."""
-    layout = [f"{axis} {spec.size(axis)}" for axis in AXES if spec.size(axis) > 1]
-    if spec.size("fsdp") > 1:
-        place = next(i for i, word in enumerate(layout) if word.startswith("fsdp"))
-        parts = ", on the host" if spec.knob("fsdp", "offload", False) else ""
-        layout[place] += f" ({spec.knob('fsdp', 'stage', 'parameters')}{parts})"
-    if spec.size("pp") > 1 and spec.stages > 1:
-        layout[0] += f" ({spec.stages} stages a rank)"
-    how = [name for name in (*HALF, "fp8", *CHECKPOINTS[1:]) if spec.uses(name)]
-    return ", ".join([*(layout or ["one device"]), f"micro {round(spec.micro / spec.rows)}", *how])
-
-
 def _stand_together(spec: Spec) -> bool:
     return all(_may(set(spec.techniques), name) for name in spec.techniques)
 
@@ -326,73 +311,3 @@ def _batches(spec: Spec, total: int) -> Iterator[Spec]:
         if over or not passes or passes < spec.size("pp"):
             continue
         yield replace(spec, micro=micro, passes=passes)
-
-
-def _distinct(plans: list[Plan], count: int) -> list[Plan]:
-    """The fastest of each layout and checkpointing: variants that differ in the micro batch alone are one way."""
-    found: dict[tuple[object, ...], Plan] = {}
-    for one in plans:
-        found.setdefault(
-            (*one.spec.layout.items(), one.spec.stages, _checkpoint(one.spec), _precision(one.spec)), one
-        )
-        if len(found) == count:
-            break
-    return list(found.values())
-
-
-def _checkpoint(spec: Spec) -> str:
-    return next((name for name in CHECKPOINTS[1:] if spec.uses(name)), "")
-
-
-def _precision(spec: Spec) -> str:
-    half = next((name for name in HALF if spec.uses(name)), "fp32")
-    return f"{half} with fp8" if spec.uses("fp8") else half
-
-
-def _ways(spec: Spec) -> dict[str, str]:
-    """What a plan chose, by question."""
-    stage = str(spec.knob("fsdp", "stage", "parameters")) if spec.size("fsdp") > 1 else "none"
-    sharding = {
-        "none": "no shards (ddp)",
-        "parameters": "fsdp parameters (ZeRO-3)",
-        "gradients": "fsdp gradients (ZeRO-2)",
-        "optimizer": "fsdp optimizer (ZeRO-1)",
-    }
-    if spec.size("fsdp") > 1 and spec.size("ddp") > 1:
-        stage_words = f"{sharding[stage]} with copies"
-    else:
-        stage_words = sharding[stage]
-    if spec.knob("fsdp", "offload", False):
-        stage_words += " on the host"
-    return {
-        "sharding": stage_words,
-        **{axis: f"{axis} {spec.size(axis)}" for axis in ("tp", "pp", "cp")},
-        "checkpointing": _checkpoint(spec) or "no checkpointing",
-        "precision": _precision(spec),
-    }
-
-
-def _lost(plans: list[Plan], best: Plan) -> Iterator[str]:
-    chosen = _ways(best.spec)
-    seen: dict[tuple[str, str], Plan] = {}
-    for one in plans:
-        for question, answer in _ways(one.spec).items():
-            seen.setdefault((question, answer), one)
-    for (question, answer), other in sorted(seen.items(), key=lambda item: -item[1].tokens_per_s):
-        if chosen[question] == answer:
-            continue
-        ratio = other.tokens_per_s / best.tokens_per_s
-        yield f"{answer}: {ratio:.2f}× at best ({describe(other.spec)}){_reason(other, best)}"
-    if not any(question == "sharding" and "no shards" in answer for question, answer in seen):
-        yield "no shards (ddp): does not fit"
-    if not any(question == "checkpointing" and answer == "no checkpointing" for question, answer in seen):
-        yield "no checkpointing: does not fit"
-
-
-def _reason(other: Plan, best: Plan) -> str:
-    """The part that takes most more of each token's time."""
-    per = [(name, other.time.parts.get(name, 0) / other.spec.step_tokens - best.time.parts.get(name, 0) / best.spec.step_tokens)
-           for name in {*other.time.parts, *best.time.parts}]  # fmt: skip
-    name, more = max(per, key=lambda item: item[1])
-    share = more * other.spec.step_tokens / other.time.step
-    return f": {share:.0%} of its time more for {name}" if share > 0.01 else ""
