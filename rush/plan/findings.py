@@ -19,6 +19,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import changed, parse
 from rush.records.ladder import read_ladder
 from rush.records.models import read_models
+from rush.records.tune import read_tune
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,9 @@ def read_findings(folder: Path) -> list[Case]:
     benches = [(path, read_models(path)) for path in folder.glob("*/models.json")]
     for path, bench in sorted(benches, key=lambda item: item[1]["started"], reverse=True):
         for case in _beside_rivals(bench, path.parent.name):
+            found.setdefault(case.digest, case)
+    for path in sorted(folder.glob("*/tune.json")):
+        for case in _searched(read_tune(path), path.parent.name):
             found.setdefault(case.digest, case)
     for path in sorted(folder.glob("*/metrics.jsonl")):
         for case in _run(path.parent):
@@ -190,6 +194,37 @@ def _beside_rivals(record: Any, study: str) -> Iterator[Case]:
         for rung in rungs:
             if (case := _rung(rung, machine, target, study)) is not None:
                 yield case
+
+
+def _searched(record: Any, study: str) -> Iterator[Case]:
+    """What a search timed, with steps as short as it made them."""
+    machine, tokens = Machine.from_dict(record["machine"]), record["settings"]["tokens"]
+    sheet = find(machine.devices[0]) if machine.devices else None
+    if record.get("ceilings"):
+        target = target_here(machine, record["ceilings"])
+    elif sheet is not None:
+        target = target_of(sheet.key)
+    else:
+        return
+    for row in record["candidates"]:
+        recipe = _recipe(row["recipe"]) if row["tokens_per_s"] else None
+        if recipe is None:
+            continue
+        recipe = changed(recipe, {"batch.total_tokens": tokens})
+        spec = spec_of(recipe, machine.device)
+        yield Case(
+            name=_short(row["key"]),
+            recipe=recipe,
+            spec=spec,
+            target=target,
+            step_s=spec.step_tokens / row["tokens_per_s"]["median"],
+            memory_bytes=_memory(machine, recipe, row["peak_memory_bytes"]),
+            study=study,
+        )
+
+
+def _short(key: str) -> str:
+    return key if len(key) <= 40 else f"{key[:39]}…"
 
 
 def _memory(machine: Machine, recipe: Recipe, found: float | None) -> float | None:

@@ -92,6 +92,8 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     }
     if effects.factor("frozen"):
         found["adapters"] = compute * _ranks(spec)
+    if effects.factor("inputs.cast"):
+        found |= {"norm.output": 0.0, "mlp.product": 0.0, "inputs.cast": _casts(spec)}
     share = effects.factor("activations")
     if kept is not None:
         # Half of the products: the input of the block always stays.
@@ -151,6 +153,25 @@ def _copies(spec: Spec) -> tuple[int, int]:
     if spec.shape.family != "llama" or not cast or not effects.factor("norm.copies"):
         return 1, 1
     return 3, 2
+
+
+def _casts(spec: Spec) -> float:
+    """Bytes of a token that layers of 8 bits keep of what they read: all of it, or, compiled, what cannot be made again."""
+    shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
+    each, whole = effects.size("inputs.cast", 1), effects.factor("mlp.whole")
+    compiled = spec.work.number("stream.fused")
+    kept = not compiled or effects.factor("inputs.opaque")
+    # Eager, every layer behind a norm makes its own; of two bytes it is the norm's output itself.
+    apart = shape.family == "llama" and not compiled and each == 1 and effects.factor("norm.copies")
+    first, second = (3, 1 if whole else 2) if apart else (1, 1)
+    found = 0.0
+    if kept or effects.factor("norm.opaque"):
+        found += (first + second) * shape.hidden
+    if kept and each == 1:  # the wider one is there already
+        found += shape.num_heads * shape.head_dim / tp
+    if not whole and (kept or effects.factor("mlp.opaque")):
+        found += shape.intermediate / tp
+    return each * found
 
 
 def _scores(spec: Spec) -> float:

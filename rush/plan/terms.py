@@ -46,6 +46,12 @@ ADDED = {
     "frozen": "the weights do not learn; adapters do",
     "master": "fp32 copies of trained weights",
     "casts": "weights in the dtype of the products, kept from forward to backward pass",
+    "inputs.cast": "layers keep a cast of what they read (size of an element) instead of it; compiled, it is made again from what is "
+    "kept anyway",
+    "inputs.opaque": "1: by an operator into which no compiler looks, so that casts are kept",
+    "norm.opaque": "1: the norms are such operators, so that casts of what they write are kept",
+    "mlp.opaque": "1: the MLP's activation is one",
+    "mlp.whole": "1: all of the MLP is one, and keeps gate and up, not their product",
     "attention.output": "attention's result as its kernel keeps it, and a number for each query and head",
     "attention.projected": "what attention adds to the stream",
     "logits.padded": "copies of half-precision logits with rows of whole pieces, where the vocabulary is odd",

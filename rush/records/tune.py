@@ -49,6 +49,8 @@ class TuneRecord(TypedDict, total=False):
     finished: str | None
     machine: dict[str, Any]
     fingerprint: str
+    ceilings: dict[str, Any] | None
+    """What the machine was measured to reach, as the planner was told."""
     objective: str
     allowed: list[str]
     budget_s: float

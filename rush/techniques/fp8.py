@@ -121,6 +121,14 @@ def _one_mlp(recipe: Recipe) -> bool:
     return knob_of(recipe, "fp8", "mlp", MLPS[0]) == "kernel"
 
 
+def _tensorwise(knobs: Mapping[str, Knob]) -> bool:
+    return knobs["recipe"] == "tensorwise"
+
+
+def _rowwise(knobs: Mapping[str, Knob]) -> bool:
+    return knobs["recipe"] == "rowwise"
+
+
 def _takes_head(recipe: Recipe) -> bool:
     return knob_of(recipe, "fp8", "scope", SCOPES[0]) == "blocks_and_head"
 
@@ -223,11 +231,11 @@ technique = Technique(
     parity=Parity.STATISTICAL,
     evidence=evidence,
     memory=(
-        MemoryEffect(
-            "norm.output", 0.0, "compiled, casts of a product's input are made again from what is kept anyway"
-        ),
-        MemoryEffect("mlp.product", 0.0, "as above"),
+        MemoryEffect("inputs.cast", 1.0, "in 8 bits", size=1.0, when=_tensorwise),
+        MemoryEffect("inputs.cast", 1.0, "other casts, from the wide values", size=2.0, when=_rowwise),
+        MemoryEffect("inputs.opaque", 1.0, when=lambda knobs: knobs["casts"] == "kernel"),
         MemoryEffect("casts", 0.0, "made again"),
+        MemoryEffect("mlp.whole", 1.0, when=_with_one_mlp),
         MemoryEffect("mlp.activated", 0.0, "with mlp kernel only gate and up are kept", when=_with_one_mlp),
     ),
     worth=(

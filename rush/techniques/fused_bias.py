@@ -18,7 +18,17 @@ from torch import Tensor, nn
 from rush.models.gpt2 import FusedAttention, Split
 from rush.models.layers import GeluMLP, GeluTanh, Widen
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, Parity, Requirement, Stage, Technique, WorkEffect, used
+from rush.techniques.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Parity,
+    Requirement,
+    Stage,
+    Technique,
+    WorkEffect,
+    used,
+)
 from rush.techniques.seams import needs_triton, our_kernels_ran
 
 # Shapes: b batch, t position, d input width, o output width.
@@ -97,6 +107,7 @@ technique = Technique(
         kernels=("gelu_of_sum_backward_kernel", "join_kernel"),
         ops=("rush::gelu_of_sum_backward", "rush::join_gradients"),
     ),
+    memory=(MemoryEffect("mlp.opaque", 1.0, "beside fp8: a cast of what GELU writes is kept"),),
     work=(
         WorkEffect("sums.fused", 0.78, "of queries, keys and values and of the wide layer: 7 of 9 widths"),
     ),

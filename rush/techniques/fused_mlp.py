@@ -90,6 +90,9 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    memory=(MemoryEffect("mlp.activated", 0.0, "Llama: one tensor of the MLP's width less; GPT-2 has none"),),
+    memory=(
+        MemoryEffect("mlp.activated", 0.0, "Llama: one tensor of the MLP's width less; GPT-2 has none"),
+        MemoryEffect("mlp.opaque", 1.0, "beside fp8: a cast of what it writes is kept"),
+    ),
     work=(WorkEffect("mlp.fused", 1.0),),
 )

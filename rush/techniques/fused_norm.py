@@ -136,6 +136,7 @@ technique = Technique(
         MemoryEffect("norm.wide", 0.0, "the norms keep their input and a number per row"),
         MemoryEffect("norm.scaled", 0.0, "the norms keep their input and a number per row"),
         MemoryEffect("norm.copies", 0.0, "the norm writes what the next product reads"),
+        MemoryEffect("norm.opaque", 1.0, "beside fp8: casts of what it writes are kept"),
     ),
     work=(WorkEffect("norms.fused", 1.0),),
 )

@@ -204,6 +204,8 @@ technique = Technique(
         MemoryEffect("norm.wide", 0.0, "the norms keep their inputs only", when=_with("norm")),
         MemoryEffect("norm.scaled", 0.0, "the norms keep their inputs only", when=_with("norm")),
         MemoryEffect("mlp.activated", 0.0, "SwiGLU keeps its inputs only", when=_with("mlp")),
+        MemoryEffect("norm.opaque", 1.0, "beside fp8: casts of what they write are kept", when=_with("norm")),
+        MemoryEffect("mlp.opaque", 1.0, "beside fp8: a cast of what it writes is kept", when=_with("mlp")),
     ),
     worth=(Setting(), Setting({"parts": "all but loss"})),
     work=(

@@ -86,8 +86,13 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
     outlook, budget = Outlook(start, planner, request.goal, known, rules.kept), Budget(request.budget_s)
     lab = Trials(bench, request.recipe, settings, planner, budget)
 
-    def tell(search: Search, doing: str | None) -> None:
+    def recorded(search: Search) -> TuneRecord:
         record = record_of(request, search, lab.settings, known, started, gone)
+        record["ceilings"] = bench.ceilings
+        return record
+
+    def tell(search: Search, doing: str | None) -> None:
+        record = recorded(search)
         write_tune(folder / "tune.json", record)
         watch(record, doing)
 
@@ -99,7 +104,7 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
         decide(search)
     others = {name: fit_beside(name, other, request.recipe) for name, other in request.beside.items()}
     rows = beside(search, lab, others)
-    record = record_of(request, search, lab.settings, known, started, gone)
+    record = recorded(search)
     if record["winner"] is not None:
         record["winner"]["beside"] = rows
     record["finished"] = _now()

@@ -106,6 +106,47 @@ def test_what_a_forward_pass_keeps_is_predicted_within_2_per_cent(
     assert planned(spec_of(recipe, "cpu")) == pytest.approx(measured, rel=0.02)
 
 
+KERNEL = '{name = "fp8", casts = "kernel"}'
+WHOLE = '{name = "fp8", mlp = "kernel"}'
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize(
+    ("model", "techniques"),
+    [
+        ("tiny", ("fp8",)),
+        ("llama-tiny", ("fp8",)),
+        ("llama-tiny", ("fp8", "fused_projections")),
+        ("llama-tiny", ('{name = "fp8", recipe = "rowwise"}',)),
+        *(
+            pytest.param(model, (*techniques, "compile"), marks=pytest.mark.slow)
+            for model, techniques in (
+                ("tiny", ("fp8", "fused_bias")),
+                ("tiny", (KERNEL,)),
+                ("llama-tiny", ("fp8",)),
+                ("llama-tiny", ("fp8", "fused_norm")),
+                ("llama-tiny", ("fp8", "fused_mlp")),
+                ("llama-tiny", (KERNEL,)),
+                ("llama-tiny", (WHOLE, "fused_projections")),
+            )
+        ),
+    ],
+)
+def test_what_products_of_8_bits_keep_of_their_factors(
+    model: str, techniques: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same recipe without them: to a few numbers for each token."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    torch.compiler.reset()  # torch compiles a function for a few models only
+    base = ("pure_bf16", "flash_attention")
+    plain = (*base, *(name for name in techniques if "fp8" not in name))
+    one, other = recipe_of(model, *base, *techniques), recipe_of(model, *plain)
+    found = kept_by_forward(one) - kept_by_forward(other)
+    spec, without = spec_of(one, "cpu"), spec_of(other, "cpu")
+    expected = sum(block_tensors(spec).values()) - sum(block_tensors(without).values())
+    assert found / (spec.shape.num_layers * spec.tokens) == pytest.approx(expected, abs=16)
+
+
 def big(*overrides: str) -> Spec:
     return spec_of(
         load_recipe(
