@@ -39,7 +39,7 @@ class TokenDataset:
             raise DataError(
                 f"The {split} split of {self.folder} is too short: {self.num_documents} document(s) with "
                 f"{self.num_tokens} tokens, and one window needs {sequence + 1} (batch.sequence + 1). "
-                "Use more text, a shorter sequence, or another validation fraction."
+                f"Use more text, a shorter sequence, or {'a larger' if split == 'validation' else 'a smaller'} data.validation."
             )
 
     def __len__(self) -> int:

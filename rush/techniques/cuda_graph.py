@@ -32,6 +32,7 @@ from rush.techniques.contract import (
     Pass,
     Proof,
     Requirement,
+    Setting,
     Stage,
     Technique,
     WorkEffect,
@@ -190,5 +191,6 @@ technique = Technique(
             by_knob=lambda knobs: float(knobs["gradients"] == "added"),
         ),
     ),
+    worth=(Setting(), Setting({"gradients": "written"})),
     work=(WorkEffect("launches.pass", 10.0),),
 )

@@ -116,6 +116,7 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, rank
     corpus = ranks.in_turn(lambda: open_corpus(recipe, tokenizer, view.note))
     if recipe.auto:
         recipe = Settling(machine, corpus, weights, ranks, folder.path, view.note).settle(recipe)
+    _check_held_out(corpus, recipe)
     run = build(recipe, machine, weights, ranks)
     if (lost := say_lost(run)) is not None:
         view.note(lost)
@@ -179,6 +180,11 @@ def _seed_generators(seed: int) -> None:
 def _record_save(saved: Saved, saves: MetricsWriter, store: CheckpointStore, keep: int) -> None:
     store.retain(keep, committed=saved.step)
     saves.write({name: value for name, value in asdict(saved).items() if name != "path"})
+
+
+def _check_held_out(corpus: Corpus, recipe: Recipe) -> None:
+    """Say before the first step that there is nothing to validate on, not after hours."""
+    next(iter(corpus.validation(recipe, {})), None)
 
 
 def _check_same_corpus(digest: str, corpus: Corpus) -> None:

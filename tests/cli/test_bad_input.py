@@ -162,6 +162,8 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     ("not UTF-8", 3, ["latin.txt", "UTF-8"], lambda w: w.on_files("latin.txt", b"caf\xe9 " * 300)),
     ("not Parquet", 3, ["fake.parquet"], lambda w: w.on_files("fake.parquet", b"PAR1 no")),
     ("too little text", 3, ["too short"], lambda w: w.on_files("short.txt", "a b c", "data.vocab_size=257")),
+    ("nothing held out", 3, ["validation split", "too short", "a larger data.validation"],
+     lambda w: w.train("data.validation=0.0000001", "run.validate_every=0")),
     ("vocabulary not reached", 3, ["vocab"], lambda w: w.on_files("little.txt", "a b c")),
     ("missing tokenizer", 3, ["tokenizer"], lambda w: w.train(f"data.tokenizer={w.path / 'no' / 'tokenizer.json'}")),
     ("wrong tokenizer file", 3, ["tokenizer"], lambda w: w.train(f"data.tokenizer={w.file('tokenizer.json', '{}')}")),

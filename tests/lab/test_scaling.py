@@ -293,6 +293,7 @@ def test_a_group_of_one_that_cannot_be_measured_is_refused(small_recipe: Path) -
         put_on(recorded, ["ddp"])
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_a_group_of_its_own_stands_beside_one_without(
     small_recipe: Path, tmp_path: Path
 ) -> None:

@@ -104,7 +104,8 @@ def bits_of(path: str) -> dict[tuple[str, str], bytes]:
     return found
 
 
-@pytest.mark.parametrize("technique", [NF4["bitsandbytes"], pytest.param(DORA, marks=slow)])
+@slow
+@pytest.mark.parametrize("technique", [NF4["bitsandbytes"], DORA])
 def test_adapters_go_through_layouts_to_the_same_bits(tmp_path: Path, technique: str) -> None:
     def passed(layout: dict[str, int], source: str | None, steps: int, name: str) -> Result:
         count = int(np.prod(list(layout.values())))
@@ -209,9 +210,8 @@ def test_gpt2_s_bias_gradients_are_made_on_the_way_on_several_ranks_too(axis: st
     assert ranks[0]["proofs"]["fused_bias"][0], ranks[0]["proofs"]
 
 
-@pytest.mark.parametrize(
-    "stage", ["parameters", pytest.param("gradients", marks=slow), pytest.param("optimizer", marks=slow)]
-)
+@slow
+@pytest.mark.parametrize("stage", ["parameters", "gradients", "optimizer"])
 def test_copies_of_shards_add_up_several_passes_once(stage: str) -> None:
     technique = f"{{name='fsdp', stage='{stage}'}}"
     sizes = {passes: [f"batch.total_tokens={passes * 4 * SEQUENCE}"] for passes in (1, 3)}

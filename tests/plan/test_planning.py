@@ -159,6 +159,7 @@ def test_what_a_search_finds_can_run_there(
         )
 
 
+@pytest.mark.slow
 def test_a_search_over_precisions_takes_half_precision_where_there_is_no_bf16() -> None:
     old = search(load_recipe("llama-3.2-1b"), target_of("v100-32-sxm", 8))
     assert {one.spec.uses("amp_fp16") for one in old.best} == {True}
@@ -212,6 +213,7 @@ def test_without_nvlink_the_search_turns_to_what_sends_less() -> None:
     assert all(seconds >= 0 for seconds in sent)
 
 
+@pytest.mark.slow
 def test_405b_on_sixteen_thousand_h100_is_answered_with_pipelines_or_tensors() -> None:
     recipe = load_recipe(
         "llama-3.1-8b",

@@ -108,7 +108,11 @@ def test_an_output_that_nobody_uses_has_a_gradient_of_zero() -> None:
         (["fused_adamw", "vocab_pad"], "float32"),
         pytest.param(["{name='adam8bit', backend='rush'}"], "float32", marks=pytest.mark.slow),
         (["amp_bf16", "fused_update"], "bfloat16"),
-        (["pure_bf16", "{name='fused_update', stochastic_rounding=true, state='bfloat16'}"], "bfloat16"),
+        pytest.param(
+            ["pure_bf16", "{name='fused_update', stochastic_rounding=true, state='bfloat16'}"],
+            "bfloat16",
+            marks=pytest.mark.slow,
+        ),
         (["bf16_master", "fused_adamw"], "bfloat16"),
     ],
     ids=str,

@@ -39,9 +39,16 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
     ("name", "techniques", "dtype"),
     [
         ("tiny", ["fused_loss", "fused_update"], "float32"),
-        ("llama-tiny", ["fused_loss", "checkpoint_full", "accumulate"], "float32"),
-        ("tiny", ["fused_loss", "amp_bf16"], "bfloat16"),
-        ("llama-tiny", ["fused_loss", "amp_fp16", "fused_update"], "float16"),
+        pytest.param(
+            "llama-tiny",
+            ["fused_loss", "checkpoint_full", "accumulate"],
+            "float32",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("tiny", ["fused_loss", "amp_bf16"], "bfloat16", marks=pytest.mark.slow),
+        pytest.param(
+            "llama-tiny", ["fused_loss", "amp_fp16", "fused_update"], "float16", marks=pytest.mark.slow
+        ),
         ("llama-tiny", ["pure_bf16", "fused_loss", "fused_update"], "bfloat16"),
         ("tiny", ["pure_bf16", CHANCE], "bfloat16"),
         pytest.param("llama-tiny", ["bf16_master", "fused_loss"], "bfloat16", marks=pytest.mark.slow),
