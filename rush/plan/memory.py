@@ -307,7 +307,9 @@ def _loss(spec: Spec, stage: Stage) -> tuple[float, float, float]:
     cast = head * compute if effects.factor("casts") or "casts" in effects.sizes else 0.0
     if effects.factor("head.gradient"):
         early = head * (4 if not effects.factor("frozen") else 0) + spec.tokens * shape.hidden * compute
-        return compute * vocab * tokens + early + cast, early, 0.0
+        # Logits in 8 bits, both ways, stand beside those of 16.
+        logits = vocab * tokens * (compute + 2 * effects.factor("head.cast"))
+        return logits + early + cast, early, 0.0
     padded = effects.factor("logits.padded") if compute < 4 and shape.vocab_size % 8 else 0.0
     logits = compute * vocab * tokens * (1 + padded)
     return logits, logits, gradient + cast

@@ -51,6 +51,7 @@ ADDED = {
     "inputs.opaque": "1: by an operator into which no compiler looks, so that casts are kept",
     "norm.opaque": "1: the norms are such operators, so that casts of what they write are kept",
     "mlp.opaque": "1: the MLP's activation is one",
+    "head.cast": "the gradient of the logits in 8 bits, as it is and turned over, beside the logits",
     "mlp.whole": "1: all of the MLP is one, and keeps gate and up, not their product",
     "attention.output": "attention's result as its kernel keeps it, and a number for each query and head",
     "attention.projected": "what attention adds to the stream",
@@ -69,6 +70,7 @@ TERMS = PLAIN | ADDED
 WORK = {
     "products.dtype": "of matrix products, where the size of their factors does not tell it (a name)",
     "blocks.dtype": "of the products inside blocks, where it is another (a name)",
+    "head.dtype": "of the head's products, where it is another (a name)",
     "blocks.casts": "bytes moved for each number that goes into or comes out of a block's products, to cast it",
     "blocks.again": "the share of a block's products that its backward pass makes again; 1: all but the last one's",
     "attention.again": "1: attention too",

@@ -179,9 +179,9 @@ def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights
     head_products = products + spec.work.number("head.again")
     # Tensor cores want rows of whole pieces: an odd vocabulary runs on the slow path, or is padded by a compiler.
     aligned = spec.work.number("head.odd", ODD.get(dtype, 1.0)) if shape.vocab_size % 8 else 1.0
-    head_rate = (
-        aligned * target.rate(dtype) * efficiency.matmul.get(dtype, 1.0) * _full(min(shape.hidden, tokens))
-    )
+    of_head = spec.work.name("head.dtype", dtype)
+    head_rate = target.rate(of_head) * efficiency.matmul.get(of_head, 1.0)
+    head_rate *= aligned * _full(min(shape.hidden, tokens))
     head = tokens * shape.vocab_size * shape.hidden / tp * head_products / head_rate / spec.size("pp")
     return blocks * (block + adapters) + head
 

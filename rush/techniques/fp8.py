@@ -8,7 +8,9 @@ fuses the casts; eager it is slower than bf16. A 3-bit mantissa is coarse: losse
 by step they differ. One scale per tensor is fastest; one per row spares small values beside large ones. Beside `tp`
 every rank scales its own part of a tensor by that part's largest value, and nothing is exchanged for it: scales are
 powers of two, so the same number gets the same 8-bit mantissa under each, unless it is below 2⁻¹³ of the largest. With
-`mlp` kernel Llama's SwiGLU goes from 16 bits to 8 in kernels of ours, rounded once, where a compiler rounds twice.
+`mlp` kernel Llama's SwiGLU goes from 16 bits to 8 in kernels of ours, rounded once, where a compiler rounds twice. A small
+model's head is a fifth of its arithmetic: `scope` head, beside `fused_loss`, makes its three products in 8 bits and nothing
+else; the gradient of the logits goes from 16 bits to 8 in one kernel that needs no scale to be looked for.
 """
 
 from __future__ import annotations
@@ -39,13 +41,14 @@ from rush.techniques.contract import (
 )
 from rush.techniques.evidence import say_dtypes
 from rush.techniques.fp8_layers import Fp8GatedMLP, Fp8Linear, Fp8Projection
+from rush.techniques.fused_loss import FusedLossHead
 from rush.techniques.seams import needs_triton, our_kernels_ran
 from rush.techniques.vocab_pad import ProjectedLossHead
 
 ALIGNMENT = 16
-RECIPES, SCOPES = ("tensorwise", "rowwise"), ("blocks", "blocks_and_head")
+RECIPES, SCOPES = ("tensorwise", "rowwise"), ("blocks", "blocks_and_head", "head")
 CASTS = MLPS = ("compiler", "kernel")
-OTHER_HEADS = ("chunked_loss", "fused_loss", "liger")
+OTHER_HEADS = ("chunked_loss", "liger")
 OTHER_MLPS = ("fused_mlp", "liger")
 SWIGLU = tuple(f"fp8_swiglu{step}" for step in ("_largest", "", "_bound", "_backward"))
 """The kernels of the MLP as one function, and the ends of its operators' names."""
@@ -59,9 +62,10 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     recipe: Any = knobs["recipe"]
     product = partial(fp8_linear, recipe=recipe, **options)
     # What speeds are held against: the rate of 8-bit products, although heads and attention stay at 16 bits.
-    build.facts["matmul_dtype"] = "float8"
+    if _takes_blocks(knobs):
+        build.facts["matmul_dtype"] = "float8"
     for role, layers in build.model.linears().items():
-        for name, plain in layers if role != "head" else []:
+        for name, plain in layers if role != "head" and _takes_blocks(knobs) else []:
             parent, _, own = name.rpartition(".")
             setattr(build.model.get_submodule(parent), own, Fp8Linear(plain, product))
     if _with_one_mlp(knobs):
@@ -69,7 +73,11 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             plain_mlp = block.get_submodule("mlp")
             assert isinstance(plain_mlp, GatedMLP), type(plain_mlp)
             block.mlp = Fp8GatedMLP(plain_mlp, partial(fp8_mlp, **options))
-    if knobs["scope"] == "blocks_and_head":
+    head = build.model.loss_head
+    if isinstance(head, FusedLossHead) and knobs["scope"] != "blocks":
+        head.products = "fp8"
+        build.facts["fused_head"] = True
+    elif knobs["scope"] != "blocks":
         padded = build.facts.get("padded_vocab_size", build.model.shape.vocab_size)
         build.model.loss_head = ProjectedLossHead(Fp8Projection(padded, product))
 
@@ -77,15 +85,18 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Matrix products took 8-bit inputs (or 8-bit kernels of a compiled graph ran); on a CPU the emulation
     `rush::fp8_emulated_product` ran, which proves the arithmetic and nothing about speed. With `mlp` kernel also our
-    kernels `fp8_swiglu…`, forward and backward (on a CPU the operators `rush::fp8_swiglu…`)."""
-    products = _products_ran(seen)
-    if not _with_one_mlp(knobs):
-        return products
-    kernels = our_kernels_ran(
-        tuple(f"{name}_kernel" for name in SWIGLU), tuple(f"rush::{name}" for name in SWIGLU)
-    )
-    mlp = kernels(seen, knobs)
-    return Proof(products.took_effect and mlp.took_effect, f"{products.what}; {mlp.what}")
+    kernels `fp8_swiglu…`, forward and backward (on a CPU the operators `rush::fp8_swiglu…`), and where the head is fused with
+    its loss the kernel `fp8_logits_gradient`."""
+    proofs = [_products_ran(seen)]
+    names = SWIGLU if _with_one_mlp(knobs) else ()
+    if knobs["scope"] != "blocks" and seen.facts.get("fused_head"):
+        names = (*names, "fp8_logits_gradient")
+    if names:
+        kernels = our_kernels_ran(
+            tuple(f"{name}_kernel" for name in names), tuple(f"rush::{name}" for name in names)
+        )
+        proofs.append(kernels(seen, knobs))
+    return Proof(all(proof.took_effect for proof in proofs), "; ".join(proof.what for proof in proofs))
 
 
 def _products_ran(seen: Observation) -> Proof:
@@ -122,15 +133,19 @@ def _one_mlp(recipe: Recipe) -> bool:
 
 
 def _tensorwise(knobs: Mapping[str, Knob]) -> bool:
-    return knobs["recipe"] == "tensorwise"
+    return knobs["recipe"] == "tensorwise" and _takes_blocks(knobs)
 
 
 def _rowwise(knobs: Mapping[str, Knob]) -> bool:
-    return knobs["recipe"] == "rowwise"
+    return knobs["recipe"] == "rowwise" and _takes_blocks(knobs)
+
+
+def _takes_blocks(knobs: Mapping[str, Knob]) -> bool:
+    return knobs["scope"] != "head"
 
 
 def _takes_head(recipe: Recipe) -> bool:
-    return knob_of(recipe, "fp8", "scope", SCOPES[0]) == "blocks_and_head"
+    return knob_of(recipe, "fp8", "scope", SCOPES[0]) != "blocks"
 
 
 technique = Technique(
@@ -185,30 +200,44 @@ technique = Technique(
             ),
         ),
         Requirement(
+            "in fused_loss the head has one scale for a tensor; set recipe to tensorwise, or scope to blocks",
+            lambda machine, recipe: (
+                not (_takes_head(recipe) and used(recipe, "fused_loss"))
+                or knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
+            ),
+        ),
+        Requirement(
+            "with mlp kernel it needs a scope that has the blocks; set mlp to compiler, or scope to blocks_and_head",
+            lambda machine, recipe: (
+                not _one_mlp(recipe) or knob_of(recipe, "fp8", "scope", SCOPES[0]) != "head"
+            ),
+        ),
+        Requirement(
             "beside layout.tp the logits are made by the loss over parts of the vocabulary; set scope to blocks",
             lambda machine, recipe: recipe.layout.tp == 1 or not _takes_head(recipe),
         ),
         Requirement(
-            "with scope blocks_and_head it makes the logits itself: take out "
+            "with a scope that has the head it makes the logits itself, or fused_loss does so with it: take out "
             f"{', '.join(OTHER_HEADS)}, or set scope to blocks",
             lambda machine, recipe: not (_takes_head(recipe) and used(recipe, *OTHER_HEADS)),
         ),
         Requirement(
-            f"with scope blocks_and_head it needs a vocabulary in multiples of {ALIGNMENT}; add vocab_pad",
+            f"with a scope that has the head it needs a vocabulary in multiples of {ALIGNMENT}; add vocab_pad, or fused_loss",
             lambda machine, recipe: (
                 not _takes_head(recipe)
+                or used(recipe, "fused_loss")
                 or recipe.shape().vocab_size % ALIGNMENT == 0
                 or used(recipe, "vocab_pad")
             ),
         ),
     ),
     conflicts=("int8_base", "qlora"),
-    after=("chunked_loss", "vocab_pad"),
+    after=("chunked_loss", "fused_loss", "vocab_pad"),
     knobs={
         "recipe": KnobRange(
             RECIPES, "one scale for a tensor (gradients in e5m2), or one for each row (all e4m3)"
         ),
-        "scope": KnobRange(SCOPES, "the linear layers of the blocks, or the head as well"),
+        "scope": KnobRange(SCOPES, "the linear layers of the blocks, the head as well, or the head alone"),
         "fast": KnobRange(
             ("forward", "all"), "the products that may use the short accumulator: quicker, coarser"
         ),
@@ -234,7 +263,8 @@ technique = Technique(
         MemoryEffect("inputs.cast", 1.0, "in 8 bits", size=1.0, when=_tensorwise),
         MemoryEffect("inputs.cast", 1.0, "other casts, from the wide values", size=2.0, when=_rowwise),
         MemoryEffect("inputs.opaque", 1.0, when=lambda knobs: knobs["casts"] == "kernel"),
-        MemoryEffect("casts", 0.0, "made again"),
+        MemoryEffect("casts", 0.0, "made again", when=_takes_blocks),
+        MemoryEffect("head.cast", 1.0, "in 8 bits, both ways", when=lambda knobs: knobs["scope"] != "blocks"),
         MemoryEffect("mlp.whole", 1.0, when=_with_one_mlp),
         MemoryEffect("mlp.activated", 0.0, "with mlp kernel only gate and up are kept", when=_with_one_mlp),
     ),
@@ -244,21 +274,25 @@ technique = Technique(
         Setting({"mlp": "kernel", "fast": "all"}, {"fused_projections": {}}),
         Setting({"casts": "kernel"}),
         Setting({"scope": "blocks_and_head"}),
+        Setting({"scope": "head"}),
     ),
     work=(
-        WorkEffect("blocks.dtype", "float8"),
+        WorkEffect("blocks.dtype", "float8", when=_takes_blocks),
+        WorkEffect("head.dtype", "float8", when=lambda knobs: knobs["scope"] != "blocks"),
         WorkEffect(
             "blocks.casts",
             8.5,
             "largest value, cast and both layouts; twice where nothing is compiled. With mlp kernel 22 instead of 32 bytes for "
             "each value of the MLP's width, which is a quarter of all",
             by_knob=lambda knobs: 6.4 if _with_one_mlp(knobs) else 8.5,
+            when=_takes_blocks,
         ),
         WorkEffect("mlp.fused", 1.0, when=_with_one_mlp),
         WorkEffect(
             "launches.more",
             54.0,
             "scale and casts of Llama's 7 weights, 4 inputs and 7 gradients: three each",
+            when=_takes_blocks,
         ),
     ),
 )

@@ -47,6 +47,8 @@ class FusedLossHead(nn.Module):
         self.loss = loss
         self.chunk_tokens = chunk_tokens
         self.words = words
+        self.products = "dtype"
+        """Of 8-bit factors, if `fp8` says so."""
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
         return self.loss(
@@ -56,6 +58,7 @@ class FusedLossHead(nn.Module):
             ignore_index=-100,
             chunk_tokens=self.chunk_tokens,
             words=self.words,
+            products=self.products,
         )
 
     def over(self, first: int, whole: int, ranks: int, group: str) -> FusedLossHead:

@@ -128,6 +128,12 @@ def eight_bit_linear() -> None:
     both_ways(partial(fp8_linear, casts="kernel"), x, weight)
 
 
+def eight_bit_head() -> None:
+    hidden, weight = zeros(ROWS, 256, dtype=BF16), zeros(1001, 256, dtype=BF16)
+    labels = torch.zeros(ROWS, dtype=torch.int64)
+    both_ways(partial(linear_cross_entropy, labels=labels, products="fp8"), hidden, weight)
+
+
 def eight_bit_mlp() -> None:
     x, down = zeros(256, 128, dtype=BF16), zeros(128, 512, dtype=BF16)
     both_ways(fp8_mlp, x, zeros(1024, 128, dtype=BF16), down)
@@ -186,6 +192,7 @@ STREAMING: dict[str, Callable[[], None]] = {
     "biased fp32": partial(after_bias, FP32),
     "fp8_linear bf16": eight_bit_linear,
     "fp8_mlp bf16": eight_bit_mlp,
+    "linear_cross_entropy fp8": eight_bit_head,
     "walks of explain": walks,
     "cross_entropy bf16": partial(loss, BF16, 128256),
     "cross_entropy fp32 smoothed": partial(loss, FP32, 50304, 0.1),

@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 Report = dict[str, Any]
 HOPPER, AMPERE = 90, 80
 
-NEEDS_HOPPER = {"fp8_linear bf16", "fp8_mlp bf16"}
+NEEDS_HOPPER = {"fp8_linear bf16", "fp8_mlp bf16", "linear_cross_entropy fp8"}
 """Ampere has no 8-bit floats of the kind that forward passes use."""
 
 STACK_BYTES = {
@@ -54,6 +54,7 @@ NARROW_LOADS = {
     "gelu_of_sum_backward_kernel": 0,
     "join_kernel": 0,
     "fp8_cast_both_kernel": 2,
+    "fp8_logits_gradient_kernel": 10,
     "fp8_swiglu_largest_kernel": 0,
     "fp8_swiglu_kernel": 1,
     "fp8_swiglu_bound_kernel": 4,

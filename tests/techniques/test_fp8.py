@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,7 @@ BESIDE = [
     ("{name='fp8', casts='kernel', fast='all'}", "checkpoint_full"),
     (HEAD, "vocab_pad"),
     ("fp8", "chunked_loss"),
+    ("{name='fp8', scope='head'}", "{name='fused_loss', chunk_tokens=512}"),
 ]
 
 
@@ -60,7 +62,7 @@ def test_it_takes_effect_and_learns_what_plain_learns(name: str, techniques: tup
     ours = trace(run, 4, watch=True)
     assert ours.seen is not None
     for technique, proof in prove(run.uses, ours.seen).items():
-        if technique != "chunked_loss":  # 64 tokens fit into one chunk
+        if technique not in ("chunked_loss", "fused_loss"):  # 64 tokens fit into one chunk
             assert proof.took_effect, f"{technique}: {proof.what}"
     assert "emulated on a CPU" in prove(run.uses, ours.seen)["fp8"].what
     reference = trace(make_run(name=name, overrides=SMALL), 4)
@@ -125,8 +127,8 @@ def test_the_evidence_fails_where_the_kernels_did_not_run() -> None:
     run = make_run("fp8", JOINED, overrides=SMALL)
     seen = trace(run, 1, watch=True).seen
     assert seen is not None
-    assert registry()["fp8"].evidence(seen, {"mlp": "compiler"}).took_effect
-    proof = registry()["fp8"].evidence(seen, {"mlp": "kernel"})
+    assert registry()["fp8"].evidence(seen, {"mlp": "compiler", "scope": "blocks"}).took_effect
+    proof = registry()["fp8"].evidence(seen, {"mlp": "kernel", "scope": "blocks"})
     assert not proof.took_effect
     assert "rush::fp8_swiglu_backward" in proof.what
 
@@ -135,3 +137,27 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     with pytest.raises(MachineError, match="technique fp8 cannot run here"):
         check(recipe_of("fp8"), probe("cpu"))
+
+
+def test_the_head_alone_leaves_the_blocks_as_they_are_and_its_evidence_fails_without_its_kernel() -> None:
+    run = make_run("{name='fp8', scope='head'}", "fused_loss", overrides=SMALL)
+    assert not any(isinstance(module, Fp8Linear) for module in run.model.modules())
+    seen = trace(run, 1, watch=True).seen
+    assert seen is not None
+    knobs = next(use.knobs for use in run.uses if use.technique.name == "fp8")
+    assert registry()["fp8"].evidence(seen, knobs).took_effect
+    without = {name: count for name, count in seen.ops.items() if name != "rush::fp8_logits_gradient"}
+    assert not registry()["fp8"].evidence(replace(seen, ops=without), knobs).took_effect
+
+
+@pytest.mark.parametrize(
+    ("techniques", "said"),
+    [
+        (["{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"], "one scale for a tensor"),
+        (["{name='fp8', scope='head', mlp='kernel'}", "fused_loss", JOINED], "a scope that has the blocks"),
+        (["{name='fp8', scope='head'}", "chunked_loss"], "take out chunked_loss"),
+    ],
+)
+def test_what_a_head_in_8_bits_cannot_stand_beside(techniques: list[str], said: str) -> None:
+    with pytest.raises(MachineError, match=said):
+        make_run(*techniques, name="llama-tiny", overrides=SMALL)

@@ -181,6 +181,8 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='fp8', mlp='kernel'}"))
         own.append(recipe_of("{name='fp8', mlp='kernel'}", "fused_mlp", "fused_projections"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", "chunked_loss"))
+        own.append(recipe_of("{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"))
+        own.append(recipe_of("{name='fp8', scope='head', mlp='kernel'}", "fused_loss"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", overrides=["layout.tp=2"]))
     if name in ("fused_projections", "fused_rope"):
         own.append(recipe_of(name, name="tiny"))

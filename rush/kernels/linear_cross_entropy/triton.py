@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.cross_entropy import triton as cross_entropy
+from rush.kernels.linear_cross_entropy.eight_bits import loss_and_gradients as by_8_bits
 from rush.kernels.linear_cross_entropy.words import Words, losses_among
 
 # Shapes: n tokens, d hidden, v vocabulary (padded to a multiple of ALIGNED inside), c tokens of a chunk.
@@ -81,6 +82,7 @@ def loss_and_gradients(
     want_hidden: bool,
     want_weight: bool,
     words: Words | None = None,
+    eight_bits: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses, and the gradients of their sum times `gradient_scale` (empty where they are not wanted).
 
@@ -90,9 +92,24 @@ def loss_and_gradients(
     (num_tokens, width), vocab_size = hidden_nd.shape, weight_vd.shape[0]
     weight_pd = _aligned(weight_vd, dtype)
     chunk_tokens = max(1, min(chunk_tokens, num_tokens))
+    hidden_dtype, weight_dtype = gradient_dtypes(dtype, num_tokens, chunk_tokens)
+    if eight_bits:
+        losses_n, d_hidden_nd, d_weight_vd = by_8_bits(
+            hidden_nd.to(dtype),
+            weight_pd,
+            labels_n,
+            vocab_size=vocab_size,
+            chunk_tokens=chunk_tokens,
+            weight_dtype=weight_dtype,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+            want_hidden=want_hidden,
+            want_weight=want_weight,
+        )
+        return losses_n, d_hidden_nd.to(hidden_dtype), d_weight_vd
     logits_cp = weight_pd.new_empty(chunk_tokens, weight_pd.shape[0])
     losses_n = hidden_nd.new_empty(num_tokens, dtype=torch.float32)
-    hidden_dtype, weight_dtype = gradient_dtypes(dtype, num_tokens, chunk_tokens)
     d_hidden_nd = hidden_nd.new_empty((num_tokens, width) if want_hidden else (0, width), dtype=hidden_dtype)
     d_weight_pd = weight_pd.new_empty(weight_pd.shape if want_weight else (0, width), dtype=weight_dtype)
     if want_weight and num_tokens == 0:
