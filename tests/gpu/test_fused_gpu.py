@@ -77,3 +77,23 @@ def test_8_bit_products(name: str, techniques: tuple[str, ...]) -> None:
     # Three products of each linear layer of a block (GPT-2 has four of them, Llama seven), and the head's.
     layers = {"tiny": 4, "llama-tiny": 7}[name] * 2 * 3 + (3 if "vocab_pad" in techniques else 0)
     assert seen.ops["aten::_scaled_mm"] >= layers
+
+
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="no 8-bit matmuls here",
+)
+@pytest.mark.parametrize(
+    ("name", "techniques"),
+    [
+        ("tiny", ("{name='fp8', scope='head'}", "bf16_master", "compile")),
+        ("tiny", ("{name='fp8', scope='head'}", "amp_bf16")),
+        ("llama-tiny", ("{name='fp8', scope='blocks_and_head'}", "bf16_master", BLOCKS)),
+    ],
+)
+def test_a_head_in_8_bits_is_fused_with_its_loss(name: str, techniques: tuple[str, ...]) -> None:
+    chunks = "{name='fused_loss', chunk_tokens=512}"
+    seen = takes_effect_and_learns_the_same(*techniques, chunks, name=name, dtype="bfloat16")
+    assert any("fp8_logits_gradient" in kernel for kernel in seen.kernels)
+    assert "rush::fp8_emulated_product" not in seen.ops
+    assert seen.ops["aten::_scaled_mm"] >= 3 * 2, "three products of each of two chunks"
