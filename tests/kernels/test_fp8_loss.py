@@ -14,7 +14,11 @@ from rush.kernels.linear_cross_entropy.eight_bits import SCALE, logits_gradient
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 # tokens, width, vocabulary, tokens of a chunk: one chunk and less than a tile; odd words, several chunks, a shorter last one
-SHAPES = [(16, 16, 64, None), (144, 32, 301, 64), (256, 48, 515, 128)]
+SHAPES = [
+    (16, 16, 64, None),
+    (144, 32, 301, 64),
+    pytest.param(256, 48, 515, 128, marks=pytest.mark.slow),
+]
 LARGE = [(4096, 768, 50257, 1024)]
 
 

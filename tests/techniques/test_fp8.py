@@ -37,8 +37,8 @@ BESIDE = [
     ("{name='fp8', casts='kernel', fast='all'}", "checkpoint_full"),
     (HEAD, "vocab_pad"),
     ("fp8", "chunked_loss"),
-    ("{name='fp8', scope='head'}", "{name='fused_loss', chunk_tokens=512}"),
 ]
+FUSED_HEAD = ("{name='fp8', scope='head'}", "{name='fused_loss', chunk_tokens=512}")
 
 
 @pytest.mark.parametrize(
@@ -54,6 +54,8 @@ BESIDE = [
         pytest.param("llama-tiny", (ONE_MLP, JOINED, COMPILED[1]), marks=pytest.mark.slow),
         pytest.param("llama-tiny", COMPILED, marks=pytest.mark.slow),
         ("tiny", COMPILED),
+        ("tiny", FUSED_HEAD),
+        pytest.param("llama-tiny", FUSED_HEAD, marks=pytest.mark.slow),
     ],
     ids=str,
 )
