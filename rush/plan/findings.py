@@ -1,4 +1,4 @@
-"""What was measured, as cases a plan can be held against: ladders, benches and runs under a results folder."""
+"""What was measured, as cases a plan can be held against: ladders, benches, searches and runs under a results folder."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Case:
 
 
 def read_findings(folder: Path) -> list[Case]:
-    """Every distinct recipe that was measured, in all views of a ladder, beside rivals and in runs; of one measured twice the
+    """Every distinct recipe that was measured, in all views of a ladder, beside rivals, in searches and in runs; of one measured twice the
     better record counts."""
     found: dict[str, Case] = {}
     records = [(path, read_ladder(path)) for path in sorted(folder.glob("**/ladder*.json"))]

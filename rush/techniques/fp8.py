@@ -75,7 +75,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             block.mlp = Fp8GatedMLP(plain_mlp, partial(fp8_mlp, **options))
     head = build.model.loss_head
     if isinstance(head, FusedLossHead) and knobs["scope"] != "blocks":
-        head.products = "fp8"
+        head.products = "fp8_fast" if knobs["fast"] == "all" else "fp8"
         build.facts["fused_head"] = True
     elif knobs["scope"] != "blocks":
         padded = build.facts.get("padded_vocab_size", build.model.shape.vocab_size)
@@ -243,7 +243,8 @@ technique = Technique(
         ),
         "casts": KnobRange(
             ("compiler", "kernel"),
-            "plain operators for compile to fuse, or one kernel for both layouts (tensorwise)",
+            "plain operators for compile to fuse, or one kernel for both layouts (tensorwise); of a head in fused_loss always a "
+            "kernel",
         ),
         "mlp": KnobRange(
             MLPS,

@@ -88,10 +88,11 @@ def test_it_is_what_its_8_bit_factors_give(
         hidden, weight, labels, chunk_tokens=chunk, label_smoothing=smoothing, z_loss=z_loss
     )
     exact = by_hand(hidden, weight, labels, chunk, smoothing, z_loss)
-    assert float(loss) == pytest.approx(float(exact[0]), rel=1e-4)
-    # Gradients near the middle between two 8-bit values may be rounded either way; results are rounded to bf16.
-    assert apart(d_hidden, exact[1]) < 0.02
-    assert apart(d_weight, exact[2]) < 0.02
+    # On a GPU logits are summed up shorter, so some are rounded the other way. Results are rounded to bf16, each chunk's too:
+    # 0.003 at most. With gradients in e4m3 it would be 0.011 to 0.03.
+    assert float(loss) == pytest.approx(float(exact[0]), rel=1e-6 if device == "cpu" else 1e-4)
+    assert apart(d_hidden, exact[1]) < (0.004 if device == "cpu" else 0.01)
+    assert apart(d_weight, exact[2]) < (0.004 if device == "cpu" else 0.01)
     assert d_hidden.dtype == d_weight.dtype == torch.bfloat16
     assert d_hidden[labels == -100].abs().max() == 0
 
@@ -133,6 +134,12 @@ def test_alone_each_gradient_is_the_same_and_the_loss_needs_none(device: str) ->
     assert torch.equal(only_weight, d_weight)
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, labels, products="fp8"), loss)
+
+
+def test_it_refuses_products_it_does_not_know(device: str) -> None:
+    hidden, weight, labels = given(device, 16, 16, 64)
+    with pytest.raises(KernelRefusal, match="dtype, fp8 or fp8_fast"):
+        linear_cross_entropy(hidden, weight, labels, products="fp4")  # type: ignore[arg-type]
 
 
 def test_the_same_bits_every_time(device: str, repeats: int) -> None:

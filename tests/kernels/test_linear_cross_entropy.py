@@ -264,7 +264,7 @@ def test_the_operator_is_what_it_declares(device: str) -> None:
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     torch.library.opcheck(
         torch.ops.rush.linear_cross_entropy.default,
-        (hidden, weight, labels, torch.float32, 4, -100, 0.0, 0.0, True, True, 0, 0, 1, "", False),
+        (hidden, weight, labels, torch.float32, 4, -100, 0.0, 0.0, True, True, 0, 0, 1, "", "dtype"),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 

@@ -24,7 +24,7 @@ from rush.kernels.fp8_linear.factors import cast, cast_by_kernel, product, turne
 from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantise
 from rush.kernels.support import need, need_device
 
-__all__ = ["ALIGNMENT", "fp8_linear", "need_factors"]
+__all__ = ["ALIGNMENT", "fp8_linear", "need_factors", "need_units"]
 
 ALIGNMENT = 16
 """Bytes that every row of a factor must be a multiple of: the hardware loads that many at a time."""
@@ -59,6 +59,16 @@ def fp8_linear(
     return out_mn.reshape(*x.shape[:-1], weight.shape[0])
 
 
+def need_units(name: str, x: Tensor) -> None:
+    """Refuse a GPU without 8-bit matmuls."""
+    need(
+        not x.is_cuda
+        or torch.compiler.is_compiling()
+        or torch.cuda.get_device_capability(x.device) >= CAPABILITY,
+        f"{name} needs a GPU with 8-bit matmuls: compute capability 8.9 (Ada) or 9.0 (Hopper) and above.",
+    )
+
+
 def need_factors(name: str, x: Tensor, *weights: Tensor) -> None:
     """Refuse what 8-bit products cannot be made of: an input of the first of these weights [outputs, inputs]."""
     need_device(name, x, *weights)
@@ -71,10 +81,7 @@ def need_factors(name: str, x: Tensor, *weights: Tensor) -> None:
             x.dtype == torch.bfloat16,
             f"{name} takes bf16 activations on a GPU; convert them, or run under autocast in bf16.",
         )
-        need(
-            torch.compiler.is_compiling() or torch.cuda.get_device_capability(x.device) >= CAPABILITY,
-            f"{name} needs a GPU with 8-bit matmuls: compute capability 8.9 (Ada) or 9.0 (Hopper) and above.",
-        )
+        need_units(name, x)
     need(
         all(weight.dim() == 2 for weight in weights) and x.shape[-1] == weights[0].shape[1],
         f"{name} needs a weight of [outputs, inputs].",

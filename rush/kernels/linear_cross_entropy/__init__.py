@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.cross_entropy import FLOATS, scaled_gradient
-from rush.kernels.fp8_linear import ALIGNMENT, CAPABILITY
+from rush.kernels.fp8_linear import ALIGNMENT, need_units
 from rush.kernels.linear_cross_entropy import triton as kernels
 from rush.kernels.linear_cross_entropy.words import Words
 from rush.kernels.support import need, need_device, op
@@ -40,7 +40,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     chunk_tokens: int | None = None,
     words: Words | None = None,
-    products: Literal["dtype", "fp8"] = "dtype",
+    products: Literal["dtype", "fp8", "fp8_fast"] = "dtype",
 ) -> Tensor:
     """The fp32 sum of the losses of `hidden · weightᵀ` against the labels.
 
@@ -50,7 +50,8 @@ def linear_cross_entropy(
     `words`: the weight has some of a vocabulary's words, other processes the others. All call this with the same hidden
     vectors and labels, and get the loss over all words; the gradient of `hidden` is what the own words add to it.
 
-    `products`: fp8 makes all three with 8-bit factors (see `eight_bits.py`); on a GPU hidden vectors are bf16 then.
+    `products`: fp8 makes all three with 8-bit factors (see `eight_bits.py`), fp8_fast those of the gradients with the short
+    accumulator too; on a GPU hidden vectors are bf16 then.
     """
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
@@ -80,9 +81,13 @@ def linear_cross_entropy(
         words is None or not (label_smoothing or z_loss),
         "linear_cross_entropy over parts of a vocabulary knows neither label_smoothing nor z_loss.",
     )
+    need(
+        products in ("dtype", "fp8", "fp8_fast"),
+        "linear_cross_entropy makes its products in dtype, fp8 or fp8_fast.",
+    )
     hidden_nd = hidden.reshape(-1, hidden.shape[-1])
     chunk = kernels.default_chunk(hidden_nd.shape[0]) if chunk_tokens is None else chunk_tokens
-    if products == "fp8":
+    if products != "dtype":
         chunk = -(-chunk // ALIGNMENT) * ALIGNMENT if chunk_tokens is None else chunk
         _need_8_bits(hidden_nd, dtype, chunk, words)
     grad = torch.is_grad_enabled()
@@ -98,7 +103,7 @@ def linear_cross_entropy(
         grad and hidden.requires_grad,
         grad and weight_vd.requires_grad,
         *(words or ALONE),
-        products == "fp8",
+        products,
     )[0]
     return loss
 
@@ -110,12 +115,7 @@ def _need_8_bits(hidden_nd: Tensor, dtype: torch.dtype, chunk_tokens: int, words
         dtype == torch.bfloat16 or (dtype == torch.float32 and not hidden_nd.is_cuda),
         "linear_cross_entropy in fp8 takes bf16 (on a CPU fp32 too); convert hidden vectors, or run under autocast in bf16.",
     )
-    need(
-        not hidden_nd.is_cuda
-        or torch.compiler.is_compiling()
-        or torch.cuda.get_device_capability(hidden_nd.device) >= CAPABILITY,
-        "linear_cross_entropy in fp8 needs a GPU with 8-bit matmuls: compute capability 8.9 (Ada) or 9.0 (Hopper) and above.",
-    )
+    need_units("linear_cross_entropy in fp8", hidden_nd)
     tokens, width = hidden_nd.shape
     chunks = () if chunk_tokens >= tokens else (chunk_tokens,)
     need(
@@ -140,7 +140,7 @@ def _linear_cross_entropy(
     whole_vocabulary: int,
     ranks: int,
     group: str,
-    eight_bits: bool,
+    products: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Inside, every dtype is chosen already.
     with torch.no_grad(), torch.autocast(hidden_nd.device.type, enabled=False):
@@ -156,7 +156,7 @@ def _linear_cross_entropy(
             want_hidden=want_hidden,
             want_weight=want_weight,
             words=Words(first_word, whole_vocabulary, ranks, group) if group else None,
-            eight_bits=eight_bits,
+            products=products,
         )
         return losses_n.sum(), d_hidden_nd, d_weight_vd
 
@@ -177,7 +177,7 @@ def _(
     whole_vocabulary: int,
     ranks: int,
     group: str,
-    eight_bits: bool,
+    products: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, width = hidden_nd.shape
     hidden_dtype, weight_dtype = kernels.gradient_dtypes(dtype, num_tokens, chunk_tokens)

@@ -131,6 +131,7 @@ def loss_and_gradients(
     z_loss: float,
     want_hidden: bool,
     want_weight: bool,
+    fast: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As the function of this name of `triton.py`, for a weight that is aligned and hidden vectors of its dtype."""
     (num_tokens, width), dtype = hidden_nd.shape, weight_pd.dtype
@@ -166,7 +167,7 @@ def loss_and_gradients(
         )
         del logits_cp
         if want_hidden:
-            d_hidden_nd[here] = product(gradient, weight_turned, dtype, fast=False)
+            d_hidden_nd[here] = product(gradient, weight_turned, dtype, fast)
         if want_weight:
-            d_weight_pd += product(turned, chunk_turned, weight_dtype, fast=False)
+            d_weight_pd += product(turned, chunk_turned, weight_dtype, fast)
     return losses_n, d_hidden_nd, d_weight_pd[:vocab_size]

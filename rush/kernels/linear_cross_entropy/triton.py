@@ -82,7 +82,7 @@ def loss_and_gradients(
     want_hidden: bool,
     want_weight: bool,
     words: Words | None = None,
-    eight_bits: bool = False,
+    products: str = "dtype",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The losses, and the gradients of their sum times `gradient_scale` (empty where they are not wanted).
 
@@ -93,7 +93,7 @@ def loss_and_gradients(
     weight_pd = _aligned(weight_vd, dtype)
     chunk_tokens = max(1, min(chunk_tokens, num_tokens))
     hidden_dtype, weight_dtype = gradient_dtypes(dtype, num_tokens, chunk_tokens)
-    if eight_bits:
+    if products != "dtype":
         losses_n, d_hidden_nd, d_weight_vd = by_8_bits(
             hidden_nd.to(dtype),
             weight_pd,
@@ -106,6 +106,7 @@ def loss_and_gradients(
             z_loss=z_loss,
             want_hidden=want_hidden,
             want_weight=want_weight,
+            fast=products == "fp8_fast",
         )
         return losses_n, d_hidden_nd.to(hidden_dtype), d_weight_vd
     logits_cp = weight_pd.new_empty(chunk_tokens, weight_pd.shape[0])
