@@ -29,6 +29,11 @@ GAP = 0.87
 """And at least so much of a block's widest tensor, which a gap is left for wherever something smaller came to lie in its
 place. Seen twice, on an H200: of 8B with 355,328 and 374,784 tokens a row, when memory ran out."""
 
+ROUNDED_CHUNKS = 16
+"""Up to so many chunks of a fused loss the head's gradient is a sum in bf16, beyond in fp32: the kernel's MOST_ROUNDED."""
+ROUND_HEIGHT = 64
+"""That kernel multiplies with a weight of this many rows, or a multiple: its ALIGNED."""
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -68,6 +73,9 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     kept = None if whole else effects.keeps
     repeated = (effects.factor("heads.repeated") or spec.device == "cpu") and kept is None
     copies = _copies(spec) if kept is None else (1, 1)
+    values = query if repeated else key
+    if effects.factor("values.joined") and not (repeated and query > key):
+        values = query + 2 * key
     # RMSNorm keeps the fp32 copy it made of its input instead of the input.
     norm = 4.0 if llama and stream < 4 and effects.factor("norm.wide") and kept is None else stream
     stats = 4 if llama else 8
@@ -78,7 +86,7 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
         "norm.output": compute * hidden * sum(copies),
         "queries": compute * query,
         "keys": compute * (query if repeated else key),
-        "values": compute * (query if repeated else key),
+        "values": compute * values,
         "scores": _scores(spec),
         # The kernel's result has the layout of its queries, heads of a token side by side, and the next layer reads it as it is.
         "attention.output": (compute * query if kept is not None and "attention.flat" not in kept else 0)
@@ -306,10 +314,16 @@ def _loss(spec: Spec, stage: Stage) -> tuple[float, float, float]:
         return forward * vocab * tokens, backward * vocab * tokens, gradient if chunked else 0.0
     cast = head * compute if effects.factor("casts") or "casts" in effects.sizes else 0.0
     if effects.factor("head.gradient"):
-        early = head * (4 if not effects.factor("frozen") else 0) + spec.tokens * shape.hidden * compute
-        # Logits in 8 bits, both ways, stand beside those of 16.
-        logits = vocab * tokens * (compute + 2 * effects.factor("head.cast"))
-        return logits + early + cast, early, 0.0
+        # A sum over a few chunks is kept in bf16, others in fp32.
+        few = spec.tokens <= ROUNDED_CHUNKS * tokens and spec.work.name("products.dtype", "") != "float16"
+        each = 0.0 if effects.factor("frozen") else compute if few else 4.0
+        early = head * each + spec.tokens * shape.hidden * compute
+        # A weight whose height is no round number is copied, as one that is cast is anyway.
+        copied = cast or (head * compute if vocab % ROUND_HEIGHT else 0.0)
+        # In 8 bits, both ways: the gradient of the logits beside those of 16, the weight and what it is multiplied with.
+        logits = vocab * tokens * compute
+        both_ways = 2 * effects.factor("head.cast") * (vocab * tokens + head + tokens * shape.hidden)
+        return logits + both_ways + early + copied, early, 0.0
     padded = effects.factor("logits.padded") if compute < 4 and shape.vocab_size % 8 else 0.0
     logits = compute * vocab * tokens * (1 + padded)
     return logits, logits, gradient + cast

@@ -52,6 +52,7 @@ ADDED = {
     "norm.opaque": "1: the norms are such operators, so that casts of what they write are kept",
     "mlp.opaque": "1: the MLP's activation is one",
     "head.cast": "the gradient of the logits in 8 bits, as it is and turned over, beside the logits",
+    "values.joined": "1: values are part of one result with the queries and keys before their turn, which stays with them",
     "mlp.whole": "1: all of the MLP is one, and keeps gate and up, not their product",
     "attention.output": "attention's result as its kernel keeps it, and a number for each query and head",
     "attention.projected": "what attention adds to the stream",

@@ -244,7 +244,10 @@ technique = Technique(
     memory=(
         MemoryEffect("norm.copies", 0.0, "one product, one cast"),
         MemoryEffect(
-            "values", 2.0, "they hold the joined result: queries and keys before their turn stay too"
+            "values.joined",
+            1.0,
+            "they hold the joined result: queries and keys before their turn stay too",
+            when=lambda knobs: knobs["groups"] != "mlp",
         ),
     ),
 )

@@ -10,7 +10,15 @@ import torch
 
 from rush.hardware import probe
 from rush.plan.frozen import joined
-from rush.plan.memory import _final, _working, block_tensors, memory_of, taken_away
+from rush.plan.memory import (
+    ROUND_HEIGHT,
+    ROUNDED_CHUNKS,
+    _final,
+    _working,
+    block_tensors,
+    memory_of,
+    taken_away,
+)
 from rush.plan.spec import Spec, spec_of
 from rush.plan.terms import TERMS
 from rush.recipe import Recipe
@@ -104,6 +112,28 @@ def test_what_a_forward_pass_keeps_is_predicted_within_2_per_cent(
     recipe = recipe_of(model, *techniques)
     measured = kept_by_forward(recipe)
     assert planned(spec_of(recipe, "cpu")) == pytest.approx(measured, rel=0.02)
+
+
+@pytest.mark.parametrize("groups", ["all", "mlp"])
+def test_what_layers_that_share_a_product_keep(groups: str) -> None:
+    recipe = recipe_of(
+        "llama-tiny", "flash_attention", f'{{name = "fused_projections", groups = "{groups}"}}'
+    )
+    assert planned(spec_of(recipe, "cpu")) == pytest.approx(kept_by_forward(recipe), rel=0.001)
+
+
+def test_values_that_are_not_copied_for_each_query_head_hold_queries_and_keys_too() -> None:
+    """Six times their own size for Llama-3.2-1B, as its tuning on an H200 showed (`results/tune-llama-3.2-1b-h200`)."""
+    grouped = ["techniques=['pure_bf16', {name = 'cudnn_attention', heads = 'grouped'}]"]
+    plain = spec_of(load_recipe("llama-3.2-1b", grouped))
+    fused = spec_of(load_recipe("llama-3.2-1b", [*grouped, "techniques+=fused_projections"]))
+    assert block_tensors(fused)["values"] == 6 * block_tensors(plain)["values"]
+
+
+def test_the_plan_knows_the_numbers_of_the_fused_loss() -> None:
+    from rush.kernels.linear_cross_entropy.triton import ALIGNED, MOST_ROUNDED
+
+    assert (ROUNDED_CHUNKS, ROUND_HEIGHT) == (MOST_ROUNDED, ALIGNED)
 
 
 KERNEL = '{name = "fp8", casts = "kernel"}'

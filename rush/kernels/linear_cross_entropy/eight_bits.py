@@ -26,9 +26,11 @@ from rush.kernels.support import op
 
 # Shapes: n tokens, d hidden, v vocabulary, p the vocabulary padded, c tokens of a chunk.
 
-BLOCK = 128
+ROWS, COLUMNS = 128, 128
+"""Of a tile. Turned over, its rows are as many bytes side by side in memory: a whole line."""
 NUM_WARPS = 8
-SCALE = 2.0**14
+LOG2_SCALE = 14
+SCALE = 2.0**LOG2_SCALE
 """Of the gradient of a logit: 1 becomes this, with room to 3.5, which smoothing and z-loss do not reach; 2⁻³⁰ is still a number."""
 
 
@@ -37,33 +39,76 @@ def fp8_logits_gradient_kernel(
     logits_ptr: tl.tensor,
     labels_ptr: tl.tensor,
     lse_ptr: tl.tensor,
-    scale_ptr: tl.tensor,
-    same_scale_ptr: tl.tensor,
+    one_ptr: tl.tensor,
     out_ptr: tl.tensor,
     turned_ptr: tl.tensor,
+    words_ptr: tl.tensor,
     num_rows: tl.tensor,
     num_columns: tl.tensor,
     padded_columns: tl.tensor,
     ignore_index: tl.tensor,
     smoothing: tl.tensor,
     z_loss: tl.tensor,
-    BLOCK: tl.constexpr,
+    SMOOTHED: tl.constexpr,
+    WITH_Z: tl.constexpr,
+    LOG2_SCALE: tl.constexpr,
+    SCALE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ) -> None:
-    rows = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    label = tl.load(labels_ptr + rows, mask=rows < num_rows, other=ignore_index)[:, None]
-    lse = tl.load(lse_ptr + rows, mask=rows < num_rows, other=0.0)[:, None]
-    row = rows[:, None]
-    column = (tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK))[None, :]
-    inside = (row < num_rows) & (column < padded_columns)
-    x = tl.load(logits_ptr + row * padded_columns + column, mask=inside, other=0.0).to(tl.float32)
-    gradient = exp2((x - lse) * LOG2_E) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_columns
-    gradient = tl.where(column == label, gradient - (1.0 - smoothing), gradient)
-    gradient = tl.where((label != ignore_index) & (column < num_columns), gradient, 0.0)
-    cast = (gradient * tl.load(scale_ptr)).to(out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * padded_columns + column, cast, mask=inside)
-    # Cast once more, with a scale that the assembler cannot know to be the same: fp8_mlp's kernels say why.
-    turned = (gradient * tl.load(same_scale_ptr)).to(turned_ptr.dtype.element_ty)
-    tl.store(turned_ptr + column * num_rows + row, turned, mask=inside)
+    """Softmax · SCALE everywhere, then what few places differ: the padding and one label a row, written over.
+
+    Bytes are turned over by fours: rows 4i to 4i + 3 of a column make one word, and words change places on chip at a quarter
+    of the cost of bytes.
+    """
+    first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(1) * COLUMNS
+    quad, column = tl.arange(0, ROWS // 4), tl.arange(0, COLUMNS)
+    start = first_row.to(tl.int64) * padded_columns + first_column
+    # Casts are made once more for the other layout, with a 1 that the assembler cannot know: fp8_mlp's kernels say why.
+    one = tl.load(one_ptr)
+    word = tl.zeros((ROWS // 4, COLUMNS), tl.int32)
+    for member in tl.static_range(4):
+        row = first_row + 4 * quad + member
+        label = tl.load(labels_ptr + row, mask=row < num_rows, other=ignore_index)
+        lse = tl.load(lse_ptr + row, mask=row < num_rows, other=0.0)
+        known = label != ignore_index
+        shift = tl.where(known, LOG2_SCALE - lse * LOG2_E, float("-inf"))
+        place = (4 * quad + member)[:, None] * padded_columns + column[None, :]
+        inside = (row < num_rows)[:, None] & (first_column + column < padded_columns)[None, :]
+        x = tl.load(logits_ptr + start + place, mask=inside, other=0.0).to(tl.float32)
+        gradient = exp2(x * LOG2_E + shift[:, None])
+        if WITH_Z:
+            gradient *= (1.0 + 2.0 * z_loss * lse)[:, None]
+        if SMOOTHED:
+            even = SCALE * smoothing / num_columns
+            gradient -= tl.where(known, even, 0.0)[:, None]
+        tl.store(out_ptr + start + place, gradient.to(out_ptr.dtype.element_ty), mask=inside)
+        byte = (gradient * one).to(out_ptr.dtype.element_ty).to(tl.uint8, bitcast=True)
+        word = word | (byte.to(tl.int32) << (8 * member))
+    num_words = num_rows // 4
+    inside = (first_row // 4 + quad < num_words)[:, None] & (first_column + column < padded_columns)[None, :]
+    words_ptr += first_column.to(tl.int64) * num_words + first_row // 4
+    turned_place = column[None, :] * num_words + quad[:, None]
+    tl.store(words_ptr + turned_place, word, mask=inside)
+    tl.debug_barrier()
+    if first_column + COLUMNS > num_columns:
+        beyond = inside & (first_column + column >= num_columns)[None, :]
+        nothing = tl.zeros((ROWS // 4, COLUMNS), out_ptr.dtype.element_ty)
+        for member in tl.static_range(4):
+            place = (4 * quad + member)[:, None] * padded_columns + column[None, :]
+            tl.store(out_ptr + start + place, nothing, mask=beyond)
+        tl.store(words_ptr + turned_place, tl.zeros((ROWS // 4, COLUMNS), tl.int32), mask=beyond)
+    row = (first_row + tl.arange(0, ROWS)).to(tl.int64)
+    label = tl.load(labels_ptr + row, mask=row < num_rows, other=ignore_index)
+    here = (label != ignore_index) & (label >= first_column) & (label < first_column + COLUMNS)
+    x = tl.load(logits_ptr + row * padded_columns + label, mask=here, other=0.0).to(tl.float32)
+    lse = tl.load(lse_ptr + row, mask=here, other=0.0)
+    gradient = (
+        exp2((x - lse) * LOG2_E) * (1.0 + 2.0 * z_loss * lse) - smoothing / num_columns - (1.0 - smoothing)
+    )
+    cast = (gradient * SCALE).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + row * padded_columns + label, cast, mask=here)
+    tl.store(turned_ptr + label * num_rows + row, cast, mask=here)
 
 
 @op("fp8_logits_gradient")
@@ -76,27 +121,31 @@ def logits_gradient(
     label_smoothing: float,
     z_loss: float,
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of the summed loss by the logits, times SCALE, and its transpose."""
+    """The gradient of the summed loss by the logits, times SCALE, and its transpose. Rows come by fours."""
     num_rows, padded = logits_cp.shape
-    scale = torch.full((), SCALE, device=logits_cp.device)
     out = torch.empty(num_rows, padded, dtype=E5M2, device=logits_cp.device)
     turned = torch.empty(padded, num_rows, dtype=E5M2, device=logits_cp.device)
-    grid = (triton.cdiv(num_rows, BLOCK), triton.cdiv(padded, BLOCK))
+    grid = (triton.cdiv(num_rows, ROWS), triton.cdiv(padded, COLUMNS))
     fp8_logits_gradient_kernel[grid](
         logits_cp,
         labels_c,
         lse_c,
-        scale,
-        scale,
+        torch.ones((), device=logits_cp.device),
         out,
         turned,
+        turned.view(torch.int32),
         num_rows,
         vocab_size,
         padded,
         ignore_index,
         label_smoothing,
         z_loss,
-        BLOCK=BLOCK,
+        SMOOTHED=label_smoothing != 0,
+        WITH_Z=z_loss != 0,
+        LOG2_SCALE=LOG2_SCALE,
+        SCALE=SCALE,
+        ROWS=ROWS,
+        COLUMNS=COLUMNS,
         num_warps=NUM_WARPS,
     )
     return out, turned
@@ -170,4 +219,6 @@ def loss_and_gradients(
             d_hidden_nd[here] = product(gradient, weight_turned, dtype, fast)
         if want_weight:
             d_weight_pd += product(turned, chunk_turned, weight_dtype, fast)
+        # Or the next chunk's would be made beside them.
+        del gradient, turned
     return losses_n, d_hidden_nd, d_weight_pd[:vocab_size]
