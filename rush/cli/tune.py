@@ -15,11 +15,12 @@ from rush.cli.ladder import minutes, stopped_by_sigterm
 from rush.cli.output import Json, note, print_json
 from rush.errors import RecipeError, nearest
 from rush.ready import short_name
+from rush.records.tune import LEAP, TuneRecord, short_names
 
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rush.records.tune import CandidateRow, TuneRecord
+    from rush.records.tune import CandidateRow
     from rush.techniques import Parity
 
 OBJECTIVES = ("tokens/s", "memory", "cost", "longest-sequence")
@@ -215,8 +216,16 @@ def _watching(quiet: bool) -> Iterator[Any]:
     if not console.is_terminal:
         yield _Lines(console)
         return
+    leaps: dict[str, str] = {}
+
+    def show(record: TuneRecord, doing: str | None) -> None:
+        leaps.update(made_of(record))
+        live.update(tune_table(record, doing), refresh=True)
+
     with Live(console=console, auto_refresh=False) as live:
-        yield lambda record, doing: live.update(tune_table(record, doing), refresh=True)
+        yield show
+    for name, whole in leaps.items():
+        console.print(f"{name}: {whole}", markup=False)
 
 
 class _Lines:
@@ -225,13 +234,36 @@ class _Lines:
     def __init__(self, console: Any) -> None:
         self.console = console
         self.last: str | None = ""
+        self.told: set[str] = set()
 
     def __call__(self, record: TuneRecord, doing: str | None) -> None:
         if doing is None and record["finished"]:
             self.console.print(tune_table(record, None))
         elif doing is not None and doing != self.last:
-            self.console.print(f"[{clock(record)}] {doing}", markup=False)
+            self.console.print(f"[{clock(record)}] {shortened(record, doing)}", markup=False)
+            for name, whole in made_of(record):
+                if name not in self.told:
+                    self.console.print(f"  {name} is {whole}", markup=False)
+                    self.told.add(name)
         self.last = doing
+
+
+def shortened(record: TuneRecord, doing: str) -> str:
+    """What is being done, with a short name of its candidate."""
+    names = short_names(record["candidates"])
+    # One key may be the beginning of another: the longest that fits is meant.
+    key = max((key for key in names if doing.startswith(key)), key=len, default="")
+    return names.get(key, "") + doing.removeprefix(key)
+
+
+def made_of(record: TuneRecord) -> list[tuple[str, str]]:
+    """The recipes that were put together on paper, each with all it is made of where its name does not say it."""
+    names = short_names(record["candidates"])
+    return [
+        (name, key.removeprefix(LEAP))
+        for key, name in names.items()
+        if key.startswith(LEAP) and ":" not in name
+    ]
 
 
 def clock(record: TuneRecord) -> str:
@@ -245,10 +277,15 @@ def tune_table(record: TuneRecord, doing: str | None) -> Table:
     from rich.table import Table
     from rich.text import Text
 
-    state = "done" if record["finished"] else f"{clock(record)}{f' · {doing}' if doing else ''}"
+    state = "done" if record["finished"] else clock(record)
+    if doing and not record["finished"]:
+        state += f" · {shortened(record, doing)}"
     rest = [row for row in record["candidates"] if row["state"] not in TRIED]
     counts = {word: sum(row["state"] == word for row in rest) for word in ("pruned", "refused", "not tried")}
+    names = short_names(record["candidates"])
     caption = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or None
+    if caption and record["finished"]:
+        caption += "; report.html has them all"
     table = Table(
         title=f"{record['name']} · {record['objective']} · {state}",
         title_justify="left",
@@ -261,11 +298,11 @@ def tune_table(record: TuneRecord, doing: str | None) -> Table:
     tried = [row for row in record["candidates"] if row["state"] in TRIED]
     shown = [row for row in rest if row["state"] != "refused"][: max(0, MOST_ROWS - len(tried))]
     for row in [*tried, *(shown if record["finished"] else [])]:
-        table.add_row(*(Text(cell) for cell in _cells(row)))
+        table.add_row(*(Text(cell) for cell in _cells(row, names[row["key"]])))
     return table
 
 
-def _cells(row: CandidateRow) -> list[str]:
+def _cells(row: CandidateRow, name: str) -> list[str]:
     speed, memory, ratio = row["tokens_per_s"], row["peak_memory_bytes"], row["ratio"]
     words = (
         row["reason"]
@@ -273,7 +310,7 @@ def _cells(row: CandidateRow) -> list[str]:
         else f"{row['state']}: {row['reason']}"
     )
     return [
-        row["key"],
+        name,
         f"{speed['median']:,.0f}" if speed else "",
         f"×{ratio:.2f}" if ratio else "",
         f"{memory / 2**30:.2f} GiB" if memory else "",

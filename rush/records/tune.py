@@ -8,6 +8,7 @@ of the machine: it goes wherever the file is copied to, and changes nothing abou
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -104,6 +105,30 @@ def check_tune(tree: Any, where: str) -> None:
             check_measured(row["tokens_per_s"], f"{at}.tokens_per_s")
     for index, event in enumerate(tree["events"]):
         check_in(event, "kind", TRIALS, f"{where}: events[{index}]")
+
+
+LEAP = "planned: "
+"""How the key of a recipe begins that was put together on paper; all it is made of follows."""
+
+
+def short_names(rows: Iterable[CandidateRow]) -> dict[str, str]:
+    """A name for each key that fits into a table. A recipe put together on paper gets a number, and after the first what it has
+    more and less than that one."""
+    names: dict[str, str] = {}
+    first: list[str] = []
+    for key in (row["key"] for row in rows):
+        if not key.startswith(LEAP):
+            names[key] = key
+            continue
+        whole, _, micro = key.removeprefix(LEAP).partition(", micro ")
+        parts = [*whole.split(" + "), *([f"micro {micro}"] if micro else [])]
+        more = [f"with {part}" for part in parts if part not in first]
+        less = [f"without {part}" for part in first if part not in parts and not part.startswith("micro ")]
+        number = 1 + sum(name.startswith("leap ") for name in names.values())
+        told = ", ".join([*more, *less]) if first and len(more) + len(less) <= 3 else ""
+        names[key] = f"leap {number}" + (f": leap 1 {told}" if told else "")
+        first = first or parts
+    return names
 
 
 def mark(fingerprint: str, machine: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rush.files import write_atomic
-from rush.records.tune import CandidateRow, TuneRecord, read_tune
+from rush.records.tune import CandidateRow, TuneRecord, read_tune, short_names
 from rush.report import findings, words
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.findings import Figure
@@ -29,6 +29,8 @@ TONES = {
     "not tried": ("plain", "clock", "there was no time left for it"),
 }
 """Tone, sign and meaning of every state."""
+LETTER = 6.5
+"""About how wide a letter of a note is."""
 KINDS = {
     "reference": "plain fp32, traced",
     "rank": "short trial",
@@ -59,6 +61,7 @@ def tune_page(record: TuneRecord) -> str:
         others=[row for row in rows if row["round"] == 0 and row["state"] != "refused"],
         refused=[row for row in rows if row["state"] == "refused"],
         recipe=next((row["recipe"] for row in rows if row["state"] == "won"), ""),
+        names=short_names(rows),
         tones=TONES,
         used=[state for state in TONES if any(row["state"] == state for row in rows)],
     )
@@ -125,8 +128,10 @@ def time_line(frame: Frame, record: TuneRecord) -> Markup | None:
         )
     )
     marks += _lead(timed, x, y, memory)
+    names = short_names(record["candidates"])
     for event, row in timed:
         marks.append(_trial(event, row, x, y, say, memory))
+        marks += _named(event, row, names, x, y, memory)
     marks += _pruned(record["candidates"], x, frame)
     alt = f"Time line of the search: {len(timed)} trials over {words.seconds(record['spent_s'])}. {headline(record)}"
     return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
@@ -152,6 +157,19 @@ def _trial(
     thin = 9.0 if event["kind"] in ("rank", "confirm", "length") else 5.0
     return tag("rect", tooltip(said), class_=f"trial {tone}", x=begin, y=height - thin / 2,
                width=max(2.0, end - begin - 1), height=thin, rx=2)  # fmt: skip
+
+
+def _named(
+    event: dict[str, Any], row: CandidateRow | None, names: dict[str, str], x: Scale, y: Scale, memory: bool
+) -> list[Markup]:
+    """The name of a short trial below its bar, where it is no wider than that."""
+    name = names.get(event["candidate"], event["candidate"]).partition(":")[0]
+    value = y.start if row is None else _value(row, memory)
+    begin, end = x(event["began_s"]), x(event["began_s"] + event["wall_s"])
+    if event["kind"] not in ("rank", "reference") or value is None or end - begin < LETTER * len(name):
+        return []
+    place = y(value) + 18 if row is not None else y.start - 16
+    return [tag("text", name, class_="note", x=(begin + end) / 2, y=place, text_anchor="middle")]
 
 
 def _pruned(rows: Sequence[CandidateRow], x: Scale, frame: Frame) -> list[Markup]:
@@ -188,5 +206,5 @@ def _lead(
         points += [(at, points[-1][1]), (at, y(value))] if points else [(at, y(value))]
     if not points:
         return []
-    points.append((x.end, points[-1][1]))
+    points.append((x(max(event["began_s"] + event["wall_s"] for event, _ in timed)), points[-1][1]))
     return [tag("path", tooltip("the lead"), class_="curve speed", d=path(points))]

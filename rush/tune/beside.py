@@ -43,6 +43,7 @@ def beside(search: Search, lab: Trials, others: Mapping[str, Recipe]) -> list[di
             "status": "ok",
             "reason": None,
             "tokens_per_s": None,
+            "peak_memory_bytes": None,
             "gain": None,
         }
         try:
@@ -53,7 +54,7 @@ def beside(search: Search, lab: Trials, others: Mapping[str, Recipe]) -> list[di
         if not result.ok:
             found.append(row | {"status": result.status, "reason": result.reason})
             continue
-        row["tokens_per_s"] = result.speed
+        row["tokens_per_s"], row["peak_memory_bytes"] = result.speed, result.peak_memory_bytes
         if search.winner is not None and search.winner.timed:
             ratio = gain(result, search.winner.best)
             row["gain"] = {"ratio": ratio.ratio, "ci95": [ratio.low, ratio.high], "paired": ratio.paired}

@@ -49,6 +49,11 @@ class Laboratory(Protocol):
         ...
 
 
+def doing_of(candidate: str, kind: str) -> str:
+    """A trial in words, for who watches."""
+    return {"rank": candidate, "reference": f"{candidate}, for parity"}.get(kind, f"{candidate} ({kind})")
+
+
 @dataclass
 class Search:
     start: Recipe
@@ -150,7 +155,7 @@ class Search:
 
     def _reference(self) -> None:
         began, before = self.budget.spent_s, self.budget.clock()
-        self.tell(self, "plain fp32, for parity")
+        self.tell(self, doing_of("plain fp32", "reference"))
         result = self.lab.reference(self._limit().seconds)
         self.budget.note(frozenset(), result.wall_s, self.budget.clock() - before, "reference")
         self.budget.reference_s = result.wall_s
@@ -327,7 +332,7 @@ class Search:
     def measure(self, kind: str, candidate: Candidate, recipe: Recipe) -> Result:
         """Make a trial, on the budget and on the time line."""
         began, before = self.budget.spent_s, self.budget.clock()
-        self.tell(self, candidate.key if kind == "rank" else f"{candidate.key} ({kind})")
+        self.tell(self, doing_of(candidate.key, kind))
         result = self.lab.trial(kind, recipe, self._limit(kind, recipe))
         took = kind if result.ok and not result.figures.get("hopeless") else "failed"
         self.budget.note(compiled(recipe), result.wall_s, self.budget.clock() - before, took)

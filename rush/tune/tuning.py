@@ -33,7 +33,7 @@ from rush.tune.lengths import lengthen
 from rush.tune.moves import Rules, less_than, runnable
 from rush.tune.outlook import Outlook, leaps
 from rush.tune.record import Request, classes, recipe_file, record_of
-from rush.tune.search import Search
+from rush.tune.search import Search, doing_of
 from rush.tune.trials import RANK, Settings, Trials, kept_of, trial_plan, trial_tokens
 
 Watch = Callable[[TuneRecord, str | None], None]
@@ -91,10 +91,12 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
         record["ceilings"] = bench.ceilings
         return record
 
+    kept = {doing_of(event["candidate"], event["kind"]) for event in before["events"]} if before else set()
+
     def tell(search: Search, doing: str | None) -> None:
         record = recorded(search)
         write_tune(folder / "tune.json", record)
-        watch(record, doing)
+        watch(record, f"{doing}: known from before" if doing in kept else doing)
 
     search = Search(start, replace(rules, tokens=settings.tokens), lab, outlook, budget, tell)
     if request.goal.objective == "longest-sequence":

@@ -14,11 +14,11 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from rush.cli import main
-from rush.cli.tune import said, seconds
+from rush.cli.tune import made_of, said, seconds, shortened
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.recipe_io import load_recipe
-from rush.records.tune import mark, read_tune, tuned_on
+from rush.records.tune import CandidateRow, TuneRecord, mark, read_tune, short_names, tuned_on
 from rush.report.tune import tune_page
 from rush.techniques import Parity
 from rush.tune.goal import Goal
@@ -138,7 +138,9 @@ def test_lengths_of_time() -> None:
     assert [seconds(text) for text in ("90s", "20m", "1.5h", "30")] == [90, 1200, 5400, 30]
 
 
-def _start(recipe: Path, folder: Path, budget: str) -> subprocess.Popen[bytes]:
+def _start(
+    recipe: Path, folder: Path, budget: str, *more: str, stdout: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     words = [
         sys.executable,
         "-m",
@@ -149,18 +151,16 @@ def _start(recipe: Path, folder: Path, budget: str) -> subprocess.Popen[bytes]:
         budget,
         "--out",
         str(folder),
-        "--json",
+        *more,
     ]
-    return subprocess.Popen(
-        [*words, "--allow", "exact", "--allow", "close"], cwd=ROOT, stdout=subprocess.DEVNULL
-    )
+    return subprocess.Popen([*words, "--allow", "exact", "--allow", "close"], cwd=ROOT, stdout=stdout)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_killed_half_way_it_goes_on_and_its_recipe_trains(small_recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    process = _start(small_recipe, folder, "120s")
+    process = _start(small_recipe, folder, "120s", "--json")
     until = time.monotonic() + 240
     while len(list((folder / "trials").glob("*.json"))) < 4 and time.monotonic() < until:
         time.sleep(0.2)
@@ -172,7 +172,10 @@ def test_killed_half_way_it_goes_on_and_its_recipe_trains(small_recipe: Path, tm
     _, alive = psutil.wait_procs(children, timeout=20)
     assert not alive, "trials outlived the search"
     assert not (folder / "recipe.toml").exists()
-    assert _start(small_recipe, folder, "120s").wait(timeout=400) == 0
+    gone_on = _start(small_recipe, folder, "120s", stdout=subprocess.PIPE)
+    said = gone_on.communicate(timeout=400)[0].decode()
+    assert gone_on.returncode == 0
+    assert "as it stands: known from before" in said
     record = read_tune(folder)
     for name, content in before.items():
         assert (folder / "trials" / name).read_bytes() == content, "a trial was made again"
@@ -208,7 +211,7 @@ def test_killed_half_way_it_goes_on_and_its_recipe_trains(small_recipe: Path, tm
 @pytest.mark.timeout(600)
 def test_an_interrupt_leaves_no_process(small_recipe: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    process = _start(small_recipe, folder, "120s")
+    process = _start(small_recipe, folder, "120s", "--json")
     until = time.monotonic() + 240
     while not list((folder / "trials").glob("*.json")) and time.monotonic() < until:
         time.sleep(0.2)
@@ -228,3 +231,24 @@ def test_the_longest_sequence_is_as_long_as_the_model_reads(small_recipe: Path, 
     assert found.batch.sequence == record["winner"]["sequence"] == found.shape().context
     assert found.batch.micro == 1
     assert record["winner"]["parity"]["verdict"] == "equal"
+
+
+def test_recipes_put_together_on_paper_get_names_that_fit_into_a_table() -> None:
+    keys = ["as it stands", "planned: a + b(x=1) + c, micro 8", "planned: a + c, micro 8", "micro 16"]
+    keys += ["planned: a + b(x=1) + c + d, micro 4", "planned: e + f + g + h, micro 8", "a"]
+    rows: list[CandidateRow] = [{"key": key} for key in keys]
+    assert list(short_names(rows).values()) == [
+        "as it stands",
+        "leap 1",
+        "leap 2: leap 1 without b(x=1)",
+        "micro 16",
+        "leap 3: leap 1 with d, with micro 4",
+        "leap 4",
+        "a",
+    ]
+    record: TuneRecord = {"candidates": rows}
+    assert shortened(record, f"{keys[2]} (prove): known from before") == (
+        "leap 2: leap 1 without b(x=1) (prove): known from before"
+    )
+    assert shortened(record, "plain fp32, for parity") == "plain fp32, for parity"
+    assert dict(made_of(record)) == {"leap 1": "a + b(x=1) + c, micro 8", "leap 4": "e + f + g + h, micro 8"}
