@@ -18,6 +18,9 @@ def short_name(name_or_path: str) -> str:
     return Path(name_or_path).name.removesuffix(".toml")
 
 
+DATA = (".jsonl", ".json", ".parquet", ".txt", ".csv")
+
+
 @dataclass(frozen=True)
 class Ready:
     """The ready files of one kind."""
@@ -36,6 +39,12 @@ class Ready:
 
     def find(self, name_or_path: str) -> Path:
         """The file of a ready name, or the path as it is."""
+        if self.kind == "recipe" and name_or_path.endswith(DATA):
+            example = "sft" if name_or_path.endswith(".jsonl") else "tiny"
+            raise RecipeError(
+                f"{name_or_path} is a file of data, and here a recipe is wanted, which names its data: "
+                f"as in {example} data.source=files 'data.files=[\"{name_or_path}\"]'."
+            )
         if name_or_path.endswith(".toml") or "/" in name_or_path:
             return Path(name_or_path).expanduser()
         path = self.folder / f"{name_or_path}.toml"
