@@ -24,7 +24,7 @@ from torch import Tensor
 from rush.kernels.building import build, cannot_build, library_of
 from rush.kernels.support import need
 
-__all__ = ["cannot_run", "half_linear", "is_built", "load"]
+__all__ = ["cannot_build", "cannot_run", "half_linear", "is_built", "load"]
 
 _FOLDER = Path(__file__).parent
 _NAME = "rush_half_product"
@@ -99,7 +99,7 @@ def load() -> Path:
 
 def _tell_torch() -> None:
     """What C++ did not say: shapes without data, for the compiler; and the gradient, for autograd."""
-    torch.library.register_fake("rush::half_product", lambda left, right, bias=None: _shaped(left, right))
+    torch.library.register_fake("rush::half_product", lambda left, right, bias: _shaped(left, right))
     torch.library.register_fake(
         "rush::half_product_and_sums",
         lambda left, right: (_shaped(left, right), left.new_empty(left.shape[0])),
@@ -121,12 +121,12 @@ def _gradients(ctx: Any, dout_mn: Tensor) -> tuple[Tensor | None, Tensor | None,
     left_mk, right_kn = ctx.saved_tensors
     dleft = dright = dbias = None
     if ctx.needs_input_grad[0]:
-        dleft = torch.ops.rush.half_product(dout_mn, right_kn.t())
+        dleft = torch.ops.rush.half_product(dout_mn, right_kn.t(), None)
     if ctx.needs_input_grad[1] and ctx.needs_input_grad[2]:
         turned, dbias = torch.ops.rush.half_product_and_sums(dout_mn.t(), left_mk)
         dright = turned.t()
     elif ctx.needs_input_grad[1]:
-        dright = torch.ops.rush.half_product(dout_mn.t(), left_mk).t()
+        dright = torch.ops.rush.half_product(dout_mn.t(), left_mk, None).t()
     elif ctx.needs_input_grad[2]:
         dbias = dout_mn.sum(0)
     return dleft, dright, dbias

@@ -15,7 +15,7 @@ namespace {
 using namespace rush::half;
 
 constexpr int64_t kChunk = 512;  // steps along the inner dim whose left panels a thread holds at once: 64 KB in fp16
-constexpr int64_t kChunkSquares = kChunk / kSquare;
+constexpr int64_t kChunkBlocks = kChunk / kInner;
 
 at::Tensor with_unit_stride(const at::Tensor& matrix) {
   return matrix.stride(0) == 1 || matrix.stride(1) == 1 ? matrix : matrix.contiguous();
@@ -32,21 +32,21 @@ struct Packed {
   at::Tensor room, units_room;
   half_t* values;
   float* units;
-  int64_t padded, squares;
+  int64_t padded, blocks;
 
   half_t* panels(int64_t line, int64_t inner) const { return values + line * padded + inner * kColumns; }
-  float unit(int64_t line, int64_t square) const { return units[line / kSquare * squares + square]; }
+  float unit(int64_t line, int64_t block) const { return units[line / kLines * blocks + block]; }
 };
 
 Packed packed(const Factor& right) {
-  const int64_t padded = rounded_up(right.inner, kSteps), squares = (right.inner + kSquare - 1) / kSquare;
-  const int64_t groups = (right.length + kSquare - 1) / kSquare;
-  const at::Tensor values = at::empty({groups * kSquare, padded}, at::kHalf);
-  const at::Tensor units = at::empty({groups, squares}, at::kFloat);
-  const Packed out{values, units, static_cast<half_t*>(values.mutable_data_ptr()), units.mutable_data_ptr<float>(), padded, squares};
-  at::parallel_for(0, groups * squares, 2, [&](int64_t begin, int64_t end) {
+  const int64_t padded = rounded_up(right.inner, kSteps), blocks = (right.inner + kInner - 1) / kInner;
+  const int64_t groups = (right.length + kLines - 1) / kLines;
+  const at::Tensor values = at::empty({groups * kLines, padded}, at::kHalf);
+  const at::Tensor units = at::empty({groups, blocks}, at::kFloat);
+  const Packed out{values, units, static_cast<half_t*>(values.mutable_data_ptr()), units.mutable_data_ptr<float>(), padded, blocks};
+  at::parallel_for(0, groups * blocks, 2, [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) {
-      const int64_t line = index / squares * kSquare, inner = index % squares * kSquare;
+      const int64_t line = index / blocks * kLines, inner = index % blocks * kInner;
       out.units[index] = pack<kColumns>(right, line, inner, out.panels(line, inner), padded * kColumns);
     }
   });
@@ -67,12 +67,12 @@ struct Place {
 void multiply_part(const Factor& left, const Packed& right, const Part& part, const float* bias, float* sums,
                    half_t* panels, float* out, int64_t columns) {
   alignas(64) float aside[kRows * kColumns];
-  float units[kChunkSquares];
+  float units[kChunkBlocks];
   for (int64_t start = 0; start < left.inner; start += kChunk) {
-    const int64_t steps = std::min(kChunk, right.padded - start), squares = (steps + kSquare - 1) / kSquare;
-    for (int64_t square = 0; square < squares; ++square) {
-      half_t* to = panels + square * kSquare * kRows;
-      units[square] = pack<kRows>(left, part.row, start + square * kSquare, to, steps * kRows, sums);
+    const int64_t steps = std::min(kChunk, right.padded - start), blocks = (steps + kInner - 1) / kInner;
+    for (int64_t block = 0; block < blocks; ++block) {
+      half_t* to = panels + block * kInner * kRows;
+      units[block] = pack<kRows>(left, part.row, start + block * kInner, to, steps * kRows, sums);
     }
     for (int64_t column = part.first; column < part.last; column += kColumns) {
       const int64_t wide = std::min(kColumns, part.last - column);
@@ -85,11 +85,11 @@ void multiply_part(const Factor& left, const Packed& right, const Part& part, co
           for (int64_t r = 0; r < high; ++r) std::copy(place + r * columns, place + r * columns + wide, aside + r * kColumns);
         }
         const half_t *a = panels + row * steps, *b = right.panels(column, start);
-        for (int64_t square = 0; square < squares; ++square) {
-          const float unit = units[square] * right.unit(column, start / kSquare + square);
-          const int64_t at = square * kSquare, length = std::min(kSquare, steps - at);
+        for (int64_t block = 0; block < blocks; ++block) {
+          const float unit = units[block] * right.unit(column, start / kInner + block);
+          const int64_t at = block * kInner, length = std::min(kInner, steps - at);
           const half_t *first = a + at * kRows, *second = b + at * kColumns;
-          if (start > 0 || square > 0) {
+          if (start > 0 || block > 0) {
             multiply<true>(length, first, second, unit, tile.to, tile.stride, tile.to, tile.stride);
           } else if (bias != nullptr) {
             multiply<true>(length, first, second, unit, bias + column, 0, tile.to, tile.stride);
@@ -122,16 +122,16 @@ at::Tensor multiplied(const at::Tensor& left, const at::Tensor& right, const flo
   float* to = out.mutable_data_ptr<float>();
   // Each part of 64 rows is one thread's; where there are fewer of them than threads, columns are shared out too, unless sums
   // over all of a row are wanted once.
-  const int64_t threads = at::get_num_threads(), groups = (rows + kSquare - 1) / kSquare;
-  const int64_t shares = sums != nullptr ? 1 : std::min((threads + groups - 1) / groups, (columns + kSquare - 1) / kSquare);
+  const int64_t threads = at::get_num_threads(), groups = (rows + kLines - 1) / kLines;
+  const int64_t shares = sums != nullptr ? 1 : std::min((threads + groups - 1) / groups, (columns + kLines - 1) / kLines);
   const int64_t share = rounded_up((columns + shares - 1) / shares, kColumns);
-  at::Tensor room = at::empty({threads, kSquare * kChunk}, at::kHalf);
+  at::Tensor room = at::empty({threads, kLines * kChunk}, at::kHalf);
   half_t* panels = static_cast<half_t*>(room.mutable_data_ptr());
   at::parallel_for(0, groups * shares, 1, [&](int64_t begin, int64_t end) {
-    half_t* own = panels + at::get_thread_num() * kSquare * kChunk;
+    half_t* own = panels + at::get_thread_num() * kLines * kChunk;
     for (int64_t index = begin; index < end; ++index) {
-      const int64_t row = index / shares * kSquare, from = index % shares * share;
-      const Part part{row, std::min(kSquare, rows - row), from, std::min(from + share, columns)};
+      const int64_t row = index / shares * kLines, from = index % shares * share;
+      const Part part{row, std::min(kLines, rows - row), from, std::min(from + share, columns)};
       multiply_part(of_left, of_right, part, bias, sums == nullptr ? nullptr : sums + row, own, to, columns);
     }
   });
@@ -158,7 +158,7 @@ std::tuple<at::Tensor, at::Tensor> half_product_and_sums(const at::Tensor& left,
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(rush, library) {
-  library.def("half_product(Tensor left, Tensor right, Tensor? bias=None) -> Tensor");
+  library.def("half_product(Tensor left, Tensor right, Tensor? bias) -> Tensor");
   library.def("half_product_and_sums(Tensor left, Tensor right) -> (Tensor, Tensor)");
 }
 

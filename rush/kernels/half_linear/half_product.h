@@ -1,9 +1,9 @@
 // The arithmetic of a product with fp16 factors on an ARM CPU: casting and laying out factors, and a tile of the result.
 //
 // A vector register holds eight fp16 numbers or four fp32 ones, and a fused multiply-add takes as long for either. The price is
-// range and precision, so a factor is cut into squares of 64 by 64 values, each with a power of two that brings its largest value
-// to [8, 16); sums are made in fp16 over one square (64 products, below 2^14 in all, so nothing overflows), then widened, scaled
-// back and added up in fp32.
+// range and precision, so a factor is cut into blocks of 64 lines by 128 values along the inner dim, each with a power of two that
+// brings its largest value to [8, 16); sums are made in fp16 over one block (128 products, below 2^15 in all, so nothing
+// overflows), then widened, scaled back and added up in fp32.
 #pragma once
 
 #include <arm_neon.h>
@@ -17,10 +17,10 @@ namespace rush::half {
 
 using half_t = float16_t;
 
-constexpr int64_t kSquare = 64;  // sides of a square of a factor: values with one scale, and products in one fp16 sum
+constexpr int64_t kLines = 64, kInner = 128;  // a block of a factor: lines with one scale, and products in one fp16 sum
 constexpr int64_t kRows = 8, kColumns = 16;  // of the result, held in registers: 16 accumulators of eight numbers
 constexpr int64_t kSteps = 8;                // the inner dim is padded with zeros to a multiple of this
-constexpr int kLargest = 3;                  // exponent of the largest value of a square
+constexpr int kLargest = 3;                  // exponent of the largest value of a block
 constexpr int kSmallest = -120;              // exponent below which values are scaled as if they had it
 
 inline int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
@@ -36,26 +36,28 @@ struct Scale {
   float up, unit;  // what values are multiplied by, and what takes that back
 };
 
-// The power of two for a square whose largest magnitude is this; 1 where nothing can be scaled (zeros, infinities, NaN).
+// The power of two for a block whose largest magnitude is this; 1 where nothing can be scaled (zeros, infinities, NaN).
 inline Scale scale_of(float largest) {
   if (largest == 0 || !std::isfinite(largest)) return {1, 1};
   const int exponent = std::max(std::ilogb(largest), kSmallest);
   return {std::ldexp(1.0f, kLargest - exponent), std::ldexp(1.0f, exponent - kLargest)};
 }
 
-// A square of 64 by 64 copied side by side, padded with zeros; its largest magnitude (NaN if it has one). Copied, because the
-// rows of a matrix may lie a power of two apart, and would push each other out of the cache before they are read again.
-inline float copied(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
+// A block copied side by side as `high` rows of `wide` values, padded with zeros; its largest magnitude (NaN if it has one).
+// Copied, because the rows of a matrix may lie a power of two apart, and would push each other out of the cache before they are
+// read again.
+template <int64_t high, int64_t wide>
+float copied(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
   float32x4_t most[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
-  if (rows < kSquare || columns < kSquare) std::fill(to, to + kSquare * kSquare, 0.0f);
-  for (int64_t row = 0; row < rows; ++row, from += stride, to += kSquare) {
-    if (columns < kSquare) {
+  if (rows < high || columns < wide) std::fill(to, to + high * wide, 0.0f);
+  for (int64_t row = 0; row < rows; ++row, from += stride, to += wide) {
+    if (columns < wide) {
       std::copy(from, from + columns, to);
     } else {
-      for (int64_t line = 0; line < kSquare; line += 16) __builtin_prefetch(from + 4 * stride + line);
+      for (int64_t line = 0; line < wide; line += 16) __builtin_prefetch(from + 4 * stride + line);
     }
-    const float* source = columns < kSquare ? to : from;
-    for (int64_t column = 0; column < kSquare; column += 16) {
+    const float* source = columns < wide ? to : from;
+    for (int64_t column = 0; column < wide; column += 16) {
 #pragma GCC unroll 4
       for (int part = 0; part < 4; ++part) {
         const float32x4_t values = vld1q_f32(source + column + 4 * part);
@@ -91,50 +93,48 @@ inline void transpose(float16x8_t (&rows)[8]) {
   }
 }
 
-// Cast one square of a factor and lay it out in panels of `width` lines: for each step along the inner dim, the values of a
+// Cast one block of a factor and lay it out in panels of `width` lines: for each step along the inner dim, the values of a
 // panel's lines side by side. `panel` values lie between two panels. Returns what takes the scale back. Where `sums` is given,
 // the sum of each line's values is added to it.
 template <int64_t width>
 float pack(const Factor& factor, int64_t line, int64_t inner, half_t* to, int64_t panel, float* sums = nullptr) {
-  alignas(64) float square[kSquare * kSquare];
-  const int64_t lines = std::min(kSquare, factor.length - line), steps = std::min(kSquare, factor.inner - inner);
+  alignas(64) float block[kLines * kInner];
+  const int64_t lines = std::min(kLines, factor.length - line), steps = std::min(kInner, factor.inner - inner);
   const float* from = factor.data + line * factor.line_stride + inner * factor.inner_stride;
   const bool turned = factor.inner_stride == 1;  // steps lie side by side in memory, not lines
-  const float largest = turned ? copied(from, factor.line_stride, lines, steps, square)
-                               : copied(from, factor.inner_stride, steps, lines, square);
+  const float largest = turned ? copied<kLines, kInner>(from, factor.line_stride, lines, steps, block)
+                               : copied<kInner, kLines>(from, factor.inner_stride, steps, lines, block);
   const Scale scale = scale_of(largest);
   const float32x4_t up = vdupq_n_f32(scale.up);
   const int64_t padded = rounded_up(steps, kSteps);
   if (turned) {
-    for (int64_t i = 0; i < kSquare; i += 8) {
+    for (int64_t i = 0; i < kLines; i += 8) {
       half_t* panel_to = to + i / width * panel + i % width;
       for (int64_t k = 0; k < padded; k += 8) {
         float16x8_t rows[8];
-        for (int r = 0; r < 8; ++r) rows[r] = cast(square + (i + r) * kSquare + k, up);
+        for (int r = 0; r < 8; ++r) rows[r] = cast(block + (i + r) * kInner + k, up);
         transpose(rows);
         for (int r = 0; r < 8; ++r) vst1q_f16(panel_to + (k + r) * width, rows[r]);
       }
     }
   } else {
     for (int64_t k = 0; k < padded; ++k) {
-      for (int64_t i = 0; i < kSquare; i += 8) {
-        vst1q_f16(to + i / width * panel + k * width + i % width, cast(square + k * kSquare + i, up));
+      for (int64_t i = 0; i < kLines; i += 8) {
+        vst1q_f16(to + i / width * panel + k * width + i % width, cast(block + k * kLines + i, up));
       }
     }
   }
   if (sums != nullptr) {
-    alignas(64) float here[kSquare] = {};
-    for (int64_t row = 0; row < kSquare; ++row) {
-      for (int64_t column = 0; column < kSquare; ++column) {
-        here[turned ? row : column] += square[row * kSquare + column];
-      }
+    alignas(64) float here[kLines] = {};
+    for (int64_t k = 0; k < steps; ++k) {
+      for (int64_t i = 0; i < kLines; ++i) here[i] += turned ? block[i * kInner + k] : block[k * kLines + i];
     }
     for (int64_t i = 0; i < lines; ++i) sums[i] += here[i];
   }
   return scale.unit;
 }
 
-// One tile of the result over `steps` steps of one square, added to `base` (which may be the tile itself, or one row for all)
+// One tile of the result over `steps` steps of one block, added to `base` (which may be the tile itself, or one row for all)
 // or put down alone.
 template <bool add>
 [[gnu::always_inline]] inline void multiply(int64_t steps, const half_t* left, const half_t* right, float unit, const float* base, int64_t base_stride,
