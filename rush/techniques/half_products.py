@@ -100,12 +100,12 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Our operators `rush::half_product…` made three products a step and micro batch for each layer (two, where its weight is
-    frozen): forward, and the gradients."""
-    layers = int(seen.facts.get("half_layers", 0))
+    """Our operators `rush::half_product…` made three products a step and micro batch for each layer: forward, and both
+    gradients (at least the forward one, where weights are frozen). Layers that another technique makes one product of are one."""
+    layers = int(seen.facts.get("half_layers", 0)) - int(seen.facts.get("products_saved", 0))
     made = sum(seen.facts["products_by"].get(name, 0.0) for name in OPERATORS)
     others = sum(seen.facts["products_by"].values()) - made
-    each = 2 if "adapters" in seen.facts else 3
+    each = 1 if "adapters" in seen.facts else 3
     wanted = each * layers * max(1, seen.micro_batches)
     return Proof(
         0 < wanted <= made,
