@@ -151,7 +151,9 @@ technique = Technique(
     ),
     conflicts=("amp_bf16", "amp_fp16", "bf16_master", "fp8", "int8_base", "pure_bf16", "qlora"),
     after=("chunked_loss", "vocab_pad"),
-    knobs={"scope": KnobRange(SCOPES, "the linear layers of the blocks and the head, or those of the blocks")},
+    knobs={
+        "scope": KnobRange(SCOPES, "the linear layers of the blocks and the head, or those of the blocks")
+    },
     claim=Claim(
         "matmul rate",
         1.0,

@@ -208,9 +208,7 @@ class _Products:
     largest: int
 
 
-def _matmuls(
-    host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Run
-) -> _Products:
+def _matmuls(host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Run) -> _Products:
     found: Counter[tuple[int, int, int]] = Counter()
     by: Counter[str] = Counter()
     seen_dtypes: set[str] = set()

@@ -89,7 +89,9 @@ def relative(ours: Tensor, exact: Tensor) -> float:
     return float((ours.double() - exact).norm() / exact.norm())
 
 
-@pytest.mark.parametrize(("tokens", "inputs", "outputs"), [(2048, 128, 384), (512, 512, 128), (256, 48, 2048)])
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "outputs"), [(2048, 128, 384), (512, 512, 128), (256, 48, 2048)]
+)
 def test_forward_and_gradients_are_as_near_as_a_random_walk_allows(
     tokens: int, inputs: int, outputs: int, built: None
 ) -> None:
@@ -167,7 +169,9 @@ def test_only_the_gradients_that_are_wanted_are_made(built: None) -> None:
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
     every = torch.autograd.grad(half_linear(*leaves), leaves, above)
     for wanted in range(3):
-        own = [tensor.clone().requires_grad_(which == wanted) for which, tensor in enumerate((x, weight, bias))]
+        own = [
+            tensor.clone().requires_grad_(which == wanted) for which, tensor in enumerate((x, weight, bias))
+        ]
         (found,) = torch.autograd.grad(half_linear(*own), [own[wanted]], above)
         torch.testing.assert_close(found, every[wanted], rtol=1e-6, atol=1e-6)
 

@@ -102,7 +102,7 @@ def test_weights_keep_their_names_and_values_and_stay_wide() -> None:
 def test_what_it_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = probe("cpu")
     other = replace(cpu, cpu=replace(cpu.cpu, features=("avx2", "avx512")))
-    with pytest.raises(MachineError, match="technique half_products cannot run here: .*ARM CPU with fp16"):
+    with pytest.raises(MachineError, match=r"technique half_products cannot run here: .*ARM CPU with fp16"):
         check(recipe_of("half_products"), other)
     arm = replace(cpu, cpu=replace(cpu.cpu, features=("neon", "fp16")))
     monkeypatch.setattr(half_linear, "cannot_build", lambda: None)

@@ -25,7 +25,7 @@ def scaled(factor_lk: Tensor) -> tuple[Tensor, Tensor]:
     """A factor [lines, inner] scaled by blocks and rounded to fp16, and for each value what takes its scale back."""
     lines, inner = factor_lk.shape
     padded = torch.nn.functional.pad(factor_lk, (0, -inner % INNER, 0, -lines % LINES))
-    blocks = padded.unflatten(1, (-1, INNER)).unflatten(0, (-1, LINES))
+    blocks = padded.reshape(padded.shape[0] // LINES, LINES, padded.shape[1] // INNER, INNER)
     scale = scale_for(blocks.abs().amax((1, 3), keepdim=True))
     values, units = (blocks * scale).half(), scale.reciprocal().expand_as(blocks)
     return _whole(values)[:lines, :inner], _whole(units)[:lines, :inner]
@@ -56,8 +56,6 @@ def half_linear(x_mk: Tensor, weight_nk: Tensor, bias_n: Tensor | None = None) -
     return out_mn if bias_n is None else out_mn + bias_n
 
 
-def half_linear_gradients(
-    dout_mn: Tensor, x_mk: Tensor, weight_nk: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+def half_linear_gradients(dout_mn: Tensor, x_mk: Tensor, weight_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias."""
     return half_product(dout_mn, weight_nk), half_product(dout_mn.t(), x_mk), dout_mn.sum(0)
