@@ -1,11 +1,11 @@
 """Half products: the linear layers' matrix products with fp16 factors, on ARM CPUs.
 
-An ARM core with fp16 arithmetic multiplies and adds eight fp16 numbers in the instruction that does four in fp32; torch uses it
-for none of its products. Our kernel casts both factors on their way into each product, forward and both gradients, squares
-of 64 by 64 values with a scale each, so no loss needs scaling and no gradient is lost; sums over 64 products are made in
-fp16, the rest in fp32. Weights, activations, gradients and optimizer stay fp32. A bias's gradient comes out of the same kernel.
+An ARM core with fp16 arithmetic multiplies and adds eight fp16 numbers in the instruction that does four in fp32; torch's
+fast products do not use it. Our kernel casts both factors on their way into each product, forward and both gradients, blocks of
+64 by 128 values with a scale each, so no loss needs scaling and no gradient is lost; sums over 128 products are made in fp16,
+the rest in fp32. Weights, activations, gradients and optimizer stay fp32. A bias's gradient comes out of the same kernel.
 It wins where products are most of a step, and the more the wider the layers: casting a factor costs the same for narrow
-ones. Each product is off by a thousandth, as with bf16 factors: the losses follow those of fp32. The kernel is C++, built
+ones. Each product is off by two thousandths, as with bf16 factors: the losses follow those of fp32. The kernel is C++, built
 when it is first used (ten seconds, once). Newer ARM cores have bf16 units, which `amp_bf16` uses; measure both there.
 """
 
@@ -159,9 +159,11 @@ technique = Technique(
         1.0,
         regime="fused multiply-adds of 128-bit vectors: eight fp16 numbers where there are four of fp32, two instructions a cycle "
         "with either",
-        source="Arm Neoverse N1 Software Optimization Guide, ASIMD floating-point instructions",
+        source="Arm Neoverse N1 Software Optimization Guide, ASIMD floating-point instructions (measured on one: 39.9 and 79.9 "
+        "GFLOP/s a core at 2.5 GHz, factors in registers)",
     ),
-    parity=Parity.CLOSE,
+    # Not CLOSE: in 20 steps of `tiny` the gradient norm of step 14 was 2 to 5 % off, where fp16 factors are allowed 1 %.
+    parity=Parity.STATISTICAL,
     evidence=evidence,
     memory=(
         MemoryEffect("buffers", 1.0, "one factor of a product at a time in fp16, while that product is made"),

@@ -1,13 +1,15 @@
 """Linear layers whose three matrix products (forward, and both gradients) have fp16 factors, on ARM CPUs.
 
 A CPU with fp16 arithmetic does eight multiply-adds in the instruction that does four in fp32, so a product may take half
-the time. torch has no such product there (its own fp16 one is hundreds of times slower than fp32). Inputs and results are
-fp32: factors are cast on the way in, squares of 64 by 64 values with a scale each, so that neither large nor small
-numbers leave fp16's range; sums over 64 products are made in fp16, sums of those in fp32. What it costs is precision (each
-result is off by about a thousandth of its size, as with bf16 factors) and the casts, which read every factor once. The bias
+the time. torch has no such product there (its own fp16 one is many times slower than fp32). Inputs and results are
+fp32: factors are cast on the way in, blocks of 64 by 128 values with a scale each, so that neither large nor small
+numbers leave fp16's range; sums over 128 products are made in fp16, sums of those in fp32. What it costs is precision (results
+are off by some two thousandths of their size, as with bf16 factors) and the casts, which read every factor once. The bias
 is added in the same kernel, and its gradient made in the one that reads the gradient anyway.
 
-The kernel is C++ with ARM's vector instructions, compiled on the spot (half a minute, once) and kept in the cache.
+On two Neoverse-N1 cores the products of a small GPT-2 (2048 tokens, widths of 128 to 2048) run at 103 to 126 GFLOP/s, casts
+included, where torch's fp32 ones run at 52 to 72. The kernel is C++ with ARM's vector instructions, compiled on the spot (ten
+seconds, once) and kept in the cache.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ _library: Path | None = None
 def half_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias in fp32, by products with fp16 factors forward and backward.
 
-    The first call builds the kernel (half a minute); in compiled code call `load` before.
+    The first call builds the kernel (ten seconds); in compiled code call `load` before.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for tensor in tensors:
