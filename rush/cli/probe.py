@@ -117,11 +117,13 @@ def _measure(machine: Machine, collectives: int | None, refresh: bool) -> Ceilin
     """The ceilings, from the cache or now; exchanges between several GPUs are measured unasked."""
     from rush.hardware import ceilings
     from rush.hardware.collectives import check_ranks
+    from rush.techniques.rates import rates_to_measure
 
     if collectives is not None:
         check_ranks(machine, collectives)
     with _progress() as show:
-        found = ceilings(machine, refresh=refresh, on_problem=note, on_progress=show)
+        names = rates_to_measure(machine, build=False)
+        found = ceilings(machine, names, refresh=refresh, on_problem=note, on_progress=show)
         if collectives is not None:
             return ceilings(machine, collectives=collectives, on_progress=show)
         if machine.device == "cuda" and machine.num_devices > 1:

@@ -21,6 +21,9 @@ from torch import Tensor
 from rush.hardware.ceilings import Sample
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
+HALF_KERNEL = "half_kernel"
+"""fp32 matrices multiplied with fp16 factors by an operator of ours, `rush::half_product`. It is built on the spot, which takes
+longer than measuring, so it is measured only where it is asked for by name, by somebody who has loaded it."""
 
 _TORCH_DTYPES = {
     "float32": torch.float32,
@@ -28,6 +31,7 @@ _TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float8": torch.float8_e4m3fn,
+    HALF_KERNEL: torch.float32,
 }
 # Rows, inner and columns of the product; the last are the shapes of an MLP, which training consists of.
 _CPU_SHAPES = (
@@ -56,7 +60,7 @@ def num_threads() -> int:
 
 def matmul(device: str, dtype: str, *, budget_s: float = 1.5) -> tuple[Sample, ...] | str:
     """Timings of matmuls in `dtype` over a few shapes, or the reason why this device has none."""
-    assert dtype in DTYPES, f"unknown dtype {dtype!r}"
+    assert dtype in (*DTYPES, HALF_KERNEL), f"unknown dtype {dtype!r}"
     reason = _unsupported(device, dtype)
     if reason is not None:
         return reason
@@ -121,6 +125,10 @@ def _unsupported(device: str, dtype: str) -> str | None:
             return "float8 matmuls are measured on NVIDIA devices only"
         if torch.cuda.get_device_capability() < (8, 9):
             return "float8 matmuls need compute capability 8.9"
+    if dtype == HALF_KERNEL:
+        if device != "cpu":
+            return "rush::half_product runs on ARM CPUs"
+        assert hasattr(torch.ops.rush, "half_product"), "load rush.kernels.half_linear before measuring it"
     return None
 
 
@@ -133,6 +141,8 @@ def _product(device: str, dtype: str, rows: int, inner: int, columns: int) -> Ca
     if dtype == "float8":
         one = torch.ones((), device=device)
         return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+    if dtype == HALF_KERNEL:
+        return lambda: torch.ops.rush.half_product(left, right, None)
     out = torch.empty(rows, columns, device=device, dtype=target)
     return lambda: torch.mm(left, right, out=out)
 

@@ -32,6 +32,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import parse
 from rush.techniques import Technique, registry
 from rush.techniques.proofs import prove
+from rush.techniques.rates import rates_to_measure
 from rush.train.build import Run, build
 from rush.train.corpus import Corpus, open_corpus
 from rush.train.folders import starting_weights
@@ -125,8 +126,8 @@ def _prepare(spec: Mapping[str, Any], result: Result) -> None:
     """What is done once per ladder, here so that the ladder itself never touches the device."""
     machine = probe(spec["device"])
     result.add(machine=machine.to_dict())
-    dtypes = ["float32"] if machine.device == "cpu" and not spec["every_dtype"] else None
-    rates = ceilings(machine, dtypes).rates()
+    every = machine.device != "cpu" or spec["every_dtype"]
+    rates = ceilings(machine, rates_to_measure(machine, build=True) if every else ["float32"]).rates()
     names = sorted({dtype for sheet in CATALOG.values() for dtype in sheet.peak_flops})
     peaks = {dtype: peak for dtype in names if (peak := datasheet_peak(machine, dtype)) is not None}
     result.add(ceilings=rates, peaks=peaks or None)

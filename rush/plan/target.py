@@ -76,6 +76,8 @@ class Target:
     """Of a server, which all rings between servers share."""
     host_bytes: float | None = None
     """Memory of a server beside its GPUs; None where it is not known."""
+    features: tuple[str, ...] = ()
+    """Instruction sets of its CPU, as the probe names them; empty where nobody looked."""
 
     def rate(self, dtype: str) -> float:
         """FLOP/s of large products; a dtype the device does not have is computed in fp32 (or what was measured)."""
@@ -99,7 +101,7 @@ class Target:
             device="cuda" if self.kind == "cuda" else "cpu",
             devices=(device,) * min(self.devices, self.devices_per_node),
             links=(),
-            cpu=Cpu("unknown", 16, 16, ()),
+            cpu=Cpu("unknown", 16, 16, self.features),
             ram_bytes=2**40,
             os="Linux",
             python="3",
@@ -234,4 +236,5 @@ def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
         kind="cuda" if machine.device == "cuda" else "cpu",
         launch_s=rates.get("launch_s"),
         host_bytes=machine.ram_bytes if machine.device == "cuda" else None,
+        features=machine.cpu.features,
     )

@@ -231,7 +231,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("int8_base", "qlora"),
+    conflicts=("half_products", "int8_base", "qlora"),
     after=("chunked_loss", "fused_loss", "vocab_pad"),
     knobs={
         "recipe": KnobRange(

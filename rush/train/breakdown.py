@@ -40,7 +40,7 @@ _RULES = tuple(
         (
             "matmul",
             r"aten::(mm|addmm_?|linear|matmul|_scaled_mm|_int_mm)\b|MmBackward|gemm|nvjet|cutlass|xmma|splitK|"
-            r"triton_tem\w*mm",
+            r"triton_tem\w*mm|half_product",
         ),
         ("other", r"embedding|Embedding|Memcpy|Memset"),
     )

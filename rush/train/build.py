@@ -117,7 +117,7 @@ class Run:
         with self.in_step():
             if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
                 return "tf32"
-        return dtype
+        return str(self.facts.get("factor_dtype", dtype))
 
     @contextmanager
     def in_step(self) -> Iterator[None]:

@@ -38,7 +38,12 @@ from rush.train.step import launch_step
 
 DATA = "rush::data"
 # Where the two factors stand among an operator's inputs.
-_MATMULS = {"aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0, "aten::_int_mm": 0}
+_MATMULS = {
+    "aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0, "aten::_int_mm": 0,
+    "rush::half_product": 0, "rush::half_product_and_sums": 0,
+}  # fmt: skip
+# Operators that cast their factors themselves, and to what.
+_CAST_INSIDE = {"rush::half_product": "float16", "rush::half_product_and_sums": "float16"}
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
 _DTYPES = {
     "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",
@@ -60,7 +65,7 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
         told_by = "eager twin"
         with torch.compiler.set_stance("force_eager"), _unwrapped(run):
             twin = _profiled(run, batches, 1, _Live())
-        seen.matmuls, seen.dtypes = twin.matmuls, twin.dtypes
+        seen.matmuls, seen.products_by, seen.dtypes = twin.matmuls, twin.products_by, twin.dtypes
         seen.largest, seen.held, seen.block_forwards = twin.largest, twin.held, twin.block_forwards
     after = dynamo_counts()
     micro_batches = seen.passes or live.micro_batches
@@ -68,6 +73,7 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
         **run.facts,
         **settings,
         "matmuls_told_by": told_by,
+        "products_by": seen.products_by,
         "vocab_size": run.model.shape.vocab_size,
         "hidden": run.model.shape.hidden,
         "holds_head": run.model.holds("head.weight"),
@@ -118,6 +124,7 @@ class _Profiled:
     kernels: dict[str, float]
     ops: dict[str, int]
     matmuls: dict[tuple[int, int, int], float]
+    products_by: dict[str, float]
     dtypes: set[str]
     largest: int
     held: int
@@ -164,7 +171,7 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
     # What making the batches did is not the step's.
     events = [event for event in (prof.events() or []) if DATA not in callers(event)]
     host = [event for event in events if event.device_type == DeviceType.CPU]
-    matmuls, dtypes, largest = _matmuls(host, input_dtypes, run)
+    products = _matmuls(host, input_dtypes, run)
     kernels: Counter[str] = Counter()
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
@@ -175,12 +182,13 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
     return _Profiled(
         kernels=dict(kernels),
         ops=dict(Counter(event.name for event in host)),
-        matmuls={shape: count / steps for shape, count in matmuls.items()},
-        dtypes=dtypes,
-        largest=largest,
+        matmuls={shape: count / steps for shape, count in products.shapes.items()},
+        products_by={name: count / steps for name, count in products.by.items()},
+        dtypes=products.dtypes,
+        largest=products.largest,
         held=max(held, default=0),
         passes=len(forwards) // steps,
-        block_forwards=_block_forwards(run, matmuls, len(forwards)),
+        block_forwards=_block_forwards(run, products.shapes, len(forwards)),
         step_ms=1000 * seconds / steps,
         data_wait_ms=1000 * waited / steps,
         peak_memory_bytes=peak,
@@ -190,11 +198,19 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
     )
 
 
-def _matmuls(
-    host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Run
-) -> tuple[Counter[tuple[int, int, int]], set[str], int]:
-    """Products of matrices by shape, the dtypes of all products' factors, and the largest tensor read."""
+@dataclass
+class _Products:
+    """Products of matrices by shape and by operator, the dtypes of all products' factors, and the largest tensor read."""
+
+    shapes: Counter[tuple[int, int, int]]
+    by: Counter[str]
+    dtypes: set[str]
+    largest: int
+
+
+def _matmuls(host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Run) -> _Products:
     found: Counter[tuple[int, int, int]] = Counter()
+    by: Counter[str] = Counter()
     seen_dtypes: set[str] = set()
     largest = 0
     sizes = {p.numel() for p in run.model.parameters()}
@@ -208,11 +224,13 @@ def _matmuls(
         first = _MATMULS.get(event.name, _BATCHED.get(event.name))
         if first is None or len(shapes) < first + 2 or event.id in again:
             continue
-        seen_dtypes |= {_DTYPES.get(dtype, dtype) for dtype in dtypes[event.id][first : first + 2]}
+        read = {_DTYPES.get(dtype, dtype) for dtype in dtypes[event.id][first : first + 2]}
+        seen_dtypes |= {_CAST_INSIDE[event.name]} if event.name in _CAST_INSIDE else read
         if event.name in _MATMULS:
             (rows, inner), (_, columns) = shapes[first : first + 2]
             found[rows, inner, columns] += 1
-    return found, seen_dtypes, largest
+            by[event.name] += 1
+    return _Products(found, by, seen_dtypes, largest)
 
 
 def _recorded_twice(host: list[FunctionEvent], vocabularies: set[int]) -> set[int]:

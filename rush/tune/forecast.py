@@ -51,5 +51,7 @@ class Planner:
             return f"predicted {found.on_host / 2**30:.3g} GiB on the host, which has {there:.3g}"
         own = recipe.run.memory_limit_gb
         limit = self.target.memory_bytes if own is None else min(own * 1e9, self.target.memory_bytes)
-        doubtful = matmul_dtype(spec) not in self.target.matmul
+        usual = matmul_dtype(spec)
+        dtypes = {usual, *(spec.work.name(term, usual) for term in ("blocks.dtype", "head.dtype"))}
+        doubtful = not dtypes <= set(self.target.matmul)
         return Prediction(found.tokens_per_s, found.memory.total, limit, found.longest_sequence, doubtful)

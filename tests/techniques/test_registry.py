@@ -16,6 +16,7 @@ import pytest
 
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, Machine, probe
+from rush.kernels import half_linear
 from rush.parallel import AXES
 from rush.recipe import Recipe
 from rush.techniques import check, registry
@@ -45,6 +46,8 @@ SIXTEEN_BITS = {
     "bf16_master": "bfloat16",
     "pure_bf16": "bfloat16",
 }
+# Weights and activations stay fp32; factors are rounded on their way into a product.
+FACTORS = {"half_products": "float16"}
 KNOBS = {
     "chunked_loss": "{name='chunked_loss', chunk_tokens=64}",
     "compile": "{name='compile', scope='block'}",
@@ -184,6 +187,9 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"))
         own.append(recipe_of("{name='fp8', scope='head', mlp='kernel'}", "fused_loss"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", overrides=["layout.tp=2"]))
+    if name == "half_products":
+        own.append(recipe_of(name, overrides=["layout.tp=2", "batch.micro=1"]))
+        own.append(recipe_of(name, "fused_loss"))
     if name in ("fused_projections", "fused_rope"):
         own.append(recipe_of(name, name="tiny"))
     if name in OF_GPT2:
@@ -238,6 +244,8 @@ def test_every_requirement_can_be_unmet_and_then_raises(name: str, monkeypatch: 
     monkeypatch.setattr("rush.techniques.adam8bit.find_spec", lambda library: None)
     monkeypatch.setattr("rush.techniques.liger.find_spec", lambda library: None)
     monkeypatch.setattr("rush.techniques.qlora.find_spec", lambda library: None)
+    monkeypatch.setattr(half_linear, "cannot_build", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(half_linear, "is_built", lambda: False)
     for requirement in registry()[name].requires:
         unmet = [(m, r) for m in machines() for r in recipes(name) if not requirement.met(m, r)]
         assert unmet, f"no situation here is without what is needed: {requirement.sentence}"
@@ -257,6 +265,8 @@ def needs(name: str) -> None:
         pytest.importorskip("torchao", reason="torchao is not installed")
     if name in ADAPTERS - {"lora"}:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    if name == "half_products" and (reason := half_linear.cannot_run()):
+        pytest.skip(f"its kernel cannot run here: {reason}")
 
 
 @pytest.mark.parametrize("name", ON_THIS_CPU)
@@ -285,5 +295,5 @@ def test_it_learns_what_plain_fp32_learns(name: str) -> None:
     if registry()[name].parity is Parity.CHANGES:
         pytest.skip("what is learned differs by design")
     run, ours = tried(name)
-    verdict = compare(run, SIXTEEN_BITS.get(name, "float32"), ours, plain(name))
+    verdict = compare(run, (SIXTEEN_BITS | FACTORS).get(name, "float32"), ours, plain(name))
     assert verdict.verdict == "equal", verdict.why

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rush.kernels.cuda_example.building import build, cannot_build, cannot_build_cuda
+from rush.kernels.building import build, cannot_build, cannot_build_cuda
 from rush.kernels.support import need
 
 __all__ = ["cannot_build", "cannot_build_cuda", "load", "squared_relu"]

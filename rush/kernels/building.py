@@ -20,6 +20,8 @@ import torch
 
 from rush.errors import MachineError
 
+FLAGS = ("-O2",)
+
 
 def cannot_build() -> str | None:
     """Why no extension can be built here; None if one can."""
@@ -46,17 +48,29 @@ def cannot_build_cuda() -> str | None:
     return cannot_build()
 
 
-def build(name: str, sources: Sequence[Path], headers: Sequence[Path] = ()) -> Path:
-    """Load the operators that the sources register, building them if the cache does not hold them: the library."""
-    library = cache_folder() / "extensions" / f"{name}-{_identity([*sources, *headers])}.so"
+def build(
+    name: str, sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = FLAGS
+) -> Path:
+    """Load the operators that the sources register, building them if the cache does not hold them: the library.
+
+    `flags` are the C++ compiler's.
+    """
+    library = library_of(name, sources, headers, flags)
     if library.is_file():
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
     else:
-        _build_and_load(name, sources, library)
+        _build_and_load(name, sources, flags, library)
     return library
 
 
-def _build_and_load(name: str, sources: Sequence[Path], library: Path) -> None:
+def library_of(
+    name: str, sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = FLAGS
+) -> Path:
+    """Where the library of these sources is kept, once it is built."""
+    return cache_folder() / "extensions" / f"{name}-{_identity([*sources, *headers], flags)}.so"
+
+
+def _build_and_load(name: str, sources: Sequence[Path], flags: Sequence[str], library: Path) -> None:
     from torch.utils.cpp_extension import load
 
     if reason := cannot_build():
@@ -67,7 +81,7 @@ def _build_and_load(name: str, sources: Sequence[Path], library: Path) -> None:
             load(
                 name,
                 [str(source) for source in sources],
-                extra_cflags=["-O2"],
+                extra_cflags=list(flags),
                 extra_cuda_cflags=["-O3"],
                 extra_ldflags=[f"-L{folder}" for folder in _cuda_libraries()] if _has_cuda(sources) else [],
                 build_directory=workshop,
@@ -95,9 +109,10 @@ def _cuda_libraries() -> list[Path]:
     return [home / "lib64" for home in homes if (home / "lib64" / "libcudart.so").is_file()]
 
 
-def _identity(files: Sequence[Path]) -> str:
-    """Of everything a library depends on: its sources, torch, Python's platform, the GPU it is built for."""
-    digest = hashlib.sha256(f"{torch.__version__} {torch.version.cuda} {platform.machine()}".encode())
+def _identity(files: Sequence[Path], flags: Sequence[str] = FLAGS) -> str:
+    """Of everything a library depends on: sources and flags, torch, Python's platform, the GPU it is built for."""
+    said = [torch.__version__, torch.version.cuda, platform.machine(), *flags]
+    digest = hashlib.sha256(" ".join(map(str, said)).encode())
     if torch.cuda.is_available():
         digest.update(str(torch.cuda.get_device_capability()).encode())
     for file in files:
