@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from rush.errors import KernelRefusal, MachineError
-from rush.kernels.cuda_example import building, cannot_build, cannot_build_cuda, load, reference, squared_relu
+from rush.kernels import building
+from rush.kernels.cuda_example import cannot_build, cannot_build_cuda, load, reference, squared_relu
 
 Check = Callable[..., None]
 
