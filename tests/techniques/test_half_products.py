@@ -29,7 +29,8 @@ runs_here = pytest.mark.skipif(
     half_linear.cannot_run() is not None, reason=f"its kernel cannot run here: {half_linear.cannot_run()}"
 )
 SMALL = ["model.shape.num_layers=1", "batch.micro=2", "batch.total_tokens=64"]
-BLOCKS = "{name='half_products', scope='blocks'}"
+BLOCKS = "half_products"
+WHOLE = "{name='half_products', scope='blocks_and_head'}"
 COMPILED = "{name='compile', scope='block'}"
 
 
@@ -38,11 +39,11 @@ COMPILED = "{name='compile', scope='block'}"
     ("name", "techniques"),
     [
         ("tiny", (BLOCKS, "flash_attention", "fused_adamw")),
-        ("tiny", ("half_products", "vocab_pad", "checkpoint_full")),
-        ("tiny", ("half_products", "{name='chunked_loss', chunk_tokens=64}", "vocab_pad")),
-        ("llama-tiny", ("half_products", "fused_projections", "loader_workers", "gc_control")),
+        ("tiny", (WHOLE, "vocab_pad", "checkpoint_full")),
+        ("tiny", (WHOLE, "{name='chunked_loss', chunk_tokens=64}", "vocab_pad")),
+        ("llama-tiny", (WHOLE, "fused_projections", "loader_workers", "gc_control")),
         ("llama-tiny", (BLOCKS, "checkpoint_selective")),
-        ("tiny", ("half_products", COMPILED)),
+        ("tiny", (WHOLE, COMPILED)),
     ],
     ids=str,
 )
@@ -54,7 +55,7 @@ def test_beside_others_it_takes_effect_and_learns_what_plain_learns(
     ours = trace(run, 4, watch=True)
     assert ours.seen is not None
     proofs = prove(run.uses, ours.seen)
-    for technique in ("half_products", "vocab_pad", "chunked_loss", "checkpoint_full", "fused_projections"):
+    for technique in (WHOLE, "vocab_pad", "chunked_loss", "checkpoint_full", "fused_projections"):
         assert technique not in proofs or proofs[technique].took_effect, proofs[technique].what
     assert run.matmul_dtype() == "float16"
     reference = trace(make_run(name=name, overrides=overrides), 4)
@@ -107,7 +108,7 @@ def test_what_it_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     arm = replace(cpu, cpu=replace(cpu.cpu, features=("neon", "fp16")))
     monkeypatch.setattr(half_linear, "cannot_build", lambda: None)
     with pytest.raises(MachineError, match="take out fused_loss and liger, or set scope to blocks"):
-        check(recipe_of("half_products", "fused_loss"), arm)
+        check(recipe_of(WHOLE, "fused_loss"), arm)
 
 
 def test_the_planner_takes_the_kernels_rate_for_blocks_and_head() -> None:
@@ -120,8 +121,8 @@ def test_the_planner_takes_the_kernels_rate_for_blocks_and_head() -> None:
         return plan(spec, target, limits=False).time.parts["matmul"]
 
     # The fitted share of the rate that fp32 products reach is 1.05.
-    assert matmul("half_products") == pytest.approx(matmul() * 70 * 1.05 / 140)
-    assert matmul("half_products") < matmul(BLOCKS) < matmul()
+    assert matmul(WHOLE) == pytest.approx(matmul() * 70 * 1.05 / 140)
+    assert matmul(WHOLE) < matmul(BLOCKS) < matmul()
 
 
 def test_a_look_at_the_machine_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

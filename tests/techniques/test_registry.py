@@ -189,7 +189,7 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", overrides=["layout.tp=2"]))
     if name == "half_products":
         own.append(recipe_of(name, overrides=["layout.tp=2", "batch.micro=1"]))
-        own.append(recipe_of(name, "fused_loss"))
+        own.append(recipe_of("{name='half_products', scope='blocks_and_head'}", "fused_loss"))
     if name in ("fused_projections", "fused_rope"):
         own.append(recipe_of(name, name="tiny"))
     if name in OF_GPT2:
