@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rush.errors import RecipeError
+from rush.kernels import half_linear
 from rush.parallel import AXES
 from rush.plan.memory import memory_of
 from rush.plan.planning import plan, unmet
@@ -123,6 +124,9 @@ def test_a_layout_divides_or_is_refused_with_those_that_do(spec: Spec, axis: str
 BASES = ("gpt2-124m", "llama-3.2-1b", "sft", "dpo")
 
 
+ON_ARM = ("half_products",)
+
+
 def with_technique(base: str, name: str) -> Recipe:
     """The recipe with the technique, and without what cannot stand beside it."""
     technique = registry()[name]
@@ -152,23 +156,25 @@ def _toml(value: object) -> str:
     )
 
 
-def _spec(recipe: Recipe) -> Spec | None:
+def _spec(recipe: Recipe, device: str = "cuda") -> Spec | None:
     try:
-        return spec_of(recipe)
+        return spec_of(recipe, device)
     except RecipeError:  # sizes that do not divide, or preferences on an axis that cuts them
         return None
 
 
-def test_every_technique_is_planned_wherever_it_can_stand() -> None:
-    target = target_of("h200-sxm", 2)
+def test_every_technique_is_planned_wherever_it_can_stand(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(half_linear, "is_built", lambda: True)
+    gpus, arm = target_of("h200-sxm", 2), replace(target_of("cpu", 1), features=("neon", "fp16"))
     planned: dict[str, list[str]] = {name: [] for name in registry()}
     refused: list[str] = []
     for name in registry():
+        target = arm if name in ON_ARM else gpus
         for base in BASES:
             recipe = with_technique(base, name)
             if any(problem.startswith(f"{name}:") for problem in unmet(recipe, target)):
                 continue
-            spec = _spec(recipe)
+            spec = _spec(recipe, target.kind)
             if spec is None:
                 refused.append(name)
                 continue
