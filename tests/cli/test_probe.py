@@ -211,7 +211,11 @@ def test_several_gpus_are_measured_together_unasked_and_a_failure_does_not_end_t
     single = Ceilings("f", time.time())
 
     def measured(
-        machine: Machine, *, collectives: int | None = None, **rest: Callable[..., None]
+        machine: Machine,
+        dtypes: object = None,
+        *,
+        collectives: int | None = None,
+        **rest: Callable[..., None],
     ) -> Ceilings:
         asked.append(collectives)
         if collectives is not None:
