@@ -10,7 +10,7 @@ from rush.errors import RecipeError
 from rush.models import count_parameters
 from rush.plan.efficiency import DEFAULT, Efficiency
 from rush.plan.memory import Memory, memory_of
-from rush.plan.spec import Spec, check_divides, matmul_dtype, with_batch
+from rush.plan.spec import Spec, check_divides, matmul_dtype, product_dtypes, with_batch
 from rush.plan.target import Target
 from rush.plan.time import Time, model_flops_per_token, time_of, tokens_per_s
 from rush.recipe import Recipe
@@ -102,7 +102,9 @@ class Plan:
             launching = f"a call of an operator is taken to need {1e6 * DEFAULT.launch_s:.1f} µs of the host, as on H200s"
         else:
             launching = "calls of operators are not counted; `rush probe` measures them"
-        return (*self.target.sources, launching)
+        unknown = [dtype for dtype in product_dtypes(self.spec) if dtype not in self.target.matmul]
+        taken = [f"of {dtype} products no rate is known here, and fp32's is taken" for dtype in unknown]
+        return (*self.target.sources, launching, *taken)
 
     def budget(self, tokens: float, price: float | None) -> dict[str, float]:
         """Hours, device-hours, energy and, given a price of a device-hour, cost of so many tokens."""

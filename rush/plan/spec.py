@@ -212,6 +212,12 @@ def matmul_dtype(spec: Spec) -> str:
     return spec.work.name("products.dtype", "float32")
 
 
+def product_dtypes(spec: Spec) -> tuple[str, ...]:
+    """Those of all its products, as rates are named."""
+    usual = matmul_dtype(spec)
+    return tuple(dict.fromkeys(spec.work.name(term, usual) for term in ("blocks.dtype", "head.dtype")))
+
+
 def with_batch(spec: Spec, micro: int, sequence: int | None = None) -> Spec:
     """The same with another micro batch, and another length of sequences if given."""
     return replace(spec, micro=micro, sequence=sequence or spec.sequence)

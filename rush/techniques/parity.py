@@ -55,6 +55,10 @@ STATISTICAL_LEARNED = 0.05
 """Of what was learned, the fall of the loss to its mean over the second half of the steps."""
 STATISTICAL_LOSS = 0.003
 """Of the loss itself, where hardly anything was learned yet: ten times what rounding to bf16 showed."""
+MOST_ALLOWED = 0.5
+"""Of what was learned: a run that is off by more than its class allows is not called equal for the twin's sake where the twin
+gives more room than this. Seen with the `tiny` recipe, whose loss jumps at single steps: 0.63 of 0.79 were allowed, and what was
+called equal over 20 steps had learned less after 200."""
 TIMES_TWIN = 6.0
 """A technique rounds in every product, the twin once, and where training is chaotic both are single draws. Seen in the
 gradient norm of step 10 of Llama 3.2 1B on an H200, eleven correct bf16 rungs: 1.0 to 4.2 times the twin's."""
@@ -170,18 +174,19 @@ def _judge_curve(losses: Sequence[float], reference: Sequence[float], twin: Twin
         return sum(curve[half:]) / len(curve[half:])
 
     learned = abs(reference[0] - later(reference))
-    allowed = max(STATISTICAL_LEARNED * learned, STATISTICAL_LOSS * later(reference))
-    if twin:
-        allowed += TIMES_TWIN * abs(later(twin.losses) - later(reference))
+    own = max(STATISTICAL_LEARNED * learned, STATISTICAL_LOSS * later(reference))
+    drift = abs(later(twin.losses) - later(reference)) if twin else 0.0
+    allowed = own + TIMES_TWIN * drift
     off = abs(later(losses) - later(reference))
     equal = off <= allowed
-    return Judgement(
-        "equal" if equal else "different",
-        off,
-        allowed,
+    told = (
         f"from {reference[0]:.3f} the loss went to {later(losses):.3f} (mean of the second half) against "
-        f"{later(reference):.3f}: off by {off:.1e}, {'within' if equal else 'beyond'} the {allowed:.1e} of learning the same",
+        f"{later(reference):.3f}: off by {off:.1e}, {'within' if equal else 'beyond'} the {allowed:.1e} of learning the same"
     )
+    if equal and off > own and allowed > MOST_ALLOWED * learned:
+        told += f", but only because plain fp32 from rounded weights is off by {drift:.1e} itself: too unsteady to tell"
+        return Judgement("not judged", off, allowed, told)
+    return Judgement("equal" if equal else "different", off, allowed, told)
 
 
 def _relative(value: float, reference: float) -> float:

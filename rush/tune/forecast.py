@@ -6,9 +6,8 @@ from dataclasses import dataclass
 
 from rush.errors import RushError
 from rush.plan.planning import plan
-from rush.plan.spec import spec_of
+from rush.plan.spec import product_dtypes, spec_of
 from rush.plan.target import Target
-from rush.plan.time import matmul_dtype
 from rush.recipe import Recipe
 
 
@@ -51,7 +50,5 @@ class Planner:
             return f"predicted {found.on_host / 2**30:.3g} GiB on the host, which has {there:.3g}"
         own = recipe.run.memory_limit_gb
         limit = self.target.memory_bytes if own is None else min(own * 1e9, self.target.memory_bytes)
-        usual = matmul_dtype(spec)
-        dtypes = {usual, *(spec.work.name(term, usual) for term in ("blocks.dtype", "head.dtype"))}
-        doubtful = not dtypes <= set(self.target.matmul)
+        doubtful = not set(product_dtypes(spec)) <= set(self.target.matmul)
         return Prediction(found.tokens_per_s, found.memory.total, limit, found.longest_sequence, doubtful)

@@ -125,6 +125,17 @@ def test_the_planner_takes_the_kernels_rate_for_blocks_and_head() -> None:
     assert matmul(WHOLE) < matmul(BLOCKS) < matmul()
 
 
+def test_a_rate_that_nobody_measured_is_told_of() -> None:
+    rates = {"matmul": {"float32": 70e9}, "copy_bytes_per_s": 20e9, "launch_s": 1e-5}
+    target = target_here(probe("cpu"), rates)
+    asked = plan(spec_of(recipe_of(BLOCKS, name="tiny"), "cpu"), target, limits=False)
+    assert any(f"of {HALF_KERNEL} products no rate is known" in source for source in asked.sources)
+    assert not any(
+        "no rate is known" in source
+        for source in plan(spec_of(recipe_of(name="tiny"), "cpu"), target).sources
+    )
+
+
 def test_a_look_at_the_machine_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(half_linear, "cannot_run", lambda: None)
     monkeypatch.setattr(half_linear, "is_built", lambda: False)

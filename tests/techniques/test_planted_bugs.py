@@ -16,7 +16,7 @@ from rush.recipe import Knob
 from rush.techniques import registry
 from rush.techniques.contract import Build, Claim, Parity, Pass, Stage, Technique
 from rush.techniques.evidence import ran
-from rush.techniques.parity import CLOSE, TIMES_TWIN, Twin, gradient_errors, judge
+from rush.techniques.parity import CLOSE, TIMES_TWIN, Judgement, Twin, gradient_errors, judge
 from rush.techniques.proofs import prove
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -167,6 +167,24 @@ def test_what_one_rounding_grows_to_is_allowed_and_no_more() -> None:
     given = Parity.STATISTICAL, "bfloat16", late, reference, plain_norms, plain_norms, {"w": 0.0}
     assert judge(*given).verdict == "different"
     assert judge(*given, Twin([5.0, 4.0, 3.1, 2.1], plain_norms)).verdict == "equal"
+
+
+def test_where_plain_training_jumps_nothing_is_called_equal_for_its_twins_sake() -> None:
+    """Steps 1 and 11 to 20 of the `tiny` recipe, plain, from rounded weights, and with fp16 sums in the head: as traced."""
+    plain = [7.645] * 10 + [6.630, 6.636, 6.518, 6.368, 9.108, 6.407, 7.499, 6.462, 6.493, 6.380]
+    twin = [7.645] * 10 + [6.630, 6.636, 6.518, 6.368, 9.660, 6.404, 7.909, 6.442, 6.451, 6.473]
+    ours = [7.645] * 10 + [6.630, 6.636, 6.519, 6.369, 6.518, 6.400, 6.995, 6.455, 6.468, 6.414]
+
+    def told(losses: list[float]) -> Judgement:
+        norms = [1.0] * len(plain)
+        return judge(Parity.STATISTICAL, "float16", losses, plain, norms, norms, {}, Twin(twin, norms))
+
+    assert told(ours).verdict == "not judged"
+    assert "too unsteady to tell" in told(ours).why
+    assert (
+        told([loss + 0.03 for loss in plain]).verdict == "equal"
+    )  # within 5 % of what was learned, twin or not
+    assert told([loss + 1.0 for loss in plain]).verdict == "different"
 
 
 def test_gradient_errors_are_relative_to_the_reference_with_a_floor_for_gradients_that_are_nothing() -> None:
