@@ -30,8 +30,9 @@ def need(condition: bool, sentence: str) -> None:
         raise KernelRefusal(sentence)
 
 
-def need_device(op: str, *tensors: Tensor) -> None:
-    """All on one device, and one that can run the kernel: CUDA, or the CPU when interpreted."""
+def need_device(op: str, *tensors: Tensor, has_cpu: bool = False) -> None:
+    """All on one device, and one that can run the kernel: CUDA, or the CPU when interpreted or where it `has_cpu`, a
+    kernel for one."""
     # Only comparisons, and messages made when they are needed: a compiler traces through this.
     device = tensors[0].device
     for tensor in tensors:
@@ -39,11 +40,16 @@ def need_device(op: str, *tensors: Tensor) -> None:
             raise KernelRefusal(
                 f"{op} needs its tensors on one device, found {device} and {tensor.device}; move them together."
             )
-    if device.type not in ("cuda", "meta") and not (INTERPRETED and device.type == "cpu"):
+    if device.type not in ("cuda", "meta") and not ((INTERPRETED or has_cpu) and device.type == "cpu"):
         raise KernelRefusal(
             f"{op} runs on a CUDA device, found {device.type}; move the tensors there, or set TRITON_INTERPRET=1 "
             "before Python starts to have Triton interpret the kernel (slowly, for tests)."
         )
+
+
+def by_cpp(tensor: Tensor) -> bool:
+    """Whether the kernel for a CPU, in C++, is to be taken: on a CPU, unless Triton interprets its own there."""
+    return tensor.device.type == "cpu" and not INTERPRETED
 
 
 def op(name: str, *, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:

@@ -85,7 +85,7 @@ technique = Technique(
             lambda machine, recipe: not used(recipe, "flatten", "pack_best_fit"),
         ),
     ),
-    conflicts=("flash_attention", "flex_attention", "triton_attention"),
+    conflicts=("cpu_attention", "flash_attention", "flex_attention", "triton_attention"),
     knobs={
         "heads": KnobRange(
             ("repeated", "grouped"),

@@ -120,7 +120,7 @@ technique = Technique(
         ),
         half_precision,
     ),
-    conflicts=("cudnn_attention", "flex_attention", "triton_attention"),
+    conflicts=("cpu_attention", "cudnn_attention", "flex_attention", "triton_attention"),
     claim=Claim(
         "tokens_per_s",
         0.75,

@@ -135,7 +135,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("cp", "cudnn_attention", "flash_attention", "triton_attention"),
+    conflicts=("cp", "cpu_attention", "cudnn_attention", "flash_attention", "triton_attention"),
     claim=Claim(
         "attention rate",
         -0.15,

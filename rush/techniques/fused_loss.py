@@ -32,7 +32,7 @@ from rush.techniques.contract import (
     WorkEffect,
 )
 from rush.techniques.evidence import head_rows
-from rush.techniques.seams import needs_triton
+from rush.techniques.seams import needs_kernels
 
 OP, KERNEL = "rush::linear_cross_entropy", "cross_entropy_forward_kernel"
 
@@ -100,7 +100,7 @@ technique = Technique(
     name="fused_loss",
     stage=Stage.MODEL,
     apply=apply,
-    requires=(needs_triton,),
+    requires=(needs_kernels,),
     conflicts=("chunked_loss", "liger", "vocab_pad"),
     knobs={
         "chunk_tokens": KnobRange(

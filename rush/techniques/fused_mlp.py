@@ -26,7 +26,7 @@ from rush.techniques.contract import (
     Technique,
     WorkEffect,
 )
-from rush.techniques.seams import needs_triton, our_kernels_ran
+from rush.techniques.seams import needs_kernels, our_kernels_ran
 
 
 class FusedSwiGLU(nn.Module):
@@ -80,7 +80,7 @@ technique = Technique(
     name="fused_mlp",
     stage=Stage.MODEL,
     apply=apply,
-    requires=(needs_triton,),
+    requires=(needs_kernels,),
     conflicts=("fused_bias", "liger"),
     claim=Claim(
         "bytes kept by the activation",

@@ -166,27 +166,56 @@ def _steps(
         yield _relative(own, plain), tolerance + more, f"the {what} of step {step + 1}"
 
 
+class _Room(NamedTuple):
+    """How far a run may be off, as the loss that it learns."""
+
+    learned: float
+    """By the plain run."""
+    own: float
+    """What the class allows."""
+    twin: float
+    """What the twin is off."""
+
+    @property
+    def allowed(self) -> float:
+        return self.own + TIMES_TWIN * self.twin
+
+    @property
+    def unsteady(self) -> bool:
+        """Whether the twin's part is what allows, and covers most of what was learned."""
+        return TIMES_TWIN * self.twin > self.own and self.allowed > MOST_ALLOWED * self.learned
+
+
+def _later(curve: Sequence[float]) -> float:
+    half = len(curve) // 2
+    return sum(curve[half:]) / len(curve[half:])
+
+
+def _room(reference: Sequence[float], twin: Sequence[float] | None) -> _Room:
+    """What was learned goes from the first loss of the plain run to the mean over the second half."""
+    learned = abs(reference[0] - _later(reference))
+    own = max(STATISTICAL_LEARNED * learned, STATISTICAL_LOSS * _later(reference))
+    return _Room(learned, own, abs(_later(twin) - _later(reference)) if twin else 0.0)
+
+
+def unsteady(reference: Sequence[float], twin: Sequence[float]) -> bool:
+    """Whether plain training from weights rounded once drifts so far that nothing could be told from it by how much is learned."""
+    return _room(reference, twin).unsteady
+
+
 def _judge_curve(losses: Sequence[float], reference: Sequence[float], twin: Twin | None) -> Judgement:
-    """How much was learned: from the first loss of the plain run to the mean over the second half."""
-    half = len(losses) // 2
-
-    def later(curve: Sequence[float]) -> float:
-        return sum(curve[half:]) / len(curve[half:])
-
-    learned = abs(reference[0] - later(reference))
-    own = max(STATISTICAL_LEARNED * learned, STATISTICAL_LOSS * later(reference))
-    drift = abs(later(twin.losses) - later(reference)) if twin else 0.0
-    allowed = own + TIMES_TWIN * drift
-    off = abs(later(losses) - later(reference))
-    equal = off <= allowed
+    """How much was learned."""
+    room = _room(reference, twin.losses if twin else None)
+    off = abs(_later(losses) - _later(reference))
+    equal = off <= room.allowed
     told = (
-        f"from {reference[0]:.3f} the loss went to {later(losses):.3f} (mean of the second half) against "
-        f"{later(reference):.3f}: off by {off:.1e}, {'within' if equal else 'beyond'} the {allowed:.1e} of learning the same"
+        f"from {reference[0]:.3f} the loss went to {_later(losses):.3f} (mean of the second half) against "
+        f"{_later(reference):.3f}: off by {off:.1e}, {'within' if equal else 'beyond'} the {room.allowed:.1e} of learning the same"
     )
-    if equal and off > own and allowed > MOST_ALLOWED * learned:
-        told += f", but only because plain fp32 from rounded weights is off by {drift:.1e} itself: too unsteady to tell"
-        return Judgement("not judged", off, allowed, told)
-    return Judgement("equal" if equal else "different", off, allowed, told)
+    if equal and off > room.own and room.unsteady:
+        told += f", but only because plain fp32 from rounded weights is off by {room.twin:.1e} itself: too unsteady to tell"
+        return Judgement("not judged", off, room.allowed, told)
+    return Judgement("equal" if equal else "different", off, room.allowed, told)
 
 
 def _relative(value: float, reference: float) -> float:

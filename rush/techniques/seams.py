@@ -26,6 +26,21 @@ needs_triton = Requirement(
     ),
 )
 
+needs_kernels = Requirement(
+    "it needs Triton, and a CUDA GPU to compile its kernels for, or a CPU and a C++ compiler with ninja to build them with (or the "
+    "built ones in the cache)",
+    lambda machine, recipe: (
+        machine.triton is not None
+        and (machine.device == "cuda" or (machine.device == "cpu" and _runs_on_cpu()))
+    ),
+)
+
+
+def _runs_on_cpu() -> bool:
+    from rush.kernels import cpu
+
+    return os.environ.get("TRITON_INTERPRET") == "1" or cpu.cannot_run() is None
+
 
 def our_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:
     """On a GPU kernels with names that begin so ran (a replayed recording shows no operators); on a CPU the `ops`."""

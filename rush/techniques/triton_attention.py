@@ -93,7 +93,7 @@ technique = Technique(
             lambda machine, recipe: recipe.shape().head_dim in HEAD_DIMS,
         ),
     ),
-    conflicts=("cudnn_attention", "flash_attention", "flex_attention"),
+    conflicts=("cpu_attention", "cudnn_attention", "flash_attention", "flex_attention"),
     claim=Claim(
         "attention rate",
         0.22,

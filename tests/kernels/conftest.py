@@ -1,7 +1,7 @@
 """What the kernels' tests share: where they run, and how an error is held against the one plain torch makes.
 
-One test body serves both places: `device` is "cpu" (Triton's interpreter) in `make test` and "cuda" in
-`make test-gpu`. `error` and `check_errors` are fixtures that hand out the functions below.
+One test body serves all places: `device` is "cpu" in `make test`, once for Triton's interpreter and, where a kernel has one, once for the
+kernel in C++, and "cuda" in `make test-gpu`. `error` and `check_errors` are fixtures that hand out the functions below.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rush.kernels import cpu, support
 from rush.kernels.support import INTERPRETED
 
 FP32_ULP = torch.finfo(torch.float32).eps
@@ -49,9 +50,25 @@ def _round_as_the_hardware_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_convert_float", convert)
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest) -> str:
-    """Where this test's tensors live."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A kernel that has no C++ is not asked for one: modules whose kernel has say `CPP = True`."""
+
+    def wanted(item: pytest.Item) -> bool:
+        called = getattr(item, "callspec", None)
+        of_cpp = called is not None and called.params.get("device") == "c++"
+        return not of_cpp or getattr(item.module, "CPP", False)  # type: ignore[attr-defined]
+
+    items[:] = filter(wanted, items)
+
+
+@pytest.fixture(params=["cpu", "c++", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where this test's tensors live: on a CPU, where Triton interprets its kernels or those in C++ are taken, or on a GPU."""
+    if request.param == "c++":
+        if reason := cpu.cannot_run():
+            pytest.skip(f"kernels for a CPU cannot run here: {reason}")
+        monkeypatch.setattr(support, "INTERPRETED", False)
+        return "cpu"
     if request.param == "cpu" and not INTERPRETED:
         pytest.skip("kernels are compiled on this machine, and the CPU has only the interpreter")
     if request.param == "cuda" and not torch.cuda.is_available():

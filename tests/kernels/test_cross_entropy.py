@@ -16,11 +16,13 @@ from rush.kernels.cross_entropy import cross_entropy, cross_entropy_
 from rush.kernels.cross_entropy import triton as kernels
 from rush.kernels.cross_entropy.reference import cross_entropy as reference
 
+CPP = True
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # On a GPU fewer, because each width and dtype is a kernel to be compiled.
 CASES = [
     *(
-        pytest.param("cpu", shape, dtype)
+        pytest.param(place, shape, dtype)
+        for place in ("cpu", "c++")
         for shape in ((1, 1), (1, 7), (3, 33), (5, 257), (4, 1024))
         for dtype in DTYPES
     ),

@@ -17,6 +17,7 @@ from rush.kernels.flash_attention.reference import attention
 from rush.kernels.flash_attention.tiles import HOPPER, PARTS, Tiles, choose
 from rush.kernels.support import INTERPRETED
 
+CPP = True
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning"
 )  # a CPU without units for bf16

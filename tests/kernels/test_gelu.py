@@ -13,6 +13,7 @@ from rush.errors import KernelRefusal
 from rush.kernels.gelu import _gelu, gelu, reference
 from rush.models.layers import GeluTanh
 
+CPP = True
 # exp(-x) may be infinite, which is what 1 / (1 + exp(-x)) needs; numpy, in the interpreter, remarks on it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

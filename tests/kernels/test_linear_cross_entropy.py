@@ -15,13 +15,15 @@ from rush.kernels.linear_cross_entropy import Words, linear_cross_entropy
 from rush.kernels.linear_cross_entropy import triton as kernels
 from rush.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
 
+CPP = True
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Tokens, hidden, vocabulary, tokens of a chunk: alone, odd, with a rest, aligned (no padding), many chunks.
 # On a GPU fewer, because each width and dtype is a kernel to be compiled.
 CASES = [
     *(
-        pytest.param("cpu", shape, dtype)
+        pytest.param(place, shape, dtype)
+        for place in ("cpu", "c++")
         for shape in ((1, 8, 5, 1), (7, 16, 33, 3), (24, 32, 257, 5), (24, 32, 128, 24), (40, 16, 64, 2))
         for dtype in DTYPES
     ),
@@ -202,7 +204,7 @@ def test_under_autocast_matmuls_round_and_gradients_keep_the_dtype_of_their_tens
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        *(("cpu", dtype) for dtype in DTYPES),
+        *((place, dtype) for place in ("cpu", "c++") for dtype in DTYPES),
         pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
     ],
     indirect=["device"],

@@ -13,6 +13,7 @@ from rush.errors import KernelRefusal
 from rush.kernels.swiglu import _swiglu, reference, swiglu
 from rush.models.layers import SwiGLU
 
+CPP = True
 # The power in 1 / (1 + power) may be infinite, and must; numpy, in the interpreter, remarks on it.
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp2:RuntimeWarning")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -75,7 +75,7 @@ def cross_entropy_(
 
 
 def _check(logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, reduction: str) -> None:
-    need_device("cross_entropy", logits, labels)
+    need_device("cross_entropy", logits, labels, has_cpu=True)
     need(
         logits.dtype in FLOATS,
         "cross_entropy takes logits in fp32, bf16 and fp16; convert other dtypes first.",

@@ -28,8 +28,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rush.kernels import cpu
 from rush.kernels.quick_math import LOG2_E, exp2
-from rush.kernels.support import next_power_of_2
+from rush.kernels.support import by_cpp, next_power_of_2
 
 # Shapes: n rows, v columns (the vocabulary), perhaps with columns of padding after them.
 
@@ -210,6 +211,10 @@ def forward(
         return
     assert logits_nv.stride(1) == 1
     assert labels_n.is_contiguous()
+    if by_cpp(logits_nv):
+        settings = (num_columns, ignore_index, label_smoothing, z_loss, gradient_scale)
+        cpu.cross_entropy_forward(logits_nv, labels_n, losses_n, lse_n, *settings)
+        return
     # What Triton must know to load 16 bytes at once. Otherwise a thread's columns lie apart, and each is a lane of its own.
     aligned = logits_nv.stride(0) % 16 == 0 and logits_nv.data_ptr() % 16 == 0
     vector = 16 // logits_nv.element_size() if aligned else 1
@@ -251,6 +256,10 @@ def backward(
     if num_rows == 0:
         return
     assert logits_nv.stride(1) == out_nv.stride(1) == 1
+    if by_cpp(logits_nv):
+        settings = (ignore_index, label_smoothing, z_loss)
+        cpu.cross_entropy_backward(logits_nv, labels_n, lse_n, upstream_n, out_nv, *settings)
+        return
     block = min(max(16, next_power_of_2(num_columns)), 4096)
     cross_entropy_backward_kernel[(num_rows, triton.cdiv(num_columns, block))](
         logits_nv,
@@ -279,6 +288,9 @@ def scale_rows(x_nd: Tensor, scales_n: Tensor, factor: float) -> None:
     if num_rows == 0:
         return
     assert x_nd.stride(1) == 1
+    if by_cpp(x_nd):
+        x_nd.mul_((scales_n * factor)[:, None])
+        return
     block = min(max(16, next_power_of_2(width)), 4096)
     scale_rows_kernel[(num_rows, triton.cdiv(width, block))](
         x_nd,

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from rush.errors import KernelRefusal
+from rush.kernels import cpu
 from rush.kernels.flash_attention import triton as kernels
 from rush.kernels.flash_attention.documents import document_bounds
 from rush.kernels.flash_attention.tiles import HEAD_DIMS
-from rush.kernels.support import need_device, op
+from rush.kernels.support import by_cpp, need_device, op
 
 __all__ = ["document_bounds", "flash_attention"]
 
@@ -64,7 +65,7 @@ def flash_attention(
 
 def _check(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> None:
     # Sentences are made only when they are needed: a compiler traces through this.
-    need_device("flash_attention", q_bhtd, k_bktd, v_bktd)
+    need_device("flash_attention", q_bhtd, k_bktd, v_bktd, has_cpu=True)
     if wrong := _wrong_shapes(q_bhtd, k_bktd, v_bktd):
         raise KernelRefusal(
             f"flash_attention {wrong}; found queries {tuple(q_bhtd.shape)}, keys {tuple(k_bktd.shape)}, values "
@@ -96,7 +97,7 @@ def _wrong_shapes(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> str | None:
 
 def _check_documents(documents: Tensor, q_bhtd: Tensor) -> None:
     batch, _, length, _ = q_bhtd.shape
-    need_device("flash_attention", q_bhtd, documents)
+    need_device("flash_attention", q_bhtd, documents, has_cpu=True)
     if documents.is_floating_point() or documents.dtype == torch.bool:
         raise KernelRefusal(f"flash_attention takes documents as whole numbers; found {documents.dtype}.")
     of_ids = documents.dim() == 2 and tuple(documents.shape) == (batch, length)
@@ -110,7 +111,7 @@ def _check_documents(documents: Tensor, q_bhtd: Tensor) -> None:
 
 def _check_bounds(first_bt: Tensor, last_bt: Tensor, q_bhtd: Tensor) -> None:
     batch, _, length, _ = q_bhtd.shape
-    need_device("flash_attention", q_bhtd, first_bt, last_bt)
+    need_device("flash_attention", q_bhtd, first_bt, last_bt, has_cpu=True)
     for bound in (first_bt, last_bt):
         if bound.dtype != torch.int32 or tuple(bound.shape) != (batch, length) or not bound.is_contiguous():
             raise KernelRefusal(
@@ -129,7 +130,8 @@ def _forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    return kernels.forward(q, k, v, first, last, causal, scale)
+    run = cpu.attention_forward if by_cpp(q) else kernels.forward
+    return run(q, k, v, first, last, causal, scale)
 
 
 @op("flash_attention_backward")
@@ -145,7 +147,8 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels.backward(do, q, k, v, o, lse2, first, last, causal, scale)
+    run = cpu.attention_backward if by_cpp(q) else kernels.backward
+    return run(do, q, k, v, o, lse2, first, last, causal, scale)
 
 
 @_forward.register_fake  # type: ignore[untyped-decorator]

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rush.kernels import cpu
 from rush.kernels.gelu import triton as kernels
-from rush.kernels.support import need, need_device, op
+from rush.kernels.support import by_cpp, need, need_device, op
 
 __all__ = ["gelu"]
 
@@ -22,7 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def gelu(x: Tensor) -> Tensor:
     """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))), element by element."""
-    need_device("gelu", x)
+    need_device("gelu", x, has_cpu=True)
     need(x.dtype in FLOATS, "gelu takes fp32, bf16 and fp16; convert other dtypes first.")
     out: Tensor = _gelu(x)
     return out
@@ -30,12 +31,12 @@ def gelu(x: Tensor) -> Tensor:
 
 @op("gelu")
 def _gelu(x: Tensor) -> Tensor:
-    return kernels.forward(x)
+    return cpu.gelu_forward(x) if by_cpp(x) else kernels.forward(x)
 
 
 @op("gelu_backward")
 def _gelu_backward(dout: Tensor, x: Tensor) -> Tensor:
-    return kernels.backward(dout, x)
+    return cpu.gelu_backward(dout, x) if by_cpp(x) else kernels.backward(dout, x)
 
 
 @_gelu.register_fake

@@ -56,7 +56,7 @@ def linear_cross_entropy(
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
-    need_device("linear_cross_entropy", hidden, weight_vd, labels)
+    need_device("linear_cross_entropy", hidden, weight_vd, labels, has_cpu=products == "dtype")
     need(
         dtype in FLOATS and hidden.dtype in FLOATS and weight_vd.dtype in FLOATS,
         "linear_cross_entropy takes fp32, bf16 and fp16; convert other dtypes first.",

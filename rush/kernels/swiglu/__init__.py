@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rush.kernels.support import need, need_device, op
+from rush.kernels import cpu
+from rush.kernels.support import by_cpp, need, need_device, op
 from rush.kernels.swiglu import triton as kernels
 
 __all__ = ["swiglu"]
@@ -22,7 +23,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, element by element."""
-    need_device("swiglu", gate, up)
+    need_device("swiglu", gate, up, has_cpu=True)
     need(
         gate.dtype in FLOATS and up.dtype == gate.dtype,
         "swiglu takes gate and up in one dtype: fp32, bf16 or fp16.",
@@ -34,12 +35,12 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @op("swiglu")
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return kernels.forward(gate, up)
+    return cpu.swiglu_forward(gate, up) if by_cpp(gate) else kernels.forward(gate, up)
 
 
 @op("swiglu_backward")
 def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.backward(dout, gate, up)
+    return (cpu.swiglu_backward if by_cpp(gate) else kernels.backward)(dout, gate, up)
 
 
 def _like(x: Tensor) -> Tensor:
