@@ -27,8 +27,8 @@ PAGE = ROOT / "docs" / "scale.md"
 BEGIN, END = "<!-- beside: begin, by scripts/beside_table.py -->", "<!-- beside: end -->"
 ORDER = tuple(axis for axis in ("ddp", "fsdp", "tp", "pp", "cp") if axis in AXES)
 MODELS, OBJECTIVES = ("llama-3.2-1b", "gpt2-124m"), ("lm", "sft")
-ON_ARM = ("half_products",)
-"""For an ARM CPU; this table is of GPUs. (Its requirement says that it does not stand beside tp.)"""
+ON_CPU = ("cpu_attention", "half_products")
+"""This table is of GPUs. (What they say themselves: the first does not stand beside cp, the second not beside tp.)"""
 COMPANIONS = ((), ("amp_bf16",), ("pure_bf16",), ("amp_bf16", "flash_attention"))
 
 
@@ -36,7 +36,7 @@ def table() -> str:
     """The text between the marks: techniques that do not stand beside every axis just as they are."""
     rows, fine, reasons = [], [], {}
     for name, technique in registry().items():
-        if name in (*AXES, *ON_ARM):
+        if name in (*AXES, *ON_CPU):
             continue
         cells = [beside(technique, axis) for axis in ORDER]
         if set(cells) == {"yes"}:

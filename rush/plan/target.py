@@ -106,7 +106,7 @@ class Target:
             os="Linux",
             python="3",
             torch="2",
-            triton="3" if self.kind == "cuda" else None,
+            triton="3",
             cuda="13" if self.key != "mi300x" else None,
             hip="7" if self.key == "mi300x" else None,
             driver=None,

@@ -223,9 +223,11 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("cuda_graph", "flex_attention"),
+    conflicts=("cpu_attention", "cuda_graph", "flex_attention"),
     reasons={
         **NOT_RECORDED,
+        "cpu_attention": "it takes queries that begin where the keys do, and a rank's queries stand in the middle of them; use "
+        "flash_attention",
         "flex_attention": "its mask is made for queries that begin where the keys do, and a rank's queries stand in the middle "
         "of them; use flash_attention",
     },

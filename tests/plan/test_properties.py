@@ -124,7 +124,7 @@ def test_a_layout_divides_or_is_refused_with_those_that_do(spec: Spec, axis: str
 BASES = ("gpt2-124m", "llama-3.2-1b", "sft", "dpo")
 
 
-ON_ARM = ("half_products",)
+ON_CPU = ("cpu_attention", "half_products")
 
 
 def with_technique(base: str, name: str) -> Recipe:
@@ -169,7 +169,7 @@ def test_every_technique_is_planned_wherever_it_can_stand(monkeypatch: pytest.Mo
     planned: dict[str, list[str]] = {name: [] for name in registry()}
     refused: list[str] = []
     for name in registry():
-        target = arm if name in ON_ARM else gpus
+        target = arm if name in ON_CPU else gpus
         for base in BASES:
             recipe = with_technique(base, name)
             if any(problem.startswith(f"{name}:") for problem in unmet(recipe, target)):
