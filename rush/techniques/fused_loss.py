@@ -8,6 +8,8 @@ chunk's logits and makes them again in the backward pass, where this keeps gradi
 vocabulary that is no round number is padded on the way, so `vocab_pad` has nothing to add. Beside `tp` each rank
 does so with its own words, and two numbers a token are exchanged: the denominator and the label's logit. It saves
 memory against full logits and costs about as much time; with a vocabulary of a few thousand there is little to save.
+On a CPU the loss kernel is C++ (built when first used), and saves time instead: a chunk's logits stay in the cache, and
+their powers are made once.
 """
 
 from __future__ import annotations

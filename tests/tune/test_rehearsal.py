@@ -155,3 +155,20 @@ def test_what_leaves_no_trace_is_taken_out_and_the_rest_leads(tmp_path: Path) ->
     found = rehearsed(tmp_path, "gpt2-124m", idle=frozenset({"gc_control", "pin_memory"}))
     assert not names(found.winner) & {"gc_control", "pin_memory"}
     assert of_fast(found) >= 0.99
+
+
+@pytest.mark.parametrize("calms", [True, False], ids=["calmer", "never calm"])
+def test_where_plain_training_jumps_parity_is_traced_at_a_smaller_learning_rate(
+    calms: bool, tmp_path: Path
+) -> None:
+    usual = load_recipe("gpt2-124m").optimizer.lr
+    done = rehearsed(tmp_path, "gpt2-124m", 4, jumps=lambda recipe: not calms or recipe.optimizer.lr == usual)
+    assert done.record["settings"]["parity_changes"]["optimizer.lr"] == usual / 4
+    assert done.winner.optimizer.lr == usual
+    parity = done.record["winner"]["parity"]
+    assert parity["verdict"] == "equal"
+    assert f"at a learning rate of {usual / 4:g}, since at {usual:g} plain fp32 itself jumps" in parity["why"]
+
+
+def test_where_it_does_not_jump_the_learning_rate_is_the_recipes(done: Rehearsal) -> None:
+    assert "optimizer.lr" not in done.record["settings"]["parity_changes"]
