@@ -7,8 +7,8 @@ the rest in fp32. Weights, activations, gradients and optimizer stay fp32. A bia
 It wins where products are most of a step, and the more the wider the layers: casting a factor costs the same for narrow
 ones. Each product is off by two thousandths, as with bf16 factors. The kernel is C++, built
 when it is first used (ten seconds, once). Newer ARM cores have bf16 units, which `amp_bf16` uses; measure both there. The
-head is left in fp32: with it the `tiny` recipe learned worse (docs/negative-results.md), perhaps because a word's gradient is the
-sum of a few large numbers and thousands of small ones, which fp16 loses beside them.
+head is left in fp32 unless it is asked for: a word's gradient is the sum of a few large numbers and thousands of small ones, which
+short sums can lose beside them. (At a steady learning rate `tiny` learned the same with and without it: docs/negative-results.md.)
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ technique = Technique(
     knobs={
         "scope": KnobRange(
             SCOPES,
-            "the linear layers of the blocks, or the head as well, with which `tiny` learned worse",
+            "the linear layers of the blocks, or the head as well",
         )
     },
     claim=Claim(

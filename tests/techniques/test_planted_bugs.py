@@ -139,10 +139,10 @@ def test_each_class_and_dtype_has_its_own_tolerance() -> None:
         assert judged(Parity.CLOSE, 1 + 0.9 * tolerance.loss, dtype) == "equal"
         assert judged(Parity.CLOSE, 1 + 1.1 * tolerance.loss, dtype) == "different"
     assert CLOSE["float32"].gradient < CLOSE["float16"].gradient < CLOSE["bfloat16"].gradient
-    # The loss falls from 5 to a mean of 2.5 over the second half: 5 % of that fall is 0.125.
-    assert judged(Parity.STATISTICAL, 1.04) == "equal"
-    assert judged(Parity.STATISTICAL, 1.06) == "different"
-    assert judged(Parity.STATISTICAL, 0.94) == "different"
+    # The loss falls from 5 to 2, to a mean of 2.5 over the second half: 2 % of its end are less than 5 % of that fall.
+    assert judged(Parity.STATISTICAL, 1.019) == "equal"
+    assert judged(Parity.STATISTICAL, 1.021) == "different"
+    assert judged(Parity.STATISTICAL, 0.979) == "different"
     assert judged(Parity.CHANGES, 7.0) == "not judged"
     assert judged(Parity.CLOSE, float("nan")) == "different"
     assert judged(Parity.STATISTICAL, float("inf")) == "different"
@@ -167,6 +167,24 @@ def test_what_one_rounding_grows_to_is_allowed_and_no_more() -> None:
     given = Parity.STATISTICAL, "bfloat16", late, reference, plain_norms, plain_norms, {"w": 0.0}
     assert judge(*given).verdict == "different"
     assert judge(*given, Twin([5.0, 4.0, 3.1, 2.1], plain_norms)).verdict == "equal"
+
+
+def test_a_run_that_falls_behind_is_not_called_equal_for_what_it_learned_at_first() -> None:
+    """Every 25th step and mean of Llama 3.2 1B on an H200 over 200 steps, with the head's 8-bit gradients summed in short
+    accumulators and with a head in bf16, as traced. Both are within 5 % of what was learned, most of it in the first 50 steps."""
+    plain = [12.176, 10.820, 8.150, 6.815, 6.516, 6.210, 5.997, 6.096, 5.811]
+    twin = Twin([12.176, 10.820, 8.150, 6.815, 6.516, 6.210, 5.995, 6.084, 5.802], [1.0] * 9)
+    short = [12.173, 10.829, 8.203, 6.830, 6.532, 6.285, 6.174, 6.426, 6.339]
+    sound = [12.175, 10.828, 8.151, 6.821, 6.523, 6.222, 5.997, 6.064, 5.765]
+
+    def told(losses: list[float]) -> Judgement:
+        return judge(Parity.STATISTICAL, "float8", losses, plain, [1.0] * 9, [1.0] * 9, {}, twin)
+
+    assert told(short).verdict == "different"
+    assert told(short).why.startswith(
+        "in the last quarter of the steps the loss is 6.383 against 5.954: off by 4.3e-01"
+    )
+    assert told(sound).verdict == "equal"
 
 
 def test_where_plain_training_jumps_nothing_is_called_equal_for_its_twins_sake() -> None:
