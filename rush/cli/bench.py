@@ -39,7 +39,8 @@ def kernels(
 ) -> None:
     """Time each kernel against plain torch, compiled torch and the installed libraries, and check every result.
 
-    On a machine without a GPU our kernels are interpreted: checked, but not timed. A bench that was interrupted
+    On a machine without a GPU those of our kernels that have a side in C++ are timed; the others are interpreted:
+    checked, but not timed. A bench that was interrupted
     goes on where it stopped: run the same command again.
 
     Examples:
@@ -118,7 +119,9 @@ def _show_kernels(record: KernelRecord) -> None:
         for t in op["targets"]
     ]
     if record["interpreted"]:
-        typer.echo("Our kernels were interpreted: not a speed, only a check of what they compute.")
+        typer.echo(
+            "Kernels that have no side for CPUs were interpreted: not a speed, only a check of what they compute."
+        )
     if targets:
         print_table(["kernel", "size", "pass", "target", "reached", ""], targets, title="Targets")
 

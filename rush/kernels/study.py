@@ -93,7 +93,7 @@ class Study:
     """The dim that grows along the picture."""
     sizes: tuple[Size, ...]
     small: tuple[Size, ...]
-    """For a CPU, where our kernels are interpreted."""
+    """For a CPU, where our kernels are interpreted: checked, not timed."""
     make: Callable[[Size, torch.device, torch.dtype], Inputs]
     """Random inputs; the same ones for the same size. Those that need a gradient require it."""
     reference: Call
@@ -101,6 +101,8 @@ class Study:
     contenders: tuple[Contender, ...]
     work: Callable[[Size, int, Pass], Work]
     """The least work of a pass, given the bytes of an element."""
+    on_cpu: tuple[Size, ...] = ()
+    """For a CPU, where our kernel has a side in C++ and is timed; none where it has not."""
     targets: tuple[Target, ...] = ()
     passes: tuple[Pass, ...] = ("forward", "both")
     """Only `forward` for an op without gradients, such as an update of weights."""
@@ -179,6 +181,10 @@ MATRICES = (
 SMALL_MATRICES = (
     Size("64 × 128", {"rows": 64, "columns": 128}),
     Size("64 × 512", {"rows": 64, "columns": 512}),
+)
+# What fits a CPU: 2k rows, as a small model has them.
+MATRICES_ON_CPU = tuple(
+    Size(f"2k × {columns}", {"rows": 2048, "columns": columns}) for columns in (512, 2048, 8192)
 )
 MEMORY_TARGETS = (
     Target("ceiling", ("forward", "both"), at_least=0.85),

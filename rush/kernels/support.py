@@ -47,9 +47,13 @@ def need_device(op: str, *tensors: Tensor, has_cpu: bool = False) -> None:
         )
 
 
+CPP_FIRST = False
+"""Whether a kernel's side in C++ is taken even where Triton interprets: set by the bench, which needs both in one process."""
+
+
 def by_cpp(tensor: Tensor) -> bool:
     """Whether the kernel for a CPU, in C++, is to be taken: on a CPU, unless Triton interprets its own there."""
-    return tensor.device.type == "cpu" and not INTERPRETED
+    return tensor.device.type == "cpu" and (CPP_FIRST or not INTERPRETED)
 
 
 def op(name: str, *, mutates: Sequence[str] = ()) -> Callable[[Callable[..., Any]], Any]:

@@ -57,19 +57,21 @@ class Place:
     ceilings: Ceilings | None
     effort: Effort
     quick: bool = False
+    cpp: bool = False
+    """Whether kernels in C++ can run here."""
 
-    @property
-    def interpreted(self) -> bool:
-        return self.device.type != "cuda"
+    def interpreted(self, study: Study) -> bool:
+        """Whether our kernel is, and so has no speed."""
+        return self.device.type != "cuda" and not (self.cpp and study.on_cpu)
 
     def sizes(self, study: Study) -> tuple[Size, ...]:
-        if self.interpreted:
-            return study.small
+        if self.device.type != "cuda":
+            return study.small if self.interpreted(study) else study.on_cpu
         return tuple(size for size in study.sizes if size.target) if self.quick else study.sizes
 
     def dtype(self, study: Study) -> torch.dtype:
         # A CPU multiplies sixteen bits slowly, if at all.
-        return torch.float32 if self.interpreted else study.dtype
+        return study.dtype if self.device.type == "cuda" else torch.float32
 
 
 def measure_size(study: Study, size: Size, place: Place, tell: Tell) -> list[Row]:
@@ -82,7 +84,7 @@ def measure_size(study: Study, size: Size, place: Place, tell: Tell) -> list[Row
     entries = []
     for contender in study.contenders:
         tell(f"{size.label}: {contender.name}")
-        entries.append(_try(contender, inputs, yardstick, flowing, place))
+        entries.append(_try(contender, inputs, yardstick, flowing, place, place.interpreted(study)))
     yardstick = None  # the exact results are the largest thing here
     for step in study.passes:
         tell(f"{size.label}: timing {step}")
@@ -110,6 +112,7 @@ def _try(
     yardstick: check.Yardstick | None,
     flowing: Sequence[Tensor] | None,
     place: Place,
+    interpreted: bool,
 ) -> Entry:
     """Set a contender up and check it; whatever goes wrong becomes its status."""
     entry = Entry(contender)
@@ -120,7 +123,7 @@ def _try(
         entry.inputs = check.fresh(inputs)
         entry.call = _compiled(contender.call) if contender.compile else contender.call
         _check(entry, yardstick, flowing, place)
-        if contender.kind == "ours" and place.interpreted:
+        if contender.kind == "ours" and interpreted:
             entry.status, entry.reason = "untimed", INTERPRETED
     except Exception as problem:
         _lost(entry, problem, place)

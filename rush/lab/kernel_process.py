@@ -60,7 +60,18 @@ def _prepare(spec: dict[str, Any], folder: Path) -> tuple[Place, Any]:
     told = {"machine": machine.to_dict(), "ceilings": rates, "packages": _packages()}
     write_json_atomic(folder / "machine.json", json_safe(told)[0])
     effort = QUICK if spec["quick"] else Effort()
-    return Place(torch.device(machine.device), rates, effort, spec["quick"]), machine
+    cpp = machine.device == "cpu" and _has_cpp()
+    return Place(torch.device(machine.device), rates, effort, spec["quick"], cpp), machine
+
+
+def _has_cpp() -> bool:
+    """Whether kernels in C++ can run here; they are built now, if they can, and not while something is timed."""
+    from rush.kernels import cpu
+
+    if cpu.cannot_run() is not None:
+        return False
+    cpu.load()
+    return True
 
 
 def _packages() -> dict[str, str]:
@@ -88,7 +99,10 @@ def _measure_or_note(name: str, key: str, place: Place, folder: Path) -> None:
 
 
 def _measure(name: str, op: dict[str, Any], place: Place, folder: Path) -> None:
+    from rush.kernels import support
+
     study = load(name)
+    support.CPP_FIRST = place.device.type == "cpu" and not place.interpreted(study)
     sizes = place.sizes(study)
     op |= {"about": study.about, "bound": study.bound, "axis": study.axis}
     op["dtype"] = str(place.dtype(study)).removeprefix("torch.")
@@ -96,7 +110,7 @@ def _measure(name: str, op: dict[str, Any], place: Place, folder: Path) -> None:
     for size in sizes:
         op["rows"] += measure_size(study, size, place, lambda text: _say(op=name, doing=text))
         _write(folder, op)
-    op["targets"] = [] if place.interpreted else targets_of(study, sizes, op["rows"])
+    op["targets"] = targets_of(study, sizes, op["rows"]) if place.device.type == "cuda" else []
 
 
 def _write(folder: Path, op: dict[str, Any]) -> None:
@@ -118,6 +132,7 @@ def _key(name: str, fingerprint: str, quick: bool) -> str:
     files = [
         *sorted((root / name).glob("*.py")),
         root / "support.py",
+        *sorted(path for path in (root / "cpu").iterdir() if path.is_file()),
         *sorted(Path(__file__).parent.glob("kernel_*.py")),
     ]
     digest = hashlib.sha256(f"{fingerprint} {quick} {__version__} {_packages()}".encode())

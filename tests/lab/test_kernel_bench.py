@@ -16,6 +16,7 @@ from torch import Tensor
 
 from rush.errors import KernelRefusal, RecipeError
 from rush.hardware.measure import bandwidth
+from rush.kernels import cpu
 from rush.kernels import study as studies
 from rush.kernels.study import Contender, Pass, Size, Study, Target, Work
 from rush.lab import kernel_bench, kernel_check, kernel_measure, kernel_process
@@ -307,7 +308,7 @@ def test_a_study_is_whole(name: str) -> None:
     kinds = [contender.kind for contender in study.contenders]
     assert kinds[0] == "ours"
     assert kinds.count("plain") == 1
-    for sizes in (study.sizes, study.small):
+    for sizes in (study.sizes, study.small, *([study.on_cpu] if study.on_cpu else [])):
         assert len({size.label for size in sizes}) == len(sizes) > 1
         assert all(study.axis in size.dims for size in sizes)
         for size in sizes:
@@ -374,14 +375,32 @@ def test_an_unknown_kernel_is_refused_with_the_nearest(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("_surroundings")
+def test_a_kernel_with_a_side_in_cpp_is_timed_on_a_cpu(tmp_path: Path) -> None:
+    if reason := cpu.cannot_run():
+        pytest.skip(f"kernels for a CPU cannot run here: {reason}")
+    record = kernel_bench.bench_kernels(["gelu"], tmp_path, quick=True, device="cpu")
+    assert not record["interpreted"]
+    (op,) = record["ops"]
+    rows = {(row["size"], row["contender"], row["step"]): row for row in op["rows"]}
+    for size in ("2k × 512", "2k × 2048", "2k × 8192"):
+        for step in ("forward", "both"):
+            row = rows[size, "rush", step]
+            assert row["status"] == "ok", row["reason"]
+            assert verdict(row) == "equal"
+            assert row["time_ms"] is not None
+            assert row["time_ms"]["median"] > 0
+    assert op["targets"] == []
+
+
+@pytest.mark.usefixtures("_surroundings")
 def test_a_bench_on_a_cpu_checks_ours_times_torch_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    record = kernel_bench.bench_kernels(["swiglu"], tmp_path, quick=True, device="cpu")
+    record = kernel_bench.bench_kernels(["rmsnorm"], tmp_path, quick=True, device="cpu")
     assert record == read_kernels(tmp_path)
     assert record["interpreted"]
     (op,) = record["ops"]
     assert op["status"] == "ok", op["reason"]
     rows = {(row["size"], row["contender"], row["step"]): row for row in op["rows"]}
-    assert len(rows) == 2 * 4 * 2
+    assert len(rows) == 4 * 5 * 2  # sizes alone and with the residual add, contenders, passes
     for (size, contender, step), found in rows.items():
         if contender == "Liger":
             continue
@@ -393,7 +412,7 @@ def test_a_bench_on_a_cpu_checks_ours_times_torch_and_goes_on_where_it_stopped(t
 
     said: list[str] = []
     again = kernel_bench.bench_kernels(
-        ["swiglu"], tmp_path, quick=True, device="cpu", watch=lambda p: said.append(p.doing)
+        ["rmsnorm"], tmp_path, quick=True, device="cpu", watch=lambda p: said.append(p.doing)
     )
     assert again["ops"] == record["ops"]
     assert again["started"] == record["started"]

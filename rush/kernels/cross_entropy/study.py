@@ -76,6 +76,7 @@ STUDY = Study(
         _size(4096, 128256, "4k × 128,256"),
     ),
     small=(_size(16, 100, "16 × 100"), _size(16, 1000, "16 × 1,000")),
+    on_cpu=tuple(_size(512, columns, f"512 × {columns:,}") for columns in (2048, 8192, 50304)),
     make=make,
     reference=defined,
     contenders=(

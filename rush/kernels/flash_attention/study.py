@@ -92,6 +92,9 @@ STUDY = Study(
     axis="sequence",
     sizes=tuple(_size(sequence, dim) for dim in (64, 128) for sequence in (1024, 2048, 4096, 8192)),
     small=tuple(_size(sequence, 64, tokens=64, width=128) for sequence in (32, 64)),
+    on_cpu=tuple(
+        _size(sequence, dim, tokens=2048, width=128) for dim in (32, 64) for sequence in (128, 512, 2048)
+    ),
     make=make,
     reference=by_head,
     contenders=(

@@ -26,6 +26,7 @@ STUDY = Study(
     axis="columns",
     sizes=study.MATRICES,
     small=study.SMALL_MATRICES,
+    on_cpu=study.MATRICES_ON_CPU,
     make=make,
     reference=reference.gelu,
     contenders=(study.ours(gelu), *study.torch_pair(reference.gelu)),

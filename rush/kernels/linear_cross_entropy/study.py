@@ -76,6 +76,11 @@ STUDY = Study(
         _size("16k tokens × 768 × 50,304", 16384, 768, 50304),
     ),
     small=(_size("48 tokens × 32 × 200", 48, 32, 200), _size("96 tokens × 32 × 200", 96, 32, 200)),
+    on_cpu=(
+        _size("1k tokens × 128 × 2,048", 1024, 128, 2048),
+        _size("2k tokens × 128 × 2,048", 2048, 128, 2048),
+        _size("512 tokens × 768 × 50,304", 512, 768, 50304),
+    ),
     make=make,
     reference=defined,
     contenders=(

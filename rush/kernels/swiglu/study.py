@@ -35,6 +35,7 @@ STUDY = Study(
     axis="columns",
     sizes=study.MATRICES,
     small=study.SMALL_MATRICES,
+    on_cpu=study.MATRICES_ON_CPU,
     make=make,
     reference=reference.swiglu,
     contenders=(study.ours(swiglu), *study.torch_pair(reference.swiglu), study.liger(liger)),
