@@ -29,6 +29,9 @@ TARGETS = {
 }
 """Wanted: the median error and the 95th percentile."""
 
+ON_CPU = "time on a CPU"
+"""Its efficiencies are a GPU's, so that these are told apart and nothing is wanted of them."""
+
 
 @dataclass(frozen=True)
 class Row:
@@ -91,6 +94,7 @@ def check(folder: Path) -> tuple[list[Row], list[Summary], Efficiency]:
     rows = [row for case in cases for row in _rows(case, efficiency, case.digest not in seen)]
     rows += [row for item in read_published() for row in _published(item)]
     kinds = {kind: [row for row in rows if row.kind == kind] for kind in TARGETS}
+    kinds[ON_CPU] = [row for row in rows if row.kind == ON_CPU]
     kinds["time, the host decides"] = [row for row in rows if row.waits]
     kinds["time, the device decides"] = [row for row in rows if row.waits is False]
     judged = {kind: some for kind, some in kinds.items() if any(row.held_out for row in some)}
@@ -127,7 +131,8 @@ def _rows(case: Case, efficiency: Efficiency, held_out: bool) -> list[Row]:
         found.append(Row(case.study, case.name, "memory", case.memory_bytes, planned, out, "bytes"))
     seconds = time_of(case.spec, case.target, efficiency).step
     waits = case.waits if case.breakdown_s else None
-    found.append(Row(case.study, case.name, "time", case.step_s, seconds, held_out, "s", waits))
+    kind = "time" if case.target.kind == "cuda" else ON_CPU
+    found.append(Row(case.study, case.name, kind, case.step_s, seconds, held_out, "s", waits))
     return found
 
 
