@@ -110,6 +110,9 @@ technique = Technique(
             "logits.tokens", 1024.0, "those of a chunk", by_knob=lambda knobs: float(knobs["chunk_tokens"])
         ),
     ),
-    worth=(Setting({"chunk_tokens": 4096}), Setting()),
+    worth=(
+        Setting({"chunk_tokens": 4096}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 4096),
+        Setting(when=lambda recipe: recipe.micro * recipe.batch.sequence > 1024),
+    ),
     work=(WorkEffect("head.again", 2.0, "logits are made again"),),
 )

@@ -265,6 +265,8 @@ class Setting:
     knobs: Mapping[str, Knob] = field(default_factory=dict)
     beside: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
     """Techniques (by name, with their knobs) that it is put on together with, because it learns or pays only so."""
+    when: Callable[[Recipe], bool] = lambda recipe: True
+    """Whether it can do anything in such a recipe."""
 
 
 @dataclass(frozen=True)

@@ -130,7 +130,10 @@ technique = Technique(
         MemoryEffect("logits.padded", 0.0, "chunks are padded"),
         MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
     ),
-    worth=(Setting({"chunk_tokens": 16384}), Setting()),
+    worth=(
+        Setting({"chunk_tokens": 16384}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 16384),
+        Setting(),
+    ),
     work=(
         WorkEffect("loss.bytes", 6.0, "logits in 16 bits: read twice, and the gradient written over them"),
         WorkEffect("head.odd", 1.0, "chunks are padded"),

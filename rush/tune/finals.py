@@ -71,7 +71,8 @@ def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
             continue
         if candidate is search.base:
             return None  # what comes behind it is no better
-        if number and not search.affordable("prove", recipe, reserve=False):
+        known = "prove" in candidate.results
+        if number and not known and not search.affordable("prove", recipe, reserve=False):
             continue
         if search.prove(candidate):
             return candidate

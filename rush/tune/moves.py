@@ -170,6 +170,8 @@ def without(recipe: Recipe, names: Sequence[str], rules: Rules) -> Move | Refusa
 def _settings(recipe: Recipe, technique: Technique, rules: Rules) -> Iterator[Move | Refusal]:
     known, now = registry(), dict(recipe.technique_uses())
     for setting in technique.worth:
+        if not setting.when(recipe):
+            continue
         added: dict[str, Mapping[str, Knob]] = {technique.name: setting.knobs, **setting.beside}
         if any(known[name].parity not in rules.allowed for name in added):
             continue

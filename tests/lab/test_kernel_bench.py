@@ -374,6 +374,7 @@ def test_an_unknown_kernel_is_refused_with_the_nearest(tmp_path: Path) -> None:
         kernel_bench.bench_kernels(["rmsnrom"], tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_surroundings")
 def test_a_kernel_with_a_side_in_cpp_is_timed_on_a_cpu(tmp_path: Path) -> None:
     if reason := cpu.cannot_run():

@@ -33,6 +33,7 @@ SHORT = ["model.shape.hidden=32", "model.shape.head_dim=8", "model.shape.interme
          "batch.sequence=16", "batch.micro=2", "batch.total_tokens=32"]  # fmt: skip
 # Techniques whose kernels the interpreter takes long for: one row through one block.
 INTERPRETED_SLOWLY = {
+    "cpu_attention": ["model.shape.num_layers=1", "batch.micro=1", "batch.total_tokens=32"],
     "triton_attention": ["model.shape.num_layers=1", "batch.micro=1", "batch.total_tokens=32"],
 }
 

@@ -125,3 +125,12 @@ def test_changes_made_together_undo_none_of_each_other() -> None:
     assert move.recipe.micro == 16
     assert dict(move.recipe.technique_uses())["compile"] == {"scope": "block"}
     assert together(recipe, ["adam8bit", "fused_adamw"], lambda one: list(moves(one, rules))) is None
+
+
+def test_chunks_of_the_loss_that_hold_all_tokens_are_no_change() -> None:
+    small, large = load_recipe("tiny"), load_recipe("gpt2-124m", ["batch.micro=64"])
+    for recipe, offered in ((small, False), (large, True)):
+        keys = {move.key for move in moves(recipe, rules_for(recipe))}
+        assert ("fused_loss(chunk_tokens=16384)" in keys) is offered
+        assert ("chunked_loss(chunk_tokens=4096)" in keys) is offered
+        assert "fused_loss" in keys

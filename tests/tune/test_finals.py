@@ -1,0 +1,38 @@
+"""The end of a search: who wins where the best is not proved."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from rush.tune.finals import _proved
+
+
+def candidate(name: str, proved: bool | None) -> Any:
+    """One that was held against plain fp32 before (`proved` says how it went), or has yet to be."""
+    return SimpleNamespace(key=name, known_recipe=name, results={} if proved is None else {"prove": proved})
+
+
+def search(base: Any, sound: set[str], affordable: bool) -> Any:
+    return SimpleNamespace(
+        base=base,
+        outlook=SimpleNamespace(suspect=lambda recipe: False),
+        affordable=lambda kind, recipe, reserve: affordable,
+        prove=lambda one: one.key in sound,
+        without_idle=lambda one: None,
+    )
+
+
+def test_without_time_for_another_proof_one_that_was_proved_before_wins() -> None:
+    base, lead = candidate("as it stands", None), candidate("lead, of which a part does nothing", None)
+    unproved, before = candidate("near it", None), candidate("the first leap", True)
+    places = [lead, unproved, before, base]
+    sound = {"near it", "the first leap"}
+    assert _proved(search(base, sound, affordable=False), places) is before
+    assert _proved(search(base, sound, affordable=True), places) is unproved
+    assert _proved(search(base, set(), affordable=True), places) is None
+
+
+def test_what_is_no_better_than_the_recipe_as_it_stood_does_not_win() -> None:
+    base, slower = candidate("as it stands", None), candidate("slower", True)
+    assert _proved(search(base, {"slower"}, affordable=True), [base, slower]) is None
