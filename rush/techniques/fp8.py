@@ -73,8 +73,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             plain_mlp = block.get_submodule("mlp")
             assert isinstance(plain_mlp, GatedMLP), type(plain_mlp)
             block.mlp = Fp8GatedMLP(plain_mlp, partial(fp8_mlp, **options))
-    # The head's gradients never in the short accumulator: a word's is the sum of a few large numbers and thousands of small
-    # ones, which are lost beside them (docs/negative-results.md).
+    # The head's gradients never in the short accumulator: with it Llama 3.2 1B fell behind (docs/negative-results.md). A word's is
+    # the sum of a few large numbers and thousands of small ones, over as many terms as there are words.
     head = build.model.loss_head
     if isinstance(head, FusedLossHead) and knobs["scope"] != "blocks":
         head.products = "fp8"
