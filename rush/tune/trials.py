@@ -25,7 +25,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.techniques import Parity as Class
 from rush.techniques import registry
-from rush.techniques.parity import unsteady
+from rush.techniques.parity import CLOSE_STEPS, unsteady
 from rush.tune.budget import Budget
 from rush.tune.forecast import Planner, Prediction
 from rush.tune.goal import Limit, Result
@@ -33,13 +33,14 @@ from rush.tune.goal import Limit, Result
 RATE = "optimizer.lr"
 STEP_S = 0.5
 """About how long a step of a trial may take, by prediction."""
-PARITY_TOKENS = 4096
-PARITY_STEPS = (8, 20)
-"""At least and at most: a ladder makes ten; the more, the more rounding alone has grown."""
+FEWEST_STEPS, MOST_STEPS = 8, 200
+"""That parity is traced over. Seen on an H200: a head in 8 bits that was equal over 100 steps, and half a nat behind after 200."""
+PARITY_TOKENS = {CLOSE_STEPS: 4096, MOST_STEPS: 2048}
+"""Of a step, at most: with many steps fewer will do."""
 CALMER = 4.0
 """Where plain training jumps, so that nothing can be told from how much is learned, parity is traced at a learning rate this
 many times smaller. Seen with `tiny`: at 4e-3 single steps jump from 6.4 to 9.1, at 1e-3 none does."""
-PARITY_SHARE = 0.12
+PARITY_SHARE = 0.2
 """Of the budget: what tracing plain fp32 and its twin may take."""
 LIMIT_S = 900.0
 RANK = Measure(
@@ -92,29 +93,34 @@ def trial_tokens(start: Recipe, planned: Sequence[Recipe], planner: Planner) -> 
 
 
 def parity_settings(
-    settings: Settings, recipe: Recipe, planner: Planner, slower: float, budget_s: float
+    settings: Settings, recipe: Recipe, planner: Planner, slower: float, budget_s: float, *, curves: bool
 ) -> Settings:
     """A small batch, fewer layers where plain fp32 does not fit, and the steps that fit into parity's share of the budget.
 
-    `slower`: how many times slower than predicted this machine is today.
+    `slower`: how many times slower than predicted this machine is today. `curves`: whether recipes may come that promise no more
+    than the same curve; a few steps prove nothing of these.
     """
-    batch, tokens = recipe.batch, recipe.step_tokens
-    micro, changes = recipe.micro, {}
-    if tokens > PARITY_TOKENS:
-        micro = max(1, min(recipe.micro, PARITY_TOKENS // batch.sequence))
-        tokens = micro * batch.sequence
+    micro, tokens, changes = recipe.micro, recipe.step_tokens, dict[str, Any]()
+    most = MOST_STEPS if curves else CLOSE_STEPS
+    if tokens > PARITY_TOKENS[most]:
+        micro = max(1, min(micro, PARITY_TOKENS[most] // recipe.batch.sequence))
+        tokens = micro * recipe.batch.sequence
     plain = changed(plain_of(recipe), {"batch.micro": micro, "batch.total_tokens": tokens})
     layers, found = recipe.shape().num_layers, planner.predict(plain)
     while layers > 1 and recipe.model.init_from is None and isinstance(found, Prediction) and not found.fits:
         layers //= 2
         changes = {"model.shape.num_layers": layers}
         found = planner.predict(changed(plain, changes))
-    low, steps = PARITY_STEPS
+    steps = most
     if isinstance(found, Prediction):
         step_s = slower * tokens / found.tokens_per_s
-        steps = max(low, min(steps, int(PARITY_SHARE * budget_s / (2 * step_s))))
+        steps = max(FEWEST_STEPS, min(most, int(PARITY_SHARE * budget_s / (2 * step_s))))
     return replace(
-        settings, parity_steps=steps, parity_micro=micro, parity_tokens=tokens, parity_changes=changes
+        settings,
+        parity_steps=steps,
+        parity_micro=micro,
+        parity_tokens=tokens,
+        parity_changes=changes,
     )
 
 
@@ -134,9 +140,16 @@ class Trials:
     """A laboratory: two benches in one folder, one with short timings and one with longer ones."""
 
     def __init__(
-        self, bench: Bench, recipe: Recipe, settings: Settings, planner: Planner, budget: Budget
+        self,
+        bench: Bench,
+        recipe: Recipe,
+        settings: Settings,
+        planner: Planner,
+        budget: Budget,
+        *,
+        curves: bool = True,
     ) -> None:
-        self.bench, self.recipe, self.plain = bench, recipe, plain_of(recipe)
+        self.bench, self.recipe, self.plain, self.curves = bench, recipe, plain_of(recipe), curves
         self.settings, self.planner, self.budget = settings, planner, budget
         self.slower = 1.0
         """Than predicted: what the first trial showed."""
@@ -144,7 +157,7 @@ class Trials:
     def reference(self, limit_s: float) -> Result:
         if not self.settings.parity_steps:
             self.settings = parity_settings(
-                self.settings, self.recipe, self.planner, self.slower, self.budget.total_s
+                self.settings, self.recipe, self.planner, self.slower, self.budget.total_s, curves=self.curves
             )
         result = self._traced(limit_s)
         if result.status == "ok" and RATE not in self.settings.parity_changes and self._jumps():

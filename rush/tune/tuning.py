@@ -22,6 +22,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.records.lock import FolderLock
 from rush.records.tune import TuneRecord, read_tune, write_tune
+from rush.techniques import Parity
 from rush.train.corpus import open_corpus
 from rush.tune.beside import beside, fit_beside
 from rush.tune.budget import Budget
@@ -30,7 +31,7 @@ from rush.tune.earlier import Gain, remember, remembered
 from rush.tune.finals import decide
 from rush.tune.forecast import Planner
 from rush.tune.lengths import lengthen
-from rush.tune.moves import Rules, less_than, runnable
+from rush.tune.moves import Rules, less_than, promise, runnable
 from rush.tune.outlook import Outlook, leaps
 from rush.tune.record import Request, classes, recipe_file, record_of
 from rush.tune.search import Search, doing_of
@@ -84,7 +85,8 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
         on_paper = leaps(Outlook(start, planner, request.goal, known, rules.kept), start, rules)
         settings = Settings(trial_tokens(start, on_paper, planner))
     outlook, budget = Outlook(start, planner, request.goal, known, rules.kept), Budget(request.budget_s)
-    lab = Trials(bench, request.recipe, settings, planner, budget)
+    curves = Parity.STATISTICAL in request.allowed or bool(promise(start, rules.kept))
+    lab = Trials(bench, request.recipe, settings, planner, budget, curves=curves)
 
     def recorded(search: Search) -> TuneRecord:
         record = record_of(request, search, lab.settings, known, started, gone)

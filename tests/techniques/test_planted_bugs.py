@@ -16,7 +16,7 @@ from rush.recipe import Knob
 from rush.techniques import registry
 from rush.techniques.contract import Build, Claim, Parity, Pass, Stage, Technique
 from rush.techniques.evidence import ran
-from rush.techniques.parity import CLOSE, TIMES_TWIN, Judgement, Twin, gradient_errors, judge
+from rush.techniques.parity import CLOSE, CLOSE_STEPS, TIMES_TWIN, Judgement, Twin, gradient_errors, judge
 from rush.techniques.proofs import prove
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -185,6 +185,24 @@ def test_a_run_that_falls_behind_is_not_called_equal_for_what_it_learned_at_firs
         "in the last quarter of the steps the loss is 6.383 against 5.954: off by 4.3e-01"
     )
     assert told(sound).verdict == "equal"
+
+
+def test_rounding_is_held_to_its_first_steps_and_to_the_curve_of_a_long_run() -> None:
+    plain = [10.0 - 0.04 * step for step in range(100)]
+
+    def told(losses: list[float]) -> Judgement:
+        norms = [1.0] * len(losses)
+        return judge(Parity.CLOSE, "float32", losses, plain[: len(losses)], norms, norms, {"w": 0.0})
+
+    early, late, behind = list(plain), list(plain), list(plain)
+    early[CLOSE_STEPS - 1] *= 1.001
+    late[CLOSE_STEPS] *= 1.001
+    behind[50:] = [loss + 0.02 * step for step, loss in enumerate(behind[50:])]
+    assert told(early).verdict == "different"
+    assert told(late).verdict == "equal"
+    assert f"in the first {CLOSE_STEPS} steps; over all from 10.000" in told(late).why
+    assert told(behind[:60]).verdict == "equal"
+    assert told(behind).verdict == "different"
 
 
 def test_where_plain_training_jumps_nothing_is_called_equal_for_its_twins_sake() -> None:

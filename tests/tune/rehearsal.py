@@ -73,6 +73,8 @@ class Player:
     fails: Callable[[Recipe], str | None] = lambda recipe: None
     """Why a recipe cannot run, which only running it shows."""
     learns_else: Callable[[Recipe], bool] = lambda recipe: rounds_by_rule(recipe)  # noqa: PLW0108
+    falls_behind: Callable[[Recipe], bool] = lambda recipe: False
+    """After a hundred steps."""
     jumps: Callable[[Recipe], bool] = lambda recipe: False
     """Whether training from weights that were rounded once goes another way."""
     idle: frozenset[str] = frozenset()
@@ -173,6 +175,8 @@ class Player:
         learned = 0.6 if self.learns_else(wanted) else 1.0
         steps = wanted.schedule.steps
         losses = [11.0 - learned * 3.0 * step / steps + (1e-4 if rounded else 0.0) for step in range(steps)]
+        if self.falls_behind(wanted):
+            losses[100:] = [loss + 0.005 * step for step, loss in enumerate(losses[100:])]
         if rounded and self.jumps(wanted):
             losses[steps // 2 :] = [loss + 1.0 for loss in losses[steps // 2 :]]
         return {"losses": losses, "grad_norms": [1.0] * steps, "skipped": 0}
