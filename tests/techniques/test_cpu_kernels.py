@@ -82,7 +82,7 @@ def test_where_it_cannot_run_it_is_refused_with_a_sentence(
     monkeypatch.setenv("RUSH_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     for technique in OURS:
-        with pytest.raises(MachineError, match=r"a CPU and a C\+\+ compiler with ninja"):
+        with pytest.raises(MachineError, match=r"a C\+\+ compiler to build its kernels with"):
             check(recipe_of(technique), here)
     with pytest.raises(MachineError, match="on a GPU use flash_attention"):
         check(recipe_of("cpu_attention"), replace(here, device="cuda"))
