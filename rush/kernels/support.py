@@ -152,3 +152,9 @@ def as_rows(x: Tensor) -> Tensor:
     """[..., width] as [rows, width] whose elements of a row lie side by side: a view where that is possible."""
     flat = x.reshape(-1, x.shape[-1])
     return flat if flat.stride(-1) == 1 else flat.contiguous()
+
+
+def heads_side_by_side(like_bhtd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty tensor of this shape whose memory is [b, t, h, d]: the layer after attention reads it without a copy."""
+    batch, num_heads, length, head_dim = like_bhtd.shape
+    return like_bhtd.new_empty(batch, length, num_heads, head_dim, dtype=dtype).transpose(1, 2)

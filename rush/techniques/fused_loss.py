@@ -72,7 +72,7 @@ class FusedLossHead(nn.Module):
     @staticmethod
     def width(words: int) -> int:
         """How wide the products are that so many words take part in."""
-        from rush.kernels.linear_cross_entropy.triton import ALIGNED
+        from rush.kernels.linear_cross_entropy.chunks import ALIGNED
 
         return -(-words // ALIGNED) * ALIGNED
 

@@ -139,7 +139,7 @@ technique = Technique(
             _has_units,
         ),
         Requirement(
-            "it needs a C++ compiler and ninja to build its kernel with, or the built kernel in the cache",
+            "it needs a C++ compiler to build its kernel with, or the built kernel in the cache",
             lambda machine, recipe: kernel.cannot_build() is None or kernel.is_built(),
         ),
         Requirement(

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rush.recipe import Knob
+from rush.hardware import Machine
+from rush.recipe import Knob, Recipe
 from rush.techniques.contract import Evidence, Observation, Proof, Requirement
 
 needs_triton = Requirement(
@@ -26,20 +27,21 @@ needs_triton = Requirement(
     ),
 )
 
-needs_kernels = Requirement(
-    "it needs Triton, and a CUDA GPU to compile its kernels for, or a CPU and a C++ compiler with ninja to build them with (or the "
-    "built ones in the cache)",
-    lambda machine, recipe: (
-        machine.triton is not None
-        and (machine.device == "cuda" or (machine.device == "cpu" and _runs_on_cpu()))
-    ),
-)
 
-
-def _runs_on_cpu() -> bool:
+def _has_kernels(machine: Machine, recipe: Recipe) -> bool:
+    """Triton's where it compiles or interprets them, else those for a CPU."""
     from rush.kernels import cpu
 
-    return os.environ.get("TRITON_INTERPRET") == "1" or cpu.cannot_run() is None
+    if machine.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return cpu.cannot_run() is None
+    return machine.device in ("cuda", "cpu") and machine.triton is not None
+
+
+needs_kernels = Requirement(
+    "it needs a CUDA GPU and Triton; or a CPU (ARM or x86, under Linux) and a C++ compiler to build its kernels with, or the "
+    "built ones in the cache",
+    _has_kernels,
+)
 
 
 def our_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:

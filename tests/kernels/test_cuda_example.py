@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
+import shutil
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -151,9 +154,57 @@ def test_source_that_does_not_compile_is_reported_and_leaves_nothing(
     monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
     source = tmp_path / "broken.cpp"
     source.write_text("int broken = ;")
-    with pytest.raises(MachineError, match="rush_broken could not be built"):
+    with pytest.raises(
+        MachineError, match=r"rush_broken could not be built: .*broken\.cpp:1:14: error: "
+    ) as refused:
         building.build("rush_broken", [source])
+    assert "\n" not in str(refused.value)
     assert list((tmp_path / "cache" / "extensions").iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_reported(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(MachineError, match=r"rush_small could not be built: .*Not a directory"):
+        building.build("rush_small", [small_source(tmp_path)])
+
+
+def small_source(folder: Path) -> Path:
+    source = folder / "small.cpp"
+    source.write_text('extern "C" int rush_small() { return 7; }')
+    return source
+
+
+def test_a_compiler_is_enough_for_cpp_and_who_waits_is_told(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    for name in (building._compiler(), "as", "ld"):
+        found = shutil.which(name)
+        assert found is not None
+        (tools / Path(name).name).symlink_to(found)
+    monkeypatch.setenv("PATH", str(tools))
+    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    assert shutil.which("ninja") is None
+    library = building.build("rush_small", [small_source(tmp_path)])
+    assert ctypes.CDLL(str(library)).rush_small() == 7
+    out, told = capfd.readouterr()
+    assert out == ""
+    assert told == "rush: building rush_small (once, half a minute or so)\n"
+    assert building.build("rush_small", [small_source(tmp_path)]) == library
+    assert capfd.readouterr() == ("", "")
+
+
+def test_several_can_build_it_at_once(where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    source = small_source(tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        built = list(pool.map(lambda _: building.build("rush_small", [source]), range(4)))
+    assert set(built) == set((tmp_path / "cache" / "extensions").iterdir())
+    assert ctypes.CDLL(str(built[0])).rush_small() == 7
 
 
 def test_without_a_compiler_the_reason_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

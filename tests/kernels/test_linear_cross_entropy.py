@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.linear_cross_entropy import Words, linear_cross_entropy
-from rush.kernels.linear_cross_entropy import triton as kernels
+from rush.kernels.linear_cross_entropy import Words, chunks, linear_cross_entropy
 from rush.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
 
 CPP = True
@@ -90,7 +89,7 @@ def test_loss_and_gradients_are_as_exact_as_full_logits_in_the_same_dtype(
 def test_in_bf16_the_sum_over_as_many_chunks_as_are_rounded_stays_within_three_times(
     device: str, check_errors: Any
 ) -> None:
-    tokens = 8 * kernels.MOST_ROUNDED
+    tokens = 8 * chunks.MOST_ROUNDED
     hidden, weight, labels = made(tokens, 16, 64, torch.bfloat16, device)
     exact = gradients(reference, hidden.double(), weight.double(), labels)[2]
     plain = gradients(reference, hidden, weight, labels)[2]
@@ -123,13 +122,13 @@ def test_only_gradients_that_are_asked_for_are_made(device: str, monkeypatch: py
     hidden, weight, labels = made(12, 8, 20, torch.float32, device)
     products: list[str] = []
     for name in ("_product", "_add_product"):
-        original = getattr(kernels, name)
+        original = getattr(chunks, name)
 
         def counted(*args: Any, name: str = name, original: Any = original, **rest: Any) -> None:
             products.append(name)
             original(*args, **rest)
 
-        monkeypatch.setattr(kernels, name, counted)
+        monkeypatch.setattr(chunks, name, counted)
     expected = reference(hidden, weight, labels)
     for wants_hidden, wants_weight in ((False, False), (True, False), (False, True), (True, True)):
         products.clear()
@@ -158,12 +157,12 @@ def test_chunks_do_not_change_the_result(device: str) -> None:
 
 
 def test_the_default_chunk_is_at_most_a_tenth_of_many_tokens_and_never_all_of_a_few() -> None:
-    assert [kernels.default_chunk(n) for n in (16384, 32768, 65536)] == [1536, 2048, 4096]
-    assert all(kernels.default_chunk(n) / n <= 0.1 for n in (10240, 12288, 16384, 65536, 10**6))
+    assert [chunks.default_chunk(n) for n in (16384, 32768, 65536)] == [1536, 2048, 4096]
+    assert all(chunks.default_chunk(n) / n <= 0.1 for n in (10240, 12288, 16384, 65536, 10**6))
     # Up to 16 chunks the weight's gradient is summed in bf16, and the default stays there.
     many = (10240, 16384, 20479, 32768, 36864, 65536, 131072, 10**6)
-    assert all(-(-n // kernels.default_chunk(n)) <= kernels.MOST_ROUNDED for n in many)
-    assert all(kernels.default_chunk(n) < n for n in range(2, 3000))
+    assert all(-(-n // chunks.default_chunk(n)) <= chunks.MOST_ROUNDED for n in many)
+    assert all(chunks.default_chunk(n) < n for n in range(2, 3000))
 
 
 def test_grouped_and_strided_inputs(device: str) -> None:

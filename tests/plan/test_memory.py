@@ -131,7 +131,7 @@ def test_values_that_are_not_copied_for_each_query_head_hold_queries_and_keys_to
 
 
 def test_the_plan_knows_the_numbers_of_the_fused_loss() -> None:
-    from rush.kernels.linear_cross_entropy.triton import ALIGNED, MOST_ROUNDED
+    from rush.kernels.linear_cross_entropy.chunks import ALIGNED, MOST_ROUNDED
 
     assert (ROUNDED_CHUNKS, ROUND_HEIGHT) == (MOST_ROUNDED, ALIGNED)
 

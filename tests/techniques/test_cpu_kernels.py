@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -30,6 +32,9 @@ SMALL = ["model.shape.num_layers=2"]
 def _by_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := cpu.cannot_run():
         pytest.skip(f"kernels for a CPU cannot run here: {reason}")
+    # Triton's own functions are interpreted if the variable was there when it was imported, which other tests in this process need.
+    with suppress(ImportError):
+        import_module("triton.language")
     monkeypatch.setattr(support, "INTERPRETED", False)
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
@@ -82,7 +87,7 @@ def test_where_it_cannot_run_it_is_refused_with_a_sentence(
     monkeypatch.setenv("RUSH_CACHE", str(tmp_path))
     monkeypatch.setenv("CXX", "no-such-compiler")
     for technique in OURS:
-        with pytest.raises(MachineError, match=r"a CPU and a C\+\+ compiler with ninja"):
+        with pytest.raises(MachineError, match=r"a C\+\+ compiler to build its kernels with"):
             check(recipe_of(technique), here)
     with pytest.raises(MachineError, match="on a GPU use flash_attention"):
         check(recipe_of("cpu_attention"), replace(here, device="cuda"))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rush.errors import MachineError
 from rush.kernels.building import build, cannot_build, library_of
+from rush.kernels.support import heads_side_by_side
 
 _FOLDER = Path(__file__).parent
 _NAME = "rush_cpu"
@@ -145,7 +146,7 @@ def attention_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The output, in memory [b, t, h, d], and the softmax's denominators as logs to base 2."""
-    o_bhtd = _heads_side_by_side(q_bhtd)
+    o_bhtd = heads_side_by_side(q_bhtd, torch.float32)
     lse2_bht = q_bhtd.new_empty(q_bhtd.shape[:3], dtype=torch.float32)
     inputs = (_dense(x) for x in (q_bhtd, k_bktd, v_bktd))
     _ops().attention_forward(*inputs, first_bt, last_bt, causal, scale, o_bhtd, lse2_bht)
@@ -164,7 +165,7 @@ def attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = [_heads_side_by_side(x) for x in (q_bhtd, k_bktd, v_bktd)]
+    gradients = [heads_side_by_side(x, torch.float32) for x in (q_bhtd, k_bktd, v_bktd)]
     inputs = (_dense(x) for x in (do_bhtd, q_bhtd, k_bktd, v_bktd, o_bhtd))
     _ops().attention_backward(*inputs, lse2_bht, first_bt, last_bt, causal, scale, *gradients)
     dq, dk, dv = (gradient.to(q_bhtd.dtype) for gradient in gradients)
@@ -175,8 +176,3 @@ def _dense(x_bhtd: Tensor) -> Tensor:
     """In fp32, the numbers of a position side by side; else by its strides."""
     wide = x_bhtd.float()
     return wide if wide.stride(-1) == 1 else wide.contiguous()
-
-
-def _heads_side_by_side(x_bhtd: Tensor) -> Tensor:
-    batch, heads, length, dim = x_bhtd.shape
-    return x_bhtd.new_empty(batch, length, heads, dim, dtype=torch.float32).transpose(1, 2)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rush.kernels.cross_entropy import triton as kernels
+from rush.kernels.cross_entropy import passes
 from rush.kernels.support import need, need_device, op
 
 __all__ = ["cross_entropy", "cross_entropy_"]
@@ -106,7 +106,7 @@ def _cross_entropy(
     logits_nv: Tensor, labels_n: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
     losses_n, lse_n = (logits_nv.new_empty(len(labels_n), dtype=torch.float32) for _ in range(2))
-    kernels.forward(
+    passes.forward(
         _rows(logits_nv),
         labels_n.contiguous(),
         losses_n,
@@ -138,7 +138,7 @@ def _cross_entropy_backward(
     z_loss: float,
 ) -> Tensor:
     out_nv = logits_nv.new_empty(logits_nv.shape)
-    kernels.backward(
+    passes.backward(
         _rows(logits_nv),
         labels_n.contiguous(),
         lse_n,
@@ -185,7 +185,7 @@ def _cross_entropy_in_place(
     logits_nv: Tensor, labels_n: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
 ) -> Tensor:
     losses_n = logits_nv.new_empty(len(labels_n), dtype=torch.float32)
-    kernels.forward(
+    passes.forward(
         logits_nv,
         labels_n.contiguous(),
         losses_n,
@@ -207,7 +207,7 @@ def _(
 
 @op("scale_rows", mutates=("x_nd",))
 def _scale_rows(x_nd: Tensor, scales_n: Tensor, factor: float) -> None:
-    kernels.scale_rows(x_nd, scales_n, factor)
+    passes.scale_rows(x_nd, scales_n, factor)
 
 
 @_scale_rows.register_fake

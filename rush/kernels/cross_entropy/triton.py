@@ -28,9 +28,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels import cpu
 from rush.kernels.quick_math import LOG2_E, exp2
-from rush.kernels.support import by_cpp, next_power_of_2
+from rush.kernels.support import next_power_of_2
 
 # Shapes: n rows, v columns (the vocabulary), perhaps with columns of padding after them.
 
@@ -197,24 +196,14 @@ def forward(
     labels_n: Tensor,
     losses_n: Tensor,
     lse_n: Tensor | None,
-    *,
     num_columns: int,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
-    gradient_scale: float = 1.0,
+    gradient_scale: float,
 ) -> None:
-    """Fill in the losses; and the logs of the softmax's denominators, or without a place for them the gradient over
-    the logits. Columns from `num_columns` on are padding, whose gradient is zero."""
+    """What `passes.forward` says, for at least one row."""
     num_rows, padded_columns = logits_nv.shape
-    if num_rows == 0:
-        return
-    assert logits_nv.stride(1) == 1
-    assert labels_n.is_contiguous()
-    if by_cpp(logits_nv):
-        settings = (num_columns, ignore_index, label_smoothing, z_loss, gradient_scale)
-        cpu.cross_entropy_forward(logits_nv, labels_n, losses_n, lse_n, *settings)
-        return
     # What Triton must know to load 16 bytes at once. Otherwise a thread's columns lie apart, and each is a lane of its own.
     aligned = logits_nv.stride(0) % 16 == 0 and logits_nv.data_ptr() % 16 == 0
     vector = 16 // logits_nv.element_size() if aligned else 1
@@ -245,21 +234,12 @@ def backward(
     lse_n: Tensor,
     upstream_n: Tensor,
     out_nv: Tensor,
-    *,
     ignore_index: int,
     label_smoothing: float,
     z_loss: float,
 ) -> None:
-    """The gradient of the logits, given that of each row's loss (perhaps one number for all: a stride of 0). It may be
-    written over the logits."""
+    """What `passes.backward` says, for at least one row."""
     num_rows, num_columns = logits_nv.shape
-    if num_rows == 0:
-        return
-    assert logits_nv.stride(1) == out_nv.stride(1) == 1
-    if by_cpp(logits_nv):
-        settings = (ignore_index, label_smoothing, z_loss)
-        cpu.cross_entropy_backward(logits_nv, labels_n, lse_n, upstream_n, out_nv, *settings)
-        return
     block = min(max(16, next_power_of_2(num_columns)), 4096)
     cross_entropy_backward_kernel[(num_rows, triton.cdiv(num_columns, block))](
         logits_nv,
@@ -280,17 +260,8 @@ def backward(
 
 
 def scale_rows(x_nd: Tensor, scales_n: Tensor, factor: float) -> None:
-    """Multiply each row by its scale and a common factor, in fp32, in place; rows whose product is 1 are not touched.
-
-    The scale is read on the device, so nothing waits for it.
-    """
+    """What `passes.scale_rows` says, for at least one row."""
     num_rows, width = x_nd.shape
-    if num_rows == 0:
-        return
-    assert x_nd.stride(1) == 1
-    if by_cpp(x_nd):
-        x_nd.mul_((scales_n * factor)[:, None])
-        return
     block = min(max(16, next_power_of_2(width)), 4096)
     scale_rows_kernel[(num_rows, triton.cdiv(width, block))](
         x_nd,

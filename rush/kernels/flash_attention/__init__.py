@@ -15,10 +15,9 @@ from torch import Tensor
 
 from rush.errors import KernelRefusal
 from rush.kernels import cpu
-from rush.kernels.flash_attention import triton as kernels
 from rush.kernels.flash_attention.documents import document_bounds
 from rush.kernels.flash_attention.tiles import HEAD_DIMS
-from rush.kernels.support import by_cpp, need_device, op
+from rush.kernels.support import by_cpp, heads_side_by_side, need_device, op
 
 __all__ = ["document_bounds", "flash_attention"]
 
@@ -130,8 +129,11 @@ def _forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    run = cpu.attention_forward if by_cpp(q) else kernels.forward
-    return run(q, k, v, first, last, causal, scale)
+    if by_cpp(q):
+        return cpu.attention_forward(q, k, v, first, last, causal, scale)
+    from rush.kernels.flash_attention import triton as kernels
+
+    return kernels.forward(q, k, v, first, last, causal, scale)
 
 
 @op("flash_attention_backward")
@@ -147,18 +149,21 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    run = cpu.attention_backward if by_cpp(q) else kernels.backward
-    return run(do, q, k, v, o, lse2, first, last, causal, scale)
+    if by_cpp(q):
+        return cpu.attention_backward(do, q, k, v, o, lse2, first, last, causal, scale)
+    from rush.kernels.flash_attention import triton as kernels
+
+    return kernels.backward(do, q, k, v, o, lse2, first, last, causal, scale)
 
 
 @_forward.register_fake  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return kernels.heads_side_by_side(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return heads_side_by_side(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_backward.register_fake  # type: ignore[untyped-decorator]
 def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return kernels.heads_side_by_side(q), kernels.heads_side_by_side(k), kernels.heads_side_by_side(v)
+    return heads_side_by_side(q), heads_side_by_side(k), heads_side_by_side(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -13,7 +13,7 @@ from typing import Literal
 
 import torch
 
-from rush.kernels.support import INTERPRETED
+from rush.kernels import support
 
 Part = Literal["forward", "dq", "dkdv"]
 PARTS: tuple[Part, ...] = ("forward", "dq", "dkdv")
@@ -118,7 +118,7 @@ FOR_THE_INTERPRETER: dict[Part, Tiles] = {
 
 def choose(part: Part, head_dim: int, dtype: torch.dtype, device: torch.device) -> Tiles:
     """How to cut this kernel's work here."""
-    if INTERPRETED:
+    if support.INTERPRETED:
         return FOR_THE_INTERPRETER[part]
     if dtype == torch.float32:
         return FP32[part]

@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rush.kernels.flash_attention.tiles import Tiles, choose
-from rush.kernels.support import INTERPRETED
+from rush.kernels.support import INTERPRETED, heads_side_by_side
 
 LOG2E = math.log2(math.e)
 # The interpreter multiplies the bit patterns of bf16 instead of its values; in fp32 the products are the same.
@@ -529,12 +529,6 @@ def backward_dkdv(
         GROUP=group, EVEN=length % tiles.rows == 0, **_options(tiles, q_bhtd, causal, first_bt),
     )  # fmt: skip
     return dk_bktd, dv_bktd
-
-
-def heads_side_by_side(like_bhtd: Tensor) -> Tensor:
-    """An empty tensor of this shape whose memory is [b, t, h, d]: the layer after attention reads it without a copy."""
-    batch, num_heads, length, head_dim = like_bhtd.shape
-    return like_bhtd.new_empty(batch, length, num_heads, head_dim).transpose(1, 2)
 
 
 def _ready(tensor: Tensor, tiles: Tiles) -> Tensor:

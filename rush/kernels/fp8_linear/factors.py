@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from rush.kernels.fp8_linear import reference
-from rush.kernels.fp8_linear import triton as kernels
 from rush.kernels.fp8_linear.reference import E4M3, Scaled, largest_of, quantise, scale_for
 from rush.kernels.support import op
 
@@ -69,6 +68,8 @@ def _(left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype:
 @op("fp8_cast_both")
 def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """x · scale in fp8 and its transpose, by the kernel."""
+    from rush.kernels.fp8_linear import triton as kernels
+
     return kernels.cast_both(x, scale, dtype)
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rush.kernels import cpu
-from rush.kernels.gelu import triton as kernels
 from rush.kernels.support import by_cpp, need, need_device, op
 
 __all__ = ["gelu"]
@@ -31,12 +30,20 @@ def gelu(x: Tensor) -> Tensor:
 
 @op("gelu")
 def _gelu(x: Tensor) -> Tensor:
-    return cpu.gelu_forward(x) if by_cpp(x) else kernels.forward(x)
+    if by_cpp(x):
+        return cpu.gelu_forward(x)
+    from rush.kernels.gelu import triton as kernels
+
+    return kernels.forward(x)
 
 
 @op("gelu_backward")
 def _gelu_backward(dout: Tensor, x: Tensor) -> Tensor:
-    return cpu.gelu_backward(dout, x) if by_cpp(x) else kernels.backward(dout, x)
+    if by_cpp(x):
+        return cpu.gelu_backward(dout, x)
+    from rush.kernels.gelu import triton as kernels
+
+    return kernels.backward(dout, x)
 
 
 @_gelu.register_fake

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rush.kernels.cross_entropy import FLOATS, scaled_gradient
 from rush.kernels.fp8_linear import ALIGNMENT, need_units
-from rush.kernels.linear_cross_entropy import triton as kernels
+from rush.kernels.linear_cross_entropy import chunks
 from rush.kernels.linear_cross_entropy.words import Words
 from rush.kernels.support import need, need_device, op
 
@@ -86,7 +86,7 @@ def linear_cross_entropy(
         "linear_cross_entropy makes its products in dtype, fp8 or fp8_fast.",
     )
     hidden_nd = hidden.reshape(-1, hidden.shape[-1])
-    chunk = kernels.default_chunk(hidden_nd.shape[0]) if chunk_tokens is None else chunk_tokens
+    chunk = chunks.default_chunk(hidden_nd.shape[0]) if chunk_tokens is None else chunk_tokens
     if products != "dtype":
         chunk = -(-chunk // ALIGNMENT) * ALIGNMENT if chunk_tokens is None else chunk
         _need_8_bits(hidden_nd, dtype, chunk, words)
@@ -117,9 +117,9 @@ def _need_8_bits(hidden_nd: Tensor, dtype: torch.dtype, chunk_tokens: int, words
     )
     need_units("linear_cross_entropy in fp8", hidden_nd)
     tokens, width = hidden_nd.shape
-    chunks = () if chunk_tokens >= tokens else (chunk_tokens,)
+    parts = () if chunk_tokens >= tokens else (chunk_tokens,)
     need(
-        all(size % ALIGNMENT == 0 for size in (tokens, width, *chunks)),
+        all(size % ALIGNMENT == 0 for size in (tokens, width, *parts)),
         f"linear_cross_entropy in fp8 needs tokens, those of a chunk and the width in multiples of {ALIGNMENT}.",
     )
 
@@ -144,7 +144,7 @@ def _linear_cross_entropy(
 ) -> tuple[Tensor, Tensor, Tensor]:
     # Inside, every dtype is chosen already.
     with torch.no_grad(), torch.autocast(hidden_nd.device.type, enabled=False):
-        losses_n, d_hidden_nd, d_weight_vd = kernels.loss_and_gradients(
+        losses_n, d_hidden_nd, d_weight_vd = chunks.loss_and_gradients(
             hidden_nd,
             weight_vd,
             labels_n.contiguous(),
@@ -180,7 +180,7 @@ def _(
     products: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, width = hidden_nd.shape
-    hidden_dtype, weight_dtype = kernels.gradient_dtypes(dtype, num_tokens, chunk_tokens)
+    hidden_dtype, weight_dtype = chunks.gradient_dtypes(dtype, num_tokens, chunk_tokens)
     return (
         hidden_nd.new_empty((), dtype=torch.float32),
         hidden_nd.new_empty((num_tokens if want_hidden else 0, width), dtype=hidden_dtype),
@@ -192,7 +192,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
     hidden_nd, weight_vd, _, dtype = inputs[:4]
     ctx.want_hidden, ctx.want_weight = inputs[8:10]
     _, d_hidden_nd, d_weight_vd = output
-    ctx.factor = 1 / kernels.gradient_scale(dtype)
+    ctx.factor = 1 / chunks.gradient_scale(dtype)
     ctx.dtypes = hidden_nd.dtype, weight_vd.dtype
     ctx.mark_non_differentiable(d_hidden_nd, d_weight_vd)
     ctx.set_materialize_grads(False)

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.cross_entropy import triton as cross_entropy
+from rush.kernels.cross_entropy import passes
 from rush.kernels.fp8_linear.factors import cast_by_kernel, product
 from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled
 from rush.kernels.quick_math import LOG2_E, exp2
@@ -182,7 +182,7 @@ def loss_and_gradients(
     want_weight: bool,
     fast: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As the function of this name of `triton.py`, for a weight that is aligned and hidden vectors of its dtype."""
+    """As the function of this name of `chunks.py`, for a weight that is aligned and hidden vectors of its dtype."""
     (num_tokens, width), dtype = hidden_nd.shape, weight_pd.dtype
     losses_n = hidden_nd.new_empty(num_tokens, dtype=torch.float32)
     lse_c = losses_n.new_empty(chunk_tokens)
@@ -195,7 +195,7 @@ def loss_and_gradients(
         labels_c = labels_n[here]
         chunk, chunk_turned = cast_by_kernel(hidden_nd[here], E4M3)
         logits_cp = product(chunk, weight, dtype, fast=True)
-        cross_entropy.forward(
+        passes.forward(
             logits_cp,
             labels_c,
             losses_n[here],

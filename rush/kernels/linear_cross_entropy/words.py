@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rush.kernels.cross_entropy import triton as cross_entropy
+from rush.kernels.cross_entropy import passes
 
 # Shapes: c tokens of a chunk, w words of this rank, r ranks.
 
@@ -42,7 +42,7 @@ def losses_among(
     own_c = torch.where(here_c, own_c, ELSEWHERE).masked_fill(ignored_c, IGNORED)
     lse_c = logits_cw.new_empty(len(labels_c), dtype=torch.float32)
     # A label that is elsewhere is no word of this rank, so the kernel's own losses say nothing.
-    cross_entropy.forward(
+    passes.forward(
         logits_cw,
         own_c,
         torch.empty_like(lse_c),
@@ -59,7 +59,7 @@ def losses_among(
     known_c = (labels_c >= 0) & (labels_c < words.whole)
     losses_c = torch.where(known_c, lse_c - label_logits_c, torch.nan).masked_fill(ignored_c, 0.0)
     if gradient_scale is not None:
-        cross_entropy.backward(
+        passes.backward(
             logits_cw,
             own_c,
             lse_c,

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from rush.kernels import cpu
 from rush.kernels.support import by_cpp, need, need_device, op
-from rush.kernels.swiglu import triton as kernels
 
 __all__ = ["swiglu"]
 
@@ -35,12 +34,20 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @op("swiglu")
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    return cpu.swiglu_forward(gate, up) if by_cpp(gate) else kernels.forward(gate, up)
+    if by_cpp(gate):
+        return cpu.swiglu_forward(gate, up)
+    from rush.kernels.swiglu import triton as kernels
+
+    return kernels.forward(gate, up)
 
 
 @op("swiglu_backward")
 def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    return (cpu.swiglu_backward if by_cpp(gate) else kernels.backward)(dout, gate, up)
+    if by_cpp(gate):
+        return cpu.swiglu_backward(dout, gate, up)
+    from rush.kernels.swiglu import triton as kernels
+
+    return kernels.backward(dout, gate, up)
 
 
 def _like(x: Tensor) -> Tensor:

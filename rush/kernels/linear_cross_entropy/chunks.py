@@ -22,8 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rush.kernels.cross_entropy import triton as cross_entropy
-from rush.kernels.linear_cross_entropy.eight_bits import loss_and_gradients as by_8_bits
+from rush.kernels.cross_entropy import passes
 from rush.kernels.linear_cross_entropy.words import Words, losses_among
 
 # Shapes: n tokens, d hidden, v vocabulary (padded to a multiple of ALIGNED inside), c tokens of a chunk.
@@ -94,7 +93,9 @@ def loss_and_gradients(
     chunk_tokens = max(1, min(chunk_tokens, num_tokens))
     hidden_dtype, weight_dtype = gradient_dtypes(dtype, num_tokens, chunk_tokens)
     if products != "dtype":
-        losses_n, d_hidden_nd, d_weight_vd = by_8_bits(
+        from rush.kernels.linear_cross_entropy import eight_bits
+
+        losses_n, d_hidden_nd, d_weight_vd = eight_bits.loss_and_gradients(
             hidden_nd.to(dtype),
             weight_pd,
             labels_n,
@@ -123,7 +124,7 @@ def loss_and_gradients(
         part_cp = logits_cp[: len(chunk_cd)]
         torch.mm(chunk_cd, weight_pd.t(), out=part_cp)
         if words is None:
-            cross_entropy.forward(
+            passes.forward(
                 part_cp,
                 labels_n[here],
                 losses_n[here],
