@@ -187,12 +187,13 @@ def unseen(technique: Technique) -> bool:
 
 
 def leaps(outlook: Outlook, start: Recipe, rules: Rules) -> list[Recipe]:
-    """Where the paper leads with all that is allowed, and with what only rounds; each with what the planner does not see, and
-    without it."""
+    """Where the paper leads with all that is allowed, with what only rounds put on the recipe as it stands (which is proved by
+    then), and with what only rounds; each with what the planner does not see, and without it."""
     narrow = replace(rules, allowed=rules.allowed & ROUNDING)
     found = [outlook.planned(start, rules)]
     if narrow.allowed != rules.allowed:
-        found.append(outlook.planned(outlook.rounding_only(start, rules), narrow))
+        bases = [start, outlook.rounding_only(start, rules)] if promise(start, rules.kept) else [start]
+        found += [outlook.planned(base, narrow) for base in bases]
     if rules.machine.device == "cuda" and outlook.goal.objective != "memory":
         helped = [outlook.filled(outlook.widened(recipe, rules), rules, helps_host) for recipe in found]
         found = [one for recipe in helped for one in (outlook.filled(recipe, rules, unseen), recipe)]

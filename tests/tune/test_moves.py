@@ -36,7 +36,7 @@ def llama() -> Recipe:
 def test_a_technique_takes_out_what_cannot_stand_beside_it(llama: Recipe) -> None:
     move = made(llama, "cudnn_attention")
     assert isinstance(move, Move)
-    assert names(move.recipe) == {"pure_bf16", "cudnn_attention", "fused_adamw", "compile"}
+    assert names(move.recipe) == {"pure_bf16", "cudnn_attention", "fused_update", "compile"}
 
 
 def test_what_loses_its_ground_goes_with_it(llama: Recipe) -> None:
@@ -108,7 +108,12 @@ def test_every_setting_that_is_declared_can_be_settled() -> None:
 
 
 def test_a_promise_is_what_is_loose_and_the_update_beside_it(llama: Recipe) -> None:
-    assert promise(llama, frozenset()) == {"pure_bf16", "fused_adamw"}
+    assert promise(llama, frozenset()) == {
+        "pure_bf16",
+        "fused_update(stochastic_rounding=True, state=float32)",
+    }
+    nearest = load_recipe("llama-3.2-1b", ['techniques=["pure_bf16","flash_attention","fused_adamw"]'])
+    assert promise(nearest, frozenset()) == {"pure_bf16", "fused_adamw"}
     assert promise(load_recipe("gpt2-124m"), frozenset()) == frozenset()
 
 

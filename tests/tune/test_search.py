@@ -57,7 +57,8 @@ def done(recipe: Recipe, table: Table, **options: object) -> Search:
 
 @pytest.fixture(scope="module")
 def llama() -> Search:
-    return done(load_recipe("llama-3.2-1b"), h200())
+    nearest = 'techniques=["pure_bf16","flash_attention","fused_adamw","compile"]'
+    return done(load_recipe("llama-3.2-1b", [nearest]), h200())
 
 
 def test_fifteen_minutes_beat_the_hand_made_recipe(llama: Search) -> None:
