@@ -142,6 +142,7 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
     on_gpu = run.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     waited = 0.0
+    gc.collect()  # what is left from before would be let go in some pass, and count against what that pass keeps
     reset_peak_memory(run.device.type)
     # Without acc_events the profiler warns on its first use in a process.
     launched = []

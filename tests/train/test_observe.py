@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
 from functools import cache
@@ -13,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
 
 from rush.data import Batch
 from rush.hardware import probe
@@ -121,6 +123,26 @@ def test_on_a_gpu_no_kernel_counts_twice() -> None:
         counted[piece["name"]] = counted.get(piece["name"], 0.0) + 3 * piece["ms"]
     for name, ms in counted.items():
         assert ms <= 1.001 * sum(took for full, took in seen.kernels.items() if full.startswith(name)), name
+
+
+def test_garbage_from_before_does_not_count_against_what_a_pass_keeps() -> None:
+    """An earlier profile knows its size, and the collector may come by in the middle of a pass."""
+
+    class Ring:
+        def __init__(self) -> None:
+            self.own, self.values = self, torch.ones(1_000_000)
+
+    run = make_run()
+    run.model.blocks[0].register_forward_pre_hook(lambda module, given: gc.collect() and None)
+    gc.disable()
+    try:
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True):
+            Ring()
+        with make_loader(run) as loader:
+            seen = observe(run, lambda: list(loader.next_step()), steps=1)
+    finally:
+        gc.enable()
+    assert seen.held_bytes == pytest.approx(plain().held_bytes, rel=0.05)
 
 
 def test_what_is_kept_for_the_backward_pass_is_measured_and_recomputation_shrinks_it() -> None:
