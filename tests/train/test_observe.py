@@ -132,8 +132,11 @@ def test_garbage_from_before_does_not_count_against_what_a_pass_keeps() -> None:
         def __init__(self) -> None:
             self.own, self.values = self, torch.ones(1_000_000)
 
+    def collect(module: Any, given: Any) -> None:
+        gc.collect()
+
     run = make_run()
-    run.model.blocks[0].register_forward_pre_hook(lambda module, given: gc.collect() and None)
+    run.model.blocks[0].register_forward_pre_hook(collect)
     gc.disable()
     try:
         with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True):
