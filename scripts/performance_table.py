@@ -1,13 +1,15 @@
 """Write the README's performance tables and picture from the records in results/: `python scripts/performance_table.py`.
 
 Every figure comes from a `models.json` or `kernels.json` that the benches wrote; nothing is typed by hand. Of a recipe or
-a kernel that was measured more than once on such a machine, the later record counts. What a record calls equal is judged again by
+a kernel that was measured more than once on such a machine, the later record counts. Recipes go by what they measured, not by the
+name they had. What a record calls equal is judged again by
 the rule of now from the losses it holds, since rules become stricter when they are found out. The tables stand between two marks
 in README.md, with docs/pictures/beside-rivals.svg above them; without results it says so.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rush.lab.workloads import FILE  # noqa: E402
+from rush.lab.workloads import FILE, load_workloads  # noqa: E402
 from rush.records.kernels import read_kernels  # noqa: E402
 from rush.records.models import ModelRecord, read_models  # noqa: E402
 from rush.report import findings  # noqa: E402
@@ -29,16 +31,6 @@ from rush.techniques.parity import Twin, judge  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "beside-rivals.svg"
 BEGIN, END = "<!-- performance: begin, by scripts/performance_table.py -->", "<!-- performance: end -->"
-
-
-RENAMED = {
-    "models-fp8-h200": {
-        "llama-3.2-1b-fp8": "llama-3.2-1b-fp8, head in bf16",
-        "llama-3.2-1b-fp8, head too": "llama-3.2-1b-fp8",
-    },
-    "models-fp8-head-h200": {"llama-3.2-1b-fp8, head too": "llama-3.2-1b-fp8"},
-}
-"""Recipes that changed after they were measured, by the folder of the record: what their names are now."""
 
 
 def performance(results: Path) -> str:
@@ -66,12 +58,22 @@ def _models(results: Path) -> list[str]:
     return parts
 
 
-def _by_names_of_now(path: Path, record: ModelRecord) -> ModelRecord:
-    names = RENAMED.get(path.parent.name, {})
+def _by_names_of_now(record: ModelRecord) -> ModelRecord:
+    """What was measured has the name that the list of workloads gives these techniques now: recipes change, records do not."""
+    known = tomllib.loads(FILE.read_text(encoding="utf-8"))["workloads"]
     for work in record["workloads"]:
+        listed = load_workloads([work["name"]])[0].ours if work["name"] in known else ()
+        names = {_identity(ours.recipe.techniques): ours.name for ours in listed}
         for ours in work.get("ours", ()):
-            ours["rung"]["name"] = names.get(ours["rung"]["name"], ours["rung"]["name"])
+            measured = _identity(tomllib.loads(ours["rung"]["recipe"]).get("techniques", []))
+            ours["rung"]["name"] = names.get(measured, ours["rung"]["name"])
     return record
+
+
+def _identity(techniques: Sequence[str | Mapping[str, Any]]) -> tuple[str, ...]:
+    """Techniques with their knobs, in any order."""
+    entries = ({"name": entry} if isinstance(entry, str) else entry for entry in techniques)
+    return tuple(sorted(json.dumps(entry, sort_keys=True) for entry in entries))
 
 
 def _judged_again(record: ModelRecord) -> ModelRecord:
@@ -94,7 +96,7 @@ def _judged_again(record: ModelRecord) -> ModelRecord:
 def _measured(results: Path) -> list[tuple[Path, ModelRecord]]:
     """What counts of every record, one workload in each, in the order of the workloads."""
     records = {
-        path: _judged_again(_by_names_of_now(path, read_models(path)))
+        path: _judged_again(_by_names_of_now(read_models(path)))
         for path in sorted(results.glob("*/models.json"))
     }
     latest = _latest(

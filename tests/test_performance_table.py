@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from rush.recipe_io import load_recipe, write_toml
 from tests.report import made_up_benches as made
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +68,26 @@ def test_a_later_record_of_one_workload_leaves_the_others_of_that_name(script: A
     rows = {line.split(" | ")[0]: line for line in script.performance(tmp_path).splitlines()}
     assert "later/models.json" in rows["| qlora-8b-1"]
     assert "earlier/models.json" in rows["| qlora-8b-4"]
+
+
+def test_what_was_measured_goes_by_the_name_that_these_techniques_have_now(
+    script: Any, tmp_path: Path
+) -> None:
+    record = made.models()
+    (one,) = record["workloads"]
+    now = load_recipe("gpt2-124m-fp8")
+    rung = one["ours"][0]["rung"]
+    told = [
+        {**one["ours"][0], "rung": {**rung, "name": "a trial", "recipe": write_toml(now)}},
+        {**one["ours"][0], "rung": {**rung, "name": "another", "recipe": 'techniques = ["compile"]'}},
+    ]
+    record["workloads"] = [{**one, "name": "gpt2-124m", "ours": told}]
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "models.json").write_text(json.dumps(record))
+    text = script.performance(tmp_path)
+    assert "`gpt2-124m-fp8`" in text
+    assert "`another`" in text
+    assert "a trial" not in text
 
 
 def test_fine_tuning_shows_its_memory_and_its_longest_sequence(script: Any, tmp_path: Path) -> None:
