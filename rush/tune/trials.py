@@ -33,10 +33,10 @@ from rush.tune.goal import Limit, Result
 RATE = "optimizer.lr"
 STEP_S = 0.5
 """About how long a step of a trial may take, by prediction."""
-FEWEST_STEPS, MOST_STEPS = 8, 200
-"""That parity is traced over. Seen on an H200: a head in 8 bits that was equal over 100 steps, and half a nat behind after 200."""
-PARITY_TOKENS = {CLOSE_STEPS: 4096, MOST_STEPS: 2048}
-"""Of a step, at most: with many steps fewer will do."""
+FEWEST_STEPS = 8
+LONG_PROOF, SHORT_PROOF = (200, 2048), (CLOSE_STEPS, 4096)
+"""Steps that parity is traced over at most, and the tokens of one. A long proof is for what promises no more than the same curve. Seen
+on an H200: a head in 8 bits that was equal over 100 steps, and half a nat behind after 200."""
 CALMER = 4.0
 """Where plain training jumps, so that nothing can be told from how much is learned, parity is traced at a learning rate this
 many times smaller. Seen with `tiny`: at 4e-3 single steps jump from 6.4 to 9.1, at 1e-3 none does."""
@@ -101,9 +101,9 @@ def parity_settings(
     than the same curve; a few steps prove nothing of these.
     """
     micro, tokens, changes = recipe.micro, recipe.step_tokens, dict[str, Any]()
-    most = MOST_STEPS if curves else CLOSE_STEPS
-    if tokens > PARITY_TOKENS[most]:
-        micro = max(1, min(micro, PARITY_TOKENS[most] // recipe.batch.sequence))
+    most, largest = LONG_PROOF if curves else SHORT_PROOF
+    if tokens > largest:
+        micro = max(1, min(micro, largest // recipe.batch.sequence))
         tokens = micro * recipe.batch.sequence
     plain = changed(plain_of(recipe), {"batch.micro": micro, "batch.total_tokens": tokens})
     layers, found = recipe.shape().num_layers, planner.predict(plain)
@@ -147,7 +147,7 @@ class Trials:
         planner: Planner,
         budget: Budget,
         *,
-        curves: bool = True,
+        curves: bool,
     ) -> None:
         self.bench, self.recipe, self.plain, self.curves = bench, recipe, plain_of(recipe), curves
         self.settings, self.planner, self.budget = settings, planner, budget

@@ -110,7 +110,7 @@ def test_every_setting_that_is_declared_can_be_settled() -> None:
 def test_a_promise_is_what_is_loose_and_the_update_beside_it(llama: Recipe) -> None:
     assert promise(llama, frozenset()) == {
         "pure_bf16",
-        "fused_update(stochastic_rounding=True, state=float32)",
+        "fused_update(stochastic_rounding=True, state=bfloat16)",
     }
     nearest = load_recipe("llama-3.2-1b", ['techniques=["pure_bf16","flash_attention","fused_adamw"]'])
     assert promise(nearest, frozenset()) == {"pure_bf16", "fused_adamw"}
