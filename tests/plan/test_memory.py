@@ -123,7 +123,7 @@ def test_what_layers_that_share_a_product_keep(groups: str) -> None:
 
 
 def test_values_that_are_not_copied_for_each_query_head_hold_queries_and_keys_too() -> None:
-    """Six times their own size for Llama-3.2-1B, as its tuning on an H200 showed (`results/tune-llama-3.2-1b-h200`)."""
+    """Six times their own size for Llama-3.2-1B, as its tuning on an H200 showed (`results/tune-llama-3.2-1b-nearest-h200`)."""
     grouped = ["techniques=['pure_bf16', {name = 'cudnn_attention', heads = 'grouped'}]"]
     plain = spec_of(load_recipe("llama-3.2-1b", grouped))
     fused = spec_of(load_recipe("llama-3.2-1b", [*grouped, "techniques+=fused_projections"]))
