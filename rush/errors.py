@@ -63,5 +63,5 @@ def nearest(found: str, allowed: Iterable[str]) -> str:
     names = sorted(allowed)
     begun = [name for name in names if found and name.startswith(found)]
     close = begun[:3] or difflib.get_close_matches(found, names, n=1, cutoff=0.6)
-    hint = f"did you mean {' or '.join(map(repr, close))}? " if close else ""
-    return f"{hint}Allowed: {', '.join(names)}."
+    hint = f"did you mean {' or '.join(map(repr, close))}? Allowed" if close else "allowed"
+    return f"{hint}: {', '.join(names)}."

@@ -10,11 +10,13 @@ from __future__ import annotations
 import re
 import tomllib
 from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
 
 from rush.errors import RecipeError, nearest
+from rush.models import SIZES
 from rush.ready import RECIPES
 from rush.recipe import AUTO, Recipe
 
@@ -44,6 +46,12 @@ def _micro(tree: Mapping[str, Any]) -> Any:
 
 
 def read_tree(name_or_path: str) -> dict[str, Any]:
+    if name_or_path in SIZES and name_or_path not in RECIPES.names():
+        alike = get_close_matches(name_or_path, RECIPES.names(), n=1, cutoff=0.0)[0]
+        raise RecipeError(
+            f"{name_or_path} is a model without a recipe of its own; give it to another model's, "
+            f"as in {alike} model.name={name_or_path}."
+        )
     return RECIPES.read(RECIPES.find(name_or_path))
 
 

@@ -207,4 +207,4 @@ def test_a_word_that_others_begin_with_is_answered_with_those() -> None:
     said = nearest("h200", ["b200", "h200-nvl", "h200-sxm"])
     assert said == "did you mean 'h200-nvl' or 'h200-sxm'? Allowed: b200, h200-nvl, h200-sxm."
     assert nearest("b2000", ["b200", "h200-nvl"]).startswith("did you mean 'b200'?")
-    assert nearest("quite else", ["b200"]) == "Allowed: b200."
+    assert nearest("quite else", ["b200"]) == "allowed: b200."

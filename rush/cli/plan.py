@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -71,7 +72,7 @@ def plan(
         int | None, typer.Option(help="How many plans a search shows; 3 without it.", min=1)
     ] = None,
     tokens: Annotated[
-        float | None, typer.Option(help="A budget of tokens: time, energy and cost of it.", min=1)
+        str | None, typer.Option(help="A budget of tokens, as in 300B or 1e9: time, energy and cost of it.")
     ] = None,
     price: Annotated[
         float | None, typer.Option(help="What an hour of one device costs, in your money.", min=0)
@@ -92,7 +93,7 @@ def plan(
 
       rush plan llama-3.2-1b-fast
 
-      rush plan llama-3.1-8b batch.micro=2 layout.fsdp=8 --machine a100-80-sxm --devices 8 --tokens 1e9 --price 1.8
+      rush plan llama-3.1-8b batch.micro=2 layout.fsdp=8 --machine a100-80-sxm --devices 8 --tokens 15T --price 1.8
 
       rush plan llama-3.1-8b --machine h100-sxm --devices 8 --nodes 4 --search
 
@@ -106,8 +107,7 @@ def plan(
         ("--beyond", beyond and not search, "--search"),
         ("--best", best is not None and not search, "--search"),
     )
-    if tokens is not None and not math.isfinite(tokens):
-        raise RecipeError(f"--tokens is {tokens}; allowed: a number of tokens, as in 1e9.")
+    budget = None if tokens is None else count(tokens)
     if check:
         if recipe is not None:
             raise RecipeError(
@@ -129,17 +129,31 @@ def plan(
     if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides or []):
         recipe = f"{chosen.model.name} as {recipe}"
     if search:
-        _search(recipe, chosen, target, best or 3, beyond, tokens, price, json, html)
+        _search(recipe, chosen, target, best or 3, beyond, budget, price, json, html)
         return
     found = _plan(chosen, target, devices is not None or nodes is not None)
     if html is not None:
-        _page(recipe, [found], [], html, tokens, price)
+        _page(recipe, [found], [], html, budget, price)
     if json:
-        print_json(found.to_dict() | ({"budget": found.budget(tokens, price)} if tokens else {}))
+        print_json(found.to_dict() | ({"budget": found.budget(budget, price)} if budget else {}))
         return
-    _show(recipe, found, tokens, price)
+    _show(recipe, found, budget, price)
     if html is not None:
         typer.echo(f"\nWritten: {html}")
+
+
+def count(text: str) -> float:
+    """A number of tokens: 1e9, 500_000, 300B, 15T."""
+    found = re.fullmatch(r"([\d_.]+(?:e\+?\d+)?)\s*([kmbt]?)", text.strip().lower())
+    try:
+        value = float(found[1]) * {"": 1, "k": 1e3, "m": 1e6, "b": 1e9, "t": 1e12}[found[2]] if found else 0.0
+    except ValueError:
+        value = 0.0
+    if not 1 <= value < math.inf:
+        raise RecipeError(
+            f"--tokens is {text!r}; allowed: a number of tokens of at least one, as in 1e9, 300B or 15T."
+        )
+    return value
 
 
 def _pointless(*asked: tuple[str, bool, str]) -> None:

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
+from math import lcm
 from typing import Any
 
 from rush.errors import RecipeError
@@ -62,14 +63,14 @@ def search(
     own = [(name, knobs) for name, knobs in recipe.technique_uses() if name not in (*CHECKPOINTS, *AXES)]
     looked.at(own)
     looked.at(own, offload=True)
-    near = looked.near()
+    near, problems = looked.near(), looked.problems.copy()
     halves = [own, *(other for name in HALF if (other := _in_precision(own, name)) is not None)]
     for techniques, extra in product(halves, ("", "fp8")):
         if techniques is not own or extra:
             looked.at(techniques, extra, only=near)
             looked.at(techniques, extra, offload=True)
     if not looked.plans:
-        looked.refuse()
+        looked.refuse(problems)
     plans = sorted(looked.plans, key=_rank)
     chosen = [plan(one.spec, target, efficiency) for one in distinct(plans, best)]
     lost = [*lost_to(plans, chosen[0]), *looked.left_out()]
@@ -85,10 +86,15 @@ class _Search:
 
     def __init__(self, recipe: Recipe, target: Target, efficiency: Efficiency, beyond: bool) -> None:
         self.recipe, self.target, self.efficiency, self.beyond = recipe, target, efficiency, beyond
+        self.total = recipe.batch.total_tokens or target.devices * max(
+            TOKENS_PER_DEVICE, recipe.batch.sequence
+        )
         self.plans: list[Plan] = []
         self.tried = 0
         self.least: tuple[float, str] | None = None
         """What the smallest plan needs, and which it is."""
+        self.smallest_batch: int | None = None
+        """Tokens of the smallest step that gives every device of a layout something to do."""
         self.problems: Counter[str] = Counter()
         """Why combinations cannot run there at all."""
         self.dropped: dict[str, None] = {}
@@ -132,8 +138,8 @@ class _Search:
             found.add(frozenset(one.spec.layout.items()))
         return found
 
-    def refuse(self) -> None:
-        """Say why there is no plan."""
+    def refuse(self, problems: Counter[str]) -> None:
+        """Say why there is no plan; `problems` are those of the recipe's own techniques."""
         name, where = self.recipe.model.name, f"{self.target.devices} × {self.target.name}"
         if self.least is not None:
             raise RecipeError(
@@ -141,11 +147,17 @@ class _Search:
                 f"{self.target.memory_bytes / 2**30:.0f} GiB ({self.least[1]}). Take more or larger devices, shorter sequences, "
                 "lora or qlora."
             )
-        if self.problems:
-            raise RecipeError(f"{name} cannot run on {where}: {self.problems.most_common(1)[0][0]}.")
-        raise RecipeError(
-            f"no layout divides {name} and its batch on {self.target.devices} devices; change --devices or batch.total_tokens."
-        )
+        if self.smallest_batch is not None:
+            batch = self.recipe.batch
+            own = batch.micro if isinstance(batch.micro, int) else 1
+            raise RecipeError(
+                f"no layout of {where} divides a step of {self.total:,} tokens, {self.total // batch.sequence:,} sequences of "
+                f"{batch.sequence:,}. Set batch.total_tokens to {lcm(self.smallest_batch, own * batch.sequence):,} or a multiple of "
+                "that, or take another number of --devices."
+            )
+        if problems:
+            raise RecipeError(f"{name} cannot run on {where}: {problems.most_common(1)[0][0]}.")
+        raise RecipeError(f"no layout divides {name} on {where}; change --devices.")
 
     def left_out(self) -> Iterator[str]:
         """Techniques that cannot run there, and axes that were not tried because one cannot stand beside them."""
@@ -164,7 +176,6 @@ class _Search:
         """Every combination that its techniques allow."""
         recipe, target, beyond = self.recipe, self.target, self.beyond
         names = {name for name, _ in base}
-        total = recipe.batch.total_tokens or target.devices * max(TOKENS_PER_DEVICE, recipe.batch.sequence)
         whole = "float8" in target.matmul and "compile" in names and "fp8" not in names
         if precision and not whole:
             return
@@ -183,10 +194,18 @@ class _Search:
                 if offload and (layout["fsdp"] == 1 or max(layout[axis] for axis in ("tp", "pp", "cp")) > 1):
                     continue
                 kept = entries if not stage or layout["fsdp"] > 1 else entries[:-1]
+                turn = layout["ddp"] * layout["fsdp"] * recipe.batch.sequence
+                least = turn * layout["pp"]
+                divides = self.total % turn == 0 and self.total >= least
+                if not divides and self.smallest_batch is not None and least >= self.smallest_batch:
+                    continue
                 for schedule in SCHEDULES if layout["pp"] > 1 else ({},):
-                    start = self._start([*kept, *([schedule] if schedule else [])], layout, total)
-                    if start is not None and layout["pp"] * start.stages <= start.shape.num_layers:
-                        yield from _batches(start, total)
+                    start = self._start([*kept, *([schedule] if schedule else [])], layout, least)
+                    if start is None or layout["pp"] * start.stages > start.shape.num_layers:
+                        continue
+                    self.smallest_batch = min(least, self.smallest_batch or least)
+                    if divides:
+                        yield from _batches(start, self.total)
 
     def _start(self, entries: list[Any], layout: Mapping[str, int], total: int) -> Spec | None:
         """The spec at a micro batch of one; None where it does not divide, or cannot run there."""

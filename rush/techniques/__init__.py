@@ -111,7 +111,7 @@ def _settle(name: str, given: Mapping[str, Knob]) -> Use:
     knobs = {key: knob.default for key, knob in technique.knobs.items()}
     for key, value in given.items():
         if key not in knobs:
-            tail = nearest(key, knobs) if knobs else "It has none."
+            tail = nearest(key, knobs) if knobs else "it has none."
             raise RecipeError(f"technique {name} has no knob {key!r}; {tail}")
         allowed = technique.knobs[key].values
         if not any(value == option and type(value) is type(option) for option in allowed):

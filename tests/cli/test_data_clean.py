@@ -104,7 +104,7 @@ MISTAKES: list[tuple[str, dict[str, str | bytes], list[str], int, str]] = [
     ("an output of unknown kind", {}, ["-o", "out.csv"], 2, "--output is out.csv; allowed: a name that ends in .jsonl"),
     ("a format that is not the name's", {}, ["--format", "parquet"], 2, "--format is parquet, but --output out.jsonl is named as jsonl"),
     ("an option without a value", {}, ["--option", "partition"], 2, "write it as name=value"),
-    ("an option nobody knows", {}, ["--option", "foo=1"], 2, "The local executor has no option 'foo'; Allowed: randomize_start_duration, start_method, workers."),
+    ("an option nobody knows", {}, ["--option", "foo=1"], 2, "The local executor has no option 'foo'; allowed: randomize_start_duration, start_method, workers."),
     ("an option of Slurm nobody knows", {}, ["--executor", "slurm", "--option", "partition=a", "--option", "time=1", "--option", "qoss=b"], 2, "did you mean 'qos'?"),
     ("an option that is no number", {}, ["--option", "workers=many"], 2, "The option workers is 'many'; allowed is a whole number of at least 1."),
     ("an option that is no way to start", {}, ["--option", "start_method=frok"], 2, "did you mean 'fork'?"),

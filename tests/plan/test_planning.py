@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from rush.cli import app
+from rush.cli.plan import count
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Machine
 from rush.hardware.catalog import CATALOG
@@ -247,6 +248,22 @@ def test_an_unknown_machine_names_the_nearest() -> None:
         target_of("a100-80-sxm", link="nvlink33")
 
 
+def test_the_smallest_step_that_a_search_names_is_one_that_it_can_plan() -> None:
+    """What it says of `llama-3.1-8b` on 7 devices and of 405B on 16,384 (below), as small as that."""
+    seven = load_recipe("llama-3.1-8b", ["batch.total_tokens=28672"])
+    assert search(seven, target_of("h100-sxm", 7)).best[0].spec.world == 7
+    many = load_recipe("llama-3.1-8b", ["model.name=llama-3.1-405b", "batch.total_tokens=4194304"])
+    assert search(many, target_of("h100-sxm", 8, 2048)).best[0].spec.world == 16384
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens"),
+    [("1e9", 1e9), ("300B", 3e11), ("15T", 1.5e13), ("500_000", 5e5), ("2.5 m", 2.5e6), ("8k", 8e3)],
+)
+def test_a_budget_of_tokens_is_written_as_people_write_it(written: str, tokens: float) -> None:
+    assert count(written) == tokens
+
+
 def test_the_command_answers_machines() -> None:
     ran = CliRunner().invoke(
         app, ["plan", "llama-3.1-8b", FAST, "batch.micro=1", "layout.fsdp=8", "--machine", "h100-sxm", "--devices", "8",
@@ -342,7 +359,42 @@ def test_a_probe_counts_where_it_is_further_off_than_cards_of_a_kind_are(share: 
         (["tiny", "--machine", "t4", "--beyond"], "--beyond says nothing without --search"),
         (["tiny", "--machine", "t4", "--best", "2"], "--best says nothing without --search"),
         (["tiny", "--check"], "takes no recipe; found 'tiny'"),
-        (["tiny", "--machine", "t4", "--tokens", "inf"], "--tokens is inf; allowed: a number of tokens"),
+        (["tiny", "--machine", "t4", "--tokens", "inf"], "--tokens is 'inf'; allowed: a number of tokens"),
+        (
+            ["tiny", "--machine", "t4", "--tokens", "1e999"],
+            "--tokens is '1e999'; allowed: a number of tokens",
+        ),
+        (["tiny", "--machine", "t4", "--tokens", "3 Q"], "--tokens is '3 Q'; allowed: a number of tokens"),
+        (
+            ["tiny", "--machine", "t4", "--tokens", "1.2.3B"],
+            "--tokens is '1.2.3B'; allowed: a number of tokens",
+        ),
+        (
+            ["tiny", "--machine", "t4", "--tokens", "0"],
+            "--tokens is '0'; allowed: a number of tokens of at least one",
+        ),
+        (
+            ["llama-3.1-70b", "--machine", "t4"],
+            "llama-3.1-70b is a model without a recipe of its own; give it to another model's, as in llama-3.1-8b model.name=llama-3.1-70b.",
+        ),
+        (
+            ["llama-3.1-8b", "--machine", "h100-sxm", "--devices", "7", "--search"],
+            "no layout of 7 × h100-sxm divides a step of 524,288 tokens, 256 sequences of 2,048. Set batch.total_tokens to 28,672 or a multiple of that",
+        ),
+        (
+            [
+                "llama-3.1-8b",
+                "model.name=llama-3.1-405b",
+                "--machine",
+                "h100-sxm",
+                "--devices",
+                "8",
+                "--nodes",
+                "2048",
+                "--search",
+            ],
+            "Set batch.total_tokens to 4,194,304 or a multiple of that",
+        ),
     ],
 )
 def test_an_option_that_would_be_ignored_is_refused(asked: list[str], words: str) -> None:
