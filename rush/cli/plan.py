@@ -286,6 +286,12 @@ def _show(name: str, plan: Plan, tokens: float | None, price: float | None) -> N
             f"on the host: {plan.on_host / 2**30:.1f}{there} GiB{'' if plan.host_fits else ', does not fit'}"
         )
     typer.echo(f"largest micro batch: {plan.largest_micro:,}; longest sequence: {plan.longest_sequence:,}")
+    if not plan.fits:
+        less = f" With a batch.micro of at most {plan.largest_micro} it would." if plan.largest_micro else ""
+        typer.secho(
+            f"It does not fit as it is.{less} --search looks for layouts, checkpointing and precisions that do.",
+            fg="yellow",
+        )
     mfu = f", MFU {plan.mfu:.1%}" if plan.mfu else ""
     typer.echo(
         f"\nA step of {plan.spec.step_tokens:,} tokens: {plan.time.step * 1e3:,.1f} ms, {plan.tokens_per_s_per_device:,.0f} "
@@ -302,8 +308,9 @@ def _show(name: str, plan: Plan, tokens: float | None, price: float | None) -> N
     if tokens:
         found = plan.budget(tokens, price)
         cost = f", {found['cost']:,.0f} in money" if price is not None else ""
+        days = f" ({found['hours'] / 24:,.0f} days)" if found["hours"] >= 48 else ""
         typer.echo(
-            f"\n{tokens:,.0f} tokens: {found['hours']:,.1f} h, {found['device_hours']:,.0f} device-hours, "
+            f"\n{tokens:,.0f} tokens{'' if plan.fits else ', if it fitted'}: {found['hours']:,.1f} h{days}, {found['device_hours']:,.0f} device-hours, "
             f"{found['kwh']:,.0f} kWh{cost}"
         )
     typer.echo(f"\nRates: {target.how} ({'; '.join(plan.sources)})")

@@ -116,7 +116,8 @@ def _products_ran(seen: Observation) -> Proof:
 def _can_multiply(machine: Machine, recipe: Recipe) -> bool:
     if machine.device == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1"
-    return machine.capability is not None and machine.capability >= (8, 9)
+    # AMD's MI300X multiplies other 8-bit formats (fnuz) than are made here.
+    return machine.hip is None and machine.capability is not None and machine.capability >= (8, 9)
 
 
 def _widths_fit(machine: Machine, recipe: Recipe) -> bool:
@@ -158,7 +159,7 @@ technique = Technique(
     requires=(
         needs_triton,
         Requirement(
-            "it needs a GPU with 8-bit matmuls (compute capability 8.9 or above); on a CPU TRITON_INTERPRET=1 "
+            "it needs an NVIDIA GPU with 8-bit matmuls (compute capability 8.9 or above); on a CPU TRITON_INTERPRET=1 "
             "emulates them",
             _can_multiply,
         ),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from dataclasses import replace
 from importlib import import_module
@@ -262,6 +263,27 @@ def test_the_smallest_step_that_a_search_names_is_one_that_it_can_plan() -> None
 )
 def test_a_budget_of_tokens_is_written_as_people_write_it(written: str, tokens: float) -> None:
     assert count(written) == tokens
+
+
+def test_the_command_says_what_to_do_where_a_plan_does_not_fit() -> None:
+    asked = ["plan", "llama-3.1-8b", "--machine", "h100-sxm", "--devices", "8", "--tokens", "15T"]
+    said = CliRunner().invoke(app, asked, catch_exceptions=False).output
+    assert "With a batch.micro of at most 1 it would. --search looks for" in said
+    assert re.search(r"15,000,000,000,000 tokens, if it fitted: [\d,.]+ h \([\d,]+ days\)", said)
+    small = CliRunner().invoke(app, [*asked[:5], "--devices", "8", "batch.micro=1"], catch_exceptions=False)
+    assert "does not fit" not in small.output
+
+
+def test_8_bit_products_are_not_promised_on_a_gpu_with_other_formats() -> None:
+    found = search(load_recipe("llama-3.1-8b"), target_of("mi300x"))
+    assert not any("fp8" in one.spec.techniques for one in found.best)
+    assert any(
+        "fp8" in one.spec.techniques
+        for one in search(load_recipe("llama-3.1-8b"), target_of("h200-sxm")).best
+    )
+    recipe = load_recipe("llama-3.1-8b", ["techniques+=fp8"])
+    assert any(one.startswith("fp8: it needs an NVIDIA GPU") for one in unmet(recipe, target_of("mi300x")))
+    assert not any(one.startswith("fp8") for one in unmet(recipe, target_of("h100-sxm")))
 
 
 def test_the_command_answers_machines() -> None:
