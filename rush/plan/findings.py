@@ -59,8 +59,9 @@ def read_findings(folder: Path) -> list[Case]:
     for path, bench in sorted(benches, key=lambda item: item[1]["started"], reverse=True):
         for case in _beside_rivals(bench, path.parent.name):
             found.setdefault(case.digest, case)
-    for path in sorted(folder.glob("*/tune.json")):
-        for case in _searched(read_tune(path), path.parent.name):
+    searches = [(path, read_tune(path)) for path in folder.glob("*/tune.json")]
+    for path, search in sorted(searches, key=lambda item: item[1]["started"], reverse=True):
+        for case in _searched(search, path.parent.name):
             found.setdefault(case.digest, case)
     for path in sorted(folder.glob("*/metrics.jsonl")):
         for case in _run(path.parent):
@@ -208,7 +209,9 @@ def _searched(record: Any, study: str) -> Iterator[Case]:
         return
     for row in record["candidates"]:
         recipe = _recipe(row["recipe"]) if row["tokens_per_s"] else None
-        if recipe is None:
+        every = record.get("counted", "processed") == "processed"
+        rate = row["tokens_per_s"]["median"] if recipe and every else row.get("processed_per_s")
+        if recipe is None or rate is None:
             continue
         recipe = changed(recipe, {"batch.total_tokens": tokens})
         spec = spec_of(recipe, machine.device)
@@ -217,7 +220,7 @@ def _searched(record: Any, study: str) -> Iterator[Case]:
             recipe=recipe,
             spec=spec,
             target=target,
-            step_s=spec.step_tokens / row["tokens_per_s"]["median"],
+            step_s=spec.step_tokens / rate,
             memory_bytes=_memory(machine, recipe, row["peak_memory_bytes"]),
             study=study,
         )

@@ -38,6 +38,9 @@ class CandidateRow(TypedDict, total=False):
     expected: float | None
     ratio: float | None
     tokens_per_s: Measured | None
+    """Of the kind that is `counted`."""
+    processed_per_s: float | None
+    """Tokens of every kind, padding among them."""
     peak_memory_bytes: int | None
     evidence: list[dict[str, Any]]
     parity: dict[str, Any] | None

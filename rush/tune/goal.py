@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rush.lab.pairs import Floors, Timed, compare, quotient
+from rush.lab.pairs import Floors, Timed, compare, unevenness
 from rush.lab.statistics import Floor, Ratio, centre
 from rush.tune.forecast import Prediction
 
@@ -36,10 +36,10 @@ class Result:
     evidence: Sequence[Mapping[str, Any]] = ()
     parity: Mapping[str, Any] | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """What else a timing says: which tokens were `counted`, the share of a step that `waits` for data, whether it was
+    """What else a timing says: which tokens were `counted`, how many are `processed` in a second, the share of a step that `waits` for data, whether it was
     `hopeless` and ended early, the machine's `load`."""
-    batches: Timed | None = None
-    """The same rates with the batches they were taken on; None where that is not known, or they are of several trials."""
+    batches: Sequence[Timed] = ()
+    """The same rates with the batches they were taken on, of each trial that they are of; empty where that is not known."""
 
     @property
     def ok(self) -> bool:
@@ -49,14 +49,16 @@ class Result:
     def speed(self) -> float:
         return centre([self.rates])
 
-    @property
-    def timed(self) -> Timed:
-        return self.batches or Timed(self.rates)
-
     def pooled(self, other: Result) -> Result:
         """This trial and another of the same recipe as one."""
         most = max(self.peak_memory_bytes, other.peak_memory_bytes)
-        return replace(self, rates=(*self.rates, *other.rates), peak_memory_bytes=most, batches=None)
+        known = bool(self.batches and other.batches)
+        return replace(
+            self,
+            rates=(*self.rates, *other.rates),
+            peak_memory_bytes=most,
+            batches=(*self.batches, *other.batches) if known else (),
+        )
 
     @property
     def failure(self) -> str:
@@ -89,7 +91,7 @@ class Goal:
         """How much better; above 1 is better."""
         if self.objective == "memory":
             return old.peak_memory_bytes / max(1, new.peak_memory_bytes)
-        return quotient([old.timed], [new.timed])
+        return gain(old, new).ratio
 
     def fast_enough(self, new: Result, start: Result) -> bool:
         return self.objective != "memory" or new.speed >= self.keep_speed * start.speed
@@ -114,6 +116,11 @@ class Goal:
 
 
 def gain(before: Result, after: Result) -> Ratio:
-    """The quotient of two speeds with its interval."""
+    """The quotient of two speeds with its interval: batch by batch where batches differ and both were timed on the same ones."""
     floor = Floor(0.0, 0, LEAST)
-    return compare([before.timed], [after.timed], Floors(floor, floor))
+    floors = Floors(floor, floor)
+    if before.batches and after.batches and unevenness([*before.batches, *after.batches]) > 1:
+        paired = compare(before.batches, after.batches, floors)
+        if paired.paired is not None:
+            return paired
+    return compare([Timed(before.rates)], [Timed(after.rates)], floors)

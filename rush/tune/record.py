@@ -103,6 +103,7 @@ def _row(candidate: Candidate) -> CandidateRow:
         "expected": candidate.expected,
         "ratio": candidate.ratio,
         "tokens_per_s": measured(median_interval([result.rates]), [list(result.rates)]) if result else None,
+        "processed_per_s": result.figures.get("processed") if result else None,
         "peak_memory_bytes": result.peak_memory_bytes if result else None,
         "evidence": [dict(row) for row in proof.evidence] if proof else [],
         "parity": dict(proof.parity) if proof and proof.parity else None,

@@ -19,7 +19,7 @@ from rush.lab.judge import parity_of
 from rush.lab.ladder_file import Measure, Parity, Plan
 from rush.lab.ladder_file import Search as NoSearch
 from rush.lab.statistics import centre
-from rush.lab.timing import rates, timed
+from rush.lab.timing import COMMON, rates, timed
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import changed
@@ -49,6 +49,10 @@ RANK = Measure(
 LONG = Measure(
     windows=12, window_ms=250.0, warmup_max_steps=20, warmup_max_s=3.0, timed_max_s=10.0, limit_s=LIMIT_S
 )
+UNEVEN = {"windows": 12, "window_ms": 1.0, "warmup_max_steps": COMMON - 1}
+"""Of conversations no two batches are alike, and samples of one process lie a third apart: there a sample is one step and the
+first one that is timed the ninth, short trial or long, so that recipes are held against each other batch by batch
+(`rush/lab/pairs.py`)."""
 ONCE = Measure(
     windows=1, window_ms=1.0, warmup_max_steps=1, warmup_max_s=1.0, timed_max_s=1.0, limit_s=LIMIT_S
 )
@@ -127,13 +131,15 @@ def parity_settings(
 def trial_plan(recipe: Recipe, settings: Settings, measure: Measure, micro: int | None = None) -> Plan:
     """How the bench times and traces; what short trials come to does not depend on parity. Parity is traced at the micro batch
     of the recipe that is held against plain fp32 where that divides its tokens: it is part of what is proved."""
+    alike = recipe.objective.kind == "lm" or measure is ONCE
+    timing = measure if alike else measure.model_copy(update=UNEVEN)
     if measure is not LONG or not settings.parity_steps:
-        return Plan("tune", plain_of(recipe), (), measure, Parity(), NoSearch())
+        return Plan("tune", plain_of(recipe), (), timing, Parity(), NoSearch())
     if micro is None or settings.parity_tokens % (micro * recipe.batch.sequence):
         micro = settings.parity_micro
     batch = {"batch.micro": micro, "batch.total_tokens": settings.parity_tokens}
     parity = Parity(steps=settings.parity_steps, changes=settings.parity_changes)
-    return Plan("tune", changed(plain_of(recipe), batch), (), measure, parity, NoSearch())
+    return Plan("tune", changed(plain_of(recipe), batch), (), timing, parity, NoSearch())
 
 
 class Trials:
@@ -226,11 +232,12 @@ def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> Result:
         parity,
         {
             "counted": timing["counted"],
+            "processed": centre([rates(timing, "processed")]),
             "waits": timing["data_wait_ms"] / 1000 / statistics.median(timing["samples_s"]),
             "hopeless": timing["hopeless"],
             "load": timing["environment"].get("load"),
         }
         if timing
         else {},
-        timed(timing) if timing else None,
+        (timed(timing),) if timing else (),
     )
