@@ -393,6 +393,7 @@ def test_a_kernel_with_a_side_in_cpp_is_timed_on_a_cpu(tmp_path: Path) -> None:
     assert op["targets"] == []
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_surroundings")
 def test_a_bench_on_a_cpu_checks_ours_times_torch_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
     record = kernel_bench.bench_kernels(["rmsnorm"], tmp_path, quick=True, device="cpu")

@@ -53,7 +53,7 @@ FUSED_HEAD = ("{name='fp8', scope='head'}", "{name='fused_loss', chunk_tokens=51
         ),
         pytest.param("llama-tiny", (ONE_MLP, JOINED, COMPILED[1]), marks=pytest.mark.slow),
         pytest.param("llama-tiny", COMPILED, marks=pytest.mark.slow),
-        ("tiny", COMPILED),
+        pytest.param("tiny", COMPILED, marks=pytest.mark.slow),
         ("tiny", FUSED_HEAD),
         pytest.param("llama-tiny", FUSED_HEAD, marks=pytest.mark.slow),
     ],

@@ -43,7 +43,7 @@ COMPILED = "{name='compile', scope='block'}"
         ("tiny", (WHOLE, "{name='chunked_loss', chunk_tokens=64}", "vocab_pad")),
         ("llama-tiny", (WHOLE, "fused_projections", "loader_workers", "gc_control")),
         ("llama-tiny", (BLOCKS, "checkpoint_selective")),
-        ("tiny", (WHOLE, COMPILED)),
+        pytest.param("tiny", (WHOLE, COMPILED), marks=pytest.mark.slow),
     ],
     ids=str,
 )
