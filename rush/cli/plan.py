@@ -5,33 +5,18 @@ from __future__ import annotations
 import math
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.console import Console
-from rich.text import Text
 
 from rush.cli.complete import complete_recipe
 from rush.cli.output import Json, print_json, print_table
+from rush.cli.plan_view import show_plan
 from rush.errors import MachineError, RecipeError
 
 if TYPE_CHECKING:
     from rush.plan import Plan, Target
     from rush.recipe import Recipe
-
-BAR = 60
-STYLES = (
-    "blue",
-    "green",
-    "cyan",
-    "magenta",
-    "yellow",
-    "red",
-    "bright_blue",
-    "bright_green",
-    "bright_black",
-    "white",
-)
 
 
 def plan(
@@ -137,7 +122,7 @@ def plan(
     if json:
         print_json(found.to_dict() | ({"budget": found.budget(budget, price)} if budget else {}))
         return
-    _show(recipe, found, budget, price)
+    show_plan(recipe, found, budget, price)
     if html is not None:
         typer.echo(f"\nWritten: {html}")
 
@@ -253,84 +238,9 @@ def _search(
     for line in found.lost:
         typer.echo(f"  {line}")
     typer.echo("")
-    _show(name, found.best[0], tokens, price)
+    show_plan(name, found.best[0], tokens, price)
     if html is not None:
         typer.echo(f"\nWritten: {html}")
-
-
-def _show(name: str, plan: Plan, tokens: float | None, price: float | None) -> None:
-    """One plan for a person at a terminal."""
-    from rush.plan.ways import describe
-
-    target, error = plan.target, plan.expected_error
-    room = target.memory_bytes
-    typer.secho(f"{name} on {plan.spec.world:,} × {target.name}: {describe(plan.spec)}", bold=True)
-    for problem in plan.problems:
-        typer.secho(f"  cannot run there: {problem}", fg="yellow")
-    verdict = "fits by less than the error" if plan.tight else "fits" if plan.fits else "does not fit"
-    typer.echo(
-        f"\nMemory of one device: {plan.memory.total / 2**30:.1f} of {room / 2**30:.1f} GiB, {verdict} (±{error['memory']:.0%}); "
-        f"fullest: {plan.memory.moment}"
-    )
-    _bar(dict(plan.memory.parts.items()), max(room, plan.memory.total), limit=room)
-    print_table(
-        ["part", "GiB", "share"],
-        [[part, f"{value / 2**30:.2f}", f"{value / room:.0%}"] for part, value in plan.memory.parts.items()],
-    )
-    if plan.memory.activations:
-        most = sorted(plan.memory.activations.items(), key=lambda item: -item[1])[:6]
-        typer.echo("activations: " + ", ".join(f"{term} {value / 2**30:.2f}" for term, value in most))
-    if plan.memory.host_bytes:
-        there = f" of {target.host_bytes / 2**30:.1f}" if target.host_bytes else ""
-        typer.echo(
-            f"on the host: {plan.on_host / 2**30:.1f}{there} GiB{'' if plan.host_fits else ', does not fit'}"
-        )
-    typer.echo(f"largest micro batch: {plan.largest_micro:,}; longest sequence: {plan.longest_sequence:,}")
-    if not plan.fits:
-        less = f" With a batch.micro of at most {plan.largest_micro} it would." if plan.largest_micro else ""
-        typer.secho(
-            f"It does not fit as it is.{less} --search looks for layouts, checkpointing and precisions that do.",
-            fg="yellow",
-        )
-    mfu = f", MFU {plan.mfu:.1%}" if plan.mfu else ""
-    typer.echo(
-        f"\nA step of {plan.spec.step_tokens:,} tokens: {plan.time.step * 1e3:,.1f} ms, {plan.tokens_per_s_per_device:,.0f} "
-        f"tokens/s/device{mfu} (±{error['time']:.0%})"
-    )
-    _bar(plan.time.parts, plan.time.step)
-    print_table(
-        ["part", "ms", "share"],
-        [
-            [part, f"{value * 1e3:,.1f}", f"{value / plan.time.step:.0%}"]
-            for part, value in plan.time.parts.items()
-        ],
-    )
-    if tokens:
-        found = plan.budget(tokens, price)
-        cost = f", {found['cost']:,.0f} in money" if price is not None else ""
-        days = f" ({found['hours'] / 24:,.0f} days)" if found["hours"] >= 48 else ""
-        typer.echo(
-            f"\n{tokens:,.0f} tokens{'' if plan.fits else ', if it fitted'}: {found['hours']:,.1f} h{days}, {found['device_hours']:,.0f} device-hours, "
-            f"{found['kwh']:,.0f} kWh{cost}"
-        )
-    typer.echo(f"\nRates: {target.how} ({'; '.join(plan.sources)})")
-
-
-def _bar(parts: Any, whole: float, limit: float | None = None) -> None:
-    """A stacked bar; `limit` is marked where the parts pass it."""
-    text = Text()
-    drawn = 0.0
-    place = 0
-    for number, value in enumerate(parts.values()):
-        drawn += value
-        end = round(BAR * drawn / whole)
-        text.append("█" * (end - place), style=STYLES[number % len(STYLES)])
-        place = end
-    text.append("·" * (BAR - place))
-    if limit is not None:
-        at = round(BAR * limit / whole)
-        text = text[:at] + Text("│") + text[at:]
-    Console().print(text)
 
 
 def _check(results: Path, json: bool) -> None:
@@ -401,7 +311,7 @@ def _page(
     records = [
         one.to_dict()
         | {"title": describe(one.spec)}
-        | ({"budget": one.budget(tokens, price)} if tokens else {})
+        | ({"budget": one.say_budget(tokens, price)} if tokens else {})
         for one in plans
     ]
     write_plan(html, name, records, lost)

@@ -207,11 +207,11 @@ def _searched(record: Any, study: str) -> Iterator[Case]:
         target = target_of(sheet.key)
     else:
         return
+    every = record.get("counted", "processed") == "processed"
     for row in record["candidates"]:
-        recipe = _recipe(row["recipe"]) if row["tokens_per_s"] else None
-        every = record.get("counted", "processed") == "processed"
-        rate = row["tokens_per_s"]["median"] if recipe and every else row.get("processed_per_s")
-        if recipe is None or rate is None:
+        rate = row.get("processed_per_s") if not every else (row["tokens_per_s"] or {}).get("median")
+        recipe = _recipe(row["recipe"]) if rate else None
+        if not rate or recipe is None:
             continue
         recipe = changed(recipe, {"batch.total_tokens": tokens})
         spec = spec_of(recipe, machine.device)

@@ -118,6 +118,17 @@ class Plan:
         }
         return found if price is None else found | {"cost": device_hours * price}
 
+    def say_budget(self, tokens: float, price: float | None) -> str:
+        """The same as a sentence."""
+        found = self.budget(tokens, price)
+        unless = "" if self.fits else ", if it fitted"
+        days = f" ({found['hours'] / 24:,.0f} days)" if found["hours"] >= 48 else ""
+        cost = f", {found['cost']:,.0f} in money" if price is not None else ""
+        return (
+            f"{tokens:,.0f} tokens{unless}: {found['hours']:,.1f} h{days}, {found['device_hours']:,.0f} device-hours, "
+            f"{found['kwh']:,.0f} kWh{cost}"
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON values."""
         spec = self.spec

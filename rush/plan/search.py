@@ -7,11 +7,11 @@ more devices mean fewer micro batches each.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from math import lcm
 from typing import Any
 
 from rush.errors import RecipeError
@@ -152,7 +152,7 @@ class _Search:
             own = batch.micro if isinstance(batch.micro, int) else 1
             raise RecipeError(
                 f"no layout of {where} divides a step of {self.total:,} tokens, {self.total // batch.sequence:,} sequences of "
-                f"{batch.sequence:,}. Set batch.total_tokens to {lcm(self.smallest_batch, own * batch.sequence):,} or a multiple of "
+                f"{batch.sequence:,}. Set batch.total_tokens to {math.lcm(self.smallest_batch, own * batch.sequence):,} or a multiple of "
                 "that, or take another number of --devices."
             )
         if problems:
@@ -196,16 +196,14 @@ class _Search:
                 kept = entries if not stage or layout["fsdp"] > 1 else entries[:-1]
                 turn = layout["ddp"] * layout["fsdp"] * recipe.batch.sequence
                 least = turn * layout["pp"]
-                divides = self.total % turn == 0 and self.total >= least
-                if not divides and self.smallest_batch is not None and least >= self.smallest_batch:
-                    continue
+                if self.total % turn and least >= (self.smallest_batch or math.inf):
+                    continue  # it tells nothing, not even of a step that would do
                 for schedule in SCHEDULES if layout["pp"] > 1 else ({},):
                     start = self._start([*kept, *([schedule] if schedule else [])], layout, least)
                     if start is None or layout["pp"] * start.stages > start.shape.num_layers:
                         continue
                     self.smallest_batch = min(least, self.smallest_batch or least)
-                    if divides:
-                        yield from _batches(start, self.total)
+                    yield from _batches(start, self.total)
 
     def _start(self, entries: list[Any], layout: Mapping[str, int], total: int) -> Spec | None:
         """The spec at a micro batch of one; None where it does not divide, or cannot run there."""

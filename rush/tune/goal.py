@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rush.lab.pairs import Floors, Timed, compare, unevenness
+from rush.lab.pairs import Floors, Timed, compare
 from rush.lab.statistics import Floor, Ratio, centre
 from rush.tune.forecast import Prediction
 
@@ -36,8 +36,8 @@ class Result:
     evidence: Sequence[Mapping[str, Any]] = ()
     parity: Mapping[str, Any] | None = None
     figures: Mapping[str, Any] = field(default_factory=dict)
-    """What else a timing says: which tokens were `counted`, how many are `processed` in a second, the share of a step that `waits` for data, whether it was
-    `hopeless` and ended early, the machine's `load`."""
+    """What else a timing says: which tokens were `counted`, how many are `processed` in a second, the share of a step that
+    `waits` for data, whether it was `hopeless` and ended early, the machine's `load`."""
     batches: Sequence[Timed] = ()
     """The same rates with the batches they were taken on, of each trial that they are of; empty where that is not known."""
 
@@ -119,7 +119,7 @@ def gain(before: Result, after: Result) -> Ratio:
     """The quotient of two speeds with its interval: batch by batch where batches differ and both were timed on the same ones."""
     floor = Floor(0.0, 0, LEAST)
     floors = Floors(floor, floor)
-    if before.batches and after.batches and unevenness([*before.batches, *after.batches]) > 1:
+    if before.batches and after.batches:
         paired = compare(before.batches, after.batches, floors)
         if paired.paired is not None:
             return paired
