@@ -1,0 +1,98 @@
+"""One plan for a person at a terminal: memory against the device's limit, a step by part, what to do where it does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from rush.cli.output import print_table
+
+if TYPE_CHECKING:
+    from rush.plan import Plan
+
+BAR = 60
+STYLES = (
+    "blue",
+    "green",
+    "cyan",
+    "magenta",
+    "yellow",
+    "red",
+    "bright_blue",
+    "bright_green",
+    "bright_black",
+    "white",
+)
+
+
+def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) -> None:
+    from rush.plan.ways import describe
+
+    target, error = plan.target, plan.expected_error
+    room = target.memory_bytes
+    typer.secho(f"{name} on {plan.spec.world:,} × {target.name}: {describe(plan.spec)}", bold=True)
+    for problem in plan.problems:
+        typer.secho(f"  cannot run there: {problem}", fg="yellow")
+    verdict = "fits by less than the error" if plan.tight else "fits" if plan.fits else "does not fit"
+    typer.echo(
+        f"\nMemory of one device: {plan.memory.total / 2**30:.1f} of {room / 2**30:.1f} GiB, {verdict} (±{error['memory']:.0%}); "
+        f"fullest: {plan.memory.moment}"
+    )
+    _bar(plan.memory.parts, max(room, plan.memory.total), limit=room)
+    print_table(
+        ["part", "GiB", "share"],
+        [[part, f"{value / 2**30:.2f}", f"{value / room:.0%}"] for part, value in plan.memory.parts.items()],
+    )
+    if plan.memory.activations:
+        most = sorted(plan.memory.activations.items(), key=lambda item: -item[1])[:6]
+        typer.echo("activations: " + ", ".join(f"{term} {value / 2**30:.2f}" for term, value in most))
+    if plan.memory.host_bytes:
+        there = f" of {target.host_bytes / 2**30:.1f}" if target.host_bytes else ""
+        typer.echo(
+            f"on the host: {plan.on_host / 2**30:.1f}{there} GiB{'' if plan.host_fits else ', does not fit'}"
+        )
+    typer.echo(f"largest micro batch: {plan.largest_micro:,}; longest sequence: {plan.longest_sequence:,}")
+    if not plan.fits:
+        smaller = 0 < plan.largest_micro < plan.spec.micro
+        less = f" With a batch.micro of at most {plan.largest_micro} it would." if smaller else ""
+        typer.secho(
+            f"It does not fit as it is.{less} --search looks for layouts, checkpointing and precisions that do.",
+            fg="yellow",
+        )
+    mfu = f", MFU {plan.mfu:.1%}" if plan.mfu else ""
+    typer.echo(
+        f"\nA step of {plan.spec.step_tokens:,} tokens: {plan.time.step * 1e3:,.1f} ms, {plan.tokens_per_s_per_device:,.0f} "
+        f"tokens/s/device{mfu} (±{error['time']:.0%})"
+    )
+    _bar(plan.time.parts, plan.time.step)
+    print_table(
+        ["part", "ms", "share"],
+        [
+            [part, f"{value * 1e3:,.1f}", f"{value / plan.time.step:.0%}"]
+            for part, value in plan.time.parts.items()
+        ],
+    )
+    if tokens:
+        typer.echo(f"\n{plan.say_budget(tokens, price)}")
+    typer.echo(f"\nRates: {target.how} ({'; '.join(plan.sources)})")
+
+
+def _bar(parts: Mapping[str, float], whole: float, limit: float | None = None) -> None:
+    """A stacked bar; `limit` is marked where the parts pass it."""
+    text = Text()
+    drawn = 0.0
+    place = 0
+    for number, value in enumerate(parts.values()):
+        drawn += value
+        end = round(BAR * drawn / whole)
+        text.append("█" * (end - place), style=STYLES[number % len(STYLES)])
+        place = end
+    text.append("·" * (BAR - place))
+    if limit is not None:
+        at = round(BAR * limit / whole)
+        text = text[:at] + Text("│") + text[at:]
+    Console().print(text)
