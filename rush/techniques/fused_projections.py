@@ -81,6 +81,10 @@ class JoinedFanOut(FanOut):
         # Tracing knows no addresses; before each step all groups are looked at anyway, from outside.
         if not torch.compiler.is_compiling():
             self.check(layers)
+        if not torch.is_grad_enabled():
+            # Validation needs no gradient. And torch.compile, without one, drops `ctx` where the number of arguments
+            # happens to equal the number of parameters of `forward`, which `*weights` does with two layers.
+            return self.joined
         weight_od: Tensor = JoinedWeight.apply(self.joined, *(layer.weight for layer in layers))  # type: ignore[no-untyped-call]
         return weight_od
 
