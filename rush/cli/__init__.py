@@ -7,6 +7,8 @@ Errors a user can mend end in one message and their own exit code: 2 recipe or a
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -75,12 +77,18 @@ def _root(
 ) -> None: ...
 
 
+@cache
+def command() -> Callable[..., object]:
+    """All commands with their options read, which takes longer than some commands: a process does it once."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The entry point of `rush` and `python -m rush`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
     try:
-        app([word for word in words if word != "--debug"], prog_name="rush")
+        command()([word for word in words if word != "--debug"], prog_name="rush")
     except RushError as error:
         if debug:
             raise
