@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rush.hardware import datasheet_peak, measured_matmul_rate
+from rush.hardware import ceilings, datasheet_peak
 from rush.train.build import Run
 
 
@@ -31,4 +31,6 @@ def yardstick(run: Run) -> Yardstick:
     peak = datasheet_peak(run.machine, dtype)
     if peak is not None:
         return Yardstick("mfu", work, peak)
-    return Yardstick("ceiling_fraction", work, measured_matmul_rate(run.machine, dtype))
+    # None where the device has no such matmul and a kernel emulates it: nothing to hold the run against.
+    measured = ceilings(run.machine, (dtype,), bandwidth=False).matmul_rate(dtype)
+    return Yardstick("ceiling_fraction", work, measured)
