@@ -165,6 +165,10 @@ def build(
     A layout of several ranks is built by all of them at the same time, each with its own `ranks`.
     """
     ranks = ranks or Ranks()
+    if recipe.run.deterministic:
+        # cuBLAS reads this when it is first used, which is after this line in every process that builds a run: with another
+        # workspace it chooses other algorithms, which round otherwise.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     uses = put_on(check(recipe, machine), ranks.put_on)
     check_world(recipe.layout.model_dump(), ranks.world)
     device = torch.device(machine.device)
@@ -213,6 +217,8 @@ def build(
     run.step_contexts += limits
     if recipe.run.deterministic:
         run.step_contexts.append(deterministic)
+        if any(use.technique.compiles(use.knobs) for use in uses):
+            run.step_contexts.append(deterministic_compiler)
     return run
 
 
@@ -305,12 +311,27 @@ def _mastered(half_made: Build) -> list[torch.nn.Parameter]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Only algorithms that give the same bits every time."""
-    before = torch.are_deterministic_algorithms_enabled()
-    # cuBLAS reads this when its first handle is made; it is harmless elsewhere.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """Only algorithms that give the same bits every time.
+
+    torch would also fill all memory that it hands out, for programs that read what nobody wrote. Ours do not
+    (`scripts/same_bits.py --diagnose` shows it), so the time for that is saved.
+    """
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
+
+
+@contextmanager
+def deterministic_compiler() -> Iterator[None]:
+    """Nothing that rounds is chosen by timing: the compiler tries tiles of a reduction, or padded products, and takes what
+    was fastest, which in another process may be another one."""
+    from torch._inductor import config
+
+    with config.patch(deterministic=True):
+        yield
