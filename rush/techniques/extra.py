@@ -99,6 +99,12 @@ def _checked(file: Path) -> Technique:
     return found
 
 
+def digests(recipe: Recipe) -> str:
+    """The files of the recipe's techniques, for ranks to compare: they must have the same ones."""
+    used = [name for name, _ in recipe.technique_uses() if name in given()]
+    return "".join(f", technique {name} {sha256_file(given()[name])[:12]}" for name in used)
+
+
 def remember(folder: RunFolder, recipe: Recipe) -> None:
     """Write down which files the recipe's techniques came from, if any did."""
     files = {name: given()[name] for name, _ in recipe.technique_uses() if name in given()}

@@ -51,6 +51,8 @@ class Suspect:
 
     technique: Technique
     place: Place
+    compiles: bool
+    """Whether it stands there only because it compiles the code that the error came through."""
 
     @property
     def file(self) -> Path | None:
@@ -71,15 +73,15 @@ def chain(error: BaseException) -> list[BaseException]:
 
 
 def suspects(error: BaseException, uses: Sequence[Use]) -> list[Suspect]:
-    """Of these techniques those whose code stands on the stack, the innermost first."""
+    """Of these techniques those whose code stands on the stack, the innermost first; those that compile it come last."""
     owned = [(place, owners) for place in places(error) if (owners := _owners(place.file, uses))]
     # Helpers serve several techniques; another line may tell whose call it was.
     sure = {owners[0].name for _, owners in owned if len(owners) == 1}
     found: dict[str, Suspect] = {}
     for place, owners in owned:
         for technique in [one for one in owners if one.name in sure] or owners:
-            found.setdefault(technique.name, Suspect(technique, place))
-    return list(found.values())
+            found.setdefault(technique.name, Suspect(technique, place, _of_compiler(place.file)))
+    return sorted(found.values(), key=lambda suspect: suspect.compiles)
 
 
 def places(error: BaseException) -> list[Place]:
@@ -108,7 +110,7 @@ def _named_in(message: str) -> Iterator[Place]:
 
 
 def _owners(file: Path, uses: Sequence[Use]) -> list[Technique]:
-    if any(file.is_relative_to(root) for root in COMPILER) or _generated(file):
+    if _of_compiler(file):
         return [use.technique for use in uses if use.technique.compiles(use.knobs)]
     homes = {use.technique.name: home_of(use.technique) for use in uses}
     if own := [use.technique for use in uses if homes[use.technique.name] == file]:
@@ -121,9 +123,10 @@ def _owners(file: Path, uses: Sequence[Use]) -> list[Technique]:
     ]
 
 
-def _generated(file: Path) -> bool:
-    """Whether the compiler wrote this file."""
-    return any(part.startswith("torchinductor") for part in file.parts)
+def _of_compiler(file: Path) -> bool:
+    """Whether this is the compiler's own file, or one that it wrote."""
+    generated = any(part.startswith("torchinductor") for part in file.parts)
+    return generated or any(file.is_relative_to(root) for root in COMPILER)
 
 
 def home_of(technique: Technique) -> Path | None:

@@ -26,7 +26,7 @@ from rush import __version__
 from rush.errors import Outage, OwnFault, RunFailed, RushError
 from rush.files import append_log
 from rush.hardware import Machine, in_gaps, out_of_memory
-from rush.parallel import Ranks, started_rank
+from rush.parallel import AXES, Ranks, started_rank
 from rush.parallel.ranks import SAID
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
@@ -95,6 +95,8 @@ def explained(doing: Doing) -> Iterator[None]:
     except RushError:
         raise
     except (Exception, SystemExit) as error:
+        if doing.ranks.watch is not None:
+            doing.ranks.watch.will_speak()
         raise explain(error, doing) from error
 
 
@@ -141,7 +143,9 @@ def words(error: BaseException) -> str:
 
 def _line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    shown = f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    # A compiler's first line is a heading.
+    lines[1:] = [line for line in lines if line.startswith("Explanation: ")]
+    shown = f"{type(error).__name__}: {'. '.join(lines)}" if lines else type(error).__name__
     return (shown if len(shown) <= LONGEST else f"{shown[:LONGEST]}…").rstrip(".:")
 
 
@@ -158,7 +162,7 @@ def _diagnosis(
     hint = " A device tells of errors late: CUDA_LAUNCH_BLOCKING=1 shows the true place." if on_device else ""
     if found:
         kind = Outage if on_device else RunFailed
-        return kind, f"{failed} {_say_suspects(found)}{hint}"
+        return kind, f"{failed} {_say_suspects(found, compiler=compiler_failed(error))}{hint}"
     names = ", ".join(use.technique.name for use in uses)
     nobody = f"No technique's code stands on the stack; on are: {names}." if uses else "No technique is on."
     if on_device or of_system:
@@ -193,15 +197,24 @@ def _say_memory(error: BaseException, doing: Doing) -> str:
     return f"out of memory at {doing}{on}{in_gaps(error)}. {advice}"
 
 
-def _say_suspects(found: list[Suspect]) -> str:
-    shown = " and ".join(f"{one.technique.name} ({one.place})" for one in found[:3])
-    out = " or ".join(f"techniques-={one.technique.name}" for one in found[:3])
-    many = len(found) > 1
-    mend = "mend it, or " if any(one.file for one in found) else ""
+def _say_suspects(found: list[Suspect], *, compiler: bool = False) -> str:
+    """Name the innermost, and what to do about it; techniques further out may only have passed the call on."""
+    first, *others = found
+    blamed = [first, *(other for other in others if compiler and other.compiles)]
+    under = "".join(f", under {one.technique.name}" for one in blamed[1:])
+    further = ", ".join(one.technique.name for one in others if one not in blamed)
+    beside = f" (further out: {further})" if further else ""
+    mend = "mend it, or " if first.file else ""
     return (
-        f"The code of the technique{'s' * many} {shown} stands on the stack: {mend}take {'one' if many else 'it'} out with "
-        f"{out}."
+        f"The code of the technique {first.technique.name} ({first.place}) stands on the stack{under}{beside}: {mend}take "
+        f"{'it' if len(blamed) == 1 else 'one'} out with {' or '.join(map(_without, blamed))}."
     )
+
+
+def _without(suspect: Suspect) -> str:
+    """The override that takes a technique out."""
+    name = suspect.technique.name
+    return f"layout.{name}=1" if name in AXES else f"techniques-={name}"
 
 
 def _how_to_go_on(doing: Doing) -> str:

@@ -22,7 +22,7 @@ from rush import __version__
 from rush.errors import DataError, RecipeError
 from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, probe
-from rush.parallel import Ranks, join
+from rush.parallel import Ranks, join, started_rank
 from rush.plan.micro import candidates
 from rush.recipe import Recipe
 from rush.recipe_io import changed, differences, load_recipe, write_toml
@@ -31,7 +31,7 @@ from rush.records.manifest import CheckpointDamaged
 from rush.records.metrics import MetricsWriter, truncate_after
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 from rush.techniques import check
-from rush.techniques.extra import check_remembered, remember
+from rush.techniques.extra import check_remembered, digests, remember
 from rush.train import checkpoint
 from rush.train.build import build
 from rush.train.corpus import Corpus, open_corpus
@@ -67,11 +67,13 @@ def _train_recipe(recipe: Recipe | None, doing: Doing, *, resume: bool, view: Vi
         recipe = _same_learning(load_recipe(str(folder.recipe)), recipe)
     assert recipe is not None, "a new run needs a recipe"
     doing.recipe = recipe
-    check_remembered(folder, recipe, view.note)
+    check_remembered(folder, recipe, view.note if started_rank() == 0 else Silent().note)
     doing.machine = machine = probe(recipe.run.device)
     candidates(recipe, lambda one: check(one, machine)) if recipe.auto else check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
-    card = f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}"
+    card = (
+        f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}{digests(recipe)}"
+    )
     with (
         join(recipe.layout.model_dump(), machine.device, card, recipe.run.timeout_s) as ranks,
         ExitStack() as stack,

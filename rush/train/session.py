@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from rush.errors import Diverged, Drifted, RushError
-from rush.hardware import memory_in_use, out_of_memory
+from rush.hardware import memory_in_use
 from rush.parallel.drift import check_drift
+from rush.parallel.joining import lost
 from rush.parallel.sharded import is_sharded
 from rush.recipe import Recipe
 from rush.records.metrics import MetricsWriter, read_rows
@@ -130,9 +131,9 @@ class Session:
         except BaseException as error:
             if self.saver.failed_step is not None:
                 self.doing.at(Phase.SAVE, self.saver.failed_step)
-            if isinstance(error, Exception) and (self.run.ranks.alone or out_of_memory(error)):
+            if isinstance(error, Exception) and not lost(error):
                 self._let_save_end()
-            else:  # another rank may be gone, or there is no time
+            else:  # another rank is gone, or there is no time
                 self.saver.abandon()
             raise
         finally:

@@ -13,20 +13,24 @@ from rush.techniques.contract import Build, Claim, Parity, Proof, Stage, Techniq
 
 
 class Kept(torch.autograd.Function):
+    """Under no_grad the compiler counts `*weights` as one argument, takes `ctx` for one too many and leaves it out."""
+
     @staticmethod
-    def forward(ctx: Any, x_btd: Tensor) -> Tensor:
+    def forward(ctx: Any, x_btd: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(x_btd)
         return x_btd.view_as(x_btd)
 
     @staticmethod
-    def backward(ctx: Any, gradient_btd: Tensor) -> Tensor:
+    def backward(ctx: Any, gradient_btd: Tensor) -> tuple[Tensor | None, ...]:
         assert len(ctx.saved_tensors) == 1
-        return gradient_btd
+        return gradient_btd, None, None
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     for block in build.model.blocks:
-        block.mlp.register_forward_pre_hook(lambda mlp, given: (Kept.apply(given[0]),))  # type: ignore[no-untyped-call]
+        block.mlp.register_forward_pre_hook(
+            lambda mlp, given: Kept.apply(given[0], mlp.gate.weight, mlp.up.weight)  # type: ignore[no-untyped-call]
+        )
 
 
 technique = Technique(
