@@ -131,7 +131,7 @@ class Session:
         except BaseException as error:
             if self.saver.failed_step is not None:
                 self.doing.at(Phase.SAVE, self.saver.failed_step)
-            if isinstance(error, Exception) and not lost(error):
+            if isinstance(error, Exception | SystemExit) and not lost(error):
                 self._let_save_end()
             else:  # another rank is gone, or there is no time
                 self.saver.abandon()
