@@ -12,15 +12,21 @@ waiting in one, and no vote can reach them: there the planner chooses the number
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
+
+import torch
 
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import in_gaps, out_of_memory
 from rush.hardware.memory import free_unused
 from rush.parallel.sharded import is_sharded
+from rush.plan.life import life_of
+from rush.plan.spec import spec_of, with_batch
 from rush.train.build import Run
 from rush.train.step import sum_validation, validate_own
 
@@ -37,9 +43,13 @@ class Validation:
     rows: int | None = None
     """At once, where that is fewer than in training."""
 
+    @cached_property
+    def _planned(self) -> int:
+        return planned_rows(self.run)
+
     def loss(self, held_out: HeldOut) -> float:
         """Mean loss per unit over the held-out batches of all ranks."""
-        rows, tried_again, gaps = self.rows or self.run.pass_rows, False, ""
+        rows, tried_again, gaps = self.rows or self._planned, False, ""
         while True:
             total, units, failed, why = self._try(held_out, rows)
             if not failed:
@@ -87,7 +97,7 @@ class Validation:
             whole = self.run.pass_rows
             unit = "pairs" if self.run.recipe.objective.kind == "dpo" else "rows"
             self.note(
-                f"Validation runs in pieces of {rows} {unit}: all {whole} at once, as in training, did not fit. Its loss is the "
+                f"Validation runs in pieces of {rows} {unit}: all {whole} at once, as in training, do not fit. Its loss is the "
                 "mean over the same labels."
             )
             self.rows = rows
@@ -101,6 +111,25 @@ def rows_before(rows: Iterable[Mapping[str, Any]]) -> int | None:
     """What a run that goes on has validated with so far: what its last rows say."""
     told = [row.get("val_rows") for row in rows if "val_loss" in row]
     return told[-1] if told else None
+
+
+def planned_rows(run: Run) -> int:
+    """How many rows to begin with: as many as in training. Where ranks could not agree on fewer later, no more than the plan has
+    room for on each of their devices, whatever happens to be free there: a resumed run must find the same number."""
+    rows = run.pass_rows
+    if not waits_inside(run):
+        return rows
+    limit, kind = run.recipe.run.memory_limit_gb, run.device.type
+    whole = torch.cuda.get_device_properties(run.device).total_memory if kind == "cuda" else math.inf
+    room = min(run.ranks.gathered(whole if limit is None else limit * 1e9))
+    spec = spec_of(run.recipe, kind)
+
+    def needs(rows: int) -> float:
+        return life_of(with_batch(spec, -(-rows * spec.micro // run.pass_rows))).besides["validation"]
+
+    while rows > 1 and needs(rows) > room:
+        rows //= 2
+    return rows
 
 
 def waits_inside(run: Run) -> bool:
