@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from rush.train.folders import starting_weights
 from rush.train.micro import Settling
 from rush.train.objectives import objective_of
 from rush.train.rounding import say_lost
-from rush.train.saving import Saved, Saver
+from rush.train.saving import Saved, Saver, room_for_copies
 from rush.train.session import Session, Summary
 from rush.train.sinks import open_sinks
 from rush.train.view import Silent, View
@@ -146,7 +147,9 @@ def _train(recipe: Recipe, machine: Machine, doing: Doing, view: View, ranks: Ra
     else:
         _seed_generators(recipe.run.seed)
     sinks = open_sinks(recipe, folder.path, done + 1) if ranks.main else []
-    saver = Saver(store, ranks, background=recipe.run.save_async)
+    saver = Saver(
+        store, ranks, background=recipe.run.save_async, note=view.note, room=partial(room_for_copies, run)
+    )
     try:
         if not ranks.main:
             return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver, doing).go(
