@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ from rush.records.run_folder import RunFolder
 from rush.techniques import registry
 
 STEPS, SAVE_EVERY, VALIDATE_EVERY, SAMPLE_EVERY = 6, 2, 3, 3
+ATTEMPTS = 3
+"""To kill a run between two saves: on a busy machine a tiny one may be done first."""
 TRAINING = ("train", "resume")
 """The parts that show whether a recipe can be trained with at all."""
 EVERY = ("train", "resume", "repeat", "evaluate", "export", "generate", "chat", "merge")
@@ -133,8 +136,14 @@ class _One:
 
     def train(self) -> None:
         """Train, and die by SIGKILL between two saves."""
-        codes = self._train(self.run, kill_when=self._between_saves)
-        if any(code == 0 for code in codes):
+        for _ in range(ATTEMPTS):
+            codes = self._train(self.run, kill_when=self._between_saves)
+            if any(code > 0 for code in codes):
+                self._finished(codes)  # it died by itself, and says of what
+            if any(codes):
+                break
+            shutil.rmtree(self.run.path)  # it was done before this process got its turn
+        else:
             raise Broken("the run ended before it could be killed")
         steps = self.run.checkpoints.steps()
         if not steps:
