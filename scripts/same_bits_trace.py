@@ -76,21 +76,20 @@ def trace(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def chosen_configs() -> dict[str, Any]:
-    """Of every kernel that the compiler made in this process: how many tiles it could choose from, and which it took."""
+def chosen_configs() -> dict[str, list[str]]:
+    """The tiles that the compiler took, by the kernel's name (the same in every process; a name may be there twice)."""
     if "torch._inductor.codecache" not in sys.modules:
         return {}
     from torch._inductor.codecache import PyCodeCache
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
     held: Any = PyCodeCache.modules
-    found: dict[str, Any] = {}
+    found: dict[str, list[str]] = {}
     for module in held.values() if isinstance(held, dict) else held:
         for name, kernel in vars(module).items():
             if isinstance(kernel, CachingAutotuner):
-                taken = [str(launcher.config) for launcher in kernel.launchers]
-                found[f"{name} in {module.__name__.split('.')[-1]}"] = {"taken": taken}
-    return found
+                found.setdefault(name, []).extend(str(launcher.config) for launcher in kernel.launchers)
+    return {name: sorted(taken) for name, taken in sorted(found.items())}
 
 
 def cost(recipe: Recipe) -> dict[str, Any]:
