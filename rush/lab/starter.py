@@ -52,9 +52,11 @@ class Streams:
 class Starter:
     """Starts one trial after another; the forking process is made when the first is asked for."""
 
-    def __init__(self, preloaded: Sequence[str] = ()) -> None:
+    def __init__(self, preloaded: Sequence[str] = (), *, fork: bool = sys.platform == "linux") -> None:
         self._preloaded = preloaded
         """Further modules that trials will need."""
+        self._fork = fork
+        """Whether children are forked; otherwise each is `python -m rush` and imports everything itself, as a user's does."""
         self._server: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
 
@@ -62,7 +64,7 @@ class Starter:
         self, spec: Path, result: Path, log: Path, extra: Mapping[str, str], limit_s: float
     ) -> int | None:
         """Run a trial to its end; its exit code (negative: the signal it died of), or None if it ran past the limit."""
-        if sys.platform != "linux":
+        if not self._fork:
             return _run_plainly(spec, result, log, extra, limit_s)
         streams = [os.devnull, str(log), str(log)]
         trial = {"spec": str(spec), "result": str(result), "streams": streams, "environment": dict(extra)}
@@ -85,7 +87,7 @@ class Starter:
             {"words": list(words), "streams": streams.of(place), "environment": dict(extra)}
             for place, extra in enumerate(environments)
         ]
-        if sys.platform != "linux":
+        if not self._fork:
             return _rush_plainly(children, limit_s, kill_when)
         return self._children(children, limit_s, kill_when)
 
