@@ -34,7 +34,9 @@ CPU_INDEX = os.environ.get("TORCH_INDEX") or "https://download.pytorch.org/whl/c
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     parser.add_argument("--torch", default="auto", help=" | ".join(KINDS))
     parser.add_argument("--extras", default=None, help="also install the project: '' or 'dev'")
@@ -64,7 +66,7 @@ def prepare(folder: Path, wanted: str) -> str:
         print(f"{folder} was made with TORCH={had}; it is made anew with TORCH={kind}.", flush=True)
         shutil.rmtree(folder)
     if not (folder / "bin" / "python").exists():
-        venv.create(folder, with_pip=True, symlinks=True, system_site_packages=kind == "installed")
+        venv.create(folder, symlinks=True, system_site_packages=kind == "installed")
     if kind == "installed":
         show_torch(folder)
     mark.write_text(kind + "\n")
@@ -76,7 +78,15 @@ def install(folder: Path, kind: str, extras: str) -> None:
     constraints.write_text(constraints_for(kind))
     torch = re.search(r"^torch==(\S+)", constraints.read_text(), re.MULTILINE)
     assert torch is not None
-    print(f"Setting up {folder}, once: TORCH={kind}, torch {torch[1]} (docs/install.md says how large) ...", flush=True)
+    print(
+        f"Setting up {folder}, once: TORCH={kind}, torch {torch[1]} (docs/install.md says how large) ...",
+        flush=True,
+    )
+    subprocess.run(
+        [str(folder / "bin" / "python"), "-Im", "ensurepip", "--default-pip"],
+        stdout=subprocess.DEVNULL,
+        check=True,
+    )
     if sys.platform == "linux" and kind in ("cpu", "proven"):
         install_cpu_build(folder, torch[1], or_cuda=kind == "proven")
     project = f"{ROOT}[{extras}]" if extras else str(ROOT)
@@ -108,7 +118,7 @@ def constraints_for(kind: str) -> str:
         return (ROOT / "locks" / ("cpu.txt" if kind == "cpu" else "cuda.txt")).read_text()
     torch = installed_torch()
     lines = (ROOT / "locks" / ("cuda.txt" if torch["cuda"] else "cpu.txt")).read_text().splitlines()
-    own = {"torch", *torch["requires"]}
+    own = {"torch", "triton", *torch["requires"]}
     kept = [line for line in lines if re.split("[=; ]", line)[0] not in own]
     pins = [f"{name}=={version}" for name, version in torch["versions"].items()]
     return "\n".join([*kept, *pins]) + "\n"
@@ -116,18 +126,24 @@ def constraints_for(kind: str) -> str:
 
 def installed_torch() -> dict:  # type: ignore[type-arg]
     """What the Python at hand knows of torch; one sentence where it cannot serve."""
+    # Without importing it: that takes seconds, and make asks every time.
     ask = """
-import importlib.metadata as m, json, pathlib, re, torch
-requires = [re.match("[A-Za-z0-9._-]+", line)[0].lower().replace("_", "-") for line in m.requires("torch") or []]
+import importlib.metadata as m, importlib.util as u, json, pathlib, re, runpy
+folder = pathlib.Path(u.find_spec("torch").origin).parent
 names = {item.name for item in m.distributions()} & {"torch", "triton"}
-versions = {name: m.version(name) for name in sorted(names)}
-site = str(pathlib.Path(torch.__file__).parents[1])
-print(json.dumps({"cuda": torch.version.cuda, "requires": [*requires, "triton"], "versions": versions, "site": site}))
+print(json.dumps({
+    "cuda": runpy.run_path(str(folder / "version.py"))["cuda"],
+    "requires": [re.match("[A-Za-z0-9._-]+", line)[0].lower().replace("_", "-") for line in m.requires("torch") or []],
+    "versions": {name: m.version(name) for name in sorted(names)},
+    "site": str(folder.parent),
+}))
 """
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = done.stderr.strip().splitlines()[-1]
-        refuse(f"TORCH=installed: {sys.executable} cannot import torch ({reason}). Use TORCH=cuda or TORCH=cpu.")
+        refuse(
+            f"TORCH=installed: {sys.executable} cannot import torch ({reason}). Use TORCH=cuda or TORCH=cpu."
+        )
     torch = json.loads(done.stdout.splitlines()[-1])
     version = torch["versions"]["torch"]
     if tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH:
@@ -137,8 +153,8 @@ print(json.dumps({"cuda": torch.version.cuda, "requires": [*requires, "triton"],
 
 def show_torch(folder: Path) -> None:
     """An environment sees the packages of the system's Python, but not those of another environment: add the path."""
-    sees = [str(folder / "bin" / "python"), "-c", "import torch"]
-    if subprocess.run(sees, capture_output=True, check=False).returncode == 0:
+    sees = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"
+    if subprocess.run([str(folder / "bin" / "python"), "-c", sees], check=False).returncode == 0:
         return
     site = next((folder / "lib").glob("python3*/site-packages"))
     (site / "installed-torch.pth").write_text(installed_torch()["site"] + "\n")

@@ -87,7 +87,7 @@ PLATFORMS = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Resolution:
     platform: Platform
     python: str
@@ -105,9 +105,13 @@ class Resolution:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", nargs="?", choices=("write", "check"), default="write")
-    parser.add_argument("--upgrade", action="store_true", help="take the newest versions instead of keeping pins")
+    parser.add_argument(
+        "--upgrade", action="store_true", help="take the newest versions instead of keeping pins"
+    )
     arguments = parser.parse_args()
     if arguments.command == "check":
         return check(offline=os.environ.get("OFFLINE", "") not in ("", "0"))
@@ -131,7 +135,9 @@ def write(lock: Lock, upgrade: bool) -> None:
         if path.exists() and not upgrade:
             shutil.copy(path, kept)
         done = _compile(
-            [*command, f"{folder}/build.in", "-c", f"{folder}/pins", "-o", str(kept)], lock is CPU, offline=False
+            [*command, f"{folder}/build.in", "-c", f"{folder}/pins", "-o", str(kept)],
+            lock is CPU,
+            offline=False,
         )
         if done.returncode != 0:
             sys.exit(f"locks/{lock.name}.txt: {done.stderr.strip()}")
@@ -161,25 +167,28 @@ def check(offline: bool) -> int:
     for item in failed:
         print(f"\n{item.platform.name}, Python {item.python}, {item.install}:\n{item.reason}")
     if failed:
-        print(f"\n{len(failed)} of {len(found)} installations have no solution. Mend pyproject.toml, or run: make lock")
+        print(
+            f"\n{len(failed)} of {len(found)} installations have no solution. Mend pyproject.toml, or run: make lock"
+        )
     return 2 if failed else 0
 
 
 def resolve_all() -> list[Resolution]:
+    """First from what uv has seen before: a version's files never change. The index is asked for the rest alone."""
     wanted = list(itertools.product(PLATFORMS, PYTHONS, INSTALLS))
     with ThreadPoolExecutor(4) as pool:
-        return list(pool.map(lambda one: resolve(*one), wanted))
+        found = list(pool.map(lambda one: resolve(*one, offline=True), wanted))
+        if all(item.versions for item in found) or not index_answers():
+            return found
+        return list(pool.map(lambda one, seen: seen if seen.versions else resolve(*one), wanted, found))
 
 
-def resolve(platform: Platform, python: str, install: str) -> Resolution:
+def resolve(platform: Platform, python: str, install: str, offline: bool = False) -> Resolution:
     """What pip would install there. Wheels only: nobody should need a compiler to set up."""
     extra = [] if install == "runtime" else ["--extra", install]
     command = ["pyproject.toml", *extra, "--no-build", "-c", str(LOCKS / f"{platform.lock.name}.txt")]
     command += ["--python-platform", platform.target, "--python-version", python]
-    # A version's files never change, so what was seen before need not be asked for again.
-    done = _compile(command, platform.cpu_build, offline=True)
-    if done.returncode != 0:
-        done = _compile(command, platform.cpu_build, offline=False)
+    done = _compile(command, platform.cpu_build, offline)
     if done.returncode != 0:
         return Resolution(platform, python, install, {}, done.stderr.strip())
     versions = dict(re.findall(r"^([a-z0-9._-]+)==([^\s;]+)", done.stdout, re.MULTILINE))
