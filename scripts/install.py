@@ -10,7 +10,7 @@
 | proven    | the version proven on a GPU, as a CPU build where there is one     | locks/cuda.txt |
 | auto      | as the environment was made; a new one: cuda where an NVIDIA driver is, otherwise cpu    |
 
-The environment remembers its kind in `.torch`, whose time changes only when the kind does: make hangs on it.
+The environment remembers its kind in `.torch`, whose time changes only when the kind does: make goes by it.
 Only the standard library, and syntax that an old Python understands, so that it gets as far as the message.
 """
 
@@ -82,11 +82,11 @@ def install(folder: Path, kind: str, extras: str) -> None:
         f"Setting up {folder}, once: TORCH={kind}, torch {torch[1]} (docs/install.md says how large) ...",
         flush=True,
     )
-    subprocess.run(
-        [str(folder / "bin" / "python"), "-Im", "ensurepip", "--default-pip"],
-        stdout=subprocess.DEVNULL,
-        check=True,
-    )
+    ensurepip = [str(folder / "bin" / "python"), "-Im", "ensurepip", "--default-pip"]
+    if subprocess.run(ensurepip, capture_output=True, check=False).returncode != 0:
+        refuse(
+            f"{sys.executable} cannot make virtual environments. On Debian and Ubuntu: apt install python3-venv"
+        )
     if sys.platform == "linux" and kind in ("cpu", "proven"):
         install_cpu_build(folder, torch[1], or_cuda=kind == "proven")
     project = f"{ROOT}[{extras}]" if extras else str(ROOT)
@@ -140,10 +140,7 @@ print(json.dumps({
 """
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False)
     if done.returncode != 0:
-        reason = done.stderr.strip().splitlines()[-1]
-        refuse(
-            f"TORCH=installed: {sys.executable} cannot import torch ({reason}). Use TORCH=cuda or TORCH=cpu."
-        )
+        refuse(f"TORCH=installed: {sys.executable} has no torch. Use TORCH=cuda or TORCH=cpu.")
     torch = json.loads(done.stdout.splitlines()[-1])
     version = torch["versions"]["torch"]
     if tuple(map(int, version.split(".")[:2])) < OLDEST_TORCH:
