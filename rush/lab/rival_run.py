@@ -123,7 +123,7 @@ def _need(options: Options) -> None:
         extras = ",".join(dict.fromkeys(EXTRAS[name] for name in missing))
         raise MachineError(
             f"the rival needs {' and '.join(missing)}; install it with "
-            f'pip install "optimization-rush[{extras}]" -c constraints.txt.'
+            f'pip install "optimization-rush[{extras}]".'
         )
 
 

@@ -190,7 +190,7 @@ technique = Technique(
     apply=apply,
     requires=(
         Requirement(
-            'it needs the library liger-kernel: pip install "optimization-rush[liger]" -c constraints.txt',
+            'it needs the library liger-kernel: pip install "optimization-rush[liger]"',
             lambda machine, recipe: find_spec("liger_kernel") is not None,
         ),
         needs_cuda,
