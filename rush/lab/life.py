@@ -6,6 +6,8 @@ it is resumed and trains to the end; it is trained once more undisturbed, to the
 transformers, made to generate and, where it is a chat recipe, to chat; its adapters are merged. After each part
 is checked what must hold then. A life says nothing about speed or about long runs: it is the shortest run in which
 everything happens that happens in a long one.
+
+`rush/lab/usable.py` has a shorter one of two processes (`whole`, `again`) for what a ladder or a search has measured.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from __future__ import annotations
 import json
 import math
 import re
+import shutil
+import signal
 import socket
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -33,6 +37,8 @@ from rush.techniques import registry
 STEPS, SAVE_EVERY, VALIDATE_EVERY, SAMPLE_EVERY = 6, 2, 3, 3
 TRAINING = ("train", "resume")
 """The parts that show whether a recipe can be trained with at all."""
+UNDISTURBED = ("whole", "again")
+"""The same without a kill, so that what a resumed run computes is seen beside what it should."""
 EVERY = ("train", "resume", "repeat", "evaluate", "export", "generate", "chat", "merge")
 ADAPTERS = ("lora", "qlora", "int8_base")
 CLOCK = {"tokens_per_s", "trained_per_s", "step_s", "data_s", "memory_bytes", "mfu", "ceiling_fraction"}
@@ -42,6 +48,10 @@ CLOCK = {"tokens_per_s", "trained_per_s", "step_s", "data_s", "memory_bytes", "m
 class Broken(Exception):
     """Something that must hold after a part of a life does not."""
 
+    def __init__(self, problem: str, code: int | None = None) -> None:
+        super().__init__(problem)
+        self.code = code
+
 
 @dataclass(frozen=True)
 class Part:
@@ -50,6 +60,8 @@ class Part:
     name: str
     problem: str | None
     seconds: float
+    code: int | None = None
+    """The exit code of the command that failed; negative: the signal it died of."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,10 @@ class Lives:
     """How long one command may take."""
     options: tuple[str, ...] = ()
     """Further options of every `rush train`."""
+    strict: bool = True
+    """Whether a warning that helps nobody is a problem."""
+    tolerance: float = 0.0
+    """How far the losses of the part `again` may be from those of `whole`, relative."""
 
     def live(self, recipe: Recipe, parts: Sequence[str] = EVERY) -> Life:
         """Take a recipe that `short` made through these parts, as far as they concern it."""
@@ -104,13 +120,13 @@ class Lives:
         for name in parts:
             if not one.concerns(name):
                 continue
-            began, problem = time.monotonic(), None
+            began, problem, code = time.monotonic(), None, None
             try:
                 getattr(one, name)()
             except Broken as broken:
-                problem = str(broken)
-            lived.append(Part(name, problem, round(time.monotonic() - began, 2)))
-            if problem is not None and name in TRAINING:
+                problem, code = str(broken), broken.code
+            lived.append(Part(name, problem, round(time.monotonic() - began, 2), code))
+            if problem is not None and name in (*TRAINING, *UNDISTURBED):
                 break  # there is no trained model for the rest
         return Life(tuple(lived))
 
@@ -134,6 +150,8 @@ class _One:
     def train(self) -> None:
         """Train, and die by SIGKILL between two saves."""
         codes = self._train(self.run, kill_when=self._between_saves)
+        if any(code > 0 for code in codes):
+            self._finished(codes)
         if any(code == 0 for code in codes):
             raise Broken("the run ended before it could be killed")
         steps = self.run.checkpoints.steps()
@@ -145,6 +163,26 @@ class _One:
         """Go on to the end: no row missing, twice or not finite; every validation, sample and save where it was due."""
         self._finished(self._train(self.run, "--resume"))
         _check_whole(self.run, self.recipe)
+
+    def whole(self) -> None:
+        """Train to the end."""
+        self._finished(self._train(self.run))
+        _check_whole(self.run, self.recipe)
+
+    def again(self) -> None:
+        """Once more from the first checkpoint, as if the run had been killed after it: to the same losses."""
+        rows, (first, *later) = _rows(self.run.metrics), self.run.checkpoints.steps()
+        for step in later:
+            shutil.rmtree(self.run.checkpoints.path(step))
+        self.resume()
+        for before, now in zip(rows[first:], _rows(self.run.metrics)[first:], strict=True):
+            for name in ("loss", "val_loss"):
+                expected, found = before.get(name, 0.0), now.get(name, 0.0)
+                if abs(found - expected) > self.lives.tolerance * abs(expected):
+                    what = "validation loss" if name == "val_loss" else "loss"
+                    raise Broken(
+                        f"after a resume the {what} of step {now['step']} is {found:.6g}, without one {expected:.6g}"
+                    )
 
     def repeat(self) -> None:
         """The same run without a kill, for the same bits."""
@@ -236,14 +274,17 @@ class _One:
         surroundings = [{**lives.environment, **extra} for extra in environments]
         codes = lives.starter.rush(words, streams, surroundings, lives.limit_s, kill_when)
         if codes is None:
-            raise Broken(f"`rush {words[0]}` was not done after {lives.limit_s:g} s")
+            raise Broken(f"`rush {words[0]}` was not done after {lives.limit_s:g} s", -signal.SIGKILL)
         return codes
 
     def _finished(self, codes: Sequence[int]) -> None:
         if any(codes):
-            raise Broken(f"exit code {', '.join(map(str, codes))}: {_last_words(self._said())}")
+            words = f"exit code {', '.join(map(str, codes))}: {_last_words(self._said())}"
+            raise Broken(words, next(code for code in codes if code))
 
     def _check_warnings(self) -> None:
+        if not self.lives.strict:
+            return
         found = re.search(r"^.*(?:Warning\b|Traceback).*$", self._said(), re.MULTILINE)
         if found:
             raise Broken(f"a warning that helps nobody: {found.group(0).strip()[:300]}")
@@ -318,5 +359,7 @@ def _ranks(world: int) -> list[dict[str, str]]:
 
 
 def _last_words(said: str) -> str:
+    """The error message, or what was said last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1][:500] if lines else "it said nothing"
+    told = [line for line in lines if line.startswith("error: ")] or lines
+    return told[-1][:500] if told else "it said nothing"
