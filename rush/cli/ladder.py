@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.output import Json, note, print_json, print_table
+from rush.cli.output import ExtraTechniques, Json, note, print_json, print_table
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def ladder(
     view: Annotated[
         str, typer.Option(help="cumulative, alone, left_out, or all three with their interactions.")
     ] = "cumulative",
-    technique: Annotated[
-        list[Path] | None, typer.Option(help="A Python file that defines a further technique.")
-    ] = None,
+    technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
     """Measure what every technique gains on this machine, and prove that the model still learns the same.

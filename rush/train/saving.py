@@ -92,6 +92,8 @@ class Saver:
         self._preparing: threading.Thread | None = None
         self._hook: RemovableHandle | None = None
         """Of the copy under way, on the optimizer."""
+        self.failed_step: int | None = None
+        """Of the save whose error `wait` has raised."""
         self._abandoned = threading.Event()
         self._writer = Writer(self.checkpoints, self.ranks, self._go_on)
 
@@ -160,6 +162,7 @@ class Saver:
         if job is None:
             return None
         if job.error is not None:
+            self.failed_step = job.content.step
             raise job.error
         return job.done
 

@@ -17,9 +17,10 @@ from typing import Any
 
 import torch
 
-from rush.errors import Diverged, Drifted, MachineError, RushError
-from rush.hardware import in_gaps, memory_in_use, out_of_memory
+from rush.errors import Diverged, Drifted, RushError
+from rush.hardware import memory_in_use
 from rush.parallel.drift import check_drift
+from rush.parallel.joining import lost
 from rush.parallel.sharded import is_sharded
 from rush.recipe import Recipe
 from rush.records.metrics import MetricsWriter, read_rows
@@ -27,6 +28,7 @@ from rush.records.run_folder import RunFolder
 from rush.train.build import Run
 from rush.train.corpus import Corpus
 from rush.train.efficiency import Yardstick, yardstick
+from rush.train.failures import Doing, Phase
 from rush.train.frozen import whole_model
 from rush.train.sample import sample_text
 from rush.train.saving import Saver
@@ -84,6 +86,7 @@ class Session:
     sinks: list[Sink]
     view: View
     saver: Saver
+    doing: Doing
     prepared: bool = False
     """Whether there is memory for copies of the state."""
     last_step: float = math.inf
@@ -120,12 +123,18 @@ class Session:
                         self._save(step, row, last=stopping or step == total)
                     if stopping:
                         break
+                self.doing.at(Phase.END, row.get("step", done))
                 self.saver.wait()
         except RushError:
             self._let_save_end()
             raise
-        except BaseException:  # another rank may be gone, or there is no time
-            self.saver.abandon()
+        except BaseException as error:
+            if self.saver.failed_step is not None:
+                self.doing.at(Phase.SAVE, self.saver.failed_step)
+            if isinstance(error, Exception) and not lost(error):
+                self._let_save_end()
+            else:  # another rank is gone, or there is no time
+                self.saver.abandon()
             raise
         finally:
             self.view.close()
@@ -148,19 +157,19 @@ class Session:
         """What ranks hold alike must be equal to the bit, before it is saved at the latest."""
         every, ranks = self.recipe.run.drift_every, self.run.ranks
         if every and not ranks.alone and (saving or _due(every, step)):
-            ranks.at(f"the comparison of copies after step {step}")
-            with self._explained(step):
+            self.doing.at(Phase.COPIES, step)
+            with self._explained():
                 check_drift(ranks, self.run.model.named_parameters(), step)
 
     def _start(self, step: int, asked: bool, before: _Started | None) -> _Started:
         """Launch a step, on a device perhaps while it is at work on the one before; it may be when this returns."""
         began = time.perf_counter()
         opened = before.launched.arrived if before is not None else _mark(self.run.device)
-        self.run.ranks.at(f"step {step}")
+        self.doing.at(Phase.STEP, step)
         lr = learning_rate(self.recipe, step)
         batches = list(self.loader.next_step())
         data_s = time.perf_counter() - began
-        with self._explained(step):
+        with self._explained():
             launched = launch_step(self.run, step, lr, batches, stopping=asked)
         if not self.prepared and 0 < self.recipe.run.save_every < self.recipe.schedule.steps:
             self.prepared = True  # the optimizer has its state now
@@ -169,7 +178,8 @@ class Session:
 
     def _finish(self, started: _Started, tokens: int, gauge: Yardstick) -> dict[str, Any]:
         """Wait for a step and make its row."""
-        with self._explained(started.launched.step):
+        self.doing.at(Phase.STEP, started.launched.step)
+        with self._explained():
             result = started.launched.result()
         if result.stopping:
             self.last_step = min(self.last_step, started.launched.step + 1)
@@ -204,17 +214,10 @@ class Session:
         }
 
     @contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
-        """What can go wrong in a step, in words that help."""
+    def _explained(self) -> Iterator[None]:
+        """What is left of a run that diverged, in words that help. Other failures are explained further out."""
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            raise MachineError(
-                f"out of memory at step {step} on {self.run.machine.summary()}{in_gaps(error)}; halve "
-                "batch.micro (the total batch in tokens stays as it is), or shorten batch.sequence."
-            ) from None
         except Diverged as error:
             self._let_save_end()
             steps = self.folder.checkpoints.steps()
@@ -227,14 +230,15 @@ class Session:
 
     def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
         settings = self.recipe.run
-        self.run.ranks.at(f"step {step}, validation and samples")
         if last or _due(settings.validate_every, step):
-            with self._explained(step):
+            self.doing.at(Phase.VALIDATION, step)
+            with self._explained():
                 held_out = self.corpus.validation(self.recipe, self.run.loader_options)
                 row["val_loss"] = validate(self.run, held_out)
             figures = self.run.objective.figures(self.run.ranks.sum)
             row |= {f"val_{name}": value for name, value in figures.items()}
         sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
+        self.doing.at(Phase.SAMPLE if sampled else Phase.RECORD, step)
         run = _gathered(self.run) if sampled else self.run
         if self.rows is None:
             return
@@ -249,7 +253,7 @@ class Session:
             self.view.sample(step, text)
 
     def _save(self, step: int, row: dict[str, Any], last: bool) -> None:
-        self.run.ranks.at(f"the checkpoint of step {step}")
+        self.doing.at(Phase.SAVE, step)
         for rows in self.rows or ():
             rows.sync()
         extra = {
@@ -264,7 +268,7 @@ class Session:
 
     def _let_save_end(self) -> None:
         """The run ends for another reason, which is told; if the save that is under way fails, that is not."""
-        with suppress(RushError):
+        with suppress(Exception):
             self.saver.wait()
 
     def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
