@@ -6,6 +6,8 @@ it is resumed and trains to the end; it is trained once more undisturbed, to the
 transformers, made to generate and, where it is a chat recipe, to chat; its adapters are merged. After each part
 is checked what must hold then. A life says nothing about speed or about long runs: it is the shortest run in which
 everything happens that happens in a long one.
+
+`rush/lab/usable.py` has a shorter one of two processes (`whole`, `again`) for what a ladder or a search has measured.
 """
 
 from __future__ import annotations
@@ -33,12 +35,14 @@ from rush.recipe import Recipe
 from rush.recipe_io import changed, write_toml
 from rush.records.metrics import read_rows
 from rush.records.run_folder import RunFolder
-from rush.techniques.rounding import rounding, trains_adapters
+from rush.techniques.rounding import FP32, rounding, trains_adapters
 from rush.train.answers import encode_question
 
 STEPS, SAVE_EVERY, VALIDATE_EVERY, SAMPLE_EVERY = 6, 2, 3, 3
 TRAINING = ("train", "resume")
 """The parts that show whether a recipe can be trained with at all."""
+UNDISTURBED = ("whole", "again")
+"""The same without a kill, so that what a resumed run computes is seen beside what it should."""
 EVERY = ("train", "resume", "repeat", "evaluate", "export", "generate", "chat", "merge", "adapter")
 ATTEMPTS = 3
 """To be killed in time: on a busy machine a tiny run may be over before it is noticed that the moment has come."""
@@ -53,6 +57,8 @@ class Part:
     name: str
     problem: str | None
     seconds: float
+    code: int | None = None
+    """The exit code of the command that failed; negative: the signal it died of."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +103,10 @@ class Lives:
     """How long one command may take."""
     options: tuple[str, ...] = ()
     """Further options of every `rush train`."""
+    strict: bool = True
+    """Whether a warning that helps nobody is a problem."""
+    tolerance: float = 0.0
+    """How far the losses of the part `again` may be from those of `whole`, relative."""
 
     def live(self, recipe: Recipe, parts: Sequence[str] = EVERY) -> Life:
         """Take a recipe that `short` made through these parts, as far as they concern it."""
@@ -107,13 +117,13 @@ class Lives:
         for name in parts:
             if not one.concerns(name):
                 continue
-            began, problem = time.monotonic(), None
+            began, problem, code = time.monotonic(), None, None
             try:
                 getattr(one, name)()
             except Broken as broken:
-                problem = str(broken)
-            lived.append(Part(name, problem, round(time.monotonic() - began, 2)))
-            if problem is not None and name in TRAINING:
+                problem, code = str(broken), broken.code
+            lived.append(Part(name, problem, round(time.monotonic() - began, 2), code))
+            if problem is not None and name in (*TRAINING, *UNDISTURBED):
                 break  # there is no trained model for the rest
         return Life(tuple(lived))
 
@@ -159,6 +169,26 @@ class _One:
         to_the_bit = self.recipe.run.deterministic or self._kind() == "cpu"
         checks.check_repeated(self.before, checks.rows_of(self.run.metrics), to_the_bit=to_the_bit)
 
+    def whole(self) -> None:
+        """Train to the end."""
+        self._finished(self._train(self.run))
+        checks.check_whole(self.run, self.recipe)
+
+    def again(self) -> None:
+        """Once more from the first checkpoint, as if the run had been killed after it: to the same losses."""
+        rows, (first, *later) = checks.rows_of(self.run.metrics), self.run.checkpoints.steps()
+        for step in later:
+            shutil.rmtree(self.run.checkpoints.path(step))
+        self.resume()
+        for before, now in zip(rows[first:], checks.rows_of(self.run.metrics)[first:], strict=True):
+            for name in ("loss", "val_loss"):
+                expected, found = before.get(name, 0.0), now.get(name, 0.0)
+                if abs(found - expected) > self.lives.tolerance * abs(expected):
+                    what = "validation loss" if name == "val_loss" else "loss"
+                    raise Broken(
+                        f"after a resume the {what} of step {now['step']} is {found:.6g}, without one {expected:.6g}"
+                    )
+
     def repeat(self) -> None:
         """The same run without a kill, for the same bits."""
         whole = RunFolder(self.lives.folder / "undisturbed")
@@ -181,7 +211,7 @@ class _One:
         self._rush("export", str(self.run.path), "--to", str(to))
         # Adapters are merged into weights of the base's dtype, and rounded once more on the way.
         merged = rounding(self.recipe) if trains_adapters(self.recipe) else 0.0
-        self._same_logits(to, max(merged, 10 * checks.FP32))
+        self._same_logits(to, max(merged, 10 * FP32))
 
     def generate(self) -> None:
         """`rush generate` says what the run's last sample said; and of the exported folder what it says of the run's."""
@@ -219,14 +249,14 @@ class _One:
         """`rush merge`, and the merged model computes the same logits; in fp32, where nothing is rounded once more."""
         to = self.lives.folder / "merged"
         self._rush("merge", str(self.run.path), "--dtype", "float32", "--to", str(to))
-        self._same_logits(to, 10 * checks.FP32)
+        self._same_logits(to, 10 * FP32)
 
     def adapter(self) -> None:
         """`rush export --adapter`, and PEFT, which puts it on the base, computes the same logits."""
         to, base = self.lives.folder / "adapter", self.recipe.model.init_from
         assert base is not None
         self._rush("export", str(self.run.path), "--adapter", "--to", str(to))
-        self._same_logits(Path(base), 10 * checks.FP32, adapter=to)
+        self._same_logits(Path(base), 10 * FP32, adapter=to)
 
     def _opened_by_peft(self) -> bool:
         """Whether the run has adapters over a folder that PEFT can open and on weights as they are there."""
@@ -283,14 +313,16 @@ class _One:
         surroundings = [{**lives.environment, **extra} for extra in environments]
         codes = lives.starter.rush(words, streams, surroundings, lives.limit_s, kill_when)
         if codes is None:
-            raise Broken(f"`rush {words[0]}` was not done after {lives.limit_s:g} s")
+            raise Broken(f"`rush {words[0]}` was not done after {lives.limit_s:g} s", -signal.SIGKILL)
         return codes
 
     def _finished(self, codes: Sequence[int]) -> None:
         """Exit code 0, and nothing said that needs an explanation."""
         if any(codes):
-            raise Broken(f"exit code {', '.join(map(str, codes))}: {checks.last_words(self._said())}")
-        checks.check_words(self._said())
+            words = f"exit code {', '.join(map(str, codes))}: {checks.last_words(self._said())}"
+            raise Broken(words, next(code for code in codes if code))
+        if self.lives.strict:
+            checks.check_words(self._said())
 
     def _said(self) -> str:
         """What the last command wrote to standard error, all its processes."""

@@ -29,7 +29,11 @@ COMPLAINTS = re.compile(
 
 
 class Broken(Exception):
-    """Something that must hold after a part of a life does not."""
+    """Something that must hold after a part of a life does not; with the exit code of the command that failed."""
+
+    def __init__(self, problem: str, code: int | None = None) -> None:
+        super().__init__(problem)
+        self.code = code
 
 
 def check_whole(run: RunFolder, recipe: Recipe) -> None:
@@ -132,5 +136,7 @@ def _checkpoint_files(run: RunFolder) -> dict[str, Path]:
 
 
 def last_words(said: str) -> str:
+    """The error message, or what was said last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    return lines[-1][:500] if lines else "it said nothing"
+    told = [line for line in lines if line.startswith("error: ")] or lines
+    return told[-1][:500] if told else "it said nothing"
