@@ -46,6 +46,7 @@ UNDISTURBED = ("whole", "again")
 EVERY = ("train", "resume", "repeat", "evaluate", "export", "generate", "chat", "merge", "adapter")
 ATTEMPTS = 3
 """To be killed in time: on a busy machine a tiny run may be over before it is noticed that the moment has come."""
+SAID = 4000
 SAMPLING = ("--temperature", "0.8", "--top-k", "50")
 """How a run draws its samples."""
 
@@ -59,6 +60,8 @@ class Part:
     seconds: float
     code: int | None = None
     """The exit code of the command that failed; negative: the signal it died of."""
+    said: str = ""
+    """The end of what its last command wrote to standard error, where there is a problem."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +125,10 @@ class Lives:
                 getattr(one, name)()
             except Broken as broken:
                 problem, code = str(broken), broken.code
-            lived.append(Part(name, problem, round(time.monotonic() - began, 2), code))
+            except Exception as error:  # whatever breaks in a life is what the life is asked about
+                problem = f"{type(error).__name__}: {error}"
+            said = one.said()[-SAID:] if problem is not None else ""
+            lived.append(Part(name, problem, round(time.monotonic() - began, 2), code, said))
             if problem is not None and name in (*TRAINING, *UNDISTURBED):
                 break  # there is no trained model for the rest
         return Life(tuple(lived))
@@ -158,7 +164,7 @@ class _One:
             raise Broken(f"the run ended before it could be killed, {ATTEMPTS} times")
         if any(code != -signal.SIGKILL for code in codes):
             self._finished(codes)
-        checks.check_words(self._said())
+        checks.check_words(self.said())
         checks.check_sealed(self.run, self.run.checkpoints.steps()[-1])
         self.before.extend(checks.rows_of(self.run.metrics))
 
@@ -319,12 +325,12 @@ class _One:
     def _finished(self, codes: Sequence[int]) -> None:
         """Exit code 0, and nothing said that needs an explanation."""
         if any(codes):
-            words = f"exit code {', '.join(map(str, codes))}: {checks.last_words(self._said())}"
+            words = f"exit code {', '.join(map(str, codes))}: {checks.last_words(self.said())}"
             raise Broken(words, next(code for code in codes if code))
         if self.lives.strict:
-            checks.check_words(self._said())
+            checks.check_words(self.said())
 
-    def _said(self) -> str:
+    def said(self) -> str:
         """What the last command wrote to standard error, all its processes."""
         path = self._streams().stderr
         return "".join(file.read_text() for file in sorted(path.parent.glob(f"{path.name}*")))

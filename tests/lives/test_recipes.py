@@ -52,6 +52,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return {"RUSH_CACHE": str(tmp_path_factory.mktemp("cache"))}
 
 
+@pytest.mark.timeout(900)  # a compiler on busy cores
 @pytest.mark.parametrize("lived", READY, ids=lambda lived: lived.id)
 def test_a_ready_recipe_lives_a_whole_life(
     lived: Lived, starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
