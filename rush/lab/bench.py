@@ -105,8 +105,13 @@ class Bench:
         write_json_atomic(path, outcome.to_dict())
         return outcome
 
-    def life(self, recipe: Recipe, limit_s: float = math.inf) -> LifeRecord:
-        """The short life of a recipe that was measured, lived now or earlier; one of which nothing is known is tried again."""
+    def life(
+        self, recipe: Recipe, limit_s: float = math.inf, compiled_for: Recipe | None = None
+    ) -> LifeRecord:
+        """The short life of a recipe that was measured, lived now or earlier; one of which nothing is known is tried again.
+
+        Trials may have been made of a variant with another number of micro batches: compilers find what they made for it.
+        """
         path = self._life_path(recipe)
         if path.exists():
             known: LifeRecord = json.loads(path.read_text())
@@ -117,7 +122,7 @@ class Bench:
             short,
             self.work / path.stem,
             device=self.machine.device,
-            compiled=self._compiled(recipe),
+            compiled=self._compiled(compiled_for or recipe),
             techniques=self.extra_techniques,
             limit_s=min(self.plan.measure.limit_s, limit_s),
         )

@@ -139,4 +139,4 @@ def last_words(said: str) -> str:
     """The error message, or what was said last."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
     told = [line for line in lines if line.startswith("error: ")] or lines
-    return told[-1][:500] if told else "it said nothing"
+    return told[-1][:1000] if told else "it said nothing"

@@ -13,13 +13,16 @@ def candidate(name: str, proved: bool | None) -> Any:
     return SimpleNamespace(key=name, known_recipe=name, results={} if proved is None else {"prove": proved})
 
 
-def search(base: Any, sound: set[str], affordable: bool) -> Any:
+def search(base: Any, sound: set[str], affordable: bool, broken: frozenset[str] = frozenset()) -> Any:
     return SimpleNamespace(
         base=base,
         outlook=SimpleNamespace(suspect=lambda recipe: False),
         affordable=lambda kind, recipe, reserve: affordable,
         prove=lambda one: one.key in sound,
         without_idle=lambda one: None,
+        live=lambda one: one.key not in broken,
+        unusable=lambda recipe: None,
+        without_broken=lambda one: None,
     )
 
 
@@ -31,6 +34,7 @@ def test_without_time_for_another_proof_one_that_was_proved_before_wins() -> Non
     assert _proved(search(base, sound, affordable=False), places) is before
     assert _proved(search(base, sound, affordable=True), places) is unproved
     assert _proved(search(base, set(), affordable=True), places) is None
+    assert _proved(search(base, sound, affordable=True, broken=frozenset({"near it"})), places) is before
 
 
 def test_what_is_no_better_than_the_recipe_as_it_stood_does_not_win() -> None:
