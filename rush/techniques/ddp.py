@@ -12,6 +12,7 @@ ranks that share a sample send their gradients along.
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -61,6 +62,12 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
         knobs = {name: knob.default for name, knob in fsdp.technique.knobs.items()}
         fsdp.shard(build, one_shard, {**knobs, "stage": "optimizer"})
         return
+    # After its first step DistributedDataParallel deals gradients out to buckets anew, and where one lies in its bucket decides in
+    # which order three ranks or more add it up: a resumed run would round its first step otherwise. If it has to look for
+    # parameters without a gradient it leaves the buckets as they are.
+    fixed = build.recipe.run.deterministic and mesh.size() > 2
+    if fixed:
+        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     made: list[nn.parallel.DistributedDataParallel] = []
     last = True
 
@@ -71,6 +78,7 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
                 process_group=mesh.get_group(),
                 bucket_cap_mb=float(knobs["bucket_mb"]),
                 gradient_as_bucket_view=bool(knobs["bucket_view"]),
+                find_unused_parameters=fixed,
                 **_keep_buffers(),
             )
         )
