@@ -70,9 +70,12 @@ def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
         if search.outlook.suspect(recipe):
             continue
         if candidate is search.base:
-            return None  # what comes behind it is no better
-        if names := search.unusable(recipe):
-            candidate.state, candidate.reason = "unusable", f"it has {names}, with which another one broke"
+            if search.live(candidate):
+                return None  # what comes behind it is no better
+            continue
+        if names := search.outlook.breaks(recipe):
+            told = f"it has {', '.join(sorted(names))}, with which another one broke"
+            candidate.state, candidate.reason = "unusable", told
             continue
         known = "prove" in candidate.results
         if number and not known and not search.affordable("prove", recipe, reserve=False):
@@ -95,7 +98,7 @@ def _compared(search: Search, winner: Candidate) -> Candidate:
         better, fault = search.goal.ratio(winner.best, base.best), ""
         if search.outlook.suspect(base.known_recipe):
             fault = "learns something else than plain fp32"
-        elif search.unusable(base.known_recipe) or (better <= 1 and not search.live(base)):
+        elif search.outlook.breaks(base.known_recipe) or (better <= 1 and not search.live(base)):
             fault = "cannot be trained with"
         if better > 1 or fault:
             search.gain = gain(base.best, winner.best)

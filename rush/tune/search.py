@@ -3,7 +3,7 @@
 It begins with the recipe as it stands and leaps to what the planner thinks is best; most of the way is made in one trial, if
 the planner is right. From there it climbs: the likeliest single change first, each held against the lead, which moves on when
 one is ahead by more than chance gives. A technique that promises no more than the same learning curve has to show it before
-others are built upon it. When the time or the changes are used up, `finals.py` decides.
+others are built upon it, and it, like a leap, that it can be trained with. When the time or the changes are used up, `finals.py` decides.
 
 Nothing here touches a device or a file: `Laboratory` makes the trials, and a test can answer from a table.
 """
@@ -19,6 +19,7 @@ from rush.errors import MachineError
 from rush.lab.statistics import Ratio
 from rush.recipe import Recipe
 from rush.records.life import LifeRecord, broken
+from rush.records.tune import LEAP
 from rush.techniques import Parity
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate, Event
@@ -85,8 +86,6 @@ class Search:
     _proven: set[frozenset[str]] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
     """Techniques of which one made a leap fail; the climb asks each of them alone."""
-    _blamed: set[frozenset[str]] = field(default_factory=set)
-    """Techniques that together made a recipe unusable."""
 
     def __post_init__(self) -> None:
         self.options = Options(self.rules, self.outlook, self.budget, self._note)
@@ -111,12 +110,16 @@ class Search:
         suspects = [name for name, _ in whole.technique_uses() if name not in own]
         recipe, left_out = whole, list[str]()
         while identity(recipe) not in self.options.seen and self.outlook.sound(recipe):
-            leap = Move(f"planned: {describe(recipe)}", recipe)
+            leap = Move(f"{LEAP}{describe(recipe)}", recipe)
             expected = self.outlook.expected(leap, self.lead.known_recipe)
             if not self.affordable("rank", recipe) or (self.lead is not self.base and expected < ENOUGH):
                 return
             option = Option(leap, expected, simpler=less_than(recipe, self.lead.known_recipe))
             result = self._consider(option)
+            if names := self.outlook.breaks(recipe):
+                self._suspects |= names
+                recipe = whole = self._leaving_out(whole, names)
+                continue
             if result.status == "out_of_memory" and recipe.micro > 1:
                 whole = with_micro(Move("", whole), recipe.micro // 2).recipe
             elif result.ok or result.status in ("out_of_memory", "timed_out"):
@@ -221,7 +224,8 @@ class Search:
             self.options.lose(move, candidate.ratio, near=near)
             return result
         own = promise(move.recipe, self.rules.kept)
-        if own and own not in self._proven:
+        new = bool(own and own not in self._proven)
+        if new:
             if not self.affordable("prove", move.recipe, reserve=False):
                 candidate.reason = f"{candidate.ratio:.2f}×, but no time was left to prove it"
                 return result
@@ -230,6 +234,10 @@ class Search:
                 if rest is None or promise(rest.known_recipe, self.rules.kept) not in self._proven:
                     return result
                 candidate = rest
+        built_upon = new or move.key.startswith(LEAP)
+        if built_upon and self.affordable("life", candidate.known_recipe) and not self.live(candidate):
+            self.options.lose(move, 0.0)
+            return result
         candidate.state, candidate.reason = "ahead", f"took the lead: {candidate.ratio:.2f}×"
         self.lead = candidate
         return result
@@ -300,7 +308,7 @@ class Search:
         assert candidate.life is not None
         candidate.state, candidate.reason = "unusable", str(candidate.life["problem"])
         if names := blamed(candidate.life):
-            self._blamed.add(names)
+            self.outlook.unusable.add(names)
         return False
 
     def _live(self, candidate: Candidate) -> None:
@@ -311,11 +319,6 @@ class Search:
         took = "life" if verdict == "ok" else verdict
         self.budget.note(compiled(recipe), wall_s, self.budget.clock() - before, took)
         self.events.append(Event(candidate.key, "life", began, wall_s, verdict))
-
-    def unusable(self, recipe: Recipe) -> str | None:
-        """Which techniques of a recipe made another one unusable; None where nothing speaks against it."""
-        own = dict(recipe.technique_uses()).keys()
-        return next((", ".join(sorted(names)) for names in self._blamed if names <= own), None)
 
     def affordable(self, kind: str, recipe: Recipe, *, reserve: bool = True, aside_s: float = 0.0) -> bool:
         """Whether there is time for a trial, and after it for what must be made at the end, should it lead. `aside_s` is kept for

@@ -16,12 +16,11 @@ def candidate(name: str, proved: bool | None) -> Any:
 def search(base: Any, sound: set[str], affordable: bool, broken: frozenset[str] = frozenset()) -> Any:
     return SimpleNamespace(
         base=base,
-        outlook=SimpleNamespace(suspect=lambda recipe: False),
+        outlook=SimpleNamespace(suspect=lambda recipe: False, breaks=lambda recipe: frozenset()),
         affordable=lambda kind, recipe, reserve: affordable,
         prove=lambda one: one.key in sound,
         without_idle=lambda one: None,
         live=lambda one: one.key not in broken,
-        unusable=lambda recipe: None,
         without_broken=lambda one: None,
     )
 
@@ -40,3 +39,5 @@ def test_without_time_for_another_proof_one_that_was_proved_before_wins() -> Non
 def test_what_is_no_better_than_the_recipe_as_it_stood_does_not_win() -> None:
     base, slower = candidate("as it stands", None), candidate("slower", True)
     assert _proved(search(base, {"slower"}, affordable=True), [base, slower]) is None
+    broken = frozenset({"as it stands"})
+    assert _proved(search(base, {"slower"}, affordable=True, broken=broken), [base, slower]) is slower
