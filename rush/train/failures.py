@@ -208,9 +208,10 @@ def _say_suspects(found: list[Suspect], *, compiler: bool = False) -> str:
     further = ", ".join(one.technique.name for one in others if one not in blamed)
     beside = f" (further out: {further})" if further else ""
     mend = "mend it, or " if first.file else ""
+    report = "" if first.file or compiler else " Please report it, with the log."
     return (
         f"The code of the technique {first.technique.name} ({first.place}) stands on the stack{under}{beside}: {mend}take "
-        f"{'it' if len(blamed) == 1 else 'one'} out with {' or '.join(map(_without, blamed))}."
+        f"{'it' if len(blamed) == 1 else 'one'} out with {' or '.join(map(_without, blamed))}.{report}"
     )
 
 
@@ -226,7 +227,7 @@ def _how_to_go_on(doing: Doing) -> str:
         return ""
     if not (steps := folder.checkpoints.steps()):
         if folder.holds_run():
-            return "No checkpoint had been saved yet: --resume begins with step 1, with the same techniques; without one of them start a new run."
+            return "No checkpoint had been saved yet: --resume begins with step 1, with the same techniques."
         return "Nothing had been trained yet."
     return (
         f"The last checkpoint ({folder.checkpoints.path(steps[-1]).name}) is intact: go on from it with "

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import rush
 from rush.errors import MachineError, Outage, OwnFault, RunFailed, RushError
 from rush.recipe_io import load_recipe
 from rush.records.checkpoints import verify
@@ -135,6 +136,27 @@ def test_a_folder_that_takes_no_log_has_it_elsewhere(tmp_path: Path, monkeypatch
     message = str(explain(ValueError("bad"), Doing(RunFolder(folder))))
     assert f"The full log is {elsewhere}." in message
     assert "ValueError: bad" in elsewhere.read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "techniques", "said"),
+    [
+        ("techniques/fused_adamw.py", "['fused_adamw', 'compile']",
+         "The code of the technique fused_adamw (rush/techniques/fused_adamw.py:1, in <module>) stands on the stack: take it "
+         "out with techniques-=fused_adamw. Please report it, with the log."),
+        ("techniques/ddp.py", "[]", "stands on the stack: take it out with layout.ddp=1."),
+        ("train/step.py", "['fused_adamw', 'compile']",
+         "No technique's code stands on the stack; on are: compile, ddp, fused_adamw. This looks like a mistake in rush"),
+    ],
+)  # fmt: skip
+def test_a_technique_of_ours_is_named_too_and_how_to_take_it_out(
+    file: str, techniques: str, said: str, recipe: Path, tmp_path: Path
+) -> None:
+    code = compile("1 / 0", str(Path(rush.__file__).resolve().parent / file), "exec")
+    doing = Doing(RunFolder(tmp_path), load_recipe(str(recipe), [f"techniques={techniques}", "layout.ddp=2"]))
+    with pytest.raises(ZeroDivisionError) as caught:
+        exec(code)
+    assert said in str(explain(caught.value, doing))
 
 
 def test_an_error_without_words_or_with_too_many_fits_into_one_line(tmp_path: Path) -> None:
