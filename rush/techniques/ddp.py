@@ -12,7 +12,6 @@ ranks that share a sample send their gradients along.
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -64,10 +63,8 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
         return
     # After its first step DistributedDataParallel deals gradients out to buckets anew, and where one lies in its bucket decides in
     # which order three ranks or more add it up: a resumed run would round its first step otherwise. If it has to look for
-    # parameters without a gradient it leaves the buckets as they are.
+    # parameters without a gradient it leaves the buckets as they are. (It finds none, and would say so from C++.)
     fixed = build.recipe.run.deterministic and mesh.size() > 2
-    if fixed:
-        warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
     made: list[nn.parallel.DistributedDataParallel] = []
     last = True
 
