@@ -7,6 +7,7 @@ tried in its place. Where nobody is left, the recipe stays as it was.
 
 from __future__ import annotations
 
+from rush.records.life import broken
 from rush.tune.candidates import Candidate
 from rush.tune.goal import gain
 from rush.tune.search import Search
@@ -70,7 +71,7 @@ def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
         if search.outlook.suspect(recipe):
             continue
         if candidate is search.base:
-            if search.live(candidate):
+            if _examined(search):
                 return None  # what comes behind it is no better
             continue
         if names := search.outlook.breaks(recipe):
@@ -104,10 +105,22 @@ def _compared(search: Search, winner: Candidate) -> Candidate:
             search.gain = gain(base.best, winner.best)
             more = f", which {fault}" if fault else ""
             winner.reason = f"{better:.2f}× of the recipe as it stood{more}"
+            if broken(base.life):
+                search.live(base)  # says what is wrong with it
             return winner
         winner.state, winner.reason = "lost", f"lost the last round: {better:.2f}× of the recipe as it stood"
-    base.reason = NOTHING
-    proved = not search.affordable("prove", base.known_recipe, reserve=False) or search.prove(base)
-    if not proved or not search.live(base):
-        base.reason = f"{NOTHING}; of itself: {base.reason}"
+    _examined(search)
     return base
+
+
+def _examined(search: Search) -> bool:
+    """Hold the recipe as it stands against plain fp32, where there is time, and take it through its life; whether it can be
+    trained with."""
+    base, faults = search.base, []
+    timely = "prove" in base.results or search.affordable("prove", base.known_recipe, reserve=False)
+    if timely and not search.prove(base):
+        faults.append(base.reason)
+    if not search.live(base):
+        faults.append(base.reason)
+    base.reason = "; of itself: ".join([NOTHING, *faults])
+    return not broken(base.life)

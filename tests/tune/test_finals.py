@@ -10,17 +10,22 @@ from rush.tune.finals import _proved
 
 def candidate(name: str, proved: bool | None) -> Any:
     """One that was held against plain fp32 before (`proved` says how it went), or has yet to be."""
-    return SimpleNamespace(key=name, known_recipe=name, results={} if proved is None else {"prove": proved})
+    results = {} if proved is None else {"prove": proved}
+    return SimpleNamespace(key=name, known_recipe=name, results=results, reason="", life=None)
 
 
 def search(base: Any, sound: set[str], affordable: bool, broken: frozenset[str] = frozenset()) -> Any:
+    def live(one: Any) -> bool:
+        one.life = {"verdict": "broken" if one.key in broken else "ok", "problem": "it cannot"}
+        return one.key not in broken
+
     return SimpleNamespace(
         base=base,
         outlook=SimpleNamespace(suspect=lambda recipe: False, breaks=lambda recipe: frozenset()),
         affordable=lambda kind, recipe, reserve: affordable,
         prove=lambda one: one.key in sound,
         without_idle=lambda one: None,
-        live=lambda one: one.key not in broken,
+        live=live,
         without_broken=lambda one: None,
     )
 
