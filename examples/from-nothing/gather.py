@@ -62,7 +62,9 @@ def fetch(package: str, entry: dict[str, Any], to: Path) -> Path | None:
         for file in entry["files"]:
             urllib.request.urlretrieve(f"{ARCHIVE}/{file}", unpacking / Path(file).name)
     else:
-        got = subprocess.run(["apt-get", "download", "-q", package], cwd=downloads, capture_output=True)
+        got = subprocess.run(
+            ["apt-get", "download", "-q", package], cwd=downloads, capture_output=True, check=False
+        )
         found = sorted(downloads.glob(f"{package}_*.deb"))
         if got.returncode != 0 or not found:
             return None
@@ -96,9 +98,9 @@ def write_rows(path: Path, source: str, documents: Iterator[str]) -> tuple[int, 
     count = size = 0
     half = path.with_suffix(".half")
     with half.open("w", encoding="utf-8") as file:
-        for text in documents:
+        for document in documents:
             # A lone surrogate or a control character is nothing to learn from.
-            text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]", "", text).strip()
+            text = re.sub(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]", "", document).strip()
             if text:
                 file.write(json.dumps({"text": text, "source": source}, ensure_ascii=False) + "\n")
                 count, size = count + 1, size + len(text.encode())

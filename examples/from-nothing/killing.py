@@ -2,22 +2,22 @@
 
     python examples/from-nothing/killing.py --run RUN --at STEP --keep ROWS.jsonl -- rush train …
 
-starts the command in a process group of its own and sends SIGKILL to all of it once RUN/metrics.jsonl has row STEP. The
-rows after the newest checkpoint, which a resumed run cuts away and writes again, are copied to ROWS.jsonl: what the
-resumed run writes instead can be held against them. A command that ends before STEP gives its exit code.
+starts the command and sends SIGKILL to it and to its children once RUN/metrics.jsonl has row STEP. The rows after the
+newest checkpoint, which a resumed run cuts away and writes again, are copied to ROWS.jsonl: what the resumed run writes
+instead can be held against them. A command that ends before STEP gives its exit code.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 
 def main() -> None:
@@ -28,12 +28,12 @@ def main() -> None:
     parser.add_argument("command", nargs=argparse.REMAINDER)
     options = parser.parse_args()
     command = options.command[1:] if options.command[:1] == ["--"] else options.command
-    process = subprocess.Popen(command, start_new_session=True)
-    # Whoever ends this script ends the training too: it would be in the way of the next one.
-    signal.signal(signal.SIGTERM, lambda *_: (os.killpg(process.pid, signal.SIGKILL), sys.exit(143)))
+    process = subprocess.Popen(command)
     while process.poll() is None:
         if last_step(options.run / "metrics.jsonl") >= options.at:
-            os.killpg(process.pid, signal.SIGKILL)
+            children = psutil.Process(process.pid).children(recursive=True)
+            for one in (process, *children):
+                one.kill()
             process.wait()
             keep_lost(options.run, options.keep)
             return

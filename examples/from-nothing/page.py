@@ -75,7 +75,9 @@ def main() -> None:
 
 def _pretraining_curve(records: Records) -> str:
     rows = records.rows("pretrain/metrics.jsonl")
-    marks = _losses(FRAME, rows, "tokens", lambda value: f"{value / 1e6:g}M", "tokens trained on", log_x=False)
+    marks = _losses(
+        FRAME, rows, "tokens", lambda value: f"{value / 1e6:g}M", "tokens trained on", log_x=False
+    )
     tokens = {row["step"]: row["tokens"] for row in rows}
     x = _x_scale(FRAME, rows, "tokens")
     for number, lost in enumerate(records.kills(), 1):
@@ -107,7 +109,9 @@ def _losses(
     held = [(row[key], row["val_loss"]) for row in drawn if row.get("val_loss") is not None]
     low, high = widened([row["loss"] for row in drawn] + [loss for _, loss in held])
     x, y = _x_scale(frame, rows, key), Scale(low, high, frame.y_end, frame.top)
-    marks = y_axis(frame, y, ticks(low, high, 5), lambda value: f"{value:g}", "loss: each step (pale), held out (dark)")
+    marks = y_axis(
+        frame, y, ticks(low, high, 5), lambda value: f"{value:g}", "loss: each step (pale), held out (dark)"
+    )
     marks += x_axis(frame, x, ticks(0, rows[-1][key], 8), label, title)
     marks.append(tag("path", class_="train", d=path([(x(row[key]), y(row["loss"])) for row in drawn])))
     if held:
@@ -176,7 +180,11 @@ def _stage_rows(records: Records) -> str:
         "export": ("export for transformers", "rush export"),
     }
     seconds = _seconds(records)
-    rows = [f"| {what} | `{command}` | {seconds[name]} |" for name, (what, command) in words.items() if name in seconds]
+    rows = [
+        f"| {what} | `{command}` | {seconds[name]} |"
+        for name, (what, command) in words.items()
+        if name in seconds
+    ]
     return "\n".join(rows)
 
 
@@ -196,7 +204,11 @@ def _minutes(seconds: float) -> str:
 
 def _machine_name(machine: dict[str, Any]) -> str:
     devices = machine.get("devices") or []
-    name = devices[0].get("name") if devices and isinstance(devices[0], dict) else machine.get("cpu", machine.get("device"))
+    name = (
+        devices[0].get("name")
+        if devices and isinstance(devices[0], dict)
+        else machine.get("cpu", machine.get("device"))
+    )
     return f"{name}, torch {machine.get('versions', {}).get('torch', machine.get('torch', ''))}".strip(", ")
 
 
@@ -323,21 +335,33 @@ def _held(rows: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def _accuracy(records: Records, run: str, task: str) -> dict[str, float]:
-    found: dict[str, float] = records.value(f"evaluations/{run}-{task}.json")["models"][-1]["choices"]["acc_norm"]
+    found: dict[str, float] = records.value(f"evaluations/{run}-{task}.json")["models"][-1]["choices"][
+        "acc_norm"
+    ]
     return found
 
 
 def _evaluation_part(records: Records) -> str:
     lines = []
-    for task, words in (("definitions", "which of four definitions is the word's"), ("synonyms", "which of four words means the same")):
+    for task, words in (
+        ("definitions", "which of four definitions is the word's"),
+        ("synonyms", "which of four words means the same"),
+    ):
         cells = [_share(_accuracy(records, run, task)) for run in ("pretrain", "sft", "dpo")]
         lines.append(f"| {words} (acc_norm; chance 25 %) | {' | '.join(cells)} |")
     asked = records.value("evaluations/sft-questions.json")["models"]
     after = records.value("evaluations/dpo-questions.json")["models"][-1]
     losses = [asked[0]["held_out"]["loss"], asked[1]["held_out"]["loss"], after["held_out"]["loss"]]
-    lines.append("| loss of the right answers to held-out questions | " + " | ".join(f"{loss:.3f}" for loss in losses) + " |")
+    lines.append(
+        "| loss of the right answers to held-out questions | "
+        + " | ".join(f"{loss:.3f}" for loss in losses)
+        + " |"
+    )
     pairs = records.value("evaluations/dpo-pairs.json")["models"]
-    for key, words in (("by_sum", "the right answer wins over the wrong one, whole answer"), ("by_token", "the same, per token")):
+    for key, words in (
+        ("by_sum", "the right answer wins over the wrong one, whole answer"),
+        ("by_token", "the same, per token"),
+    ):
         cells = [_share(model["wins"][key]) for model in pairs]
         lines.append(f"| {words} | | {' | '.join(cells)} |")
     change = pairs[1]["wins"]["change_by_sum"]
@@ -385,19 +409,24 @@ The same after SFT alone:
 
 def _chat(records: Records, run: str) -> str:
     lines = records.text(f"evaluations/chat-{run}.txt").splitlines()
-    said = [line for line in lines if not line.startswith(("$ ", "Leave with", "The conversation is forgotten"))]
+    said = [
+        line for line in lines if not line.startswith(("$ ", "Leave with", "The conversation is forgotten"))
+    ]
     return "\n".join(wrapped for line in said for wrapped in (textwrap.wrap(line, 118) or [""]))
 
 
 def _again_part(records: Records, folder: Path) -> str:
     commands = [line for line in records.text("commands.log").splitlines() if line.startswith("$ ")]
     shown = "\n".join(textwrap.shorten(line, 400) for line in commands if "--json" not in line)
-    wrapped = "\n".join(" \\\n    ".join(textwrap.wrap(line, 112, break_on_hyphens=False, break_long_words=False)) for line in shown.splitlines())
+    wrapped = "\n".join(
+        " \\\n    ".join(textwrap.wrap(line, 112, break_on_hyphens=False, break_long_words=False))
+        for line in shown.splitlines()
+    )
     return f"""
 ## Once more
 
 ```sh
-bash examples/from-nothing/text.sh                        # Debian or Ubuntu, network: build/from-nothing/text.tar.xz
+bash examples/from-nothing/text.sh                        # Debian or Ubuntu, network: build/from-nothing/packed
 bash examples/from-nothing/story.sh prepare pretrain      # on the GPU machine
 bash examples/from-nothing/story.sh finetune
 TINY=1 bash examples/from-nothing/story.sh …              # a rehearsal on a CPU

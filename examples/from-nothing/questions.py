@@ -42,7 +42,11 @@ DEFINE = (
 )  # fmt: skip
 SYNONYM = ("What is a synonym of {word}?", "Give me a synonym of {word}.", "Which words mean the same as {word}?",
            "Another word for {word}?")  # fmt: skip
-OPPOSITE = ("What is the opposite of {word}?", "Give me the opposite of {word}.", "What is the antonym of {word}?")
+OPPOSITE = (
+    "What is the opposite of {word}?",
+    "Give me the opposite of {word}.",
+    "What is the antonym of {word}?",
+)
 BROADER = (
     "What kind of thing is {word}?",
     "What is {word} a kind of?",
@@ -52,8 +56,16 @@ SENTENCE = ("Use {word} in a sentence.", "Give me an example of {word}.", "How i
 THEN_SYNONYM = ("And a synonym?", "Give me a synonym.", "Is there another word for it?")
 THEN_OPPOSITE = ("And the opposite?", "What is its opposite?")
 THEN_SENTENCE = ("Use it in a sentence.", "Give me an example.", "How is it used?")
-COMPUTING = ("What is {word} in computing?", "What does {word} mean to a programmer?", "Explain {word}, the term of computing.")
-PACKAGE = ("What is the Debian package {word}?", "What is the package {word} for?", "What does the package {word} contain?")
+COMPUTING = (
+    "What is {word} in computing?",
+    "What does {word} mean to a programmer?",
+    "Explain {word}, the term of computing.",
+)
+PACKAGE = (
+    "What is the Debian package {word}?",
+    "What is the package {word} for?",
+    "What does the package {word} contain?",
+)
 MANUAL = ("What does {word} do in C?", "What is {word} in Linux?", "What does the manual say about {word}?")
 DEVIL = ("How does the Devil's Dictionary define {word}?", "What would Ambrose Bierce say about {word}?")
 
@@ -130,7 +142,9 @@ def talks_about(word: str, senses: list[Sense]) -> Iterator[Turns]:
     """Conversations about a word: what it means, then what else is known of it."""
     first = senses[0]
     answer = defined(word, first)
-    more = next((sense for sense in senses[1:] if sense.gloss != first.gloss and len(sense.gloss) < 150), None)
+    more = next(
+        (sense for sense in senses[1:] if sense.gloss != first.gloss and len(sense.gloss) < 150), None
+    )
     if more is not None and number(f"two {word}") % 3 == 0:
         article = "an" if more.kind[0] == "a" else "a"
         again = "It can also mean" if more.kind == first.kind else f"As {article} {more.kind} it means"
@@ -268,7 +282,9 @@ def synonyms(words: dict[str, list[Sense]], most: int = 1500) -> Iterator[dict[s
         sense = words[word][0]
         known = {other for one in words[word] for other in one.synonyms}
         wrong = [other for other in chosen if words[other][0].kind == sense.kind and other not in known]
-        yield choice(f"A synonym of {word} is", f"{others(word, sense)[0]}.", [f"{one}." for one in wrong], word)
+        yield choice(
+            f"A synonym of {word} is", f"{others(word, sense)[0]}.", [f"{one}." for one in wrong], word
+        )
 
 
 def choice(query: str, right: str, wrong: list[str], word: str) -> dict[str, Any]:

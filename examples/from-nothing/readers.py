@@ -17,11 +17,14 @@ from pathlib import Path
 
 Reader = Callable[[Path, list[str]], Iterator[str]]
 
-BLOCKS = frozenset(
-    "p div li dd dt h1 h2 h3 h4 h5 h6 pre td th tr title item para desc blockquote section article br caption".split()
-)
+BLOCKS = frozenset({
+    "p", "div", "li", "dd", "dt", "h1", "h2", "h3", "h4", "h5", "h6", "pre", "td", "th", "tr", "title", "item", "para", "desc",
+    "blockquote", "section", "article", "br", "caption",
+})  # fmt: skip
 # What is around the text of a page, and what is no text. Mallard's `info` holds credits.
-SKIPPED = frozenset("script style head nav footer header info svg math button form select".split())
+SKIPPED = frozenset({
+    "script", "style", "head", "nav", "footer", "header", "info", "svg", "math", "button", "form", "select",
+})  # fmt: skip
 
 
 def opened(path: Path) -> bytes:
@@ -48,7 +51,11 @@ def unwrapped(text: str) -> str:
     paragraphs = []
     for block in re.split(r"\n\s*\n", textwrap.dedent(text.expandtabs())):
         # A line of one sign underlines a heading.
-        lines = [line for line in block.rstrip().splitlines() if not re.fullmatch(r"\s*([=*~^#+_\"'-])\1{2,}\s*", line)]
+        lines = [
+            line
+            for line in block.rstrip().splitlines()
+            if not re.fullmatch(r"\s*([=*~^#+_\"'-])\1{2,}\s*", line)
+        ]
         deep = sum(line.startswith("    ") for line in lines)
         if deep > len(lines) / 2 and len(lines) > 1:
             paragraphs.append("\n".join(lines))
@@ -61,7 +68,9 @@ def read_text(folder: Path, patterns: list[str]) -> Iterator[str]:
     """Plain text, Markdown, reStructuredText."""
     for path in files(folder, patterns):
         text = re.sub(r":[a-z:]+:`~?([^`<]+?)(?: <[^>]*>)?`", r"\1", read(path))  # roles of reStructuredText
-        text = re.sub(r"(?m)^( *)\.\. (_|index::|(?:current)?module::|sectionauthor::|highlight::).*\n", "", text)
+        text = re.sub(
+            r"(?m)^( *)\.\. (_|index::|(?:current)?module::|sectionauthor::|highlight::).*\n", "", text
+        )
         text = re.sub(r"(?m)^> ?", "", text)
         yield unwrapped(text.replace("``", "`"))
 
@@ -114,7 +123,9 @@ def read_html(folder: Path, patterns: list[str]) -> Iterator[str]:
     for path in files(folder, patterns):
         source = read(path)
         # What most generators call the page's own text, without menus.
-        body = re.search(r'<(?:div|main)[^>]*(?:role="main"|class="(?:body|document|chapter|sect1)").*', source, re.S)
+        body = re.search(
+            r'<(?:div|main)[^>]*(?:role="main"|class="(?:body|document|chapter|sect1)").*', source, re.S
+        )
         yield page_text(body[0] if body else source)
 
 
@@ -144,7 +155,9 @@ def read_dictionary(folder: Path, patterns: list[str]) -> Iterator[str]:
 def entry(text: str) -> str:
     """An entry without pronunciations, marks of editors and braces around cross references."""
     text = re.sub(r"\\[^\\\n]{1,60}\\ ?,? ?", " ", text)
-    text = re.sub(r"\[(?:1913 Webster|WordNet 1\.5|PJC|Century Dict\.[^\]]*|Webster \d+[^\]]*)(?: \+PJC)?\]", "", text)
+    text = re.sub(
+        r"\[(?:1913 Webster|WordNet 1\.5|PJC|Century Dict\.[^\]]*|Webster \d+[^\]]*)(?: \+PJC)?\]", "", text
+    )
     text = re.sub(r"\(\d{4}-\d\d-\d\d\)", "", text)
     text = re.sub(r"(?m)^[ \t]+", "", re.sub(r"[{}]", "", text))
     return re.sub(r"[ ]{2,}", " ", unwrapped(text)).strip()
@@ -166,8 +179,9 @@ def read_manual(folder: Path, patterns: list[str]) -> Iterator[str]:
 def manual_text(source: str) -> str:
     source = re.sub(r"(?ms)^\.(TS|EQ|PS)\b.*?^\.(TE|EN|PE)\b.*?$", "", source)
     lines: list[str] = []
-    for line in source.splitlines():
-        if line.startswith(("'", ".\\", '.\\"')):
+    for written in source.splitlines():
+        line = written
+        if line.startswith(("'", ".\\")):
             continue
         macro, _, rest = line.partition(" ")
         if macro in (".SH", ".SS", ".PP", ".P", ".LP", ".TP", ".IP", ".sp", ".HP"):
@@ -183,25 +197,25 @@ def manual_text(source: str) -> str:
             continue
         lines.append(line)
     text = re.sub(r"\\f[BIRP]|\\f\(..|\\&|\\/|\\,|\\[|^]|\\s[-+]?\d", "", "\n".join(lines))
-    for mark, letter in (("\\-", "-"), ("\\(aq", "'"), ("\\(bu", "*"), ("\\(em", "—"), ("\\e", "\\"), ("\\ ", " ")):
+    for mark, letter in (
+        ("\\-", "-"),
+        ("\\(aq", "'"),
+        ("\\(bu", "*"),
+        ("\\(em", "—"),
+        ("\\e", "\\"),
+        ("\\ ", " "),
+    ):
         text = text.replace(mark, letter)
     return unwrapped(re.sub(r"\\\(..|\\\[[^]]*\]|\\\*\([a-z]{2}", "", text))
-
-
-def read_pod(folder: Path, patterns: list[str]) -> Iterator[str]:
-    for path in files(folder, patterns):
-        text = re.sub(r"(?m)^=(head\d|item) *", "", read(path))
-        text = re.sub(r"(?m)^=.*$", "", text)
-        for _ in range(3):  # codes may be nested
-            text = re.sub(r"[BCFILSX]<(?:[^<>|]*\|)?([^<>]*)>", r"\1", text)
-        yield unwrapped(text.replace("E<gt>", ">").replace("E<lt>", "<"))
 
 
 def read_sword(folder: Path, patterns: list[str]) -> Iterator[str]:
     """SWORD's modules: zlib blocks, a book each; a file beside them (.bzs) says where they begin."""
     for path in files(folder, patterns):
         data, index = path.read_bytes(), path.with_suffix(".bzs").read_bytes()
-        for start in sorted({int.from_bytes(index[at : at + 4], "little") for at in range(0, len(index), 12)}):
+        for start in sorted(
+            {int.from_bytes(index[at : at + 4], "little") for at in range(0, len(index), 12)}
+        ):
             text = zlib.decompressobj().decompress(data[start:]).decode("utf-8", "replace")
             text = re.sub(r"<(note|title)\b.*?</\1>", " ", text, flags=re.S)
             text = html.unescape(re.sub(r"<[^>]*>", " ", text))
@@ -238,7 +252,9 @@ def read_sections(folder: Path, patterns: list[str]) -> Iterator[str]:
     """Descriptions that stand between lines of percent signs."""
     for path in files(folder, patterns):
         for part in read(path).split("%%%%"):
-            lines = [line for line in part.splitlines() if not re.match(r"[#:{}]|\s*(end|return|if|local) ", line)]
+            lines = [
+                line for line in part.splitlines() if not re.match(r"[#:{}]|\s*(end|return|if|local) ", line)
+            ]
             yield unwrapped("\n".join(lines))
 
 
@@ -248,7 +264,6 @@ READERS: dict[str, Reader] = {
     "dictionary": read_dictionary,
     "fortunes": read_fortunes,
     "manual": read_manual,
-    "pod": read_pod,
     "sword": read_sword,
     "novels": read_novels,
     "speeches": read_speeches,

@@ -1,6 +1,6 @@
 """The exported model in transformers gives the logits that `rush` gives: how far apart are they at most?
 
-    python examples/from-nothing/same_logits.py RUN EXPORTED RESULT.json
+python examples/from-nothing/same_logits.py RUN EXPORTED RESULT.json
 """
 
 from __future__ import annotations
@@ -25,9 +25,15 @@ def main() -> None:
     with torch.no_grad():
         mine, other = ours(tokens), theirs(tokens).logits
     answer = theirs.generate(tokens, max_new_tokens=60, do_sample=False)
-    said = AutoTokenizer.from_pretrained(exported).decode(answer[0, tokens.shape[1] :], skip_special_tokens=True)
+    said = AutoTokenizer.from_pretrained(exported).decode(
+        answer[0, tokens.shape[1] :], skip_special_tokens=True
+    )
     difference = (mine - other).abs().max().item()
-    record = {"largest_difference": difference, "largest_logit": other.abs().max().item(), "transformers_says": said}
+    record = {
+        "largest_difference": difference,
+        "largest_logit": other.abs().max().item(),
+        "transformers_says": said,
+    }
     result.write_text(json.dumps(record, indent=1) + "\n")
     sys.stdout.write(f"{record}\n")
     sys.exit(difference > 1e-3 * record["largest_logit"])

@@ -9,6 +9,8 @@
 #
 #     RUSH, PYTHON   how to call them                     LIMIT   seconds that `prepare pretrain` may take together
 #     RATE           tokens/s to expect                   TINY=1  a rehearsal with a tiny model on a CPU, some minutes
+#     STEPS          of pretraining, instead of what LIMIT and RATE give; what one call does not finish, the next goes on with
+#     PRETRAIN_CHANGES, SFT_CHANGES, DPO_CHANGES          more KEY=VALUE for a recipe, without spaces inside
 set -euo pipefail
 began=$SECONDS
 cd "$(dirname "$0")/../.."
@@ -27,18 +29,18 @@ mkdir -p "$RUNS"/{done,logs,evaluations,kills} "$OUT"
 STEP_TOKENS=131072
 if [ -n "${TINY:-}" ]; then
     # The same stages at a size that two CPU cores manage: the techniques that run there, and little text.
-    STEP_TOKENS=2048
-    CORPUS=(data.source=files "data.files=[\"$TEXT/corpus.jsonl\"]" data.limit=20000 data.tokenizer=train data.vocab_size=4096
+    STEP_TOKENS=512
+    CORPUS=(data.source=files "data.files=[\"$TEXT/corpus.jsonl\"]" data.limit=4000 data.tokenizer=train data.vocab_size=4096
         data.validation=0.01)
-    PRETRAIN=(tiny model.shape.vocab_size=4096 'techniques=["loader_workers"]' batch.sequence=256 batch.micro=4
-        run.validate_sequences=16)
-    SFT=(model.name=tiny model.shape.vocab_size=4096 'techniques=["pack_best_fit"]' batch.micro=4 batch.sequence=256
-        batch.total_tokens=1024 schedule.steps=60 run.save_every=30 run.validate_every=20 run.validate_sequences=64 run.sample_every=30
-        data.limit=3000)
-    DPO=(model.name=tiny model.shape.vocab_size=4096 'techniques=["pad"]' batch.micro=4 batch.total_tokens=1024 schedule.steps=30
-        schedule.warmup=5 run.save_every=15 run.validate_every=15 run.validate_sequences=16 run.sample_every=15 data.limit=300
+    PRETRAIN=(tiny model.shape.vocab_size=4096 'techniques=["loader_workers"]' batch.sequence=128 batch.micro=2
+        run.validate_sequences=8)
+    SFT=(model.name=tiny model.shape.vocab_size=4096 'techniques=["pack_best_fit"]' batch.micro=2 batch.sequence=256
+        batch.total_tokens=512 schedule.steps=40 run.save_every=20 run.validate_every=20 run.validate_sequences=8 run.sample_every=20
+        data.limit=2000)
+    DPO=(model.name=tiny model.shape.vocab_size=4096 'techniques=["pad"]' batch.micro=2 batch.total_tokens=512 schedule.steps=20
+        schedule.warmup=5 run.save_every=10 run.validate_every=10 run.validate_sequences=8 run.sample_every=10 data.limit=200
         optimizer.lr=1e-4)
-    EVALUATE=(--limit 60 --batch 8)
+    EVALUATE=(--limit 20 --batch 8)
 else
     sources="$($PYTHON -c 'import importlib.util as u; print(u.find_spec("torch").submodule_search_locations[0])')"
     CORPUS=(data.source=files "data.files=[\"$TEXT/corpus.jsonl\",\"$sources/**/*.py\"]" data.tokenizer=train data.vocab_size=32768
@@ -48,6 +50,10 @@ else
     DPO=()
     EVALUATE=(--batch 64)
 fi
+
+read -ra more <<<"${PRETRAIN_CHANGES:-}" && PRETRAIN+=(${more[@]+"${more[@]}"})
+read -ra more <<<"${SFT_CHANGES:-}" && SFT+=(${more[@]+"${more[@]}"})
+read -ra more <<<"${DPO_CHANGES:-}" && DPO+=(${more[@]+"${more[@]}"})
 
 pack() {
     tar czf "$OUT/records.tar.gz" --exclude=checkpoints --exclude='*.safetensors' --exclude=tensorboard --exclude=reference \
@@ -90,12 +96,22 @@ all() { # wait for all jobs in the background, and fail where one did
 }
 
 prepare() {
+    local packed
+    if [ ! -f "$TEXT/prose.jsonl" ]; then
+        for packed in "$WORK"/packed/*.tar.xz; do
+            $PYTHON -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")' "$packed" "$WORK" &
+        done
+        all
+    fi
+    # Mixed, so that the tokenizer, which is trained on the first 64 MB, sees some of everything.
     if [ ! -f "$TEXT/corpus.jsonl" ]; then
-        $PYTHON -c 'import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter="data")' "$WORK/text.tar.xz" "$WORK"
+        cat "$TEXT/words.jsonl" "$TEXT/prose.jsonl" | shuf --random-source=<(yes 1337) >"$TEXT/corpus.half"
+        mv "$TEXT/corpus.half" "$TEXT/corpus.jsonl"
     fi
     cp -r "$TEXT/gathered" "$RUNS/" 2>/dev/null || true
-    logged prepare $RUSH data prepare gpt2-124m "${CORPUS[@]}" ${TINY:+model.name=tiny model.shape.vocab_size=4096}
-    recorded corpus $RUSH data prepare gpt2-124m "${CORPUS[@]}" ${TINY:+model.name=tiny model.shape.vocab_size=4096}
+    # A second call finds what is prepared, and prints its counts.
+    logged prepare $RUSH data prepare "${PRETRAIN[@]}" "${CORPUS[@]}"
+    recorded corpus $RUSH data prepare "${PRETRAIN[@]}" "${CORPUS[@]}"
 }
 
 # As many steps as the time gives: three starts of the process, each with its compilation, and the steps done twice go off.
@@ -176,8 +192,10 @@ export_model() {
     logged same-logits $PYTHON $HERE/same_logits.py "$RUNS/dpo" "$RUNS/exported" "$RUNS/evaluations/logits.json"
 }
 
-stage() { # a stage once
-    [ -f "$RUNS/done/$1" ] || { "$1" && touch "$RUNS/done/$1"; }
+stage() { # a stage once (no && here: it would switch off set -e inside)
+    if [ -f "$RUNS/done/$1" ]; then return; fi
+    "$1"
+    touch "$RUNS/done/$1"
 }
 
 for wanted in "$@"; do
