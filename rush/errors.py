@@ -2,7 +2,7 @@
 
 A message is one sentence or two for a person: what is wrong, what was found, what is allowed, what
 to do. The command line prints it without a traceback and leaves with `exit_code`. Our own broken
-invariants are plain `assert`s: they are bugs, and a traceback is the right answer to a bug.
+invariants are plain `assert`s: they are bugs. Their traceback goes to a log, and one message says where that lies.
 """
 
 from __future__ import annotations
@@ -46,6 +46,18 @@ class RankLost(MachineError):
     """
 
     exit_code = 75
+
+
+class RunFailed(MachineError):
+    """A run broke off: a technique, the compiler, a kernel or memory failed in mid-run, and would fail again."""
+
+
+class Outage(RunFailed):
+    """The device or the system failed in mid-run. Another try may go well, so launchers start lost ranks again."""
+
+
+class OwnFault(RushError):
+    """A mistake of this package broke a run off."""
 
 
 class Diverged(RushError):

@@ -88,6 +88,21 @@ def write_json_atomic(path: Path, value: object) -> None:
     write_atomic(path, json.dumps(value, indent=2, allow_nan=False, ensure_ascii=False) + "\n")
 
 
+def append_log(text: str, *paths: Path) -> Path | None:
+    """Append `text` to the first of these files that takes it, in one write, so that two writers do not mix; which one."""
+    for path in paths:
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            try:
+                whole = text.encode(errors="backslashreplace")
+                if os.write(descriptor, whole) == len(whole):
+                    return path
+            finally:
+                os.close(descriptor)
+    return None
+
+
 def remove_temporaries(folder: Path, *, deep: bool = False) -> None:
     """Remove what a crash left in a folder (`deep`: and below it). Only while no one else writes there."""
     with writing(folder):

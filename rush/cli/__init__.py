@@ -1,11 +1,13 @@
 """The command line. Each command is a thin call; one file each in this folder.
 
 Errors a user can mend end in one message and their own exit code: 2 recipe or arguments, 3 data,
-4 machine or environment, 5 the run diverged. `--debug`, anywhere on the line, shows the traceback.
+4 machine or environment, 5 the run diverged. Anything else is a mistake of ours: one message, the traceback in a
+log, and exit code 1. `--debug`, anywhere on the line, shows the traceback.
 """
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -32,6 +34,7 @@ from rush.cli import (
     train,
     tune,
 )
+from rush.cli.leaving import Ending, catch_the_rest, first_line, leave_surely, log_unexpected
 from rush.errors import RushError
 
 app = typer.Typer(
@@ -87,13 +90,32 @@ def main(arguments: list[str] | None = None) -> None:
     """The entry point of `rush` and `python -m rush`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
+    ending = leave_surely() if arguments is None else Ending()
+    if arguments is None and not debug:
+        catch_the_rest()
     try:
         command()([word for word in words if word != "--debug"], prog_name="rush")
+        ending.code = 0
+    except SystemExit as left:
+        ending.code = left.code if isinstance(left.code, int) else 1 if left.code else 0
+        raise
     except RushError as error:
         if debug:
             raise
         typer.secho(f"error: {error}", err=True, fg="red")
+        ending.code = error.exit_code
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.secho("interrupted", err=True)
+        ending.code = 130
         sys.exit(130)
+    except Exception as error:
+        if debug:
+            raise
+        typer.secho(
+            f"error: {first_line(error)}. This looks like a mistake in rush {__version__}: please report it, with the log. "
+            f"{log_unexpected(error, f'rush {shlex.join(words)}')}",
+            err=True,
+            fg="red",
+        )
+        sys.exit(1)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rush.cli.output import Json, note, print_json, print_table
+from rush.cli.output import ExtraTechniques, Json, note, print_json, print_table
 from rush.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def ladder(
     view: Annotated[
         str, typer.Option(help="cumulative, alone, left_out, or all three with their interactions.")
     ] = "cumulative",
-    technique: Annotated[
-        list[Path] | None, typer.Option(help="A Python file that defines a further technique.")
-    ] = None,
+    technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
     """Measure what every technique gains on this machine, and prove that the model still learns the same.
@@ -196,7 +194,9 @@ def _row(rung: Rung) -> list[str]:
         f"{100 * (gain['ratio'] - 1):+.1f} %" if gain else "",
         f"×{total['ratio']:.2f}" if total else "",
         f"{memory / 2**30:.2f} GiB" if memory else "",
-        rung["verdict"] if speed or not rung["reason"] else f"{rung['verdict']}: {rung['reason'][:60]}",
+        rung["verdict"]
+        if not rung["reason"] or (speed and rung["verdict"] != "unusable")
+        else f"{rung['verdict']}: {rung['reason'][:60]}",
     ]
 
 
@@ -209,7 +209,12 @@ def _title(progress: Progress) -> str:
 
 
 def _caption(record: LadderRecord) -> str | None:
-    lines = [*_drift(record), *_paired(record), *map(_length, record["sequence_limits"] or ())]
+    lines = [
+        *_drift(record),
+        *_paired(record),
+        *_lives(record),
+        *map(_length, record["sequence_limits"] or ()),
+    ]
     return "\n".join(lines) or None
 
 
@@ -248,6 +253,18 @@ def _paired(record: LadderRecord) -> list[str]:
         return []
     which = "all gains" if len(named) == sum(gain is not None for _, gain in gains) else ", ".join(named)
     return [f"told batch by batch, both sides on the same ones: {which}"]
+
+
+def _lives(record: LadderRecord) -> list[str]:
+    """Whether the rungs can be trained with; of those that cannot, or of which it is not known, the whole sentence."""
+    from rush.records.life import life_words
+
+    lives = [(rung["title"], life) for rung in record.get("rungs", ()) if (life := rung.get("life"))]
+    if not lives:
+        return []
+    well = sum(life["verdict"] == "ok" for _, life in lives)
+    told = [f"{title}: {life_words(life)}" for title, life in lives if life["verdict"] != "ok"]
+    return [f"{well} of {len(lives)} rungs validated, sampled, saved and resumed", *told]
 
 
 def minutes(seconds: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,6 +11,14 @@ from rich.console import Console
 from rich.table import Table
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on standard output, for machines.")]
+
+ExtraTechniques = Annotated[
+    list[Path] | None,
+    typer.Option(
+        metavar="FILE",
+        help="A Python file that defines a further technique, for the recipe to name; its code is executed. May be repeated.",
+    ),
+]
 
 
 def print_json(value: Any) -> None:

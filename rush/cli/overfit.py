@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rush.cli.complete import complete_recipe
-from rush.cli.output import Json, note, print_json
+from rush.cli.output import ExtraTechniques, Json, note, print_json
 
 
 def overfit(
@@ -23,6 +23,7 @@ def overfit(
         typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as in batch.micro=4 optimizer.lr=3e-4."),
     ] = None,
     steps: Annotated[int, typer.Option(help="Steps on the one batch, at most.", min=10)] = 300,
+    technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
     """Train on one batch until its loss is near zero, and say with reasons whether this setting can learn.
@@ -41,12 +42,14 @@ def overfit(
       rush overfit dpo-tiny model.init_from=runs/sft-tiny data.tokenizer=model batch.micro=2
     """
     from rush.recipe_io import load_recipe
+    from rush.techniques.extra import added
+    from rush.train.failures import Doing, Phase, explained
     from rush.train.overfit import MOST_LEFT, NEAR_ZERO, overfit_recipe
     from rush.train.view import sparkline
 
-    verdict = overfit_recipe(
-        load_recipe(recipe, overrides or []), steps, (lambda text: None) if json else note
-    )
+    chosen = load_recipe(recipe, overrides or [])
+    with added(technique or []), explained(Doing(None, chosen, phase=Phase.ONE_BATCH)):
+        verdict = overfit_recipe(chosen, steps, (lambda text: None) if json else note)
     if json:
         print_json(asdict(verdict))
     else:

@@ -11,7 +11,7 @@ import typer
 
 from rush.cli.complete import complete_recipe
 from rush.cli.ladder import minutes, stopped_by_sigterm
-from rush.cli.output import Json, note, print_json
+from rush.cli.output import ExtraTechniques, Json, note, print_json
 
 if TYPE_CHECKING:
     from rush.lab.scaling import Progress
@@ -66,9 +66,7 @@ def scale(
             "without it."
         ),
     ] = None,
-    technique: Annotated[
-        list[Path] | None, typer.Option(help="A Python file that defines a further technique.")
-    ] = None,
+    technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
     """Measure what more devices give: strong and weak scaling of every layout, in fresh ranks.

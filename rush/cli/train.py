@@ -5,17 +5,19 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rush.cli.complete import complete_recipe
-from rush.cli.output import Json, note, print_json
-from rush.errors import Diverged, RecipeError, RushError
+from rush.cli.leaving import tell_by
+from rush.cli.output import ExtraTechniques, Json, note, print_json
+from rush.errors import Diverged, Outage, RankLost, RecipeError, RushError
 from rush.ready import short_name
 
 if TYPE_CHECKING:
@@ -63,6 +65,7 @@ def train(
             help="Under torchrun: go on with fewer ranks than the layout takes, after a machine is lost.",
         ),
     ] = False,
+    technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
     """Train a model as a recipe says.
@@ -93,15 +96,19 @@ def train(
         from rush.parallel.slurm import join_step
 
         join_step()
+    files = technique or []
     with _one_message():
         if recipe is None and not (resume and out):
             raise RecipeError("no recipe was named; write `rush train RECIPE` (see `rush recipes`), or give --out with "
                               "--resume to go on with a run.")  # fmt: skip
         if resume and out is None:
             raise RecipeError("--resume needs --out: the folder of the run to go on with.")
-        if nproc is not None:
-            _start_ranks(nproc, restarts, recipe, changes, out, resume, json)
-        summary = _train_here(recipe, changes, out, resume, shrink, json)
+        from rush.techniques.extra import added
+
+        with added(files):
+            if nproc is not None:
+                _start_ranks(nproc, restarts, recipe, changes, out, resume, json, files)
+            summary = _train_here(recipe, changes, out, resume, shrink, json)
 
     from rush.parallel import started_rank, started_world
     from rush.recipe_io import load_recipe
@@ -137,6 +144,7 @@ def _train_here(
     from rush.parallel.restarts import restarted
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder
+    from rush.train.failures import Doing, tell_late
     from rush.train.loop import train_recipe
     from rush.train.view import Silent, terminal_view
 
@@ -147,6 +155,9 @@ def _train_here(
     if recipe is not None and chosen is not None and recipe.endswith(".toml"):
         _warn_of_another_machine(Path(recipe).expanduser(), chosen)
     view = Silent() if json else terminal_view()
+    stored = folder / "recipe.toml"
+    doing = Doing(RunFolder(folder), chosen or (load_recipe(str(stored)) if stored.is_file() else None))
+    tell_by(partial(tell_late, doing, doing.uses()))
     return train_recipe(chosen, folder, resume=resume or restarted(), view=view)
 
 
@@ -214,6 +225,7 @@ def _start_ranks(
     out: Path | None,
     resume: bool,
     json: bool,
+    files: Sequence[Path] = (),
 ) -> None:
     """This command on several ranks; does not return. What they cannot do is refused before any is started."""
     from rush.parallel import check_world, started_world
@@ -221,6 +233,7 @@ def _start_ranks(
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder, check_empty
     from rush.techniques import check_recipe
+    from rush.techniques.extra import check_remembered
     from rush.train.shrinking import fewer_ranks
 
     if started_world() > 1:
@@ -231,6 +244,8 @@ def _start_ranks(
     folder = RunFolder(_folder(recipe, out))
     chosen = _recipe(recipe, changes, folder.path) or load_recipe(str(folder.recipe))
     check_world(chosen.layout.model_dump(), most)
+    if resume:
+        check_remembered(folder, chosen)
     if not chosen.auto:  # otherwise the ranks settle the micro batch first
         check_recipe(chosen)
     if not resume:
@@ -238,6 +253,7 @@ def _start_ranks(
     words = ["train", *([recipe] if recipe else []), *changes, "--out", str(folder.path)]
     words += ["--resume"] * resume + ["--json"] * json + ["--debug"] * ("--debug" in sys.argv)
     words += ["--shrink"] * (smallest < most)
+    words += [word for file in files for word in ("--technique", str(file.expanduser().resolve()))]
     code = launch(
         most,
         words,
@@ -275,6 +291,8 @@ def _one_message() -> Iterator[None]:
     try:
         yield
     except RushError as error:
+        if isinstance(error, Outage):
+            error.exit_code = RankLost.exit_code  # launchers start all ranks again
         note_failure(error.exit_code)
         rank = started_rank()
         if rank == 0 or started_world() == 1:

@@ -15,6 +15,7 @@ from rush.cli.ladder import minutes, stopped_by_sigterm
 from rush.cli.output import Json, note, print_json
 from rush.errors import RecipeError, nearest
 from rush.ready import short_name
+from rush.records.life import life_words
 from rush.records.tune import LEAP, TuneRecord, short_names
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ MOST_ROWS = 24
 """Of what was not tried; tune.json has all."""
 CROWDED = 1.5
 """Load average per core above which others computed beside the trials: these make about one themselves, on a CPU."""
-TRIED = ("start", "ahead", "lost", "won", "failed", "different", "no effect")
+TRIED = ("start", "ahead", "lost", "won", "failed", "different", "no effect", "unusable")
 
 
 def tune(
@@ -175,8 +176,11 @@ def said(record: TuneRecord) -> str:
         if parity
         else "there was no time to prove it; give a larger --budget"
     )
+    if life := winner.get("life"):
+        proof += f"; short life {life_words(life).rstrip('.')}"
+    rest = f"{_passed_over(record)}{_beside(winner)}"
     if winner["as_it_stood"]:
-        return f"Nothing better was found and proved; the recipe stays as it was ({proof}).{_beside(winner)}"
+        return f"Nothing better was found and proved; the recipe stays as it was ({proof}).{rest}"
     words = []
     if gain := winner["gain"]:
         low, high = gain["ci95"]
@@ -186,7 +190,17 @@ def said(record: TuneRecord) -> str:
         words.append(f"{winner['cost_per_million_tokens']:.4g} per million tokens")
     if "sequence" in winner:
         words.append(f"sequences of {winner['sequence']:,} tokens")
-    return f"Won: {winner['what']}. {', '.join(words)}; {proof}.{_beside(winner)}"
+    return f"Won: {winner['what']}. {', '.join(words)}; {proof}.{rest}"
+
+
+def _passed_over(record: TuneRecord) -> str:
+    """A sentence for each that would have won, were it not unusable."""
+    names = short_names(record.get("candidates", ()))
+    return "".join(
+        f" {names[row['key']]} was passed over: {row['reason'].rstrip('.')}."
+        for row in record.get("candidates", ())
+        if row["state"] == "unusable" and row.get("life")
+    )
 
 
 def _beside(winner: dict[str, Any]) -> str:

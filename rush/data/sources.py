@@ -182,12 +182,13 @@ def _stdlib_root() -> Path:
 
 def _stdlib_files() -> list[Path]:
     root = _stdlib_root()
-    relative = sorted(path.relative_to(root) for path in root.rglob("*.py"))
-    paths = [
-        root / path
-        for path in relative
-        if _STDLIB_SKIPPED.isdisjoint(path.parts[:-1]) and not path.name.startswith("_sysconfigdata")
-    ]
+    found = []
+    for folder, inside, names in os.walk(root):
+        # Installed packages lie there, too, and are many times as much: skipped folders are not looked into.
+        inside[:] = [name for name in inside if name not in _STDLIB_SKIPPED]
+        sources = (n for n in names if n.endswith(".py") and not n.startswith("_sysconfigdata"))
+        found += [Path(folder, name) for name in sources]
+    paths = sorted(found)
     if not paths:
         raise MachineError(
             f"The Python standard library's sources are not on this machine (looked in {root}). "

@@ -25,8 +25,10 @@ from rush.lab.ladder_file import Measure, Plan
 from rush.lab.parity import parity_recipe
 from rush.lab.starter import Starter
 from rush.lab.trial import Outcome, execute
+from rush.lab.usable import live, quick
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
+from rush.records.life import LifeRecord
 
 TIMING = ("windows", "window_ms", "warmup_max_steps", "warmup_max_s", "timed_max_s")
 
@@ -91,9 +93,8 @@ class Bench:
             "extra_techniques": list(self.extra_techniques),
         }
         path = self._path(recipe, kind)
-        compiled = (self.work / f"compiled-{recipe.digest[:16]}").resolve()
         limit = min(self.plan.measure.limit_s, limit_s)
-        outcome = execute(self.starter, spec, self.work / path.stem, limit, compiled)
+        outcome = execute(self.starter, spec, self.work / path.stem, limit, self._compiled(recipe))
         self.seconds.append(outcome.wall_s)
         if not (keep_late or outcome.found.get("complete")) and outcome.wall_s >= limit:
             return outcome
@@ -103,6 +104,38 @@ class Bench:
         path.parent.mkdir(exist_ok=True)
         write_json_atomic(path, outcome.to_dict())
         return outcome
+
+    def life(
+        self, recipe: Recipe, limit_s: float = math.inf, compiled_for: Recipe | None = None
+    ) -> LifeRecord:
+        """The short life of a recipe that was measured, lived now or earlier; one of which nothing is known is tried again.
+
+        Trials may have been made of a variant with another number of micro batches: compilers find what they made for it.
+        """
+        path = self._life_path(recipe)
+        if path.exists():
+            known: LifeRecord = json.loads(path.read_text())
+            return known
+        short = quick(recipe)
+        life = live(
+            self.starter,
+            short,
+            self.work / path.stem,
+            device=self.machine.device,
+            compiled=self._compiled(compiled_for or recipe),
+            techniques=self.extra_techniques,
+            limit_s=min(self.plan.measure.limit_s, limit_s),
+        )
+        layers = [each.shape().num_layers for each in (short, recipe)]
+        life["layers"] = layers if layers[0] < layers[1] else None
+        if life["verdict"] != "not known":
+            path.parent.mkdir(exist_ok=True)
+            write_json_atomic(path, life)
+        return life
+
+    def lived(self, recipe: Recipe) -> bool:
+        """Whether the life of a recipe is known."""
+        return self._life_path(recipe).exists()
 
     def parity_recipe(self, recipe: Recipe) -> Recipe:
         settings = self.plan.parity
@@ -129,15 +162,25 @@ class Bench:
     def _path(self, recipe: Recipe, kind: str) -> Path:
         return self.folder / "trials" / f"{self._digest(recipe)}-{kind}.json"
 
+    def _life_path(self, recipe: Recipe) -> Path:
+        return self.folder / "trials" / f"{self._digest_of(quick(recipe))}-life.json"
+
+    def _compiled(self, recipe: Recipe) -> Path:
+        """What compilers made of a recipe."""
+        return (self.work / f"compiled-{recipe.digest[:16]}").resolve()
+
     def _digest(self, recipe: Recipe) -> str:
+        measure = self.plan.measure.model_dump(include={*TIMING, "limit_s"})
+        return self._digest_of(recipe, measure=measure, parity=self.plan.parity.model_dump())
+
+    def _digest_of(self, recipe: Recipe, **how: Any) -> str:
         extra = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.extra_techniques]
         told: dict[str, Any] = {
             "recipe": recipe.content(),
             "machine": self.machine.fingerprint(),
-            "measure": self.plan.measure.model_dump(include={*TIMING, "limit_s"}),
-            "parity": self.plan.parity.model_dump(),
             "version": __version__,
             "extra": extra,
+            **how,
         }
         told["recipe"].pop("about")  # words for people
         # The order in which techniques are named means nothing.

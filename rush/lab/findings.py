@@ -2,7 +2,8 @@
 
 A speed without proof is not a finding. A rung whose technique left no trace in the profile has "no
 effect", whatever its tokens per second. A rung that is faster and does not learn the same is "faster
-but different". A gain is a gain only if its interval leaves zero out.
+but different". A gain is a gain only if its interval leaves zero out. And a rung that cannot validate, sample,
+save or resume is "unusable", however fast.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from rush.models import Shape, flops_per_token
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.ladder import Gain, Measured, Rung
+from rush.records.life import LifeRecord, broken, life_words
 
 RESTLESS = 1.5
 """How far apart the ends of the drift's interval may be before it says that nothing can be told on this machine now."""
@@ -42,6 +44,8 @@ FORMULAS = {
     "parity": "against plain fp32 from the same weights on the same batches: loss and gradient norm of every step, every "
     "tensor's gradient at step one. Allowed is the tolerance of the technique's class and dtype, and six times what a "
     "twin of the plain run that starts from weights rounded to bf16 is off at that step",
+    "life": "four steps of `rush train` with a validation, a sample and a checkpoint after every second; then the last two once more in a new "
+    "process, resumed from the checkpoint of the second, to the same losses",
     "compile_s": "the first step less a usual one: compiling, loading kernels, growing the allocator",
 }  # fmt: skip
 
@@ -61,6 +65,8 @@ class Stand:
     over: Stand | None = None
     """The rung it is compared with."""
     parity: dict[str, Any] | None = None
+    life: LifeRecord | None = None
+    """None where it was not tried: nothing was measured, or left no trace."""
     kept: bool = True
     """Whether the rungs above stand on it."""
 
@@ -90,7 +96,14 @@ class Stand:
         lost = [e for e in self.evidence if not e["took_effect"]]
         notes = [f"{e['technique']} did not take effect: {e['what']}" for e in lost]
         told = [outcome.reason for outcome in self.outcomes[:1] if outcome.reason]
+        if self.life is not None and self.life["problem"]:
+            told.append(self.life["problem"] if self.unusable else life_words(self.life))
         return "; ".join([*told, *notes]) or None
+
+    @property
+    def unusable(self) -> bool:
+        """Whether it was measured and cannot be trained with."""
+        return broken(self.life)
 
     @property
     def measured(self) -> bool:
@@ -141,6 +154,7 @@ def rung_of(stand: Stand, base: Stand, yard: Yard) -> Rung:
         "kept": stand.kept,
         "evidence": stand.evidence,
         "parity": stand.parity,
+        "life": stand.life,
         "claim": _claim(stand),
     }
     if stand.recipe is not None:
@@ -166,6 +180,8 @@ def verdict_of(stand: Stand, gain: Ratio | None, smaller: float) -> str:
     """The one word. `gain` is over the rung before, None where that one was not measured."""
     if stand.status != "ok":
         return stand.status.replace("_", " ")
+    if stand.unusable:
+        return "unusable"
     if stand.over is None or not stand.over.measured:
         return "baseline"  # there is nothing below it: the first rung, or the first that could run
     parity = stand.parity["verdict"] if stand.parity else "not judged"

@@ -1,7 +1,8 @@
 """Climbing: one rung after another, in rounds, with the record written after every trial.
 
 The first round goes up rung by rung, because whether a technique can run here decides what the next rung
-stands on: one that is unsupported, runs out of memory or crashes is left behind. Further rounds measure
+stands on: one that is unsupported, runs out of memory or crashes is left behind, and so is one that is seen to be
+unusable in its short life (`usable.py`): everything above it would be. Further rounds measure
 every rung again in a new process, all of them in turn, so that a machine that slowly grows hot or busy
 does so under all rungs alike. At the end the first rung is measured once more: what it moved is drift.
 
@@ -11,6 +12,7 @@ Three views of the same techniques, because they interact: `cumulative` (each on
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -163,7 +165,8 @@ class Climb:
             yield stand
             if self.view != "cumulative":
                 continue
-            stand.kept = stand.status == "ok" and _builds_on(addition, stand, last)
+            usable = stand.status == "ok" and not stand.unusable
+            stand.kept = usable and _builds_on(addition, stand, last)
             if stand.kept:
                 self.top = [*(part for part in self.top if not addition.supersedes(part)), addition]
                 last = stand
@@ -185,6 +188,9 @@ class Climb:
         if self.bench.known(stand.recipe, f"time-{number}") is None:
             self._tell(stand.name)
         self._run(stand, number)
+        if number == 0 and stand.status == "ok" and not self.bench.lived(stand.recipe):
+            self._tell(f"a life of {stand.name}")
+        self._live(stand)
         self.done += 1
         self._tell(stand.name)
 
@@ -201,6 +207,12 @@ class Climb:
                 return
             # A base that is plain and fits has made the trace that others are held against itself.
             stand.parity, _ = hold_against_plain(self.bench, stand.recipe, outcome, self.plan.base)
+
+    def _live(self, stand: Stand) -> None:
+        """The life of a rung whose first trial went well, once."""
+        if stand.life is None and stand.status == "ok":
+            assert stand.recipe is not None
+            stand.life = self.bench.life(stand.recipe)
 
     def _search(self) -> None:
         """At the top: the batch that pays, and how long a sequence may be."""
@@ -221,6 +233,7 @@ class Climb:
         for stand in below._rise(self.plan.additions):
             if stand.recipe is not None:
                 below._run(stand, 0)
+                below._live(stand)
         return below.top
 
     def _tell(self, doing: str | None) -> LadderRecord:
@@ -232,7 +245,10 @@ class Climb:
         failed = sum(bool(stand.outcomes) and not stand.measured for stand in self.stands)
         total = measured * self.plan.measure.processes + failed + 1
         seconds = self.bench.seconds
-        left = sum(seconds) / len(seconds) * (total - self.done) if seconds else None
+        left = statistics.fmean(seconds) * (total - self.done) if seconds else None
+        lives = [sum(part["seconds"] for part in stand.life["parts"]) for stand in self.stands if stand.life]
+        if left is not None and lives:
+            left += statistics.fmean(lives) * (self.num_rungs - len(self.stands))
         self.watch(Progress(record, doing, self.done, total, left))
         return record
 

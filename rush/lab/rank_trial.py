@@ -30,12 +30,13 @@ import torch
 from rush.errors import MachineError
 from rush.hardware import Machine
 from rush.lab.timing import Stepper, Timing, time_steps
-from rush.lab.trial_process import Result, add_technique, settle
+from rush.lab.trial_process import Result, settle
 from rush.parallel import AXES, Ranks, join, started_rank
 from rush.parallel.slurm import join_step
 from rush.recipe import Recipe
 from rush.recipe_io import parse
 from rush.techniques import check
+from rush.techniques.extra import add_technique
 from rush.techniques.proofs import prove
 from rush.train.build import Run, build
 from rush.train.corpus import Corpus, open_corpus

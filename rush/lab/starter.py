@@ -66,9 +66,17 @@ class Streams:
 class Starter:
     """Starts one trial after another; the forking process is made when the first is asked for."""
 
-    def __init__(self, preloaded: Sequence[str] = (), *, dismantle: bool = True) -> None:
+    def __init__(
+        self,
+        preloaded: Sequence[str] = (),
+        *,
+        fork: bool = sys.platform == "linux",
+        dismantle: bool = True,
+    ) -> None:
         self._preloaded = preloaded
         """Further modules that trials will need."""
+        self._fork = fork
+        """Whether children are forked; otherwise each is `python -m rush` and imports everything itself, as a user's does."""
         self._dismantle = dismantle
         """Whether a `rush` command that is done takes its interpreter apart, as a user's does. That takes longer than a
         tiny command itself; without it, threads are still waited for and what is registered for the exit still runs."""
@@ -79,7 +87,7 @@ class Starter:
         self, spec: Path, result: Path, log: Path, extra: Mapping[str, str], limit_s: float
     ) -> int | None:
         """Run a trial to its end; its exit code (negative: the signal it died of), or None if it ran past the limit."""
-        if sys.platform != "linux":
+        if not self._fork:
             return _run_plainly(spec, result, log, extra, limit_s)
         streams = [os.devnull, str(log), str(log)]
         trial = {"spec": str(spec), "result": str(result), "streams": streams, "environment": dict(extra)}
@@ -107,7 +115,7 @@ class Starter:
             }
             for place, extra in enumerate(environments)
         ]
-        if sys.platform != "linux":
+        if not self._fork:
             return _rush_plainly(children, limit_s, kill_when)
         return self._children(children, limit_s, kill_when)
 

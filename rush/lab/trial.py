@@ -68,10 +68,7 @@ def execute(
     write_json_atomic(spec_file, spec)
     extra = dict(environment or {})
     if compiled is not None:
-        extra |= {
-            "TORCHINDUCTOR_CACHE_DIR": str(compiled / "inductor"),
-            "TRITON_CACHE_DIR": str(compiled / "triton"),
-        }
+        extra |= compiler_caches(compiled)
     began = time.monotonic()
     code = starter.run(spec_file, result_file, log_file, extra, limit_s)
     wall_s = time.monotonic() - began
@@ -79,6 +76,11 @@ def execute(
     status, reason = _judge(found, code, limit_s, _tail(log_file))
     shutil.rmtree(workspace)
     return Outcome(status, reason, found, wall_s)
+
+
+def compiler_caches(folder: Path) -> dict[str, str]:
+    """The environment in which compilers keep what they made in this folder."""
+    return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
 def _judge(found: Mapping[str, Any], code: int | None, limit_s: float, tail: str) -> tuple[str, str | None]:

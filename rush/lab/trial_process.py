@@ -9,7 +9,6 @@ and the parent reads the last line.
 from __future__ import annotations
 
 import gc
-import importlib.util
 import json
 import os
 import sys
@@ -17,7 +16,7 @@ import time
 import tomllib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -30,7 +29,8 @@ from rush.lab.parity import trace
 from rush.lab.timing import Stepper, Timing, time_steps
 from rush.recipe import Recipe
 from rush.recipe_io import parse
-from rush.techniques import Technique, registry
+from rush.techniques import registry
+from rush.techniques.extra import add_technique
 from rush.techniques.proofs import prove
 from rush.techniques.rates import rates_to_measure
 from rush.train.build import Run, build
@@ -201,17 +201,6 @@ def _declared(recipe: Recipe) -> dict[str, Any]:
         for name, _ in recipe.technique_uses()
         if name in known
     }
-
-
-def add_technique(path: Path) -> None:
-    """Make the `technique` that a Python file defines known to this process."""
-    module_spec = importlib.util.spec_from_file_location(f"rush_extra_{path.stem}", path)
-    assert module_spec is not None, path
-    assert module_spec.loader is not None, path
-    module = importlib.util.module_from_spec(module_spec)
-    module_spec.loader.exec_module(module)
-    technique: Technique = module.technique
-    cast(dict[str, Technique], registry())[technique.name] = technique
 
 
 def _recipe(toml: str) -> Recipe:

@@ -120,7 +120,7 @@ def join(
         clean = True  # all ranks leave alike, or torchrun ends the others
         raise
     except RuntimeError as error:
-        if not _lost(error):
+        if not lost(error):
             raise
         watch.leave_if_told()
         who = "another rank, which was killed or failed (look for its message)"
@@ -141,11 +141,13 @@ def _part(store: Store, rank: int, world: int, timeout_s: float) -> None:
         store.wait([str(other) for other in range(world)], timedelta(seconds=timeout_s))
 
 
-def _lost(error: RuntimeError) -> bool:
+def lost(error: BaseException) -> bool:
     """Whether another rank has gone: torch has types for it, but not from gloo, which names its own files."""
     import torch.distributed as dist
 
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)
+    return isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo/transport" in str(error)
+    )
 
 
 def _take_device(device: str) -> None:

@@ -181,8 +181,7 @@ def _name(error: BaseException) -> str:
 def error_of(name: str, says: str) -> Exception:
     """An error of another rank, to be raised here too."""
     kind = getattr(errors, name, None)
-    if isinstance(kind, type) and issubclass(kind, errors.RushError):
-        error = kind(says)
-        error.add_note(SAID)
-        return error
-    return RuntimeError(f"rank 0 ended with {name}: {says}")
+    ours = isinstance(kind, type) and issubclass(kind, errors.RushError)
+    error: Exception = kind(says) if ours else RuntimeError(f"rank 0 ended with {name}: {says}")  # type: ignore[misc]
+    error.add_note(SAID)
+    return error

@@ -101,6 +101,11 @@ class Watch:
             if not self.store_is_silent and self._store.check(["teller"]):
                 os._exit(RankLost.exit_code)
 
+    def will_speak(self) -> None:
+        """This rank has failed and says why: the others, who will lose it, leave without a word."""
+        with suppress(RuntimeError):
+            self._store.compare_set("teller", "", str(self._rank))
+
     def _run(self) -> None:
         waited_for, since = "", time.monotonic()
         while not self._ended.wait(self._beat_s):

@@ -13,13 +13,14 @@ from typing import Any, Literal, TypedDict
 from rush.errors import DataError
 from rush.files import write_json_atomic
 from rush.records.checked import check_head, check_in, check_measured, check_of, read_json
+from rush.records.life import LifeRecord, check_life
 
 FORMAT = 1
 VIEWS = ("cumulative", "alone", "left_out")
 STATUSES = ("ok", "out_of_memory", "unsupported", "no_effect", "diverged", "crashed", "timed_out")
 VERDICTS = (
     "baseline", "equal and faster", "equal and smaller", "faster but different", "smaller but different", "different", "no gain", "slower",
-    "no effect", "unsupported", "out of memory", "crashed", "timed out", "diverged",
+    "no effect", "unsupported", "out of memory", "crashed", "timed out", "diverged", "unusable",
 )  # fmt: skip
 PARITY_VERDICTS = ("equal", "different", "not judged")
 
@@ -72,6 +73,8 @@ class Rung(TypedDict, total=False):
     data_wait_ms: float | None
     evidence: list[dict[str, Any]]
     parity: dict[str, Any] | None
+    life: LifeRecord | None
+    """None (or missing) where no life was tried."""
     gain: Gain | None
     total_gain: Gain | None
     claim: dict[str, Any] | None
@@ -141,3 +144,4 @@ def check_rung(rung: Any, where: str) -> None:
     if parity is not None:
         check_of(rung, "parity", dict, where)
         check_in(parity, "verdict", PARITY_VERDICTS, f"{where}.parity")
+    check_life(rung, where)

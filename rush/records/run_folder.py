@@ -33,6 +33,16 @@ class RunFolder:
         return self.path / "machine.json"
 
     @property
+    def techniques(self) -> Path:
+        """Which files the run's own techniques came from, where it has any."""
+        return self.path / "techniques.json"
+
+    @property
+    def failures(self) -> Path:
+        """What went wrong, with tracebacks: a part for each failure."""
+        return self.path / "failure.log"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

@@ -15,12 +15,13 @@ from typing import Any, TypedDict
 from rush.files import write_json_atomic
 from rush.records.checked import check_head, check_in, check_measured, check_of, read_json
 from rush.records.ladder import Measured
+from rush.records.life import LifeRecord, check_life
 
 FORMAT = 1
 STATES = (
-    "start", "ahead", "lost", "won", "pruned", "refused", "failed", "different", "no effect", "not tried",
+    "start", "ahead", "lost", "won", "pruned", "refused", "failed", "different", "no effect", "not tried", "unusable",
 )  # fmt: skip
-TRIALS = ("reference", "rank", "confirm", "decide", "prove", "length")
+TRIALS = ("reference", "rank", "confirm", "decide", "prove", "length", "life")
 _MARK = re.compile(r"^# tuned-on: ([0-9a-f]{16}) (.*)$", re.MULTILINE)
 
 
@@ -44,6 +45,8 @@ class CandidateRow(TypedDict, total=False):
     peak_memory_bytes: int | None
     evidence: list[dict[str, Any]]
     parity: dict[str, Any] | None
+    life: LifeRecord | None
+    """None (or missing) where no life was tried; the winner has one."""
 
 
 class TuneRecord(TypedDict, total=False):
@@ -106,6 +109,7 @@ def check_tune(tree: Any, where: str) -> None:
         check_in(row, "state", STATES, at)
         if row.get("tokens_per_s") is not None:
             check_measured(row["tokens_per_s"], f"{at}.tokens_per_s")
+        check_life(row, at)
     for index, event in enumerate(tree["events"]):
         check_in(event, "kind", TRIALS, f"{where}: events[{index}]")
 

@@ -1,13 +1,13 @@
 """What the numbers say, in words: verdicts, the headline, claims against findings, warnings.
 
 A verdict never rests on colour alone: it has a sign of its own and its words. A speed counts as the
-ladder's result only when the model still learns the same, so the headline names the fastest *equal* rung
-and says it apart when something faster was different.
+ladder's result only when the model still learns the same and can be trained with, so the headline names the
+fastest *equal* and usable rung and says it apart when something faster was neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rush.report import words
@@ -45,6 +45,7 @@ VERDICTS = {
     "timed out": Verdict("bad", "clock", "did not finish in its time"),
     "diverged": Verdict("bad", "unequal", "the loss stopped being a finite number"),
     "different": Verdict("caution", "unequal", "what it learns differs from the reference"),
+    "unusable": Verdict("bad", "barred", "was measured, but cannot validate, sample, save or resume"),
 }  # fmt: skip
 _UNKNOWN = Verdict("plain", "dot", "")
 
@@ -58,9 +59,13 @@ def learns_the_same(rung: Rung) -> bool:
 
 
 def fastest(rungs: tuple[Rung, ...], *, equal: bool) -> Rung | None:
-    """The fastest measured rung; with `equal`, among those that learn the same."""
-    able = [r for r in rungs if r.speed and r.status == "ok" and (learns_the_same(r) or not equal)]
-    return max(able, key=lambda r: r.speed.median if r.speed else 0.0, default=None)
+    """The fastest measured rung that can be trained with; with `equal`, among those that learn the same."""
+    able = [r for r in rungs if r.status == "ok" and r.usable and (learns_the_same(r) or not equal)]
+    return _fastest(able)
+
+
+def _fastest(rungs: Iterable[Rung]) -> Rung | None:
+    return max((r for r in rungs if r.speed), key=lambda r: r.speed.median if r.speed else 0.0, default=None)
 
 
 def first_measured(ladder: Ladder) -> Rung | None:
@@ -98,6 +103,11 @@ def headline(ladder: Ladder) -> str:
             else "is not proven equal"
         )
         sentence += f" {other.title} reached {words.speed(other.speed.median)} but {apart}."
+    unusable = _fastest(rung for rung in ladder.rungs if not rung.usable)
+    if unusable and unusable.speed and unusable.speed.median > reached:
+        sentence += (
+            f" {unusable.title} reached {words.speed(unusable.speed.median)} but cannot be trained with."
+        )
     return sentence
 
 

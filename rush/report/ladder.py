@@ -52,6 +52,14 @@ class Parity:
 
 
 @dataclass(frozen=True)
+class Life:
+    """Whether a rung could be trained with: `ok`, `broken` or `not known`, and the sentence to it."""
+
+    verdict: str
+    said: str
+
+
+@dataclass(frozen=True)
 class Claim:
     metric: str
     gain: float | None
@@ -108,12 +116,19 @@ class Rung:
     data_wait_ms: float | None = None
     evidence: tuple[Evidence, ...] = ()
     parity: Parity | None = None
+    life: Life | None = None
+    """None where it was not tried, as in records of earlier versions."""
     gain: Gain | None = None
     total_gain: Gain | None = None
     claim: Claim | None = None
     breakdown: Mapping[str, float] = field(default_factory=dict)
     longest: tuple[Kernel, ...] = ()
     environment: Mapping[str, Json] = field(default_factory=dict)
+
+    @property
+    def usable(self) -> bool:
+        """Whether nothing is known to keep it from being trained with."""
+        return self.life is None or self.life.verdict != "broken"
 
 
 @dataclass(frozen=True)

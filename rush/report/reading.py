@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rush.records import ladder
+from rush.records.life import life_words
 from rush.report.ladder import (
     BatchPoint,
     Claim,
@@ -27,6 +28,7 @@ from rush.report.ladder import (
     Json,
     Kernel,
     Ladder,
+    Life,
     Measure,
     Parity,
     Rung,
@@ -158,6 +160,7 @@ def _rung(index: int, row: Mapping[str, Json]) -> Rung:
             for e in map(_table, _list(row.get("evidence")))
         ),
         parity=parity(_table(row.get("parity"))),
+        life=_life(_table(row.get("life"))),
         gain=_gain(_table(row.get("gain"))),
         total_gain=_gain(_table(row.get("total_gain"))),
         claim=_claim(_table(row.get("claim"))),
@@ -192,6 +195,11 @@ def parity(row: Mapping[str, Json]) -> Parity | None:
         worst_tensor_error=real(tensor.get("relative_error")),
         why=text(row.get("why")),
     )
+
+
+def _life(row: Mapping[str, Json]) -> Life | None:
+    verdict = text(row.get("verdict"))
+    return Life(verdict, (text(life_words(row)) or "").rstrip(".")) if verdict is not None else None
 
 
 def _gain(row: Mapping[str, Json]) -> Gain | None:

@@ -23,6 +23,7 @@ TONES = {
     "lost": ("plain", "level", "was tried, and another is better"),
     "different": ("caution", "unequal", "learns something else than plain fp32"),
     "no effect": ("caution", "ring", "part of it left no trace in the profile"),
+    "unusable": ("bad", "barred", "cannot validate, sample, save or resume"),
     "failed": ("bad", "cross", "did not run to its end"),
     "pruned": ("plain", "shrink", "not tried: predicted not to fit or not to pay"),
     "refused": ("plain", "barred", "cannot run on this machine or with this recipe"),
@@ -38,6 +39,7 @@ KINDS = {
     "decide": "longer trial",
     "prove": "proof",
     "length": "length",
+    "life": "short life",
 }
 
 
@@ -73,6 +75,8 @@ def headline(record: TuneRecord) -> str:
         return "The search is not over."
     parity = winner["parity"]
     proof = f"learns the same as plain fp32: {parity['verdict']}" if parity else "not held against plain fp32"
+    if winner.get("life"):
+        proof += f"; short life {winner['life']['verdict']}"
     if winner["as_it_stood"]:
         return "Nothing that was tried is better and proved; the recipe stays as it was."
     if "sequence" in winner:

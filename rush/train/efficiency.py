@@ -31,6 +31,7 @@ def yardstick(run: Run) -> Yardstick:
     peak = datasheet_peak(run.machine, dtype)
     if peak is not None:
         return Yardstick("mfu", work, peak)
-    # None where the device has no such matmul and a kernel emulates it: nothing to hold the run against.
-    measured = ceilings(run.machine, (dtype,), bandwidth=False).matmul_rate(dtype)
-    return Yardstick("ceiling_fraction", work, measured)
+    # A machine that only emulates a dtype, as a CPU does fp8, has no rate of it: the run has no such figure then.
+    return Yardstick(
+        "ceiling_fraction", work, ceilings(run.machine, (dtype,), bandwidth=False).matmul_rate(dtype)
+    )

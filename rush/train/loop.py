@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +23,7 @@ from rush import __version__
 from rush.errors import DataError, RecipeError
 from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, probe
-from rush.parallel import Ranks, join
+from rush.parallel import Ranks, join, started_rank
 from rush.plan.micro import candidates
 from rush.recipe import Recipe
 from rush.recipe_io import changed, differences, load_recipe, write_toml
@@ -31,14 +32,16 @@ from rush.records.manifest import CheckpointDamaged
 from rush.records.metrics import MetricsWriter, truncate_after
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 from rush.techniques import check
+from rush.techniques.extra import check_remembered, digests, remember
 from rush.train import checkpoint
 from rush.train.build import build
 from rush.train.corpus import Corpus, open_corpus
+from rush.train.failures import Doing, explained
 from rush.train.folders import starting_weights
 from rush.train.micro import Settling
 from rush.train.objectives import objective_of
 from rush.train.rounding import say_lost
-from rush.train.saving import Saved, Saver
+from rush.train.saving import Saved, Saver, room_for_copies
 from rush.train.session import Session, Summary
 from rush.train.sinks import open_sinks
 from rush.train.view import Silent, View
@@ -50,7 +53,14 @@ def train_recipe(
     recipe: Recipe | None, out: Path | str, *, resume: bool = False, view: View | None = None
 ) -> Summary:
     """Train as the recipe says, in the folder `out`; `resume` goes on with the run that is there."""
-    view, folder = view or Silent(), RunFolder(Path(out))
+    doing = Doing(RunFolder(Path(out)))
+    with explained(doing):
+        return _train_recipe(recipe, RunFolder(Path(out)), doing, resume=resume, view=view or Silent())
+
+
+def _train_recipe(
+    recipe: Recipe | None, folder: RunFolder, doing: Doing, *, resume: bool, view: View
+) -> Summary:
     if resume and not folder.holds_run() and recipe is not None:
         view.note(f"{folder.path} holds no run yet: starting from the beginning.")
         resume = False
@@ -58,18 +68,23 @@ def train_recipe(
         existing_run(folder.path)
         recipe = _same_learning(load_recipe(str(folder.recipe)), recipe)
     assert recipe is not None, "a new run needs a recipe"
-    machine = probe(recipe.run.device)
+    doing.recipe = recipe
+    check_remembered(folder, recipe, view.note if started_rank() == 0 else Silent().note)
+    doing.machine = machine = probe(recipe.run.device)
     candidates(recipe, lambda one: check(one, machine)) if recipe.auto else check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
-    card = f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}"
+    card = (
+        f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}{digests(recipe)}"
+    )
     with (
         join(recipe.layout.model_dump(), machine.device, card, recipe.run.timeout_s) as ranks,
         ExitStack() as stack,
     ):
-        folder = RunFolder(Path(ranks.once(lambda: str(folder.path))))
+        doing.ranks = ranks
+        doing.folder = folder = RunFolder(Path(ranks.once(lambda: str(folder.path))))
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
         ranks.once(lambda: _open(stack, opened))
-        return _train(recipe, machine, folder, view if ranks.main else Silent(), ranks)
+        return _train(recipe, machine, folder, doing, view if ranks.main else Silent(), ranks)
 
 
 def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
@@ -101,7 +116,9 @@ def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:
     return given or stored
 
 
-def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, ranks: Ranks) -> Summary:
+def _train(
+    recipe: Recipe, machine: Machine, folder: RunFolder, doing: Doing, view: View, ranks: Ranks
+) -> Summary:
     store = folder.checkpoints
     resumed = _newest_good(store, ranks, view)
     if resumed is None and store.steps():
@@ -116,6 +133,7 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, rank
     corpus = ranks.in_turn(lambda: open_corpus(recipe, tokenizer, view.note))
     if recipe.auto:
         recipe = Settling(machine, corpus, weights, ranks, folder.path, view.note).settle(recipe)
+    doing.recipe = recipe
     _check_held_out(corpus, recipe)
     run = build(recipe, machine, weights, ranks)
     if (lost := say_lost(run)) is not None:
@@ -132,13 +150,18 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, rank
     else:
         _seed_generators(recipe.run.seed)
     sinks = open_sinks(recipe, folder.path, done + 1) if ranks.main else []
-    saver = Saver(store, ranks, background=recipe.run.save_async)
+    saver = Saver(
+        store, ranks, background=recipe.run.save_async, note=view.note, room=partial(room_for_copies, run)
+    )
     try:
         if not ranks.main:
-            return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver).go(done, tokens)
+            return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver, doing).go(
+                done, tokens
+            )
         # Only now does the folder hold a run: a start that failed so far can simply be tried again.
         write_atomic(folder.recipe, write_toml(recipe))
         write_json_atomic(folder.machine, machine.to_dict())
+        remember(folder, recipe)
         for path in (folder.metrics, folder.samples, folder.saves):
             truncate_after(path, done)
         with (
@@ -147,7 +170,9 @@ def _train(recipe: Recipe, machine: Machine, folder: RunFolder, view: View, rank
             MetricsWriter(folder.saves) as saves,
         ):
             saver.after = lambda saved: _record_save(saved, saves, store, recipe.run.keep)
-            session = Session(recipe, run, folder, corpus, loader, (metrics, samples), sinks, view, saver)
+            session = Session(
+                recipe, run, folder, corpus, loader, (metrics, samples), sinks, view, saver, doing
+            )
             return session.go(done, tokens)
     finally:
         loader.close()

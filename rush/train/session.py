@@ -12,27 +12,29 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import torch
 
-from rush.errors import Diverged, Drifted, MachineError, RushError
-from rush.hardware import in_gaps, memory_in_use, out_of_memory
+from rush.errors import Diverged, Drifted, RushError
+from rush.hardware import memory_in_use
 from rush.parallel.drift import check_drift
-from rush.parallel.sharded import is_sharded
+from rush.parallel.joining import lost
 from rush.recipe import Recipe
 from rush.records.metrics import MetricsWriter, read_rows
 from rush.records.run_folder import RunFolder
 from rush.train.build import Run
 from rush.train.corpus import Corpus
 from rush.train.efficiency import Yardstick, yardstick
-from rush.train.frozen import whole_model
-from rush.train.sample import sample_text
+from rush.train.failures import Doing, Phase
+from rush.train.sample import Sampler, whole_run
 from rush.train.saving import Saver
 from rush.train.schedule import learning_rate
 from rush.train.sinks import Sink
-from rush.train.step import LaunchedStep, launch_step, validate
+from rush.train.step import LaunchedStep, launch_step
+from rush.train.validation import Validation, rows_before
 from rush.train.view import View
 
 
@@ -84,16 +86,22 @@ class Session:
     sinks: list[Sink]
     view: View
     saver: Saver
+    doing: Doing
     prepared: bool = False
     """Whether there is memory for copies of the state."""
     last_step: float = math.inf
     """Of several ranks, the step after which they agreed to end."""
+
+    def __post_init__(self) -> None:
+        self.validation = Validation(self.run, self.view.note)
+        self.sampler = Sampler(self.view.note)
 
     def go(self, done: int, tokens: int) -> Summary:
         recipe, total = self.recipe, self.recipe.schedule.steps
         self.view.start(_title(recipe, self.run), total, done)
         gauge = Yardstick(**self.run.ranks.once(lambda: asdict(yardstick(self.run))))
         gauge = replace(gauge, rate=gauge.rate and gauge.rate * self.run.ranks.world)
+        self.validation.rows = self.run.ranks.once(lambda: rows_before(read_rows(self.folder.metrics)))
         row: dict[str, Any] = {}
         began, first_tokens = time.perf_counter(), tokens
         try:
@@ -120,12 +128,18 @@ class Session:
                         self._save(step, row, last=stopping or step == total)
                     if stopping:
                         break
+                self.doing.at(Phase.END, row.get("step", done))
                 self.saver.wait()
         except RushError:
             self._let_save_end()
             raise
-        except BaseException:  # another rank may be gone, or there is no time
-            self.saver.abandon()
+        except BaseException as error:
+            if self.saver.failed_step is not None:
+                self.doing.at(Phase.SAVE, self.saver.failed_step)
+            if isinstance(error, Exception | SystemExit) and not lost(error):
+                self._let_save_end()
+            else:  # another rank is gone, or there is no time
+                self.saver.abandon()
             raise
         finally:
             self.view.close()
@@ -148,19 +162,19 @@ class Session:
         """What ranks hold alike must be equal to the bit, before it is saved at the latest."""
         every, ranks = self.recipe.run.drift_every, self.run.ranks
         if every and not ranks.alone and (saving or _due(every, step)):
-            ranks.at(f"the comparison of copies after step {step}")
-            with self._explained(step):
+            self.doing.at(Phase.COPIES, step)
+            with self._explained():
                 check_drift(ranks, self.run.model.named_parameters(), step)
 
     def _start(self, step: int, asked: bool, before: _Started | None) -> _Started:
         """Launch a step, on a device perhaps while it is at work on the one before; it may be when this returns."""
         began = time.perf_counter()
         opened = before.launched.arrived if before is not None else _mark(self.run.device)
-        self.run.ranks.at(f"step {step}")
+        self.doing.at(Phase.STEP, step)
         lr = learning_rate(self.recipe, step)
         batches = list(self.loader.next_step())
         data_s = time.perf_counter() - began
-        with self._explained(step):
+        with self._explained():
             launched = launch_step(self.run, step, lr, batches, stopping=asked)
         if not self.prepared and 0 < self.recipe.run.save_every < self.recipe.schedule.steps:
             self.prepared = True  # the optimizer has its state now
@@ -169,7 +183,8 @@ class Session:
 
     def _finish(self, started: _Started, tokens: int, gauge: Yardstick) -> dict[str, Any]:
         """Wait for a step and make its row."""
-        with self._explained(started.launched.step):
+        self.doing.at(Phase.STEP, started.launched.step)
+        with self._explained():
             result = started.launched.result()
         if result.stopping:
             self.last_step = min(self.last_step, started.launched.step + 1)
@@ -204,17 +219,10 @@ class Session:
         }
 
     @contextmanager
-    def _explained(self, step: int) -> Iterator[None]:
-        """What can go wrong in a step, in words that help."""
+    def _explained(self) -> Iterator[None]:
+        """What is left of a run that diverged, in words that help. Other failures are explained further out."""
         try:
             yield
-        except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-            if not out_of_memory(error):
-                raise
-            raise MachineError(
-                f"out of memory at step {step} on {self.run.machine.summary()}{in_gaps(error)}; halve "
-                "batch.micro (the total batch in tokens stays as it is), or shorten batch.sequence."
-            ) from None
         except Diverged as error:
             self._let_save_end()
             steps = self.folder.checkpoints.steps()
@@ -227,15 +235,17 @@ class Session:
 
     def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
         settings = self.recipe.run
-        self.run.ranks.at(f"step {step}, validation and samples")
         if last or _due(settings.validate_every, step):
-            with self._explained(step):
-                held_out = self.corpus.validation(self.recipe, self.run.loader_options)
-                row["val_loss"] = validate(self.run, held_out)
+            self.doing.at(Phase.VALIDATION, step)
+            with self._explained():
+                held_out = partial(self.corpus.validation, self.recipe, self.run.loader_options)
+                row["val_loss"] = self.validation.loss(held_out)
+                row |= {"val_rows": self.validation.rows} if self.validation.rows else {}
             figures = self.run.objective.figures(self.run.ranks.sum)
             row |= {f"val_{name}": value for name, value in figures.items()}
         sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
-        run = _gathered(self.run) if sampled else self.run
+        self.doing.at(Phase.SAMPLE if sampled else Phase.RECORD, step)
+        run = whole_run(self.run) if sampled else self.run
         if self.rows is None:
             return
         metrics, samples = self.rows
@@ -244,12 +254,13 @@ class Session:
             sink.write(step, {k: v for k, v in row.items() if isinstance(v, float)})
         self.view.row(row)
         if sampled:
-            text = sample_text(run, self.corpus)
-            samples.write({"step": step, "prompt": settings.sample_prompt, "text": text})
-            self.view.sample(step, text)
+            sample = self.sampler.row(run, self.corpus, self.recipe, step)
+            samples.write(sample)
+            if sample["text"] is not None:
+                self.view.sample(step, sample["text"])
 
     def _save(self, step: int, row: dict[str, Any], last: bool) -> None:
-        self.run.ranks.at(f"the checkpoint of step {step}")
+        self.doing.at(Phase.SAVE, step)
         for rows in self.rows or ():
             rows.sync()
         extra = {
@@ -264,7 +275,7 @@ class Session:
 
     def _let_save_end(self) -> None:
         """The run ends for another reason, which is told; if the save that is under way fails, that is not."""
-        with suppress(RushError):
+        with suppress(Exception):
             self.saver.wait()
 
     def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
@@ -285,14 +296,6 @@ class Session:
             tokens_per_s=speed,
             interrupted=step < self.recipe.schedule.steps,
         )
-
-
-def _gathered(run: Run) -> Run:
-    """The run with its whole model on rank 0, for what only rank 0 does; of one in parts all must ask for it."""
-    if run.ranks.stages is None and not any(is_sharded(parameter) for parameter in run.model.parameters()):
-        return run
-    whole = whole_model(run.model, run.ranks)
-    return run if whole is None else replace(run, model=whole)
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 COMPILING_S = 45.0
 """What compiling is expected to add before it was seen."""
-MORE = {"rank": 1.0, "confirm": 1.0, "decide": 1.2, "prove": 1.7}
-"""Of a short trial's time: longer timing, and beside it a profile and steps for parity."""
+MORE = {"rank": 1.0, "confirm": 1.0, "decide": 1.2, "prove": 1.7, "life": 1.0}
+"""Of a short trial's time: longer timing, and beside it a profile and steps for parity; two processes of few steps."""
 MORE_COMPILED = MORE | {"decide": 1.0, "prove": 1.3}
 """What was compiled for the short trial is found."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rush.recipe import Recipe
+from rush.records.life import LifeRecord
 from rush.tune.forecast import Prediction
 from rush.tune.goal import Result
 
@@ -29,6 +30,8 @@ class Candidate:
     """When it was thought of, in seconds of the search."""
     results: dict[str, Result] = field(default_factory=dict)
     """Trials that gave figures, by kind."""
+    life: LifeRecord | None = None
+    """Lived by those that may win."""
 
     @property
     def known_recipe(self) -> Recipe:

@@ -1,12 +1,13 @@
 """The end of a search: those that came near the lead are timed longer, and the best one is proved.
 
-A winner learns the same as plain fp32, all of it took effect, and it is better than the recipe as it stood. One that is not is
-passed over for the next; what has no effect is taken out and the rest tried in its place. Where nobody is left, the recipe
-stays as it was.
+A winner learns the same as plain fp32, all of it took effect, it can be trained with (a short life), and it is better than the
+recipe as it stood. One that is not is passed over for the next; what has no effect, or broke the life, is taken out and the rest
+tried in its place. Where nobody is left, the recipe stays as it was.
 """
 
 from __future__ import annotations
 
+from rush.records.life import broken
 from rush.tune.candidates import Candidate
 from rush.tune.goal import gain
 from rush.tune.search import Search
@@ -70,15 +71,22 @@ def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
         if search.outlook.suspect(recipe):
             continue
         if candidate is search.base:
-            return None  # what comes behind it is no better
+            if _examined(search):
+                return None  # what comes behind it is no better
+            continue
+        if names := search.outlook.breaks(recipe):
+            told = f"it has {', '.join(sorted(names))}, with which another one broke"
+            candidate.state, candidate.reason = "unusable", told
+            continue
         known = "prove" in candidate.results
         if number and not known and not search.affordable("prove", recipe, reserve=False):
             continue
-        if search.prove(candidate):
-            return candidate
-        rest = search.without_idle(candidate)
-        if rest and search.affordable("prove", rest.known_recipe, reserve=False) and search.prove(rest):
-            return rest
+        one: Candidate | None = candidate
+        while one is not None:
+            if search.prove(one) and search.live(one):
+                return one
+            rest = search.without_idle(one) or search.without_broken(one)
+            one = rest if rest and search.affordable("prove", rest.known_recipe, reserve=False) else None
     return None
 
 
@@ -88,14 +96,31 @@ def _compared(search: Search, winner: Candidate) -> Candidate:
     if winner is not base:
         if search.affordable("decide", base.known_recipe, reserve=False):
             search.run("decide", base)
-        better, unsound = search.goal.ratio(winner.best, base.best), search.outlook.suspect(base.known_recipe)
-        if better > 1 or unsound:
+        better, fault = search.goal.ratio(winner.best, base.best), ""
+        if search.outlook.suspect(base.known_recipe):
+            fault = "learns something else than plain fp32"
+        elif search.outlook.breaks(base.known_recipe) or (better <= 1 and not search.live(base)):
+            fault = "cannot be trained with"
+        if better > 1 or fault:
             search.gain = gain(base.best, winner.best)
-            more = ", which learns something else than plain fp32" if unsound else ""
+            more = f", which {fault}" if fault else ""
             winner.reason = f"{better:.2f}× of the recipe as it stood{more}"
+            if broken(base.life):
+                search.live(base)  # says what is wrong with it
             return winner
         winner.state, winner.reason = "lost", f"lost the last round: {better:.2f}× of the recipe as it stood"
-    base.reason = NOTHING
-    if search.affordable("prove", base.known_recipe, reserve=False) and not search.prove(base):
-        base.reason = f"{NOTHING}; of itself: {base.reason}"
+    _examined(search)
     return base
+
+
+def _examined(search: Search) -> bool:
+    """Hold the recipe as it stands against plain fp32, where there is time, and take it through its life; whether it can be
+    trained with."""
+    base, faults = search.base, []
+    timely = "prove" in base.results or search.affordable("prove", base.known_recipe, reserve=False)
+    if timely and not search.prove(base):
+        faults.append(base.reason)
+    if not search.live(base):
+        faults.append(base.reason)
+    base.reason = "; of itself: ".join([NOTHING, *faults])
+    return not broken(base.life)

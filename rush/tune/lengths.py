@@ -42,11 +42,14 @@ def lengthen(search: Search) -> Candidate:
         if not found:
             candidate.state, candidate.reason = "failed", "no length that was tried fits"
         elif search.prove(candidate):
-            candidate.state, candidate.reason = "won", f"sequences of {found:,} tokens fit"
             candidate.recipe = at_length(recipe, found)
-            search.winner = candidate
-            break
-    search.winner = search.winner or search.base
+            if search.live(candidate):
+                candidate.state, candidate.reason = "won", f"sequences of {found:,} tokens fit"
+                search.winner = candidate
+                break
+    if search.winner is None:
+        search.winner = search.base
+        search.live(search.base)
     search.winner.state = "won"
     search.tell(search, None)
     return search.winner

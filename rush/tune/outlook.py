@@ -40,6 +40,8 @@ class Outlook:
     """Promises that were broken: what rounds like this learns something else."""
     idle: set[str] = field(default_factory=set)
     """Techniques that were seen to have no effect."""
+    unusable: set[frozenset[str]] = field(default_factory=set)
+    """Techniques that together made a recipe unusable."""
     _moves: dict[tuple[str, frozenset[Parity]], list[Move | Refusal]] = field(default_factory=dict)
 
     def moves(self, recipe: Recipe, rules: Rules) -> list[Move | Refusal]:
@@ -59,7 +61,13 @@ class Outlook:
 
     def sound(self, recipe: Recipe) -> bool:
         """Whether nothing that was proved so far speaks against it."""
-        return not self.suspect(recipe) and self.idle.isdisjoint(dict(recipe.technique_uses()))
+        idle = not self.idle.isdisjoint(dict(recipe.technique_uses()))
+        return not (idle or self.suspect(recipe) or self.breaks(recipe))
+
+    def breaks(self, recipe: Recipe) -> frozenset[str]:
+        """The techniques of a recipe that made another one unusable; none where nothing speaks against it."""
+        own = dict(recipe.technique_uses()).keys()
+        return next((names for names in self.unusable if names <= own), frozenset())
 
     def expected(self, move: Move, over: Recipe) -> float:
         """How much better a change is expected to be, where much is built upon it on paper: as it went here before."""

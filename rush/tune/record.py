@@ -107,6 +107,7 @@ def _row(candidate: Candidate) -> CandidateRow:
         "peak_memory_bytes": result.peak_memory_bytes if result else None,
         "evidence": [dict(row) for row in proof.evidence] if proof else [],
         "parity": dict(proof.parity) if proof and proof.parity else None,
+        "life": candidate.life,
     }
 
 
@@ -126,6 +127,7 @@ def _winner(request: Request, search: Search) -> dict[str, Any] | None:
         else None,
         "memory_ratio": won.best.peak_memory_bytes / max(1, search.base.best.peak_memory_bytes),
         "parity": dict(parity) if parity else None,
+        "life": won.life,
         "as_it_stood": won is search.base,
     }
     if request.goal.objective == "longest-sequence":
@@ -149,8 +151,10 @@ def recipe_file(request: Request, search: Search, record: TuneRecord) -> str:
     else:
         gained = f"sequences of {search.winner.recipe.batch.sequence:,} tokens, from"
     proved = f"parity with plain fp32: {parity['verdict']}" if parity else "parity was not traced"
+    lived = (winner["life"] or {}).get("verdict", "not lived")
     return (
-        f"# Made by `rush tune {request.name}`: {gained} the recipe it came from; {proved}. The evidence is in tune.json.\n"
+        f"# Made by `rush tune {request.name}`: {gained} the recipe it came from; {proved}; a short life: {lived}. The evidence is in "
+        "tune.json.\n"
         f"{mark(record['fingerprint'], machine.summary())}\n"
         f"{write_toml(search.winner.recipe)}"
     )

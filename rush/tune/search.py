@@ -3,13 +3,14 @@
 It begins with the recipe as it stands and leaps to what the planner thinks is best; most of the way is made in one trial, if
 the planner is right. From there it climbs: the likeliest single change first, each held against the lead, which moves on when
 one is ahead by more than chance gives. A technique that promises no more than the same learning curve has to show it before
-others are built upon it. When the time or the changes are used up, `finals.py` decides.
+others are built upon it, and it, like a leap, that it can be trained with. When the time or the changes are used up, `finals.py` decides.
 
 Nothing here touches a device or a file: `Laboratory` makes the trials, and a test can answer from a table.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -17,6 +18,8 @@ from typing import Protocol
 from rush.errors import MachineError
 from rush.lab.statistics import Ratio
 from rush.recipe import Recipe
+from rush.records.life import LifeRecord, broken
+from rush.records.tune import LEAP
 from rush.techniques import Parity
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate, Event
@@ -47,6 +50,15 @@ class Laboratory(Protocol):
     def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
         """`rank`: a short timing, `confirm`: once more. `decide`: a longer one. `prove`: that, with evidence and parity. `length`: does it fit?"""
         ...
+
+    def life(self, recipe: Recipe, limit_s: float) -> LifeRecord:
+        """A short life: a validation, a sample, a checkpoint and a resume beside a few steps."""
+        ...
+
+
+def blamed(life: LifeRecord | None) -> frozenset[str]:
+    """The techniques whose code stood on the stack when a life broke off, as its message names them."""
+    return frozenset(re.findall(r"techniques-=(\w+)", str(life["problem"])) if life else ())
 
 
 def doing_of(candidate: str, kind: str) -> str:
@@ -98,12 +110,16 @@ class Search:
         suspects = [name for name, _ in whole.technique_uses() if name not in own]
         recipe, left_out = whole, list[str]()
         while identity(recipe) not in self.options.seen and self.outlook.sound(recipe):
-            leap = Move(f"planned: {describe(recipe)}", recipe)
+            leap = Move(f"{LEAP}{describe(recipe)}", recipe)
             expected = self.outlook.expected(leap, self.lead.known_recipe)
             if not self.affordable("rank", recipe) or (self.lead is not self.base and expected < ENOUGH):
                 return
             option = Option(leap, expected, simpler=less_than(recipe, self.lead.known_recipe))
             result = self._consider(option)
+            if names := self.outlook.breaks(recipe):
+                self._suspects |= names
+                recipe = whole = self._leaving_out(whole, names)
+                continue
             if result.status == "out_of_memory" and recipe.micro > 1:
                 whole = with_micro(Move("", whole), recipe.micro // 2).recipe
             elif result.ok or result.status in ("out_of_memory", "timed_out"):
@@ -208,7 +224,8 @@ class Search:
             self.options.lose(move, candidate.ratio, near=near)
             return result
         own = promise(move.recipe, self.rules.kept)
-        if own and own not in self._proven:
+        new = bool(own and own not in self._proven)
+        if new:
             if not self.affordable("prove", move.recipe, reserve=False):
                 candidate.reason = f"{candidate.ratio:.2f}×, but no time was left to prove it"
                 return result
@@ -217,6 +234,10 @@ class Search:
                 if rest is None or promise(rest.known_recipe, self.rules.kept) not in self._proven:
                     return result
                 candidate = rest
+        built_upon = new or move.key.startswith(LEAP)
+        if built_upon and self.affordable("life", candidate.known_recipe) and not self.live(candidate):
+            self.options.lose(move, 0.0)
+            return result
         candidate.state, candidate.reason = "ahead", f"took the lead: {candidate.ratio:.2f}×"
         self.lead = candidate
         return result
@@ -225,16 +246,22 @@ class Search:
         """What is left of one of which something had no effect: as fast as that, and not proved by itself."""
         if candidate.state != "no effect":
             return None
-        idle = [name for name in candidate.results["prove"].without_effect if name not in self.rules.kept]
-        rest = without(candidate.known_recipe, idle, self.rules)
+        other = self._rest(candidate, candidate.results["prove"].without_effect)
+        if other is not None:
+            other.ratio, other.results["rank"] = candidate.ratio, candidate.results["rank"]
+        return other
+
+    def without_broken(self, candidate: Candidate) -> Candidate | None:
+        """What is left of one that turned out unusable, without the techniques to blame; how fast it is has to be seen."""
+        return self._rest(candidate, blamed(candidate.life)) if candidate.state == "unusable" else None
+
+    def _rest(self, candidate: Candidate, names: Collection[str]) -> Candidate | None:
+        out = [name for name in names if name not in self.rules.kept]
+        rest = without(candidate.known_recipe, out, self.rules) if out else None
         if not isinstance(rest, Move) or identity(rest.recipe) in self.options.seen:
             return None
         other = self.add(Move(f"{candidate.key}, {rest.key}", rest.recipe), "ahead")
-        other.over, other.ratio, other.results["rank"] = (
-            candidate.key,
-            candidate.ratio,
-            candidate.results["rank"],
-        )
+        other.over = candidate.key
         return other
 
     def _confirmed(self, candidate: Candidate) -> Result:
@@ -271,6 +298,28 @@ class Search:
             return False
         return True
 
+    def live(self, candidate: Candidate) -> bool:
+        """Take a candidate through a short life. One that cannot be trained with does not win; one of which that is not known
+        may, and the record says so."""
+        if candidate.life is None:
+            self._live(candidate)
+        if not broken(candidate.life):
+            return True
+        assert candidate.life is not None
+        candidate.state, candidate.reason = "unusable", str(candidate.life["problem"])
+        if names := blamed(candidate.life):
+            self.outlook.unusable.add(names)
+        return False
+
+    def _live(self, candidate: Candidate) -> None:
+        began, before, recipe = self.budget.spent_s, self.budget.clock(), candidate.known_recipe
+        self.tell(self, doing_of(candidate.key, "life"))
+        life = candidate.life = self.lab.life(recipe, self._limit().seconds)
+        wall_s, verdict = sum(part["seconds"] for part in life["parts"]), life["verdict"]
+        took = "life" if verdict == "ok" else verdict
+        self.budget.note(compiled(recipe), wall_s, self.budget.clock() - before, took)
+        self.events.append(Event(candidate.key, "life", began, wall_s, verdict))
+
     def affordable(self, kind: str, recipe: Recipe, *, reserve: bool = True, aside_s: float = 0.0) -> bool:
         """Whether there is time for a trial, and after it for what must be made at the end, should it lead. `aside_s` is kept for
         something else."""
@@ -292,11 +341,12 @@ class Search:
         return Limit(min(seconds, patience), patience <= seconds, slowest if sound else 0.0)
 
     def _reserve_s(self, recipe: Recipe) -> float:
-        """What proving the lead, or a recipe that may take it, and timing the first recipe once more will take."""
-        proofs = [self.budget.expected_s(compiled(recipe), "prove")]
-        if "prove" not in self.lead.results:
-            proofs.append(self.budget.expected_s(compiled(self.lead.known_recipe), "prove"))
-        return max(proofs) + self._last_s()
+        """What proving the lead, or a recipe that may take it, its life and timing the first recipe once more will take."""
+        kind, lead = compiled(recipe), compiled(self.lead.known_recipe)
+        ends = [self.budget.expected_s(kind, "prove") + self.budget.expected_s(kind, "life")]
+        proof_s = 0.0 if "prove" in self.lead.results else self.budget.expected_s(lead, "prove")
+        ends.append(proof_s + self.budget.expected_s(lead, "life"))
+        return max(ends) + self._last_s()
 
     def _last_s(self) -> float:
         """What timing the first recipe once more will take; one that learns something else has to wait for time to be left."""

@@ -23,6 +23,7 @@ from rush.lab.timing import COMMON, rates, timed
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import changed
+from rush.records.life import LifeRecord
 from rush.techniques import Parity as Class
 from rush.techniques import registry
 from rush.techniques.parity import CLOSE_STEPS, unsteady
@@ -215,6 +216,11 @@ class Trials:
                     1.0, predicted.tokens_per_s / centre([rates(outcome.found["timing"], "processed")])
                 )
         return result
+
+    def life(self, recipe: Recipe, limit_s: float) -> LifeRecord:
+        # The compiler finds what it made for the trials.
+        timed = changed(recipe, {"batch.total_tokens": self.settings.tokens})
+        return self._bench(LONG).life(recipe, limit_s, timed)
 
     def _bench(self, measure: Measure, micro: int | None = None) -> Bench:
         return replace(self.bench, plan=trial_plan(self.recipe, self.settings, measure, micro))

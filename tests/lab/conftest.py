@@ -22,7 +22,7 @@ class Lent:
     """A starter that outlives the study it is lent to."""
 
     def __init__(self, starter: Starter) -> None:
-        self.run = starter.run
+        self.run, self.rush = starter.run, starter.rush
 
     def close(self) -> None:
         pass

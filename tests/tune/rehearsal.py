@@ -3,8 +3,8 @@
     python -m tests.tune.rehearsal gpt2-124m 15
 
 The machine is the H200 of `results/models-h200`; its speeds are those of `h200.py`; a trial takes the seconds that such trials
-took there, on a clock that jumps. What is played is only what lies behind `Starter.run`: everything in front of it, the files
-of trials, parity's verdicts from traces, the budget, is what a user gets.
+took there, on a clock that jumps. What is played is only what lies behind `Starter.run` and `Starter.rush`: everything in front of
+it, the files of trials, parity's verdicts from traces, what a life is checked for, the budget, is what a user gets.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,12 +30,14 @@ from safetensors.torch import save_file
 
 from rush.files import write_json_atomic
 from rush.hardware import Machine
-from rush.lab import trial
+from rush.lab import life, trial
 from rush.lab.bench import Bench
 from rush.lab.ladder_file import Plan
+from rush.lab.starter import Streams
 from rush.lab.trial_process import _declared as declared
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe, parse
+from rush.records.run_folder import RunFolder
 from rush.records.tune import TuneRecord
 from rush.techniques import Parity
 from rush.tune import tuning
@@ -51,6 +53,8 @@ NOISE = {"gpt2-124m": (0.007, 0.02), "llama-3.2-1b": (0.002, 0.008)}
 WARM = 0.4
 """Of compiling, where the compiler finds what it made: 8.4 of 12.9 s and 17.3 of 29.1 s were saved."""
 PROFILE_S = 3.0
+SAVE_S = 2.0
+"""Of a checkpoint, its hashes included; a guess."""
 GIB = 139.0
 """What a run may hold of the device."""
 
@@ -79,6 +83,8 @@ class Player:
     """Whether training from weights that were rounded once goes another way."""
     idle: frozenset[str] = frozenset()
     """Techniques that leave no trace."""
+    breaks: frozenset[str] = frozenset()
+    """Techniques with which no validation can be made."""
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     warm: set[str] = field(default_factory=set)
     """Folders that hold compiled graphs."""
@@ -109,6 +115,46 @@ class Player:
         found["complete"] = not late
         write_json_atomic(result, found)
         return None if late else 0
+
+    def rush(
+        self,
+        words: Sequence[str],
+        streams: Streams,
+        environments: Sequence[Mapping[str, str]],
+        limit_s: float,
+        kill_when: Callable[[], bool] | None = None,
+    ) -> list[int] | None:
+        """Play `rush train`: a run folder with everything that a life looks at."""
+        command, file, _, out, *rest = words
+        assert command == "train"
+        recipe, folder = parse(tomllib.loads(Path(file).read_text())), RunFolder(Path(out))
+        (environment,) = environments
+        assert environment["TORCHINDUCTOR_CACHE_DIR"] in self.warm, (
+            "the compiler finds what it made for the trials"
+        )
+        steps, every = recipe.schedule.steps, recipe.run.save_every
+        done = folder.checkpoints.steps()[-1] if "--resume" in rest else 0
+        # Of the graph without gradients nothing is found the first time.
+        compiled_s = compile_seconds(recipe) * (WARM if done else WARM + 0.4)
+        self.clock.now_s += 1.5 + BUILD_S[recipe.model.name] + compiled_s + SAVE_S * (steps - done) / every
+        self.clock.now_s += (steps - done) * recipe.step_tokens / self.speed(recipe, recipe.step_tokens)
+        if names := sorted(self.breaks.intersection(name for name, _ in recipe.technique_uses())):
+            said = f"The code of the technique {names[0]} stands on the stack: take it out with techniques-={names[0]}."
+            streams.stderr.write_text(
+                f"error: the validation after step {every} failed with X: it is played. {said}\n"
+            )
+            return [4]
+        folder.path.mkdir(exist_ok=True)
+        streams.stderr.write_text("")
+        rows = [{"step": step, "loss": 11.0 - step, "tokens": step} for step in range(1, steps + 1)]
+        due = [row for row in rows if row["step"] % every == 0]
+        for row in due:
+            row["val_loss"] = row["loss"] + 0.1
+            (folder.checkpoints.begin(int(row["step"])) / "model").touch()
+            folder.checkpoints.commit(int(row["step"]), {})
+        folder.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+        folder.samples.write_text("".join(f"{json.dumps(row)}\n" for row in due))
+        return [0]
 
     def _parts(
         self, recipe: Recipe, told: Mapping[str, Any], compiled: str
@@ -245,6 +291,7 @@ def rehearse(
         ),
         patch.dict(os.environ, {"RUSH_CACHE": str(cache or folder / "cache")}),
         patch.object(trial, "time", SimpleNamespace(monotonic=clock)),
+        patch.object(life, "time", SimpleNamespace(monotonic=clock)),
     ):
         record = tuning.tune(request, folder)
     winner = load_recipe(str(folder / "recipe.toml"))

@@ -13,6 +13,7 @@ from typing import Any
 from rush.plan.target import target_of
 from rush.recipe import Recipe
 from rush.recipe_io import changed
+from rush.records.life import LifePart, LifeRecord
 from rush.techniques import Parity
 from rush.tune.budget import Budget
 from rush.tune.forecast import Planner
@@ -52,6 +53,8 @@ class Table:
     different: tuple[frozenset[str], ...] = ()
     """Techniques, named with their knobs, that together learn something else."""
     idle: tuple[str, ...] = ()
+    breaks: frozenset[str] = frozenset()
+    """Techniques with which a life breaks off; its message names them."""
     made: list[tuple[str, str]] = field(default_factory=list)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
@@ -91,6 +94,15 @@ class Table:
                 for name in names
             ]
         return Result("ok", None, rates, 2**30, wall_s, evidence, parity)
+
+    def life(self, recipe: Recipe, limit_s: float) -> LifeRecord:
+        self.made.append(("life", recipe.digest))
+        names = sorted(self.breaks.intersection(name for name, _ in recipe.technique_uses()))
+        out = " or ".join(f"techniques-={name}" for name in names)
+        problem = f"it cannot validate: the table says so; take it out with {out}." if names else None
+        parts: list[LifePart] = [{"name": "train", "seconds": 12.0}]
+        parts += [] if names else [{"name": "resume", "seconds": 8.0}]
+        return {"verdict": "broken" if names else "ok", "problem": problem, "parts": parts}
 
 
 @cache

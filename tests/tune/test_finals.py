@@ -10,16 +10,23 @@ from rush.tune.finals import _proved
 
 def candidate(name: str, proved: bool | None) -> Any:
     """One that was held against plain fp32 before (`proved` says how it went), or has yet to be."""
-    return SimpleNamespace(key=name, known_recipe=name, results={} if proved is None else {"prove": proved})
+    results = {} if proved is None else {"prove": proved}
+    return SimpleNamespace(key=name, known_recipe=name, results=results, reason="", life=None)
 
 
-def search(base: Any, sound: set[str], affordable: bool) -> Any:
+def search(base: Any, sound: set[str], affordable: bool, broken: frozenset[str] = frozenset()) -> Any:
+    def live(one: Any) -> bool:
+        one.life = {"verdict": "broken" if one.key in broken else "ok", "problem": "it cannot"}
+        return one.key not in broken
+
     return SimpleNamespace(
         base=base,
-        outlook=SimpleNamespace(suspect=lambda recipe: False),
+        outlook=SimpleNamespace(suspect=lambda recipe: False, breaks=lambda recipe: frozenset()),
         affordable=lambda kind, recipe, reserve: affordable,
         prove=lambda one: one.key in sound,
         without_idle=lambda one: None,
+        live=live,
+        without_broken=lambda one: None,
     )
 
 
@@ -31,8 +38,11 @@ def test_without_time_for_another_proof_one_that_was_proved_before_wins() -> Non
     assert _proved(search(base, sound, affordable=False), places) is before
     assert _proved(search(base, sound, affordable=True), places) is unproved
     assert _proved(search(base, set(), affordable=True), places) is None
+    assert _proved(search(base, sound, affordable=True, broken=frozenset({"near it"})), places) is before
 
 
 def test_what_is_no_better_than_the_recipe_as_it_stood_does_not_win() -> None:
     base, slower = candidate("as it stands", None), candidate("slower", True)
     assert _proved(search(base, {"slower"}, affordable=True), [base, slower]) is None
+    broken = frozenset({"as it stands"})
+    assert _proved(search(base, {"slower"}, affordable=True, broken=broken), [base, slower]) is slower

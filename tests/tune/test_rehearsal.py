@@ -9,8 +9,10 @@ from typing import Any
 
 import pytest
 
+from rush.cli.tune import said
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe, parse
+from rush.report.tune import tune_page
 from rush.techniques import settle_uses
 from tests.tune import h200
 from tests.tune.rehearsal import Clock, Player, Rehearsal, rehearse, rounds_by_rule
@@ -73,8 +75,9 @@ def test_the_winner_is_proved_within_the_budget(done: Rehearsal) -> None:
     winner = done.record["winner"]
     assert winner is not None
     assert winner["parity"]["verdict"] == "equal"
+    assert winner["life"]["verdict"] == "ok"
     assert done.record["spent_s"] <= 900
-    assert done.player.clock.now_s == pytest.approx(done.record["spent_s"])
+    assert done.player.clock.now_s == pytest.approx(done.record["spent_s"], abs=0.1)
 
 
 def test_the_first_leap_is_most_of_the_way(done: Rehearsal) -> None:
@@ -129,6 +132,26 @@ def test_a_head_in_8_bits_that_falls_behind_after_a_hundred_steps_does_not_win(t
     assert not behind(done.winner)
     assert of_fast(done) >= 0.99
     assert done.record["winner"]["parity"]["verdict"] == "equal"
+
+
+@pytest.mark.parametrize("culprit", ["fused_projections", "compile"])
+def test_what_makes_the_winner_unusable_is_taken_out_and_the_rest_wins(culprit: str, tmp_path: Path) -> None:
+    """As seen on an H200: the fastest recipe died at its first validation."""
+    done = rehearsed(tmp_path, "llama-3.2-1b", breaks=frozenset({culprit}))
+    passed = [row for row in done.record["candidates"] if row["state"] == "unusable"]
+    assert passed
+    assert all(culprit in row["techniques"] for row in passed)
+    assert passed[0]["life"] is not None
+    assert passed[0]["reason"].startswith("it cannot validate: the validation after step 2 failed with X")
+    assert culprit not in names(done.winner)
+    winner = done.record["winner"]
+    assert winner is not None
+    assert (winner["life"]["verdict"], winner["parity"]["verdict"]) == ("ok", "equal")
+    assert f"was passed over: {passed[0]['reason'].rstrip('.')}" in said(done.record)
+    assert "short life ok" in said(done.record)
+    assert "cannot validate" in tune_page(done.record)
+    assert "a short life: ok" in (tmp_path / "llama-3.2-1b-0" / "recipe.toml").read_text()
+    assert done.player.clock.now_s == pytest.approx(done.record["spent_s"], abs=0.1)
 
 
 @pytest.mark.slow
