@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from rush.libraries import hush
 from rush.models.layers import cos_and_sin
 from rush.recipe import Knob
 from rush.techniques.contract import (
@@ -49,6 +50,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         # Compiled code calls this rank's groups by their names, which the cache's key leaves out where a backward pass brings
         # them in: another rank's code would be found there, wait for the wrong ranks or fail.
         torch.compiler.config.cache_key_tag = f"rank {build.ranks.rank} of {build.recipe.layout}"
+    # It prepares to time a matmul for tiles that it will not choose among, and goes on without.
+    hush("torch._inductor.select_algorithm", "Constructing input/output tensor meta failed")
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
     model = build.model
     if knobs["scope"] == "model" and model.rotary is not None:
