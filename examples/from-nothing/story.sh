@@ -61,7 +61,7 @@ pack() {
     copy="$(mktemp -d)"
     tar c --exclude=checkpoints --exclude='*.safetensors' --exclude=tensorboard --exclude=reference --exclude=tokenizer \
         --exclude=exported --exclude=done --exclude=.lock --exclude=records.tar.gz -C "$RUNS" . | tar x -C "$copy"
-    find "$copy" -type f -exec sed -i "s#$PWD/##g" {} +
+    find "$copy" -type f -exec sed -i "s#$PWD/##g; s#${sources:-$PWD/}#site-packages/torch#g" {} +
     tar czf "$OUT/records.tar.gz" -C "$copy" .
     rm -rf "$copy"
 }
