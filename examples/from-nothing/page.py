@@ -68,8 +68,8 @@ def _opening(records: Records, folder: Path) -> str:
 One GPU, {_minutes(_train_seconds(records))} of training, nothing but `rush` commands, and text that any Debian machine can fetch: a GPT-2 of
 124M parameters is pretrained from random weights, killed twice on the way, taught to answer questions, and taught to prefer
 right answers to wrong ones. In the end it tells four definitions of a word apart in {shares["share"]:.0%} of the cases (chance: 25 %) and
-holds a small conversation. It is a small model of {rows[-1]["tokens"] / 1e6:,.0f}M tokens, no more: what it says about words is often
-right and often nonsense, and this page shows both.
+answers questions. It is a small model that has read {rows[-1]["tokens"] / 1e6:,.0f}M tokens, no more: what it says, right or wrong, is
+below as it came.
 
 Machine: {_machine_name(machine)}. The scripts are in [examples/from-nothing](../examples/from-nothing), the records in
 [{folder}](../{folder}); this page is written from them by `examples/from-nothing/page.py`.

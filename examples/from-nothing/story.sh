@@ -57,11 +57,12 @@ read -ra more <<<"${DPO_CHANGES:-}" && DPO+=(${more[@]+"${more[@]}"})
 
 # All records but weights, and without the paths of this machine.
 pack() {
-    local copy
+    local copy prefix
     copy="$(mktemp -d)"
+    prefix="$($PYTHON -c 'import sys; print(sys.prefix)')"
     tar c --exclude=checkpoints --exclude='*.safetensors' --exclude=tensorboard --exclude=reference --exclude=tokenizer \
         --exclude=exported --exclude=done --exclude=.lock --exclude=records.tar.gz -C "$RUNS" . | tar x -C "$copy"
-    find "$copy" -type f -exec sed -i "s#$PWD/##g; s#${sources:-$PWD/}#site-packages/torch#g" {} +
+    find "$copy" -type f -exec sed -i "s#$PWD/##g; s#${sources:-$PWD/}#site-packages/torch#g; s#$prefix/#python/#g" {} +
     tar czf "$OUT/records.tar.gz" -C "$copy" .
     rm -rf "$copy"
 }
