@@ -2,26 +2,39 @@
 
 Pairs are wanted on both families: in pretraining where the check allows it there, else in fine-tuning, else with
 preferences. Besides, each technique is wanted with every objective and with every axis of the layout.
+
+The quick array leaves out what only costs more of the same: a pair that both families allow occurs on one of them, and what waits
+for a compiler occurs in all its pairs, but not again with preferences and with every axis. The slow set has it all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from rush.hardware import Machine
 from rush.parallel import AXES
+from rush.techniques import settle_uses
 from tests.lives.covering import Items, allowed_pairs, covering, smallest
-from tests.lives.small import FAMILIES, OBJECTIVES, Checked, Item, Setting, apart, items
+from tests.lives.small import FAMILIES, INSTEAD, OBJECTIVES, Checked, Item, Setting, apart, items
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What must occur in a setting, each with the smallest allowed recipe that holds it."""
+    """What must occur in a setting: pairs and single techniques, each with the smallest allowed recipe that holds it."""
 
     checked: Checked
-    pairs: dict[Items, Items]
-    singles: dict[Items, Items]
+    pairs: Mapping[Items, Items]
+    singles: Mapping[Items, Items]
+
+    @property
+    def everything(self) -> dict[Items, Items]:
+        return {**self.singles, **self.pairs}
+
+    @property
+    def recipes(self) -> list[Items]:
+        """One for each."""
+        return list(dict.fromkeys(self.everything.values()))
 
 
 def wanted(machine: Machine) -> Iterator[Wanted]:
@@ -30,26 +43,76 @@ def wanted(machine: Machine) -> Iterator[Wanted]:
     for family in FAMILIES:
         before: set[Items] = set()
         for objective in OBJECTIVES:
-            one = _wanted(Setting(family, objective, device=machine.device), machine, every, pairs=True)
+            one = _wanted(Setting(family, objective, device=machine.device), machine, every)
             new = {pair: whole for pair, whole in one.pairs.items() if pair not in before}
-            before |= one.pairs.keys()
-            yield Wanted(one.checked, new, one.singles)
+            before |= new.keys()
+            yield Wanted(one.checked, _needed(new), one.singles)
         for axis in AXES if machine.device == "cpu" else ():
-            yield _wanted(Setting(family, "lm", axis), machine, every, pairs=False)
+            one = _wanted(Setting(family, "lm", axis), machine, every)
+            yield Wanted(one.checked, {}, one.singles)
 
 
-def _wanted(setting: Setting, machine: Machine, every: list[Item], pairs: bool) -> Wanted:
+def _wanted(setting: Setting, machine: Machine, every: list[Item]) -> Wanted:
     checked = Checked(setting, machine)
     alone = {frozenset([item]): smallest([item], every, checked.allowed) for item in every}
     possible = [item for item in every if alone[frozenset([item])] is not None]
-    return Wanted(
-        checked,
-        allowed_pairs(possible, checked.allowed, apart) if pairs else {},
-        {one: whole for one, whole in alone.items() if whole is not None},
-    )
+    pairs = {} if setting.axis else allowed_pairs(possible, checked.allowed, apart)
+    return Wanted(checked, pairs, {one: whole for one, whole in alone.items() if whole is not None})
+
+
+def _needed(pairs: Mapping[Items, Items]) -> dict[Items, Items]:
+    """Without the pairs of an item that only stands in for another where that is not allowed."""
+
+    def usual(pair: Items) -> Items:
+        return frozenset(Item(item.name) if item.name in INSTEAD else item for item in pair)
+
+    return {pair: whole for pair, whole in pairs.items() if usual(pair) == pair or usual(pair) not in pairs}
 
 
 def array(one: Wanted) -> list[Items]:
     """Recipes in which each wanted pair and each wanted technique of the setting occurs."""
-    every = sorted(frozenset().union(*one.singles))
-    return list(covering({**one.singles, **one.pairs}, every, one.checked.allowed))
+    every = sorted(frozenset().union(*one.everything))
+    return list(covering(one.everything, every, one.checked.allowed))
+
+
+def quick(settings: list[Wanted]) -> list[Wanted]:
+    """What is wanted of each setting in the quick array."""
+    return [_quick(one, settings) for one in settings]
+
+
+def _quick(one: Wanted, settings: list[Wanted]) -> Wanted:
+    setting = one.checked.setting
+    others = [
+        other
+        for other in settings
+        if other.checked.setting.family != setting.family
+        and (other.checked.setting.objective, other.checked.setting.axis) == (setting.objective, setting.axis)
+    ]
+    singles, pairs = one.singles, one.pairs
+    if setting.axis or setting.objective == "dpo":
+        singles = {key: whole for key, whole in singles.items() if not compiles(one.checked, whole)}
+    turn = FAMILIES.index(setting.family)
+    for other in others:
+        singles = _share(singles, other.singles, turn, one.checked)
+        pairs = _share(pairs, other.pairs, turn, one.checked)
+    return Wanted(one.checked, pairs, singles)
+
+
+def _share(
+    mine: Mapping[Items, Items], theirs: Mapping[Items, Items], turn: int, checked: Checked
+) -> dict[Items, Items]:
+    """What only this family has, and every second one that both have; all pairs of what compiles on one family, so that they
+    fill few recipes."""
+    every = items()
+    compiled = [item for item in every if compiles(checked, frozenset([item]))]
+    both = sorted(sorted(key) for key in mine.keys() & theirs.keys())
+    turns = {}
+    for number, key in enumerate(both):
+        slow = [compiled.index(item) for item in key if item in compiled]
+        turns[frozenset(key)] = (slow[0] if slow else number) % 2
+    return {key: whole for key, whole in mine.items() if turns.get(key, turn) == turn}
+
+
+def compiles(checked: Checked, chosen: Items) -> bool:
+    """Whether the recipe waits for a compiler."""
+    return any(use.technique.compiles(use.knobs) for use in settle_uses(checked.setting.recipe(chosen)))

@@ -25,12 +25,15 @@ from tests.real_text import write_to
 FAMILIES = ("gpt2", "llama")
 OBJECTIVES = ("lm", "sft", "dpo")
 COLOURS = ("red", "green", "blue", "white", "black", "brown", "grey", "pink")
-BOTH: Mapping[str, tuple[Mapping[str, Knob], ...]] = {
-    "compile": ({"scope": "block"},),
-    "pad": ({"shapes": 2},),
-    "bucket": ({"shapes": 2},),
+ALSO: Mapping[str, Mapping[str, Knob]] = {
+    "adam8bit": {"backend": "rush"},
+    "compile": {"scope": "block"},
+    "bucket": {"shapes": 2},
+    "pad": {"shapes": 2},
 }
-"""Techniques whose pairs are wanted with these knobs as well: another graph, or the only one that the check allows."""
+"""Techniques that are wanted with these knobs, too: with a wholly other way to do the same."""
+INSTEAD = ("bucket", "pad")
+"""Of these, only where the default is not allowed: a compiler wants few shapes."""
 
 
 @dataclass(frozen=True, order=True)
@@ -48,9 +51,9 @@ class Item:
 
 
 def items() -> list[Item]:
-    """Every technique that a recipe names, by its defaults and as `BOTH` says; a layout's axes are put on by their size."""
-    names = [name for name in sorted(registry()) if name not in AXES]
-    return [Item(name, tuple(knobs.items())) for name in names for knobs in ({}, *BOTH.get(name, ()))]
+    """Every technique that a recipe names, by its defaults and as `ALSO` says; a layout's axes are put on by their size."""
+    plain = [Item(name) for name in sorted(registry()) if name not in AXES]
+    return sorted([*plain, *(Item(name, tuple(knobs.items())) for name, knobs in ALSO.items())])
 
 
 def apart(one: Item, other: Item) -> bool:
@@ -74,6 +77,7 @@ class Size:
         return {
             "num_layers": 2,
             "hidden": self.hidden,
+            "num_heads": heads,
             "head_dim": self.head_dim,
             "num_kv_heads": heads if family == "gpt2" else heads // 2,
             "intermediate": self.intermediate,
@@ -82,8 +86,13 @@ class Size:
 
 
 # A vocabulary that fp8 can multiply with (16) and vocab_pad still has to pad (64).
-SMALL = Size(64, 16, 128, 336, {"lm": 32, "sft": 64, "dpo": 64})
+SMALL = Size(32, 16, 64, 336, {"lm": 16, "sft": 32, "dpo": 32})
+WIDER = Size(64, 16, 64, 336, {"lm": 32})
 LARGER = Size(256, 64, 512, 528, {"lm": 128, "sft": 128, "dpo": 128})
+
+
+SHORTER = {"schedule.steps": 4, "run.validate_sequences": 2, "run.sample_tokens": 2}
+"""A save, a kill, a validation, a sample and a last save: interpreted kernels take their time for every step."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +110,14 @@ class Setting:
 
     @property
     def size(self) -> Size:
-        return SMALL if self.device == "cpu" else LARGER
+        if self.device != "cpu":
+            return LARGER
+        return WIDER if self.axis in ("cp", "tp") else SMALL  # a rank's part must be wide enough, too
 
     def recipe(self, techniques: Iterable[Item] = (), data: Path = Path("data")) -> Recipe:
         """The recipe of a short life with these techniques."""
-        return short(_plain(self, str(data)), techniques=[item.entry() for item in sorted(techniques)])
+        entries = [item.entry() for item in sorted(techniques)]
+        return short(_plain(self, str(data)), techniques=entries, **SHORTER)
 
 
 @cache
@@ -132,10 +144,9 @@ def write_data(folder: Path) -> Path:
     for index in range(96):
         colour, other = COLOURS[index % 8], COLOURS[(index * 3 + 1) % 8]
         wrong = other if other != colour else COLOURS[(index + 1) % 8]
-        prompt = f"What is the colour of thing {index}?"
-        answer = f"Thing {index} is {colour}" + ", as it always was" * (index % 4) + "."
-        questions.append({"prompt": prompt, "completion": answer})
-        preferences.append({"prompt": prompt, "chosen": f"It is {colour}.", "rejected": f"I think {wrong}."})
+        prompt = f"Colour {index}?"
+        questions.append({"prompt": prompt, "completion": " and ".join([colour, other, wrong][: 1 + index % 3])})
+        preferences.append({"prompt": prompt, "chosen": colour, "rejected": wrong})
     for name, rows in (("questions", questions), ("preferences", preferences)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder

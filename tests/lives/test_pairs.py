@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 
 from rush.hardware import probe
-from tests.lives.arrays import Wanted, array, wanted
+from tests.lives.arrays import Wanted, array, quick, wanted
 from tests.lives.covering import Items
 from tests.lives.living import Living
 
@@ -25,9 +25,10 @@ def settings() -> dict[str, Wanted]:
 
 def _lives(slow: bool) -> list[object]:
     rows = []
-    for name, one in settings().items():
-        recipes = {**one.singles, **one.pairs}.values() if slow else array(one)
-        for number, techniques in enumerate(dict.fromkeys(recipes)):
+    every = list(settings().values())
+    for one in every if slow else quick(every):
+        for number, techniques in enumerate(one.recipes if slow else array(one)):
+            name = str(one.checked.setting)
             short = "+".join(map(str, sorted(techniques))) if slow else f"{number:02d}"
             rows.append(pytest.param(name, techniques, id=f"{name}-{short}"))
     return rows
