@@ -17,7 +17,13 @@ from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, small
 
-PRELOADED = ("rush.cli", "rush.train.exporting", "rush.train.loop", "rush.train.report_card")
+PRELOADED = (
+    "tests.lives.quick_interpreter",
+    "rush.cli",
+    "rush.train.exporting",
+    "rush.train.loop",
+    "rush.train.report_card",
+)
 INTERPRETED = ("TRITON_INTERPRET", "1")
 """With it our Triton kernels run on a CPU, slowly; each kernel asks when it is defined, so the forking process needs it."""
 NEEDS_CUDA = {"cudnn_attention", "pin_memory"}
