@@ -36,6 +36,8 @@ LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end
 MERGES = 240
 SMALL = {"num_layers": 2, "hidden": 32, "num_heads": 2, "head_dim": 16, "intermediate": 64, "vocab_size": 512}
 """A shape of either family that every technique takes: widths in multiples of 16 (fp8), weights in blocks of 64 (NF4)."""
+INTERPRETED = ("fp8", "fused_loss", "fused_update")
+"""Techniques whose kernels Triton interprets on a CPU: they take their time for every tensor and every token."""
 FEW = {"schedule.steps": 4, "run.save_every": 2, "run.validate_every": 2, "run.sample_every": 2}
 """The shortest schedule that can be killed between two saves."""
 
@@ -82,6 +84,8 @@ def small(recipe: Recipe) -> Recipe:
     """The recipe at a size that a CPU trains in moments; family, tied head and rotary positions stay as they are."""
     shape = {**SMALL, "num_kv_heads": 2 if recipe.shape().family == "gpt2" else 1}
     batch = {"micro": 2, "sequence": 16}
+    if used(recipe, *INTERPRETED):
+        shape["num_layers"] = batch["micro"] = 1
     if recipe.objective.kind != "lm":
         batch = {"micro": 1, "sequence": 64 if recipe.data.source in HUB_CHATS else 256}
     return changed(
