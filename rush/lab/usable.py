@@ -26,7 +26,7 @@ from rush.lab.starter import Starter
 from rush.lab.trial import compiler_caches
 from rush.models import count_parameters
 from rush.recipe import Recipe
-from rush.records.life import LifeRecord
+from rush.records.life import LifePart, LifeRecord
 
 STEPS, EVERY = 4, 2
 LARGEST_BYTES = 8e9
@@ -99,7 +99,7 @@ def live(
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     verdict, problem = judged(life)
-    parts = [{"name": NAMES[part.name], "seconds": part.seconds} for part in life.parts]
+    parts: list[LifePart] = [{"name": NAMES[part.name], "seconds": part.seconds} for part in life.parts]
     return {"verdict": verdict, "problem": problem, "parts": parts}
 
 
