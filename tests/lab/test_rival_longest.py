@@ -16,8 +16,8 @@ from rush.lab.rival_longest import GRAIN, ROOM, Length
 from rush.lab.rivals import bench_models
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
-from rush.records.models import check_models, read_models
 from rush.records.life import LifeRecord
+from rush.records.models import check_models, read_models
 from rush.report.models import longest_words
 
 FIXED, EACH, LIMIT = 6_000_000_000, 500_000, 80_000_000_000
