@@ -1,15 +1,16 @@
 # Every target does its own set-up: a fresh clone needs nothing but Python 3.11+ and make.
-# Every install goes through constraints.txt.
+# Every install goes through the locks. TORCH says which torch (docs/install.md): cuda, cpu, installed, proven;
+# auto takes what .venv was made with, and for a new one cuda where an NVIDIA driver is, otherwise cpu.
 
 PYTHON ?= python3
-VENV   := .venv
+TORCH  ?= auto
+VENV   ?= .venv
 BIN    := $(VENV)/bin
-export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and ranks are processes: without its bytecode each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help ladder train finetune test test-all test-gpu check docs format bundle lock clean
+.PHONY: help ladder train finetune test test-all test-slow test-gpu check docs format bundle lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -36,7 +37,13 @@ finetune: $(VENV)/.run ## a small chat model on this machine: pretrain, LoRA, me
 test: $(VENV)/.dev ## the tests: under 15 minutes on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-all: $(VENV)/.dev ## the tests, with the slow ones
+# The lock has two versions of torch: the one in .venv, and the other in a virtual environment of its own.
+OTHER = $(if $(filter cpu,$(shell cat $(VENV)/.torch)),proven,cpu)
+test-all: $(VENV)/.dev ## the tests, with the slow ones, on both versions of torch
+	$(MAKE) test-slow
+	$(MAKE) test-slow VENV=.venv-$(OTHER) TORCH=$(OTHER)
+
+test-slow: $(VENV)/.dev ## the tests, with the slow ones, on the torch in .venv
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not gpu'
 
 # On a GPU machine without network the dependencies are there already; what is missing travels in bundle/. Most of the
@@ -45,12 +52,13 @@ GPU_WORKERS ?= 1
 test-gpu: ## the GPU tests, with the Python at hand (no virtual environment, see `make bundle`)
 	PYTHONPATH=$(CURDIR)/bundle $(PYTHON) -m pytest -p no:cacheprovider -p no:benchmark -m gpu -n $(GPU_WORKERS) --dist worksteal --timeout 180 --tb short --durations 10
 
-check: $(VENV)/.dev ## format, lint, types, import contracts, public names
+check: $(VENV)/.dev ## format, lint, types, import contracts, public names, the lock on every platform (OFFLINE=1 without index)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m pytest tests/test_public_names.py
+	$(BIN)/python scripts/lock.py check
 
 docs: $(VENV)/.dev ## write the generated pages: techniques, recipe keys, explanations
 	$(BIN)/python scripts/technique_pages.py
@@ -71,28 +79,29 @@ BUNDLE_PACKAGES  ?= pydantic pydantic-core typer annotated-types annotated-doc t
                     liger-kernel cut-cross-entropy torchao bitsandbytes
 bundle: ## gather the wheels an offline GPU machine lacks into bundle/
 	rm -rf bundle
-	$(PYTHON) -m pip install --quiet --target bundle --no-deps --no-compile --only-binary=:all: \
+	PIP_CONSTRAINT=$(CURDIR)/locks/cuda.txt $(PYTHON) -m pip install --quiet --target bundle --no-deps --no-compile --only-binary=:all: \
 	  $(addprefix --platform ,$(BUNDLE_PLATFORMS)) --python-version $(BUNDLE_PYTHON) --implementation cp $(BUNDLE_PACKAGES)
 	find bundle/bitsandbytes -name 'libbitsandbytes_*.so' ! -name 'libbitsandbytes_cuda$(BUNDLE_CUDA).so' -delete
 	rm -rf bundle/test bundle/torchao/_C*.so
 	@du -sh bundle
 
-lock: ## resolve every dependency anew and rewrite constraints.txt
-	$(PYTHON) scripts/lock.py
+# A virtual environment of its own: the lock is made where the one before it may not install.
+lock: ## resolve every dependency for every platform: locks/, and the sizes in README and docs/install.md (UPGRADE=1: newest)
+	test -x $(VENV)-lock/bin/uv || { $(PYTHON) -m venv $(VENV)-lock && $(VENV)-lock/bin/pip install --quiet uv packaging; }
+	$(VENV)-lock/bin/python scripts/lock.py $(if $(UPGRADE),--upgrade)
+	$(VENV)-lock/bin/python scripts/install_page.py
 
-$(VENV)/bin/python:
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "rush needs Python 3.11 or newer; found $$($(PYTHON) --version). Try: make $(MAKECMDGOALS) PYTHON=python3.12"; exit 4; }
-	$(PYTHON) -m venv $(VENV)
+# .torch holds what TORCH came to; its time changes only when that does.
+$(VENV)/.torch: FORCE
+	@$(PYTHON) scripts/install.py $(VENV) --torch $(TORCH)
 
-$(VENV)/.run: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "Setting up $(VENV) (once, about a minute) ..."
-	$(BIN)/pip install --quiet -e .
-	touch $@
+$(VENV)/.run: pyproject.toml $(wildcard locks/*.txt) $(VENV)/.torch
+	@$(PYTHON) scripts/install.py $(VENV) --extras ''
+	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "Setting up $(VENV) for development (once, about two minutes) ..."
-	$(BIN)/pip install --quiet -e '.[dev]'
-	touch $@ $(VENV)/.run
+$(VENV)/.dev: pyproject.toml $(wildcard locks/*.txt) $(VENV)/.torch
+	@$(PYTHON) scripts/install.py $(VENV) --extras dev
+	@touch $@ $(VENV)/.run
 
-clean: ## remove the virtual environment and caches (never runs/)
-	rm -rf $(VENV) bundle .pytest_cache .mypy_cache .ruff_cache
+clean: ## remove the virtual environments and caches (never runs/)
+	rm -rf $(VENV) $(VENV)-* bundle .pytest_cache .mypy_cache .ruff_cache

@@ -80,8 +80,10 @@ def generate(
     top_p: float | None = None,
     stop_ids: Iterable[int] = (),
     seed: int = 0,
+    prefill_tokens: int = PREFILL_TOKENS,
 ) -> Generation:
-    """Continue `tokens`; the ids come as they are made. A stop token ends the text and is not part of it."""
+    """Continue `tokens`; the ids come as they are made. A stop token ends the text and is not part of it. The prompt is read
+    in pieces of `prefill_tokens`."""
     prompt = [int(token) for token in tokens]
     sampling = Sampling(temperature, top_k, top_p)
     stops = frozenset(stop_ids)
@@ -100,7 +102,8 @@ def generate(
     # The last new token is never read back, so it needs no place of its own in the context.
     room = model.shape.context - len(prompt) + 1
     capacity = min(model.shape.context, len(prompt) + max_new_tokens)
-    return Generation(_draws(model, prompt, capacity, sampling, seed), stops, max_new_tokens, room)
+    draws = _draws(model, prompt, capacity, sampling, seed, prefill_tokens)
+    return Generation(draws, stops, max_new_tokens, room)
 
 
 def token_probabilities(logits_v: Tensor, sampling: Sampling) -> Tensor:
@@ -148,14 +151,16 @@ def stream_text(tokenizer_decode: Callable[[list[int]], str], ids: Iterable[int]
         yield rest
 
 
-def _draws(model: Decoder, prompt: list[int], capacity: int, sampling: Sampling, seed: int) -> Iterator[int]:
+def _draws(
+    model: Decoder, prompt: list[int], capacity: int, sampling: Sampling, seed: int, prefill_tokens: int
+) -> Iterator[int]:
     device = model.embedding.weight.device
     cache = model.new_cache(batch=1, capacity=capacity)
     generator = torch.Generator(device="cpu").manual_seed(seed)
     pending = prompt
     while True:
-        for start in range(0, len(pending), PREFILL_TOKENS):
-            piece = torch.tensor([pending[start : start + PREFILL_TOKENS]], device=device)
+        for start in range(0, len(pending), prefill_tokens):
+            piece = torch.tensor([pending[start : start + prefill_tokens]], device=device)
             with torch.no_grad():  # not around the yield: the caller's own gradient mode must not change
                 logits_v = model(piece, cache=cache)[0, -1]
         token = _draw(logits_v, sampling, generator)

@@ -146,7 +146,8 @@ class Layout(Part):
 class Run(Part):
     seed: NotNegative = 1337
     deterministic: bool = False
-    """Refuse algorithms whose result can differ from run to run."""
+    """The same bits in every run and after every resume, on a GPU too, where it takes slower kernels; a technique that cannot
+    is refused."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     save_every: NotNegative = 0
     """Steps between checkpoints; 0 saves at the end only."""

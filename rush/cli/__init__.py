@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Callable
+from functools import cache
 from typing import Annotated
 
 import typer
@@ -78,6 +80,12 @@ def _root(
 ) -> None: ...
 
 
+@cache
+def command() -> Callable[..., object]:
+    """All commands with their options read, which takes longer than some commands: a process does it once."""
+    return typer.main.get_command(app)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """The entry point of `rush` and `python -m rush`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
@@ -86,7 +94,7 @@ def main(arguments: list[str] | None = None) -> None:
     if arguments is None and not debug:
         catch_the_rest()
     try:
-        app([word for word in words if word != "--debug"], prog_name="rush")
+        command()([word for word in words if word != "--debug"], prog_name="rush")
         ending.code = 0
     except SystemExit as left:
         ending.code = left.code if isinstance(left.code, int) else 1 if left.code else 0

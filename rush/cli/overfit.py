@@ -43,13 +43,13 @@ def overfit(
     """
     from rush.recipe_io import load_recipe
     from rush.techniques.extra import added
+    from rush.train.failures import Doing, Phase, explained
     from rush.train.overfit import MOST_LEFT, NEAR_ZERO, overfit_recipe
     from rush.train.view import sparkline
 
-    with added(technique or []):
-        verdict = overfit_recipe(
-            load_recipe(recipe, overrides or []), steps, (lambda text: None) if json else note
-        )
+    chosen = load_recipe(recipe, overrides or [])
+    with added(technique or []), explained(Doing(None, chosen, phase=Phase.ONE_BATCH)):
+        verdict = overfit_recipe(chosen, steps, (lambda text: None) if json else note)
     if json:
         print_json(asdict(verdict))
     else:

@@ -228,7 +228,7 @@ def _search(
                 describe(one.spec),
                 f"{one.tokens_per_s_per_device:,.0f}",
                 f"{one.mfu:.0%}" if one.mfu else "-",
-                f"{one.memory.total / 2**30:.0f}{' (tight)' if one.tight else ''}",
+                f"{one.life.total / 2**30:.0f}{' (tight)' if one.tight else ''}",
                 f"{one.time.step:.2f} s",
             ]
             for one in found.best

@@ -30,6 +30,7 @@ STYLES = (
 
 
 def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) -> None:
+    from rush.plan.life import STEP
     from rush.plan.ways import describe
 
     target, error = plan.target, plan.expected_error
@@ -38,9 +39,12 @@ def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) 
     for problem in plan.problems:
         typer.secho(f"  cannot run there: {problem}", fg="yellow")
     verdict = "fits by less than the error" if plan.tight else "fits" if plan.fits else "does not fit"
+    fullest = plan.memory.moment
+    if plan.life.fullest != STEP:
+        fullest = f"{plan.life.fullest}; a step takes {plan.memory.total / 2**30:.1f} GiB, by part:"
     typer.echo(
-        f"\nMemory of one device: {plan.memory.total / 2**30:.1f} of {room / 2**30:.1f} GiB, {verdict} (±{error['memory']:.0%}); "
-        f"fullest: {plan.memory.moment}"
+        f"\nMemory of one device: {plan.life.total / 2**30:.1f} of {room / 2**30:.1f} GiB, {verdict} (±{error['memory']:.0%}); "
+        f"fullest: {fullest}"
     )
     _bar(plan.memory.parts, max(room, plan.memory.total), limit=room)
     print_table(
@@ -50,6 +54,10 @@ def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) 
     if plan.memory.activations:
         most = sorted(plan.memory.activations.items(), key=lambda item: -item[1])[:6]
         typer.echo("activations: " + ", ".join(f"{term} {value / 2**30:.2f}" for term, value in most))
+    besides = ", ".join(f"{phase} {value / 2**30:.2f} GiB" for phase, value in plan.life.besides.items())
+    typer.echo(
+        f"between steps: {besides}; a copy of the state on the host while it is written: {plan.staged / 2**30:.2f} GiB"
+    )
     if plan.memory.host_bytes:
         there = f" of {target.host_bytes / 2**30:.1f}" if target.host_bytes else ""
         typer.echo(

@@ -60,7 +60,7 @@ def import_extra(module: str, extra: str, purpose: str) -> Any:
     except ImportError as error:
         raise MachineError(
             f"{purpose} needs {module.split('.')[0]}, which is not installed. "
-            f'Run: pip install "optimization-rush[{extra}]" -c constraints.txt'
+            f'Run: pip install "optimization-rush[{extra}]"'
         ) from error
 
 

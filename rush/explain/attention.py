@@ -121,8 +121,9 @@ def allocated_peak(run: Callable[[], object]) -> int | None:
     """The same on a CPU, from the profiler's list of every allocation; None where it keeps none."""
     import torch
 
+    # Without acc_events the profiler warns on its first use in a process.
     with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True, acc_events=True
     ) as profile:
         run()
     results = profile.profiler.kineto_results if profile.profiler is not None else None

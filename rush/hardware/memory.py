@@ -7,6 +7,7 @@ process, Python and libraries included, so differences mean more than the absolu
 from __future__ import annotations
 
 import ctypes
+import gc
 import os
 import platform
 import re
@@ -45,16 +46,32 @@ def _status(key: str) -> int:
     return int(fields[key].split()[0]) * 1024
 
 
-@contextmanager
-def held_to(limit_bytes: float) -> Iterator[None]:
-    """On a CPU: MemoryError if this process was resident with more while in here.
+@dataclass
+class Limit:
+    """On a CPU: how much of it a run may have resident, in all.
 
     It is looked at afterwards. A limit that makes allocations fail (ulimit) ends the process from within some library.
     """
-    reset_peak_memory("cpu")
-    yield
-    if (peak := process_memory().peak_resident_bytes) > limit_bytes:
-        raise MemoryError(f"{peak:,} bytes were resident, {limit_bytes:,.0f} allowed")
+
+    limit_bytes: float
+    transient_bytes: float = 0.0
+    """The most that was resident inside, beyond what was when it was entered."""
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """MemoryError if this process was resident with more while in here."""
+        reset_peak_memory("cpu")
+        before = process_memory().resident_bytes
+        yield
+        peak = process_memory().peak_resident_bytes
+        self.transient_bytes = max(self.transient_bytes, peak - before)
+        if peak > self.limit_bytes:
+            raise MemoryError(f"{peak:,} bytes were resident, {self.limit_bytes:,.0f} allowed")
+
+    @property
+    def room_bytes(self) -> float:
+        """What may stay resident besides, so that the next time in here still keeps to the limit."""
+        return self.limit_bytes - process_memory().resident_bytes - self.transient_bytes
 
 
 def give_back_freed() -> None:
@@ -65,13 +82,31 @@ def give_back_freed() -> None:
         trim(0)
 
 
+def free_unused(device: str) -> None:
+    """Give back what is held and not used: cached blocks of a GPU, freed pages of this process."""
+    gc.collect()
+    if device.startswith("cuda"):
+        import torch
+
+        torch.cuda.empty_cache()
+    give_back_freed()
+
+
+def host_room() -> float:
+    """Bytes of the host that this process can still get, if the others of its job on this machine take as much."""
+    return free_memory("cpu") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def free_memory(device: str) -> int:
     """Bytes that this process can still get: of the card on CUDA; elsewhere of the machine, its container or its ulimits."""
     if device.startswith("cuda"):
         import torch
 
-        unused = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        return int(torch.cuda.mem_get_info()[0]) + unused
+        reserved = torch.cuda.memory_reserved()
+        free, whole = torch.cuda.mem_get_info()
+        # A process may be held to a part of the card.
+        left = torch.cuda.get_per_process_memory_fraction() * whole - reserved
+        return max(0, int(min(free, left))) + reserved - torch.cuda.memory_allocated()
     import psutil  # type: ignore[import-untyped]
 
     found = [int(psutil.virtual_memory().available)]

@@ -86,7 +86,7 @@ def bench_kernels(
     if find_spec("triton") is None:
         raise MachineError(
             "the kernels need Triton, which is not installed (also where they are only interpreted): "
-            'pip install "optimization-rush[kernels]" -c constraints.txt.'
+            'pip install "optimization-rush[kernels]".'
         )
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):

@@ -123,7 +123,7 @@ def _need(options: Options) -> None:
         extras = ",".join(dict.fromkeys(EXTRAS[name] for name in missing))
         raise MachineError(
             f"the rival needs {' and '.join(missing)}; install it with "
-            f'pip install "optimization-rush[{extras}]" -c constraints.txt.'
+            f'pip install "optimization-rush[{extras}]".'
         )
 
 
@@ -218,7 +218,9 @@ def _watch(run: Run, stepper: Stepper, options: Options) -> list[dict[str, Any]]
     """Which telling kernels ran in a step; nothing on a CPU, which has no kernels to see."""
     if run.device.type != "cuda":
         return []
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
         stepper()
     names = {event.key for event in profile.key_averages()}
     telling = sorted(name[:60] for name in names if any(part in name.lower() for part in INTERESTING))

@@ -11,6 +11,8 @@ Every child leads a session of its own, so that ending it ends everything it sta
 
 from __future__ import annotations
 
+import atexit
+import gc
 import importlib
 import json
 import os
@@ -18,6 +20,7 @@ import runpy
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -32,6 +35,17 @@ import rush
 from rush.lab.dying import die_with_parent
 
 PRELOADED = ("rush.lab.trial_process", "torch._dynamo", "torch.profiler", "torch.nn.attention.flex_attention")
+COMMANDS = (
+    "numpy.ma",
+    "rush.cli",
+    "rush.hardware.collectives",
+    "rush.parallel.launching",
+    "rush.parallel.restarts",
+    "rush.train.exporting",
+    "rush.train.folder_tokenizers",
+    "rush.train.loop",
+)
+"""What `rush train`, `rush generate` and their like import only when they are called: for a starter of such commands."""
 ANSWER_S = 300.0
 """How long the imports may take; a machine with a cold disk needs a minute."""
 
@@ -52,9 +66,20 @@ class Streams:
 class Starter:
     """Starts one trial after another; the forking process is made when the first is asked for."""
 
-    def __init__(self, preloaded: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        preloaded: Sequence[str] = (),
+        *,
+        fork: bool = sys.platform == "linux",
+        dismantle: bool = True,
+    ) -> None:
         self._preloaded = preloaded
         """Further modules that trials will need."""
+        self._fork = fork
+        """Whether children are forked; otherwise each is `python -m rush` and imports everything itself, as a user's does."""
+        self._dismantle = dismantle
+        """Whether a `rush` command that is done takes its interpreter apart, as a user's does. That takes longer than a
+        tiny command itself; without it, threads are still waited for and what is registered for the exit still runs."""
         self._server: subprocess.Popen[bytes] | None = None
         self._line: Connection | None = None
 
@@ -62,7 +87,7 @@ class Starter:
         self, spec: Path, result: Path, log: Path, extra: Mapping[str, str], limit_s: float
     ) -> int | None:
         """Run a trial to its end; its exit code (negative: the signal it died of), or None if it ran past the limit."""
-        if sys.platform != "linux":
+        if not self._fork:
             return _run_plainly(spec, result, log, extra, limit_s)
         streams = [os.devnull, str(log), str(log)]
         trial = {"spec": str(spec), "result": str(result), "streams": streams, "environment": dict(extra)}
@@ -82,10 +107,15 @@ class Starter:
         All of them are killed (SIGKILL) as soon as `kill_when` says so; it is asked about every millisecond.
         """
         children = [
-            {"words": list(words), "streams": streams.of(place), "environment": dict(extra)}
+            {
+                "words": list(words),
+                "streams": streams.of(place),
+                "environment": dict(extra),
+                "dismantle": self._dismantle,
+            }
             for place, extra in enumerate(environments)
         ]
-        if sys.platform != "linux":
+        if not self._fork:
             return _rush_plainly(children, limit_s, kill_when)
         return self._children(children, limit_s, kill_when)
 
@@ -241,6 +271,11 @@ def _serve(line: Connection, preloaded: Sequence[str]) -> None:
     """Fork the children of every order, tell their numbers, wait for them, tell how they ended."""
     for name in (*PRELOADED, *preloaded):
         importlib.import_module(name)
+    if "rush.cli" in sys.modules:
+        sys.modules["rush.cli"].command()
+    # Children share these objects' memory until they write to it, and a collection writes to every object it looks at.
+    gc.collect()
+    gc.freeze()
     while True:
         try:
             children: list[dict[str, Any]] = json.loads(line.recv_bytes())
@@ -271,7 +306,10 @@ def _be_child(child: Mapping[str, Any]) -> None:
         die_with_parent(os.getppid())
         # `python -m rush`, which this process becomes; it leaves by the front door, as a user's would.
         sys.argv = ["rush", *child["words"]]
-        runpy.run_module("rush", run_name="__main__")
+        if child["dismantle"]:
+            runpy.run_module("rush", run_name="__main__")
+        else:
+            _leave_standing()
         return
     from rush.lab.trial_process import main
 
@@ -281,6 +319,23 @@ def _be_child(child: Mapping[str, Any]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)
+
+
+def _leave_standing() -> None:
+    """Run `rush` and end with its exit code, without taking the interpreter apart."""
+    code: object = 0
+    try:
+        runpy.run_module("rush", run_name="__main__")
+    except SystemExit as end:
+        code = end.code
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import Diverged, RecipeError
-from rush.lab.life import ADAPTERS, UNDISTURBED, Life, Lives, Part, short
+from rush.lab.life import UNDISTURBED, Life, Lives, Part, short
 from rush.lab.starter import Starter
 from rush.lab.trial import compiler_caches
 from rush.models import count_parameters
 from rush.recipe import Recipe
 from rush.records.life import LifePart, LifeRecord
+from rush.techniques.rounding import trains_adapters
 
 STEPS, EVERY = 4, 2
 LARGEST_BYTES = 8e9
@@ -64,8 +65,7 @@ def quick(recipe: Recipe) -> Recipe:
 def _layers(recipe: Recipe) -> int:
     """All of them; fewer where checkpoints would be too large. Those of adapters do not hold the weights beside them."""
     shape = recipe.shape()
-    adapted = any(name in ADAPTERS for name, _ in recipe.technique_uses())
-    if recipe.model.init_from is not None or adapted:
+    if recipe.model.init_from is not None or trains_adapters(recipe):
         return shape.num_layers
     layers = shape.num_layers
     while layers > 1 and STATE_BYTES * count_parameters(replace(shape, num_layers=layers)) > LARGEST_BYTES:

@@ -104,6 +104,9 @@ def _run_once(num_ranks: int, words: list[str]) -> Ended:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(STOP_LIMIT_S))
+    # torch's own warnings (sockets, what ddp was asked for on purpose) would come before the one message that helps; it asks for the
+    # level when it is imported.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # All ranks are here; a host name that resolves to nowhere must not matter.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     config = LaunchConfig(

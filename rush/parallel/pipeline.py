@@ -266,8 +266,14 @@ def add_gradient(parameter: nn.Parameter, peer: int, group: ProcessGroup) -> Non
     own.add_(theirs.to(own.device))
 
 
-def collect(tensors: Mapping[str, Tensor], group: ProcessGroup, device: torch.device) -> dict[str, Tensor]:
-    """What all ranks of a pipeline hold, by name, for the first of them; what two hold, once. Others get their own back."""
+def collect(
+    tensors: Mapping[str, Tensor],
+    group: ProcessGroup,
+    device: torch.device,
+    keep_on: torch.device | None = None,
+) -> dict[str, Tensor]:
+    """What all ranks of a pipeline hold, by name, for the first of them; what two hold, once. Others get their own back. It is
+    sent from and to `device`, and kept there, or where the first rank says."""
     import torch.distributed as dist
 
     listed: list[Any] = [None] * group.size()
@@ -282,7 +288,7 @@ def collect(tensors: Mapping[str, Tensor], group: ProcessGroup, device: torch.de
             elif rank != 0 and me == 0:
                 came = torch.empty(shape, dtype=dtype, device=wire)
                 dist.recv(came, group=group, group_src=rank)
-                found[name] = came.to(device)
+                found[name] = came.to(keep_on or device)
     return found
 
 

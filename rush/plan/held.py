@@ -141,6 +141,12 @@ class Held:
             "gathered": self.gathered,
         }
 
+    def between_steps(self) -> dict[str, float]:
+        """What is there when no step is under way: gradients are let go of, buckets for sending them stay."""
+        effects = self.spec.effects
+        sending = effects.size("gradients", 4) * self._trained * effects.factor("buckets")
+        return {**self._always, "gathered": 0.0, "gradients": sending if self.spec.shards == 1 else 0.0}
+
     def on_host(self) -> float:
         """Bytes of this rank's parts that lie in host memory."""
         effects, shards = self.spec.effects, self.spec.shards
@@ -149,12 +155,16 @@ class Held:
         each = effects.size("optimizer", 8) + effects.size("gradients", 4) + 4 * effects.factor("master")
         return (self.parameters + each * self._trained) / shards
 
-    def casts(self, *, always: bool = False) -> float:
+    def casts(self, *, always: bool = False, with_head: bool = True) -> float:
         """Weights in the dtype of the products. Autocast keeps its casts to the end of the forward pass in any case."""
         effects = self.spec.effects
         each = effects.size("casts", 0)
         eager = bool(effects.factor("logits.copies"))
-        head = self.spec.shape.vocab_size * self.spec.shape.hidden if self.stage.last and eager else 0
+        head = (
+            self.spec.shape.vocab_size * self.spec.shape.hidden
+            if self.stage.last and eager and with_head
+            else 0
+        )
         blocks = self.stage.blocks * self._local(self.weights.block_linear)
         if self.spec.effects.size("blocks", 4) < 2:
             return 0.0  # codes are unpacked for each product

@@ -5,7 +5,8 @@ loss being differentiated, the last block's backward pass (with what is computed
 the end of the backward pass, when all gradients are there, and the update. Weights and moments are there all the
 time; gradients only from the backward pass to the update, since they are let go of after it. What a block leaves for
 its backward pass is summed from the terms that are left (`rush/plan/terms.py`). "Tensors" is what torch counts as
-allocated; what a device must offer is more by the context of the driver and what the allocator cannot fill.
+allocated; what a device must offer is more by the context of the driver and what the allocator cannot fill. What a run
+does besides its steps is counted in `rush/plan/life.py`.
 """
 
 from __future__ import annotations
@@ -190,13 +191,17 @@ def _scores(spec: Spec) -> float:
 
 
 def memory_of(spec: Spec) -> Memory:
-    """The memory of the fullest rank."""
+    """The memory of a step, on the fullest rank."""
+    return max((_stage_memory(spec, stage) for stage in stages_of(spec)), key=lambda found: found.total)
+
+
+def stages_of(spec: Spec) -> list[Stage]:
+    """The ranks of the pipeline that may be the fullest: the first holds most micro batches, the second nearly as many and both
+    kinds of buffers, the last the head."""
     depth = spec.size("pp")
     blocks = -(-spec.shape.num_layers // depth)
-    # The first rank holds most micro batches, the second nearly as many and both kinds of buffers, the last the head.
     ranks = sorted({0, min(1, depth - 1), depth - 1})
-    stages = [Stage(blocks, rank == 0, rank == depth - 1, _in_flight(spec, rank)) for rank in ranks]
-    return max((_stage_memory(spec, stage) for stage in stages), key=lambda found: found.total)
+    return [Stage(blocks, rank == 0, rank == depth - 1, _in_flight(spec, rank)) for rank in ranks]
 
 
 def _in_flight(spec: Spec, rank: int) -> float:
@@ -223,7 +228,7 @@ def _stage_memory(spec: Spec, stage: Stage) -> Memory:
     again_bytes = tokens * (sum(again.values()) - sum(each.values())) if again else 0.0
     ends = _final(spec) * tokens if stage.last else 0.0
     forward, backward, head = _loss(spec, stage)
-    working = _working(spec) * tokens + _unpacked(spec)
+    working = _working(spec) * tokens + unpacked(spec)
     moments: dict[str, dict[str, float]] = {
         "forward pass": {**held.state(0), "activations": sum(kept.values()) + ends, "logits": forward,
                          "casts": held.casts(always=True)},
@@ -299,13 +304,7 @@ def _loss(spec: Spec, stage: Stage) -> tuple[float, float, float]:
         return 0.0, 0.0, 0.0
     effects, shape = spec.effects, spec.shape
     compute, vocab = effects.size("compute", 4), shape.vocab_size / spec.size("tp")
-    at_once = effects.factor("logits.tokens")
-    tokens: float = spec.tokens
-    chunked = at_once > 0
-    if chunked:
-        tokens = min(tokens, at_once if at_once >= 1 else -(-at_once * tokens // 128) * 128)
-        if effects.factor("seams") and not effects.factor("head.gradient"):
-            tokens = max(tokens, effects.factor("seams") * spec.tokens)
+    tokens, chunked = logits_tokens(spec), effects.factor("logits.tokens") > 0
     head = vocab * shape.hidden
     gradient = 0.0 if effects.factor("frozen") else head * compute
     if effects.factor("logits.copies"):
@@ -329,12 +328,24 @@ def _loss(spec: Spec, stage: Stage) -> tuple[float, float, float]:
     return logits, logits, gradient + cast
 
 
+def logits_tokens(spec: Spec) -> float:
+    """Of how many tokens the logits are there at once."""
+    effects, tokens = spec.effects, float(spec.tokens)
+    at_once = effects.factor("logits.tokens")
+    if not at_once:
+        return tokens
+    found = min(tokens, at_once if at_once >= 1 else -(-at_once * tokens // 128) * 128)
+    if effects.factor("seams") and not effects.factor("head.gradient"):
+        found = max(found, effects.factor("seams") * tokens)
+    return found
+
+
 def _widest(spec: Spec) -> float:
     """Bytes of the widest tensor that a block computes."""
     return spec.effects.size("compute", 4) * spec.tokens * spec.shape.intermediate / spec.size("tp")
 
 
-def _unpacked(spec: Spec) -> float:
+def unpacked(spec: Spec) -> float:
     """The largest weight of a block, where weights are codes: as long as its product lasts."""
     if spec.effects.size("blocks", 4) >= 2:
         return 0.0

@@ -13,7 +13,8 @@ from rush.errors import RushError
 from rush.hardware import Machine
 from rush.hardware.catalog import find
 from rush.hardware.ceilings import known_ceilings
-from rush.plan.memory import context_of, memory_of
+from rush.plan.life import life_of
+from rush.plan.memory import context_of
 from rush.plan.spec import spec_of
 from rush.plan.target import Target, target_here, target_of
 from rush.plan.time import time_of
@@ -44,8 +45,8 @@ def candidates(recipe: Recipe, check: Callable[[Recipe], object]) -> list[Recipe
 
 
 def needed(recipe: Recipe, device: str) -> float:
-    """Bytes that a run takes of a device; on a GPU, besides what the driver has taken already."""
-    total = memory_of(spec_of(recipe, device)).total
+    """Bytes that a run takes of a device, in a step or besides; on a GPU, beyond what the driver has taken already."""
+    total = life_of(spec_of(recipe, device)).total
     return total - context_of(device) if device == "cuda" else total
 
 

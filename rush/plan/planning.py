@@ -9,7 +9,8 @@ from typing import Any
 from rush.errors import RecipeError
 from rush.models import count_parameters
 from rush.plan.efficiency import DEFAULT, Efficiency
-from rush.plan.memory import Memory, memory_of
+from rush.plan.life import Life, life_of, staged_bytes
+from rush.plan.memory import Memory
 from rush.plan.spec import Spec, check_divides, matmul_dtype, product_dtypes, with_batch
 from rush.plan.target import Target
 from rush.plan.time import Time, model_flops_per_token, time_of, tokens_per_s
@@ -39,7 +40,7 @@ POWER = 0.85
 class Plan:
     spec: Spec
     target: Target
-    memory: Memory
+    life: Life
     time: Time
     largest_micro: int
     """The largest micro batch that fits; 0: none."""
@@ -48,13 +49,25 @@ class Plan:
     """Why this recipe cannot run there, besides memory."""
 
     @property
+    def memory(self) -> Memory:
+        """Of a step."""
+        return self.life.step
+
+    @property
     def fits(self) -> bool:
-        return self.memory.total <= self.target.memory_bytes and self.host_fits
+        """Whether all of a run does: its steps, validation, samples and saves."""
+        return self.life.total <= self.target.memory_bytes and self.host_fits
 
     @property
     def on_host(self) -> float:
         """Bytes that the ranks of one server keep in its own memory."""
         return self.memory.host_bytes * min(self.spec.world, self.target.devices_per_node)
+
+    @property
+    def staged(self) -> float:
+        """Bytes that the ranks of one server take of its memory for a copy of the state, while a checkpoint is written. They do
+        without where there is no room."""
+        return staged_bytes(self.spec) * min(self.spec.world, self.target.devices_per_node)
 
     @property
     def host_fits(self) -> bool:
@@ -63,9 +76,7 @@ class Plan:
     @property
     def tight(self) -> bool:
         """Whether it fits, but not if it takes as much more as plans are off."""
-        return (
-            self.fits and self.memory.total * (1 + self.expected_error["memory"]) > self.target.memory_bytes
-        )
+        return self.fits and self.life.total * (1 + self.expected_error["memory"]) > self.target.memory_bytes
 
     @property
     def tokens_per_s(self) -> float:
@@ -157,6 +168,9 @@ class Plan:
             },
             "activations_bytes": {name: int(value) for name, value in self.memory.activations.items()},
             "fullest_moment": self.memory.moment,
+            "phases_bytes": {name: int(value) for name, value in self.life.phases.items()},
+            "fullest_phase": self.life.fullest,
+            "save_host_bytes": int(staged_bytes(self.spec)),
             "host_memory_bytes": int(self.memory.host_bytes),
             "fits": self.fits,
             "tight": self.tight,
@@ -178,7 +192,7 @@ def plan(
     *,
     limits: bool = True,
     problems: tuple[str, ...] = (),
-    memory: Memory | None = None,
+    life: Life | None = None,
 ) -> Plan:
     """Memory (where it is not given) and time of a spec on a machine; with `limits` also the largest batch and the longest
     sequence."""
@@ -193,15 +207,15 @@ def plan(
         sequence = unit * _largest(
             lambda n: with_batch(spec, rows, n * unit), target, max(1, context // unit)
         )
-    held = memory_of(spec) if memory is None else memory
-    return Plan(spec, target, held, time_of(spec, target, efficiency), micro, sequence, problems)
+    found = life_of(spec) if life is None else life
+    return Plan(spec, target, found, time_of(spec, target, efficiency), micro, sequence, problems)
 
 
 def _largest(spec_at: Callable[[int], Spec], target: Target, most: int) -> int:
     """The largest number whose spec fits: memory only grows with it."""
 
     def fits(number: int) -> bool:
-        return memory_of(spec_at(number)).total <= target.memory_bytes
+        return life_of(spec_at(number)).total <= target.memory_bytes
 
     if not fits(1):
         return 0

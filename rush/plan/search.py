@@ -17,7 +17,7 @@ from typing import Any
 from rush.errors import RecipeError
 from rush.parallel import AXES
 from rush.plan.efficiency import DEFAULT, Efficiency
-from rush.plan.memory import memory_of
+from rush.plan.life import life_of
 from rush.plan.planning import Plan, plan, unmet
 from rush.plan.spec import Spec, spec_of
 from rush.plan.target import Target
@@ -114,17 +114,17 @@ class _Search:
         target = self.target
         for spec in self._specs(base, precision, offload, only):
             self.tried += 1
-            memory = memory_of(spec)
-            if memory.total > target.memory_bytes:
-                if self.least is None or memory.total < self.least[0]:
-                    self.least = memory.total, describe(spec)
+            life = life_of(spec)
+            if life.total > target.memory_bytes:
+                if self.least is None or life.total < self.least[0]:
+                    self.least = life.total, describe(spec)
                 continue
-            made = plan(spec, target, self.efficiency, limits=False, memory=memory)
+            made = plan(spec, target, self.efficiency, limits=False, life=life)
             if made.host_fits:
                 self.plans.append(made)
             elif self.least is None:
                 words = f"{describe(spec)}, and {made.on_host / 2**30:.0f} GiB of the host, which has less"
-                self.least = memory.total, words
+                self.least = life.total, words
 
     def near(self) -> set[Layout] | None:
         """The layouts whose best plan is near the best of all; None if there is none."""

@@ -19,6 +19,8 @@ from rush.recipe import Knob, Recipe
 from rush.techniques import registry, settle_uses
 
 HALF = ("float16", "bfloat16")
+TEMPLATE_TOKENS = 32
+"""What a chat template may put around the prompt of a sample."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Spec:
     """Rows of a pass for each of `batch.micro`: 2 of a pair of answers, less where a micro batch is cut into passes."""
     reference: bool = False
     """Whether a frozen copy of the model is asked beside every pass."""
+    sampled: tuple[int, int] = (0, 0)
+    """Tokens of the prompt of a sample, at most, and tokens that are drawn; without samples none."""
 
     def size(self, axis: str) -> int:
         return self.layout.get(axis, 1)
@@ -105,6 +109,9 @@ def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Sp
         work=settle_work(uses),
         rows=rows / cut,
         reference=_asks_reference(recipe),
+        sampled=(len(recipe.run.sample_prompt.encode()) + TEMPLATE_TOKENS, recipe.run.sample_tokens)
+        if recipe.run.sample_tokens
+        else (0, 0),
     )
     check_divides(spec)
     return spec

@@ -66,6 +66,7 @@ ADDED = {
     "whole_gradients": "of a sharded model, the gradients in full until the last pass",
     "buckets": "a second copy of the gradients, for sending",
     "recording": "memory that a recorded pass keeps apart",
+    "pool": "1: passes are replayed in a memory pool of their own, which stays and nothing else can use",
 }
 TERMS = PLAIN | ADDED
 WORK = {

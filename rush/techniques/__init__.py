@@ -69,6 +69,11 @@ def check_recipe(recipe: Recipe) -> list[Use]:
     for use in uses:
         if use.technique.fits is not None:
             use.technique.fits(recipe, use.knobs)
+        if recipe.run.deterministic and (why := use.technique.nondeterministic(recipe, use.knobs)):
+            raise RecipeError(
+                f"run.deterministic is true, and technique {use.technique.name} cannot give the same bits in every run: {why}. "
+                "Or set run.deterministic=false."
+            )
     _check_conflicts(uses)
     return uses
 

@@ -175,7 +175,7 @@ technique = Technique(
         ),
         Requirement(
             "it needs the library that its backend knob names (rush is our own kernel): "
-            'pip install "optimization-rush[quant]" -c constraints.txt',
+            'pip install "optimization-rush[quant]"',
             lambda machine, recipe: _installed(recipe),
         ),
         Requirement(

@@ -9,6 +9,7 @@ the first step, seconds to minutes, and another such wait whenever a shape chang
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,9 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     model = build.model
     if knobs["scope"] == "model" and model.rotary is not None:
         model.rotary.turns = _cos_and_sin
+    # Where attention is computed again, compiled code draws seeds from the host's generator at its first call (for a dropout that
+    # is not there): once a process, so once more in a resumed run. What is drawn in a step is given back.
+    build.step_contexts.append(partial(torch.random.fork_rng, devices=()))
     parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]
     traceable = [part for part in parts if not getattr(part, "stays_eager", False)]
     for target in [model] if knobs["scope"] == "model" else traceable:

@@ -289,6 +289,9 @@ class Technique:
     """Whether it acts on the head alone, which of a pipeline the last rank has: the others have nothing to prove."""
     fits: Callable[[Recipe, Mapping[str, Knob]], None] | None = None
     """Raises RecipeError, with the legal values, for sizes of the recipe that it cannot divide."""
+    nondeterministic: Callable[[Recipe, Mapping[str, Knob]], str | None] = lambda recipe, knobs: None
+    """Why its results can differ in their last bits from run to run, and what to take instead: `run.deterministic` refuses it
+    with that. None where it gives the same bits, if need be by other kernels under that key."""
     compiles: Callable[[Mapping[str, Knob]], bool] = lambda knobs: False
     """Whether, with these knobs, its first step waits long for a compiler: such a trial takes longer than others."""
     worth: tuple[Setting, ...] = (Setting(),)

@@ -190,6 +190,7 @@ technique = Technique(
             "gradients stay allocated; not with gradients = written",
             by_knob=lambda knobs: float(knobs["gradients"] == "added"),
         ),
+        MemoryEffect("pool", 1.0, "what a recording used stays its own, beside validation and samples too"),
     ),
     worth=(Setting(), Setting({"gradients": "written"})),
     work=(WorkEffect("launches.pass", 10.0),),

@@ -61,6 +61,10 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
         knobs = {name: knob.default for name, knob in fsdp.technique.knobs.items()}
         fsdp.shard(build, one_shard, {**knobs, "stage": "optimizer"})
         return
+    # After its first step DistributedDataParallel deals gradients out to buckets anew, and where one lies in its bucket decides in
+    # which order three ranks or more add it up: a resumed run would round its first step otherwise. If it has to look for
+    # parameters without a gradient it leaves the buckets as they are. (It finds none, and would say so from C++.)
+    fixed = build.recipe.run.deterministic and mesh.size() > 2
     made: list[nn.parallel.DistributedDataParallel] = []
     last = True
 
@@ -71,6 +75,7 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
                 process_group=mesh.get_group(),
                 bucket_cap_mb=float(knobs["bucket_mb"]),
                 gradient_as_bucket_view=bool(knobs["bucket_view"]),
+                find_unused_parameters=fixed,
                 **_keep_buffers(),
             )
         )

@@ -13,11 +13,12 @@ memory: a rank's device then holds a block or two, and every pass waits for the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from rush.errors import RecipeError
 from rush.parallel import Ranks
@@ -46,6 +47,22 @@ GATHER, SCATTER, PASS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_",
 
 SAME = "same"
 DTYPES = {SAME: None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class IntegersWithoutGradient(TorchFunctionMode):
+    """Lets `fully_shard` take quantized weights. Before torch 2.12 it makes every sharded parameter one that requires a
+    gradient first and then what the original was, and an integer tensor refuses the first."""
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is Tensor.requires_grad_ and not arguments[0].is_floating_point():
+            return arguments[0]
+        return function(*arguments, **(options or {}))
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -77,12 +94,13 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
         build.weights_device = torch.device("cpu")
     if knobs["param_dtype"] != SAME:
         build.facts["matmul_dtype"] = knobs["param_dtype"]
-    for block in blocks:
-        fully_shard(block, reshard_after_forward=stage == "parameters", **options)
     # The backward pass begins where the forward pass of the rest (embedding, head) ended: letting go would be in vain.
     roots: list[Any] = list(build.parts) or [model]
-    for root in roots:
-        fully_shard(root, reshard_after_forward=False, **options)
+    with IntegersWithoutGradient():
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=stage == "parameters", **options)
+        for root in roots:
+            fully_shard(root, reshard_after_forward=False, **options)
     for unit in [*blocks, *roots]:
         # The share of a step counts the units of all ranks, so gradients are to be summed.
         unit.set_gradient_divide_factor(1.0)

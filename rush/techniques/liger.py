@@ -10,15 +10,17 @@ little. GPT-2 gets its norms and loss only: it has no rotary turn, and Liger no 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
+from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
 
 from rush.models.layers import IGNORED_LABEL, LayerNorm, RMSNorm, SwiGLU
-from rush.recipe import Knob
+from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
     Build,
     Claim,
@@ -48,6 +50,8 @@ KERNELS = {
     "loss": "liger_cross_entropy_kernel",
 }
 """What each part is called in a profile."""
+FIXED_ORDER = "0.7"
+"""The library's version from which its layer norm sums gradients in one order."""
 
 
 def functions() -> Any:
@@ -163,13 +167,30 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     return Proof(True, f"ran {', '.join(expected)}")
 
 
+def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
+    """The layer norm of its earlier versions adds up gradients with atomics."""
+    installed = version("liger-kernel") if find_spec("liger_kernel") is not None else FIXED_ORDER
+    if recipe.shape().family != "gpt2" or "norm" not in _chosen(str(knobs["parts"])):
+        return None
+    if _numbers(installed) >= _numbers(FIXED_ORDER):
+        return None
+    return (
+        f"the layer norm of liger-kernel {installed} adds up its gradients in changing order; install {FIXED_ORDER} or newer, "
+        'set parts to "loss", or use fused_norm'
+    )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 technique = Technique(
     name="liger",
     stage=Stage.MODEL,
     apply=apply,
     requires=(
         Requirement(
-            'it needs the library liger-kernel: pip install "optimization-rush[liger]" -c constraints.txt',
+            'it needs the library liger-kernel: pip install "optimization-rush[liger]"',
             lambda machine, recipe: find_spec("liger_kernel") is not None,
         ),
         needs_cuda,
@@ -183,6 +204,7 @@ technique = Technique(
         ),
     ),
     conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "tp", "vocab_pad"),
+    nondeterministic=nondeterministic,
     knobs={"parts": KnobRange(PARTS, "which parts of the model the library computes")},
     claim=Claim(
         "tokens_per_s",

@@ -139,7 +139,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 def has_library(name: str) -> Requirement:
     return Requirement(
         "it needs the library that its backend knob names, bitsandbytes or torchao: "
-        'pip install "optimization-rush[quant]" -c constraints.txt',
+        'pip install "optimization-rush[quant]"',
         lambda machine, recipe: find_spec(str(knob_of(recipe, name, "backend", BACKENDS[0]))) is not None,
     )
 

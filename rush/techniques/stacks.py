@@ -20,10 +20,9 @@ from pathlib import Path
 
 import torch
 
-import rush
 from rush.techniques.contract import Technique, Use
 
-ROOT = Path(rush.__file__).resolve().parent
+ROOT = Path(__file__).resolve().parents[1]
 OWN_ROOMS = ("rush.techniques", "rush.kernels")
 SHARED = ("torch", "numpy", "psutil", "triton", "pydantic", *sys.stdlib_module_names)
 COMPILER = tuple(

@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from torch.profiler import record_function
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import Machine, memory_in_use
-from rush.hardware.memory import give_back_freed, held_to
+from rush.hardware.memory import Limit, give_back_freed
 from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
 from rush.models.quantised import stored_values
@@ -70,6 +69,8 @@ class Run:
     """How the norm of gradients is computed."""
     spoiled: Tensor | None = None
     """On the device: whether a step so far had a loss or gradient that was not finite."""
+    limit: Limit | None = None
+    """On a CPU: what this process is held to."""
 
     def __post_init__(self) -> None:
         self.parts: list[nn.Module] = [self.model]
@@ -93,6 +94,17 @@ class Run:
     def own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """What this rank works on: the micro batches it was given, or its part of each."""
         return iter(batches) if self.cut is None else map(self.cut, batches)
+
+    @property
+    def pass_rows(self) -> int:
+        """Rows (of preferences: pairs) that go through the model at once: a micro batch, or the part of it that a technique
+        makes a pass of."""
+        passes = 1.0
+        for use in self.uses:
+            for effect in use.technique.memory:
+                if effect.term == "passes" and (effect.when is None or effect.when(use.knobs)):
+                    passes *= effect.factor_of(use.knobs)
+        return -(-self.recipe.micro // round(passes))
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -126,6 +138,10 @@ class Run:
             for enter in self.step_contexts:
                 stack.enter_context(enter())
             yield
+
+    def held(self) -> AbstractContextManager[Any]:
+        """Holds what is no step (a sample) to the memory that the run may take."""
+        return nullcontext() if self.limit is None else self.limit.held()
 
     def autocast(self) -> AbstractContextManager[Any]:
         """Mixed precision for a forward pass, where a technique asked for it."""
@@ -165,10 +181,14 @@ def build(
     A layout of several ranks is built by all of them at the same time, each with its own `ranks`.
     """
     ranks = ranks or Ranks()
+    if recipe.run.deterministic:
+        # cuBLAS reads this when it is first used, which is after this line in every process that builds a run: with another
+        # workspace it chooses other algorithms, which round otherwise.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     uses = put_on(check(recipe, machine), ranks.put_on)
     check_world(recipe.layout.model_dump(), ranks.world)
     device = torch.device(machine.device)
-    limits = _limit_memory(recipe, device)
+    limit = _limit_memory(recipe, device)
     with torch.device("meta"):
         model = build_model(recipe.shape())
     half_made = Build(recipe=recipe, machine=machine, device=device, model=model, ranks=ranks)
@@ -210,18 +230,22 @@ def build(
         run.parts = list(half_made.parts)
         around: Any = half_made.wrap or (lambda part: part)
         run.passes = half_made.make_passes(run, [around(part) for part in run.parts])
-    run.step_contexts += limits
+    if limit is not None:
+        run.limit = limit
+        run.step_contexts.append(limit.held)
     if recipe.run.deterministic:
         run.step_contexts.append(deterministic)
+        if any(use.technique.compiles(use.knobs) for use in uses):
+            run.step_contexts.append(deterministic_compiler)
     return run
 
 
-def _limit_memory(recipe: Recipe, device: torch.device) -> list[Callable[[], AbstractContextManager[Any]]]:
-    """Hold this process to a part of the device, or to all of it; what must be entered around a step to do so."""
+def _limit_memory(recipe: Recipe, device: torch.device) -> Limit | None:
+    """Hold this process to a part of the device, or to all of it; on a CPU what must be entered around a step to do so."""
     limit = recipe.run.memory_limit_gb
     if device.type != "cuda":
         if limit is None:
-            return []
+            return None
         if platform.system() != "Linux":
             raise MachineError(
                 f"run.memory_limit_gb is {limit:g}, but this run is on the CPU, and only Linux tells how much a step took; take "
@@ -229,7 +253,7 @@ def _limit_memory(recipe: Recipe, device: torch.device) -> list[Callable[[], Abs
             )
         # What Python and its libraries took before is no part of the run; what was freed of it is.
         give_back_freed()
-        return [partial(held_to, memory_in_use(device.type) + limit * 1e9)]
+        return Limit(memory_in_use(device.type) + limit * 1e9)
     whole = torch.cuda.get_device_properties(device).total_memory
     if limit is not None and limit * 1e9 > whole:
         raise MachineError(
@@ -237,7 +261,7 @@ def _limit_memory(recipe: Recipe, device: torch.device) -> list[Callable[[], Abs
         )
     index = torch.cuda.current_device() if device.index is None else device.index
     torch.cuda.set_per_process_memory_fraction(1.0 if limit is None else limit * 1e9 / whole, index)
-    return []
+    return None
 
 
 def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None:
@@ -305,12 +329,27 @@ def _mastered(half_made: Build) -> list[torch.nn.Parameter]:
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Only algorithms that give the same bits every time."""
-    before = torch.are_deterministic_algorithms_enabled()
-    # cuBLAS reads this when its first handle is made; it is harmless elsewhere.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    """Only algorithms that give the same bits every time.
+
+    torch would also fill all memory that it hands out, for programs that read what nobody wrote. Ours do not
+    (`scripts/same_bits.py --diagnose` shows it), so the time for that is saved.
+    """
+    memory: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), memory.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
+    memory.fill_uninitialized_memory = False
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before[0])
+        memory.fill_uninitialized_memory = before[1]
+
+
+@contextmanager
+def deterministic_compiler() -> Iterator[None]:
+    """Nothing that rounds is chosen by timing: the compiler tries tiles of a reduction, or padded products, and takes what
+    was fastest, which in another process may be another one."""
+    from torch._inductor import config
+
+    with config.patch(deterministic=True):
+        yield

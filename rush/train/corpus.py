@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,7 @@ from rush.data.conversations import (
 )
 from rush.data.document_loader import DocumentLoader, document_validation, largest_batch
 from rush.data.loader import make_batch
+from rush.data.packing import Concat, Pad
 from rush.data.published import find_tokenizer
 from rush.errors import DataError, RecipeError
 from rush.hardware.ceilings import cache_folder
@@ -46,6 +47,7 @@ from rush.train.build import Run
 from rush.train.reference import references, set_live_reference, wants_cached
 
 Note = Callable[[str], None]
+Split = Literal["train", "validation"]
 TRIAL_PAIRS = 256
 """Pairs that a trial reads: to ask the reference about all of them would take longer than the trial, for every recipe anew."""
 
@@ -73,8 +75,8 @@ class Corpus(Protocol):
         """The held-out batches, always the same ones."""
         ...
 
-    def largest(self, recipe: Recipe, options: Mapping[str, Any]) -> Batch:
-        """The micro batch of training samples that takes most memory."""
+    def largest(self, recipe: Recipe, options: Mapping[str, Any], split: Split = "train") -> Batch:
+        """The micro batch of training samples, or of held-out ones, that takes most memory."""
         ...
 
     def ready_for(
@@ -111,8 +113,8 @@ class TokenCorpus:
             dataset, recipe.micro, samples=recipe.run.validate_sequences, **_place(options)
         )
 
-    def largest(self, recipe: Recipe, options: Mapping[str, Any]) -> Batch:
-        dataset = TokenDataset(self.folder, "train", recipe.batch.sequence)
+    def largest(self, recipe: Recipe, options: Mapping[str, Any], split: Split = "train") -> Batch:
+        dataset = TokenDataset(self.folder, split, recipe.batch.sequence)
         return make_batch(
             dataset, [index % len(dataset) for index in range(recipe.micro)]
         )  # all are as large
@@ -163,10 +165,11 @@ class DocumentCorpus:
             **_place(options),
         )
 
-    def largest(self, recipe: Recipe, options: Mapping[str, Any]) -> Batch:
+    def largest(self, recipe: Recipe, options: Mapping[str, Any], split: Split = "train") -> Batch:
+        packing = options.get("packing")
         return largest_batch(
-            DocumentSet(self.folder, "train"),
-            options.get("packing"),
+            DocumentSet(self.folder, split),
+            Pad() if split == "validation" and isinstance(packing, Concat) else packing,
             recipe.micro,
             recipe.batch.sequence,
             paired=recipe.objective.kind == "dpo",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rush.hardware import datasheet_peak, measured_matmul_rate
+from rush.hardware import ceilings, datasheet_peak
 from rush.train.build import Run
 
 
@@ -31,4 +31,7 @@ def yardstick(run: Run) -> Yardstick:
     peak = datasheet_peak(run.machine, dtype)
     if peak is not None:
         return Yardstick("mfu", work, peak)
-    return Yardstick("ceiling_fraction", work, measured_matmul_rate(run.machine, dtype))
+    # A machine that only emulates a dtype, as a CPU does fp8, has no rate of it: the run has no such figure then.
+    return Yardstick(
+        "ceiling_fraction", work, ceilings(run.machine, (dtype,), bandwidth=False).matmul_rate(dtype)
+    )

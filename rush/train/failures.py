@@ -60,13 +60,15 @@ class Phase(Enum):
     SAMPLE = "the sample after step {step}"
     SAVE = "the checkpoint of step {step}"
     END = "the end, after step {step}"
+    ONE_BATCH = "the training on one batch"
 
 
 @dataclass
 class Doing:
     """What a run is at now, for the watch over its ranks, and for the message if it fails there."""
 
-    folder: RunFolder
+    folder: RunFolder | None
+    """None where nothing is kept."""
     recipe: Recipe | None = None
     machine: Machine | None = None
     ranks: Ranks = field(default_factory=Ranks)
@@ -105,7 +107,7 @@ def explain(error: BaseException, doing: Doing) -> RushError:
     uses = doing.uses()
     found, where = _look_into(error, doing, str(doing), uses)
     kind, says = _diagnosis(error, doing, uses, found)
-    failed = kind(f"{says} {where} {_how_to_go_on(doing)}")
+    failed = kind(f"{says} {where} {_how_to_go_on(doing)}".rstrip())
     if SAID in getattr(error, "__notes__", ()):
         failed.add_note(SAID)
     return failed
@@ -126,8 +128,9 @@ def _look_into(error: BaseException, doing: Doing, at: str, uses: list[Use]) -> 
         found, trouble = suspects(error, uses), ""
     except Exception:  # the first error is the one to tell of
         found, trouble = [], f"\nWhose code it is was not found out:\n{traceback.format_exc()}"
-    elsewhere = Path(tempfile.gettempdir()) / f"rush-{doing.folder.failures.name}"
-    log = append_log(_entry(error, doing, at, uses, found) + trouble, doing.folder.failures, elsewhere)
+    places = [doing.folder.failures] if doing.folder is not None else []
+    places.append(Path(tempfile.gettempdir()) / "rush-failure.log")
+    log = append_log(_entry(error, doing, at, uses, found) + trouble, *places)
     return (
         found,
         f"The full log is {log}." if log else "No log could be written; --debug shows the traceback.",
@@ -205,9 +208,10 @@ def _say_suspects(found: list[Suspect], *, compiler: bool = False) -> str:
     further = ", ".join(one.technique.name for one in others if one not in blamed)
     beside = f" (further out: {further})" if further else ""
     mend = "mend it, or " if first.file else ""
+    report = "" if first.file or compiler else " Please report it, with the log."
     return (
         f"The code of the technique {first.technique.name} ({first.place}) stands on the stack{under}{beside}: {mend}take "
-        f"{'it' if len(blamed) == 1 else 'one'} out with {' or '.join(map(_without, blamed))}."
+        f"{'it' if len(blamed) == 1 else 'one'} out with {' or '.join(map(_without, blamed))}.{report}"
     )
 
 
@@ -218,23 +222,24 @@ def _without(suspect: Suspect) -> str:
 
 
 def _how_to_go_on(doing: Doing) -> str:
-    steps = doing.folder.checkpoints.steps()
-    if not steps:
-        if doing.folder.holds_run():
-            return "No checkpoint had been saved yet, so the run begins anew: take another --out, or --resume as it was."
+    folder = doing.folder
+    if folder is None:
+        return ""
+    if not (steps := folder.checkpoints.steps()):
+        if folder.holds_run():
+            return "No checkpoint had been saved yet: --resume begins with step 1, with the same techniques."
         return "Nothing had been trained yet."
     return (
-        f"The last checkpoint ({doing.folder.checkpoints.path(steps[-1]).name}) is intact: go on from it with "
-        f"`{resume_command(doing)}`, with the same techniques; without one of them start a new run."
+        f"The last checkpoint ({folder.checkpoints.path(steps[-1]).name}) is intact: go on from it with "
+        f"`{_resume_command(folder, doing)}`, with the same techniques; without one of them start a new run."
     )
 
 
-def resume_command(doing: Doing) -> str:
-    """The command that goes on with the run."""
+def _resume_command(folder: RunFolder, doing: Doing) -> str:
     used = [name for name, _ in doing.recipe.technique_uses()] if doing.recipe is not None else []
     files = [str(file) for name, file in given().items() if name in used]
     many = ["--nproc", str(doing.ranks.world)] if doing.ranks.world > 1 else []
-    line = ["rush", "train", "--out", str(doing.folder.path), "--resume", *many]
+    line = ["rush", "train", "--out", str(folder.path), "--resume", *many]
     return shlex.join([*line, *(word for file in files for word in ("--technique", file))])
 
 

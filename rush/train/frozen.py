@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from rush.errors import DataError
-from rush.models import Decoder, Shape, build_model
+from rush.hardware import free_memory
+from rush.models import Decoder, Shape, build_model, count_parameters
 from rush.models.adapters import AdapterSpec, adapt, adapters, fill_adapters
 from rush.models.codes import Form
 from rush.models.fingerprints import base_fingerprint, fingerprint
@@ -24,6 +25,9 @@ from rush.models.quantised import QuantisedLinear, form_of, quantise_linears
 from rush.parallel import Ranks
 from rush.parallel.pipeline import collect
 from rush.parallel.sharded import gather, is_sharded, whole
+
+ROOMY = 0.8
+"""Of the memory that is free somewhere, what a whole model that is put together there may take."""
 
 
 def describe_base(model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
@@ -123,16 +127,31 @@ def _short(value: Any) -> str:
     return str(value)[:12]
 
 
-def whole_model(model: Decoder, ranks: Ranks) -> Decoder | None:
+def whole_place(model: Decoder) -> torch.device | None:
+    """Where the first rank can put all of a model in parts together: where it is computed with, if it is in stages and there is
+    room, or on the host; None if that has no room either."""
+    held = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}.values()
+    known = sum(tensor.numel() * tensor.element_size() for tensor in held)
+    first = next(model.parameters())
+    # What other stages hold is not known here: as if all weights had one dtype.
+    size = max(known, count_parameters(model.shape) * first.element_size())
+    if not any(map(is_sharded, held)) and size < ROOMY * free_memory(first.device.type):
+        return first.device
+    return torch.device("cpu") if size < ROOMY * free_memory("cpu") else None
+
+
+def whole_model(model: Decoder, ranks: Ranks, place: torch.device | None = None) -> Decoder | None:
     """All of a model in parts, adapters and codes included, without what techniques changed: for the first rank, and the
-    others must ask as well. One that is sharded is put together on the host, one in stages where it is computed with."""
+    others must ask as well. One that is sharded is put together on the host, one in stages where it is computed with, or in
+    the `place` that the first rank says."""
     stages, keep = ranks.stages, ranks.main
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     sharded = any(is_sharded(tensor) for tensor in tensors.values())
-    place = torch.device("cpu") if sharded else next(model.parameters()).device
+    sent_from = torch.device("cpu") if sharded else next(model.parameters()).device
+    place = place or sent_from
     values = gather(tensors, keep or stages is not None)
     if stages is not None:
-        values = collect(values, stages, place)
+        values = collect(values, stages, sent_from, place)
     if not keep:
         return None
     with torch.device("meta"):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import random
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -40,7 +41,7 @@ from rush.train.folders import starting_weights
 from rush.train.micro import Settling
 from rush.train.objectives import objective_of
 from rush.train.rounding import say_lost
-from rush.train.saving import Saved, Saver
+from rush.train.saving import Saved, Saver, room_for_copies
 from rush.train.session import Session, Summary
 from rush.train.sinks import open_sinks
 from rush.train.view import Silent, View
@@ -54,11 +55,12 @@ def train_recipe(
     """Train as the recipe says, in the folder `out`; `resume` goes on with the run that is there."""
     doing = Doing(RunFolder(Path(out)))
     with explained(doing):
-        return _train_recipe(recipe, doing, resume=resume, view=view or Silent())
+        return _train_recipe(recipe, RunFolder(Path(out)), doing, resume=resume, view=view or Silent())
 
 
-def _train_recipe(recipe: Recipe | None, doing: Doing, *, resume: bool, view: View) -> Summary:
-    folder = doing.folder
+def _train_recipe(
+    recipe: Recipe | None, folder: RunFolder, doing: Doing, *, resume: bool, view: View
+) -> Summary:
     if resume and not folder.holds_run() and recipe is not None:
         view.note(f"{folder.path} holds no run yet: starting from the beginning.")
         resume = False
@@ -82,7 +84,7 @@ def _train_recipe(recipe: Recipe | None, doing: Doing, *, resume: bool, view: Vi
         doing.folder = folder = RunFolder(Path(ranks.once(lambda: str(folder.path))))
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
         ranks.once(lambda: _open(stack, opened))
-        return _train(recipe, machine, doing, view if ranks.main else Silent(), ranks)
+        return _train(recipe, machine, folder, doing, view if ranks.main else Silent(), ranks)
 
 
 def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
@@ -114,8 +116,10 @@ def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:
     return given or stored
 
 
-def _train(recipe: Recipe, machine: Machine, doing: Doing, view: View, ranks: Ranks) -> Summary:
-    folder, store = doing.folder, doing.folder.checkpoints
+def _train(
+    recipe: Recipe, machine: Machine, folder: RunFolder, doing: Doing, view: View, ranks: Ranks
+) -> Summary:
+    store = folder.checkpoints
     resumed = _newest_good(store, ranks, view)
     if resumed is None and store.steps():
         raise DataError(
@@ -146,7 +150,9 @@ def _train(recipe: Recipe, machine: Machine, doing: Doing, view: View, ranks: Ra
     else:
         _seed_generators(recipe.run.seed)
     sinks = open_sinks(recipe, folder.path, done + 1) if ranks.main else []
-    saver = Saver(store, ranks, background=recipe.run.save_async)
+    saver = Saver(
+        store, ranks, background=recipe.run.save_async, note=view.note, room=partial(room_for_copies, run)
+    )
     try:
         if not ranks.main:
             return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver, doing).go(

@@ -1,7 +1,9 @@
 """`batch.micro = "auto"`: take what the planner finds best, and believe it only after a real step.
 
 The step is tried at the largest shapes the data has, in a run that is thrown away again, so that what follows is to the
-bit what it would be with the number written in the recipe. If memory runs out, half is tried. Several ranks try together,
+bit what it would be with the number written in the recipe. Behind it the largest held-out batch is validated and a sample
+begun: what runs out of memory there is too much as well. (A save takes nothing of a device; on a CPU room for the copy of a
+state is left beside.) If memory runs out, half is tried. Several ranks try together,
 and what is too much for one is too much for all. The run's record holds the number: a resumed run never chooses.
 
 A process that the system kills for its memory cannot tell. So before each trial a note is left in the run's folder, and
@@ -34,13 +36,14 @@ from rush.techniques import check
 from rush.train.build import Run, build
 from rush.train.corpus import Corpus
 from rush.train.reference import set_live_reference, wants_cached
+from rush.train.sample import sample_ids, whole_run
 from rush.train.schedule import learning_rate
-from rush.train.step import train_step
+from rush.train.step import train_step, validate
 
 UPDATES = 2
 """Moments are made by the first, so the step of the second is the fullest."""
 SPARE = 0.05
-"""Of a CPU's room, left for what the run has beside its steps: a loader, validation, a view."""
+"""Of a CPU's room, left for what the run has besides: a loader, a view."""
 MOST_STEPS = 8
 """Mixed precision in fp16 leaves out the first few updates."""
 PASSES = 2
@@ -107,13 +110,13 @@ class Settling:
         return room
 
     def _try(self, recipe: Recipe, before: int, room: float) -> float | None:
-        """Bytes that two steps at the largest shapes took beyond `before`; None if that was too much for a rank."""
+        """Bytes that two steps at the largest shapes, a validation and a sample took beyond `before`; None if that was too much
+        for a rank."""
         device = self.machine.device
         reset_peak_memory(device)
         took: float | None = None
         try:
-            self._steps(recipe)
-            took = peak_memory_bytes(device) - before
+            took = self._life(recipe) - before
         except BaseException as error:
             if not out_of_memory(error):
                 self._remove()
@@ -124,8 +127,21 @@ class Settling:
         told = self.ranks.gathered(took)
         return None if None in told else max(each for each in told if each is not None)
 
-    def _steps(self, recipe: Recipe) -> None:
+    def _life(self, recipe: Recipe) -> int:
+        """All that a run does, once; the most it took. (A limit on a CPU begins a new peak with each part.)"""
         run = build(recipe, self.machine, self.weights, self.ranks)
+        self._steps(recipe, run)
+        peaks = [peak_memory_bytes(self.machine.device)]
+        held_out = _answered(run, self.corpus.largest(recipe, run.loader_options, "validation"))
+        validate(run, [held_out])
+        peaks.append(peak_memory_bytes(self.machine.device))
+        whole = whole_run(run) if recipe.run.sample_tokens else None
+        if whole is not None and self.ranks.main:
+            with run.held():
+                next(iter(sample_ids(whole, self.corpus)[1]), None)  # which takes the memory of all
+        return max(*peaks, peak_memory_bytes(self.machine.device))
+
+    def _steps(self, recipe: Recipe, run: Run) -> None:
         set_live_reference(run, self.weights)
         batch = _answered(run, self.corpus.largest(recipe, run.loader_options))
         passes = recipe.accumulation if recipe.layout.pp > 1 else min(PASSES, recipe.accumulation)

@@ -22,15 +22,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from rush.hardware.memory import host_room, process_memory
 from rush.models.adapters import is_adapted
 from rush.parallel import Ranks
 from rush.parallel.placement import Part, to_write
 from rush.records.checkpoints import CheckpointStore
 from rush.records.pieces import KINDS
+from rush.train.build import Run
 from rush.train.frozen import describe_base
 from rush.train.packing import clean_name, pack_model, pack_optimizer, pack_random
 from rush.train.save_writing import NTH, Content, Writer
-from rush.train.staging import Copy, Staging
+from rush.train.staging import Copy, NoRoom, Staging
 
 LOOK_S = 0.5
 
@@ -84,9 +86,12 @@ class Saver:
     background: bool = True
     after: Callable[[Saved], None] = lambda saved: None
     """Called by rank 0 once a checkpoint is sealed, in the thread that wrote it."""
+    note: Callable[[str], None] = lambda text: None
+    room: Callable[[], float] = host_room
+    """Bytes of the host that copies may take."""
 
     def __post_init__(self) -> None:
-        self._staging = Staging()
+        self._staging = Staging(self.room)
         self._job: _Job | None = None
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
@@ -120,13 +125,13 @@ class Saver:
         job = self._job = self._pack(step, model, optimizer, extra, metrics, meta)
         job.waited_s = job.began - asked
         self._ready()
-        if not self.background or last or not self._staging.has_room(job.content.parts):
+        copy = None if last else self._copied(job, model)
+        if copy is None:
             self._run(job)
             if not self.background:
                 self.wait()
             return
-        trained = {clean_name(name) for name, p in model.named_parameters() if p.requires_grad}
-        copy = job.copy = self._staging.copy(job.content.parts, partial(_changed_by_updates_only, trained))
+        job.copy = copy
         job.content = replace(job.content, parts=copy.parts)
         self._hook = optimizer.register_step_pre_hook(lambda *_: copy.wait())
         job.packed_s = time.perf_counter() - job.began
@@ -134,11 +139,42 @@ class Saver:
         self._thread.start()
 
     def prepare(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Get the memory for copies in the background: to get it takes longer than to fill it."""
+        """Get the memory for copies in the background: to get it takes longer than to fill it. All ranks call this, and where one
+        has no room for a copy none makes one."""
+        if not self.background:
+            return
         parts = self._parts(model, optimizer)[0]
-        if self.background and self._staging.has_room(parts):
+        if self._agreed(lambda: self._staging.check_room(parts)):
             self._preparing = threading.Thread(target=self._staging.get, args=(parts,), daemon=True)
             self._preparing.start()
+
+    def _copied(self, job: _Job, model: nn.Module) -> Copy | None:
+        """A copy of the state, begun; None where there is to be none, or some rank has no room for one."""
+        trained = {clean_name(name) for name, p in model.named_parameters() if p.requires_grad}
+        made: list[Copy] = []
+
+        def copy() -> None:
+            self._staging.check_room(job.content.parts)
+            made.append(self._staging.copy(job.content.parts, partial(_changed_by_updates_only, trained)))
+
+        return made[0] if self.background and self._agreed(copy) else None
+
+    def _agreed(self, attempt: Callable[[], None]) -> bool:
+        """Whether all ranks could do this. If one has no room for copies, none makes them from now on."""
+        why = ""
+        try:
+            attempt()
+        except NoRoom as error:
+            why = f"{error}" if self.ranks.main else f"on rank {self.ranks.rank} {error}"
+        told = [each for each in self.ranks.gathered(why) if each]
+        if told:
+            self.background = False
+            self._staging.let_go()
+            self.note(
+                "Checkpoints are written while training waits, as with run.save_async=false: the host has no memory for a copy of the "
+                f"state ({told[0]})."
+            )
+        return not told
 
     def _ready(self) -> None:
         if self._preparing is not None:
@@ -229,6 +265,17 @@ class Saver:
         )
         if self.ranks.main:
             self.after(job.done)
+
+
+def room_for_copies(run: Run) -> float:
+    """Bytes of the host that copies of this run's state may take and keep. Where the run itself is on the host, the next step
+    must still fit beside them."""
+    room = host_room()
+    if run.device.type == "cuda":
+        return room
+    now = process_memory()
+    room -= now.peak_resident_bytes - now.resident_bytes
+    return room if run.limit is None else min(room, run.limit.room_bytes)
 
 
 def _changed_by_updates_only(trained: set[str], kind: str, name: str) -> bool:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,6 @@ from rush.errors import Diverged, Drifted, RushError
 from rush.hardware import memory_in_use
 from rush.parallel.drift import check_drift
 from rush.parallel.joining import lost
-from rush.parallel.sharded import is_sharded
 from rush.recipe import Recipe
 from rush.records.metrics import MetricsWriter, read_rows
 from rush.records.run_folder import RunFolder
@@ -29,12 +29,12 @@ from rush.train.build import Run
 from rush.train.corpus import Corpus
 from rush.train.efficiency import Yardstick, yardstick
 from rush.train.failures import Doing, Phase
-from rush.train.frozen import whole_model
-from rush.train.sample import sample_text
+from rush.train.sample import Sampler, whole_run
 from rush.train.saving import Saver
 from rush.train.schedule import learning_rate
 from rush.train.sinks import Sink
-from rush.train.step import LaunchedStep, launch_step, validate
+from rush.train.step import LaunchedStep, launch_step
+from rush.train.validation import Validation, rows_before
 from rush.train.view import View
 
 
@@ -92,11 +92,16 @@ class Session:
     last_step: float = math.inf
     """Of several ranks, the step after which they agreed to end."""
 
+    def __post_init__(self) -> None:
+        self.validation = Validation(self.run, self.view.note)
+        self.sampler = Sampler(self.view.note)
+
     def go(self, done: int, tokens: int) -> Summary:
         recipe, total = self.recipe, self.recipe.schedule.steps
         self.view.start(_title(recipe, self.run), total, done)
         gauge = Yardstick(**self.run.ranks.once(lambda: asdict(yardstick(self.run))))
         gauge = replace(gauge, rate=gauge.rate and gauge.rate * self.run.ranks.world)
+        self.validation.rows = self.run.ranks.once(lambda: rows_before(read_rows(self.folder.metrics)))
         row: dict[str, Any] = {}
         began, first_tokens = time.perf_counter(), tokens
         try:
@@ -131,7 +136,7 @@ class Session:
         except BaseException as error:
             if self.saver.failed_step is not None:
                 self.doing.at(Phase.SAVE, self.saver.failed_step)
-            if isinstance(error, Exception) and not lost(error):
+            if isinstance(error, Exception | SystemExit) and not lost(error):
                 self._let_save_end()
             else:  # another rank is gone, or there is no time
                 self.saver.abandon()
@@ -233,13 +238,14 @@ class Session:
         if last or _due(settings.validate_every, step):
             self.doing.at(Phase.VALIDATION, step)
             with self._explained():
-                held_out = self.corpus.validation(self.recipe, self.run.loader_options)
-                row["val_loss"] = validate(self.run, held_out)
+                held_out = partial(self.corpus.validation, self.recipe, self.run.loader_options)
+                row["val_loss"] = self.validation.loss(held_out)
+                row |= {"val_rows": self.validation.rows} if self.validation.rows else {}
             figures = self.run.objective.figures(self.run.ranks.sum)
             row |= {f"val_{name}": value for name, value in figures.items()}
         sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
         self.doing.at(Phase.SAMPLE if sampled else Phase.RECORD, step)
-        run = _gathered(self.run) if sampled else self.run
+        run = whole_run(self.run) if sampled else self.run
         if self.rows is None:
             return
         metrics, samples = self.rows
@@ -248,9 +254,10 @@ class Session:
             sink.write(step, {k: v for k, v in row.items() if isinstance(v, float)})
         self.view.row(row)
         if sampled:
-            text = sample_text(run, self.corpus)
-            samples.write({"step": step, "prompt": settings.sample_prompt, "text": text})
-            self.view.sample(step, text)
+            sample = self.sampler.row(run, self.corpus, self.recipe, step)
+            samples.write(sample)
+            if sample["text"] is not None:
+                self.view.sample(step, sample["text"])
 
     def _save(self, step: int, row: dict[str, Any], last: bool) -> None:
         self.doing.at(Phase.SAVE, step)
@@ -289,14 +296,6 @@ class Session:
             tokens_per_s=speed,
             interrupted=step < self.recipe.schedule.steps,
         )
-
-
-def _gathered(run: Run) -> Run:
-    """The run with its whole model on rank 0, for what only rank 0 does; of one in parts all must ask for it."""
-    if run.ranks.stages is None and not any(is_sharded(parameter) for parameter in run.model.parameters()):
-        return run
-    whole = whole_model(run.model, run.ranks)
-    return run if whole is None else replace(run, model=whole)
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:

@@ -2,6 +2,9 @@
 
 What only an update of the weights changes need not be copied at once: the next forward and backward pass read it too. So what
 lies in host memory is copied beside them, by the thread that will write it, and the update waits for the rest.
+
+The copy is a convenience, and never worth the run: where the host has no memory for it, `NoRoom` says why, and the state is
+written from where it is while training waits.
 """
 
 from __future__ import annotations
@@ -13,12 +16,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor
 
-from rush.errors import MachineError
+from rush.hardware.memory import give_back_freed, host_room
 from rush.parallel.placement import Part
+
+MARGIN = 1.1
+"""Times the bytes of a copy that must be free."""
+
+
+def staged_bytes(like: Tensor) -> int:
+    """What a copy of it takes of the host: torch's pinned memory comes in powers of two."""
+    return 1 << (like.nbytes - 1).bit_length() if like.is_cuda and like.nbytes else like.nbytes
 
 
 @dataclass
@@ -53,24 +63,41 @@ class Copy:
         return max(0.0, self._finished_at - self._wanted_at)
 
 
+class NoRoom(Exception):
+    """The host has no memory for a copy of the state."""
+
+
 class Staging:
     """Host memory that states are copied to, kept between saves."""
 
-    def __init__(self) -> None:
+    def __init__(self, room: Callable[[], float] = host_room) -> None:
+        self._room = room
+        """Bytes that it may take besides what it holds."""
         self._held: dict[str, Tensor] = {}
 
-    def has_room(self, parts: Mapping[str, Mapping[str, Part]]) -> bool:
-        """Whether the host has memory for a copy of what is not held yet."""
-        needed = sum(part.values.nbytes for kind in parts.values() for part in kind.values())
-        needed -= sum(buffer.nbytes for buffer in self._held.values())
-        return needed <= 0 or needed * 1.25 < psutil.virtual_memory().available
+    def check_room(self, parts: Mapping[str, Mapping[str, Part]]) -> None:
+        """NoRoom unless the host has memory for a copy of what is not held yet."""
+        needed = 0
+        for kind, named in parts.items():
+            for name, part in named.items():
+                held = self._held.get(f"{kind}:{name}")
+                needed += staged_bytes(part.values) if held is None else 0
+        if needed and (room := self._room()) < MARGIN * needed:
+            raise NoRoom(
+                f"it takes {needed / 2**30:.2f} GiB, and {max(0.0, room) / 2**30:.2f} are free for it"
+            )
 
     def get(self, parts: Mapping[str, Mapping[str, Part]]) -> None:
         """Take all memory that a copy will need; pages that were never touched are not there yet."""
-        with contextlib.suppress(MachineError):  # told when it is needed
+        with contextlib.suppress(NoRoom):  # told when it is needed
             for kind, named in parts.items():
                 for name, part in named.items():
                     self._buffer(f"{kind}:{name}", part.values).zero_()
+
+    def let_go(self) -> None:
+        """Give back all that is held."""
+        self._held.clear()
+        give_back_freed()
 
     def copy(self, parts: Mapping[str, Mapping[str, Part]], may_wait: Callable[[str, str], bool]) -> Copy:
         """Begin to copy these parts; those that `may_wait` (by kind and name) and lie in host memory are left to `finish`."""
@@ -94,9 +121,7 @@ class Staging:
         if held is None or held.shape != like.shape or held.dtype != like.dtype:
             try:
                 held = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
-            except RuntimeError as error:
-                raise MachineError(
-                    f"the host has no memory for a copy of the state ({error}); set run.save_async=false."
-                ) from error
+            except (RuntimeError, MemoryError) as error:
+                raise NoRoom(str(error).splitlines()[0] if str(error) else "the allocation failed") from error
             self._held[name] = held
         return held

@@ -291,21 +291,44 @@ def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> 
 
 
 @torch.no_grad()
-def validate(run: Run, batches: Iterable[Batch]) -> float:
-    """Mean loss per unit over held-out batches; with several ranks over those of all."""
-    units = 0.0
+def validate(run: Run, batches: Iterable[Batch], rows: int | None = None) -> float:
+    """Mean loss per unit over held-out batches, with several ranks over those of all; `rows` go through the model at once, and
+    without it as many as in training."""
+    total, units, _ = sum_validation(run, *validate_own(run, batches, rows))
+    return total / units
+
+
+@torch.no_grad()
+def validate_own(run: Run, batches: Iterable[Batch], rows: int | None = None) -> tuple[float, float]:
+    """The summed loss and the units of what this rank has of the held-out batches."""
+    units, rows = 0.0, rows or run.pass_rows
 
     def on_device() -> Iterator[Batch]:
         nonlocal units
         for batch in run.own(batches):
             units += run.objective.units(batch)
-            yield batch.to(run.device)
+            for piece in in_pieces(batch, rows):
+                yield piece.to(run.device)
 
     with run.in_step():
         total = run.passes.evaluate(on_device())
-    if not run.ranks.alone:
-        for part in run.parts:
-            reshard(part)
-        summed = run.ranks.sum(torch.tensor([total, units], dtype=torch.float64, device=run.device))
-        total, units = summed.tolist()
-    return total / units
+    return total, units
+
+
+def sum_validation(run: Run, total: float, units: float, failed: bool = False) -> tuple[float, float, bool]:
+    """The sums over all ranks, and whether some rank failed."""
+    if run.ranks.alone:
+        return total, units, failed
+    for part in run.parts:
+        reshard(part)
+    summed = run.ranks.sum(torch.tensor([total, units, failed], dtype=torch.float64, device=run.device))
+    # Ranks with the same samples are counted once, but each may have failed.
+    run.ranks.any_of_all(summed[2:])
+    total, units, failures = summed.tolist()
+    return total, units, failures > 0
+
+
+def in_pieces(batch: Batch, rows: int) -> list[Batch]:
+    """The batch in pieces of at most so many rows; of preferences, pairs."""
+    held = batch.tokens_bt.shape[0] // (2 if batch.paired else 1)
+    return [batch] if held <= rows else batch.split(-(-held // rows))

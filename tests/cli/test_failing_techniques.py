@@ -59,7 +59,7 @@ def in_this_process(world: Path, monkeypatch: pytest.MonkeyPatch, *words: str | 
 def the_message(done: subprocess.CompletedProcess[str]) -> str:
     """The one message; there is nothing after it."""
     assert "Traceback" not in done.stdout + done.stderr
-    assert done.stderr.count("error") == 1, done.stderr
+    assert done.stderr.count("error: ") == 1, done.stderr
     message = done.stderr[done.stderr.index("error: ") :].strip()
     assert "\n" not in message, message
     assert message.endswith("."), message
@@ -198,7 +198,7 @@ def test_a_run_remembers_the_files_of_its_techniques_and_asks_for_them(
         assert in_this_process(world, monkeypatch, "train", "--out", out, "--resume", *more) == 2
         said = capfd.readouterr().err
         assert f"'in_forward', which is none here: the run was started with --technique {file}." in said
-        assert said.count("error") == 1
+        assert said.count("error: ") == 1
     # What needs only the weights needs no technique.
     assert in_this_process(world, monkeypatch, "generate", out, "--prompt", "def ", "--max-tokens", "2") == 0
 
@@ -211,6 +211,13 @@ def test_another_command_takes_the_file_too(
     assert "techniques names 'in_apply', which is none" in capfd.readouterr().err
     file = file_of(world, "in_apply", broken=False)
     assert in_this_process(world, monkeypatch, *words, "--technique", file) in (0, 5)
+    file_of(world, "in_apply", broken=True)
+    monkeypatch.setattr("tempfile.tempdir", str(world))
+    capfd.readouterr()
+    assert in_this_process(world, monkeypatch, *words, "--technique", file) == 4
+    said = capfd.readouterr().err
+    assert "the training on one batch failed with ValueError: planted in apply." in said
+    assert said.endswith(f"The full log is {world / 'rush-failure.log'}.\n")
 
 
 BAD_FILES = {

@@ -181,7 +181,7 @@ def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
 def test_a_missing_extra_is_named() -> None:
     from rush.errors import MachineError
 
-    with pytest.raises(MachineError, match=r'optimization-rush\[parquet\]" -c constraints.txt'):
+    with pytest.raises(MachineError, match=r'optimization-rush\[parquet\]"'):
         readers.import_extra("no_such_module_at_all", "parquet", "Reading Parquet files")
 
 

@@ -232,6 +232,7 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='checkpoint_full', inputs='host'}"))
     if name == "cudnn_attention":
         own.append(recipe_of(name, "amp_bf16", "flatten", overrides=["objective.kind=sft"]))
+        own.append(recipe_of(name, "amp_bf16", overrides=["run.deterministic=true"]))
     if name == "flex_attention":
         own.append(recipe_of(name, "pad", overrides=["objective.kind=sft"]))
     if name != "compile" and "compile" not in registry()[name].conflicts:

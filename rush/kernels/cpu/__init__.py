@@ -158,7 +158,6 @@ def attention_backward(
     q_bhtd: Tensor,
     k_bktd: Tensor,
     v_bktd: Tensor,
-    o_bhtd: Tensor,
     lse2_bht: Tensor,
     first_bt: Tensor | None,
     last_bt: Tensor | None,
@@ -166,7 +165,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     gradients = [heads_side_by_side(x, torch.float32) for x in (q_bhtd, k_bktd, v_bktd)]
-    inputs = (_dense(x) for x in (do_bhtd, q_bhtd, k_bktd, v_bktd, o_bhtd))
+    inputs = (_dense(x) for x in (do_bhtd, q_bhtd, k_bktd, v_bktd))
     _ops().attention_backward(*inputs, lse2_bht, first_bt, last_bt, causal, scale, *gradients)
     dq, dk, dv = (gradient.to(q_bhtd.dtype) for gradient in gradients)
     return dq, dk, dv

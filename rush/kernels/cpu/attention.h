@@ -77,7 +77,7 @@ class Attention {
   void begin_backward() { std::fill(dk_, dk_ + 2 * padded_ * dim, 0.0f); }
 
   // `turned_v` has the values turned over, as `turned` makes them.
-  void backward(const Head& q, const Head& o, const Head& dout, const float* lse2, const float* turned_v, const Head& dq) {
+  void backward(const Head& q, const Head& dout, const float* lse2, const float* turned_v, const Head& dq) {
     for (int64_t t = 0; t < sight_.length; t += kQueries) {
       const int64_t rows = std::min(kQueries, sight_.length - t), size = seen(t, rows).size();
       const Span span = seen(t, rows);
@@ -85,12 +85,13 @@ class Attention {
       copy(dout, t, rows, kQueries, o_);
       multiply<Left::kStraight, false>(kQueries, size, dim, o_, dim, turned_v + span.from, padded_, ds_ + span.from, padded_);
       for (int64_t r = 0; r < rows; ++r) {
-        const float *out = o.data + (t + r) * o.stride, *above = o_ + r * dim;
-        Vec delta = {};
-        for (int64_t d = 0; d < dim; d += kWidth) delta += load(out + d) * load(above + d);
         float *p = p_ + r * padded_, *ds = ds_ + r * padded_;
-        powers(p, span, sight_.from(t + r), sight_.to(t + r), lse2[t + r] / kLog2E);
-        const float off = sum(delta);
+        const float total = powers(p, span, sight_.from(t + r), sight_.to(t + r), lse2[t + r] / kLog2E);
+        // The mean of the row's gradients under its probabilities, from the numbers it is taken off: what cancels, cancels
+        // exactly. (The dot product of output and gradient is the same sum in another order, with other rounding.)
+        Vec mean = {};
+        for (int64_t s = span.from; s < span.to; s += kWidth) mean += load(p + s) * load(ds + s);
+        const float off = sum(mean) / total;
         for (int64_t s = span.from; s < span.to; s += kWidth) store(ds + s, load(p + s) * (load(ds + s) - off));
       }
       for (int64_t r = rows; r < kQueries; ++r) {

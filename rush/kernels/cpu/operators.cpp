@@ -145,7 +145,7 @@ void forward_of(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
 }
 
 template <int64_t dim>
-void backward_of(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse2,
+void backward_of(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse2,
                  const OptionalTensor& first, const OptionalTensor& last, bool causal, float scale, const Tensor& dq, const Tensor& dk,
                  const Tensor& dv) {
   const int64_t length = q.size(2), heads = q.size(1), group = heads / k.size(1);
@@ -156,7 +156,7 @@ void backward_of(const Tensor& dout, const Tensor& q, const Tensor& k, const Ten
     attention.begin_backward();
     const std::vector<float> turned_v = attention.turned_values();
     for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
-      attention.backward(head_of(q, b, h), head_of(o, b, h), head_of(dout, b, h), numbers + (b * heads + h) * length, turned_v.data(),
+      attention.backward(head_of(q, b, h), head_of(dout, b, h), numbers + (b * heads + h) * length, turned_v.data(),
                          head_of(dq, b, h));
     }
     attention.end_backward(head_of(dk, b, kv), head_of(dv, b, kv));
@@ -177,11 +177,11 @@ void attention_forward(const Tensor& q, const Tensor& k, const Tensor& v, const 
   with_dim(q.size(3), [&](auto dim) { forward_of<dim>(q, k, v, first, last, causal, static_cast<float>(scale), o, lse2); });
 }
 
-void attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& o, const Tensor& lse2,
+void attention_backward(const Tensor& dout, const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& lse2,
                         const OptionalTensor& first, const OptionalTensor& last, bool causal, double scale, const Tensor& dq,
                         const Tensor& dk, const Tensor& dv) {
   with_dim(q.size(3), [&](auto dim) {
-    backward_of<dim>(dout, q, k, v, o, lse2, first, last, causal, static_cast<float>(scale), dq, dk, dv);
+    backward_of<dim>(dout, q, k, v, lse2, first, last, causal, static_cast<float>(scale), dq, dk, dv);
   });
 }
 
@@ -202,7 +202,7 @@ TORCH_LIBRARY_FRAGMENT(rush_cpu, library) {
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? first, Tensor? last, bool causal, float scale, Tensor(a!) o, "
       "Tensor(b!) lse2) -> ()");
   library.def(
-      "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse2, Tensor? first, Tensor? last, "
+      "attention_backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor lse2, Tensor? first, Tensor? last, "
       "bool causal, float scale, Tensor(a!) dq, Tensor(b!) dk, Tensor(c!) dv) -> ()");
 }
 

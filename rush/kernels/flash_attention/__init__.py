@@ -150,7 +150,7 @@ def _backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if by_cpp(q):
-        return cpu.attention_backward(do, q, k, v, o, lse2, first, last, causal, scale)
+        return cpu.attention_backward(do, q, k, v, lse2, first, last, causal, scale)
     from rush.kernels.flash_attention import triton as kernels
 
     return kernels.backward(do, q, k, v, o, lse2, first, last, causal, scale)

@@ -1,0 +1,141 @@
+"""Validation in a run that just fits: if a held-out batch runs out of memory, in smaller pieces, and the run goes on.
+
+A held-out batch goes through the model as training's do, a pass at a time. It needs no gradients, so nearly always it
+fits where a step did. It may not: held-out documents can be longer than those trained on, and what a captured graph holds
+is of no use to a pass beside it. Then the whole validation starts anew with half the rows at once, down to one. The mean is
+one over all labels, so pieces change nothing but the order of sums; and since one validation has one size of pieces, its
+value follows from the weights and that number (`val_rows` in its row). A run keeps the number to its end, resumed or not.
+
+Several ranks take the same number. Where forward passes have collectives a rank that runs out of memory leaves the others
+waiting in one, and no vote can reach them: there the planner chooses the number before the first pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from rush.data import Batch
+from rush.errors import MachineError
+from rush.hardware import in_gaps, out_of_memory
+from rush.hardware.memory import free_unused
+from rush.parallel.sharded import is_sharded
+from rush.plan.life import life_of
+from rush.plan.spec import spec_of, with_batch
+from rush.train.build import Run
+from rush.train.step import sum_validation, validate_own
+
+HeldOut = Callable[[], Iterable[Batch]]
+"""The held-out batches, from the first one each time it is asked."""
+
+
+@dataclass
+class Validation:
+    """How the validations of one run are made."""
+
+    run: Run
+    note: Callable[[str], None]
+    rows: int | None = None
+    """At once, where that is fewer than in training."""
+
+    @cached_property
+    def _planned(self) -> int:
+        return planned_rows(self.run)
+
+    def loss(self, held_out: HeldOut) -> float:
+        """Mean loss per unit over the held-out batches of all ranks."""
+        rows, tried_again, gaps = self.rows or self._planned, False, ""
+        while True:
+            total, units, failed, why = self._try(held_out, rows)
+            if not failed:
+                self._keep(rows)
+                return total / units
+            gaps = gaps or why
+            self.run.objective.figures()  # of a part of the batches: not to be counted
+            free_unused(self.run.device.type)
+            if not tried_again:
+                tried_again = True  # what was freed may have been all that was missing
+            elif rows > 1:
+                rows //= 2
+            else:
+                raise MachineError(
+                    f"{self._place}{gaps}: not even one row at a time fits; shorten batch.sequence, or take chunked_loss or "
+                    "fused_loss, which never hold all logits."
+                )
+
+    def _try(self, held_out: HeldOut, rows: int) -> tuple[float, float, bool, str]:
+        """The sums over all ranks, whether memory ran out on one of them, and what this one says about that."""
+        total, units, failed, why = 0.0, 0.0, False, ""
+        passed = False
+
+        def watched() -> Iterable[Batch]:
+            nonlocal passed
+            yield from held_out()
+            passed = True
+
+        try:
+            total, units = validate_own(self.run, watched(), rows)
+        except (MemoryError, RuntimeError) as error:
+            if not out_of_memory(error):
+                raise
+            failed, why = True, in_gaps(error)
+            total, units = 0.0, 0.0
+        if failed and not passed and waits_inside(self.run):
+            raise MachineError(
+                f"{self._place}{why}, in a pass inside of which the ranks wait for each other, so that they cannot agree on smaller "
+                "pieces; lower batch.micro, or take chunked_loss or fused_loss, which never hold all logits."
+            )
+        return *sum_validation(self.run, total, units, failed), why
+
+    def _keep(self, rows: int) -> None:
+        if rows < (self.rows or self.run.pass_rows):
+            whole = self.run.pass_rows
+            unit = "pairs" if self.run.recipe.objective.kind == "dpo" else "rows"
+            self.note(
+                f"Validation runs in pieces of {rows} {unit}: all {whole} at once, as in training, do not fit. Its loss is the "
+                "mean over the same labels."
+            )
+            self.rows = rows
+
+    @property
+    def _place(self) -> str:
+        return f"out of memory in validation on {self.run.machine.summary()}"
+
+
+def rows_before(rows: Iterable[Mapping[str, Any]]) -> int | None:
+    """What a run that goes on has validated with so far: what its last rows say."""
+    told = [row.get("val_rows") for row in rows if "val_loss" in row]
+    return told[-1] if told else None
+
+
+def planned_rows(run: Run) -> int:
+    """How many rows to begin with: as many as in training. Where ranks could not agree on fewer later, no more than the plan has
+    room for on each of their devices, whatever happens to be free there: a resumed run must find the same number."""
+    rows = run.pass_rows
+    if not waits_inside(run):
+        return rows
+    limit, kind = run.recipe.run.memory_limit_gb, run.device.type
+    whole = torch.cuda.get_device_properties(run.device).total_memory if kind == "cuda" else math.inf
+    room = min(run.ranks.gathered(whole if limit is None else limit * 1e9))
+    spec = spec_of(run.recipe, kind)
+
+    def needs(rows: int) -> float:
+        return life_of(with_batch(spec, -(-rows * spec.micro // run.pass_rows))).besides["validation"]
+
+    while rows > 1 and needs(rows) > room:
+        rows //= 2
+    return rows
+
+
+def waits_inside(run: Run) -> bool:
+    """Whether a forward pass of this run has collectives."""
+    ranks = run.ranks
+    return not ranks.alone and (
+        ranks.size("pp") * ranks.size("cp") * ranks.size("tp") > 1
+        or any(is_sharded(parameter) for parameter in run.model.parameters())
+    )

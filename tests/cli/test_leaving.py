@@ -1,0 +1,151 @@
+"""How a command ends that meets what nobody expected: one message and a log, its own exit code, and never an abort."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
+from small_runs import ROOT, environment
+
+
+def command(code: str, folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, with one more command, which does what `code` says."""
+    script = folder / "script.py"
+    head = "import atexit, ctypes, os, sys, threading, time\nimport typer\nfrom rush.cli import app, main\nfrom rush.errors import *\n"
+    body = textwrap.indent(textwrap.dedent(code).strip(), "    ")
+    script.write_text(f"{head}\n\n@app.command('planted')\ndef planted() -> None:\n{body}\n\n\nmain()\n")
+    return subprocess.run(
+        [sys.executable, script, "planted", *words],
+        check=False,
+        cwd=ROOT,
+        env=environment(folder / "cache") | more,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_an_unexpected_error_is_one_sentence_and_a_log(tmp_path: Path) -> None:
+    done = command("print('begun'); raise ZeroDivisionError('by nothing\\nin detail')", tmp_path)
+    assert done.returncode == 1
+    assert done.stdout == "begun\n"
+    log = tmp_path / "cache" / "failure.log"
+    assert done.stderr.startswith("error: ZeroDivisionError: by nothing. This looks like a mistake in rush")
+    assert done.stderr.endswith(f"please report it, with the log. The full log is {log}.\n")
+    assert done.stderr.count("\n") == 1
+    assert "Traceback" in log.read_text()
+    assert "in detail" in log.read_text()
+    assert "at: rush planted" in log.read_text()
+
+
+def test_debug_shows_its_traceback_and_writes_nothing(tmp_path: Path) -> None:
+    done = command("raise ZeroDivisionError('by nothing')", tmp_path, "--debug")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert not (tmp_path / "cache" / "failure.log").exists()
+
+
+def test_where_the_cache_cannot_be_written_the_log_is_among_temporary_files(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file where a folder should be")
+    done = command("raise ZeroDivisionError('by nothing')", tmp_path, TMPDIR=str(tmp_path))
+    assert f"The full log is {tmp_path / 'rush-failure.log'}." in done.stderr
+    assert (tmp_path / "rush-failure.log").is_file()
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("pass", 0),
+        ("sys.exit(7)", 7),
+        ("sys.exit(None)", 0),
+        ("raise typer.Exit(5)", 5),
+        ("raise DataError('none.')", 3),
+        ("raise KeyboardInterrupt", 130),
+        ("raise BrokenPipeError(32, 'Broken pipe')", 1),
+    ],
+)
+def test_every_other_end_has_the_code_it_had_before(code: str, expected: int, tmp_path: Path) -> None:
+    done = command(code, tmp_path)
+    assert done.returncode == expected, done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "cache" / "failure.log").exists()
+
+
+ABORTS = {
+    "a destructor of C++": """
+        library = ctypes.CDLL(None)
+        library.__cxa_atexit(library.abort, None, None)
+        print("done")
+        """,
+    "a thread inside C++": """
+        import torch
+
+        def work() -> None:
+            x = torch.ones(64, 64)
+            while True:
+                torch.mm(x, x)
+
+        for _ in range(4):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.5)
+        print("done")
+        """,
+}
+
+
+@pytest.mark.parametrize("kind", ABORTS)
+def test_nothing_aborts_a_command_that_has_done_its_work(kind: str, tmp_path: Path) -> None:
+    done = command(ABORTS[kind], tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_callbacks_at_exit_and_threads_are_waited_for_and_what_they_raise_is_told(tmp_path: Path) -> None:
+    done = command(
+        """
+        from concurrent.futures import ThreadPoolExecutor
+
+        def later() -> None:
+            time.sleep(0.3)
+            print("the thread is done")
+
+        def fail() -> None:
+            raise ValueError("in a thread")
+
+        ThreadPoolExecutor(1).submit(time.sleep, 0)  # idle; ends only when it is told to
+        threading.Thread(target=later).start()
+        threading.Thread(target=fail, name="planted").start()
+        atexit.register(print, "the callback is done")
+        atexit.register(lambda: 1 / 0)
+        raise MachineError("no.")
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 4
+    assert done.stdout == "the thread is done\nthe callback is done\n"
+    assert "Traceback" not in done.stderr
+    said = sorted(done.stderr.splitlines())
+    log = tmp_path / "cache" / "failure.log"
+    assert said == [
+        "error: no.",
+        f"rush: ValueError: in a thread in the thread planted. The full log is {log}.",
+        f"rush: ZeroDivisionError: division by zero at exit, when the work was done. The full log is {log}.",
+    ]
+    assert log.read_text().count("Traceback") == 2
+
+
+def test_a_fork_of_the_command_has_an_end_of_its_own(tmp_path: Path) -> None:
+    done = command(
+        """
+        child = os.fork()
+        if child == 0:
+            sys.exit(9)
+        print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+        """,
+        tmp_path,
+    )
+    assert (done.returncode, done.stdout) == (0, "9\n")

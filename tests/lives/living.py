@@ -1,0 +1,72 @@
+"""Taking a small recipe through its life in a test: one warm process per worker, and a failure that names its recipe."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rush.lab.life import Lives
+from rush.lab.starter import Starter
+from tests.lives.covering import Allowed, Items, shrunk
+from tests.lives.small import Setting
+
+PARTS = ("train", "resume", "generate")
+LIMIT_S = 150.0
+"""How long one command may take: a compiler on a busy machine, and no test runs into its own limit."""
+REPORT = "RUSH_LIVES_REPORT"
+"""Names a file that gets a line of JSON for every life that fails."""
+
+
+@dataclass
+class Living:
+    """Where lives happen: their data, prepared once, and a folder of its own for each."""
+
+    starter: Starter
+    folder: Path
+    data: Path
+    environment: dict[str, str]
+    count: int = 0
+
+    def problem(self, setting: Setting, techniques: Items, parts: Sequence[str]) -> str | None:
+        """What goes wrong in the life of this recipe; None after a whole one."""
+        self.count += 1
+        place = self.folder / f"life-{self.count}"
+        lives = Lives(self.starter, place, self.environment, limit_s=LIMIT_S)
+        try:
+            return lives.live(setting.recipe(techniques, self.data), parts).problem
+        finally:
+            shutil.rmtree(place)
+
+    def must_live(
+        self,
+        setting: Setting,
+        techniques: Items,
+        allowed: Allowed,
+        parts: Sequence[str] = PARTS,
+        limit_s: float = 100.0,
+    ) -> None:
+        """Fail with the smallest part of the recipe that still fails, as far as `limit_s` gives time to find it."""
+        problem = self.problem(setting, techniques, parts)
+        if problem is None:
+            return
+        told = {"setting": str(setting), "techniques": sorted(map(str, techniques)), "problem": problem}
+        _report(told)
+        part = problem.split(":")[0]
+
+        def fails(fewer: Items) -> bool:
+            return (self.problem(setting, fewer, parts) or "").startswith(f"{part}:")
+
+        if limit_s and len(techniques) > 1:
+            told["smallest"] = sorted(map(str, shrunk(techniques, fails, allowed, limit_s)))
+            _report(told)
+        raise AssertionError(json.dumps(told, indent=1, ensure_ascii=False))
+
+
+def _report(told: dict[str, object]) -> None:
+    if REPORT in os.environ:
+        with open(os.environ[REPORT], "a") as file:
+            file.write(json.dumps(told, ensure_ascii=False) + "\n")

@@ -1,0 +1,163 @@
+"""Small recipes for lives: two families, three objectives and five layouts, with any set of techniques.
+
+On a CPU a model of some thirty thousand parameters that every technique's widths allow; on a GPU one whose kernels have tiles to
+fill. The text is real; questions and pairs of answers are about colours.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rush.errors import RushError
+from rush.hardware import Machine
+from rush.lab.life import short
+from rush.parallel import AXES
+from rush.recipe import Knob, Recipe
+from rush.recipe_io import parse
+from rush.techniques import check, registry
+from tests.real_text import write_to
+
+FAMILIES = ("gpt2", "llama")
+OBJECTIVES = ("lm", "sft", "dpo")
+COLOURS = ("red", "green", "blue", "white", "black", "brown", "grey", "pink")
+BOTH: Mapping[str, tuple[Mapping[str, Knob], ...]] = {
+    "compile": ({"scope": "block"},),
+    "pad": ({"shapes": 2},),
+    "bucket": ({"shapes": 2},),
+}
+"""Techniques whose pairs are wanted with these knobs as well: another graph, or the only one that the check allows."""
+
+
+@dataclass(frozen=True, order=True)
+class Item:
+    """A technique with knobs."""
+
+    name: str
+    knobs: tuple[tuple[str, Knob], ...] = ()
+
+    def __str__(self) -> str:
+        return self.name + (f"({', '.join(f'{k}={v}' for k, v in self.knobs)})" if self.knobs else "")
+
+    def entry(self) -> str | dict[str, Knob]:
+        return {"name": self.name, **dict(self.knobs)} if self.knobs else self.name
+
+
+def items() -> list[Item]:
+    """Every technique that a recipe names, by its defaults and as `BOTH` says; a layout's axes are put on by their size."""
+    names = [name for name in sorted(registry()) if name not in AXES]
+    return [Item(name, tuple(knobs.items())) for name in names for knobs in ({}, *BOTH.get(name, ()))]
+
+
+def apart(one: Item, other: Item) -> bool:
+    """Whether no third technique helps: they conflict, or are one technique twice."""
+    first, second = registry()[one.name], registry()[other.name]
+    return one.name == other.name or one.name in second.conflicts or other.name in first.conflicts
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the models and batches are."""
+
+    hidden: int
+    head_dim: int
+    intermediate: int
+    vocab: int
+    sequence: Mapping[str, int]
+
+    def shape(self, family: str) -> dict[str, int]:
+        heads = self.hidden // self.head_dim
+        return {
+            "num_layers": 2,
+            "hidden": self.hidden,
+            "head_dim": self.head_dim,
+            "num_kv_heads": heads if family == "gpt2" else heads // 2,
+            "intermediate": self.intermediate,
+            "vocab_size": self.vocab,
+        }
+
+
+# A vocabulary that fp8 can multiply with (16) and vocab_pad still has to pad (64).
+SMALL = Size(64, 16, 128, 336, {"lm": 32, "sft": 64, "dpo": 64})
+LARGER = Size(256, 64, 512, 528, {"lm": 128, "sft": 128, "dpo": 128})
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Everything of a recipe but its techniques."""
+
+    family: str
+    objective: str = "lm"
+    axis: str | None = None
+    """Of the layout: two ranks divide the work by it."""
+    device: str = "cpu"
+
+    def __str__(self) -> str:
+        return "-".join(part for part in (self.family, self.objective, self.axis) if part)
+
+    @property
+    def size(self) -> Size:
+        return SMALL if self.device == "cpu" else LARGER
+
+    def recipe(self, techniques: Iterable[Item] = (), data: Path = Path("data")) -> Recipe:
+        """The recipe of a short life with these techniques."""
+        return short(_plain(self, str(data)), techniques=[item.entry() for item in sorted(techniques)])
+
+
+@cache
+def _plain(setting: Setting, data: str) -> Recipe:
+    file = {"lm": "text/*.txt", "sft": "questions.jsonl", "dpo": "preferences.jsonl"}[setting.objective]
+    more: dict[str, Any] = {} if setting.objective == "lm" else {"template": "plain", "too_long": "drop"}
+    tree: dict[str, Any] = {
+        "model": {"name": "tiny" if setting.family == "gpt2" else "llama-tiny", "shape": setting.size.shape(setting.family)},
+        "data": {"source": "files", "files": [f"{data}/{file}"], "validation": 0.2, **more},
+        "objective": {"kind": setting.objective},
+        "batch": {"micro": 2, "sequence": setting.size.sequence[setting.objective]},
+        "optimizer": {"lr": 1e-3},
+        "schedule": {"steps": 1},
+        "layout": {} if setting.axis is None else {setting.axis: 2},
+        "run": {"device": setting.device, "deterministic": setting.device == "cpu"},
+    }  # fmt: skip
+    return parse(tree)
+
+
+def write_data(folder: Path) -> Path:
+    """The text, the questions and the preferences of all small recipes."""
+    write_to(folder / "text")
+    questions, preferences = [], []
+    for index in range(96):
+        colour, other = COLOURS[index % 8], COLOURS[(index * 3 + 1) % 8]
+        wrong = other if other != colour else COLOURS[(index + 1) % 8]
+        prompt = f"What is the colour of thing {index}?"
+        answer = f"Thing {index} is {colour}" + ", as it always was" * (index % 4) + "."
+        questions.append({"prompt": prompt, "completion": answer})
+        preferences.append({"prompt": prompt, "chosen": f"It is {colour}.", "rejected": f"I think {wrong}."})
+    for name, rows in (("questions", questions), ("preferences", preferences)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@dataclass
+class Checked:
+    """What the project's own check says about sets of techniques in a setting, remembered."""
+
+    setting: Setting
+    machine: Machine
+
+    def __post_init__(self) -> None:
+        self._plain = self.setting.recipe()
+        self._known: dict[frozenset[Item], bool] = {}
+
+    def allowed(self, chosen: frozenset[Item]) -> bool:
+        if chosen not in self._known:
+            entries = [item.entry() for item in sorted(chosen)]
+            try:
+                check(self._plain.model_copy(update={"techniques": entries}), self.machine)
+                self._known[chosen] = len({item.name for item in chosen}) == len(chosen)
+            except RushError:
+                self._known[chosen] = False
+        return self._known[chosen]

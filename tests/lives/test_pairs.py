@@ -1,0 +1,46 @@
+"""Every pair of techniques that the check allows trains, validates, samples, saves, is killed, resumes and generates.
+
+Here in a covering array; alone, pair by pair, in `make test-all`. Each technique also with every objective and, on two ranks,
+with every axis of the layout. What needs a GPU has its own array, `test_pairs_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import cache
+
+import pytest
+
+from rush.hardware import probe
+from tests.lives.arrays import Wanted, array, wanted
+from tests.lives.covering import Items
+from tests.lives.living import Living
+
+
+@cache
+def settings() -> dict[str, Wanted]:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    return {str(one.checked.setting): one for one in wanted(probe("cpu"))}
+
+
+def _lives(slow: bool) -> list[object]:
+    rows = []
+    for name, one in settings().items():
+        recipes = {**one.singles, **one.pairs}.values() if slow else array(one)
+        for number, techniques in enumerate(dict.fromkeys(recipes)):
+            short = "+".join(map(str, sorted(techniques))) if slow else f"{number:02d}"
+            rows.append(pytest.param(name, techniques, id=f"{name}-{short}"))
+    return rows
+
+
+@pytest.mark.parametrize(("setting", "techniques"), _lives(slow=False))
+def test_every_allowed_pair_lives_in_some_recipe(living: Living, setting: str, techniques: Items) -> None:
+    checked = settings()[setting].checked
+    living.must_live(checked.setting, techniques, checked.allowed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("setting", "techniques"), _lives(slow=True))
+def test_every_allowed_pair_lives_alone(living: Living, setting: str, techniques: Items) -> None:
+    checked = settings()[setting].checked
+    living.must_live(checked.setting, techniques, checked.allowed)

@@ -1,0 +1,75 @@
+"""Every ready recipe lives a whole life on a CPU: its own techniques, as far as they run here, at a small size.
+
+A new file in `recipes/` is included by being there. What this machine cannot run stands in the name of the test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from rush.hardware import probe
+from rush.lab.life import Lives, short
+from rush.lab.starter import Starter
+from rush.ready import RECIPES
+from rush.recipe_io import changed, load_recipe
+from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, small
+
+PRELOADED = ("rush.cli", "rush.train.exporting", "rush.train.loop", "rush.train.report_card")
+INTERPRETED = ("TRITON_INTERPRET", "1")
+"""With it our Triton kernels run on a CPU, slowly; each kernel asks when it is defined, so the forking process needs it."""
+NEEDS_CUDA = {"cudnn_attention", "pin_memory"}
+
+
+def _lived(name: str) -> Lived:
+    recipe = changed(small(load_recipe(name)), {"run.device": "cpu"})
+    with pytest.MonkeyPatch.context() as surroundings:
+        surroundings.setenv(*INTERPRETED)
+        return as_far_as_it_runs(name, recipe, probe("cpu"))
+
+
+READY = [_lived(name) for name in RECIPES.names()]
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    with pytest.MonkeyPatch.context() as surroundings:
+        surroundings.setenv(*INTERPRETED)
+        starter = Starter(PRELOADED)
+        yield starter
+        starter.close()
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> LocalData:
+    return LocalData(tmp_path_factory.mktemp("data"))
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {"RUSH_CACHE": str(tmp_path_factory.mktemp("cache"))}
+
+
+@pytest.mark.timeout(900)  # a compiler on busy cores
+@pytest.mark.parametrize("lived", READY, ids=lambda lived: lived.id)
+def test_a_ready_recipe_lives_a_whole_life(
+    lived: Lived, starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
+) -> None:
+    life = Lives(starter, tmp_path, environment).live(short(data.of(lived.recipe), **FEW))
+    assert life.problem is None
+
+
+def test_a_recipe_lives_in_processes_that_import_everything_themselves(
+    data: LocalData, environment: dict[str, str], tmp_path: Path
+) -> None:
+    recipe = short(data.of(next(lived.recipe for lived in READY if lived.name == "tiny")), **FEW)
+    life = Lives(Starter(fork=False), tmp_path, environment).live(recipe, ("train", "resume", "generate"))
+    assert life.problem is None
+
+
+def test_what_is_left_out_on_a_cpu_is_what_needs_a_gpu() -> None:
+    assert {name for lived in READY for name in lived.left_out} <= NEEDS_CUDA
+    kept = next(lived.recipe for lived in READY if lived.name == "llama-3.2-1b-fp8")
+    assert {"fused_projections", "compile", "fp8"} <= {name for name, _ in kept.technique_uses()}

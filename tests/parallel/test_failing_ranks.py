@@ -1,0 +1,91 @@
+"""Techniques that fail on ranks: the message comes once, from whoever it happened to, and only an outage is tried again."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from rush.records.checkpoints import verify
+from rush.records.run_folder import RunFolder
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
+from small_runs import rows, rush, small_recipe, write_corpus
+
+TESTS = Path(__file__).resolve().parents[1]
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("failing")
+    often = {"validate_every": 2, "sample_every": 0}
+    text = small_recipe(write_corpus(folder / "corpus"), schedule={"steps": STEPS, "warmup": 1}, run=often)
+    (folder / "small.toml").write_text(text)
+    return folder / "small.toml"
+
+
+def train(recipe: Path, out: Path, techniques: str, file: Path, *words: str) -> tuple[int, str]:
+    line = [
+        "train",
+        recipe,
+        f"techniques=[{techniques}]",
+        "--technique",
+        file,
+        "layout.ddp=2",
+        "--nproc",
+        "2",
+    ]
+    done = rush(*line, "--out", out, *words, cache=recipe.parent / "cache")
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said
+    return done.returncode, said
+
+
+def test_where_all_ranks_fail_rank_0_says_so_once_and_nobody_is_started_again(
+    recipe: Path, tmp_path: Path
+) -> None:
+    out, file = tmp_path / "run", TESTS / "cli" / "failing" / "under_no_grad.py"
+    code, said = train(recipe, out, "'under_no_grad'", file)
+    assert code == 4, said
+    assert said.count(" failed with ") == 1, said
+    assert said.count("error:") + said.count("error on") == 1, said
+    assert "error: the validation after step 2 failed with TypeError: planted under no_grad." in said
+    assert f"`rush train --out {out} --resume --nproc 2 --technique {file}`" in said
+    assert "starting all ranks again" not in said
+    assert verify(RunFolder(out).checkpoints.path(1)).step == 1, "the save that was under way came to its end"
+    log = (out / "failure.log").read_text()
+    assert "at: the validation after step 2 on rank 0 of 2" in log
+
+
+def test_where_one_rank_fails_it_says_so_itself_and_the_others_leave_without_a_word(
+    recipe: Path, tmp_path: Path
+) -> None:
+    out, file = tmp_path / "run", TESTS / "lab" / "planted" / "on_rank_one.py"
+    code, said = train(recipe, out, "{name='on_rank_one', kind='raises'}", file)
+    assert code == 4, said
+    assert said.count(" failed with ") == 1, said
+    assert said.count("error:") + said.count("error on") == 1, said
+    assert (
+        "error on rank 1: the build failed with ValueError: planted on rank 1. The code of the technique on_rank_one ("
+        in said
+    )
+    assert "starting all ranks again" not in said
+
+
+@pytest.mark.slow
+def test_an_error_of_the_device_is_told_and_the_ranks_are_started_again(recipe: Path, tmp_path: Path) -> None:
+    text = (TESTS / "cli" / "failing" / "in_forward.py").read_text()
+    file = tmp_path / "device.py"
+    file.write_text(
+        text.replace("planted in forward", "CUDA error: an illegal memory access was encountered")
+    )
+    code, said = train(recipe, tmp_path / "run", "'in_forward'", file, "--restarts", "1")
+    assert code == 0, said
+    assert (
+        "error: step 5 failed with RuntimeError: CUDA error: an illegal memory access was encountered."
+        in said
+    )
+    assert said.count("starting all ranks again") == 1, said
+    assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, STEPS + 1))
