@@ -145,7 +145,9 @@ def write_data(folder: Path) -> Path:
         colour, other = COLOURS[index % 8], COLOURS[(index * 3 + 1) % 8]
         wrong = other if other != colour else COLOURS[(index + 1) % 8]
         prompt = f"Colour {index}?"
-        questions.append({"prompt": prompt, "completion": " and ".join([colour, other, wrong][: 1 + index % 3])})
+        questions.append(
+            {"prompt": prompt, "completion": " and ".join([colour, other, wrong][: 1 + index % 3])}
+        )
         preferences.append({"prompt": prompt, "chosen": colour, "rejected": wrong})
     for name, rows in (("questions", questions), ("preferences", preferences)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
