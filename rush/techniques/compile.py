@@ -8,7 +8,9 @@ the first step, seconds to minutes, and another such wait whenever a shape chang
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 
 import torch
@@ -30,6 +32,24 @@ from rush.techniques.contract import (
     WorkEffect,
 )
 from rush.techniques.evidence import dynamo_counts
+
+ADVICE = ("torch._higher_order_ops.wrap", "torch._inductor.select_algorithm")
+"""Loggers that warn users of things they cannot change here: of operations in place within a recomputed region (no block has
+one, and parity would show it), and of a kernel whose shapes the autotuner could not write down."""
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Within it, these loggers tell of errors only."""
+    loggers = [logging.getLogger(name) for name in ADVICE]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 @torch.library.custom_op("rush::cos_and_sin", mutates_args=())
@@ -55,7 +75,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         model.rotary.turns = _cos_and_sin
     # Where attention is computed again, compiled code draws seeds from the host's generator at its first call (for a dropout that
     # is not there): once a process, so once more in a resumed run. What is drawn in a step is given back.
-    build.step_contexts.append(partial(torch.random.fork_rng, devices=()))
+    build.step_contexts += [partial(torch.random.fork_rng, devices=()), without_advice]
     parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]
     traceable = [part for part in parts if not getattr(part, "stays_eager", False)]
     for target in [model] if knobs["scope"] == "model" else traceable:

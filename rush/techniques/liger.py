@@ -202,6 +202,14 @@ technique = Technique(
                 or "loss" not in _chosen(str(knob_of(recipe, "liger", "parts", "all")))
             ),
         ),
+        Requirement(
+            'beside cuda_graph it needs parts without the loss, as in parts = "all but loss": the library\'s loss asks the '
+            "device for numbers in the middle of the pass, which a captured graph cannot answer",
+            lambda machine, recipe: (
+                not used(recipe, "cuda_graph")
+                or "loss" not in _chosen(str(knob_of(recipe, "liger", "parts", "all")))
+            ),
+        ),
     ),
     conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "tp", "vocab_pad"),
     nondeterministic=nondeterministic,

@@ -19,13 +19,19 @@ class Away:
 
     pieces: tuple[Tensor, ...]
     dims: torch.Size
+    strides: tuple[int, ...]
     device: torch.device
 
     def back(self) -> Tensor:
+        """The tensor as it was, strides included: a compiled backward pass refuses any others."""
         whole = torch.empty(self.dims, dtype=self.pieces[0].dtype, device=self.device)
         for place, piece in zip(torch.split(whole.view(-1), len(self.pieces[0])), self.pieces, strict=True):
             place.copy_(piece, non_blocking=piece.is_pinned())
-        return whole
+        if self.strides == whole.stride() or 0 in self.strides:  # (what was expanded has its elements now)
+            return whole
+        return torch.empty_strided(self.dims, self.strides, dtype=whole.dtype, device=self.device).copy_(
+            whole
+        )
 
 
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
@@ -43,7 +49,7 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
                 piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin)
                 pieces.append(piece.copy_(part, non_blocking=pin))
             moved["bytes"] += tensor.numel() * tensor.element_size()
-            return Away(tuple(pieces), tensor.shape, tensor.device)
+            return Away(tuple(pieces), tensor.shape, tensor.stride(), tensor.device)
 
         def unpack(packed: Tensor | Away) -> Tensor:
             return packed.back() if isinstance(packed, Away) else packed

@@ -126,7 +126,7 @@ def _plain(setting: Setting, data: str) -> Recipe:
     more: dict[str, Any] = {} if setting.objective == "lm" else {"template": "plain", "too_long": "drop"}
     tree: dict[str, Any] = {
         "model": {"name": "tiny" if setting.family == "gpt2" else "llama-tiny", "shape": setting.size.shape(setting.family)},
-        "data": {"source": "files", "files": [f"{data}/{file}"], "validation": 0.2, **more},
+        "data": {"source": "files", "files": [f"{data}/{file}"], "validation": 0.2, "vocab_size": SMALL.vocab, **more},
         "objective": {"kind": setting.objective},
         "batch": {"micro": 2, "sequence": setting.size.sequence[setting.objective]},
         "optimizer": {"lr": 1e-3},
