@@ -100,13 +100,16 @@ def small(recipe: Recipe) -> Recipe:
     )
 
 
-def shallow(lived: Lived, layers: int, tokens: int) -> Lived:
-    """In its true width and vocabulary with at most so many layers; where all logits of a micro batch exist at once, of at
-    most so many tokens."""
+def shallow(lived: Lived, layers: int, vocabulary: int, tokens: int) -> Lived:
+    """In its true width with at most so many layers and such a vocabulary; where all logits of a micro batch exist at once, of
+    at most so many tokens."""
     recipe, changes, said = lived.recipe, {}, []
     if (depth := recipe.shape().num_layers) > layers:
         changes["model.shape.num_layers"] = layers
         said.append(f"{layers} of {depth} layers")
+    if (whole := recipe.shape().vocab_size) > vocabulary:
+        changes["model.shape.vocab_size"] = vocabulary
+        said.append(f"a vocabulary of {vocabulary} of {whole}")
     micro = recipe.micro
     if not used(recipe, "fused_loss", "chunked_loss"):
         micro = min(micro, max(1, tokens // recipe.batch.sequence))
@@ -133,11 +136,10 @@ class LocalData:
         if source in HUB_TEXT:
             tokenizer = self.gpt2 if recipe.data.tokenizer == "gpt2" else self.llama
             return changed(recipe, {"data.files": [str(self.text)], "data.tokenizer": str(tokenizer)})
+        few = {"data.limit": 40 if recipe.objective.kind == "lm" else 400}
         if source in HUB_CHATS:
-            return changed(
-                recipe, {"data.files": [str(self.chats(source))], "model.init_from": str(self.base(recipe))}
-            )
-        return changed(recipe, {"data.limit": 40 if recipe.objective.kind == "lm" else 400})
+            few |= {"data.files": [str(self.chats(source))], "model.init_from": str(self.base(recipe))}
+        return changed(recipe, few)
 
     @cached_property
     def text(self) -> Path:
