@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections.abc import Callable
 
@@ -14,6 +15,7 @@ from rush.cli import app
 from rush.data import Batch
 from rush.generate import generate
 from rush.hardware import probe
+from rush.kernels import cpu, support
 from rush.plan import plan, spec_of, target_of
 from rush.plan.held import Held
 from rush.plan.life import life_of, sample_bytes, staged_bytes, validation_bytes
@@ -26,6 +28,15 @@ from rush.train.build import Run, build
 from rush.train.packing import pack_model, pack_optimizer
 from rush.train.sample import plain_twin
 from rush.train.step import train_step, validate
+
+
+@pytest.fixture(autouse=True)
+def by_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernels of a CPU, not Triton's interpreter, which holds copies."""
+    if reason := cpu.cannot_run():
+        pytest.skip(f"kernels for a CPU cannot run here: {reason}")
+    monkeypatch.setattr(support, "INTERPRETED", False)
+
 
 SMALL = ["batch.micro=4", "batch.sequence=128", "model.shape.num_layers=2", "batch.total_tokens=512"]
 WIDE = "model.shape.vocab_size=16384"
@@ -52,7 +63,9 @@ def stepped(recipe: Recipe) -> tuple[Run, Batch]:
 
 def most_allocated(do: Callable[[], object]) -> int:
     """Bytes that the CPU's allocator had given out at most, beyond those before."""
-    do()  # what is made once and kept
+    for _ in range(2):
+        do()  # what is made once and kept
+    gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         do()
     events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
@@ -157,7 +170,7 @@ def test_the_plan_says_what_each_phase_takes_and_which_is_the_peak() -> None:
     assert set(told["phases_bytes"]) == {"step", "validation", "sample", "save"}
     assert told["phases_bytes"]["step"] == told["memory_bytes"]["total"]
     assert told["fullest_phase"] == "step"
-    assert told["save_host_bytes"] > 12 * 124e6
+    assert told["save_host_bytes"] > 6 * 124e6, "weights and moments in bf16"
     shown = CliRunner().invoke(app, words).stdout
     assert "between steps: validation" in shown
     assert "fullest: validation" not in shown

@@ -74,6 +74,26 @@ def test_a_validation_that_does_not_fit_runs_in_pieces_to_the_same_loss(tmp_path
 
 
 @linux
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["ddp", "fsdp"])
+def test_ranks_validate_in_pieces_of_one_size(axis: str, tmp_path: Path, cache: Path) -> None:
+    """By a vote after the pass, or, where a pass has collectives, by plan before it."""
+    path = tmp_path / "long.toml"
+    path.write_text(long_recipe(write_answers(tmp_path / "answers.jsonl"), vocab_size=32768))
+    two, one = tmp_path / "two", tmp_path / "one"
+    words = ["batch.micro=4", f"layout.{axis}=2", "run.memory_limit_gb=0.6", "run.drift_every=0"]
+    done = rush("train", path, *words, "--nproc", "2", "--out", two, cache=cache)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Validation runs in pieces of") == 1, "rank 0 alone speaks"
+    train_recipe(load_recipe(str(path), ["batch.micro=4"]), one)
+    validated, whole = ([row for row in rows(each) if "val_loss" in row] for each in (two, one))
+    assert len(validated) == len(whole) == 2
+    for mine, theirs in zip(validated, whole, strict=True):
+        assert mine["val_loss"] == pytest.approx(theirs["val_loss"], rel=1e-4)
+        assert mine["val_rows"] < 4
+
+
+@linux
 def test_a_sample_and_a_copy_that_do_not_fit_are_told_and_the_run_goes_on(
     tmp_path: Path, cache: Path
 ) -> None:
