@@ -33,6 +33,7 @@ import psutil  # type: ignore[import-untyped]
 
 import rush
 from rush.lab.dying import die_with_parent
+from rush.techniques import registry
 
 PRELOADED = ("rush.lab.trial_process", "torch._dynamo", "torch.profiler", "torch.nn.attention.flex_attention")
 COMMANDS = (
@@ -271,6 +272,7 @@ def _serve(line: Connection, preloaded: Sequence[str]) -> None:
     """Fork the children of every order, tell their numbers, wait for them, tell how they ended."""
     for name in (*PRELOADED, *preloaded):
         importlib.import_module(name)
+    registry()
     if "rush.cli" in sys.modules:
         sys.modules["rush.cli"].command()
     # Children share these objects' memory until they write to it, and a collection writes to every object it looks at.

@@ -15,11 +15,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rush.libraries import load_library
 
 BLOCK, SCALE_BLOCK = 64, 256
 
@@ -42,7 +43,7 @@ Parts = dict[str, Tensor]
 
 
 def _pack_bitsandbytes(weight: Tensor) -> Parts:
-    functional: Any = import_module("bitsandbytes.functional")
+    functional: Any = load_library("bitsandbytes.functional")
     codes, state = functional.quantize_4bit(
         weight.contiguous(), blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
     )
@@ -68,7 +69,7 @@ def _layout_bitsandbytes(out_features: int, in_features: int) -> dict[str, tuple
 
 
 def _unpack_bitsandbytes(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    import_module("bitsandbytes")  # registers the operators
+    load_library("bitsandbytes")  # registers the operators
     codes, scales, scale_scales, scale_table, offset = parts
     ops = torch.ops.bitsandbytes
     largest = ops.dequantize_blockwise.default(scales, scale_scales, scale_table, SCALE_BLOCK, torch.float32)
@@ -86,7 +87,7 @@ def _scale_block(count: int) -> int:
 
 
 def _pack_torchao(weight: Tensor) -> Parts:
-    to_nf4: Any = import_module("torchao.quantization").to_nf4
+    to_nf4: Any = load_library("torchao.quantization").to_nf4
     packed = to_nf4(weight.float().contiguous(), BLOCK, _scale_block(weight.numel()))
     return {
         "codes": packed.quantized_data,
@@ -132,13 +133,13 @@ def _compiled_unpack() -> Callable[..., Tensor]:
 
 
 def _pack_int8_bitsandbytes(weight: Tensor) -> Parts:
-    functional: Any = import_module("bitsandbytes.functional")
+    functional: Any = load_library("bitsandbytes.functional")
     codes, largest_o, _ = functional.int8_vectorwise_quant(weight.half().contiguous())
     return {"codes": codes, "scales": largest_o.float() / 127}
 
 
 def _pack_int8_torchao(weight: Tensor) -> Parts:
-    quantization: Any = import_module("torchao.quantization")
+    quantization: Any = load_library("torchao.quantization")
     holder = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
     holder.weight = nn.Parameter(weight.float(), requires_grad=False)
     quantization.quantize_(holder, quantization.Int8WeightOnlyConfig(set_inductor_config=False))

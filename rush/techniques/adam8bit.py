@@ -14,6 +14,7 @@ that would end out of memory now and then; a run that always needs the room pays
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from rush.libraries import load_library
 from rush.parallel.placement import table_like
 from rush.parallel.sharded import own_part
 from rush.recipe import Knob, Recipe
@@ -52,8 +54,8 @@ PAGED_FROM = 100_000
 
 def _torchao(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     """torchao's update over state that is plain tensors between steps, so that checkpoints can hold it."""
-    base: Any = import_module("torchao.optim").AdamW8bit
-    packed_type: Any = import_module("torchao.optim.subclass_8bit").OptimState8bit
+    base: Any = load_library("torchao.optim").AdamW8bit
+    packed_type: Any = load_library("torchao.optim.subclass_8bit").OptimState8bit
 
     class PlainAdamW8bit(base):  # type: ignore[misc]
         def step(self, closure: Callable[[], float] | None = None) -> None:
@@ -62,7 +64,10 @@ def _torchao(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
                     if f"{key}.codes" in state:
                         parts = [state.pop(f"{key}.{part}") for part in ("codes", "scale", "qmap")]
                         state[key] = packed_type(*parts, key == "exp_avg", dtype=parameter.dtype)
-            super().step(closure)
+            with warnings.catch_warnings():
+                # What the library could do for the compiler's cache.
+                warnings.filterwarnings("ignore", "OptimState8bit does not implement")
+                super().step(closure)
             for state in self.state.values():
                 for key in ("exp_avg", "exp_avg_sq"):
                     if isinstance(state.get(key), packed_type):
@@ -75,14 +80,14 @@ def _torchao(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
 
 
 def _bitsandbytes(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-    made: torch.optim.Optimizer = import_module("bitsandbytes.optim").AdamW8bit(*args, **kwargs)
+    made: torch.optim.Optimizer = load_library("bitsandbytes.optim").AdamW8bit(*args, **kwargs)
     return made
 
 
 def _paged(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     """The same with moments in unified memory. Those that a checkpoint brought lie on the device: the library would leave
     them there, so they are paged before the next update."""
-    base: Any = import_module("bitsandbytes.optim").PagedAdamW8bit
+    base: Any = load_library("bitsandbytes.optim").PagedAdamW8bit
 
     class PagedAdamW8bit(base):  # type: ignore[misc]
         def step(self, closure: Callable[[], float] | None = None) -> None:

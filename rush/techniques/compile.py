@@ -8,14 +8,13 @@ the first step, seconds to minutes, and another such wait whenever a shape chang
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from rush.libraries import hush
 from rush.models.layers import cos_and_sin
 from rush.recipe import Knob
 from rush.techniques.contract import (
@@ -32,24 +31,6 @@ from rush.techniques.contract import (
     WorkEffect,
 )
 from rush.techniques.evidence import dynamo_counts
-
-ADVICE = ("torch._higher_order_ops.wrap", "torch._inductor.select_algorithm")
-"""Loggers that warn users of things they cannot change here: of operations in place within a recomputed region (no block has
-one, and parity would show it), and of a kernel whose shapes the autotuner could not write down."""
-
-
-@contextmanager
-def without_advice() -> Iterator[None]:
-    """Within it, these loggers tell of errors only."""
-    loggers = [logging.getLogger(name) for name in ADVICE]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, before, strict=True):
-            logger.setLevel(level)
 
 
 @torch.library.custom_op("rush::cos_and_sin", mutates_args=())
@@ -69,13 +50,15 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         # Compiled code calls this rank's groups by their names, which the cache's key leaves out where a backward pass brings
         # them in: another rank's code would be found there, wait for the wrong ranks or fail.
         torch.compiler.config.cache_key_tag = f"rank {build.ranks.rank} of {build.recipe.layout}"
+    # It prepares to time a matmul for tiles that it will not choose among, and goes on without.
+    hush("torch._inductor.select_algorithm", "Constructing input/output tensor meta failed")
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
     model = build.model
     if knobs["scope"] == "model" and model.rotary is not None:
         model.rotary.turns = _cos_and_sin
     # Where attention is computed again, compiled code draws seeds from the host's generator at its first call (for a dropout that
     # is not there): once a process, so once more in a resumed run. What is drawn in a step is given back.
-    build.step_contexts += [partial(torch.random.fork_rng, devices=()), without_advice]
+    build.step_contexts.append(partial(torch.random.fork_rng, devices=()))
     parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]
     traceable = [part for part in parts if not getattr(part, "stays_eager", False)]
     for target in [model] if knobs["scope"] == "model" else traceable:

@@ -40,12 +40,11 @@ from rush.techniques.contract import (
     used,
 )
 from rush.techniques.evidence import say_dtypes
-from rush.techniques.fp8_layers import Fp8GatedMLP, Fp8Linear, Fp8Projection
+from rush.techniques.fp8_layers import ALIGNMENT, Fp8GatedMLP, Fp8Linear, Fp8Projection
 from rush.techniques.fused_loss import FusedLossHead
 from rush.techniques.seams import needs_triton, our_kernels_ran
 from rush.techniques.vocab_pad import ProjectedLossHead
 
-ALIGNMENT = 16
 RECIPES, SCOPES = ("tensorwise", "rowwise"), ("blocks", "blocks_and_head", "head")
 CASTS = MLPS = ("compiler", "kernel")
 OTHER_HEADS = ("chunked_loss", "liger")

@@ -13,7 +13,19 @@ from rush.techniques.seams import to_autocast_dtype
 
 # Shapes: b batch, t position, n tokens, d hidden, j twice the MLP's width, v vocabulary.
 
+ALIGNMENT = 16
+"""Tokens and widths come in multiples of this."""
 Product = Callable[[Tensor, Tensor], Tensor]
+
+
+def in_tiles(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Multiply in fp8 whatever the number of tokens: rows that are padded to their longest have any, and the hardware takes
+    multiples of 16. Zeros make up for the rest; they change no scale and no gradient."""
+    tokens_nd = x.reshape(-1, x.shape[-1])
+    missing = -len(tokens_nd) % ALIGNMENT
+    if not missing:
+        return multiply(x)
+    return multiply(F.pad(tokens_nd, (0, 0, 0, missing)))[:-missing].unflatten(0, x.shape[:-1])
 
 
 class Fp8Linear(nn.Linear):
@@ -31,7 +43,7 @@ class Fp8Linear(nn.Linear):
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """The product alone, with a weight of its own or one that several layers share."""
         (x,) = to_autocast_dtype(x)
-        return self.product(x, weight)
+        return in_tiles(x, lambda padded: self.product(padded, weight))
 
 
 class Fp8Projection(Projection):
@@ -45,7 +57,7 @@ class Fp8Projection(Projection):
         vocab_size = head_weight_vd.shape[0]
         weight = F.pad(head_weight_vd, (0, 0, 0, self.padded - vocab_size))
         (hidden_nd,) = to_autocast_dtype(hidden_nd)
-        return self.product(hidden_nd, weight)[..., :vocab_size]
+        return in_tiles(hidden_nd, lambda padded: self.product(padded, weight))[..., :vocab_size]
 
 
 class Fp8GatedMLP(nn.Module):
@@ -59,4 +71,5 @@ class Fp8GatedMLP(nn.Module):
     def forward(self, x_btd: Tensor) -> Tensor:
         (x_btd,) = to_autocast_dtype(x_btd)
         assert isinstance(self.fan_out, FanOut)
-        return self.mlp(x_btd, self.fan_out.weight(self.gate, self.up), self.down.weight)
+        joined = self.fan_out.weight(self.gate, self.up)
+        return in_tiles(x_btd, lambda padded: self.mlp(padded, joined, self.down.weight))

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from importlib import import_module
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
 
 from torch import Tensor, nn
 
+from rush.libraries import load_library
 from rush.models.layers import IGNORED_LABEL, LayerNorm, RMSNorm, SwiGLU
 from rush.recipe import Knob, Recipe
 from rush.techniques.contract import (
@@ -56,7 +56,7 @@ FIXED_ORDER = "0.7"
 
 def functions() -> Any:
     """The library's functions; they need no transformers. Asked for while building: the compiler cannot trace an import."""
-    return import_module("liger_kernel.transformers.functional")
+    return load_library("liger_kernel.transformers.functional")
 
 
 class LigerNorm(nn.Module):
@@ -180,6 +180,10 @@ def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
     )
 
 
+def _takes_loss(recipe: Recipe) -> bool:
+    return "loss" in _chosen(str(knob_of(recipe, "liger", "parts", "all")))
+
+
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
@@ -199,16 +203,13 @@ technique = Technique(
             lambda machine, recipe: (
                 not used(recipe, "compile")
                 or knob_of(recipe, "compile", "scope", "model") == "block"
-                or "loss" not in _chosen(str(knob_of(recipe, "liger", "parts", "all")))
+                or not _takes_loss(recipe)
             ),
         ),
         Requirement(
-            'beside cuda_graph it needs parts without the loss, as in parts = "all but loss": the library\'s loss asks the '
-            "device for numbers in the middle of the pass, which a captured graph cannot answer",
-            lambda machine, recipe: (
-                not used(recipe, "cuda_graph")
-                or "loss" not in _chosen(str(knob_of(recipe, "liger", "parts", "all")))
-            ),
+            "beside cuda_graph it needs parts without the loss: the library's loss counts labels on the host, and a captured graph "
+            "cannot wait for that; set parts to all but loss",
+            lambda machine, recipe: not used(recipe, "cuda_graph") or not _takes_loss(recipe),
         ),
     ),
     conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "tp", "vocab_pad"),

@@ -1,7 +1,8 @@
 """Which recipes live: the wanted pairs of every setting, and the arrays that cover them.
 
 Pairs are wanted on both families: in pretraining where the check allows it there, else in fine-tuning, else with
-preferences. Besides, each technique is wanted with every objective and with every axis of the layout.
+preferences. Besides, each technique is wanted with every objective and with every axis of the layout. On a CPU all of it runs
+with the kernels in C++ that a user there has, and what has none with Triton's interpreted.
 
 The quick array leaves out what only costs more of the same: a pair that both families allow occurs on one of them, and what waits
 for a compiler occurs in all its pairs, but not again with preferences and with every axis. The slow set has it all.
@@ -10,7 +11,7 @@ for a compiler occurs in all its pairs, but not again with preferences and with 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rush.hardware import Machine
 from rush.parallel import AXES
@@ -39,21 +40,22 @@ class Wanted:
 
 def wanted(machine: Machine) -> Iterator[Wanted]:
     """Everything that the check allows on this machine, setting by setting; layouts of two ranks on a CPU only."""
-    every = items()
+    cpu = machine.device == "cpu"
     for family in FAMILIES:
         before: set[Items] = set()
-        for objective in OBJECTIVES:
-            one = _wanted(Setting(family, objective, device=machine.device), machine, every)
-            new = {pair: whole for pair, whole in one.pairs.items() if pair not in before}
-            before |= new.keys()
-            yield Wanted(one.checked, _needed(new), one.singles)
-        for axis in AXES if machine.device == "cpu" else ():
-            one = _wanted(Setting(family, "lm", axis), machine, every)
-            yield Wanted(one.checked, {}, one.singles)
+        for objective, axis in [(one, None) for one in OBJECTIVES] + [("lm", axis) for axis in AXES if cpu]:
+            alone: set[Items] = set()
+            for interpreted in (False, True) if cpu else (False,):
+                one = _wanted(Setting(family, objective, axis, machine.device, interpreted), machine)
+                pairs = {pair: whole for pair, whole in one.pairs.items() if pair not in before}
+                singles = {item: whole for item, whole in one.singles.items() if item not in alone}
+                before |= pairs.keys()
+                alone |= singles.keys()
+                yield Wanted(one.checked, _needed(pairs), singles)
 
 
-def _wanted(setting: Setting, machine: Machine, every: list[Item]) -> Wanted:
-    checked = Checked(setting, machine)
+def _wanted(setting: Setting, machine: Machine) -> Wanted:
+    every, checked = items(), Checked(setting, machine)
     alone = {frozenset([item]): smallest([item], every, checked.allowed) for item in every}
     possible = [item for item in every if alone[frozenset([item])] is not None]
     pairs = {} if setting.axis else allowed_pairs(possible, checked.allowed, apart)
@@ -71,7 +73,7 @@ def _needed(pairs: Mapping[Items, Items]) -> dict[Items, Items]:
 
 def array(one: Wanted) -> list[Items]:
     """Recipes in which each wanted pair and each wanted technique of the setting occurs."""
-    every = sorted(frozenset().union(*one.everything))
+    every = sorted(frozenset().union(*one.everything.values()))
     return list(covering(one.everything, every, one.checked.allowed))
 
 
@@ -85,8 +87,8 @@ def _quick(one: Wanted, settings: list[Wanted]) -> Wanted:
     others = [
         other
         for other in settings
-        if other.checked.setting.family != setting.family
-        and (other.checked.setting.objective, other.checked.setting.axis) == (setting.objective, setting.axis)
+        if other.checked.setting != setting
+        and replace(other.checked.setting, family=setting.family) == setting
     ]
     singles, pairs = one.singles, one.pairs
     if setting.axis or setting.objective == "dpo":

@@ -13,7 +13,7 @@ from tests.lives.small import write_data
 
 @pytest.fixture(scope="session")
 def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
-    """One process that has imported everything, for all lives of this worker."""
+    """Processes that have imported everything, for all lives of this worker."""
     folder = tmp_path_factory.mktemp("lives")
     # What one worker has prepared and measured the others find; graphs are found where torch keeps them for everybody.
     session = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
@@ -21,6 +21,7 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
     environment = {"RUSH_CACHE": str(session / "cache"), "PYTHONWARNINGS": "ignore::SyntaxWarning"}
     with suppress(OSError):  # another worker was first
         write_data(folder / "data").rename(session / "data")
-    starter = Starter(COMMANDS, dismantle=False)
-    yield Living(starter, folder, session / "data", environment)
-    starter.close()
+    starters = Starter(COMMANDS, dismantle=False), Starter(COMMANDS, dismantle=False)
+    yield Living(starters, folder, session / "data", environment)
+    for starter in starters:
+        starter.close()

@@ -25,7 +25,8 @@ REPORT = "RUSH_LIVES_REPORT"
 class Living:
     """Where lives happen: their data, prepared once, and a folder of its own for each."""
 
-    starter: Starter
+    starters: tuple[Starter, Starter]
+    """Of commands with compiled kernels, and with interpreted ones."""
     folder: Path
     data: Path
     environment: dict[str, str]
@@ -35,9 +36,10 @@ class Living:
         """What goes wrong in the life of this recipe; None after a whole one."""
         self.count += 1
         place = self.folder / f"life-{self.count}"
-        lives = Lives(self.starter, place, self.environment, limit_s=LIMIT_S)
+        lives = Lives(self.starters[setting.interpreted], place, self.environment, limit_s=LIMIT_S)
         try:
-            return lives.live(setting.recipe(techniques, self.data), parts).problem
+            with setting.surroundings():
+                return lives.live(setting.recipe(techniques, self.data), parts).problem
         finally:
             shutil.rmtree(place)
 

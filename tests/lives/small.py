@@ -7,7 +7,9 @@ fill. The text is real; questions and pairs of answers are about colours.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -104,9 +106,22 @@ class Setting:
     axis: str | None = None
     """Of the layout: two ranks divide the work by it."""
     device: str = "cpu"
+    interpreted: bool = False
+    """On a CPU: whether Triton's kernels are interpreted, slowly. Else those in C++ run, and what has none is refused."""
 
     def __str__(self) -> str:
-        return "-".join(part for part in (self.family, self.objective, self.axis) if part)
+        parts = (self.family, self.objective, self.axis, "interpreted" if self.interpreted else None)
+        return "-".join(part for part in parts if part)
+
+    @contextmanager
+    def surroundings(self) -> Iterator[None]:
+        """Within it the check, and what is started, know whether kernels are interpreted."""
+        before = os.environ.get("TRITON_INTERPRET")
+        os.environ["TRITON_INTERPRET"] = str(int(self.interpreted))
+        try:
+            yield
+        finally:
+            os.environ["TRITON_INTERPRET"] = before or "0"
 
     @property
     def size(self) -> Size:
@@ -126,7 +141,7 @@ def _plain(setting: Setting, data: str) -> Recipe:
     more: dict[str, Any] = {} if setting.objective == "lm" else {"template": "plain", "too_long": "drop"}
     tree: dict[str, Any] = {
         "model": {"name": "tiny" if setting.family == "gpt2" else "llama-tiny", "shape": setting.size.shape(setting.family)},
-        "data": {"source": "files", "files": [f"{data}/{file}"], "validation": 0.2, "vocab_size": SMALL.vocab, **more},
+        "data": {"source": "files", "files": [f"{data}/{file}"], "validation": 0.2, "vocab_size": 300, **more},
         "objective": {"kind": setting.objective},
         "batch": {"micro": 2, "sequence": setting.size.sequence[setting.objective]},
         "optimizer": {"lr": 1e-3},
@@ -145,9 +160,8 @@ def write_data(folder: Path) -> Path:
         colour, other = COLOURS[index % 8], COLOURS[(index * 3 + 1) % 8]
         wrong = other if other != colour else COLOURS[(index + 1) % 8]
         prompt = f"Colour {index}?"
-        questions.append(
-            {"prompt": prompt, "completion": " and ".join([colour, other, wrong][: 1 + index % 3])}
-        )
+        answer = " and ".join([colour, other, wrong][: 1 + index % 3])
+        questions.append({"prompt": prompt, "completion": answer})
         preferences.append({"prompt": prompt, "chosen": colour, "rejected": wrong})
     for name, rows in (("questions", questions), ("preferences", preferences)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -169,7 +183,8 @@ class Checked:
         if chosen not in self._known:
             entries = [item.entry() for item in sorted(chosen)]
             try:
-                check(self._plain.model_copy(update={"techniques": entries}), self.machine)
+                with self.setting.surroundings():
+                    check(self._plain.model_copy(update={"techniques": entries}), self.machine)
                 self._known[chosen] = len({item.name for item in chosen}) == len(chosen)
             except RushError:
                 self._known[chosen] = False

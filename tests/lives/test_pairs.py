@@ -6,7 +6,6 @@ with every axis of the layout. What needs a GPU has its own array, `test_pairs_g
 
 from __future__ import annotations
 
-import os
 from functools import cache
 
 import pytest
@@ -19,7 +18,6 @@ from tests.lives.living import Living
 
 @cache
 def settings() -> dict[str, Wanted]:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
     return {str(one.checked.setting): one for one in wanted(probe("cpu"))}
 
 

@@ -1,0 +1,46 @@
+"""Libraries, without what they tell about themselves.
+
+torch and torchao log what a user of `rush` neither asked nor can mend: a binary of torchao's for another version, a hint for whoever
+writes checkpointed functions. A warning that helps nobody hides the one that would. So each such message is named here or
+by the technique that provokes it, by its words; all others are shown.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from importlib import import_module
+from types import ModuleType
+
+
+def load_library(name: str) -> ModuleType:
+    """Import a library that a technique needs."""
+    hush("torchao", "Failed to load", "Skipping import of cpp extensions")
+    hush("torch.utils._pytree", "is an Enum subclass")
+    with warnings.catch_warnings():
+        # Of docstrings, where nobody has compiled the library ahead.
+        warnings.simplefilter("ignore", SyntaxWarning)
+        return import_module(name)
+
+
+def hush(logger: str, *phrases: str) -> None:
+    """Drop the messages of this logger that hold one of these phrases."""
+    told = logging.getLogger(logger)
+    for phrase in phrases:
+        if _Hush(phrase) not in told.filters:
+            told.addFilter(_Hush(phrase))
+
+
+class _Hush(logging.Filter):
+    def __init__(self, phrase: str) -> None:
+        super().__init__()
+        self.phrase = phrase
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return self.phrase not in record.getMessage()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Hush) and other.phrase == self.phrase
+
+    def __hash__(self) -> int:
+        return hash(self.phrase)
