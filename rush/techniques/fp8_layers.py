@@ -25,7 +25,7 @@ def in_tiles(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
     missing = -len(tokens_nd) % ALIGNMENT
     if not missing:
         return multiply(x)
-    return multiply(F.pad(tokens_nd, (0, 0, 0, missing)))[:-missing].unflatten(0, x.shape[:-1])
+    return multiply(F.pad(tokens_nd, (0, 0, 0, missing)))[:-missing].reshape(*x.shape[:-1], -1)
 
 
 class Fp8Linear(nn.Linear):
