@@ -25,7 +25,8 @@ def in_tiles(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
     missing = -len(tokens_nd) % ALIGNMENT
     if not missing:
         return multiply(x)
-    return multiply(F.pad(tokens_nd, (0, 0, 0, missing)))[:-missing].reshape(*x.shape[:-1], -1)
+    out_nk = multiply(F.pad(tokens_nd, (0, 0, 0, missing)))[:-missing]
+    return out_nk.reshape(*x.shape[:-1], -1)
 
 
 class Fp8Linear(nn.Linear):

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rush.recipe import Knob
@@ -36,6 +37,7 @@ from rush.techniques.contract import (
 from rush.techniques.evidence import head_rows
 from rush.techniques.seams import needs_kernels
 
+FP8_ALIGNMENT = 16
 OP, KERNEL = "rush::linear_cross_entropy", "cross_entropy_forward_kernel"
 
 
@@ -53,6 +55,11 @@ class FusedLossHead(nn.Module):
         """Of 8-bit factors, if `fp8` says so."""
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
+        missing = -labels_bt.numel() % FP8_ALIGNMENT
+        if missing and self.products != "dtype":
+            # Rows that are padded to their longest have any number of tokens; what makes up for the rest has no label.
+            hidden_btd = F.pad(hidden_btd.flatten(0, -2), (0, 0, 0, missing))
+            labels_bt = F.pad(labels_bt.flatten(), (0, missing), value=-100)
         return self.loss(
             hidden_btd,
             head_weight_vd,

@@ -3,12 +3,16 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import suppress
+from importlib.util import find_spec
 
 import pytest
+import torch
 
 from rush.lab.starter import COMMANDS, Starter
 from tests.lives.living import Living
 from tests.lives.small import write_data
+
+LIBRARIES = ("bitsandbytes", "torchao")
 
 
 @pytest.fixture(scope="session")
@@ -21,7 +25,9 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
     environment = {"RUSH_CACHE": str(session / "cache"), "PYTHONWARNINGS": "ignore::SyntaxWarning"}
     with suppress(OSError):  # another worker was first
         write_data(folder / "data").rename(session / "data")
-    starters = Starter(COMMANDS, dismantle=False), Starter(COMMANDS, dismantle=False)
+    # Where there is a GPU they ask for it when they are imported, which a process that forks must not.
+    libraries = [] if torch.cuda.is_available() else [name for name in LIBRARIES if find_spec(name)]
+    starters = tuple(Starter((*COMMANDS, *libraries), dismantle=False) for _ in range(2))
     yield Living(starters, folder, session / "data", environment)
     for starter in starters:
         starter.close()

@@ -1,7 +1,7 @@
 """The same on a GPU: every pair of techniques that the check allows there lives in some recipe of a covering array.
 
 Kernels are compiled instead of interpreted, and what needs a GPU (captured graphs, offloading, cuDNN, fp8 in hardware, ...) is in
-the array too. `RUSH_LIVES_REPORT=FILE` gets a line of JSON for every life that fails: setting, techniques, part and last words.
+the array too. A pair that both families allow lives on one of them; with `RUSH_LIVES_ALL=1` on both. `RUSH_LIVES_REPORT=FILE` gets a line of JSON for every life that fails: setting, techniques, part and last words.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import pytest
 import torch
 
 from rush.hardware import probe
-from tests.lives.arrays import Wanted, array, wanted
+from tests.lives.arrays import Wanted, array, quick, wanted
 from tests.lives.covering import Items
 from tests.lives.living import Living
 
 SHRINK_S = float(os.environ.get("RUSH_LIVES_SHRINK_S", "0"))
 """Seconds for taking a failing recipe apart. None as a rule: time on a GPU is dear, and a pair can be taken from the report."""
 
+ALL = os.environ.get("RUSH_LIVES_ALL") == "1"
+"""Whether a pair that both families allow lives on both of them."""
 pytestmark = pytest.mark.gpu
 
 
@@ -27,7 +29,8 @@ pytestmark = pytest.mark.gpu
 def settings() -> dict[str, Wanted]:
     if not torch.cuda.is_available():
         return {}
-    return {str(one.checked.setting): one for one in wanted(probe("cuda"))}
+    every = list(wanted(probe("cuda")))
+    return {str(one.checked.setting): one for one in (every if ALL else quick(every))}
 
 
 def _lives() -> list[object]:

@@ -120,6 +120,33 @@ def test_what_it_cannot_do_is_refused_before_anything_is_built(
         check(recipe_of(*techniques, overrides=overrides), probe("cpu"))
 
 
+@pytest.mark.parametrize("tokens", [(3, 7), (1, 1), (2, 16)])
+@pytest.mark.parametrize("scope", ["blocks_and_head", "head"])
+def test_rows_of_any_length_are_multiplied_as_if_zeros_followed(scope: str, tokens: tuple[int, int]) -> None:
+    techniques = (f"{{name='fp8', scope='{scope}'}}", "fused_loss" if scope == "head" else "vocab_pad")
+    model = make_run(*techniques, name="tiny", overrides=SMALL).model
+    hidden = torch.randn(*tokens, model.shape.hidden, requires_grad=True)
+    labels = torch.randint(model.shape.vocab_size, tokens)
+    weight = torch.randn(model.shape.vocab_size, model.shape.hidden, requires_grad=True)
+    rows, columns = -(-tokens[0] // 16) * 16, tokens[1]
+    zeros, no_labels = torch.zeros(rows, columns, model.shape.hidden), torch.full((rows, columns), -100)
+    padded = torch.cat([hidden, zeros[tokens[0] :]]), torch.cat([labels, no_labels[tokens[0] :]])
+    found = _loss_and_gradients(model.loss_head(hidden, weight, labels), hidden, weight)
+    expected = _loss_and_gradients(model.loss_head(padded[0], weight, padded[1]), hidden, weight)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    if scope == "head":
+        return
+    layer = next(module for module in model.modules() if isinstance(module, Fp8Linear))
+    x = hidden[..., : layer.in_features]
+    alone, among = layer(x), layer(torch.cat([x, zeros[tokens[0] :, :, : layer.in_features]]))[: tokens[0]]
+    torch.testing.assert_close(alone, among, rtol=0, atol=0)
+
+
+def _loss_and_gradients(loss: torch.Tensor, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return loss.detach(), *torch.autograd.grad(loss, inputs)
+
+
 def test_gpt2_keeps_its_own_mlp() -> None:
     with pytest.raises(MachineError, match="it needs a Llama and recipe tensorwise"):
         check(recipe_of(ONE_MLP, name="tiny"), probe("cpu"))

@@ -1,0 +1,41 @@
+"""What waits on the host comes back as it was."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from rush.techniques.on_host import PIECE, OnHost
+
+MAKE = {
+    "dense": lambda whole: whole,
+    "heads before positions": lambda whole: whole.transpose(1, 2),
+    "a part of a wider row": lambda whole: whole[..., :5],
+    "repeated": lambda whole: whole[:, :1].expand(-1, 4, -1, -1),
+}
+
+
+@pytest.mark.parametrize("how", MAKE)
+def test_a_saved_activation_comes_back_with_its_values_and_dense_ones_with_their_strides(how: str) -> None:
+    whole = torch.randn(2, 7, 4, 8, requires_grad=True)
+    moved: Counter[str] = Counter()
+    with OnHost(lambda tensor: True, moved, pin=False):
+        view: Tensor = MAKE[how](whole)
+        out = view * view
+    back = out.grad_fn._saved_self  # type: ignore[union-attr]
+    torch.testing.assert_close(back, view, rtol=0, atol=0)
+    assert moved["bytes"] == 2 * view.numel() * 4
+    if how in ("dense", "heads before positions"):
+        # A compiled backward pass was made for these strides and takes no others.
+        assert back.stride() == view.stride()
+
+
+def test_an_activation_of_several_pieces_comes_back_whole() -> None:
+    large = torch.arange(PIECE // 4 + 3, dtype=torch.float32).requires_grad_()
+    with OnHost(lambda tensor: True, Counter(), pin=False):
+        out = large * large
+    out.sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(large.grad, 2 * large.detach(), rtol=0, atol=0)
