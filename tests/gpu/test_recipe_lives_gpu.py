@@ -25,7 +25,7 @@ import torch
 
 from rush.hardware import probe
 from rush.lab.life import EVERY, Life, Lives, short
-from rush.lab.starter import Starter
+from rush.lab.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, shallow
@@ -40,7 +40,6 @@ MEMORY_DISK, ROOM_BYTES = Path("/dev/shm"), 48 << 30
 TRUE_BATCH = os.environ.get("RUSH_LIVES_TRUE_BATCH") == "1"
 DETERMINISTIC = os.environ.get("RUSH_LIVES_DETERMINISTIC") == "1"
 PARTS = tuple(part for part in EVERY if part != "repeat" or DETERMINISTIC)
-PRELOADED = ("rush.cli", "rush.train.exporting", "rush.train.loop", "rush.train.report_card")
 
 
 def _reduced(name: str) -> Lived:
@@ -56,7 +55,7 @@ def starter() -> Iterator[Starter]:
         surroundings.setenv(
             "OMP_NUM_THREADS", "2"
         )  # hashes aside, a host's work here is to widen and to add weights
-        starter = Starter(PRELOADED)
+        starter = Starter(COMMANDS)
         yield starter
         starter.close()
 

@@ -87,7 +87,7 @@ def small(recipe: Recipe) -> Recipe:
     if used(recipe, *INTERPRETED):
         shape["num_layers"] = batch["micro"] = 1
     if recipe.objective.kind != "lm":
-        batch = {"micro": 1, "sequence": 64 if recipe.data.source in HUB_CHATS else 256}
+        batch = {"micro": 1, "sequence": 48 if recipe.data.source in HUB_CHATS else 256}
     return changed(
         recipe,
         {
@@ -126,7 +126,7 @@ class LocalData:
     folder: Path
     text_bytes: int | None = None
     """How much of the standard library stands for the hub's text; None: a dozen files."""
-    words: int | None = 6
+    words: int | None = 3
     """Of a turn, at most: interpreted kernels take their time for every token."""
     bases: dict[str, Path] = field(default_factory=dict)
 

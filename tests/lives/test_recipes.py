@@ -13,18 +13,11 @@ import pytest
 
 from rush.hardware import probe
 from rush.lab.life import Lives, short
-from rush.lab.starter import Starter
+from rush.lab.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, small
 
-PRELOADED = (
-    "tests.lives.quick_interpreter",
-    "rush.cli",
-    "rush.train.exporting",
-    "rush.train.loop",
-    "rush.train.report_card",
-)
 INTERPRETED = ("TRITON_INTERPRET", "1")
 """With it our Triton kernels run on a CPU, slowly; each kernel asks when it is defined, so the forking process needs it."""
 LIMIT_S = 600.0
@@ -46,7 +39,7 @@ READY = [_lived(name) for name in RECIPES.names()]
 def starter() -> Iterator[Starter]:
     with pytest.MonkeyPatch.context() as surroundings:
         surroundings.setenv(*INTERPRETED)
-        starter = Starter(PRELOADED)
+        starter = Starter(("tests.lives.quick_interpreter", *COMMANDS), dismantle=False)
         yield starter
         starter.close()
 
