@@ -115,7 +115,7 @@ def test_out_of_memory_halves_until_it_fits_and_each_time_says_so(
     more = needed(changed(recipe, {"batch.micro": 8}), "cpu") - needed(
         changed(recipe, {"batch.micro": 1}), "cpu"
     )
-    limit = 2 * more
+    limit = 2.5 * more
     seen = Listener()
     train_recipe(auto(path, *LONG, f"run.memory_limit_gb={limit / 1e9}"), tmp_path / "run", view=seen)
     told = [note for note in seen.notes if note.startswith("Out of memory with batch.micro")]
