@@ -88,7 +88,7 @@ class Size:
 
 
 # A vocabulary that fp8 can multiply with (16) and vocab_pad still has to pad (64).
-SMALL = Size(32, 16, 64, 336, {"lm": 16, "sft": 32, "dpo": 32})
+SMALL = Size(32, 16, 64, 336, {"lm": 16, "sft": 32, "dpo": 16})
 WIDER = Size(64, 16, 64, 336, {"lm": 32})
 LARGER = Size(256, 64, 512, 528, {"lm": 128, "sft": 128, "dpo": 128})
 
@@ -138,7 +138,7 @@ class Setting:
 @cache
 def _plain(setting: Setting, data: str) -> Recipe:
     file = {"lm": "text/*.txt", "sft": "questions.jsonl", "dpo": "preferences.jsonl"}[setting.objective]
-    more: dict[str, Any] = {} if setting.objective == "lm" else {"template": "plain", "too_long": "drop"}
+    more: dict[str, Any] = {} if setting.objective == "lm" else {"template": "raw", "too_long": "drop"}
     tree: dict[str, Any] = {
         "model": {"name": "tiny" if setting.family == "gpt2" else "llama-tiny", "shape": setting.size.shape(setting.family)},
         "data": {"source": "files", "files": [f"{data}/{file}"], "validation": 0.2, "vocab_size": 300, **more},
@@ -160,7 +160,7 @@ def write_data(folder: Path) -> Path:
         colour, other = COLOURS[index % 8], COLOURS[(index * 3 + 1) % 8]
         wrong = other if other != colour else COLOURS[(index + 1) % 8]
         prompt = f"Colour {index}?"
-        answer = " and ".join([colour, other, wrong][: 1 + index % 3])
+        answer = " ".join([colour, other, wrong][: 1 + index % 3])
         questions.append({"prompt": prompt, "completion": answer})
         preferences.append({"prompt": prompt, "chosen": colour, "rejected": wrong})
     for name, rows in (("questions", questions), ("preferences", preferences)):

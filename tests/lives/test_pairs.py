@@ -13,7 +13,9 @@ import pytest
 from rush.hardware import probe
 from tests.lives.arrays import Wanted, array, quick, wanted
 from tests.lives.covering import Items
-from tests.lives.living import Living
+from tests.lives.living import TEST_S, Living
+
+pytestmark = pytest.mark.timeout(TEST_S)
 
 
 @cache

@@ -15,14 +15,14 @@ import torch
 from rush.hardware import probe
 from tests.lives.arrays import Wanted, array, quick, wanted
 from tests.lives.covering import Items
-from tests.lives.living import Living
+from tests.lives.living import TEST_S, Living
 
 SHRINK_S = float(os.environ.get("RUSH_LIVES_SHRINK_S", "0"))
 """Seconds for taking a failing recipe apart. None as a rule: time on a GPU is dear, and a pair can be taken from the report."""
 
 ALL = os.environ.get("RUSH_LIVES_ALL") == "1"
 """Whether a pair that both families allow lives on both of them."""
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(TEST_S)]
 
 
 @cache
