@@ -45,8 +45,9 @@ class Lock:
 
 CUDA = Lock(
     "cuda",
-    # torch 2.11.0 itself demands triton==3.6.0.
-    pins=("torch==2.11.0",),
+    # torch 2.11.0 itself demands triton==3.6.0, whose interpreter turns one-element arrays into numbers in a way
+    # that NumPy refuses from 2.4 on.
+    pins=("torch==2.11.0", "numpy<2.4"),
     why="Linux with PyPI's CUDA builds. torch 2.11.0 with Triton 3.6.0 is what every figure and every green\n"
     "# `make test-gpu` was made with: it moves on only with a green `make test-gpu`.",
 )

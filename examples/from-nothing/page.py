@@ -7,7 +7,6 @@ Every figure on the page comes from a record in that folder; run it again after 
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import textwrap
@@ -16,120 +15,23 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from markupsafe import Markup
+from curves import finetuning_curves, pretraining_curve
+from records import Records
 
 from rush.files import write_atomic
-from rush.report.axes import Frame, x_axis, y_axis
-from rush.report.svg import Scale, path, picture, tag, ticks, widened
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent.parent
-FRAME = Frame(1040, 380, left=64, right=20, top=34, bottom=44)
-STYLE = """
-svg { font: 13px -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
-.paper { fill: #fcfbf8; } text { fill: #22262b; } .tick, .axis-title, .note { fill: #565e68; font-size: 12px; }
-.grid { stroke: #dedad1; } .axis { stroke: #565e68; } path { fill: none; stroke-width: 1.6; }
-.train { stroke: #9bbbe0; } .held { stroke: #2f6db3; stroke-width: 2.2; } .kill { stroke: #a82c2c; stroke-dasharray: 4 3; }
-@media (prefers-color-scheme: dark) {
-  .paper { fill: #14171b; } text { fill: #e6e4de; } .tick, .axis-title, .note { fill: #a5adb8; } .grid { stroke: #343a43; }
-  .train { stroke: #3f618a; } .held { stroke: #6ba3e0; } .kill { stroke: #f39a92; }
-}
-"""
-
-
-class Records:
-    """What the run left behind."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def rows(self, name: str) -> list[dict[str, Any]]:
-        file = self.folder / name
-        return [json.loads(line) for line in file.read_text().splitlines()] if file.is_file() else []
-
-    def value(self, name: str) -> Any:
-        return json.loads((self.folder / name).read_text())
-
-    def text(self, name: str) -> str:
-        return (self.folder / name).read_text().strip()
-
-    def recipe(self, run: str) -> dict[str, Any]:
-        return tomllib.loads(self.text(f"{run}/recipe.toml"))
-
-    def kills(self) -> list[list[dict[str, Any]]]:
-        return [self.rows(f"kills/{number}.jsonl") for number in (1, 2)]
 
 
 def main() -> None:
     folder = Path(sys.argv[1])
     records = Records(folder)
     pictures = ROOT / "docs" / "pictures"
-    write_atomic(pictures / "from-nothing-pretrain.svg", _pretraining_curve(records) + "\n")
-    write_atomic(pictures / "from-nothing-finetune.svg", _finetuning_curves(records) + "\n")
+    write_atomic(pictures / "from-nothing-pretrain.svg", pretraining_curve(records) + "\n")
+    write_atomic(pictures / "from-nothing-finetune.svg", finetuning_curves(records) + "\n")
     shown = folder.resolve().relative_to(ROOT) if folder.resolve().is_relative_to(ROOT) else Path(folder.name)
     write_atomic(ROOT / "docs" / "from-nothing.md", _page(records, shown))
-
-
-# --- curves ---------------------------------------------------------------------------------------------------------
-
-
-def _pretraining_curve(records: Records) -> str:
-    rows = records.rows("pretrain/metrics.jsonl")
-    marks = _losses(
-        FRAME, rows, "tokens", lambda value: f"{value / 1e6:g}M", "tokens trained on", log_x=False
-    )
-    tokens = {row["step"]: row["tokens"] for row in rows}
-    x = _x_scale(FRAME, rows, "tokens")
-    for number, lost in enumerate(records.kills(), 1):
-        if lost:
-            at = x(tokens[lost[-1]["step"]])
-            marks.append(tag("line", class_="kill", x1=at, x2=at, y1=FRAME.top, y2=FRAME.y_end))
-            marks.append(tag("text", f"SIGKILL {number}", class_="note", x=at + 5, y=FRAME.top + 12))
-    return _drawn(FRAME, f"Loss of pretraining over {rows[-1]['tokens']:,} tokens, with two kills.", marks)
-
-
-def _finetuning_curves(records: Records) -> str:
-    height = FRAME.height
-    sft = _losses(FRAME, records.rows("sft/metrics.jsonl"), "step", lambda value: f"{value:g}", "step of SFT")
-    dpo = _losses(FRAME, records.rows("dpo/metrics.jsonl"), "step", lambda value: f"{value:g}", "step of DPO")
-    lower = tag("g", *dpo, transform=f"translate(0 {height:g})")
-    whole = Frame(FRAME.width, 2 * height)
-    return _drawn(whole, "Losses of SFT (above) and of DPO (below).", [*sft, lower])
-
-
-def _x_scale(frame: Frame, rows: Sequence[dict[str, Any]], key: str) -> Scale:
-    return Scale(0, rows[-1][key], frame.left, frame.x_end)
-
-
-def _losses(
-    frame: Frame, rows: Sequence[dict[str, Any]], key: str, label: Any, title: str, log_x: bool = False
-) -> list[Markup]:
-    """The training loss of every step, and the held-out loss over it."""
-    drawn = rows[max(1, len(rows) // 50) :] or rows  # the fall of the first steps would flatten the rest
-    held = [(row[key], row["val_loss"]) for row in drawn if row.get("val_loss") is not None]
-    low, high = widened([row["loss"] for row in drawn] + [loss for _, loss in held])
-    x, y = _x_scale(frame, rows, key), Scale(low, high, frame.y_end, frame.top)
-    marks = y_axis(
-        frame, y, ticks(low, high, 5), lambda value: f"{value:g}", "loss: each step (pale), held out (dark)"
-    )
-    marks += x_axis(frame, x, ticks(0, rows[-1][key], 8), label, title)
-    marks.append(tag("path", class_="train", d=path([(x(row[key]), y(row["loss"])) for row in drawn])))
-    if held:
-        marks.append(tag("path", class_="held", d=path([(x(at), y(loss)) for at, loss in held])))
-    return marks
-
-
-def _drawn(frame: Frame, alt: str, marks: Sequence[Markup]) -> str:
-    paper = tag("rect", class_="paper", width=frame.width, height=frame.height, rx=8)
-    return str(
-        picture(
-            alt, tag("style", Markup(STYLE)), paper, *marks,
-            xmlns="http://www.w3.org/2000/svg", viewBox=frame.view_box, width=frame.width, height=frame.height,
-        )
-    )  # fmt: skip
-
-
-# --- the page -------------------------------------------------------------------------------------------------------
 
 
 def _page(records: Records, folder: Path) -> str:
@@ -140,9 +42,20 @@ def _page(records: Records, folder: Path) -> str:
         _finetuning_part(records),
         _evaluation_part(records),
         _conversation_part(records),
-        _again_part(records, folder),
+        _again_part(records),
     ]
-    return "\n\n".join(part.strip() for part in parts) + "\n"
+    return "\n\n".join(_tidy(part) for part in parts) + "\n"
+
+
+def _tidy(part: str) -> str:
+    """Paragraphs in lines of one length; tables, quotations, headings and code as they are."""
+    pieces = re.split(r"(```.*?```)", part.strip(), flags=re.S)
+    for at in range(0, len(pieces), 2):
+        blocks = pieces[at].split("\n\n")
+        pieces[at] = "\n\n".join(
+            _filled(block) if re.match(r"\s*[\w`*(]", block) else block for block in blocks
+        )
+    return "".join(pieces)
 
 
 def _opening(records: Records, folder: Path) -> str:
@@ -155,8 +68,8 @@ def _opening(records: Records, folder: Path) -> str:
 One GPU, {_minutes(_train_seconds(records))} of training, nothing but `rush` commands, and text that any Debian machine can fetch: a GPT-2 of
 124M parameters is pretrained from random weights, killed twice on the way, taught to answer questions, and taught to prefer
 right answers to wrong ones. In the end it tells four definitions of a word apart in {shares["share"]:.0%} of the cases (chance: 25 %) and
-holds a small conversation. It is a small model of {rows[-1]["tokens"] / 1e6:,.0f}M tokens, no more: what it says about words is often
-right and often nonsense, and this page shows both.
+answers questions. It is a small model that has read {rows[-1]["tokens"] / 1e6:,.0f}M tokens, no more: what it says, right or wrong, is
+below as it came.
 
 Machine: {_machine_name(machine)}. The scripts are in [examples/from-nothing](../examples/from-nothing), the records in
 [{folder}](../{folder}); this page is written from them by `examples/from-nothing/page.py`.
@@ -221,9 +134,9 @@ def _text_part(records: Records) -> str:
         if name in counted
     ]
     stages = [
-        f"| {pipeline} | {stage['name']} | {stage['removed']:,} of {stage['documents']:,} |"
+        f"| {pipeline} | {stage['name']} | {stage['removed']:,} of {stage['documents_in']:,} |"
         for pipeline in ("words", "prose")
-        for stage in records.value(f"gathered/{pipeline}.json")["stages"]
+        for stage in records.value(f"gathered/{pipeline}.json")
     ]
     corpus = records.value("evaluations/corpus.json")
     train, held = (corpus["splits"][split] for split in ("train", "validation"))
@@ -292,7 +205,7 @@ def _kill_words(records: Records, rows: Sequence[dict[str, Any]]) -> str:
             f"{lost[0]['step'] - 1:,} and made {len(lost)} steps again. {equal} of their losses were equal to the last bit, the "
             f"largest difference was {apart:.2g}."
         )
-    return _filled("**Killed twice.** " + " ".join(words)) if words else ""
+    return "**Killed twice.** " + " ".join(words) if words else ""
 
 
 def _samples(records: Records, run: str) -> str:
@@ -379,9 +292,27 @@ All of it about words that fine-tuning never asked about, by `rush evaluate`; in
 On the same {change["count"]:,} pairs DPO won {change["won"]:g} and lost {change["lost"]:g}: {100 * change["change"]:+.1f} points
 [{100 * change["low"]:+.1f}, {100 * change["high"]:+.1f}], by the probability of the whole answer.
 
+The same held-out questions, answered with the likeliest token each time by the pretrained model, which knows of no questions, and
+after SFT:
+
+{_answers(records)}
+
 `rush export` writes the model for transformers. Its logits there and here differ by at most {logits["largest_difference"]:.1e} (the largest
 logit is {logits["largest_logit"]:.0f}), both in fp32.
 """
+
+
+def _answers(records: Records) -> str:
+    rows = ["| question | pretrained | after SFT |", "| --- | --- | --- |"]
+    for said in records.value("evaluations/sft-questions.json")["answers"][:5]:
+        turns = re.split(r"<\|endoftext\|>|User:|Assistant:", said["prompt"])
+        question = next((turn.strip() for turn in reversed(turns) if turn.strip()), "")
+        rows.append("| " + " | ".join(_cell(text) for text in (question, *said["texts"])) + " |")
+    return "\n".join(rows)
+
+
+def _cell(text: str) -> str:
+    return textwrap.shorten(text.replace("|", "\\|"), 160, placeholder=" …") or "(nothing)"
 
 
 def _share(found: dict[str, float]) -> str:
@@ -392,8 +323,8 @@ def _conversation_part(records: Records) -> str:
     return f"""
 ## The conversation
 
-`rush chat runs/from-nothing/dpo --temperature 0`, typed by a script, nothing left out. The words that are asked about
-are held-out ones; `/new` forgets what was said before.
+`rush chat runs/from-nothing/dpo --temperature 0`, typed by a script, nothing left out. The English words that are
+asked about are held-out ones; `/new` forgets what was said before.
 
 ```text
 {_chat(records, "dpo")}
@@ -415,13 +346,9 @@ def _chat(records: Records, run: str) -> str:
     return "\n".join(wrapped for line in said for wrapped in (textwrap.wrap(line, 118) or [""]))
 
 
-def _again_part(records: Records, folder: Path) -> str:
-    commands = [line for line in records.text("commands.log").splitlines() if line.startswith("$ ")]
-    shown = "\n".join(textwrap.shorten(line, 400) for line in commands if "--json" not in line)
-    wrapped = "\n".join(
-        " \\\n    ".join(textwrap.wrap(line, 112, break_on_hyphens=False, break_long_words=False))
-        for line in shown.splitlines()
-    )
+def _again_part(records: Records) -> str:
+    commands = [line[2:] for line in records.text("commands.log").splitlines() if line.startswith("$ ")]
+    shown = "\n".join(_broken(line) for line in dict.fromkeys(commands) if not line.endswith("--json"))
     return f"""
 ## Once more
 
@@ -432,12 +359,22 @@ bash examples/from-nothing/story.sh finetune
 TINY=1 bash examples/from-nothing/story.sh …              # a rehearsal on a CPU
 ```
 
-The commands of this run, as its log has them:
+The commands of this run, as its log has them (evaluations left out):
 
 ```sh
-{wrapped}
+{shown}
 ```
 """
+
+
+def _broken(command: str) -> str:
+    """A command in lines that a shell reads as one; what is quoted stays whole."""
+    lines = [""]
+    for word in re.findall(r"(?:'[^']*'|[^\s'])+", command):
+        if len(lines[-1]) + len(word) > 112 and lines[-1]:
+            lines.append("   ")
+        lines[-1] += f" {word}" if lines[-1] else word
+    return " \\\n".join(lines)
 
 
 def _quoted(text: str, most: int) -> str:
@@ -447,7 +384,9 @@ def _quoted(text: str, most: int) -> str:
 
 
 def _filled(text: str) -> str:
-    return "\n".join(textwrap.wrap(text, 120, break_on_hyphens=False))
+    lines = textwrap.wrap(text, 118, break_on_hyphens=False, break_long_words=False)
+    start = re.match(r"\n*", text)
+    return (start[0] if start else "") + "\n".join(lines)
 
 
 if __name__ == "__main__":

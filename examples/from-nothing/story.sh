@@ -55,18 +55,38 @@ read -ra more <<<"${PRETRAIN_CHANGES:-}" && PRETRAIN+=(${more[@]+"${more[@]}"})
 read -ra more <<<"${SFT_CHANGES:-}" && SFT+=(${more[@]+"${more[@]}"})
 read -ra more <<<"${DPO_CHANGES:-}" && DPO+=(${more[@]+"${more[@]}"})
 
+# All records but weights, and without the paths of this machine.
 pack() {
-    tar czf "$OUT/records.tar.gz" --exclude=checkpoints --exclude='*.safetensors' --exclude=tensorboard --exclude=reference \
-        --exclude=tokenizer --exclude=exported --exclude=records.tar.gz -C "$RUNS" . || true
+    local copy prefix
+    copy="$(mktemp -d)"
+    prefix="$($PYTHON -c 'import sys; print(sys.prefix)')"
+    tar c --exclude=checkpoints --exclude='*.safetensors' --exclude=tensorboard --exclude=reference --exclude=tokenizer \
+        --exclude=exported --exclude=done --exclude=.lock --exclude=records.tar.gz -C "$RUNS" . | tar x -C "$copy"
+    find "$copy" -type f -exec sed -i "s#$PWD/##g; s#${sources:-$PWD/}#site-packages/torch#g; s#$prefix/#python/#g" {} +
+    tar czf "$OUT/records.tar.gz" -C "$copy" .
+    rm -rf "$copy"
 }
 trap pack EXIT
 trap 'kill $(jobs -p) 2>/dev/null || true; exit 143' TERM INT
 
+# A command as one would type it.
+typed() {
+    local word line=""
+    for word in "$@"; do
+        case "$word" in
+            *[!A-Za-z0-9_./=:,+%-]*) line+=" '$word'" ;;
+            *) line+=" $word" ;;
+        esac
+    done
+    line="${line# }"
+    line="${line/"$RUSH"/rush}"
+    echo "\$ ${line/#"$PYTHON"/python}"
+}
 # Run a command, its output in a log of its own; the command and its seconds go down in commands.log.
 logged() { # NAME COMMAND…
     local name="$1" start=$SECONDS
     shift
-    echo "\$ $*" | tee -a "$RUNS/commands.log" >"$RUNS/logs/$name.log"
+    typed "$@" | tee -a "$RUNS/commands.log" >"$RUNS/logs/$name.log"
     if "$@" >>"$RUNS/logs/$name.log" 2>&1; then
         echo "  # $name: $((SECONDS - start)) s" | tee -a "$RUNS/commands.log"
     else
@@ -79,7 +99,7 @@ logged() { # NAME COMMAND…
 recorded() { # NAME COMMAND…
     local name="$1" start=$SECONDS
     shift
-    echo "\$ $* --json" >>"$RUNS/commands.log"
+    typed "$@" --json >>"$RUNS/commands.log"
     if "$@" --json >"$RUNS/evaluations/$name.half" 2>"$RUNS/logs/$name.log"; then
         mv "$RUNS/evaluations/$name.half" "$RUNS/evaluations/$name.json"
         echo "  # $name: $((SECONDS - start)) s"
@@ -103,6 +123,7 @@ prepare() {
         done
         all
     fi
+    [ -f "$TEXT/words.jsonl" ] && [ -f "$TEXT/prose.jsonl" ] || { echo "there is no text in $WORK/packed; text.sh makes it" >&2; return 3; }
     # Mixed, so that the tokenizer, which is trained on the first 64 MB, sees some of everything.
     if [ ! -f "$TEXT/corpus.jsonl" ]; then
         cat "$TEXT/words.jsonl" "$TEXT/prose.jsonl" | shuf --random-source=<(yes 1337) >"$TEXT/corpus.half"

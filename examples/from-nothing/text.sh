@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The text of the story: fetched, cleaned, made into questions, and packed into two files that travel to the GPU machine.
+# The text of the story: fetched, cleaned, made into questions, and packed into files that travel to the GPU machine.
 #
 #     bash examples/from-nothing/text.sh
 #
@@ -28,12 +28,15 @@ cleaned prose "${books[@]}"
 
 mkdir -p "$WORK/text/gathered" "$WORK/packed"
 cp "$WORK/raw/counted.json" "$WORK/text/gathered/packages.json"
-cp "$WORK/text/words.removed/report.json" "$WORK/text/gathered/words.json"
-cp "$WORK/text/prose.removed/report.json" "$WORK/text/gathered/prose.json"
+for name in words prose; do # what each stage removed, without the examples
+    $PYTHON -c 'import json, sys; print(json.dumps([{k: s[k] for k in ("name", "documents_in", "removed")} for s in json.load(sys.stdin)["stages"]]))' \
+        <"$WORK/text/$name.removed/report.json" >"$WORK/text/gathered/$name.json"
+done
 # Questions beside the entries that they are from, under one large window: an answer takes a few bytes.
 cd "$WORK"
 tar c text/words.jsonl text/{questions,pairs,test-questions,test-pairs,choices-definitions,choices-synonyms}.jsonl |
     xz --lzma2=preset=6,dict=128MiB >packed/words.tar.xz &
-tar c text/prose.jsonl text/gathered | xz --lzma2=preset=6,dict=128MiB >packed/prose.tar.xz
+tar c text/prose.jsonl | xz --lzma2=preset=6,dict=128MiB >packed/prose.tar.xz
+tar c text/gathered | xz >packed/gathered.tar.xz
 wait
 ls -l packed

@@ -23,7 +23,7 @@ from rush.files import write_json_atomic
 from rush.hardware import Machine
 from rush.lab.ladder_file import Measure, Plan
 from rush.lab.parity import parity_recipe
-from rush.lab.starter import Starter
+from rush.lab.starter import COMMANDS, Starter
 from rush.lab.trial import Outcome, execute
 from rush.lab.usable import live, quick
 from rush.recipe import Recipe
@@ -195,7 +195,8 @@ def open_bench(
     """Learn what the machine is and how fast, in a process of its own: the ladder never touches the device. A CPU multiplies
     some dtypes hundreds of times slower than others: `every_dtype` says to ask for all, to know before a trial."""
     spec = {"kind": "prepare", "device": plan.base.run.device, "every_dtype": every_dtype}
-    starter = Starter()
+    # Lives end as a user's runs do, but for taking the interpreter apart, which would take longer than all their steps.
+    starter = Starter(COMMANDS, dismantle=False)
     try:
         outcome = execute(starter, spec, folder / "work" / "prepare", Measure().limit_s)
         if outcome.status != "ok":

@@ -53,11 +53,15 @@ def check_whole(run: RunFolder, recipe: Recipe) -> None:
         ("validations", settings.validate_every, [row["step"] for row in rows if "val_loss" in row]),
         ("samples", settings.sample_every, [row["step"] for row in samples]),
         ("checkpoints", settings.save_every, run.checkpoints.steps()),
-        ("saves", settings.save_every, [row["step"] for row in read_rows(run.saves)]),
     ):
         due = [step for step in range(1, total + 1) if step == total or (every and step % every == 0)]
         if found != due:
             raise Broken(f"{what} after the steps {found}, due after {due}")
+    saves = [row["step"] for row in read_rows(run.saves)]  # a kill may come between a checkpoint and its row
+    if saves[-1:] != [total] or saves != sorted({*saves} & {*run.checkpoints.steps()}):
+        raise Broken(
+            f"saves.jsonl has the steps {saves}, and there are checkpoints of {run.checkpoints.steps()}"
+        )
     if silent := [row["step"] for row in samples if not row["text"]]:
         raise Broken(f"the sample after step {silent[0]} is empty")
     if litter := [path.name for path in run.checkpoints.folder.iterdir() if path.name.startswith(".")]:
@@ -136,7 +140,7 @@ def _checkpoint_files(run: RunFolder) -> dict[str, Path]:
 
 
 def last_words(said: str) -> str:
-    """The error message, or what was said last."""
+    """The error that a command ended with: the last line that names one, since advice may follow; else the last line."""
     lines = [line.strip() for line in said.splitlines() if line.strip()]
-    told = [line for line in lines if line.startswith("error: ")] or lines
-    return told[-1][:1000] if told else "it said nothing"
+    errors = [line for line in lines if re.match(r"(?:error|[\w.]+(?:Error|Exception|Interrupt)):", line)]
+    return (errors or lines or ["it said nothing"])[-1][:1000]

@@ -30,18 +30,20 @@ def largest_difference(
     tokens_bt = torch.arange(2 * length, device=device).mul(7919).remainder(vocabulary).view(2, length)
     expected_btv: Tensor = ours(tokens_bt)
     del ours  # a large model at a time
-    found_btv = _opened(exported, adapter).to(device)(tokens_bt).logits
+    found_btv = _opened(exported, adapter, device)(tokens_bt).logits
     return float((found_btv - expected_btv).abs().max() / expected_btv.abs().max())
 
 
-def _opened(folder: Path, adapter: Path | None) -> Any:
+def _opened(folder: Path, adapter: Path | None, device: str) -> Any:
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()  # type: ignore[no-untyped-call]
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    # As it is stored, and only then to fp32: a host takes half a minute to widen a billion weights.
+    stored: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
+    model = stored.to(device).float()
     if adapter is None:
         return model
     from peft import PeftModel
 
-    return PeftModel.from_pretrained(model, adapter)
+    return PeftModel.from_pretrained(model, adapter).float()

@@ -5,7 +5,7 @@ line in the length, two short trials fix the line, and the third is made where t
 little room. Where that one does not fit (an allocator cannot use the last gap), it is tried a little shorter. What
 is reported was run: the longest that fitted, with its time and memory, and the shortest that did not. Steps of that
 length take minutes, so the first one is the only one, compiling and all: its speed is a lower bound. What the techniques
-leave in a profile, and whether the recipe learns what it should, is seen at the shortest length.
+leave in a profile, whether the recipe learns what it should and can be trained with, is seen at the shortest length.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rush.lab.trial import Outcome
 from rush.lab.workloads import Workload
 from rush.recipe import Recipe
 from rush.recipe_io import parse, write_toml
+from rush.records.life import LifeRecord
 from rush.records.models import Length as LengthRecord
 from rush.records.models import Took
 from rush.records.models import Workload as WorkloadRecord
@@ -51,6 +52,7 @@ class Length:
         self.tried: dict[int, Outcome] = {}
         self.parity: dict[str, Any] | None = None
         self.reference: Outcome | None = None
+        self.life: LifeRecord | None = None
         self._next = 0
 
     def rounds(self) -> Iterator[str]:
@@ -75,6 +77,7 @@ class Length:
         self.tried[size] = bench.run(recipe, "length", first=first)
         if first and self._fits(size):
             self.parity, self.reference = hold_against_plain(bench, recipe, self.tried[size], recipe)
+            self.life = bench.life(recipe)
 
     def recipe(self, size: int) -> Recipe:
         """Our recipe at this length, the model's context stretched to it where it is shorter."""
@@ -115,10 +118,12 @@ class Length:
                 "tried": tried,
                 "evidence": self.tried[first].found.get("evidence", []) if first in self.tried else [],
                 "parity": self.parity,
+                "life": self.life,
             },
             "took": [
                 *(took(f"{size:,} tokens", outcome) for size, outcome in self.tried.items()),
                 *([took("fp32", self.reference)] if self.reference is not None else []),
+                *([life_took("a short life", self.life)] if self.life is not None else []),
             ],
         }
 
@@ -152,3 +157,9 @@ class Length:
 def took(who: str, outcome: Outcome) -> Took:
     """How long a trial ran, and what it spent its time on."""
     return {"who": who, "wall_s": round(outcome.wall_s, 1), "parts": dict(outcome.found.get("seconds", {}))}
+
+
+def life_took(who: str, life: LifeRecord) -> Took:
+    """How long a life took."""
+    parts = {part["name"]: part["seconds"] for part in life["parts"]}
+    return {"who": who, "wall_s": round(sum(parts.values()), 1), "parts": parts}

@@ -3,7 +3,7 @@
 Both sides get the same model shape, the same batch, the same text and our own loop. Their processes
 alternate (rival, ours, rival, ours …), each fresh, so that a machine that grows hot does so under both. The
 ratio carries an interval; ours also carry the evidence of their techniques and a parity verdict against
-plain fp32: a ratio without one is not a finding. A recipe that learns something else by design (adapters) is held
+plain fp32, and a short life (`usable.py`): a ratio without them is not a finding. A recipe that learns something else by design (adapters) is held
 against the same method in fp32 without anything that is there for speed: same adapters, same quantised base.
 
 The rival's weights are as random as ours but not the same ones, so the losses of the two sides are not compared here; that
@@ -27,11 +27,12 @@ from rush.lab.findings import FORMULAS, Stand, Yard, rung_of
 from rush.lab.judge import hold_against_plain
 from rush.lab.ladder_file import Plan, Search
 from rush.lab.pairs import floors_of
-from rush.lab.rival_longest import Length, took
+from rush.lab.rival_longest import Length, life_took, took
 from rush.lab.trial import Outcome, execute
 from rush.lab.workloads import Ours, Workload
 from rush.recipe_io import write_toml
 from rush.records.ladder import Rung
+from rush.records.life import broken
 from rush.records.lock import FolderLock
 from rush.records.models import (
     FILE,
@@ -128,6 +129,7 @@ class Match:
             stand.parity, made = hold_against_plain(bench, stand.recipe, outcome, bench.plan.base)
             if made is not None:
                 self.references[f"fp32 for {stand.title}"] = made
+            stand.life = bench.life(stand.recipe)
 
     def _rival_trial(self, number: int) -> Outcome:
         rival, bench = self.opponent, self.bench
@@ -182,6 +184,7 @@ class Match:
             "took": [
                 *(took(stand.title, outcome) for stand in stands for outcome in stand.outcomes),
                 *(took(name, outcome) for name, outcome in self.references.items()),
+                *(life_took(f"{stand.title}, a short life", stand.life) for stand in stands if stand.life),
             ],
         }
 
@@ -192,7 +195,8 @@ CLOSE_CALL = "a close call: the interval reaches below the target"
 def target_of(
     at_least: float, rung: Rung, memory_at_most: float | None = None, rival: Rung | None = None
 ) -> Target:
-    """Reached only with the ratio, an equal parity verdict, and every technique of the recipe seen at work."""
+    """Reached only with the ratio, an equal parity verdict, every technique of the recipe seen at work, and a recipe that can be
+    trained with."""
     gain = rung.get("gain")
     memory: Target = {}
     if memory_at_most is not None:
@@ -247,6 +251,9 @@ def _unproved(rung: Rung) -> list[str]:
         problems.append(f"parity is {parity.get('verdict', 'not judged')}: {why}")
     if idle := [entry["technique"] for entry in rung["evidence"] if not entry["took_effect"]]:
         problems.append(f"no trace of {', '.join(idle)} in the profile")
+    if broken(life := rung.get("life")):
+        assert life is not None
+        problems.append(str(life["problem"]).rstrip("."))
     return problems
 
 

@@ -74,8 +74,12 @@ def _unpack_bitsandbytes(parts: Sequence[Tensor], dims: tuple[int, int], dtype: 
     ops = torch.ops.bitsandbytes
     largest = ops.dequantize_blockwise.default(scales, scale_scales, scale_table, SCALE_BLOCK, torch.float32)
     largest += offset
-    weight: Tensor = ops.dequantize_4bit.default(codes[:, None], largest, BLOCK, "nf4", dims, dtype)
-    return weight
+    # Blocks run on from row to row. The library's x86 kernel (0.50) takes rows that end inside a block for rows of whole
+    # blocks, and dequantizes wrongly: it is given the blocks as rows.
+    whole = math.prod(dims) % BLOCK == 0 and dims[1] % BLOCK != 0
+    shape = (math.prod(dims) // BLOCK, BLOCK) if whole else dims
+    weight: Tensor = ops.dequantize_4bit.default(codes[:, None], largest, BLOCK, "nf4", shape, dtype)
+    return weight.view(dims)
 
 
 # --- NF4 by torchao -------------------------------------------------------------------------------------

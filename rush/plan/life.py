@@ -82,8 +82,10 @@ def validation_bytes(spec: Spec, held: Held) -> float:
     plain = bool(effects.factor("scores"))
     block = spec.tokens * forward_bytes(spec, stream, compute, spec.sequence if plain else 0) + unpacked(spec)
     ends = 2 * stream * spec.shape.hidden * spec.tokens + _logits(spec, held.stage)
-    return held.gathered + max(
-        block + held.casts(always=True, with_head=False), ends + held.casts(always=True)
+    return (
+        held.gathered
+        + _angles(spec, spec.sequence)
+        + max(block + held.casts(always=True, with_head=False), ends + held.casts(always=True))
     )
 
 
@@ -106,6 +108,11 @@ def forward_bytes(spec: Spec, stream: float, compute: float, keys: float) -> flo
     # The stream before and after attention, the norm, and what the activation reads and makes.
     mlp = 3 * stream * hidden + compute * wide * (4 if shape.family == "llama" else 2)
     return max(attention, mlp)
+
+
+def _angles(spec: Spec, positions: float) -> float:
+    """Bytes of the cosines and sines that queries and keys are rotated by, once for all rows."""
+    return 8 * spec.shape.head_dim * positions if spec.shape.family == "llama" else 0.0
 
 
 def _logits(spec: Spec, stage: Stage) -> float:
@@ -140,9 +147,9 @@ def sample_bytes(spec: Spec, held: Held) -> float:
     prompt = min(prompt, shape.context)
     capacity, read = min(shape.context, prompt + drawn), min(prompt, PREFILL_TOKENS)
     cache = 2 * each * shape.num_layers * shape.num_kv_heads * shape.head_dim * capacity
-    block = read * forward_bytes(spec, each, each, capacity) + unpacked(spec)
-    logits = read * shape.vocab_size * (4 + (each if each < 4 else 0))
-    return cache + max(block, logits)
+    block = read * forward_bytes(spec, each, each, prompt) + unpacked(spec)
+    logits = read * (shape.vocab_size * (4 + (each if each < 4 else 0)) + 2 * each * shape.hidden)
+    return cache + max(block, logits) + _angles(spec, read)
 
 
 def staged_bytes(spec: Spec) -> float:

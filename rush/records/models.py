@@ -16,6 +16,7 @@ from rush.errors import DataError
 from rush.files import write_json_atomic
 from rush.records.checked import check_head, check_in, check_of, read_json
 from rush.records.ladder import STATUSES, Rung, check_rung
+from rush.records.life import LifeRecord, check_life
 
 FORMAT = 1
 FILE = "models.json"
@@ -75,6 +76,8 @@ class Longest(TypedDict, total=False):
     """What the techniques left in a profile, at the shortest length."""
     parity: dict[str, Any] | None
     """Against the same method in plain fp32."""
+    life: LifeRecord | None
+    """At the shortest length; None (or missing) where none was tried."""
 
 
 class Took(TypedDict, total=False):
@@ -156,6 +159,7 @@ def _check_target(target: Any, here: str) -> None:
 def _check_longest(longest: Any, here: str) -> None:
     for key, kind in (("limit_bytes", int), ("published", int), ("source", str), ("tried", list)):
         check_of(longest, key, kind, here)
+    check_life(longest, here)
     for place, tried in enumerate(longest["tried"]):
         check_of(tried, "sequence", int, f"{here}.tried[{place}]")
         check_in(tried, "status", STATUSES, f"{here}.tried[{place}]")

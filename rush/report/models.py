@@ -11,6 +11,7 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.records.ladder import Rung
+from rush.records.life import life_words
 from rush.records.models import Longest, ModelRecord, Workload, read_models, verdicts_of
 from rush.report import bars, findings, words
 from rush.report.kernels import TONES
@@ -49,6 +50,7 @@ def model_page(record: ModelRecord) -> str:
         targets=verdicts,
         tones=TONES,
         longest_words=longest_words,
+        life_words=life_words,
     )
 
 
@@ -182,7 +184,10 @@ def _proved(longest: Longest) -> str:
         each["technique"] for each in longest.get("evidence", []) if not each["took_effect"]
     ]  # fmt: skip
     learns = f"; parity {parity['verdict']}" if parity else ""
-    return learns + (f"; no trace of {', '.join(idle)}" if idle else "")
+    life = longest.get("life")
+    words_of = "" if life is None else "ok" if life["verdict"] == "ok" else life_words(life).rstrip(".")
+    lived = f"; short life {words_of}" if words_of else ""
+    return learns + lived + (f"; no trace of {', '.join(idle)}" if idle else "")
 
 
 def _rate(rung: Rung) -> str:

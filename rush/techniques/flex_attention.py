@@ -134,13 +134,6 @@ technique = Technique(
                 knob_of(recipe, name, "shapes", 0) == 1 for name in ("bucket", "pad") if used(recipe, name)
             ),
         ),
-        Requirement(
-            "its compiled backward pass asks for queries, keys and values as they lay in memory: beside offload_activations it needs "
-            "a model that makes them one by one (Llama); with GPT-2 use flash_attention, cudnn_attention or triton_attention",
-            lambda machine, recipe: (
-                recipe.shape().family != "gpt2" or not used(recipe, "offload_activations")
-            ),
-        ),
     ),
     conflicts=("cp", "cpu_attention", "cudnn_attention", "flash_attention", "triton_attention"),
     claim=Claim(

@@ -18,20 +18,20 @@ class Away:
     """A tensor that waits on the host, in pieces."""
 
     pieces: tuple[Tensor, ...]
-    like: Tensor
-    """Its sizes and strides, without memory: a compiled backward pass asks for both as they were."""
+    dims: torch.Size
+    strides: tuple[int, ...]
     device: torch.device
 
     def back(self) -> Tensor:
-        whole = torch.empty_like(self.like, device=self.device)
-        for place, piece in zip(torch.split(in_memory(whole), len(self.pieces[0])), self.pieces, strict=True):
+        """The tensor as it was, strides included: a compiled backward pass refuses any others."""
+        whole = torch.empty(self.dims, dtype=self.pieces[0].dtype, device=self.device)
+        for place, piece in zip(torch.split(whole.view(-1), len(self.pieces[0])), self.pieces, strict=True):
             place.copy_(piece, non_blocking=piece.is_pinned())
-        return whole
-
-
-def in_memory(dense: Tensor) -> Tensor:
-    """The numbers of a tensor without gaps, in the order in which they lie in memory."""
-    return dense.as_strided((dense.numel(),), (1,))
+        if self.strides == whole.stride() or 0 in self.strides:  # (what was expanded has its elements now)
+            return whole
+        return torch.empty_strided(self.dims, self.strides, dtype=whole.dtype, device=self.device).copy_(
+            whole
+        )
 
 
 class OnHost(torch.autograd.graph.saved_tensors_hooks):
@@ -44,15 +44,12 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
         def pack(tensor: Tensor) -> Tensor | Away:
             if not wanted(tensor):
                 return tensor
-            # Without gaps, and with the same strides where it had none.
-            like = torch.empty_like(tensor, device="meta")
-            dense = tensor if tensor.stride() == like.stride() else torch.empty_like(tensor).copy_(tensor)
             pieces = []
-            for part in torch.split(in_memory(dense), PIECE // tensor.element_size()):
+            for part in torch.split(tensor.contiguous().view(-1), PIECE // tensor.element_size()):
                 piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin)
                 pieces.append(piece.copy_(part, non_blocking=pin))
             moved["bytes"] += tensor.numel() * tensor.element_size()
-            return Away(tuple(pieces), like, tensor.device)
+            return Away(tuple(pieces), tensor.shape, tensor.stride(), tensor.device)
 
         def unpack(packed: Tensor | Away) -> Tensor:
             return packed.back() if isinstance(packed, Away) else packed

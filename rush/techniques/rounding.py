@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rush.recipe import Recipe
 from rush.techniques import registry
-from rush.techniques.contract import Stage
+from rush.techniques.contract import Stage, used
 
 FP32 = 1e-5
 """Sums in another order, in fp32."""
@@ -30,3 +30,8 @@ def trains_adapters(recipe: Recipe) -> bool:
     """Whether the run trains adapters beside a frozen base."""
     known = registry()
     return any(known[name].stage is Stage.ADAPT for name, _ in recipe.technique_uses() if name in known)
+
+
+def adapts_plain_weights(recipe: Recipe) -> bool:
+    """Whether its adapters are beside weights as they were, not beside quantized ones."""
+    return used(recipe, "lora")

@@ -126,21 +126,26 @@ class Run:
     def matmul_dtype(self) -> str:
         """The dtype that most matmuls' factors have; tf32 is what some units make of fp32."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
-        with self.in_step():
+        with self._surroundings():
             if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
                 return "tf32"
         return str(self.facts.get("factor_dtype", dtype))
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """The surroundings of every forward pass and update of this run."""
+        """The surroundings of every forward pass and update of this run, held to its memory."""
+        with self.held(), self._surroundings():
+            yield
+
+    @contextmanager
+    def _surroundings(self) -> Iterator[None]:
         with ExitStack() as stack:
             for enter in self.step_contexts:
                 stack.enter_context(enter())
             yield
 
     def held(self) -> AbstractContextManager[Any]:
-        """Holds what is no step (a sample) to the memory that the run may take."""
+        """Holds a step, or a sample, to the memory that the run may take."""
         return nullcontext() if self.limit is None else self.limit.held()
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -230,9 +235,7 @@ def build(
         run.parts = list(half_made.parts)
         around: Any = half_made.wrap or (lambda part: part)
         run.passes = half_made.make_passes(run, [around(part) for part in run.parts])
-    if limit is not None:
-        run.limit = limit
-        run.step_contexts.append(limit.held)
+    run.limit = limit
     if recipe.run.deterministic:
         run.step_contexts.append(deterministic)
         if any(use.technique.compiles(use.knobs) for use in uses):

@@ -68,26 +68,34 @@ def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
     """The first that stands. Time for the first proof was set aside; further ones are made while there is some."""
     for number, candidate in enumerate(places):
         recipe = candidate.known_recipe
+        one: Candidate | None = candidate
         if search.outlook.suspect(recipe):
             continue
         if candidate is search.base:
             if _examined(search):
                 return None  # what comes behind it is no better
-            continue
-        if names := search.outlook.breaks(recipe):
+            one = _remedy(search, candidate)
+        elif names := search.outlook.breaks(recipe):
             told = f"it has {', '.join(sorted(names))}, with which another one broke"
             candidate.state, candidate.reason = "unusable", told
             continue
-        known = "prove" in candidate.results
-        if number and not known and not search.affordable("prove", recipe, reserve=False):
+        elif number and "prove" not in candidate.results and not _timely(search, candidate):
             continue
-        one: Candidate | None = candidate
         while one is not None:
             if search.prove(one) and search.live(one):
                 return one
-            rest = search.without_idle(one) or search.without_broken(one)
-            one = rest if rest and search.affordable("prove", rest.known_recipe, reserve=False) else None
+            one = _remedy(search, one)
     return None
+
+
+def _timely(search: Search, candidate: Candidate) -> bool:
+    return search.affordable("prove", candidate.known_recipe, reserve=False)
+
+
+def _remedy(search: Search, candidate: Candidate) -> Candidate | None:
+    """What is left of one that does not stand, without what is wrong with it, if there is time to prove that."""
+    rest = search.without_idle(candidate) or search.without_broken(candidate)
+    return rest if rest is not None and _timely(search, rest) else None
 
 
 def _compared(search: Search, winner: Candidate) -> Candidate:
@@ -117,8 +125,7 @@ def _examined(search: Search) -> bool:
     """Hold the recipe as it stands against plain fp32, where there is time, and take it through its life; whether it can be
     trained with."""
     base, faults = search.base, []
-    timely = "prove" in base.results or search.affordable("prove", base.known_recipe, reserve=False)
-    if timely and not search.prove(base):
+    if ("prove" in base.results or _timely(search, base)) and not search.prove(base):
         faults.append(base.reason)
     if not search.live(base):
         faults.append(base.reason)

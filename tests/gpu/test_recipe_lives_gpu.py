@@ -1,7 +1,8 @@
 """Every ready recipe lives on a GPU: its own techniques, its true width and vocabulary, few layers where there are many.
 
 A life is short (4 steps), but a whole model would write tens of gigabytes: whatever is larger than GPT-2 124M has
-two layers, and its name says so. `llama-3.2-1b-fp8` lives once in its whole depth.
+two layers, Llama 3.1 8B, whose head is not tied, a smaller vocabulary besides; their names say so.
+`llama-3.2-1b-fp8` lives once in its whole depth.
 
 RUSH_LIVES_RECORD=FILE.jsonl     appends a line for each life: recipe, parts, seconds, problem, what is reduced
 RUSH_LIVES_DETERMINISTIC=1       with run.deterministic, and the undisturbed run besides, for the same bits
@@ -24,7 +25,7 @@ import torch
 
 from rush.hardware import probe
 from rush.lab.life import EVERY, Life, Lives, short
-from rush.lab.starter import Starter
+from rush.lab.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, shallow
@@ -34,24 +35,29 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
 LAYERS, TOKENS, TEXT_BYTES = 2, 8192, 3_000_000
 WHOLE = ("gpt2-124m", "tiny", "llama-tiny")
 """Models that live in their whole depth."""
+VOCABULARY = {"llama-3.1-8b": 16_384}
 MEMORY_DISK, ROOM_BYTES = Path("/dev/shm"), 48 << 30
 TRUE_BATCH = os.environ.get("RUSH_LIVES_TRUE_BATCH") == "1"
 DETERMINISTIC = os.environ.get("RUSH_LIVES_DETERMINISTIC") == "1"
 PARTS = tuple(part for part in EVERY if part != "repeat" or DETERMINISTIC)
-PRELOADED = ("rush.cli", "rush.train.exporting", "rush.train.loop", "rush.train.report_card")
 
 
 def _reduced(name: str) -> Lived:
     recipe = load_recipe(name)
     depth = recipe.shape().num_layers if recipe.model.name in WHOLE else LAYERS
-    return shallow(Lived(name, recipe, ()), depth, 1 << 40 if TRUE_BATCH else TOKENS)
+    vocabulary = VOCABULARY.get(recipe.model.name, recipe.shape().vocab_size)
+    return shallow(Lived(name, recipe, ()), depth, vocabulary, 1 << 40 if TRUE_BATCH else TOKENS)
 
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[Starter]:
-    starter = Starter(PRELOADED)
-    yield starter
-    starter.close()
+    with pytest.MonkeyPatch.context() as surroundings:
+        surroundings.setenv(
+            "OMP_NUM_THREADS", "2"
+        )  # hashes aside, a host's work here is to widen and to add weights
+        starter = Starter(COMMANDS)
+        yield starter
+        starter.close()
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def _surroundings(lab_cache: Path, starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (bench, rank_bench):
-        monkeypatch.setattr(module, "Starter", lambda *preloaded: Lent(starter))
+        monkeypatch.setattr(module, "Starter", lambda *given, **options: Lent(starter))
     monkeypatch.setenv("PLANTED_SLEEP", PLANTED_SLEEP)
     monkeypatch.setenv("RUSH_CACHE", str(lab_cache))
     # One thread: with two, every other process on a small machine makes them wait for each other.

@@ -12,7 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from rush.lab.life import EVERY, Lives, short
-from rush.lab.life_checks import Broken, check_repeated, check_whole, check_words, rounding
+from rush.lab.life_checks import Broken, check_repeated, check_whole, check_words, last_words, rounding
 from rush.lab.life_logits import largest_difference
 from rush.lab.starter import Starter
 from rush.recipe import Recipe
@@ -114,6 +114,10 @@ def _flip_a_byte(run: RunFolder) -> None:
     weights.write_bytes(content)
 
 
+def _save_twice(run: RunFolder) -> None:
+    run.saves.write_text(run.saves.read_text() + run.saves.read_text().splitlines(keepends=True)[-1])
+
+
 def _leave_litter(run: RunFolder) -> None:
     (run.checkpoints.folder / ".writing-step-000004").mkdir()
 
@@ -125,6 +129,7 @@ def _leave_litter(run: RunFolder) -> None:
         (_lose_a_sample, "samples after the steps [6], due after [3, 6]"),
         (_spoil_a_loss, "loss is None at step 4"),
         (_lose_a_checkpoint, "checkpoints after the steps [2, 6], due after [2, 4, 6]"),
+        (_save_twice, "saves.jsonl has the steps"),
         (_flip_a_byte, "model.safetensors"),
         (_leave_litter, "left among the checkpoints: .writing-step-000004"),
     ],
@@ -196,6 +201,13 @@ def test_a_line_that_helps_nobody_is_found_among_what_a_command_says(line: str) 
     check_words("Corpus: 11 documents, 82,523 tokens\nstep 1/6 loss 6.2 W 3\n")
     with pytest.raises(Broken, match="a warning that helps nobody"):
         check_words(f"Corpus: 11 documents\n{line}\nDone.\n")
+
+
+def test_the_error_of_a_command_is_told_and_not_the_advice_after_it() -> None:
+    said = "step 1/6\ntorch._dynamo.exc.InternalTorchDynamoError: it broke\n\nSet TORCHDYNAMO_VERBOSE=1 for more\n"
+    assert last_words(said) == "torch._dynamo.exc.InternalTorchDynamoError: it broke"
+    assert last_words("one\nerror: batch.micro is 0\n") == "error: batch.micro is 0"
+    assert last_words("Killed\n") == "Killed"
 
 
 def test_how_far_numbers_may_be_apart_goes_by_the_matmuls_of_the_techniques(recipe: Recipe) -> None:

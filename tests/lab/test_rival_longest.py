@@ -16,6 +16,7 @@ from rush.lab.rival_longest import GRAIN, ROOM, Length
 from rush.lab.rivals import bench_models
 from rush.lab.trial import Outcome
 from rush.recipe import Recipe
+from rush.records.life import LifeRecord
 from rush.records.models import check_models, read_models
 from rush.report.models import longest_words
 
@@ -44,6 +45,10 @@ class MadeUp:
         found = {"timing": timing, "seconds": {"build": 3.0}, "evidence": evidence}
         return Outcome("ok", None, found, 9.0)
 
+    def life(self, recipe: Recipe) -> LifeRecord:
+        assert [recipe.batch.sequence] == self.lengths, "the shortest lives"
+        return {"verdict": "ok", "problem": None, "parts": [{"name": "train", "seconds": 2.0}]}
+
 
 def searched(usable: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Length, MadeUp]:
     (workload,) = workloads.load_workloads(["qlora-8b-long"])
@@ -71,7 +76,8 @@ def test_two_short_trials_and_one_where_the_line_meets_the_limit(monkeypatch: py
     assert found["parity"] == {"verdict": "equal", "why": "made up"}
     assert [each["technique"] for each in found["evidence"]] == ["compile"]
     assert longest_words(found) == (
-        f"{bench.lengths[-1]:,} tokens ran in 80 GB with at least 1,000 tokens/s; the next was not tried; parity equal"
+        f"{bench.lengths[-1]:,} tokens ran in 80 GB with at least 1,000 tokens/s; the next was not tried; parity equal; "
+        "short life ok"
     )
 
 
@@ -82,7 +88,10 @@ def test_what_does_not_fit_is_tried_shorter_and_both_are_told(monkeypatch: pytes
     assert [point["status"] for point in tried] == ["ok", "ok", "ok", "out_of_memory", "out_of_memory"]
     assert record["longest"]["found"] == tried[2]
     assert record["longest"]["fails_at"] == tried[3]["sequence"]
-    assert [took["who"] for took in record["took"]] == [f"{size:,} tokens" for size in bench.lengths]
+    assert [took["who"] for took in record["took"]] == [
+        *(f"{size:,} tokens" for size in bench.lengths),
+        "a short life",
+    ]
 
 
 def test_nothing_longer_is_tried_where_a_probe_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,6 +20,7 @@ from rush.models import Shape, build_model
 from rush.models.huggingface_names import exported_name
 from rush.recipe_io import load_recipe, write_toml
 from rush.records.models import read_models
+from rush.report.models import model_page
 from rush.techniques import check
 
 SHAPE = Shape(
@@ -54,6 +55,11 @@ def test_a_target_needs_the_ratio_the_parity_and_the_evidence() -> None:
     assert "no trace of compile" in idle["why"]
     assert judged(None)["verdict"] == "not measured"
     assert judged(None)["why"] == "it died"
+    life = {"verdict": "broken", "problem": "it cannot validate: X.", "parts": []}
+    unusable = target_of(1.2, {**rung(1.25), "life": life})  # type: ignore[typeddict-item]
+    assert (unusable["verdict"], unusable["why"]) == ("missed", "it cannot validate: X")
+    life["verdict"] = "not known"
+    assert target_of(1.2, {**rung(1.25), "life": life})["verdict"] == "reached"  # type: ignore[typeddict-item]
 
 
 def test_an_unknown_workload_is_refused_with_the_nearest() -> None:
@@ -221,6 +227,10 @@ def test_the_rival_and_ours_take_turns_in_fresh_processes_and_a_second_call_meas
     assert ours["rung"]["gain"] is not None
     assert ours["target"]["verdict"] == "reached"
     assert ours["target"]["reached"] == ours["rung"]["gain"]["ratio"]
+    assert found["rival"]["life"] is None
+    assert ours["rung"]["life"] is not None
+    assert ours["rung"]["life"]["verdict"] == "ok", ours["rung"]["life"]["problem"]
+    assert "Short life: ok: trained, validated, sampled, saved and resumed." in model_page(record)
 
     trials = {path: path.stat().st_mtime_ns for path in (tmp_path / "out" / "trials").iterdir()}
     again = bench_models(loaded, tmp_path / "out")
@@ -257,7 +267,12 @@ def test_adapters_beside_peft_s_are_judged_against_adapters_and_memory_gets_its_
     assert mine["target"]["memory"]["reached"] == pytest.approx(
         mine["rung"]["peak_memory_bytes"] / found["rival"]["peak_memory_bytes"]  # type: ignore[operator]
     )
-    assert [one["who"] for one in found["took"]] == ["the rival", "ours", "fp32 for ours"]
+    assert [one["who"] for one in found["took"]] == [
+        "the rival",
+        "ours",
+        "fp32 for ours",
+        "ours, a short life",
+    ]
     assert {"build", "timing"} <= found["took"][0]["parts"].keys()
     assert record == read_models(tmp_path / "out")
 

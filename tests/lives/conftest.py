@@ -21,7 +21,8 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
     folder = tmp_path_factory.mktemp("lives")
     # What one worker has prepared and measured the others find; graphs are found where torch keeps them for everybody.
     session = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
-    environment = {"RUSH_CACHE": str(session / "cache")}
+    # (Libraries that were copied here without their bytecode warn of their own source, once.)
+    environment = {"RUSH_CACHE": str(session / "cache"), "PYTHONWARNINGS": "ignore::SyntaxWarning"}
     with suppress(OSError):  # another worker was first
         write_data(folder / "data").rename(session / "data")
     # Where there is a GPU they ask for it when they are imported, which a process that forks must not.

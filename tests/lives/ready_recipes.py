@@ -36,6 +36,8 @@ LLAMA_3 = ("<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end
 MERGES = 240
 SMALL = {"num_layers": 2, "hidden": 32, "num_heads": 2, "head_dim": 16, "intermediate": 64, "vocab_size": 512}
 """A shape of either family that every technique takes: widths in multiples of 16 (fp8), weights in blocks of 64 (NF4)."""
+INTERPRETED = ("fp8", "fused_loss", "fused_update")
+"""Techniques whose kernels Triton interprets on a CPU: they take their time for every tensor and every token."""
 FEW = {"schedule.steps": 4, "run.save_every": 2, "run.validate_every": 2, "run.sample_every": 2}
 """The shortest schedule that can be killed between two saves."""
 
@@ -82,8 +84,10 @@ def small(recipe: Recipe) -> Recipe:
     """The recipe at a size that a CPU trains in moments; family, tied head and rotary positions stay as they are."""
     shape = {**SMALL, "num_kv_heads": 2 if recipe.shape().family == "gpt2" else 1}
     batch = {"micro": 2, "sequence": 16}
+    if used(recipe, *INTERPRETED):
+        shape["num_layers"] = batch["micro"] = 1
     if recipe.objective.kind != "lm":
-        batch = {"micro": 1, "sequence": 64 if recipe.data.source in HUB_CHATS else 256}
+        batch = {"micro": 1, "sequence": 48 if recipe.data.source in HUB_CHATS else 256}
     return changed(
         recipe,
         {
@@ -96,13 +100,16 @@ def small(recipe: Recipe) -> Recipe:
     )
 
 
-def shallow(lived: Lived, layers: int, tokens: int) -> Lived:
-    """In its true width and vocabulary with at most so many layers; where all logits of a micro batch exist at once, of at
-    most so many tokens."""
+def shallow(lived: Lived, layers: int, vocabulary: int, tokens: int) -> Lived:
+    """In its true width with at most so many layers and such a vocabulary; where all logits of a micro batch exist at once, of
+    at most so many tokens."""
     recipe, changes, said = lived.recipe, {}, []
     if (depth := recipe.shape().num_layers) > layers:
         changes["model.shape.num_layers"] = layers
         said.append(f"{layers} of {depth} layers")
+    if (whole := recipe.shape().vocab_size) > vocabulary:
+        changes["model.shape.vocab_size"] = vocabulary
+        said.append(f"a vocabulary of {vocabulary} of {whole}")
     micro = recipe.micro
     if not used(recipe, "fused_loss", "chunked_loss"):
         micro = min(micro, max(1, tokens // recipe.batch.sequence))
@@ -119,7 +126,7 @@ class LocalData:
     folder: Path
     text_bytes: int | None = None
     """How much of the standard library stands for the hub's text; None: a dozen files."""
-    words: int | None = 6
+    words: int | None = 3
     """Of a turn, at most: interpreted kernels take their time for every token."""
     bases: dict[str, Path] = field(default_factory=dict)
 
@@ -129,11 +136,10 @@ class LocalData:
         if source in HUB_TEXT:
             tokenizer = self.gpt2 if recipe.data.tokenizer == "gpt2" else self.llama
             return changed(recipe, {"data.files": [str(self.text)], "data.tokenizer": str(tokenizer)})
+        few = {"data.limit": 40 if recipe.objective.kind == "lm" else 400}
         if source in HUB_CHATS:
-            return changed(
-                recipe, {"data.files": [str(self.chats(source))], "model.init_from": str(self.base(recipe))}
-            )
-        return changed(recipe, {"data.limit": 40 if recipe.objective.kind == "lm" else 400})
+            few |= {"data.files": [str(self.chats(source))], "model.init_from": str(self.base(recipe))}
+        return changed(recipe, few)
 
     @cached_property
     def text(self) -> Path:

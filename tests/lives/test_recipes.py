@@ -5,6 +5,7 @@ A new file in `recipes/` is included by being there. What this machine cannot ru
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,14 +13,15 @@ import pytest
 
 from rush.hardware import probe
 from rush.lab.life import Lives, short
-from rush.lab.starter import Starter
+from rush.lab.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, small
 
-PRELOADED = ("rush.cli", "rush.train.exporting", "rush.train.loop", "rush.train.report_card")
 INTERPRETED = ("TRITON_INTERPRET", "1")
 """With it our Triton kernels run on a CPU, slowly; each kernel asks when it is defined, so the forking process needs it."""
+LIMIT_S = 600.0
+"""Of a command: a C++ compiler on busy cores."""
 NEEDS_CUDA = {"cudnn_attention", "pin_memory"}
 
 
@@ -37,7 +39,7 @@ READY = [_lived(name) for name in RECIPES.names()]
 def starter() -> Iterator[Starter]:
     with pytest.MonkeyPatch.context() as surroundings:
         surroundings.setenv(*INTERPRETED)
-        starter = Starter(PRELOADED)
+        starter = Starter(("tests.lives.quick_interpreter", *COMMANDS), dismantle=False)
         yield starter
         starter.close()
 
@@ -49,15 +51,19 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> LocalData:
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {"RUSH_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    """Compiled graphs are shared by all recipes and all workers, but not with other sessions: one that is killed while the
+    C++ compiler writes leaves half a library behind, which ends every process that finds it."""
+    own = tmp_path_factory.getbasetemp()
+    compiled = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "inductor"
+    return {"RUSH_CACHE": str(tmp_path_factory.mktemp("cache")), "TORCHINDUCTOR_CACHE_DIR": str(compiled)}
 
 
-@pytest.mark.timeout(900)  # a compiler on busy cores
+@pytest.mark.timeout(3 * LIMIT_S)
 @pytest.mark.parametrize("lived", READY, ids=lambda lived: lived.id)
 def test_a_ready_recipe_lives_a_whole_life(
     lived: Lived, starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
 ) -> None:
-    life = Lives(starter, tmp_path, environment).live(short(data.of(lived.recipe), **FEW))
+    life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(lived.recipe), **FEW))
     assert life.problem is None
 
 

@@ -233,6 +233,8 @@ def recipes(name: str) -> list[Recipe]:
     if name == "cudnn_attention":
         own.append(recipe_of(name, "amp_bf16", "flatten", overrides=["objective.kind=sft"]))
         own.append(recipe_of(name, "amp_bf16", overrides=["run.deterministic=true"]))
+    if name == "liger":
+        own.append(recipe_of(name, "cuda_graph"))
     if name == "flex_attention":
         own.append(recipe_of(name, "pad", overrides=["objective.kind=sft"]))
     if name != "compile" and "compile" not in registry()[name].conflicts:

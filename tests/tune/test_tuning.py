@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
@@ -26,6 +27,7 @@ from rush.tune.record import Request
 from rush.tune.tuning import tune
 
 ROOT = Path(__file__).resolve().parents[2]
+BREAKS = ROOT / "tests" / "lab" / "planted" / "breaks.py"
 ALLOWED = frozenset({Parity.EXACT, Parity.CLOSE})
 
 
@@ -65,6 +67,36 @@ def test_a_search_of_seconds_leaves_a_recipe_its_evidence_and_no_process(
     assert "<svg" in tune_page(record)
     left = [child for child in psutil.Process().children(recursive=True) if child.pid not in others]
     assert not [child for child in left if "python" in child.name()], "a trial is left"
+
+
+@pytest.mark.timeout(600)
+def test_a_recipe_that_cannot_validate_is_passed_over_for_what_can(
+    small_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With real processes and a planted technique that only a validation breaks."""
+    from rush.lab.bench import open_bench
+    from rush.techniques.extra import added
+    from rush.tune import tuning
+
+    monkeypatch.setattr(tuning, "open_bench", partial(open_bench, extra_techniques=[BREAKS]))
+    with added([BREAKS]):
+        techniques = 'techniques=[{name="breaks", kind="validate"}]'
+        recipe = load_recipe(str(small_recipe), [techniques])
+        asked = Request("small", recipe, Goal(), frozenset({Parity.EXACT}), 90.0)
+        record = tune(asked, tmp_path)
+        found = load_recipe(str(tmp_path / "recipe.toml"))
+    assert not [name for name, _ in found.technique_uses() if name == "breaks"]
+    winner = record["winner"]
+    assert winner is not None
+    assert winner["life"]["verdict"] == "ok", winner["life"]["problem"]
+    passed = [row for row in record["candidates"] if row["state"] == "unusable" and row.get("life")]
+    assert passed
+    assert "breaks" in passed[0]["techniques"]
+    assert passed[0]["reason"].startswith(
+        "it cannot validate: the validation after step 2 failed with TypeError: planted"
+    )
+    assert "was passed over: it cannot validate" in said(record)
+    assert not (tmp_path / "work").exists()
 
 
 def test_a_folder_of_another_search_is_refused(small_recipe: Path, tmp_path: Path) -> None:
