@@ -21,13 +21,13 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
     folder = tmp_path_factory.mktemp("lives")
     # What one worker has prepared and measured the others find; graphs are found where torch keeps them for everybody.
     session = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
-    # (Libraries that were copied here without their bytecode warn of their own source, once.)
-    environment = {"RUSH_CACHE": str(session / "cache"), "PYTHONWARNINGS": "ignore::SyntaxWarning"}
+    environment = {"RUSH_CACHE": str(session / "cache")}
     with suppress(OSError):  # another worker was first
         write_data(folder / "data").rename(session / "data")
     # Where there is a GPU they ask for it when they are imported, which a process that forks must not.
     libraries = [] if torch.cuda.is_available() else [name for name in LIBRARIES if find_spec(name)]
-    starters = tuple(Starter((*COMMANDS, *libraries), dismantle=False) for _ in range(2))
+    plain, interpreted = (*COMMANDS, *libraries), ("tests.lives.quick_interpreter", *COMMANDS, *libraries)
+    starters = Starter(plain, dismantle=False), Starter(interpreted, dismantle=False)
     yield Living(starters, folder, session / "data", environment)
     for starter in starters:
         starter.close()
