@@ -156,7 +156,7 @@ def _code_of(file: Path) -> frozenset[Path]:
 
 
 def _imported(file: Path) -> list[str]:
-    """The modules that a file imports, anywhere in it and also by `import_module` with a name."""
+    """The modules that a file imports, anywhere in it and also by `import_module` or `load_library` with a name."""
     names: list[str] = []
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
@@ -164,7 +164,9 @@ def _imported(file: Path) -> list[str]:
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             names += [f"{node.module}.{alias.name}" for alias in node.names]
         elif (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "import_module"
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("import_module", "load_library")
         ):
             names += [str(one.value) for one in node.args[:1] if isinstance(one, ast.Constant)]
     return names

@@ -66,7 +66,7 @@ def _planted(recipe: Recipe, kind: str) -> Recipe:
 @pytest.mark.parametrize(
     ("kind", "problem"),
     [
-        ("needs gradients", "train: exit code 1: RuntimeError: planted: there is no gradient"),
+        ("needs gradients", "train: exit code 4: error: the validation after step "),
         ("warns", "train: a warning that helps nobody: "),
         ("forgets", "resume: before the kill: "),
         ("hangs", "train: `rush train` was not done after 5 s"),

@@ -15,7 +15,7 @@ from rush.errors import MachineError, Outage, OwnFault, RunFailed, RushError
 from rush.recipe_io import load_recipe
 from rush.records.checkpoints import verify
 from rush.records.run_folder import RunFolder
-from rush.train import loop, save_writing, session
+from rush.train import loop, sample, save_writing, session, validation
 from rush.train.failures import Doing, Phase, explain
 from rush.train.loop import train_recipe
 
@@ -53,9 +53,10 @@ CASES: dict[str, tuple[Any, str, BaseException, int, type[RushError], str, int]]
     "a bug in a step": (session, "launch_step", ZeroDivisionError("bug"), 3, OwnFault,
         "step 3 failed with ZeroDivisionError: bug. No technique is on. This looks like a mistake in rush", 2),
     "memory at a step": (session, "launch_step", MEMORY, 3, RunFailed, "out of memory at step 3 on CPU", 2),
-    "memory at a validation": (session, "validate", MEMORY, 2, RunFailed, "out of memory at the validation after step 4", 3),
-    "memory at a sample": (session, "sample_text", MEMORY, 2, RunFailed,
-        "out of memory at the sample after step 4 on CPU", 3),
+    "a bug in a validation": (validation, "validate_own", ZeroDivisionError("bug"), 2, OwnFault,
+        "the validation after step 4 failed with ZeroDivisionError: bug", 3),
+    "a bug in a sample": (sample, "sample_text", ZeroDivisionError("bug"), 2, OwnFault,
+        "the sample after step 4 failed with ZeroDivisionError: bug", 3),
     "memory at a save": (save_writing, "save_tensors", MemoryError("bytes"), 4, RunFailed,
         "out of memory at the checkpoint of step 2 on CPU", 1),
     "a save that breaks": (save_writing, "save_tensors", ValueError("bad"), 4, OwnFault,

@@ -153,7 +153,8 @@ class Player:
             (folder.checkpoints.begin(int(row["step"])) / "model").touch()
             folder.checkpoints.commit(int(row["step"]), {})
         folder.metrics.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-        folder.samples.write_text("".join(f"{json.dumps(row)}\n" for row in due))
+        folder.samples.write_text("".join(f"{json.dumps({**row, 'text': 'played'})}\n" for row in due))
+        folder.saves.write_text("".join(f"{json.dumps({'step': row['step']})}\n" for row in due))
         return [0]
 
     def _parts(
