@@ -34,7 +34,7 @@ finetune: $(VENV)/.run ## a small chat model on this machine: pretrain, LoRA, me
 	test -d $(FINETUNE)/exported || $(BIN)/rush export $(FINETUNE)/dpo --to $(FINETUNE)/exported
 	@echo "Talk to it: $(BIN)/rush chat $(FINETUNE)/lora   (/switch shows what the base would have said)"
 
-test: $(VENV)/.dev ## the tests: under 15 minutes on two cores
+test: $(VENV)/.dev ## the tests: about half an hour on two cores, most of it lives
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The lock has two versions of torch: the one in .venv, and the other in a virtual environment of its own.
