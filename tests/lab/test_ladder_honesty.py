@@ -174,6 +174,8 @@ def test_three_views_and_the_search_for_a_batch_agree_on_what_was_measured(
     assert {file.name for file in out.glob("trials/*.json")} == before
 
 
+# Five per cent are seen on a quiet machine only: beside other tests on two cores they are not always.
+@pytest.mark.slow
 def test_a_planted_slowdown_of_five_per_cent_is_found_and_a_twin_is_no_gain(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
