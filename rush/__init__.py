@@ -8,16 +8,16 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from rush.version import __version__
+
 if TYPE_CHECKING:
     from rush.errors import DataError, Diverged, MachineError, RecipeError, RushError
+    from rush.hub.export import export_model
+    from rush.hub.folders import load_model
+    from rush.hub.tokenizers import load_tokenizer
     from rush.recipe import Recipe
     from rush.recipe_io import load_recipe
-    from rush.train.exporting import export_model
-    from rush.train.folder_tokenizers import load_tokenizer
-    from rush.train.folders import load_model
     from rush.train.loop import train_recipe
-
-__version__ = "0.1.0"
 
 _HOMES = {
     "DataError": "errors",

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from rush.explain import Settings, topics
 from rush.explain.markdown import index, page
-from rush.explain.records import Explanation, explain, make, picture, read
+from rush.explain.page import picture
+from rush.explain.records import Explanation, explain, make, read
 from rush.files import write_json_atomic
 from rush.hardware import probe
 

@@ -19,15 +19,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rush.lab.workloads import FILE, load_workloads  # noqa: E402
+from rush.bench.workloads import FILE, load_workloads  # noqa: E402
 from rush.records.kernels import read_kernels  # noqa: E402
 from rush.records.models import ModelRecord, read_models  # noqa: E402
-from rush.report import findings  # noqa: E402
-from rush.report.beside import Pair, beside_picture  # noqa: E402
+from rush.report import headlines  # noqa: E402
+from rush.report.baseline_picture import Pair, beside_picture  # noqa: E402
 from rush.report.kernels import PASS_WORDS, reached_words  # noqa: E402
 from rush.report.models import lengths, table  # noqa: E402
 from rush.techniques import Parity  # noqa: E402
-from rush.techniques.parity import Twin, judge  # noqa: E402
+from rush.techniques.api.tolerances import Twin, judge  # noqa: E402
 
 PICTURE = ROOT / "docs" / "pictures" / "beside-rivals.svg"
 BEGIN, END = "<!-- performance: begin, by scripts/performance_table.py -->", "<!-- performance: end -->"
@@ -220,7 +220,7 @@ def _latest(records: Mapping[Path, Any], names: Callable[[Any], list[str]]) -> d
 
 
 def _machine(machine: dict[str, object]) -> str:
-    return f"{findings.machine_name(machine)}, torch {machine.get('torch')}"
+    return f"{headlines.machine_name(machine)}, torch {machine.get('torch')}"
 
 
 def _link(path: Path, results: Path) -> str:

@@ -22,11 +22,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rush.lab.bench import Bench, open_bench  # noqa: E402
-from rush.lab.findings import FORMULAS, Stand, Yard, rung_of  # noqa: E402
-from rush.lab.ladder_file import Measure, Parity, Plan, Search, read_table  # noqa: E402
-from rush.lab.pairs import floors_of  # noqa: E402
+from rush.lab.ladder.findings import FORMULAS, Stand, Yard, rung_of  # noqa: E402
+from rush.lab.ladder.ladder_file import Measure, Parity, Plan, Search, read_table  # noqa: E402
+from rush.lab.paired import floors_of  # noqa: E402
 from rush.lab.statistics import centre  # noqa: E402
+from rush.lab.trial.runner import Bench, open_bench  # noqa: E402
 from rush.recipe import Recipe  # noqa: E402
 from rush.recipe_io import changed, load_recipe, write_toml  # noqa: E402
 from rush.records.ladder import FORMAT, LadderRecord, write_ladder  # noqa: E402

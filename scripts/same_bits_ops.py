@@ -19,13 +19,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from rush.bench import kernel_check as check
+from rush.bench.kernel_measure import sentence
 from rush.kernels import study
 from rush.kernels.study import Call, Inputs
-from rush.lab import kernel_check as check
-from rush.lab.kernel_measure import sentence
-from rush.techniques.cudnn_attention import CudnnCore
-from rush.techniques.flash_attention import FlashCore
-from rush.techniques.triton_attention import TritonCore
+from rush.techniques.attention.cudnn_attention import CudnnCore
+from rush.techniques.attention.flash_attention import FlashCore
+from rush.techniques.attention.triton_attention import TritonCore
 
 TIMES = 20
 WAYS = ("as it is", "deterministic", "deterministic, memory filled")

@@ -19,12 +19,12 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rush.data import Steps
 from rush.hardware import probe
-from rush.lab.timing import Timing, rates, time_steps
+from rush.hub.folders import starting_weights
+from rush.lab.trial.timing import Timing, rates, time_steps
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.train.build import Run, build
 from rush.train.corpus import open_corpus
-from rush.train.folders import starting_weights
 from rush.train.schedule import learning_rate
 from rush.train.step import train_step
 

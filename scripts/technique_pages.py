@@ -12,8 +12,8 @@ from importlib import import_module
 from pathlib import Path
 
 from rush.techniques import Technique, registry, why_not
-from rush.techniques.contract import MemoryEffect, Parity, Setting
-from rush.techniques.parity import CLOSE, STATISTICAL_END, STATISTICAL_LEARNED
+from rush.techniques.api.contract import MemoryEffect, Parity, Setting
+from rush.techniques.api.tolerances import CLOSE, STATISTICAL_END, STATISTICAL_LEARNED
 from rush.tune.moves import named
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "techniques"
@@ -27,7 +27,7 @@ def pages() -> dict[str, str]:
 
 
 def page(technique: Technique) -> str:
-    text = (import_module(f"rush.techniques.{technique.name}").__doc__ or "").strip()
+    text = (import_module(technique.apply.__module__).__doc__ or "").strip()
     title, _, lesson = text.partition("\n\n")
     claim = technique.claim
     parts = [
@@ -94,7 +94,7 @@ def _effect(effect: MemoryEffect) -> str:
 def index() -> str:
     rows = []
     for name, technique in registry().items():
-        title = (import_module(f"rush.techniques.{name}").__doc__ or "").strip().splitlines()[0]
+        title = (import_module(technique.apply.__module__).__doc__ or "").strip().splitlines()[0]
         rows.append(f"| [{name}]({name}.md) | {title} | {technique.stage.name} | {technique.parity.name} |")
     return (
         "\n\n".join(

@@ -7,7 +7,7 @@ The kernels choose by rules (`rush.kernels.support.row_tile` and `row_walk`, `BL
 by autotuning: a choice made anew in every process would change the last bits of a weight's gradient from run to run.
 This script is how the rules are checked. A variant is the kernel with some of those names replaced while it is called.
 All cores compile, then for each op and width every variant's results and gradients are held against float64, and they
-take turns under the clock (`rush.lab.kernel_clock`: the cache is overwritten before each call). The quickest three race
+take turns under the clock (`rush.bench.kernel_clock`: the cache is overwritten before each call). The quickest three race
 once more, with the shape in use, Liger and a copy of as many bytes. The last thing printed is a table: what to change,
 and what it gives.
 """
@@ -36,6 +36,9 @@ import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from rush.bench import kernel_check as check
+from rush.bench.kernel_clock import Case, CaseFailed, Effort, take_turns
+from rush.bench.kernel_measure import sentence
 from rush.kernels import partials, study
 from rush.kernels.biased import triton as biased
 from rush.kernels.gelu import triton as gelu
@@ -45,9 +48,6 @@ from rush.kernels.rope import triton as rope
 from rush.kernels.study import Inputs, Size, Study
 from rush.kernels.support import RowTile, RowWalk, next_power_of_2
 from rush.kernels.swiglu import triton as swiglu
-from rush.lab import kernel_check as check
-from rush.lab.kernel_clock import Case, CaseFailed, Effort, take_turns
-from rush.lab.kernel_measure import sentence
 
 OPS = ("rmsnorm", "layernorm", "rope", "swiglu", "biased", "gelu")
 ROWS = 16384

@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 
-from rush import __version__
 from rush.cli import (
     bench,
     data,
@@ -36,6 +35,7 @@ from rush.cli import (
 )
 from rush.cli.leaving import Ending, catch_the_rest, first_line, leave_surely, log_unexpected
 from rush.errors import RushError
+from rush.version import __version__
 
 app = typer.Typer(
     name="rush",

@@ -49,7 +49,7 @@ def kernels(
 
       rush bench kernels rmsnorm swiglu --quick
     """
-    from rush.lab.kernel_bench import bench_kernels
+    from rush.bench.kernel_bench import bench_kernels
     from rush.report.kernels import write_kernel_report
 
     folder = out or Path("runs") / "bench-kernels"
@@ -187,8 +187,8 @@ def models(
 
       rush bench models qlora-8b-long --out results/finetuning-h200
     """
-    from rush.lab.rivals import bench_models
-    from rush.lab.workloads import FILE, load_workloads
+    from rush.bench.baselines import bench_models
+    from rush.bench.workloads import FILE, load_workloads
     from rush.report.models import write_model_report
 
     given = words or []

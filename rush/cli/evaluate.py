@@ -53,7 +53,7 @@ def evaluate(
     For the published benchmarks: rush export RUN --to FOLDER, then lm_eval --model hf --model_args pretrained=FOLDER
     --tasks hellaswag (docs/finetuning/evaluation.md).
     """
-    from rush.train.report_card import report_card
+    from rush.evaluate.results import report_card
 
     card = report_card(
         folder,

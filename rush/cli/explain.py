@@ -55,8 +55,9 @@ def explain(
       rush explain --from runs/explain-attention/explain.json --out drawn
     """
     from rush.explain import find, topics
+    from rush.explain.page import write
     from rush.explain.records import explain as understand
-    from rush.explain.records import read, write
+    from rush.explain.records import read
 
     # Before torch is loaded: its profiler, which counts memory for one topic, greets on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")

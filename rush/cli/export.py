@@ -46,8 +46,8 @@ def export(
     import torch
 
     from rush.errors import RecipeError
+    from rush.hub.export import export_adapter, export_model
     from rush.models import count_parameters
-    from rush.train.exporting import export_adapter, export_model
 
     if adapter:
         if dtype != "keep":

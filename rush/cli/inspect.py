@@ -55,8 +55,8 @@ def inspect(
 
       rush data inspect sft-tiny data.source=files 'data.files=["talks.jsonl"]' data.too_long=drop --html talks.html
     """
-    from rush.data.conversations.look import document_examples, document_statistics
-    from rush.data.conversations.page import document_page
+    from rush.data.conversations.documents_page import document_page
+    from rush.data.conversations.inspect_documents import document_examples, document_statistics
     from rush.files import write_atomic
 
     folder = _prepared(target, overrides or [])
@@ -76,7 +76,7 @@ def inspect(
 
 def report(folder: Path, json: bool) -> None:
     """The numbers without the examples."""
-    from rush.data.conversations.look import document_statistics
+    from rush.data.conversations.inspect_documents import document_statistics
 
     found = document_statistics(folder)
     print_json(found) if json else _print_statistics(found)
@@ -120,7 +120,7 @@ def _print_statistics(found: dict[str, Any]) -> None:
 
 
 def _print_counts(found: dict[str, Any]) -> None:
-    from rush.data.conversations.look import left_out, unused_columns
+    from rush.data.conversations.inspect_documents import left_out, unused_columns
 
     typer.echo(
         f"{found['folder']}\nsource {found['source']}{_formats(found)}, template {found['template']}, trained on {found['train_on']}, "

@@ -18,7 +18,7 @@ from rush.errors import RecipeError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rush.lab.ladder import Progress
+    from rush.lab.ladder.climb import Progress
     from rush.records.ladder import LadderRecord, Rung
 
 VIEWS = ("cumulative", "alone", "left_out", "all")
@@ -63,8 +63,8 @@ def ladder(
         changes.insert(0, name)
         name = "tiny"
 
-    from rush.lab.ladder import climb
-    from rush.lab.ladder_file import load_plan
+    from rush.lab.ladder.climb import climb
+    from rush.lab.ladder.ladder_file import load_plan
     from rush.report.page import write_report
 
     plan = load_plan(name, changes)

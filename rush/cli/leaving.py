@@ -25,8 +25,8 @@ from pathlib import Path
 
 import typer
 
-from rush import __version__
 from rush.files import append_log
+from rush.version import __version__
 
 LOG = "failure.log"
 Tell = Callable[[BaseException, str], None]

@@ -45,8 +45,8 @@ def merge(
     """
     import torch
 
+    from rush.hub.export import merge_adapter
     from rush.models import count_parameters
-    from rush.train.exporting import merge_adapter
 
     shape = merge_adapter(
         adapter,

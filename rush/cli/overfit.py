@@ -41,10 +41,10 @@ def overfit(
 
       rush overfit dpo-tiny model.init_from=runs/sft-tiny data.tokenizer=model batch.micro=2
     """
+    from rush.evaluate.overfit import MOST_LEFT, NEAR_ZERO, overfit_recipe
     from rush.recipe_io import load_recipe
-    from rush.techniques.extra import added
+    from rush.techniques.api.own_files import added
     from rush.train.failures import Doing, Phase, explained
-    from rush.train.overfit import MOST_LEFT, NEAR_ZERO, overfit_recipe
     from rush.train.view import sparkline
 
     chosen = load_recipe(recipe, overrides or [])

@@ -180,7 +180,7 @@ def _target(
 def _plan(recipe: Recipe, target: Target, asked: bool) -> Plan:
     from rush.plan import plan as plan_spec
     from rush.plan import spec_of
-    from rush.plan.micro import settled
+    from rush.plan.micro_batch import settled
     from rush.plan.planning import fill_devices, unmet
     from rush.recipe_io import changed
 
@@ -206,7 +206,7 @@ def _search(
     html: Path | None,
 ) -> None:
     from rush.plan import search
-    from rush.plan.ways import describe
+    from rush.plan.describe import describe
 
     found = search(recipe, target, best=best, beyond=beyond)
     if html is not None:
@@ -305,7 +305,7 @@ def _check(results: Path, json: bool) -> None:
 def _page(
     name: str, plans: list[Plan], lost: list[str], html: Path, tokens: float | None, price: float | None
 ) -> None:
-    from rush.plan.ways import describe
+    from rush.plan.describe import describe
     from rush.report.plan import write_plan
 
     records = [

@@ -30,8 +30,8 @@ STYLES = (
 
 
 def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) -> None:
-    from rush.plan.life import STEP
-    from rush.plan.ways import describe
+    from rush.plan.describe import describe
+    from rush.plan.run_peak import STEP
 
     target, error = plan.target, plan.expected_error
     room = target.memory_bytes

@@ -117,7 +117,7 @@ def _measure(machine: Machine, collectives: int | None, refresh: bool) -> Ceilin
     """The ceilings, from the cache or now; exchanges between several GPUs are measured unasked."""
     from rush.hardware import ceilings
     from rush.hardware.collectives import check_ranks
-    from rush.techniques.rates import rates_to_measure
+    from rush.techniques.api.rates import rates_to_measure
 
     if collectives is not None:
         check_ranks(machine, collectives)

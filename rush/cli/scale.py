@@ -14,7 +14,7 @@ from rush.cli.ladder import minutes, stopped_by_sigterm
 from rush.cli.output import ExtraTechniques, Json, note, print_json
 
 if TYPE_CHECKING:
-    from rush.lab.scaling import Progress
+    from rush.lab.scaling.study import Progress
     from rush.records.scaling import Link, Point, ScaleRecord
 
 
@@ -89,8 +89,8 @@ def scale(
     if "=" in recipe:
         recipe, changes = "tiny", [recipe, *changes]
 
-    from rush.lab.scaling import study
-    from rush.lab.scaling_file import load_plan
+    from rush.lab.scaling.study import study
+    from rush.lab.scaling.study_file import load_plan
     from rush.report.scaling import write_scale_report
 
     plan = load_plan(

@@ -62,7 +62,7 @@ def generate(
     from rush.errors import RecipeError
     from rush.generate import generate as generate_ids
     from rush.generate import stream_text
-    from rush.train.folder_tokenizers import text_ends
+    from rush.hub.tokenizers import text_ends
 
     model, tokenizer = _open(folder, checkpoint, device, adapter, offload)
     stop_ids = set(text_ends(folder, tokenizer, model.shape.vocab_size))
@@ -131,8 +131,8 @@ def chat(
     from dataclasses import replace
 
     from rush.cli.chatting import Chat, writer
-    from rush.train.answers import answer_ends
-    from rush.train.folder_tokenizers import text_ends
+    from rush.hub.answers import answer_ends
+    from rush.hub.tokenizers import text_ends
 
     model, tokenizer = _open(folder, checkpoint, device, adapter, offload)
     chosen = _template(template, folder, adapter, tokenizer)
@@ -171,8 +171,8 @@ def _template(name: str, folder: Path, adapter: Path | None, tokenizer: Any) -> 
 
 def _open(folder: Path, checkpoint: str, device: str, adapter: Path | None, offload: str) -> tuple[Any, Any]:
     from rush.hardware import probe
-    from rush.train.folder_tokenizers import adapted_tokenizer
-    from rush.train.folders import load_model
+    from rush.hub.folders import load_model
+    from rush.hub.tokenizers import adapted_tokenizer
 
     machine = probe(device)
     model = load_model(

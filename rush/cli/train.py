@@ -93,7 +93,7 @@ def train(
         changes.insert(0, recipe)
         recipe = None
     if "SLURM_PROCID" in os.environ:
-        from rush.parallel.slurm import join_step
+        from rush.parallel.slurm_ranks import join_step
 
         join_step()
     files = technique or []
@@ -103,7 +103,7 @@ def train(
                               "--resume to go on with a run.")  # fmt: skip
         if resume and out is None:
             raise RecipeError("--resume needs --out: the folder of the run to go on with.")
-        from rush.techniques.extra import added
+        from rush.techniques.api.own_files import added
 
         with added(files):
             if nproc is not None:
@@ -209,7 +209,7 @@ def _decided(recipe: Recipe | None, folder: RunFolder) -> Recipe | None:
 def _shrunk(recipe: Recipe) -> Recipe:
     """The recipe for the ranks that are there."""
     from rush.parallel import started_rank, started_world
-    from rush.train.shrinking import changes, shrunk
+    from rush.train.fewer_ranks import changes, shrunk
 
     fitting = shrunk(recipe, started_world())
     if fitting.world != recipe.world and started_rank() == 0:
@@ -233,8 +233,8 @@ def _start_ranks(
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder, check_empty
     from rush.techniques import check_recipe
-    from rush.techniques.extra import check_remembered
-    from rush.train.shrinking import fewer_ranks
+    from rush.techniques.api.own_files import check_remembered
+    from rush.train.fewer_ranks import fewer_ranks
 
     if started_world() > 1:
         raise RecipeError(
@@ -282,8 +282,8 @@ def _one_message() -> Iterator[None]:
         yield
         return
     from rush.parallel import started_rank, started_world, tell_absent
-    from rush.parallel.meeting import LEAVE_S
     from rush.parallel.ranks import SAID
+    from rush.parallel.rendezvous import LEAVE_S
     from rush.parallel.restarts import failed_before, note_failure
 
     if (code := failed_before()) is not None:

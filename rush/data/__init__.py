@@ -16,7 +16,7 @@ from rush.data.documents import Documents
 from rush.data.inspect import corpus_statistics, sample_window
 from rush.data.prepare import Preparation, Progress, prepare
 from rush.data.progress import progress_bar
-from rush.data.published import find_tokenizer
+from rush.data.published_tokenizers import find_tokenizer
 from rush.data.readers import Document
 from rush.data.shards import Manifest, read_manifest, verify_shards
 from rush.data.sources import describe_source, open_source

@@ -19,13 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rush.data.ahead import Ahead, check_state
 from rush.data.batch import Batch
 from rush.data.documents import Documents
 from rush.data.loader import SampleNames
 from rush.data.order import shuffled
 from rush.data.packing import Concat, Ints, Mix, Packing, Pad, Plan, in_order, join_plans, most_documents
-from rush.data.rows import packed_batch, padded_batch
+from rush.data.prefetch import Ahead, check_state
+from rush.data.row_tensors import packed_batch, padded_batch
 from rush.errors import DataError, RecipeError
 
 Place = tuple[int, int]

@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from rush.data.ahead import Ahead, check_state
 from rush.data.batch import IGNORED, Batch
 from rush.data.order import shuffled
+from rush.data.prefetch import Ahead, check_state
 from rush.errors import DataError, RecipeError
 
 

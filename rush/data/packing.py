@@ -4,7 +4,7 @@ A packing lays out an epoch as a `Plan` from the documents' lengths alone, so th
 lengths, seed and epoch, and a place in it is one number. What is left empty is padding: it costs as much
 as real tokens and teaches nothing. Padding rows to the longest is simple and wastes most; sorting by length
 first wastes little but makes batches of one kind; packing several documents into a row wastes almost nothing,
-if attention can be kept inside each document (`rush.data.rows` writes down where they begin).
+if attention can be kept inside each document (`rush.data.row_tensors` writes down where they begin).
 
 A document of n tokens has n - 1 positions: the last token predicts nothing. One with more positions than
 `batch.sequence` is cut into pieces, each a document of its own.

@@ -91,7 +91,7 @@ def build_executors(
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
     """datatrove's executors for the units and, on Slurm, for the merge that follows them (else None)."""
-    blocks = import_extra("rush.data.blocks", "corpus", "Preparing with datatrove")
+    blocks = import_extra("rush.data.datatrove_blocks", "corpus", "Preparing with datatrove")
     num_tasks = min(tasks or 4 * (os.cpu_count() or 1), len(workspace.jobs))
     steps = [
         blocks.ReadUnits(workspace.jobs),

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rush.data.pool import run_jobs
-from rush.data.published import find_tokenizer
+from rush.data.preparation_unit import UnitJob, read_record, split_of
+from rush.data.published_tokenizers import find_tokenizer
 from rush.data.shards import SPLITS, Manifest, Shard, token_dtype, verify_shards, write_manifest
 from rush.data.sources import Unit, describe_source, plan_units, read_unit
 from rush.data.storage import folder_lock, writable
 from rush.data.tokenizer import Tokenizer, train_bpe
-from rush.data.units import UnitJob, read_record, split_of
+from rush.data.worker_pool import run_jobs
 from rush.errors import DataError, RecipeError
 from rush.files import remove_temporaries
 

@@ -25,7 +25,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from rush.data.sealed import ADVICE, check_files, check_tokenizer, read_sealed, write_sealed
+from rush.data.sealed_manifest import ADVICE, check_files, check_tokenizer, read_sealed, write_sealed
 from rush.errors import DataError
 from rush.files import publish, sha256_file, temporary_name, write_atomic
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rush.data.hub import HubDataset, hub_slices, read_hub_slice
+from rush.data.hub_datasets import HubDataset, hub_slices, read_hub_slice
 from rush.data.readers import Document, Slice, cut_file, file_kind, read_slice
 from rush.errors import DataError, MachineError, RecipeError, nearest
 

@@ -12,7 +12,7 @@ from functools import cache
 from importlib import import_module
 
 from rush.errors import RecipeError, nearest
-from rush.explain.contract import Data, Settings, Table, Topic
+from rush.explain.topic import Data, Settings, Table, Topic
 
 __all__ = ["Data", "Settings", "Table", "Topic", "find", "topics"]
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rush.explain import say
 from rush.explain.chart import Curves, Dot, Line, Mark, Panel, dot
 from rush.explain.clock import timed
-from rush.explain.contract import Data, Settings, Table, Topic
+from rush.explain.topic import Data, Settings, Table, Topic
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ def _pass(way: str, length: int, heads: int, device: str) -> Callable[[], object
     import torch
 
     from rush.models.layers import PlainAttention
-    from rush.techniques.flash_attention import FlashCore
+    from rush.techniques.attention.flash_attention import FlashCore
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     generator = torch.Generator(device).manual_seed(length)

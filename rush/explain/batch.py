@@ -16,7 +16,7 @@ from typing import Any
 from rush.explain import say
 from rush.explain.chart import Curves, Dot, Line, Mark, Panel, dot
 from rush.explain.clock import stat, timed
-from rush.explain.contract import Data, Settings, Table, Topic
+from rush.explain.topic import Data, Settings, Table, Topic
 
 FREE = 1.5
 """A batch that takes no longer than this times a smaller one is called nearly free."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from rush.explain.chart import Bar, Bars, Curves, Dot, Line, Mark, Panel, Unit, label, tick_values
-from rush.report import words
+from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.svg import Scale, number, path, picture, tag, tooltip
 
@@ -53,8 +53,8 @@ def short(value: float, unit: Unit) -> str:
     if value == 0:
         return "0"
     if unit == "":
-        return text if text.replace("\u202f", "").isdigit() else words.tick(value)
-    head, join, tail = text.partition(words.JOIN)
+        return text if text.replace("\u202f", "").isdigit() else formatting.tick(value)
+    head, join, tail = text.partition(formatting.JOIN)
     if "." in head and "e" not in head:
         head = head.rstrip("0").rstrip(".")
     return f"{head}{join}{tail}"
@@ -274,7 +274,7 @@ def bar_scale(panel: Bars, start: float, end: float) -> Scale:
 
 def bar_label(row: Bar, unit: Unit) -> str:
     if row.value is None:
-        return row.note or words.MISSING
+        return row.note or formatting.MISSING
     value = label(row.value, unit)
     if row.start is not None:
         value = f"{label(row.start, unit)} to {value}"
@@ -288,7 +288,7 @@ def _bar(row: Bar, panel: Bars, scale: Scale, top: float, width: float) -> list[
     marks = [tag("text", cut(row.name, 46), class_="bar-name", x=0, y=top + (17 if wide else 14))]
     if row.value is None:
         most = max(12, int((width - scale.start) / LETTER))
-        why = cut(row.note or words.MISSING, most)
+        why = cut(row.note or formatting.MISSING, most)
         marks.append(tag("text", tooltip(said), why, class_="soft", x=scale.start, y=base + 17))
         return marks
     start = scale(row.start) if row.start is not None else scale.start

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from rush.explain import say
 from rush.explain.chart import Bar, Bars, Curves, Line, Panel, dot
 from rush.explain.clock import timed
-from rush.explain.contract import Data, Settings, Table, Topic
+from rush.explain.topic import Data, Settings, Table, Topic
 
 if TYPE_CHECKING:
     from torch import Tensor

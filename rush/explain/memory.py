@@ -20,7 +20,7 @@ from rush.errors import MachineError
 from rush.explain import say
 from rush.explain.chart import Bar, Bars, Curves, Line, Mark, Panel, dot
 from rush.explain.clock import stat, timed
-from rush.explain.contract import Data, Settings, Table, Topic
+from rush.explain.topic import Data, Settings, Table, Topic
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SAMPLE_S = 2e-3

@@ -20,7 +20,7 @@ from rush.errors import MachineError
 from rush.explain import say
 from rush.explain.chart import Bar, Bars, Curves, Line, Mark, Panel, dot
 from rush.explain.clock import timed
-from rush.explain.contract import Data, Settings, Table, Topic
+from rush.explain.topic import Data, Settings, Table, Topic
 
 VOCABULARIES = (50257, 50304)
 """GPT-2's vocabulary, and the next multiple of 128."""

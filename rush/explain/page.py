@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from importlib import resources
+from pathlib import Path
 
 import jinja2
 from markupsafe import Markup
 
 from rush.explain.drawing import pictures
 from rush.explain.records import Explanation
-from rush.report import words
+from rush.explain.standalone import standalone
+from rush.files import write_atomic, write_json_atomic, writing
+from rush.report import formatting
 from rush.report.page import digest
 
 
@@ -30,7 +33,8 @@ def page(explanation: Explanation) -> str:
     )
     record = explanation.record
     machine = [
-        (str(key), words.MISSING if value is None else str(value)) for key, value in record["machine"].items()
+        (str(key), formatting.MISSING if value is None else str(value))
+        for key, value in record["machine"].items()
     ]
     return environment.get_template("explain.html").render(
         policy=policy,
@@ -41,11 +45,30 @@ def page(explanation: Explanation) -> str:
         sentences=explanation.words,
         where=explanation.where,
         warning=explanation.warning,
-        measured=words.moment(record["measured"]),
+        measured=formatting.moment(record["measured"]),
         panels=[(panel, *pictures(panel)) for panel in explanation.panels],
         table=explanation.table,
         machine=machine,
     )
+
+
+def write(explanation: Explanation, folder: Path) -> dict[str, Path]:
+    """The record, the page and the picture in a folder; their paths."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    paths = {
+        "record": folder / "explain.json",
+        "report": folder / "report.html",
+        "picture": folder / "picture.svg",
+    }
+    write_json_atomic(paths["record"], explanation.record)
+    write_atomic(paths["report"], page(explanation))
+    write_atomic(paths["picture"], picture(explanation))
+    return paths
+
+
+def picture(explanation: Explanation) -> str:
+    return standalone(explanation.topic.title, explanation.where, explanation.panels) + "\n"
 
 
 def _asset(name: str) -> str:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rush.explain import say
 from rush.explain.chart import Bar, Bars, Curves, Dot, Line, Panel
-from rush.explain.contract import Data, Settings, Table, Topic
+from rush.explain.topic import Data, Settings, Table, Topic
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -17,9 +17,7 @@ from typing import Any
 from rush.errors import DataError, RecipeError
 from rush.explain import find
 from rush.explain.chart import Panel
-from rush.explain.contract import Data, Settings, Table, Topic
-from rush.explain.standalone import standalone
-from rush.files import write_atomic, write_json_atomic, writing
+from rush.explain.topic import Data, Settings, Table, Topic
 from rush.hardware.conditions import load_now
 
 FORMAT, VERSION = "rush explain", 1
@@ -132,27 +130,6 @@ def read(path: Path) -> Record:
         raise DataError(f"{path} is not a record of rush explain; give the explain.json it wrote.")
     _check(found)
     return found
-
-
-def write(explanation: Explanation, folder: Path) -> dict[str, Path]:
-    """The record, the page and the picture in a folder; their paths."""
-    from rush.explain.page import page
-
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    paths = {
-        "record": folder / "explain.json",
-        "report": folder / "report.html",
-        "picture": folder / "picture.svg",
-    }
-    write_json_atomic(paths["record"], explanation.record)
-    write_atomic(paths["report"], page(explanation))
-    write_atomic(paths["picture"], picture(explanation))
-    return paths
-
-
-def picture(explanation: Explanation) -> str:
-    return standalone(explanation.topic.title, explanation.where, explanation.panels) + "\n"
 
 
 def _check(record: Mapping[str, Any]) -> None:

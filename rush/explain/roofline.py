@@ -16,7 +16,7 @@ from rush.errors import MachineError, RecipeError
 from rush.explain import say
 from rush.explain.chart import Curves, Dot, Line, Panel
 from rush.explain.clock import timed
-from rush.explain.contract import Data, Settings, Table, Topic
+from rush.explain.topic import Data, Settings, Table, Topic
 
 if TYPE_CHECKING:
     import torch
@@ -176,7 +176,7 @@ Draw = Callable[..., Any]
 
 def _attention(way: str, shape: Shape, rows: int, sequence: int, drawn: Draw, size: int) -> Case:
     from rush.models.layers import PlainAttention
-    from rush.techniques.flash_attention import FlashCore
+    from rush.techniques.attention.flash_attention import FlashCore
 
     q = drawn(rows, shape.num_heads, sequence, shape.head_dim)
     k, v = (drawn(rows, shape.num_kv_heads, sequence, shape.head_dim) for _ in range(2))

@@ -11,18 +11,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rush.lab.statistics import Floor, Ratio, ratio_of_medians
-from rush.report import words
-from rush.report.words import JOIN, digits
+from rush.report import formatting
+from rush.report.formatting import JOIN, digits
 
 LEAST = Floor(0.0, 0, math.log(1.05))
 
-share, si, count = words.share, words.si, words.count
-times = words.ratio
+share, si, count = formatting.share, formatting.si, formatting.count
+times = formatting.ratio
 
 
 def size(value: float | None) -> str:
     """Bytes in binary units; exact where they are (`64 KiB`), three digits where they are not."""
-    text = words.size(value)
+    text = formatting.size(value)
     number, join, unit = text.partition(JOIN)
     if value is not None and "." in number and value == float(number) * _UNITS[unit]:
         number = number.rstrip("0").rstrip(".")

@@ -12,8 +12,8 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from rush.explain.chart import Bars, Curves, Panel, tick_values
-from rush.explain.contract import Table
 from rush.explain.drawing import bar_label, bar_scale, short
+from rush.explain.topic import Table
 
 SIGNS = "●■▲◆○▬"
 COLOURS = ("blue", "red", "green", "magenta", "yellow", "white")

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from rush.hardware.catalog import CATALOG, Datasheet, datasheet_peak, datasheet_peaks
-from rush.hardware.ceilings import Ceilings, Collective, ceilings, measured_matmul_rate
+from rush.hardware.ceilings import Ceilings, ceilings, measured_matmul_rate
 from rush.hardware.conditions import Conditions, conditions
 from rush.hardware.machine import Cpu, Device, Link, Machine
-from rush.hardware.memory import (
+from rush.hardware.memory_use import (
     free_memory,
     in_gaps,
     memory_in_use,
@@ -16,6 +16,7 @@ from rush.hardware.memory import (
     reset_peak_memory,
 )
 from rush.hardware.probe import packages, probe
+from rush.hardware.samples import Collective
 
 __all__ = [
     "CATALOG",

@@ -23,54 +23,9 @@ from rush.errors import MachineError
 from rush.files import write_json_atomic, writing
 from rush.hardware.conditions import load_now
 from rush.hardware.machine import Machine
+from rush.hardware.samples import Collective, Sample
 
 FORMAT_VERSION = 1
-
-
-@dataclass(frozen=True)
-class Sample:
-    """One measured case: `amount` (FLOPs or bytes) done in each of `seconds`; the median gives the rate."""
-
-    case: str
-    amount: float
-    seconds: tuple[float, ...]
-
-    @property
-    def rate(self) -> float:
-        ordered = sorted(self.seconds)
-        middle = len(ordered) // 2
-        median = ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
-        return self.amount / median
-
-
-def bus_factor(operation: str, ranks: int) -> float:
-    """What a link carries for each byte of the buffer, as nccl-tests defines it (its doc/PERFORMANCE.md).
-
-    In a ring every byte passes each link once for a gather or a scatter, less the part that is already there, and twice for
-    a sum that all get. A message to one neighbour is the message.
-    """
-    passes = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
-    return passes[operation] * (ranks - 1) / ranks if operation in passes else 1.0
-
-
-@dataclass(frozen=True)
-class Collective:
-    """One operation between `ranks` processes, over a few sizes; `amount` is the bytes of the whole buffer."""
-
-    operation: str
-    backend: str
-    ranks: int
-    samples: tuple[Sample, ...]
-
-    @property
-    def bytes_per_s(self) -> float:
-        """Bytes of the buffer over the time of the slowest rank, at the best size."""
-        return max(sample.rate for sample in self.samples)
-
-    @property
-    def bus_bytes_per_s(self) -> float:
-        """What each rank's link carries: comparable with the link's rate, whatever the number of ranks."""
-        return self.bytes_per_s * bus_factor(self.operation, self.ranks)
 
 
 @dataclass(frozen=True)
@@ -197,7 +152,7 @@ def _missing(
     """What was asked for and is not known yet: its name, and how to add it."""
     from rush.hardware import measure
     from rush.hardware.collectives import measure_collectives
-    from rush.hardware.launching import launching
+    from rush.hardware.launch_rate import launching
 
     def matmul(dtype: str, so_far: Ceilings) -> Ceilings:
         result = measure.matmul(machine.device, dtype)

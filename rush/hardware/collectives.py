@@ -18,8 +18,8 @@ import time
 from pathlib import Path
 
 from rush.errors import MachineError, RecipeError
-from rush.hardware.ceilings import Collective, Sample
 from rush.hardware.machine import Machine
+from rush.hardware.samples import Collective, Sample
 
 START_LIMIT_S = 120.0
 """Importing torch and meeting the other ranks may take this long on a busy machine."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from rush.hardware.ceilings import Sample
+from rush.hardware.samples import Sample
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 HALF_KERNEL = "half_kernel"

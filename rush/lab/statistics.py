@@ -10,7 +10,7 @@ suffer alike: a step that waits for its host varies ten times as much as one tha
 With one process per rung the spread between processes is known only from the base, which is measured again at the
 end, and other rungs may lie much farther apart: then only large differences are believed.
 
-Where both sides were timed on the same unequal batches (`rush.lab.pairs`), the quotient is made batch by batch.
+Where both sides were timed on the same unequal batches (`rush.lab.paired`), the quotient is made batch by batch.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rush.models.codes import unpack
+from rush.models.quantized_formats import unpack
 
 PLAIN = ""
 

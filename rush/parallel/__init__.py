@@ -5,9 +5,9 @@ A run on one process uses none of it: `Ranks()` is that case, and nothing of tor
 
 from __future__ import annotations
 
-from rush.parallel.joining import check_world, join
-from rush.parallel.meeting import started_rank, started_world, tell_absent
+from rush.parallel.process_group import check_world, join
 from rush.parallel.ranks import AXES, DATA_AXES, Ranks
+from rush.parallel.rendezvous import started_rank, started_world, tell_absent
 
 __all__ = [
     "AXES",

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rush.parallel.watching import Watch
+    from rush.parallel.watchdog import Watch
 
 AXES = ("pp", "ddp", "fsdp", "cp", "tp")
 """Of the mesh, in this order."""

@@ -5,8 +5,8 @@ are off.
 """
 
 from rush.plan.check import check
+from rush.plan.layout_search import search
 from rush.plan.planning import Plan, plan
-from rush.plan.search import search
 from rush.plan.spec import spec_of
 from rush.plan.target import Target, target_here, target_of
 

@@ -12,10 +12,10 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rush.plan.efficiency import DEFAULT, Efficiency
-from rush.plan.findings import Case
+from rush.plan.effects import kernels
+from rush.plan.efficiencies import DEFAULT, Efficiency
+from rush.plan.measured_cases import Case
 from rush.plan.spec import matmul_dtype
-from rush.plan.terms import kernels
 from rush.plan.time import Time, time_of
 
 PARTS = {

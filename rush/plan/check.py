@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from rush.plan.calibration import calibrate, third
-from rush.plan.efficiency import DEFAULT, Efficiency
-from rush.plan.findings import Case, read_findings, read_overflows
+from rush.plan.efficiencies import DEFAULT, Efficiency
+from rush.plan.measured_cases import Case, read_findings, read_overflows
 from rush.plan.memory import memory_of
 from rush.plan.planning import plan
-from rush.plan.published import Published, read_published
+from rush.plan.published_runs import Published, read_published
 from rush.plan.time import time_of, tokens_per_s
 
 TARGETS = {

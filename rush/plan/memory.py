@@ -4,9 +4,9 @@ A step is a few moments, and the peak is the fullest of them: the end of the for
 loss being differentiated, the last block's backward pass (with what is computed again, if blocks are checkpointed),
 the end of the backward pass, when all gradients are there, and the update. Weights and moments are there all the
 time; gradients only from the backward pass to the update, since they are let go of after it. What a block leaves for
-its backward pass is summed from the terms that are left (`rush/plan/terms.py`). "Tensors" is what torch counts as
+its backward pass is summed from the terms that are left (`rush/plan/effects.py`). "Tensors" is what torch counts as
 allocated; what a device must offer is more by the context of the driver and what the allocator cannot fill. What a run
-does besides its steps is counted in `rush/plan/life.py`.
+does besides its steps is counted in `rush/plan/run_peak.py`.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rush.plan.frozen import joined
-from rush.plan.held import Held, Stage
+from rush.plan.adapter_time import joined
+from rush.plan.model_state import Held, Stage
 from rush.plan.spec import Spec, adapted, adapting, weights_of
 
 CONTEXT = 600 * 2**20

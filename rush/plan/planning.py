@@ -8,9 +8,9 @@ from typing import Any
 
 from rush.errors import RecipeError
 from rush.models import count_parameters
-from rush.plan.efficiency import DEFAULT, Efficiency
-from rush.plan.life import Life, life_of, staged_bytes
+from rush.plan.efficiencies import DEFAULT, Efficiency
 from rush.plan.memory import Memory
+from rush.plan.run_peak import Life, life_of, staged_bytes
 from rush.plan.spec import Spec, check_divides, matmul_dtype, product_dtypes, with_batch
 from rush.plan.target import Target
 from rush.plan.time import Time, model_flops_per_token, time_of, tokens_per_s

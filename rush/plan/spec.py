@@ -14,7 +14,7 @@ from rush.models import Shape
 from rush.models.adapters import ROLE_GROUPS
 from rush.models.counts import ParameterSpec, list_parameters
 from rush.parallel import AXES
-from rush.plan.terms import NO_WORK, Effects, Work, settle, settle_work
+from rush.plan.effects import NO_WORK, Effects, Work, settle, settle_work
 from rush.recipe import Knob, Recipe
 from rush.techniques import registry, settle_uses
 

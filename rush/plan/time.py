@@ -5,7 +5,7 @@ kernel reaches (with the whole score matrix: the bytes of the scores); everythin
 rate of a copy. The bytes are counted from the code, operation by operation: eager ones read and write memory each
 time, compiled and fused ones once for a chain. A host launches eager operations one by one, and where that takes longer
 than computing them, it is what a step takes. What devices send each other counts as far as it does not hide.
-`rush/plan/efficiency.py` holds the few numbers that are fitted to findings; everything else is counted.
+`rush/plan/efficiencies.py` holds the few numbers that are fitted to findings; everything else is counted.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rush.models import flops_per_token
-from rush.plan.attending import attention_time, ring_time
+from rush.plan.adapter_time import adapters_time, again_of, unpacking_time
+from rush.plan.attention_time import attention_time, ring_time
 from rush.plan.communication import STRAGGLING, Sent, sent_by, sent_in_passes
-from rush.plan.efficiency import DEFAULT, Efficiency
-from rush.plan.frozen import adapters_time, again_of, unpacking_time
-from rush.plan.held import Held, Stage
+from rush.plan.efficiencies import DEFAULT, Efficiency
 from rush.plan.memory import taken_away
+from rush.plan.model_state import Held, Stage
+from rush.plan.optimizer_time import launches, trained_weights, update_time
 from rush.plan.spec import Spec, Weights, weights_of
 from rush.plan.spec import matmul_dtype as matmul_dtype
 from rush.plan.target import Target
-from rush.plan.updating import launches, trained_weights, update_time
 
 PCIE_BYTES_PER_S = 55e9
 """Between host and device: pinned copies as measured on the H200s' PCIe 5; less where PCIe is the link between devices."""

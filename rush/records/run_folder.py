@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rush.errors import RecipeError
 from rush.files import fsync_folder, remove_temporaries, writing
-from rush.records.checkpoints import CheckpointStore
+from rush.records.checkpoint_store import CheckpointStore
 from rush.records.lock import FolderLock
 
 

@@ -5,7 +5,7 @@
 """
 
 from rush.report.compare import write_comparison
+from rush.report.ladder_picture import write_picture
 from rush.report.page import write_report
-from rush.report.picture import write_picture
 
 __all__ = ["write_comparison", "write_picture", "write_report"]

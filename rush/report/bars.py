@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rush.report import words
+from rush.report import formatting
 from rush.report.ladder import Measure, Rung
 from rush.report.svg import Scale, percent, picture, tag, tooltip
 
@@ -54,22 +54,22 @@ def speed_bar(
     if measure is None or top is None:
         return None
     scale = Scale(0, top, 0, SPEED_FULL)
-    label = words.speed(measure.median)
+    label = formatting.speed(measure.median)
     alt = f"{who}: {label}"
     marks = [
         tag("rect", class_=f"bar {kind}", x="0", y=4, width=percent(scale(measure.median)), height=18, rx=2)
     ]
     end = scale(measure.median)
     if measure.low is not None and measure.high is not None:
-        alt += f", 95 % interval {words.interval(measure.low, measure.high)}"
+        alt += f", 95 % interval {formatting.interval(measure.low, measure.high)}"
         low, high = scale(max(0.0, measure.low)), scale(measure.high)
         marks += whisker(low, high, 13, 5)
         end = max(end, high)
     if measure.n is not None:
-        alt += f", {words.plural(measure.n, 'sample')}"
-    beside = [tag("tspan", words.ratio(total), class_="soft", dx=7)] if total is not None else []
+        alt += f", {formatting.plural(measure.n, 'sample')}"
+    beside = [tag("tspan", formatting.ratio(total), class_="soft", dx=7)] if total is not None else []
     if total is not None:
-        alt += f", {words.ratio(total)} in all"
+        alt += f", {formatting.ratio(total)} in all"
     marks.append(tag("text", label, *beside, class_="value", x=percent(end), dx=8, y=18))
     return picture(alt, tooltip(alt), *marks, class_="row", height=26)
 
@@ -87,7 +87,7 @@ def memory_bar(size_bytes: float | None, top: float | None, who: str) -> Markup 
     if size_bytes is None or top is None:
         return None
     width = Scale(0, top, 0, MEMORY_FULL)(size_bytes)
-    label = words.size(size_bytes)
+    label = formatting.size(size_bytes)
     alt = f"{who}: peak memory {label}"
     return picture(
         alt,
@@ -124,7 +124,7 @@ def breakdown_bar(rung: Rung, full: float) -> Markup | None:
     for part in parts:
         name, width = CLASSES[part.kind], part.share * full
         inside = [
-            tag("rect", tooltip(f"{name}: {words.milliseconds(part.ms)}, {words.share(part.share)}"),
+            tag("rect", tooltip(f"{name}: {formatting.milliseconds(part.ms)}, {formatting.share(part.share)}"),
                 class_=f"part {part.kind}", x=percent(x), y=2, width=percent(width), height=22)
         ]  # fmt: skip
         if width >= 13:
@@ -141,8 +141,8 @@ def breakdown_bar(rung: Rung, full: float) -> Markup | None:
             )
         marks += inside
         x += width
-    said = ", ".join(f"{CLASSES[part.kind]} {words.share(part.share)}" for part in parts)
-    total = words.milliseconds(sum(rung.breakdown.values()))
+    said = ", ".join(f"{CLASSES[part.kind]} {formatting.share(part.share)}" for part in parts)
+    total = formatting.milliseconds(sum(rung.breakdown.values()))
     return picture(f"{rung.title}: {total} a step. {said}", *marks, class_="row", height=26)
 
 
@@ -159,7 +159,7 @@ def claim_axis(scale: Scale) -> Markup:
     marks = [
         tag(
             "text",
-            words.tick_ratio(value),
+            formatting.tick_ratio(value),
             class_="tick",
             x=percent(scale(value)),
             y=16,
@@ -175,7 +175,7 @@ def claim_row(
 ) -> Markup:
     """A hollow diamond where the authors put it, a dot with an interval where it was found."""
     marks = [tag("line", class_="zero", x1=percent(scale(1)), x2=percent(scale(1)), y1=0, y2=26)]
-    alt = f"{who}: claimed {words.change(claimed)}, found {words.change(found)}"
+    alt = f"{who}: claimed {formatting.change(claimed)}, found {formatting.change(found)}"
     if low is not None and high is not None and low > 0:
         marks += whisker(scale(low), scale(high), 13, 4)
     if found is not None:

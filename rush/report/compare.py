@@ -15,10 +15,10 @@ from markupsafe import Markup
 
 from rush.errors import RecipeError
 from rush.files import write_atomic
-from rush.report import bars, words
+from rush.report import bars, formatting
 from rush.report.ladder import Ladder, Measure, Rung
 from rush.report.page import flattened, render
-from rush.report.reading import read_ladder
+from rush.report.read_ladder import read_ladder
 
 
 @dataclass(frozen=True)
@@ -116,9 +116,9 @@ def _against(base: Rung | None, rung: Rung | None, at: int) -> str:
         return ""
     ratio, low, high = careful_ratio(rung.speed, base.speed)
     if low is None or high is None:
-        return f"{words.ratio(ratio)} of A"
+        return f"{formatting.ratio(ratio)} of A"
     tail = ", cannot tell" if low <= 1 <= high else ""
-    return f"{words.ratio(ratio)} of A ({words.digits(low)} to {words.digits(high)}{tail})"
+    return f"{formatting.ratio(ratio)} of A ({formatting.digits(low)} to {formatting.digits(high)}{tail})"
 
 
 def _differences(ladders: Sequence[Ladder]) -> list[tuple[str, list[str], bool]]:
@@ -127,6 +127,6 @@ def _differences(ladders: Sequence[Ladder]) -> list[tuple[str, list[str], bool]]
     names = dict.fromkeys(name for table in tables for name in table)
     rows = []
     for name in names:
-        values = [table.get(name, words.MISSING) for table in tables]
+        values = [table.get(name, formatting.MISSING) for table in tables]
         rows.append((name, values, len(set(values)) > 1))
     return rows

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from rush.report import words
+from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.ladder import BatchPoint, Measure, Parity
 from rush.report.svg import Scale, number, path, picture, tag, ticks, tooltip, widened
@@ -35,7 +35,7 @@ def _batch_curve(frame: Frame, points: Sequence[BatchPoint], stops_at: int | Non
     )
     x = Scale(points[0].micro / 1.3, points[-1].micro * 1.3, frame.left, frame.x_end, log=True)
     y = Scale(0, top, upper.y_end, upper.top)
-    marks = y_axis(upper, y, ticks(0, top, 4), words.tick, "tokens per second")
+    marks = y_axis(upper, y, ticks(0, top, 4), formatting.tick, "tokens per second")
     if stops_at is not None and points[0].micro <= stops_at <= points[-1].micro:
         marks += _stop_mark(upper, x(stops_at), frame.y_end, stops_at)
     line = [(x(point.micro), y(m.median)) for point, m in measured]
@@ -57,7 +57,7 @@ def _batch_curve(frame: Frame, points: Sequence[BatchPoint], stops_at: int | Non
     best_point, best = max(measured, key=lambda pair: pair[1].median)
     alt = (
         f"Tokens per second against batch size, {len(points)} sizes from {points[0].micro} to "
-        f"{points[-1].micro}. Fastest: {words.speed(best.median)} at {best_point.micro}."
+        f"{points[-1].micro}. Fastest: {formatting.speed(best.median)} at {best_point.micro}."
     )
     return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
 
@@ -72,7 +72,9 @@ def _stop_mark(frame: Frame, x: float, bottom: float, stops_at: int) -> list[Mar
 
 
 def _batch_dot(x: float, y: Scale, point: BatchPoint, m: Measure) -> Markup:
-    marks = [tooltip(f"{point.micro} rows: {words.speed(m.median)} ({words.interval(m.low, m.high)})")]
+    marks = [
+        tooltip(f"{point.micro} rows: {formatting.speed(m.median)} ({formatting.interval(m.low, m.high)})")
+    ]
     if m.low is not None and m.high is not None:
         low, high = y(max(0.0, m.low)), y(m.high)
         marks.append(tag("path", class_="whisker", d=f"M{number(x)} {number(low)}V{number(high)}"))
@@ -97,10 +99,10 @@ def _memory_panel(frame: Frame, upper: Frame, x: Scale, points: Sequence[BatchPo
     top = max(sizes) * 1.1
     y = Scale(0, top, lower.y_end, lower.top)
     unit = next((u for u in (2.0**30, 2.0**20, 2.0**10) if top >= u), 1.0)
-    marks = y_axis(lower, y, [k * unit for k in ticks(0, top / unit, 3)], words.size, "peak memory")
+    marks = y_axis(lower, y, [k * unit for k in ticks(0, top / unit, 3)], formatting.size, "peak memory")
     bar = min(26.0, (lower.x_end - lower.left) / len(points) * 0.5)
     for point, value in zip(points, sizes, strict=True):
-        rect = tag("rect", tooltip(f"{point.micro} rows: {words.size(value)}"), class_="bar memory",
+        rect = tag("rect", tooltip(f"{point.micro} rows: {formatting.size(value)}"), class_="bar memory",
                    x=x(point.micro) - bar / 2, y=y(value), width=bar, height=lower.y_end - y(value))  # fmt: skip
         marks.append(rect)
     return marks
@@ -119,15 +121,15 @@ def loss_overlay(parity: Parity, who: str) -> Markup | None:
     x = Scale(0, max(len(pairs) - 1, 1), frame.left, frame.x_end)
     low, high = widened([value for _, a, b in both for value in (a, b)])
     y = Scale(low, high, frame.y_end, frame.top)
-    marks = y_axis(frame, y, ticks(low, high, 4), words.tick, "loss")
+    marks = y_axis(frame, y, ticks(low, high, 4), formatting.tick, "loss")
     marks.append(tag("path", class_="curve reference", d=_broken(x, y, parity.reference_losses, len(pairs))))
     marks.append(tag("path", class_="curve rung", d=_broken(x, y, parity.losses, len(pairs))))
     gaps = [(step, b - a) for step, a, b in both]
     marks += _difference(frame, x, gaps)
     worst = max(abs(gap) for _, gap in gaps)
     alt = (
-        f"{who}: loss over {len(pairs)} steps on top of the reference. It ends at {words.digits(both[-1][2])}, "
-        f"the reference at {words.digits(both[-1][1])}; the largest difference is {words.digits(worst)}."
+        f"{who}: loss over {len(pairs)} steps on top of the reference. It ends at {formatting.digits(both[-1][2])}, "
+        f"the reference at {formatting.digits(both[-1][1])}; the largest difference is {formatting.digits(worst)}."
     )
     return picture(alt, tooltip(alt), *marks, class_="curve-picture", viewBox=frame.view_box)
 
@@ -199,9 +201,9 @@ def sample_strip(measure: Measure, who: str) -> Markup | None:
     for line, row in enumerate(rows):
         y = frame.top + 5 + 14 * line
         marks += [tag("circle", class_="sample", cx=x(value), cy=y, r=2.6) for value in row]
-    marks += x_axis(frame, x, ticks(low, high, 4), words.tick, "")
+    marks += x_axis(frame, x, ticks(low, high, 4), formatting.tick, "")
     spread = max(values) / min(values) if min(values) > 0 else math.nan
-    alt = f"{who}: {words.plural(len(values), 'raw sample')} from {words.plural(len(rows), 'fresh process', 'fresh processes')}"
+    alt = f"{who}: {formatting.plural(len(values), 'raw sample')} from {formatting.plural(len(rows), 'fresh process', 'fresh processes')}"
     if math.isfinite(spread):
-        alt += f", the largest {words.digits((spread - 1) * 100)} % above the smallest"
+        alt += f", the largest {formatting.digits((spread - 1) * 100)} % above the smallest"
     return picture(alt, tooltip(alt), *marks, class_="curve-picture strip", viewBox=frame.view_box)

@@ -17,7 +17,7 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.records.kernels import KernelRecord, Op, Row, read_kernels
-from rush.report import findings, words
+from rush.report import formatting, headlines
 from rush.report.axes import NARROW, Frame, x_axis, y_axis
 from rush.report.compare import letter_of, series_of
 from rush.report.page import flattened, render
@@ -89,7 +89,7 @@ def kernel_page(record: KernelRecord) -> str:
         "kernels.html",
         title="Kernels",
         record=record,
-        machine=findings.machine_name(record["machine"]),
+        machine=headlines.machine_name(record["machine"]),
         machine_rows=flattened(record["machine"]) + flattened(record.get("ceilings") or {}, "ceilings"),
         ceilings=record.get("ceilings") or {},
         targets=targets,
@@ -116,12 +116,12 @@ def reached_words(target: dict[str, Any]) -> str:
     """What a target came to, with its interval."""
     value = target.get("reached")
     if value is None:
-        return words.MISSING
+        return formatting.MISSING
     if target["metric"] in ("ceiling", "memory"):
-        return words.share(value)
+        return formatting.share(value)
     interval = target.get("ci95")
-    tail = f" ({words.digits(interval[0])} to {words.digits(interval[1])})" if interval else ""
-    return words.ratio(value) + tail
+    tail = f" ({formatting.digits(interval[0])} to {formatting.digits(interval[1])})" if interval else ""
+    return formatting.ratio(value) + tail
 
 
 def part_of(op: Op) -> Part:
@@ -165,17 +165,17 @@ def _point(op: Op, row: Row, fractions: bool) -> Point:
     assert time is not None
     x = float(row["dims"].get(op["axis"], 1))
     low, high = time["ci95"]
-    said = f"{row['contender']}, {row['size']}: {words.milliseconds(time['median'])}"
+    said = f"{row['contender']}, {row['size']}: {formatting.milliseconds(time['median'])}"
     if not fractions:
         return Point(x, time["median"], low, high, said)
     y = row["ceiling_fraction"]
     assert y is not None
     rate = (
-        words.si(row["bytes_per_s"], "B/s")
+        formatting.si(row["bytes_per_s"], "B/s")
         if op["bound"] == "memory"
-        else words.si(row["flops_per_s"], "FLOP/s")
+        else formatting.si(row["flops_per_s"], "FLOP/s")
     )
-    said += f", {rate}, {words.share(y)} of the ceiling"
+    said += f", {rate}, {formatting.share(y)} of the ceiling"
     return Point(x, y, y * time["median"] / high, y * time["median"] / low, said)
 
 
@@ -186,12 +186,12 @@ def _picture(op: Op, lines: Sequence[Line], title: str, fractions: bool) -> Mark
     x = Scale(xs[0] / 1.25, xs[-1] * 1.25, frame.left, frame.x_end, log=True)
     top = max(max(point.high for point in points) * 1.06, 1.06 if fractions else 0.0)
     y = Scale(0, top, frame.y_end, frame.top)
-    label = _share_tick if fractions else words.tick
+    label = _share_tick if fractions else formatting.tick
     marks = y_axis(
         frame, y, ticks(0, top, 5), label, "of the measured ceiling" if fractions else "milliseconds"
     )
     marks += x_axis(
-        frame, x, xs, lambda value: words.tick(value) if value >= 10000 else f"{value:g}", op["axis"]
+        frame, x, xs, lambda value: formatting.tick(value) if value >= 10000 else f"{value:g}", op["axis"]
     )
     if fractions:
         marks.append(tag("path", tooltip("the measured ceiling"), class_="roof",

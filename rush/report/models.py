@@ -13,7 +13,7 @@ from rush.files import write_atomic
 from rush.records.ladder import Rung
 from rush.records.life import life_words
 from rush.records.models import Longest, ModelRecord, Workload, read_models, verdicts_of
-from rush.report import bars, findings, words
+from rush.report import bars, formatting, headlines
 from rush.report.kernels import TONES
 from rush.report.ladder import Measure
 from rush.report.page import flattened, render
@@ -43,7 +43,7 @@ def model_page(record: ModelRecord) -> str:
         "models.html",
         title="Whole runs",
         record=record,
-        machine=findings.machine_name(record["machine"]),
+        machine=headlines.machine_name(record["machine"]),
         machine_rows=flattened(record["machine"]) + flattened(record.get("ceilings") or {}, "ceilings"),
         parts=[(workload, sides(workload)) for workload in record["workloads"]],
         reached=verdicts.count("reached"),
@@ -114,7 +114,7 @@ def table(record: ModelRecord) -> list[Sequence[str]]:
                     f"`{rung['name']}`{beside}: {_rate(rung)}",
                     ratio_words(target),
                     wanted_words(target),
-                    f"{words.size(rung.get('peak_memory_bytes'))} (rival {words.size(rival.get('peak_memory_bytes'))}"
+                    f"{formatting.size(rung.get('peak_memory_bytes'))} (rival {formatting.size(rival.get('peak_memory_bytes'))}"
                     f"{memory_ratio(target)})",
                     (rung.get("parity") or {}).get("verdict", "not judged"),
                     verdict_words(target),
@@ -130,10 +130,10 @@ def lengths(record: ModelRecord) -> list[Sequence[str]]:
             workload["about"],
             f"{longest['limit_bytes'] / 1e9:.0f} GB",
             f"{found['sequence']:,} tokens" if (found := longest.get("found")) else "none of those tried",
-            f"{'at least ' if found.get('cold') else ''}{words.si(found['tokens_per_s'])} tokens/s"
+            f"{'at least ' if found.get('cold') else ''}{formatting.si(found['tokens_per_s'])} tokens/s"
             if found and found["tokens_per_s"]
-            else words.MISSING,
-            words.size(found["peak_memory_bytes"]) if found else words.MISSING,
+            else formatting.MISSING,
+            formatting.size(found["peak_memory_bytes"]) if found else formatting.MISSING,
             f"{longest['published']:,} ({longest['source']})",
         )
         for workload in record["workloads"]
@@ -144,7 +144,7 @@ def lengths(record: ModelRecord) -> list[Sequence[str]]:
 def ratio_words(target: dict[str, Any]) -> str:
     """The ratio with its interval."""
     if target.get("reached") is None:
-        return words.MISSING
+        return formatting.MISSING
     low, high = target["ci95"]
     return f"{target['reached']:.3f}× ({low:.3f} to {high:.3f})"
 
@@ -192,4 +192,4 @@ def _proved(longest: Longest) -> str:
 
 def _rate(rung: Rung) -> str:
     speed = rung.get("tokens_per_s")
-    return f"{words.si(speed['median'])} tokens/s" if speed else rung["verdict"]
+    return f"{formatting.si(speed['median'])} tokens/s" if speed else rung["verdict"]

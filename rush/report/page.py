@@ -21,11 +21,11 @@ import jinja2
 from markupsafe import Markup
 
 from rush.files import write_atomic
-from rush.report import bars, curves, findings, roofline, words
+from rush.report import bars, curves, formatting, headlines, roofline
 from rush.report.ladder import Json, Ladder, Rung
-from rush.report.reading import read_ladder, real, shown, text
-from rush.report.signs import SIGNS
+from rush.report.read_ladder import read_ladder, real, shown, text
 from rush.report.svg import tag
+from rush.report.symbols import SIGNS
 
 MANY_PANELS = 12
 
@@ -49,7 +49,7 @@ def report_page(ladder: Ladder) -> str:
         "report.html",
         title=f"{ladder.name} · ladder",
         ladder=ladder,
-        machine=findings.machine_name(ladder.machine),
+        machine=headlines.machine_name(ladder.machine),
         machine_rows=flattened(ladder.machine) + flattened(ladder.other_ceilings, "ceilings"),
         rungs=[
             (
@@ -79,7 +79,7 @@ def report_page(ladder: Ladder) -> str:
         claim_axis=claim_axis,
         claims=claims,
         lines=_recipe_lines(ladder),
-        used_verdicts=[name for name in findings.VERDICTS if any(r.verdict == name for r in ladder.rungs)],
+        used_verdicts=[name for name in headlines.VERDICTS if any(r.verdict == name for r in ladder.rungs)],
     )
 
 
@@ -91,9 +91,9 @@ def _absolute(rung: Rung, slowest: float) -> Markup | None:
     return bars.breakdown_bar(rung, 100 * per_thousand / slowest)
 
 
-def _claims(ladder: Ladder) -> tuple[Markup, list[tuple[findings.Comparison, Markup]]]:
+def _claims(ladder: Ladder) -> tuple[Markup, list[tuple[headlines.Comparison, Markup]]]:
     """The common axis, and every claim beside its finding."""
-    found = [row for rung in ladder.rungs if (row := findings.compare_claim(ladder, rung))]
+    found = [row for rung in ladder.rungs if (row := headlines.compare_claim(ladder, rung))]
     ratios = [
         v for row in found for v in (row.claimed, row.found, row.low, row.high) if v is not None and v > 0
     ]
@@ -125,13 +125,15 @@ def limit_rows(row: Mapping[str, Json]) -> list[tuple[str, str]]:
     for key, value in row.items():
         size = real(value) if key.endswith("_bytes") else None
         if size is not None:
-            said = words.size(size)
+            said = formatting.size(size)
         elif key == "tried":
-            said = ", ".join(_tried(point) for point in value) if isinstance(value, list) else words.MISSING
+            said = (
+                ", ".join(_tried(point) for point in value) if isinstance(value, list) else formatting.MISSING
+            )
         elif isinstance(value, list):
             said = ", ".join(map(shown, value)) or "nothing"
         else:
-            said = words.MISSING if value is None else shown(value)
+            said = formatting.MISSING if value is None else shown(value)
         rows.append((names.get(key, (text(key) or "").replace("_", " ")), said))
     return rows
 
@@ -139,7 +141,7 @@ def limit_rows(row: Mapping[str, Json]) -> list[tuple[str, str]]:
 def _tried(point: Json) -> str:
     """A length that was tried; what became of it, unless it ran."""
     found = point if isinstance(point, dict) else {}
-    status = text(found.get("status")) or words.MISSING
+    status = text(found.get("status")) or formatting.MISSING
     became = "" if status == "ok" else f" ({status.replace('_', ' ')})"
     return f"{shown(found.get('sequence'))}{became}"
 
@@ -150,12 +152,14 @@ def flattened(value: Json, name: str = "") -> list[tuple[str, str]]:
         return [row for key, part in value.items() for row in flattened(part, f"{name}.{text(key)}" if name else text(key) or "")]  # fmt: skip
     if isinstance(value, list):
         if all(not isinstance(part, dict | list) for part in value):
-            return [(name, ", ".join(map(shown, value)) or words.MISSING)]
+            return [(name, ", ".join(map(shown, value)) or formatting.MISSING)]
         return [row for at, part in enumerate(value) for row in flattened(part, f"{name}.{at}")]
     if value is None:
-        return [(name, words.MISSING)]
+        return [(name, formatting.MISSING)]
     if name.endswith("_bytes") and isinstance(value, int) and not isinstance(value, bool):
-        return [(name, f"{words.size(float(value))} ({shown(value)})" if abs(value) < 1e30 else shown(value))]
+        return [
+            (name, f"{formatting.size(float(value))} ({shown(value)})" if abs(value) < 1e30 else shown(value))
+        ]
     return [(name, shown(value))]
 
 
@@ -186,8 +190,8 @@ def render(template: str, **values: Any) -> str:
         lstrip_blocks=True,
     )
     environment.globals.update(
-        words=words,
-        findings=findings,
+        formatting=formatting,
+        headlines=headlines,
         bars=bars,
         curves=curves,
         badge=badge,

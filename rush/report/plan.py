@@ -9,7 +9,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rush.files import write_atomic
-from rush.report import words
+from rush.report import formatting
 from rush.report.page import render
 from rush.report.svg import percent, picture, tag, tooltip
 
@@ -36,8 +36,8 @@ def plan_page(name: str, plans: Sequence[Mapping[str, Any]], lost: Sequence[str]
 def _memory(plan: Mapping[str, Any]) -> tuple[Markup, list[tuple[str, str]]]:
     parts = {k: float(v) for k, v in plan["memory_bytes"].items() if k not in ("total", "tensors")}
     limit = float(plan["machine"]["memory_bytes"])
-    return _stacked(parts, max(limit, sum(parts.values())), limit, words.size), [
-        (part, words.size(value)) for part, value in parts.items()
+    return _stacked(parts, max(limit, sum(parts.values())), limit, formatting.size), [
+        (part, formatting.size(value)) for part, value in parts.items()
     ]
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rush.report import words
+from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.ladder import Ladder, Rung
 from rush.report.svg import Scale, decades, path, picture, tag, tooltip
@@ -71,8 +71,8 @@ def _roofline(frame: Frame, ladder: Ladder, places: Sequence[Position]) -> Marku
     frame = Frame(frame.width, frame.height + 40, frame.left, frame.right, 26, frame.bottom)
     roofs = sorted(ladder.matmul.items(), key=lambda item: item[1])
     x, y = _scales(frame, ladder, places)
-    marks = y_axis(frame, y, decades(y.low, y.high), words.tick, "achieved FLOP/s")
-    marks += x_axis(frame, x, decades(x.low, x.high), words.tick, "FLOP per byte")
+    marks = y_axis(frame, y, decades(y.low, y.high), formatting.tick, "achieved FLOP/s")
+    marks += x_axis(frame, x, decades(x.low, x.high), formatting.tick, "FLOP per byte")
     top_rate = roofs[-1][1] if roofs else None
     marks += _slope(x, y, ladder.copy_bytes_per_s, top_rate)
     dots = [(x(place.intensity), y(place.flops)) for place in places]
@@ -80,8 +80,8 @@ def _roofline(frame: Frame, ladder: Ladder, places: Sequence[Position]) -> Marku
     marks += _dots(frame, x, y, places)
     best = max(places, key=lambda place: place.flops)
     alt = (
-        f"Roofline with {words.plural(len(places), 'rung')}. Highest: {best.rung.title} at "
-        f"{words.si(best.flops, 'FLOP/s')}, {words.digits(best.intensity)} FLOP per byte."
+        f"Roofline with {formatting.plural(len(places), 'rung')}. Highest: {best.rung.title} at "
+        f"{formatting.si(best.flops, 'FLOP/s')}, {formatting.digits(best.intensity)} FLOP per byte."
     )
     return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
 
@@ -106,11 +106,13 @@ def _slope(x: Scale, y: Scale, bandwidth: float | None, top_rate: float | None) 
         return []
     line = [(x(start), y(start * bandwidth)), (x(end), y(end * bandwidth))]
     middle = math.sqrt(start * end)
-    marks = [tag("path", tooltip(f"memory copy: {words.si(bandwidth, 'B/s')}"), class_="roof", d=path(line))]
+    marks = [
+        tag("path", tooltip(f"memory copy: {formatting.si(bandwidth, 'B/s')}"), class_="roof", d=path(line))
+    ]
     angle = math.degrees(math.atan2(line[1][1] - line[0][1], line[1][0] - line[0][0]))
     place = f"translate({x(middle):.1f} {y(middle * bandwidth) - 7:.1f}) rotate({angle:.1f})"
     if math.dist(*line) > 130:
-        label = f"copy {words.si(bandwidth, 'B/s')}"
+        label = f"copy {formatting.si(bandwidth, 'B/s')}"
         marks.append(tag("text", label, class_="note", transform=place, text_anchor="middle"))
     return marks
 
@@ -130,9 +132,9 @@ def _roofs(
         for dtype, rate in group:
             corner = x(rate / bandwidth) if bandwidth else frame.left
             start = min(max(corner, frame.left), frame.x_end - 30)
-            said = tooltip(f"measured ceiling, {dtype}: {words.si(rate, 'FLOP/s')}")
+            said = tooltip(f"measured ceiling, {dtype}: {formatting.si(rate, 'FLOP/s')}")
             lines.append(tag("path", said, class_="roof", d=path([(start, y(rate)), (frame.x_end, y(rate))])))
-        label = ", ".join(f"{dtype} {words.si(rate)}" for dtype, rate in group)
+        label = ", ".join(f"{dtype} {formatting.si(rate)}" for dtype, rate in group)
         box = _label_box(frame, start, y(group[0][1]), y(group[-1][1]), len(label) * 6.4, boxes)
         boxes.append(box)
         labels.append(tag("text", label, class_="note", x=box[2], y=box[3] - 3, text_anchor="end"))
@@ -172,7 +174,7 @@ def _dots(frame: Frame, x: Scale, y: Scale, places: Sequence[Position]) -> list[
     marks, taken = [], [(x(place.intensity), y(place.flops)) for place in places]
     for place in places:
         cx, cy = x(place.intensity), y(place.flops)
-        said = f"{place.rung.index}. {place.rung.title}: {words.si(place.flops, 'FLOP/s')}, {words.digits(place.intensity)} FLOP per byte"
+        said = f"{place.rung.index}. {place.rung.title}: {formatting.si(place.flops, 'FLOP/s')}, {formatting.digits(place.intensity)} FLOP per byte"
         marks.append(tag("circle", tooltip(said), class_="dot place", cx=cx, cy=cy, r=4.5))
     for place in places:
         cx, cy = x(place.intensity), y(place.flops)

@@ -15,14 +15,14 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.records.scaling import Link, Point, ScaleRecord, read_scale
-from rush.report import bars, curves, findings, words
+from rush.report import bars, curves, formatting, headlines
 from rush.report.axes import NARROW, Frame, x_axis, y_axis
 from rush.report.compare import letter_of, series_of
 from rush.report.kernels import Figure, Line, draw_line, place_letters
 from rush.report.kernels import Point as Dot
 from rush.report.ladder import Measure, Parity
 from rush.report.page import flattened, render
-from rush.report.reading import measure, parity, text
+from rush.report.read_ladder import measure, parity, text
 from rush.report.svg import Scale, path, picture, tag, ticks, tooltip
 
 TONES = {
@@ -76,7 +76,7 @@ def scale_page(record: ScaleRecord) -> str:
         record=record,
         headline=headline(record),
         warnings=warnings(record),
-        machine=findings.machine_name(record["machine"]),
+        machine=headlines.machine_name(record["machine"]),
         machine_rows=flattened(record["machine"]),
         figures=[figure for kind in ("strong", "weak") for figure in figures_of(record, kind)],
         groups=[
@@ -115,8 +115,8 @@ def headline(record: ScaleRecord) -> str:
     level = [p["layout"] for p in there if p is not best and _interval(p)[1] >= _interval(best)[0]]
     noise = f" Within the noise of this study, {' and '.join(level)} may be as fast." if level else ""
     return (
-        f"On {most} devices {best['layout']} is the fastest that learns the same: {words.speed(_speed(best))}, "
-        f"{words.share(found['ratio'])} of what {most} devices could do ({words.share(low)} to {words.share(high)}).{noise}"
+        f"On {most} devices {best['layout']} is the fastest that learns the same: {formatting.speed(_speed(best))}, "
+        f"{formatting.share(found['ratio'])} of what {most} devices could do ({formatting.share(low)} to {formatting.share(high)}).{noise}"
     )
 
 
@@ -136,7 +136,7 @@ def warnings(record: ScaleRecord) -> list[str]:
     if record["machine"].get("device") == "cpu":
         cores = record.get("threads_per_rank") or 1
         said.append(
-            f"These ranks ran on a CPU, {words.plural(cores, 'core')} each, and talked through gloo: this shows that the machinery "
+            f"These ranks ran on a CPU, {formatting.plural(cores, 'core')} each, and talked through gloo: this shows that the machinery "
             "works, and is no figure for GPUs."
         )
     if any(point.get("shared") for point in record["points"]):
@@ -146,7 +146,7 @@ def warnings(record: ScaleRecord) -> list[str]:
     drift = record.get("drift")
     if drift and drift.get("flagged"):
         said.append(
-            f"The first point was measured again at the end and had moved by {words.change(drift['ratio'])}."
+            f"The first point was measured again at the end and had moved by {formatting.change(drift['ratio'])}."
         )
     elif drift and drift.get("restless"):
         said.append(
@@ -178,7 +178,7 @@ def _row(point: Point, speed: Measure | None, top: float | None, memory: float |
         bars.speed_bar(speed, top, title),
         bars.memory_bar(held, memory, title),
         tuple(
-            f"{kind}: {words.share(found['ratio'])} ({words.share(found['ci95'][0])} to {words.share(found['ci95'][1])})"
+            f"{kind}: {formatting.share(found['ratio'])} ({formatting.share(found['ci95'][0])} to {formatting.share(found['ci95'][1])})"
             for kind, found in point["efficiency"].items()
         ),
         same,
@@ -190,16 +190,18 @@ def memory_words(point: Point) -> str:
     """The peak of the ranks: one figure where they are alike."""
     ranks = point["memory_bytes"]
     if not ranks:
-        return words.MISSING
+        return formatting.MISSING
     low, high = float(min(ranks)), float(max(ranks))
-    return words.size(high) if high < 1.02 * low else f"{words.size(low)} to {words.size(high)}"
+    return (
+        formatting.size(high) if high < 1.02 * low else f"{formatting.size(low)} to {formatting.size(high)}"
+    )
 
 
 def ratio_words(ratio: float | None, interval: Sequence[float] | None = None) -> str:
     if ratio is None:
-        return words.MISSING
-    tail = f" ({words.digits(interval[0])} to {words.digits(interval[1])})" if interval else ""
-    return words.ratio(ratio) + tail
+        return formatting.MISSING
+    tail = f" ({formatting.digits(interval[0])} to {formatting.digits(interval[1])})" if interval else ""
+    return formatting.ratio(ratio) + tail
 
 
 def figures_of(record: ScaleRecord, scaling: str) -> list[Figure]:
@@ -253,14 +255,16 @@ def _speed_dot(point: Point) -> Dot:
     speed = point["tokens_per_s"]
     assert speed is not None
     low, high = speed["ci95"]
-    said = f"{_name(point)}, {words.plural(point['devices'], 'device')}: {words.speed(speed['median'])}"
+    said = f"{_name(point)}, {formatting.plural(point['devices'], 'device')}: {formatting.speed(speed['median'])}"
     return Dot(float(point["devices"]), speed["median"], low, high, said)
 
 
 def _share_dot(point: Point, scaling: str) -> Dot:
     found = point["efficiency"][scaling]
     low, high = found["ci95"]
-    said = f"{_name(point)}, {words.plural(point['devices'], 'device')}: {words.share(found['ratio'])}"
+    said = (
+        f"{_name(point)}, {formatting.plural(point['devices'], 'device')}: {formatting.share(found['ratio'])}"
+    )
     return Dot(float(point["devices"]), found["ratio"], low, high, said)
 
 
@@ -278,7 +282,7 @@ def _picture(
         min(max(d.high for d in dots), 1.5 * ideal[-1][1]),
     )
     y = Scale(0, top * 1.06, frame.y_end, frame.top)
-    label = words.tick if each is not None else _share_tick
+    label = formatting.tick if each is not None else _share_tick
     marks = y_axis(
         frame,
         y,
@@ -298,7 +302,7 @@ def _picture(
             at = f"translate({x(point['devices']):g} {y(value):g})"
             mark = tag("path", class_="claimed", d="M0 -7L7 0L0 7L-7 0Z")
             marks.append(
-                tag("g", tooltip(f"{_name(point)}: predicted {words.speed(value)}"), mark, transform=at)
+                tag("g", tooltip(f"{_name(point)}: predicted {formatting.speed(value)}"), mark, transform=at)
             )
     marks += place_letters(frame, shown, x, y)
     best = max(dots, key=lambda dot: (dot.x, dot.y))
@@ -344,9 +348,7 @@ def _link_dots(link: Link) -> tuple[Dot, ...]:
     for size in link["sizes"]:
         rate, each = size["bus_bytes_per_s"], sorted(size["seconds"])
         middle = each[len(each) // 2]
-        said = (
-            f"{link['operation'].replace('_', '-')} of {words.size(size['bytes'])}: {words.si(rate, 'B/s')}"
-        )
+        said = f"{link['operation'].replace('_', '-')} of {formatting.size(size['bytes'])}: {formatting.si(rate, 'B/s')}"
         dots.append(Dot(size["bytes"], rate, rate * middle / each[-1], rate * middle / each[0], said))
     return tuple(sorted(dots, key=lambda dot: dot.x))
 
@@ -358,8 +360,8 @@ def _link_picture(lines: Sequence[Line], title: str) -> Markup:
     x = Scale(sizes[0] / 1.5, sizes[-1] * 1.5, frame.left, frame.x_end, log=True)
     top = max(dot.y for dot in dots) * 1.1
     y = Scale(0, top, frame.y_end, frame.top)
-    marks = y_axis(frame, y, ticks(0, top, 5), words.tick, "bytes per second and link")
-    marks += x_axis(frame, x, sizes[:: max(1, len(sizes) // 4)], words.size, "message")
+    marks = y_axis(frame, y, ticks(0, top, 5), formatting.tick, "bytes per second and link")
+    marks += x_axis(frame, x, sizes[:: max(1, len(sizes) // 4)], formatting.size, "message")
     shown = [_within(line, top) for line in lines]
     for line in shown:
         marks += draw_line(line, x, y)

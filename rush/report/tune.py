@@ -10,9 +10,9 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.records.tune import CandidateRow, TuneRecord, read_tune, short_names
-from rush.report import findings, words
+from rush.report import formatting, headlines
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
-from rush.report.findings import Figure
+from rush.report.headlines import Figure
 from rush.report.page import flattened, render
 from rush.report.svg import Scale, path, picture, tag, ticks, tooltip, widened
 
@@ -54,7 +54,7 @@ def tune_page(record: TuneRecord) -> str:
         "tune.html",
         title=f"{record['name']} · tune",
         record=record,
-        machine=findings.machine_name(record["machine"]),
+        machine=headlines.machine_name(record["machine"]),
         machine_rows=flattened(record["machine"]),
         headline=headline(record),
         figures=_figures(record),
@@ -80,24 +80,26 @@ def headline(record: TuneRecord) -> str:
     if winner["as_it_stood"]:
         return "Nothing that was tried is better and proved; the recipe stays as it was."
     if "sequence" in winner:
-        return f"Sequences of {words.count(winner['sequence'])} tokens fit; {proof}."
+        return f"Sequences of {formatting.count(winner['sequence'])} tokens fit; {proof}."
     if record["objective"] == "memory":
-        return f"{words.change(winner['memory_ratio'])} peak memory; {proof}."
-    return f"{words.ratio(winner['gain']['ratio'])} the speed of the recipe as it stood; {proof}."
+        return f"{formatting.change(winner['memory_ratio'])} peak memory; {proof}."
+    return f"{formatting.ratio(winner['gain']['ratio'])} the speed of the recipe as it stood; {proof}."
 
 
 def _figures(record: TuneRecord) -> list[Figure]:
     rows, winner = record["candidates"], record["winner"]
     found = []
     if winner is not None:
-        found.append(Figure(words.speed(winner["tokens_per_s"]), "of the winner"))
-        found.append(Figure(words.size(winner["peak_memory_bytes"]), "its peak memory"))
+        found.append(Figure(formatting.speed(winner["tokens_per_s"]), "of the winner"))
+        found.append(Figure(formatting.size(winner["peak_memory_bytes"]), "its peak memory"))
     if winner is not None and "cost_per_million_tokens" in winner:
-        found.append(Figure(words.digits(winner["cost_per_million_tokens"]), "money per million tokens"))
+        found.append(Figure(formatting.digits(winner["cost_per_million_tokens"]), "money per million tokens"))
     tried = sum(event["kind"] != "reference" for event in record["events"])
     found.append(
         Figure(
-            str(tried), "trials", f"{words.seconds(record['spent_s'])} of {words.seconds(record['budget_s'])}"
+            str(tried),
+            "trials",
+            f"{formatting.seconds(record['spent_s'])} of {formatting.seconds(record['budget_s'])}",
         )
     )
     pruned = sum(row["state"] == "pruned" for row in rows)
@@ -117,8 +119,8 @@ def time_line(frame: Frame, record: TuneRecord) -> Markup | None:
     low, high = widened([0.0, *values])
     x = Scale(0, end, frame.left, frame.x_end)
     y = Scale(max(0.0, low), high, frame.y_end, frame.top + 12)
-    say = words.size if memory else words.speed
-    marks = y_axis(frame, y, ticks(0, high, 5), words.size if memory else words.tick,
+    say = formatting.size if memory else formatting.speed
+    marks = y_axis(frame, y, ticks(0, high, 5), formatting.size if memory else formatting.tick,
                    "peak memory" if memory else "tokens per second")  # fmt: skip
     marks += x_axis(frame, x, ticks(0, end, 8), lambda at: f"{at:.0f}", "seconds of the search")
     marks.append(
@@ -137,7 +139,7 @@ def time_line(frame: Frame, record: TuneRecord) -> Markup | None:
         marks.append(_trial(event, row, x, y, say, memory))
         marks += _named(event, row, names, x, y, memory)
     marks += _pruned(record["candidates"], x, frame)
-    alt = f"Time line of the search: {len(timed)} trials over {words.seconds(record['spent_s'])}. {headline(record)}"
+    alt = f"Time line of the search: {len(timed)} trials over {formatting.seconds(record['spent_s'])}. {headline(record)}"
     return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
 
 

@@ -14,7 +14,7 @@ from rush.errors import MachineError, RecipeError, nearest
 from rush.hardware import Machine
 from rush.parallel import AXES, DATA_AXES
 from rush.recipe import Knob, Recipe
-from rush.techniques.contract import Build, Claim, Parity, Pass, Requirement, Stage, Technique, Use
+from rush.techniques.api.contract import Build, Claim, Parity, Pass, Requirement, Stage, Technique, Use
 
 __all__ = [
     "Build",
@@ -38,12 +38,12 @@ __all__ = [
 def registry() -> Mapping[str, Technique]:
     """Every technique by name."""
     found: dict[str, Technique] = {}
-    for module in pkgutil.iter_modules(__path__):
-        technique = getattr(import_module(f"{__name__}.{module.name}"), "technique", None)
+    for module in pkgutil.walk_packages(__path__, f"{__name__}."):
+        technique = getattr(import_module(module.name), "technique", None)
         if isinstance(technique, Technique):
-            assert technique.name == module.name, f"{module.name}.py defines {technique.name}"
+            assert module.name.endswith(f".{technique.name}"), f"{module.name} defines {technique.name}"
             found[technique.name] = technique
-    return found
+    return dict(sorted(found.items()))
 
 
 def check(recipe: Recipe, machine: Machine) -> list[Use]:

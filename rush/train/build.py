@@ -21,15 +21,15 @@ from torch.profiler import record_function
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import Machine, memory_in_use
-from rush.hardware.memory import Limit, give_back_freed
+from rush.hardware.memory_use import Limit, give_back_freed
 from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
-from rush.models.quantised import stored_values
+from rush.models.quantized import stored_values
 from rush.parallel import Ranks, check_world
 from rush.parallel.sharded import NormOf, fill_model, is_sharded, plain_norm
 from rush.recipe import Recipe
 from rush.techniques import Build, Pass, Stage, Use, check, put_on
-from rush.techniques.contract import Passes
+from rush.techniques.api.contract import Passes
 from rush.train.objectives import NextToken, Objective, objective_of
 from rush.train.optimizer import build_optimizer
 

@@ -38,7 +38,7 @@ from rush.data.conversations import (
 from rush.data.document_loader import DocumentLoader, document_validation, largest_batch
 from rush.data.loader import make_batch
 from rush.data.packing import Concat, Pad
-from rush.data.published import find_tokenizer
+from rush.data.published_tokenizers import find_tokenizer
 from rush.errors import DataError, RecipeError
 from rush.hardware.ceilings import cache_folder
 from rush.recipe import Recipe

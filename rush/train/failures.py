@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 
-from rush import __version__
 from rush.errors import Outage, OwnFault, RunFailed, RushError
 from rush.files import append_log
 from rush.hardware import Machine, in_gaps, out_of_memory
@@ -32,8 +31,9 @@ from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.run_folder import RunFolder
 from rush.techniques import Use, settle_uses
-from rush.techniques.extra import given
-from rush.techniques.stacks import Suspect, chain, compiler_failed, suspects
+from rush.techniques.api.own_files import given
+from rush.techniques.api.stacks import Suspect, chain, compiler_failed, suspects
+from rush.version import __version__
 
 LONGEST = 300
 """Characters of an error's own words in a message; the log has all of them."""

@@ -19,32 +19,32 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from rush import __version__
+from rush.checkpoint import restore
+from rush.checkpoint.saver import Saved, Saver, room_for_copies
 from rush.errors import DataError, RecipeError
 from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, probe
+from rush.hub.folders import starting_weights
 from rush.parallel import Ranks, join, started_rank
-from rush.plan.micro import candidates
+from rush.plan.micro_batch import candidates
 from rush.recipe import Recipe
 from rush.recipe_io import changed, differences, load_recipe, write_toml
-from rush.records.checkpoints import Checkpoint, CheckpointStore, verify
-from rush.records.manifest import CheckpointDamaged
+from rush.records.checkpoint_manifest import CheckpointDamaged
+from rush.records.checkpoint_store import Checkpoint, CheckpointStore, verify
 from rush.records.metrics import MetricsWriter, truncate_after
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 from rush.techniques import check
-from rush.techniques.extra import check_remembered, digests, remember
-from rush.train import checkpoint
+from rush.techniques.api.own_files import check_remembered, digests, remember
+from rush.train.auto_micro import Settling
 from rush.train.build import build
 from rush.train.corpus import Corpus, open_corpus
 from rush.train.failures import Doing, explained
-from rush.train.folders import starting_weights
-from rush.train.micro import Settling
+from rush.train.lost_updates import say_lost
+from rush.train.metric_sinks import open_sinks
 from rush.train.objectives import objective_of
-from rush.train.rounding import say_lost
-from rush.train.saving import Saved, Saver, room_for_copies
 from rush.train.session import Session, Summary
-from rush.train.sinks import open_sinks
 from rush.train.view import Silent, View
+from rush.version import __version__
 
 __all__ = ["Summary", "train_recipe"]
 
@@ -127,7 +127,7 @@ def _train(
             "another --out."
         )
     # A checkpoint of adapters does not hold the base they belong to.
-    needs_base = resumed is None or checkpoint.base_record(resumed) is not None
+    needs_base = resumed is None or restore.base_record(resumed) is not None
     weights = starting_weights(recipe) if needs_base else None
     tokenizer = folder.tokenizer if ranks.main else None
     corpus = ranks.in_turn(lambda: open_corpus(recipe, tokenizer, view.note))
@@ -142,7 +142,7 @@ def _train(
     loader = corpus.loader(recipe, run.loader_options)
     done, tokens = 0, 0
     if resumed is not None:
-        extra = checkpoint.load(resumed, run.model, run.optimizer, ranks=ranks)
+        extra = restore.load(resumed, run.model, run.optimizer, ranks=ranks)
         _check_same_corpus(extra["corpus"], corpus)
         done, tokens = int(extra["step"]), int(extra["tokens"])
         loader.load_state(extra["loader"])
@@ -151,7 +151,11 @@ def _train(
         _seed_generators(recipe.run.seed)
     sinks = open_sinks(recipe, folder.path, done + 1) if ranks.main else []
     saver = Saver(
-        store, ranks, background=recipe.run.save_async, note=view.note, room=partial(room_for_copies, run)
+        store,
+        ranks,
+        background=recipe.run.save_async,
+        note=view.note,
+        room=partial(room_for_copies, run.device, run.limit),
     )
     try:
         if not ranks.main:

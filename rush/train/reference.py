@@ -29,11 +29,11 @@ from rush.data.packing import Pad, in_order
 from rush.errors import DataError
 from rush.files import writing
 from rush.hardware.ceilings import cache_folder
+from rush.hub.folders import starting_weights
 from rush.models.adapters import is_adapted
 from rush.models.fingerprints import fingerprint
 from rush.parallel.sharded import reshard, whole
 from rush.train.build import Run, build
-from rush.train.folders import starting_weights
 from rush.train.objectives import Preference
 from rush.train.objectives.preference import log_probabilities, needs_reference
 

@@ -13,20 +13,20 @@ from typing import Any
 
 import torch
 
+from rush.checkpoint.frozen_base import whole_model, whole_place
 from rush.data import Tokenizer
 from rush.data.conversations import find_template, read_document_manifest
 from rush.errors import DataError
 from rush.generate import PREFILL_TOKENS, generate
 from rush.hardware import out_of_memory
-from rush.hardware.memory import free_unused
+from rush.hardware.memory_use import free_unused
+from rush.hub.answers import answer_ends, encode_question
 from rush.models import Decoder, build_model
 from rush.models.adapters import share_weights
 from rush.parallel.sharded import is_sharded
 from rush.recipe import Recipe
-from rush.train.answers import answer_ends, encode_question
 from rush.train.build import Run
 from rush.train.corpus import Corpus
-from rush.train.frozen import whole_model, whole_place
 
 SHORTER = 4
 """Of a sample that does not fit, the part that is tried next."""

@@ -18,22 +18,22 @@ from typing import Any
 
 import torch
 
+from rush.checkpoint.saver import Saver
 from rush.errors import Diverged, Drifted, RushError
 from rush.hardware import memory_in_use
-from rush.parallel.drift import check_drift
-from rush.parallel.joining import lost
+from rush.parallel.process_group import lost
+from rush.parallel.replica_check import check_drift
 from rush.recipe import Recipe
 from rush.records.metrics import MetricsWriter, read_rows
 from rush.records.run_folder import RunFolder
 from rush.train.build import Run
 from rush.train.corpus import Corpus
-from rush.train.efficiency import Yardstick, yardstick
 from rush.train.failures import Doing, Phase
+from rush.train.metric_sinks import Sink
 from rush.train.sample import Sampler, whole_run
-from rush.train.saving import Saver
 from rush.train.schedule import learning_rate
-from rush.train.sinks import Sink
 from rush.train.step import LaunchedStep, launch_step
+from rush.train.utilization import Yardstick, yardstick
 from rush.train.validation import Validation, rows_before
 from rush.train.view import View
 

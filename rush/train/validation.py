@@ -23,9 +23,9 @@ import torch
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import in_gaps, out_of_memory
-from rush.hardware.memory import free_unused
+from rush.hardware.memory_use import free_unused
 from rush.parallel.sharded import is_sharded
-from rush.plan.life import life_of
+from rush.plan.run_peak import life_of
 from rush.plan.spec import spec_of, with_batch
 from rush.train.build import Run
 from rush.train.step import sum_validation, validate_own

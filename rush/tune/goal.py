@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rush.lab.pairs import Floors, Timed, compare
+from rush.lab.paired import Floors, Timed, compare
 from rush.lab.statistics import Floor, Ratio, centre
 from rush.tune.forecast import Prediction
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rush.lab.search import longest
-from rush.lab.trial import Outcome
+from rush.lab.ladder.limits import longest
+from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.tune.candidates import Candidate

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rush.lab.findings import measured
+from rush.lab.ladder.findings import measured
 from rush.lab.statistics import median_interval
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml

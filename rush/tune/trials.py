@@ -14,19 +14,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rush.lab.bench import Bench
-from rush.lab.judge import parity_of
-from rush.lab.ladder_file import Measure, Parity, Plan
-from rush.lab.ladder_file import Search as NoSearch
+from rush.lab.ladder.ladder_file import Measure, Parity, Plan
+from rush.lab.ladder.ladder_file import Search as NoSearch
+from rush.lab.parity.judge import parity_of
 from rush.lab.statistics import centre
-from rush.lab.timing import COMMON, rates, timed
-from rush.lab.trial import Outcome
+from rush.lab.trial.runner import Bench
+from rush.lab.trial.timing import COMMON, rates, timed
+from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.records.life import LifeRecord
 from rush.techniques import Parity as Class
 from rush.techniques import registry
-from rush.techniques.parity import CLOSE_STEPS, unsteady
+from rush.techniques.api.tolerances import CLOSE_STEPS, unsteady
 from rush.tune.budget import Budget
 from rush.tune.forecast import Planner, Prediction
 from rush.tune.goal import Limit, Result
@@ -53,7 +53,7 @@ LONG = Measure(
 UNEVEN = {"windows": 12, "window_ms": 1.0, "warmup_max_steps": COMMON - 1}
 """Of conversations no two batches are alike, and samples of one process lie a third apart: there a sample is one step and the
 first one that is timed the ninth, short trial or long, so that recipes are held against each other batch by batch
-(`rush/lab/pairs.py`)."""
+(`rush/lab/paired.py`)."""
 ONCE = Measure(
     windows=1, window_ms=1.0, warmup_max_steps=1, warmup_max_s=1.0, timed_max_s=1.0, limit_s=LIMIT_S
 )

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from rush.errors import RecipeError
 from rush.files import write_atomic
-from rush.lab.bench import Bench, open_bench
-from rush.plan.micro import settled
+from rush.lab.trial.runner import Bench, open_bench
+from rush.plan.micro_batch import settled
 from rush.plan.target import target_here
 from rush.recipe import Recipe
 from rush.recipe_io import changed
@@ -24,8 +24,8 @@ from rush.records.lock import FolderLock
 from rush.records.tune import TuneRecord, read_tune, write_tune
 from rush.techniques import Parity
 from rush.train.corpus import open_corpus
-from rush.tune.beside import beside, fit_beside
 from rush.tune.budget import Budget
+from rush.tune.by_hand import beside, fit_beside
 from rush.tune.candidates import Candidate
 from rush.tune.earlier import Gain, remember, remembered
 from rush.tune.finals import decide

@@ -219,7 +219,7 @@ def test_bad_input_gets_one_message_and_its_exit_code(
 
 def test_nothing_was_lost_of_the_finished_run(world: World) -> None:
     """After all of the above the finished run is whole: it has its rows and its checkpoints verify."""
-    from rush.records.checkpoints import verify
+    from rush.records.checkpoint_store import verify
     from rush.records.run_folder import RunFolder
 
     store = RunFolder(world.run).checkpoints

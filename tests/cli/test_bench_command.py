@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from rush.bench.kernel_bench import Progress
 from rush.cli import main
-from rush.lab.kernel_bench import Progress
 from tests.report import made_up_benches as made
 
 
@@ -35,7 +35,7 @@ def test_a_kernel_bench_shows_a_table_says_what_it_is_worth_and_draws_its_page(
         (folder / "kernels.json").write_text(json.dumps(record))
         return record
 
-    monkeypatch.setattr("rush.lab.kernel_bench.bench_kernels", measured)
+    monkeypatch.setattr("rush.bench.kernel_bench.bench_kernels", measured)
     folder = tmp_path / "bench"
     code, out, err = call(capfd, "bench", "kernels", "swiglu", "--quick", "--device", "cpu", "--out", folder)
     assert code == 0, err
@@ -55,7 +55,7 @@ def test_targets_are_a_table_of_their_own_and_json_is_the_record(
         (folder / "kernels.json").write_text(json.dumps(made.kernels()))
         return made.kernels()
 
-    monkeypatch.setattr("rush.lab.kernel_bench.bench_kernels", measured)
+    monkeypatch.setattr("rush.bench.kernel_bench.bench_kernels", measured)
     code, out, err = call(capfd, "bench", "kernels", "--out", tmp_path / "bench")
     assert code == 0, err
     words = " ".join(out.split())
@@ -78,7 +78,7 @@ def test_a_model_bench_shows_the_ratio_beside_the_wanted_one(
         (folder / "models.json").write_text(json.dumps(made.models()))
         return made.models()
 
-    monkeypatch.setattr("rush.lab.rivals.bench_models", measured)
+    monkeypatch.setattr("rush.bench.baselines.bench_models", measured)
     file = tmp_path / "w.toml"
     file.write_text(
         """[workloads.small]
@@ -108,7 +108,7 @@ def test_fine_tuning_shows_memory_lengths_and_what_it_took(
         (folder / "models.json").write_text(json.dumps(made.finetuning()))
         return made.finetuning()
 
-    monkeypatch.setattr("rush.lab.rivals.bench_models", measured)
+    monkeypatch.setattr("rush.bench.baselines.bench_models", measured)
     code, out, err = call(capfd, "bench", "models", "lora-8b", "--out", tmp_path / "bench")
     assert code == 0, err
     said = " ".join(out.split())

@@ -18,9 +18,10 @@ import torch
 from rush.cli import main
 from rush.data import Tokenizer
 from rush.data.tokenizer import train_bpe
-from rush.models import SIZES, build_model, save_hf_folder
+from rush.hub.peft import save_adapter
+from rush.hub.weights import save_hf_folder
+from rush.models import SIZES, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, chosen_linears, fill_adapters
-from rush.train.adapters import save_adapter
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -16,7 +16,8 @@ import torch
 
 from rush.cli import main
 from rush.data import Tokenizer
-from rush.models import SIZES, build_model, save_hf_folder
+from rush.hub.weights import save_hf_folder
+from rush.models import SIZES, build_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
 from small_runs import rows, small_recipe

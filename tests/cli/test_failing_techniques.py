@@ -13,7 +13,7 @@ import pytest
 
 from rush.cli import main
 from rush.files import sha256_file
-from rush.records.checkpoints import verify
+from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
@@ -159,7 +159,7 @@ def test_without_its_own_way_out_that_run_would_end_in_a_traceback_and_exit_134(
 ) -> None:
     """What the test above is worth: the same in a plain interpreter."""
     file = file_of(world, "at_exit", broken=True)
-    code = f"from rush.techniques.extra import *; add_technique(Path({str(file)!r})); registry()['at_exit'].apply(None, {{}})"
+    code = f"from rush.techniques.api.own_files import *; add_technique(Path({str(file)!r})); registry()['at_exit'].apply(None, {{}})"
     done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
     assert done.returncode == -6
     assert "Traceback" in done.stderr
@@ -227,7 +227,7 @@ BAD_FILES = {
     "leaves": ("import sys\nsys.exit(7)\n", "which cannot be imported: line 2 raises SystemExit: 7."),
     "empty": ("name = 'technique'\n", "which defines no `technique`"),
     "wrong": ("technique = 'compile'\n", "is a str; --technique takes"),
-    "built_in": ("from rush.techniques.compile import technique\n", "defines the technique 'compile', and rush has one of that name"),
+    "built_in": ("from rush.techniques.host.compile import technique\n", "defines the technique 'compile', and rush has one of that name"),
 }  # fmt: skip
 
 

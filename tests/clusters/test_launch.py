@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from rush.cli import app
 from rush.clusters import Job, check_nodes, documents, manifest, script
 from rush.errors import RecipeError
-from rush.parallel.slurm import first_host, step_words
+from rush.parallel.slurm_ranks import first_host, step_words
 from rush.recipe_io import load_recipe, parse
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))

@@ -18,7 +18,7 @@ import pytest
 
 pytest.importorskip("datatrove")
 
-from rush.data.clean import CleanProgress, clean, parse_pipeline, rows
+from rush.data.clean import CleanProgress, clean, parse_pipeline, row_files
 from rush.errors import DataError, MachineError, RecipeError
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +31,8 @@ STAGES = [
 PIPELINE = parse_pipeline({"stage": STAGES})
 SCRIPT = """
 import json, sys
-from rush.data.clean import clean, parse_pipeline, rows
-rows.MIN_UNIT_BYTES = 40_000
+from rush.data.clean import clean, parse_pipeline, row_files
+row_files.MIN_UNIT_BYTES = 40_000
 if __name__ == "__main__":
     pipeline = parse_pipeline({"stage": json.loads(sys.argv[1])})
     clean(pipeline, [sys.argv[2]], sys.argv[3], executor=sys.argv[4], workers=int(sys.argv[5]))
@@ -41,7 +41,7 @@ if __name__ == "__main__":
 
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "MIN_UNIT_BYTES", 40_000)
+    monkeypatch.setattr(row_files, "MIN_UNIT_BYTES", 40_000)
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def expected(source: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("expected")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rows, "MIN_UNIT_BYTES", 40_000)
+        patch.setattr(row_files, "MIN_UNIT_BYTES", 40_000)
         report = clean(PIPELINE, [str(source)], folder / "out.jsonl", workers=1)
     assert report is not None
     assert all(stage["removed"] > 0 for stage in report["stages"])

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("datatrove")
 
 from rush.data import train_bpe
-from rush.data.clean import clean, parse_pipeline, rows
+from rush.data.clean import clean, parse_pipeline, row_files
 from rush.errors import DataError, RecipeError
 
 Rows = list[dict[str, Any]]
@@ -23,7 +23,7 @@ Rows = list[dict[str, Any]]
 @pytest.fixture(autouse=True)
 def small_units(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several units from a few hundred rows, so that stages have something to merge."""
-    monkeypatch.setattr(rows, "MIN_UNIT_BYTES", 20_000)
+    monkeypatch.setattr(row_files, "MIN_UNIT_BYTES", 20_000)
 
 
 def run(folder: Path, content: Rows, *stages: dict[str, Any], **settings: Any) -> tuple[Rows, dict[str, Any]]:

@@ -30,7 +30,7 @@ from rush.data.conversations import (
     verify_documents,
 )
 from rush.data.conversations.docstrings import docstring_pairs, docstring_questions
-from rush.data.conversations.look import document_examples, document_statistics
+from rush.data.conversations.inspect_documents import document_examples, document_statistics
 from rush.errors import DataError, MachineError, RecipeError
 
 LINE = "the quick brown fox jumps over lazy dogs while größere Hunde schlafen"

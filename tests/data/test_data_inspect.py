@@ -8,8 +8,8 @@ import numpy as np
 from rich.console import Console
 
 from rush.data import Tokenizer, corpus_statistics, progress_bar, sample_window
+from rush.data.preparation_unit import split_of
 from rush.data.prepare import Progress
-from rush.data.units import split_of
 
 
 def test_statistics_are_those_of_the_texts(prepared: Path, texts: list[str], tokenizer: Tokenizer) -> None:

@@ -12,8 +12,8 @@ import pytest
 
 from rush.data import Preparation, verify_shards
 from rush.data.pipeline import build_executors, prepare_pipeline, slurm_script
+from rush.data.preparation_unit import run_unit
 from rush.data.prepare import fingerprint, open_workspace
-from rush.data.units import run_unit
 from rush.errors import DataError, MachineError, RecipeError
 
 pytest.importorskip("datatrove")
@@ -66,7 +66,7 @@ def test_ray_writes_the_same_folder(preparation: Preparation, prepared: Path, tm
 def test_the_blocks_deal_units_out_and_finish_what_the_plain_path_began(
     preparation: Preparation, prepared: Path, tmp_path: Path
 ) -> None:
-    from rush.data.blocks import MergeManifest, jobs_of
+    from rush.data.datatrove_blocks import MergeManifest, jobs_of
 
     key, tokenizer = fingerprint(preparation)
     folder = tmp_path / prepared.name

@@ -22,9 +22,9 @@ from rush.data import (
     train_bpe,
     verify_shards,
 )
+from rush.data.preparation_unit import split_of
 from rush.data.prepare import fingerprint
 from rush.data.shards import map_shard
-from rush.data.units import split_of
 from rush.errors import DataError, MachineError, RecipeError
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from rush.explain.records import explain, write
+from rush.explain.page import write
+from rush.explain.records import explain
 from tests.explain import made_up
 from tests.report.browser import Browser
 from tests.report.made_up import HOSTILE

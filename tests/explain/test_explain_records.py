@@ -16,8 +16,8 @@ import pytest
 from rush.errors import DataError, RecipeError
 from rush.explain import Settings, find, say, topics
 from rush.explain.drawing import draw
-from rush.explain.page import page
-from rush.explain.records import explain, make, picture, read, write
+from rush.explain.page import page, picture, write
+from rush.explain.records import explain, make, read
 from rush.hardware import Device, probe
 from tests.explain import made_up
 

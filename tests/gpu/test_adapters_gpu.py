@@ -12,14 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from rush.hardware import probe
-from rush.models import SIZES, build_model, save_hf_folder
+from rush.hub.folders import load_model
+from rush.hub.weights import save_hf_folder
+from rush.models import SIZES, build_model
 from rush.models.adapters import adapters, adapters_off
-from rush.models.codes import Form
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantised import QuantisedLinear
-from rush.techniques.proofs import prove
+from rush.models.quantized import QuantisedLinear
+from rush.models.quantized_formats import Form
+from rush.techniques.api.proofs import prove
 from rush.train.build import Run
-from rush.train.folders import load_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
 from tiny_runs import make_run, one_batch, trace

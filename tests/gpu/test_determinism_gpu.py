@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rush.hardware import probe
-from rush.techniques.cudnn_attention import CudnnCore
+from rush.techniques.attention.cudnn_attention import CudnnCore
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
 from tiny_runs import make_run, trace

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.records.checkpoints import verify
+from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, Parity, Proof, Stage, Technique
+from rush.techniques.api.contract import Build, Claim, Parity, Proof, Stage, Technique
 
 passes = 0
 """

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from rush.hardware import probe
-from rush.techniques.contract import Observation
-from rush.techniques.proofs import prove
+from rush.techniques.api.contract import Observation
+from rush.techniques.api.proofs import prove
 from rush.train.build import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rush.hardware import probe
-from rush.techniques.proofs import prove
+from rush.techniques.api.proofs import prove
 from rush.train.build import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))

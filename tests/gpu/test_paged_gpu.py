@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from rush.checkpoint import restore
 from rush.hardware import probe
-from rush.records.checkpoints import CheckpointStore
-from rush.techniques.adam8bit import PAGED_FROM, paged_bytes
-from rush.techniques.proofs import prove
-from rush.train import checkpoint
+from rush.records.checkpoint_store import CheckpointStore
+from rush.techniques.api.proofs import prove
+from rush.techniques.optimizer.adam8bit import PAGED_FROM, paged_bytes
 from rush.train.build import Run
 from rush.train.step import train_step
 
@@ -92,9 +92,9 @@ def test_a_resumed_run_pages_again_and_goes_on_to_the_same_bits(tmp_path: Path) 
         batches = [list(loader.next_step()) for _ in range(4)]
     for step in (1, 2):
         train_step(first, step, 0.001, iter(batches[step - 1]))
-    path = checkpoint.save(store, 2, first.model, first.optimizer, {})
+    path = restore.save(store, 2, first.model, first.optimizer, {})
     second = on_gpu(PAGED, more=exactly)
-    checkpoint.load(path, second.model, second.optimizer)
+    restore.load(path, second.model, second.optimizer)
     for run in (first, second):
         for step in (3, 4):
             train_step(run, step, 0.001, iter(batches[step - 1]))

@@ -24,8 +24,8 @@ import pytest
 import torch
 
 from rush.hardware import probe
-from rush.lab.life import EVERY, Life, Lives, short
-from rush.lab.starter import COMMANDS, Starter
+from rush.lab.life.life import EVERY, Life, Lives, short
+from rush.lab.trial.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
 from tests.lives.ready_recipes import FEW, Lived, LocalData, as_far_as_it_runs, shallow

@@ -14,7 +14,7 @@ import torch
 from rush.data import Batch
 from rush.hardware import peak_memory_bytes, probe, reset_peak_memory
 from rush.recipe_io import load_recipe
-from rush.techniques.proofs import prove
+from rush.techniques.api.proofs import prove
 from rush.train.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
@@ -46,7 +46,7 @@ def batch() -> Batch:
 def test_a_rival_s_kernels_run_and_it_learns(options: dict[str, Any]) -> None:
     for name in ("transformers", "liger_kernel", "peft", "bitsandbytes"):
         pytest.importorskip(name)
-    from rush.lab.rival_run import LIGER, Options, rival_run
+    from rush.bench.baseline_run import LIGER, Options, rival_run
 
     torch.manual_seed(0)
     run = rival_run(load_recipe("llama-tiny", list(SHAPE)), probe("cuda"), Options(**options))

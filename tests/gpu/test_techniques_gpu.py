@@ -15,9 +15,9 @@ from rush.data import Batch
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
-from rush.techniques.cudnn_attention import CudnnCore
-from rush.techniques.expandable_segments import Growing
-from rush.techniques.proofs import prove
+from rush.techniques.api.proofs import prove
+from rush.techniques.attention.cudnn_attention import CudnnCore
+from rush.techniques.memory.expandable_segments import Growing
 from rush.train.build import Run, build
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))

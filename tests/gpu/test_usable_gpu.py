@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rush.lab.ladder import climb
-from rush.lab.ladder_file import load_plan
+from rush.lab.ladder.climb import climb
+from rush.lab.ladder.ladder_file import load_plan
 from tests.real_text import write_to
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]

@@ -12,8 +12,9 @@ import torch
 from rush.errors import MachineError
 from rush.hardware import Ceilings, ceilings, measured_matmul_rate, probe
 from rush.hardware import measure as stopwatch
-from rush.hardware.ceilings import Sample, cache_folder
-from rush.hardware.launching import launching
+from rush.hardware.ceilings import cache_folder
+from rush.hardware.launch_rate import launching
+from rush.hardware.samples import Sample
 
 
 def test_the_rate_is_the_amount_over_the_median_time() -> None:

@@ -16,9 +16,9 @@ import torch
 
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Ceilings, Collective, ceilings, collective_rank, collectives, probe
-from rush.hardware.ceilings import Sample
 from rush.hardware.collectives import measure_collectives
 from rush.hardware.machine import Device
+from rush.hardware.samples import Sample
 
 
 def children() -> list[psutil.Process]:

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from rush.hardware.memory import give_back_freed, process_memory, recorded_bytes
+from rush.hardware.memory_use import give_back_freed, process_memory, recorded_bytes
 
 
 def test_the_pools_of_recorded_graphs_count_beyond_what_is_allocated_in_them() -> None:

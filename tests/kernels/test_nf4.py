@@ -11,7 +11,7 @@ from torch import Tensor
 from rush.errors import KernelRefusal
 from rush.kernels.nf4 import _unpack, reference, unpack_nf4
 from rush.kernels.nf4.study import bitsandbytes
-from rush.models.codes import Form, pack, unpack
+from rush.models.quantized_formats import Form, pack, unpack
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A block, less than a tile, several tiles with a rest, and more than one scale of scales (256 blocks of 64).

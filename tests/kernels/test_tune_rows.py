@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from rush.bench import kernel_check as check
 from rush.kernels import study, support
-from rush.lab import kernel_check as check
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "tune_rows.py"
 pytestmark = [

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
-from rush.lab import bench, rank_bench
-from rush.lab.starter import Starter
+from rush.lab.scaling import rank_runner
+from rush.lab.trial import runner
+from rush.lab.trial.starter import Starter
 from tests.small_recipe import write_small_recipe
 
 PLANTED_SLEEP = f"987.{os.getpid()}"
@@ -31,7 +32,7 @@ class Lent:
 @pytest.fixture(scope="session")
 def starter() -> Iterator[Starter]:
     """One forking process for all trials of these tests: it does nothing but its imports, and those take seconds."""
-    starter = Starter(rank_bench.PRELOADED)
+    starter = Starter(rank_runner.PRELOADED)
     yield starter
     starter.close()
 
@@ -43,7 +44,7 @@ def lab_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _surroundings(lab_cache: Path, starter: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (bench, rank_bench):
+    for module in (runner, rank_runner):
         monkeypatch.setattr(module, "Starter", lambda *given, **options: Lent(starter))
     monkeypatch.setenv("PLANTED_SLEEP", PLANTED_SLEEP)
     monkeypatch.setenv("RUSH_CACHE", str(lab_cache))

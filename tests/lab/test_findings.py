@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from rush.lab.findings import Stand, verdict_of
-from rush.lab.interactions import interactions
-from rush.lab.judge import loosest
-from rush.lab.ladder_file import Addition
+from rush.lab.ladder.findings import Stand, verdict_of
+from rush.lab.ladder.interactions import interactions
+from rush.lab.ladder.ladder_file import Addition
+from rush.lab.parity.judge import loosest
 from rush.lab.statistics import Ratio
-from rush.lab.timing import rates
-from rush.lab.trial import Outcome, _judge
+from rush.lab.trial.timing import rates
+from rush.lab.trial.trial import Outcome, _judge
 
 
 def _stand(

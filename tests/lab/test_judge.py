@@ -10,9 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rush.lab.bench import Bench
-from rush.lab.judge import hold_against_plain, parity_of
-from rush.lab.trial import Outcome
+from rush.lab.parity.judge import hold_against_plain, parity_of
+from rush.lab.trial.runner import Bench
+from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 

@@ -14,15 +14,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from rush.bench import kernel_bench, kernel_check, kernel_measure, kernel_process
+from rush.bench.kernel_clock import Case, Effort, take_turns
+from rush.bench.kernel_measure import INTERPRETED, Place, measure_size
+from rush.bench.kernel_targets import say, targets_of
 from rush.errors import KernelRefusal, RecipeError
 from rush.hardware.measure import bandwidth
 from rush.kernels import cpu
 from rush.kernels import study as studies
 from rush.kernels.study import Contender, Pass, Size, Study, Target, Work
-from rush.lab import kernel_bench, kernel_check, kernel_measure, kernel_process
-from rush.lab.kernel_clock import Case, Effort, take_turns
-from rush.lab.kernel_measure import INTERPRETED, Place, measure_size
-from rush.lab.kernel_targets import say, targets_of
 from rush.records.kernels import Row, read_kernels
 
 CPU = torch.device("cpu")

@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from rush.errors import RecipeError
-from rush.lab.findings import Stand
-from rush.lab.ladder import _builds_on, worth_repeating
-from rush.lab.ladder_file import Addition, compose, load_plan
-from rush.lab.trial import Outcome
+from rush.lab.ladder.climb import _builds_on, worth_repeating
+from rush.lab.ladder.findings import Stand
+from rush.lab.ladder.ladder_file import Addition, compose, load_plan
+from rush.lab.trial.trial import Outcome
 from rush.parallel import AXES
 from rush.ready import LADDERS
 from rush.techniques import registry

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rush.cli.ladder import _caption
-from rush.lab.findings import RESTLESS
-from rush.lab.ladder import Progress, climb
-from rush.lab.ladder_file import load_plan
+from rush.lab.ladder.climb import Progress, climb
+from rush.lab.ladder.findings import RESTLESS
+from rush.lab.ladder.ladder_file import load_plan
 from rush.records.ladder import read_ladder
 
 PLANTED = Path(__file__).parent / "planted"
@@ -272,7 +272,7 @@ def test_an_interrupted_ladder_leaves_no_process(
     assert process.wait(timeout=20) == 130
     assert _commands(sleep) == []
     assert _commands(str(out)) == []
-    assert _commands(f"rush.lab.starter {process.pid}") == []
+    assert _commands(f"rush.lab.trial.starter {process.pid}") == []
     assert read_ladder(out)["finished"] is None
 
 
@@ -283,14 +283,14 @@ def test_killing_what_starts_the_trials_costs_one_trial_and_no_more(
     path, out = ladder_file([_plant("hang"), '"fused_adamw"']), tmp_path / "out"
     process = _start(path, out, "--technique", str(PLANT))
     _wait_for(lambda: bool(_commands(sleep)), process)
-    for pid in _commands(f"rush.lab.starter {process.pid}"):
+    for pid in _commands(f"rush.lab.trial.starter {process.pid}"):
         os.kill(pid, signal.SIGKILL)
     assert process.wait(timeout=120) == 0
     _, hung, fused = read_ladder(out)["rungs"]
     assert (hung["status"], fused["status"]) == ("out_of_memory", "ok")
     assert "SIGKILL" in str(hung["reason"])
     assert _commands(sleep) == []
-    assert _commands(f"rush.lab.starter {process.pid}") == []
+    assert _commands(f"rush.lab.trial.starter {process.pid}") == []
 
 
 @pytest.mark.slow

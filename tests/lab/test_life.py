@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rush.lab.life import EVERY, Lives, short
-from rush.lab.life_checks import Broken, check_repeated, check_whole, check_words, last_words, rounding
-from rush.lab.life_logits import largest_difference
-from rush.lab.starter import Starter
+from rush.lab.life.checks import Broken, check_repeated, check_whole, check_words, last_words, rounding
+from rush.lab.life.life import EVERY, Lives, short
+from rush.lab.life.logits import largest_difference
+from rush.lab.trial.starter import Starter
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.records.run_folder import RunFolder
@@ -27,7 +27,7 @@ WHOLE = tuple(part for part in EVERY if part not in ("chat", "merge", "adapter")
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[Starter]:
-    starter = Starter((PLANTED, "rush.cli", "rush.train.exporting", "rush.train.loop"))
+    starter = Starter((PLANTED, "rush.cli", "rush.hub.export", "rush.train.loop"))
     yield starter
     starter.close()
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rush.lab.findings import drift_of
-from rush.lab.pairs import Floors, Timed, compare, floors_near, floors_of, quotient
+from rush.lab.ladder.findings import drift_of
+from rush.lab.paired import Floors, Timed, compare, floors_near, floors_of, quotient
 from rush.lab.statistics import Floor, floor_near, noise_floor, ratio_of_medians
-from rush.lab.timing import timed
+from rush.lab.trial.timing import timed
 
 OPEN = Floors(Floor(0.0, 0), Floor(0.0, 0))
 """Nothing but the bootstrap."""

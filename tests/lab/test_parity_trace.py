@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rush.hardware import probe
-from rush.lab.parity import FOLDED, fold, trace
+from rush.lab.parity.trace import FOLDED, fold, trace
 from rush.recipe_io import load_recipe
 from rush.train.corpus import open_corpus
 

@@ -11,12 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rush.data import Batch
-from rush.data.batch import IGNORED
-from rush.data.conversations import DocumentSet
-from rush.data.rows import FILLING
-from rush.hardware import probe
-from rush.lab.rival_adapters import (
+from rush.bench.baseline_adapters import (
     TARGETS,
     fill,
     put_4bit_layers,
@@ -24,9 +19,14 @@ from rush.lab.rival_adapters import (
     weights_in_words,
     with_adapters,
 )
-from rush.lab.rival_run import Options, real_tokens, rival_model, rival_pass, rival_run
+from rush.bench.baseline_run import Options, real_tokens, rival_model, rival_pass, rival_run
+from rush.data import Batch
+from rush.data.batch import IGNORED
+from rush.data.conversations import DocumentSet
+from rush.data.row_tensors import FILLING
+from rush.hardware import probe
+from rush.hub.weight_names import exported_name
 from rush.models import Shape
-from rush.models.huggingface_names import exported_name
 from rush.recipe_io import load_recipe
 from rush.train.build import Run, build
 from rush.train.corpus import open_corpus

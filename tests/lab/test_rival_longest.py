@@ -9,12 +9,12 @@ from typing import Any, cast
 
 import pytest
 
+from rush.bench import longest, workloads
+from rush.bench.baselines import bench_models
+from rush.bench.longest import GRAIN, ROOM, Length
 from rush.hardware import probe
-from rush.lab import rival_longest, workloads
-from rush.lab.bench import Bench
-from rush.lab.rival_longest import GRAIN, ROOM, Length
-from rush.lab.rivals import bench_models
-from rush.lab.trial import Outcome
+from rush.lab.trial.runner import Bench
+from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.records.life import LifeRecord
 from rush.records.models import check_models, read_models
@@ -54,7 +54,7 @@ def searched(usable: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Length, Ma
     (workload,) = workloads.load_workloads(["qlora-8b-long"])
     bench = MadeUp(usable, machine=probe("cpu"))
     judged = {"verdict": "equal", "why": "made up"}
-    monkeypatch.setattr(rival_longest, "hold_against_plain", lambda *asked: (judged, None))
+    monkeypatch.setattr(longest, "hold_against_plain", lambda *asked: (judged, None))
     search = Length(workload, cast(Bench, bench))
     assert search.limit_bytes == LIMIT
     for _ in search.rounds():

@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from rush.bench import workloads
+from rush.bench.baselines import bench_models, target_of
 from rush.data import Batch
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, probe
-from rush.lab import workloads
-from rush.lab.judge import without_speed
-from rush.lab.rivals import bench_models, target_of
+from rush.hub.weight_names import exported_name
+from rush.lab.parity.judge import without_speed
 from rush.models import Shape, build_model
-from rush.models.huggingface_names import exported_name
 from rush.recipe_io import load_recipe, write_toml
 from rush.records.models import read_models
 from rush.report.models import model_page
@@ -280,16 +280,16 @@ def test_adapters_beside_peft_s_are_judged_against_adapters_and_memory_gets_its_
 def test_a_rival_whose_library_is_missing_is_refused_with_the_way_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from rush.lab import rival_run
+    from rush.bench import baseline_run
 
-    monkeypatch.setattr(rival_run, "find_spec", lambda name: None if name == "liger_kernel" else True)
+    monkeypatch.setattr(baseline_run, "find_spec", lambda name: None if name == "liger_kernel" else True)
     spec = {"machine": probe("cpu").to_dict(), "recipe": write_toml(load_recipe("llama-tiny"))}
     with pytest.raises(MachineError, match=r"needs liger_kernel; .*optimization-rush\[rivals\]"):
-        rival_run.measure_rival({**spec, "options": {"with_liger": True}}, None)
+        baseline_run.measure_rival({**spec, "options": {"with_liger": True}}, None)
 
 
 def test_a_model_that_is_no_llama_is_refused_as_a_rival_of_that_library() -> None:
-    from rush.lab.rival_run import rival_model
+    from rush.bench.baseline_run import rival_model
 
     shape = load_recipe("tiny").shape()
     with pytest.raises(RecipeError, match="is a Llama, and the recipe's model is of the family gpt2"):
@@ -298,7 +298,7 @@ def test_a_model_that_is_no_llama_is_refused_as_a_rival_of_that_library() -> Non
 
 def rival_with_our_weights() -> tuple[Any, Any]:
     pytest.importorskip("transformers")
-    from rush.lab.rival_run import rival_model
+    from rush.bench.baseline_run import rival_model
 
     ours = build_model(SHAPE)
     ours.init_weights(1)
@@ -311,7 +311,7 @@ def rival_with_our_weights() -> tuple[Any, Any]:
 
 
 def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> None:
-    from rush.lab.rival_run import rival_pass
+    from rush.bench.baseline_run import rival_pass
 
     ours, theirs = rival_with_our_weights()
     tokens = torch.randint(0, 101, (2, 20), generator=torch.Generator().manual_seed(2))
@@ -328,7 +328,7 @@ def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> 
 
 def test_the_library_s_model_steps_in_our_loop() -> None:
     pytest.importorskip("transformers")
-    from rush.lab.rival_run import Options, rival_run
+    from rush.bench.baseline_run import Options, rival_run
     from rush.train.step import train_step
 
     recipe = load_recipe("llama-tiny", ["batch.micro=2", "batch.sequence=16", "batch.total_tokens=32"])

@@ -20,13 +20,13 @@ import pytest
 from rush.cli.scale import row_of
 from rush.errors import RecipeError
 from rush.hardware import probe
-from rush.lab.layouts import ONE, laid_out, sizes_of
-from rush.lab.pairs import Floors
-from rush.lab.scaling import Progress, study
-from rush.lab.scaling_file import Plan, load_plan
-from rush.lab.scaling_findings import Spot, comparisons_of, judged, point_of, predicted
+from rush.lab.paired import Floors
+from rush.lab.scaling.layouts import ONE, laid_out, sizes_of
+from rush.lab.scaling.points import Spot, comparisons_of, judged, point_of, predicted
+from rush.lab.scaling.study import Progress, study
+from rush.lab.scaling.study_file import Plan, load_plan
 from rush.lab.statistics import Floor
-from rush.lab.trial import Outcome
+from rush.lab.trial.trial import Outcome
 from rush.plan import target_of
 from rush.recipe_io import load_recipe
 from rush.records.scaling import read_scale

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-from rush.lab.search import batch_curve, longest, stops_paying
-from rush.lab.trial import Outcome
+from rush.lab.ladder.limits import batch_curve, longest, stops_paying
+from rush.lab.trial.trial import Outcome
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.lab.starter import Starter, _run_plainly
+from rush.lab.trial.starter import Starter, _run_plainly
 
 Run = Callable[[Path, Path, Path, dict[str, str], float], int | None]
 

@@ -12,9 +12,9 @@ import torch
 
 from rush.data import Steps
 from rush.hardware import probe
-from rush.lab import timing
-from rush.lab.pairs import Timed
-from rush.lab.timing import Stepper, Timing, rates, time_steps, timed
+from rush.lab.paired import Timed
+from rush.lab.trial import timing
+from rush.lab.trial.timing import Stepper, Timing, rates, time_steps, timed
 from rush.recipe_io import changed, load_recipe
 from rush.train.build import build
 from rush.train.corpus import open_corpus

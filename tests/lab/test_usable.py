@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from rush.cli.ladder import _caption, _row
-from rush.lab.ladder import climb
-from rush.lab.ladder_file import load_plan
-from rush.lab.life import Life, Part
-from rush.lab.usable import judged, quick
+from rush.lab.ladder.climb import climb
+from rush.lab.ladder.ladder_file import load_plan
+from rush.lab.life.life import Life, Part
+from rush.lab.life.usable import judged, quick
 from rush.recipe_io import load_recipe
 from rush.records.ladder import read_ladder
-from rush.report import findings
+from rush.report import headlines
 from rush.report.page import report_page
-from rush.report.reading import read_ladder as read_for_page
+from rush.report.read_ladder import read_ladder as read_for_page
 
 PLANTED = Path(__file__).parent / "planted"
 BREAKS, STEADY = PLANTED / "breaks.py", PLANTED / "steady.py"
@@ -86,13 +86,13 @@ def test_a_fast_rung_that_cannot_validate_is_not_recommended_and_the_one_below_i
     assert top["gain"]["over"] == below["name"]
     assert top["verdict"] == "unusable"
     ladder = read_for_page(out)
-    said, page = findings.headline(ladder), report_page(ladder)
+    said, page = headlines.headline(ladder), report_page(ladder)
     assert f"to {below['title']} at" in said
     assert f"{top['title']} reached" in said
     assert said.endswith("but cannot be trained with.")
     assert "it cannot validate: the validation after step 2 failed" in page
     assert "Life: ok: trained, validated, sampled, saved and resumed." in page
-    best = findings.fastest(ladder.rungs, equal=False)
+    best = headlines.fastest(ladder.rungs, equal=False)
     assert best is not None
     assert best.name == below["name"]
 

@@ -8,7 +8,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from rush.lab.starter import COMMANDS, Starter
+from rush.lab.trial.starter import COMMANDS, Starter
 from tests.lives.living import Living
 from tests.lives.small import write_data
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rush.lab.life import Lives
-from rush.lab.starter import Starter
+from rush.lab.life.life import Lives
+from rush.lab.trial.starter import Starter
 from tests.lives.covering import Allowed, Items, shrunk
 from tests.lives.small import Setting
 

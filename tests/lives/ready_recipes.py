@@ -23,12 +23,12 @@ from rush.data.conversations.docstrings import docstring_questions
 from rush.data.sources import open_source
 from rush.data.tokenizer import train_bpe
 from rush.hardware import Machine
-from rush.models.huggingface import save_hf_folder
+from rush.hub.weights import save_hf_folder
 from rush.models.initial import initial_values
 from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.techniques import registry
-from rush.techniques.contract import used
+from rush.techniques.api.contract import used
 from tests import real_text
 
 HUB_TEXT, HUB_CHATS = ("fineweb-edu", "redpajama"), ("ultrachat", "ultrafeedback")

@@ -17,7 +17,7 @@ from typing import Any
 
 from rush.errors import RushError
 from rush.hardware import Machine
-from rush.lab.life import short
+from rush.lab.life.life import short
 from rush.parallel import AXES
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import parse

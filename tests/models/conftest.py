@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from rush.models import Decoder, RopeScaling, Shape, build_model, config_from_shape, load_hf_folder
+from rush.hub.config import config_from_shape
+from rush.hub.weights import load_hf_folder
+from rush.models import Decoder, RopeScaling, Shape, build_model
 
 VOCAB = 257  # odd, and a byte is a token
 

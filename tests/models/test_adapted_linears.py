@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 from rush.models.adapted_linears import OPERATORS
 from rush.models.adapters import Adapter, AdapterSpec, SharedDown, attach
-from rush.models.codes import Form
-from rush.models.quantised import QuantisedLinear
+from rush.models.quantized import QuantisedLinear
+from rush.models.quantized_formats import Form
 
 TOKENS, INPUTS, OUTPUTS, RANKS = 40, 128, (192, 64, 64), (4, 8, 4)
 SCALE = 3.0  # no power of two: where it is applied shows in the last bits

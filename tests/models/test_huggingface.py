@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from rush.errors import DataError, MachineError, RecipeError
-from rush.models import Decoder, Shape, load_hf_folder, save_hf_folder
+from rush.hub.weights import load_hf_folder, save_hf_folder
+from rush.models import Decoder, Shape
 
 Lively = Callable[[Shape], Decoder]
 WEIGHTS = "model.safetensors"

@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from rush.errors import DataError
-from rush.models import SIZES, RopeScaling, Shape, config_from_shape, shape_from_config
+from rush.hub.config import config_from_shape, shape_from_config
+from rush.models import SIZES, RopeScaling, Shape
 
 # The settings of the published files, as far as they decide the model.
 PUBLISHED_GPT2 = {

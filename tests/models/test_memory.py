@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rush.models.codes import Form
+from rush.models.adapter_memory import adapter_memory, part_bytes
 from rush.models.counts import count_parameters
-from rush.models.memory import adapter_memory, part_bytes
+from rush.models.quantized_formats import Form
 from rush.models.shape import SIZES
 
 NF4 = Form("nf4", "bitsandbytes")

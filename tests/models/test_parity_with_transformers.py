@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from rush.models import Decoder, Shape, build_model, load_hf_folder, save_hf_folder
+from rush.hub.weights import load_hf_folder, save_hf_folder
+from rush.models import Decoder, Shape, build_model
 
 Rows = Callable[[int, int], torch.Tensor]
 Reference = Callable[[Shape], Any]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from rank_work import _import_once, free_port
 
-from rush.parallel import meeting
+from rush.parallel import rendezvous
 
 LIMIT_S = 120.0
 
@@ -88,7 +88,7 @@ def _rank(
         GLOO_SOCKET_IFNAME="lo",
     )
     os.environ.update(surroundings)
-    meeting.LEAVE_S = 0.5  # no launcher here ends the others when one has left
+    rendezvous.LEAVE_S = 0.5  # no launcher here ends the others when one has left
     if fault is not None and fault.rank == rank:
         _plant(fault)
     from rush.cli import main
@@ -100,7 +100,7 @@ def _plant(fault: Fault) -> None:
     from rush.train import session
 
     if fault.kind == "killed in a save":
-        from rush.records.checkpoints import CheckpointStore
+        from rush.records.checkpoint_store import CheckpointStore
 
         seal = CheckpointStore.commit
 

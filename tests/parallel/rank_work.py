@@ -13,7 +13,7 @@ from dataclasses import replace
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from pkgutil import iter_modules
+from pkgutil import walk_packages
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 LIMIT_S = 240.0
 PRELOADED = [
     "rank_work",
-    "rush.train.observe",
+    "rush.profiling.observe",
     "rush.cli",
     "rush.train.loop",
     "tiny_runs",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
-    *(f"rush.techniques.{module.name}" for module in iter_modules(rush.techniques.__path__)),
+    *(module.name for module in walk_packages(rush.techniques.__path__, "rush.techniques.")),
 ]
 Result = dict[str, Any]
 
@@ -169,9 +169,9 @@ def learn(
     from rush.hardware import probe
     from rush.parallel import join
     from rush.parallel.sharded import own_part, whole
-    from rush.techniques.proofs import prove
+    from rush.profiling.observe import observe
+    from rush.techniques.api.proofs import prove
     from rush.train.build import build
-    from rush.train.observe import observe
     from rush.train.step import clipped_by, launch_step, validate
 
     chosen = recipe(family, layout, techniques, *more)
@@ -278,10 +278,10 @@ def take_over(
     more: Iterable[str] = (),
 ) -> Result:
     """Load checkpoints one after another and tell the whole state each gives, put together by torch; save the last one."""
+    from rush.checkpoint import restore
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.records.checkpoints import CheckpointStore
-    from rush.train import checkpoint
+    from rush.records.checkpoint_store import CheckpointStore
     from rush.train.build import build
 
     chosen = recipe(family, layout, techniques, *more)
@@ -289,13 +289,13 @@ def take_over(
         run = build(chosen, probe("cpu"), None, ranks)
         found: Result = {}
         for name, source in sources.items():
-            extra = checkpoint.load(Path(source), run.model, run.optimizer, ranks=ranks)
+            extra = restore.load(Path(source), run.model, run.optimizer, ranks=ranks)
             with loader(run) as given:
                 given.load_state(extra["loader"])
                 samples = [sample for batch in given.next_step() for sample in batch.samples]
             found[name] = {"state": whole_state(run), "samples": samples, "random": torch.rand(2).tolist()}
-        checkpoint.load(Path(source), run.model, run.optimizer, ranks=ranks)
-        checkpoint.save(CheckpointStore(Path(target)), 7, run.model, run.optimizer, extra, ranks=ranks)
+        restore.load(Path(source), run.model, run.optimizer, ranks=ranks)
+        restore.save(CheckpointStore(Path(target)), 7, run.model, run.optimizer, extra, ranks=ranks)
         return found
 
 
@@ -391,13 +391,13 @@ def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result
 
 def save_on_a_full_disk(target: str) -> Result:
     """Three saves in the background of two ranks; at the second, rank 1's disk is full. What each rank hears, and what stays."""
+    from rush.checkpoint.saver import Saver
+    from rush.checkpoint.writer import Writer
     from rush.errors import MachineError
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.records.checkpoints import CheckpointStore
+    from rush.records.checkpoint_store import CheckpointStore
     from rush.train.build import build
-    from rush.train.save_writing import Writer
-    from rush.train.saving import Saver
 
     class FullDisk(Writer):
         def _write_part(self, content: Any, folder: Path) -> dict[str, Any]:
@@ -423,7 +423,7 @@ def save_on_a_full_disk(target: str) -> Result:
 def gather_both_ways() -> list[list[list[float]]]:
     """The functional gather as torch has it, then through the host; on a CPU, which both can read."""
     from rush.parallel import AXES, join
-    from rush.parallel.sharing import gather_through_host
+    from rush.parallel.shared_gpu import gather_through_host
 
     with join({axis: 2 if axis == "cp" else 1 for axis in AXES}, "cpu") as ranks:
         assert ranks.mesh is not None

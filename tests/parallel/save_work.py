@@ -24,12 +24,12 @@ def save_often(
 ) -> Result:
     """Train and save so many times to a disk that takes `disk_s` longer: what each save took, where its copy lay in memory,
     and the digests of what it wrote."""
+    from rush.checkpoint.saver import Saved, Saver
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.records.checkpoints import CheckpointStore
-    from rush.records.manifest import read_manifest
+    from rush.records.checkpoint_manifest import read_manifest
+    from rush.records.checkpoint_store import CheckpointStore
     from rush.train.build import build
-    from rush.train.saving import Saved, Saver
     from rush.train.step import launch_step
 
     class Disk(CheckpointStore):

@@ -60,12 +60,12 @@ def pass_adapters(
     more: Iterable[str] = (),
 ) -> Result:
     """Load adapters (or a whole model) into this layout, make some steps, save them."""
+    from rush.checkpoint import restore
+    from rush.checkpoint.frozen_base import whole_model
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.records.checkpoints import CheckpointStore
-    from rush.train import checkpoint
+    from rush.records.checkpoint_store import CheckpointStore
     from rush.train.build import build
-    from rush.train.frozen import whole_model
     from rush.train.step import train_step
 
     chosen = recipe("llama", layout, techniques, *more)
@@ -73,16 +73,14 @@ def pass_adapters(
         run = build(chosen, probe("cpu"), None, ranks)
         with loader(run) as given:
             if source is not None:
-                given.load_state(
-                    checkpoint.load(Path(source), run.model, run.optimizer, ranks=ranks)["loader"]
-                )
+                given.load_state(restore.load(Path(source), run.model, run.optimizer, ranks=ranks)["loader"])
             losses = [
                 train_step(run, step, chosen.optimizer.lr, given.next_step()).loss
                 for step in range(1, steps + 1)
             ]
             store = CheckpointStore(Path(target))
             extra = {"loader": given.state()}
-            path = checkpoint.save(store, 7, run.model, run.optimizer, extra, ranks=ranks)
+            path = restore.save(store, 7, run.model, run.optimizer, extra, ranks=ranks)
             twin = whole_model(run.model, ranks)
         logits = None if twin is None else twin(batch_of(run).tokens_bt).detach().numpy()
         return {"path": str(path), "losses": losses, "logits": logits}

@@ -35,7 +35,7 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
     from rush.parallel import AXES, join
     from rush.parallel.placement import table_like
     from rush.parallel.sharded import boxes, fill, gather, own_part, plain_norm, scale, total_norm, whole
-    from rush.parallel.tensor import Inputs, OnStream, Outputs, Stream
+    from rush.parallel.tensor_parallel import Inputs, OnStream, Outputs, Stream
 
     with join({axis: layout.get(axis, 1) for axis in AXES}, "cpu") as ranks:
         assert ranks.mesh is not None

@@ -15,11 +15,11 @@ from rush.data.batch import IGNORED
 from rush.errors import RecipeError
 from rush.hardware import probe
 from rush.models.layers import PlainAttention
-from rush.parallel.context import ChunkDocuments, Split
-from rush.parallel.ring import Blocks
+from rush.parallel.context_parallel import ChunkDocuments, Split
+from rush.parallel.ring_attention import Blocks
 from rush.techniques import check
-from rush.techniques.cp import Cut
-from rush.techniques.flash_attention import FlashCore, Line
+from rush.techniques.attention.flash_attention import FlashCore, Line
+from rush.techniques.parallel.cp import Cut
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rank_work import Result, learn, on_ranks, recipe

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rush.models.layers import PlainAttention
-from rush.parallel.context import ChunkDocuments, Split
-from rush.techniques.flash_attention import FlashCore, Line
+from rush.parallel.context_parallel import ChunkDocuments, Split
+from rush.techniques.attention.flash_attention import FlashCore, Line
 
 sys.path.insert(0, str(Path(__file__).parent))
 from rank_work import learn, on_ranks, sharing_a_gpu

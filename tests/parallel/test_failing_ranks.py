@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.records.checkpoints import verify
+from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))

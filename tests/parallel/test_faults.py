@@ -12,10 +12,10 @@ import pytest
 
 from rush.errors import RankLost, RecipeError
 from rush.parallel import launching
-from rush.parallel.drift import _say
 from rush.parallel.launching import launch
+from rush.parallel.replica_check import _say
 from rush.recipe_io import load_recipe
-from rush.train.shrinking import changes, fewer_ranks, shrunk
+from rush.train.fewer_ranks import changes, fewer_ranks, shrunk
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
 sys.path.insert(0, str(Path(__file__).parent))

@@ -15,7 +15,7 @@ import torch
 from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.models import build_model, shape_of
-from rush.models.stages import keep, split
+from rush.models.pipeline_stages import keep, split
 from rush.parallel.pipeline import KINDS, Pipeline, idle_share
 from rush.recipe_io import load_recipe
 from rush.techniques import check

@@ -13,12 +13,12 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from rush.checkpoint import restore
+from rush.checkpoint.reader import SavedTensors
 from rush.hardware import probe
-from rush.records.checkpoints import CheckpointStore, verify
-from rush.records.pieces import PIECES, read_pieces
-from rush.train import checkpoint
+from rush.records.checkpoint_pieces import PIECES, read_pieces
+from rush.records.checkpoint_store import CheckpointStore, verify
 from rush.train.build import build
-from rush.train.saved import SavedTensors
 from rush.train.step import train_step
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -54,7 +54,7 @@ class Passes:
             for step in (1, 2):
                 train_step(run, step, chosen.optimizer.lr, given.next_step())
             store, extra = CheckpointStore(folder / "start"), {"loader": given.state()}
-            self.first = checkpoint.save(store, 7, run.model, run.optimizer, extra)
+            self.first = restore.save(store, 7, run.model, run.optimizer, extra)
             self.random = torch.rand(2).tolist()
             self.samples = sorted(sample for batch in given.next_step() for sample in batch.samples)
         self.state = whole_state(run)

@@ -16,12 +16,12 @@ from shard_work import overfit, pass_adapters, prefer, reductions, wait_on_host
 from test_pipeline import together
 from test_sameness import furthest
 
-from rush.models.codes import Form
-from rush.models.memory import adapter_memory
-from rush.records.checkpoints import verify
-from rush.records.pieces import KINDS
-from rush.train.overfit import MOST_LEFT
-from rush.train.saved import SavedTensors
+from rush.checkpoint.reader import SavedTensors
+from rush.evaluate.overfit import MOST_LEFT
+from rush.models.adapter_memory import adapter_memory
+from rush.models.quantized_formats import Form
+from rush.records.checkpoint_pieces import KINDS
+from rush.records.checkpoint_store import verify
 
 NF4 = {backend: f"{{name='qlora', backend='{backend}'}}" for backend in ("bitsandbytes", "torchao")}
 INT8 = {backend: f"{{name='int8_base', backend='{backend}'}}" for backend in ("bitsandbytes", "torchao")}

@@ -19,8 +19,8 @@ from safetensors.torch import load_file
 
 from rush.cli.train import _start_ranks
 from rush.errors import RecipeError
+from rush.hub.folders import read_weights
 from rush.recipe_io import load_recipe
-from rush.train.folders import read_weights
 from rush.train.loop import _same_learning, train_recipe
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))

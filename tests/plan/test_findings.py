@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.plan.findings import read_findings
+from rush.plan.measured_cases import read_findings
 
 RESULTS = Path(__file__).parents[2] / "results"
 

@@ -11,21 +11,21 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from typer.testing import CliRunner
 
+from rush.checkpoint.state import pack_model, pack_optimizer
 from rush.cli import app
 from rush.data import Batch
 from rush.generate import generate
 from rush.hardware import probe
 from rush.kernels import cpu, support
 from rush.plan import plan, spec_of, target_of
-from rush.plan.held import Held
-from rush.plan.life import life_of, sample_bytes, staged_bytes, validation_bytes
 from rush.plan.memory import memory_of, stages_of
-from rush.plan.micro import needed
+from rush.plan.micro_batch import needed
+from rush.plan.model_state import Held
+from rush.plan.run_peak import life_of, sample_bytes, staged_bytes, validation_bytes
 from rush.plan.spec import Spec, weights_of
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.train.build import Run, build
-from rush.train.packing import pack_model, pack_optimizer
 from rush.train.sample import plain_twin
 from rush.train.step import train_step, validate
 

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rush.hardware import probe
-from rush.plan.frozen import joined
+from rush.plan.adapter_time import joined
+from rush.plan.effects import TERMS
 from rush.plan.memory import (
     ROUND_HEIGHT,
     ROUNDED_CHUNKS,
@@ -20,7 +21,6 @@ from rush.plan.memory import (
     taken_away,
 )
 from rush.plan.spec import Spec, spec_of
-from rush.plan.terms import TERMS
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from rush.cli import app
 from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
-from rush.plan.micro import best, candidates, needed, settled
+from rush.plan.micro_batch import best, candidates, needed, settled
 from rush.plan.spec import spec_of
 from rush.plan.target import target_of
 from rush.plan.time import time_of

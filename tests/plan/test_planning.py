@@ -17,17 +17,18 @@ from rush.cli.plan import count
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Machine
 from rush.hardware.catalog import CATALOG
-from rush.hardware.ceilings import Ceilings, Sample
+from rush.hardware.ceilings import Ceilings
 from rush.hardware.links import LINKS, SERVERS
+from rush.hardware.samples import Sample
 from rush.models import SIZES, flops_per_token
 from rush.parallel import AXES
 from rush.plan import Target, plan, search, spec_of, target_here, target_of
 from rush.plan.check import overflows
+from rush.plan.describe import describe
+from rush.plan.layout_search import HOST_DOUBT
 from rush.plan.memory import GAP, memory_of
 from rush.plan.planning import fill_devices, unmet
-from rush.plan.search import HOST_DOUBT
 from rush.plan.spec import check_divides, with_batch
-from rush.plan.ways import describe
 from rush.recipe_io import changed, load_recipe
 from rush.report.plan import plan_page
 

@@ -16,11 +16,11 @@ from hypothesis import strategies as st
 from rush.errors import RecipeError
 from rush.kernels import half_linear
 from rush.parallel import AXES
+from rush.plan.effects import WORK
 from rush.plan.memory import memory_of
 from rush.plan.planning import plan, unmet
 from rush.plan.spec import Spec, check_divides, spec_of
 from rush.plan.target import target_of
-from rush.plan.terms import WORK
 from rush.plan.time import time_of
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe

@@ -11,20 +11,20 @@ import torch
 
 from rush.data import Batch
 from rush.hardware import probe
-from rush.hardware.launching import OperationCount
-from rush.plan.attending import FORWARD, attention_time
+from rush.hardware.launch_rate import OperationCount
+from rush.plan.adapter_time import adapters_time, unpacking_time
+from rush.plan.attention_time import FORWARD, attention_time
 from rush.plan.calibration import _as_timed, _launching, calibrate, third
 from rush.plan.check import check, other_thirds
 from rush.plan.communication import NETWORK, bandwidth, ring
-from rush.plan.efficiency import DEFAULT
-from rush.plan.findings import read_findings
-from rush.plan.frozen import adapters_time, unpacking_time
-from rush.plan.published import read_published
+from rush.plan.effects import kernels
+from rush.plan.efficiencies import DEFAULT
+from rush.plan.measured_cases import read_findings
+from rush.plan.optimizer_time import launches
+from rush.plan.published_runs import read_published
 from rush.plan.spec import Spec, spec_of, weights_of
 from rush.plan.target import target_of
-from rush.plan.terms import kernels
 from rush.plan.time import _side_by_side, time_of, tokens_per_s
-from rush.plan.updating import launches
 from rush.recipe_io import load_recipe
 from rush.train.build import build
 from rush.train.step import train_step

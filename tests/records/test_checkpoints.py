@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rush.errors import MachineError
-from rush.records.checkpoints import CheckpointStore, verify
-from rush.records.manifest import MANIFEST_NAME, CheckpointDamaged
+from rush.records.checkpoint_manifest import MANIFEST_NAME, CheckpointDamaged
+from rush.records.checkpoint_store import CheckpointStore, verify
 from rush.tensor_file import TensorSource, write_tensors
 
 
@@ -229,6 +229,6 @@ def test_a_full_disk_while_saving_leaves_the_older_checkpoint_and_no_litter(smal
 def test_the_records_package_works_without_torch() -> None:
     code = (
         "import sys; sys.modules['torch'] = None\n"
-        "import rush.records.checkpoints, rush.records.metrics, rush.records.run_folder"
+        "import rush.records.checkpoint_store, rush.records.metrics, rush.records.run_folder"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import nn
 
-from rush.records.checkpoints import CheckpointStore, verify
-from rush.records.manifest import CheckpointDamaged
-from rush.train import checkpoint
+from rush.checkpoint import restore
+from rush.records.checkpoint_manifest import CheckpointDamaged
+from rush.records.checkpoint_store import CheckpointStore, verify
 
 FILES = ("model.safetensors", "optimizer.safetensors", "random.safetensors", "state.json", "manifest.json")
 NEW, OLD = "step-000020", "step-000010"
@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
         torch.rand(1)  # so that the random state of the two differs as well
         model(torch.arange(11)).square().sum().backward()
         optimizer.step()
-        checkpoint.save(store, step, model, optimizer, {"position": step}, {"val_loss": 10 / step})
+        restore.save(store, step, model, optimizer, {"position": step}, {"val_loss": 10 / step})
     return store.folder
 
 
@@ -211,7 +211,7 @@ def test_damage_is_found_and_named_and_the_last_good_one_is_used(
         verify(store.folder / NEW)
     assert str(store.folder / NEW) in str(caught.value)
     with pytest.raises(CheckpointDamaged):
-        checkpoint.load_weights(store.folder / NEW)
+        restore.load_weights(store.folder / NEW)
 
     heard: list[str] = []
     good = store.newest_good(lambda path, problem: heard.append(f"{path.name}: {problem}"))

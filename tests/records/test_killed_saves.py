@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from rush.records.checkpoints import CheckpointStore
+from rush.records.checkpoint_store import CheckpointStore
 from rush.train import checkpoint
 
 torch.set_num_threads(1)

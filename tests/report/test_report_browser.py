@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.report import words, write_comparison, write_report
+from rush.report import formatting, write_comparison, write_report
 from tests.report import made_up
 from tests.report.browser import Browser, Page
 
@@ -208,7 +208,7 @@ def test_the_longest_kernels_of_a_rung_unfold(full: Page) -> None:
     first = made_up.made_up_ladder()["rungs"][0]["longest"][0]
     shown = full.evaluate(f"document.querySelector('{table} tbody tr').textContent")
     assert first["name"] in shown
-    assert words.milliseconds(first["ms"]) in shown
+    assert formatting.milliseconds(first["ms"]) in shown
 
 
 def test_bars_on_the_screen_are_as_long_as_their_numbers(full: Page) -> None:

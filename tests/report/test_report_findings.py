@@ -9,10 +9,10 @@ import pytest
 
 from rush.errors import DataError, RecipeError
 from rush.records import ladder as record
-from rush.report import compare, findings, write_comparison
+from rush.report import compare, headlines, write_comparison
 from rush.report.ladder import Claim, Gain, Ladder, Measure, Rung
-from rush.report.reading import read_ladder
-from rush.report.signs import SIGNS
+from rush.report.read_ladder import read_ladder
+from rush.report.symbols import SIGNS
 from tests.report import made_up
 from tests.report.test_report_page import Reader
 
@@ -27,29 +27,29 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> Ladder:
 
 
 def test_every_verdict_of_the_record_has_its_own_words_and_a_sign_that_is_drawn() -> None:
-    assert set(findings.VERDICTS) == set(record.VERDICTS)
-    assert {verdict.sign for verdict in findings.VERDICTS.values()} <= set(SIGNS)
+    assert set(headlines.VERDICTS) == set(record.VERDICTS)
+    assert {verdict.sign for verdict in headlines.VERDICTS.values()} <= set(SIGNS)
 
 
 def test_the_headline_names_the_fastest_equal_rung_and_what_was_faster_but_different(ladder: Ladder) -> None:
-    said = _plain(findings.headline(ladder))
+    said = _plain(headlines.headline(ladder))
     assert said.startswith("From Plain fp32 at 5.12k tok/s to Batch of 8 rows at 71.4k tok/s: ×13.9")
     assert "Pure bf16 weights reached 83.5k tok/s but learns differently." in said
 
 
 def test_a_rung_without_a_parity_verdict_never_becomes_the_headline(ladder: Ladder) -> None:
     unproven = replace(ladder.rungs[6], parity=None, title="Unproven", speed=Measure(9e9))
-    found = findings.fastest((*ladder.rungs, unproven), equal=True)
+    found = headlines.fastest((*ladder.rungs, unproven), equal=True)
     assert found is not None
     assert found.title == "Batch of 8 rows"
-    said = findings.headline(replace(ladder, rungs=(*ladder.rungs, unproven)))
+    said = headlines.headline(replace(ladder, rungs=(*ladder.rungs, unproven)))
     assert "Unproven reached" in said
     assert "is not proven equal" in said
 
 
 def test_a_rung_that_took_no_effect_is_not_the_fastest_either(ladder: Ladder) -> None:
     idle = replace(ladder.rungs[6], status="no_effect", speed=Measure(9e9))
-    assert findings.fastest((idle,), equal=False) is None
+    assert headlines.fastest((idle,), equal=False) is None
 
 
 @pytest.mark.parametrize(
@@ -76,20 +76,20 @@ def test_a_claim_is_compared_with_the_interval_of_its_own_quantity(
         ladder.rungs[1], claim=Claim(metric, claimed, None, None), gain=Gain(ratio, *ci, "before", True),
         peak_memory_bytes=50.0,
     )  # fmt: skip
-    found = findings.compare_claim(replace(ladder, rungs=(base, rung)), rung)
+    found = headlines.compare_claim(replace(ladder, rungs=(base, rung)), rung)
     assert found is not None
     assert found.outcome == outcome
 
 
 def test_drift_throttling_and_company_are_told(ladder: Ladder) -> None:
-    assert findings.warnings(ladder) == []
+    assert headlines.warnings(ladder) == []
     assert ladder.drift is not None
     around = {"throttle": ["power"], "foreign_processes": 2, "steady": False}
     hot = replace(ladder.rungs[2], environment=around, ceiling_fraction=1.63)
     troubled = replace(
         ladder, finished=None, rungs=(hot,), drift=replace(ladder.drift, flagged=True, ratio=0.9)
     )
-    told = _plain(" ".join(findings.warnings(troubled)))
+    told = _plain(" ".join(headlines.warnings(troubled)))
     for word in (
         "not finished",
         "−10 %",
@@ -104,7 +104,7 @@ def test_drift_throttling_and_company_are_told(ladder: Ladder) -> None:
 def test_a_machine_too_busy_to_measure_on_is_told(ladder: Ladder) -> None:
     assert ladder.drift is not None
     busy = replace(ladder, drift=replace(ladder.drift, restless=True))
-    (told,) = findings.warnings(busy)
+    (told,) = headlines.warnings(busy)
     assert "too busy" in told
     assert "Run it again when nothing else runs" in told
 
@@ -112,7 +112,7 @@ def test_a_machine_too_busy_to_measure_on_is_told(ladder: Ladder) -> None:
 def test_batches_that_differ_are_not_called_a_busy_machine(ladder: Ladder) -> None:
     assert ladder.drift is not None
     uneven = replace(ladder.drift, restless=True, uneven=True)
-    (told,) = findings.warnings(replace(ladder, drift=uneven))
+    (told,) = headlines.warnings(replace(ladder, drift=uneven))
     assert "busy" not in told
     assert "unequal numbers of tokens" in told
     assert "busy" not in uneven.verdict
@@ -120,25 +120,25 @@ def test_batches_that_differ_are_not_called_a_busy_machine(ladder: Ladder) -> No
 
 
 def test_the_headline_takes_the_gain_that_was_told_batch_by_batch(ladder: Ladder) -> None:
-    best = findings.fastest(ladder.rungs, equal=True)
+    best = headlines.fastest(ladder.rungs, equal=True)
     assert best is not None
     assert best.total_gain is not None
     told = replace(best, total_gain=replace(best.total_gain, ratio=7.77, low=7.7, high=7.8, paired=12))
     others = tuple(told if rung is best else rung for rung in ladder.rungs)
     paired = replace(ladder, rungs=others)
-    assert "7.77" in findings.headline(paired)
-    assert "7.77" in findings.figures(paired)[0].value
-    assert "7.77" not in findings.headline(ladder)
+    assert "7.77" in headlines.headline(paired)
+    assert "7.77" in headlines.figures(paired)[0].value
+    assert "7.77" not in headlines.headline(ladder)
 
 
 def test_machines_are_named_by_what_computes() -> None:
     machine = made_up.made_up_machine()
-    assert _plain(findings.machine_name(machine)) == "Made-up GPU 9000 (140 GiB)"
+    assert _plain(headlines.machine_name(machine)) == "Made-up GPU 9000 (140 GiB)"
     twice = {**machine, "devices": machine["devices"] * 2}
-    assert _plain(findings.machine_name(twice)) == "2 × Made-up GPU 9000 (140 GiB each)"
+    assert _plain(headlines.machine_name(twice)) == "2 × Made-up GPU 9000 (140 GiB each)"
     cpu = {**machine, "device": "cpu", "devices": [{"name": "Old Box", "memory_bytes": 2**33}]}
-    assert _plain(findings.machine_name(cpu)) == "CPU Old Box (16 cores, 8.00 GiB)"
-    assert findings.machine_name({}) == "an unknown machine"
+    assert _plain(headlines.machine_name(cpu)) == "CPU Old Box (16 cores, 8.00 GiB)"
+    assert headlines.machine_name({}) == "an unknown machine"
 
 
 def _rung(ladder: Ladder, median: float, low: float, high: float) -> Rung:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from rush.report import bars, curves, roofline, svg
 from rush.report.ladder import BatchPoint, Ladder, Measure, Parity, Rung
-from rush.report.reading import read_ladder
+from rush.report.read_ladder import read_ladder
 from tests.report import made_up
 
 

@@ -13,7 +13,7 @@ import pytest
 from rush.errors import DataError
 from rush.records.kernels import check_kernels, read_kernels
 from rush.records.models import check_models
-from rush.report import words
+from rush.report import formatting
 from rush.report.kernels import kernel_page, part_of, write_kernel_report
 from rush.report.models import model_page, table
 from tests.report import made_up_benches as made
@@ -32,7 +32,7 @@ def test_every_target_and_number_is_on_the_page() -> None:
         assert word in text, word
     for row in made.op("rmsnorm")["rows"]:
         if row["time_ms"]:
-            assert words.digits(row["time_ms"]["median"]) in text
+            assert formatting.digits(row["time_ms"]["median"]) in text
 
 
 def test_a_wrong_result_is_said_at_the_top() -> None:

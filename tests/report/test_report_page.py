@@ -19,7 +19,7 @@ import pytest
 from rush.errors import DataError
 from rush.report import write_report
 from rush.report.page import report_page
-from rush.report.reading import read_ladder
+from rush.report.read_ladder import read_ladder
 from tests.report import made_up
 
 

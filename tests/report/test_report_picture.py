@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from rush.report import picture, write_picture
+from rush.report import ladder_picture, write_picture
 from tests.report import made_up
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -22,12 +22,12 @@ def test_bars_and_whiskers_are_to_scale(tmp_path: Path) -> None:
     root = _drawn(made_up.made_up_ladder(), tmp_path)
     measured = [r["tokens_per_s"] for r in made_up.made_up_ladder()["rungs"] if r["tokens_per_s"]]
     top = max(m["ci95"][1] for m in measured)
-    length = picture.SPEED_END - picture.SPEED_X
+    length = ladder_picture.SPEED_END - ladder_picture.SPEED_X
     bars = [e for e in root.iter(f"{SVG}rect") if e.get("class") == "speed"]
     whiskers = [e for e in root.iter(f"{SVG}line") if e.get("class") == "whisker"][::3]
     for bar, whisker, m in zip(bars, whiskers, measured, strict=True):
         assert float(bar.get("width", "nan")) == pytest.approx(m["median"] / top * length, abs=0.02)
-        ends = [(float(whisker.get(x, "nan")) - picture.SPEED_X) / length * top for x in ("x1", "x2")]
+        ends = [(float(whisker.get(x, "nan")) - ladder_picture.SPEED_X) / length * top for x in ("x1", "x2")]
         assert ends == pytest.approx(m["ci95"], abs=top * 1e-4)
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rush.report import words
+from rush.report import formatting
 
 
 def plain(text: str) -> str:
@@ -38,38 +38,38 @@ def plain(text: str) -> str:
 def test_a_number_keeps_three_digits_and_gets_the_prefix_that_fits(
     value: float | None, expected: str
 ) -> None:
-    assert words.si(value) == expected
+    assert formatting.si(value) == expected
 
 
 @given(st.floats(1e-290, 1e290))
 def test_what_is_printed_is_within_half_a_percent_of_what_was_measured(value: float) -> None:
     sizes = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
-    text = words.si(value)
+    text = formatting.si(value)
     read = float(text.rstrip("kMGTP")) * sizes.get(text[-1], 1.0)
     assert math.isclose(read, value, rel_tol=0.0051)
 
 
 def test_bytes_are_counted_in_binary_units() -> None:
-    assert plain(words.size(61.7 * 2**30)) == "61.7 GiB"
-    assert plain(words.size(2**20)) == "1.00 MiB"
-    assert plain(words.size(12)) == "12.0 B"
-    assert words.size(None) == "–"
+    assert plain(formatting.size(61.7 * 2**30)) == "61.7 GiB"
+    assert plain(formatting.size(2**20)) == "1.00 MiB"
+    assert plain(formatting.size(12)) == "12.0 B"
+    assert formatting.size(None) == "–"
 
 
 def test_small_changes_are_per_cent_and_large_ones_factors() -> None:
-    said = [plain(words.change(value)) for value in (3.5, 1.75, 1.0004, 0.9996, 1.002, 0.6, None)]
+    said = [plain(formatting.change(value)) for value in (3.5, 1.75, 1.0004, 0.9996, 1.002, 0.6, None)]
     assert said == ["×3.50", "+75 %", "±0 %", "±0 %", "+0.2 %", "−40 %", "–"]
 
 
 def test_an_axis_label_loses_only_the_zeros_behind_the_point() -> None:
-    said = [words.tick(value) for value in (50_000.0, 100.0, 25_500.0, 1e12, 0.5, 20.5, 0.0)]
+    said = [formatting.tick(value) for value in (50_000.0, 100.0, 25_500.0, 1e12, 0.5, 20.5, 0.0)]
     assert said == ["50k", "100", "25.5k", "1T", "0.5", "20.5", "0"]
 
 
 def test_times_are_told_in_utc_and_what_is_no_time_as_it_came() -> None:
-    assert words.moment("2026-01-02T10:30:00+02:00") == "2 January 2026, 08:30 UTC"
-    assert words.moment("yesterday") == "yesterday"
-    assert words.moment(None) == "–"
-    assert words.elapsed("2026-01-02T09:00:00+00:00", "2026-01-02T09:47:12+00:00") == "47 min 12 s"
-    assert words.elapsed("2026-01-02T09:00:00+00:00", None) is None
-    assert words.elapsed("2026-01-02T09:00:00+00:00", "2026-01-01T09:00:00+00:00") is None
+    assert formatting.moment("2026-01-02T10:30:00+02:00") == "2 January 2026, 08:30 UTC"
+    assert formatting.moment("yesterday") == "yesterday"
+    assert formatting.moment(None) == "–"
+    assert formatting.elapsed("2026-01-02T09:00:00+00:00", "2026-01-02T09:47:12+00:00") == "47 min 12 s"
+    assert formatting.elapsed("2026-01-02T09:00:00+00:00", None) is None
+    assert formatting.elapsed("2026-01-02T09:00:00+00:00", "2026-01-01T09:00:00+00:00") is None

@@ -15,7 +15,7 @@ from rush.errors import MachineError, RushError
 from rush.hardware import probe
 from rush.kernels import cpu, support
 from rush.techniques import check
-from rush.techniques.proofs import prove
+from rush.techniques.api.proofs import prove
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_runs import compare, make_run, recipe_of, trace

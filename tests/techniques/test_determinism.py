@@ -17,8 +17,10 @@ from rush.errors import RecipeError
 from rush.hardware import probe
 from rush.kernels.support import INTERPRETED
 from rush.recipe_io import load_recipe
-from rush.techniques import check_recipe, cudnn_attention, liger
-from rush.techniques.cudnn_attention import CudnnCore
+from rush.techniques import check_recipe
+from rush.techniques.attention import cudnn_attention
+from rush.techniques.attention.cudnn_attention import CudnnCore
+from rush.techniques.kernels import liger
 from rush.train.build import build
 
 sys.path.insert(0, str(Path(__file__).parent))

@@ -11,18 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from rush.checkpoint import restore
 from rush.errors import Diverged, RushError
+from rush.hub.export import export_model
+from rush.hub.folders import load_model
 from rush.models import build_model
 from rush.recipe_io import load_recipe
-from rush.records.checkpoints import CheckpointStore
-from rush.techniques import Parity, on_host
-from rush.techniques.offload_activations import is_worth_it
-from rush.techniques.on_host import OnHost
-from rush.techniques.proofs import prove
-from rush.train import checkpoint
+from rush.records.checkpoint_store import CheckpointStore
+from rush.techniques import Parity
+from rush.techniques.api.proofs import prove
+from rush.techniques.memory import on_host
+from rush.techniques.memory.offload_activations import is_worth_it
+from rush.techniques.memory.on_host import OnHost
 from rush.train.build import Run
-from rush.train.exporting import export_model
-from rush.train.folders import load_model
 from rush.train.loop import train_recipe
 from rush.train.step import train_step, validate
 
@@ -103,11 +104,11 @@ def test_a_resumed_run_ends_at_the_same_bits(technique: str, tmp_path: Path) -> 
     if technique == "amp_fp16":
         whole.optimizer.param_groups[0]["loss_scale"] = 512.0
         run_on(whole, 2, 2)
-    path = checkpoint.save(CheckpointStore(tmp_path), 2, whole.model, whole.optimizer, {})
+    path = restore.save(CheckpointStore(tmp_path), 2, whole.model, whole.optimizer, {})
     expected = run_on(whole, 3, 4)
     resumed = make_run(technique, overrides=[*changes, "run.seed=5"])
     resumed.recipe = whole.recipe
-    checkpoint.load(path, resumed.model, resumed.optimizer)
+    restore.load(path, resumed.model, resumed.optimizer)
     assert run_on(resumed, 3, 4) == expected
     assert resumed.scaler.get_scale() == whole.scaler.get_scale()
     theirs = weights(whole)
@@ -247,8 +248,8 @@ def test_validation_and_checkpoints_do_not_see_the_techniques(tmp_path: Path) ->
     run, plain = make_run(*stack), make_run()
     batches = one_batch(run)
     assert validate(run, batches) == pytest.approx(validate(plain, batches), rel=1e-6)
-    checkpoint.save(CheckpointStore(tmp_path), 1, run.model, run.optimizer, {})
-    checkpoint.load(CheckpointStore(tmp_path).path(1), plain.model)
+    restore.save(CheckpointStore(tmp_path), 1, run.model, run.optimizer, {})
+    restore.load(CheckpointStore(tmp_path).path(1), plain.model)
 
 
 def test_keeping_half_of_the_matmuls_is_told_from_keeping_all() -> None:

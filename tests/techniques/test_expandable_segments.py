@@ -11,8 +11,8 @@ from rush.errors import MachineError
 from rush.hardware import in_gaps, probe
 from rush.recipe_io import load_recipe
 from rush.techniques import check
-from rush.techniques.contract import Observation
-from rush.techniques.expandable_segments import VARIABLES, Growing, evidence, settings
+from rush.techniques.api.contract import Observation
+from rush.techniques.memory.expandable_segments import VARIABLES, Growing, evidence, settings
 
 RAN_OUT = (
     "CUDA out of memory. Tried to allocate 9.49 GiB. GPU 0 has a total capacity of 139.80 GiB of which 71.86 GiB is free. "
@@ -47,7 +47,7 @@ def test_a_step_that_fails_leaves_the_setting_as_it_was(monkeypatch: pytest.Monk
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     told: list[str] = []
-    monkeypatch.setattr("rush.techniques.expandable_segments.tell", told.append)
+    monkeypatch.setattr("rush.techniques.memory.expandable_segments.tell", told.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
     growing = Growing()
 

@@ -12,8 +12,8 @@ import torch
 from rush.errors import MachineError
 from rush.hardware import probe
 from rush.techniques import check, registry
-from rush.techniques.fp8 import Fp8Linear
-from rush.techniques.proofs import prove
+from rush.techniques.api.proofs import prove
+from rush.techniques.precision.fp8 import Fp8Linear
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_runs import compare, make_run, recipe_of, trace

@@ -11,8 +11,8 @@ import torch
 from rush.errors import MachineError
 from rush.hardware import probe
 from rush.techniques import check
-from rush.techniques.fused_norm import FusedNormBlock
-from rush.techniques.proofs import prove
+from rush.techniques.api.proofs import prove
+from rush.techniques.kernels.fused_norm import FusedNormBlock
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_runs import SHORT, compare, make_run, recipe_of, trace

@@ -13,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from rush.checkpoint import restore
 from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.models.layers import FanOut
-from rush.records.checkpoints import CheckpointStore
+from rush.records.checkpoint_store import CheckpointStore
 from rush.techniques import check
-from rush.techniques.contract import Proof
-from rush.techniques.fused_projections import JoinedFanOut, products_by_weight
-from rush.techniques.proofs import prove
-from rush.train import checkpoint
+from rush.techniques.api.contract import Proof
+from rush.techniques.api.proofs import prove
+from rush.techniques.kernels.fused_projections import JoinedFanOut, products_by_weight
 from rush.train.build import Run
 from rush.train.step import train_step, validate
 
@@ -273,7 +273,7 @@ def test_names_values_and_groups_of_the_optimizer_are_the_plain_ones(tmp_path: P
     ]
     assert sizes[0] == sizes[1]
     paths = [
-        checkpoint.save(CheckpointStore(tmp_path / name), 1, run.model, run.optimizer, {})
+        restore.save(CheckpointStore(tmp_path / name), 1, run.model, run.optimizer, {})
         for name, run in (("plain", plain), ("fused", fused))
     ]
     files = [(path / "model.safetensors").read_bytes() for path in paths]
@@ -285,9 +285,9 @@ def test_a_resumed_run_ends_at_the_same_bits(precision: list[str], tmp_path: Pat
     whole, resumed = (make_run(FUSED, *precision, overrides=SHORT) for _ in range(2))
     (batch,) = one_batch(whole)
     train_step(whole, 1, 1e-2, [batch])
-    path = checkpoint.save(CheckpointStore(tmp_path), 1, whole.model, whole.optimizer, {})
+    path = restore.save(CheckpointStore(tmp_path), 1, whole.model, whole.optimizer, {})
     expected = [train_step(whole, step, 1e-2, [batch]).loss for step in (2, 3)]
-    checkpoint.load(path, resumed.model, resumed.optimizer)
+    restore.load(path, resumed.model, resumed.optimizer)
     assert [train_step(resumed, step, 1e-2, [batch]).loss for step in (2, 3)] == expected
 
 

@@ -15,9 +15,9 @@ from rush.hardware.measure import DTYPES, HALF_KERNEL
 from rush.kernels import half_linear
 from rush.plan import plan, spec_of, target_here
 from rush.techniques import check
-from rush.techniques.half_products import HalfLinear
-from rush.techniques.proofs import prove
-from rush.techniques.rates import rates_to_measure
+from rush.techniques.api.proofs import prove
+from rush.techniques.api.rates import rates_to_measure
+from rush.techniques.precision.half_products import HalfLinear
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_runs import compare, make_run, recipe_of, trace

@@ -21,14 +21,15 @@ from rush.hardware import probe
 from rush.kernels.support import INTERPRETED
 from rush.models import build_model
 from rush.models.layers import IGNORED_LABEL, PlainLossHead, losses_by_row
-from rush.techniques import check, liger
-from rush.techniques import compile as compile_technique
-from rush.techniques.contract import Build, Observation
+from rush.techniques import check
+from rush.techniques.api.contract import Build, Observation
+from rush.techniques.host import compile as compile_technique
+from rush.techniques.kernels import liger
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_runs import Trace, compare, make_run, recipe_of, trace
 
-from rush.techniques.proofs import prove
+from rush.techniques.api.proofs import prove
 
 FAMILIES = ("llama-tiny", "tiny")
 
@@ -172,7 +173,7 @@ def test_evidence_needs_every_part_in_the_profile() -> None:
 
 
 def test_without_the_library_it_is_refused_with_the_way_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rush.techniques.liger.find_spec", lambda library: None)
+    monkeypatch.setattr("rush.techniques.kernels.liger.find_spec", lambda library: None)
     with pytest.raises(MachineError, match=r"optimization-rush\[liger\]"):
         check(recipe_of("liger"), probe("cpu"))
 
@@ -184,7 +185,7 @@ def test_its_loss_is_left_out_of_compiled_parts_and_refused_in_a_whole_graph(
     compile_technique.apply(build, {"scope": "block", "mode": "default"})
     assert "forward" not in model.loss_head.__dict__
     assert all("forward" in part.__dict__ for part in [*model.blocks, model.final_norm])
-    monkeypatch.setattr("rush.techniques.liger.find_spec", lambda library: object())
+    monkeypatch.setattr("rush.techniques.kernels.liger.find_spec", lambda library: object())
     sentences = [
         requirement.sentence
         for requirement in liger.technique.requires

@@ -17,12 +17,12 @@ from rush.hardware import probe
 from rush.kernels.nf4.reference import VALUES
 from rush.models import matmul_parameters
 from rush.models.adapters import adapters, adapters_off
-from rush.models.codes import BLOCK as NF4_BLOCK
-from rush.models.codes import Form
 from rush.models.fingerprints import fingerprint
-from rush.models.quantised import QuantisedLinear, quantise_linears
+from rush.models.quantized import QuantisedLinear, quantise_linears
+from rush.models.quantized_formats import BLOCK as NF4_BLOCK
+from rush.models.quantized_formats import Form
 from rush.techniques import check
-from rush.techniques.proofs import prove
+from rush.techniques.api.proofs import prove
 from rush.train.build import Run, build
 from rush.train.sample import plain_twin
 from rush.train.step import train_step

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from rush.checkpoint import restore
 from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
-from rush.records.checkpoints import CheckpointStore
+from rush.records.checkpoint_store import CheckpointStore
 from rush.techniques import check, registry
-from rush.techniques.adam8bit import paged_bytes
-from rush.techniques.proofs import prove
-from rush.train import checkpoint
+from rush.techniques.api.proofs import prove
+from rush.techniques.optimizer.adam8bit import paged_bytes
 from rush.train.build import Run
 from rush.train.step import train_step, validate
 
@@ -103,11 +103,11 @@ def test_a_resumed_run_ends_at_the_same_bits(techniques: list[str], tmp_path: Pa
 
     whole = make_run(*techniques, overrides=SHORT)
     run_on(whole, 1, 2)
-    path = checkpoint.save(CheckpointStore(tmp_path), 2, whole.model, whole.optimizer, {})
+    path = restore.save(CheckpointStore(tmp_path), 2, whole.model, whole.optimizer, {})
     expected = run_on(whole, 3, 4)
     resumed = make_run(*techniques, overrides=SHORT)
     run_on(resumed, 1, 1)  # a state of its own, which the checkpoint must replace
-    checkpoint.load(path, resumed.model, resumed.optimizer)
+    restore.load(path, resumed.model, resumed.optimizer)
     assert run_on(resumed, 3, 4) == expected
     theirs = weights(whole)
     assert all(torch.equal(p, theirs[name]) for name, p in resumed.model.named_parameters())

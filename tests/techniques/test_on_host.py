@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rush.techniques.on_host import PIECE, OnHost
+from rush.techniques.memory.on_host import PIECE, OnHost
 
 MAKE = {
     "dense": lambda whole: whole,

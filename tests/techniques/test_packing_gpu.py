@@ -16,8 +16,8 @@ from rush.data.document_loader import Layout
 from rush.data.packing import BestFit, Flatten, Packing, in_order
 from rush.hardware import probe
 from rush.models import Decoder
-from rush.techniques.evidence import dynamo_counts
-from rush.techniques.proofs import prove
+from rush.techniques.api.evidence import dynamo_counts
+from rush.techniques.api.proofs import prove
 from rush.train.build import Run
 from rush.train.step import train_step
 

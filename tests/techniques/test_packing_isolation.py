@@ -21,9 +21,9 @@ from rush.data.batch import IGNORED
 from rush.data.document_loader import Layout
 from rush.data.packing import BestFit, Flatten, Packing, in_order
 from rush.models import Decoder
-from rush.techniques.evidence import dynamo_counts
-from rush.techniques.flex_attention import DocumentMask, FlexCore
-from rush.techniques.seams import set_attention_core
+from rush.techniques.api.evidence import dynamo_counts
+from rush.techniques.api.seams import set_attention_core
+from rush.techniques.attention.flex_attention import DocumentMask, FlexCore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_runs import TextDocuments, make_run

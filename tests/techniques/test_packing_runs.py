@@ -17,9 +17,9 @@ from rush.data.document_loader import DocumentLoader
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, Machine, probe
 from rush.techniques import check
-from rush.techniques.evidence import dynamo_counts
-from rush.techniques.parity import gradients_of
-from rush.techniques.proofs import prove
+from rush.techniques.api.evidence import dynamo_counts
+from rush.techniques.api.proofs import prove
+from rush.techniques.api.tolerances import gradients_of
 from rush.train.build import Run
 from rush.train.step import train_step, validate
 

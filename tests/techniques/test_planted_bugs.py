@@ -14,10 +14,18 @@ import rush.techniques
 from rush.data import Batch
 from rush.recipe import Knob
 from rush.techniques import registry
-from rush.techniques.contract import Build, Claim, Parity, Pass, Stage, Technique
-from rush.techniques.evidence import ran
-from rush.techniques.parity import CLOSE, CLOSE_STEPS, TIMES_TWIN, Judgement, Twin, gradient_errors, judge
-from rush.techniques.proofs import prove
+from rush.techniques.api.contract import Build, Claim, Parity, Pass, Stage, Technique
+from rush.techniques.api.evidence import ran
+from rush.techniques.api.proofs import prove
+from rush.techniques.api.tolerances import (
+    CLOSE,
+    CLOSE_STEPS,
+    TIMES_TWIN,
+    Judgement,
+    Twin,
+    gradient_errors,
+    judge,
+)
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_runs import Trace, compare, make_run, trace

@@ -20,8 +20,8 @@ from rush.kernels import half_linear
 from rush.parallel import AXES
 from rush.recipe import Recipe
 from rush.techniques import check, registry
-from rush.techniques.contract import Parity, Proof, Stage
-from rush.techniques.proofs import prove
+from rush.techniques.api.contract import Parity, Proof, Stage
+from rush.techniques.api.proofs import prove
 
 sys.path.insert(0, str(Path(__file__).parent))
 from tiny_runs import INTERPRETED_SLOWLY, ROOT, SHORT, Trace, compare, make_run, recipe_of, trace
@@ -244,9 +244,9 @@ def recipes(name: str) -> list[Recipe]:
 
 @pytest.mark.parametrize("name", [name for name in NAMES if registry()[name].requires])
 def test_every_requirement_can_be_unmet_and_then_raises(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rush.techniques.adam8bit.find_spec", lambda library: None)
-    monkeypatch.setattr("rush.techniques.liger.find_spec", lambda library: None)
-    monkeypatch.setattr("rush.techniques.qlora.find_spec", lambda library: None)
+    monkeypatch.setattr("rush.techniques.optimizer.adam8bit.find_spec", lambda library: None)
+    monkeypatch.setattr("rush.techniques.kernels.liger.find_spec", lambda library: None)
+    monkeypatch.setattr("rush.techniques.adapters.qlora.find_spec", lambda library: None)
     monkeypatch.setattr(half_linear, "cannot_build", lambda: "there is no C++ compiler")
     monkeypatch.setattr(half_linear, "is_built", lambda: False)
     for requirement in registry()[name].requires:

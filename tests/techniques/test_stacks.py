@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import rush
 from rush.techniques import Use, registry
-from rush.techniques.stacks import chain, compiler_failed, places, suspects
+from rush.techniques.api.stacks import chain, compiler_failed, places, suspects
 
 ROOT = Path(rush.__file__).resolve().parent
 
@@ -56,7 +56,7 @@ def test_a_techniques_own_file_names_it_and_nobody_else() -> None:
     error = raised_through(ROOT / "techniques" / "fused_projections.py")
     assert named(error, "compile", "fused_norm", "fused_projections") == ["fused_projections"]
     (found,) = suspects(error, uses("fused_projections"))
-    assert str(found.place) == "rush/techniques/fused_projections.py:2, in through"
+    assert str(found.place) == "rush/techniques/kernels/fused_projections.py:2, in through"
     assert found.file is None
 
 

@@ -13,10 +13,10 @@ from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.models import build_model
 from rush.techniques import check
-from rush.techniques.contract import Observation
-from rush.techniques.proofs import prove
-from rush.techniques.seams import set_attention_core
-from rush.techniques.triton_attention import TritonCore, evidence
+from rush.techniques.api.contract import Observation
+from rush.techniques.api.proofs import prove
+from rush.techniques.api.seams import set_attention_core
+from rush.techniques.attention.triton_attention import TritonCore, evidence
 from rush.train.build import Run
 
 sys.path.insert(0, str(Path(__file__).parent))

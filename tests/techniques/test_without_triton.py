@@ -13,7 +13,7 @@ import pytest
 from rush.hardware import probe
 from rush.kernels import cpu
 from rush.recipe_io import load_recipe
-from rush.techniques.seams import needs_kernels, needs_triton
+from rush.techniques.api.seams import needs_kernels, needs_triton
 
 KERNELS = """
 import sys

@@ -14,12 +14,12 @@ import torch
 from rush.data import Batch, Loader
 from rush.data.document_loader import DocumentLoader
 from rush.hardware import Machine, probe
+from rush.profiling.observe import observe
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
-from rush.techniques.contract import Observation
-from rush.techniques.parity import Judgement, gradient_errors, gradients_of, judge
+from rush.techniques.api.contract import Observation
+from rush.techniques.api.tolerances import Judgement, gradient_errors, gradients_of, judge
 from rush.train.build import Run, build
-from rush.train.observe import observe
 from rush.train.step import clipped_by, train_step
 from tests.real_text import as_bytes as text
 

@@ -10,7 +10,7 @@ from typing import Any
 from small_runs import small_recipe
 
 from rush.data.conversations import DocumentPreparation
-from rush.data.units import split_of
+from rush.data.preparation_unit import split_of
 
 MICRO = 8
 SHARE = 0.25

@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from rush.records.checkpoints import CheckpointStore, verify
-from rush.records.pieces import KINDS, PIECES, Piece, Pieces, PieceTable, file_name, write_pieces
-from rush.train.saved import SavedTensors
-from rush.train.tensors import dtype_name, save_tensors
+from rush.checkpoint.reader import SavedTensors
+from rush.checkpoint.tensor_names import dtype_name, save_tensors
+from rush.records.checkpoint_pieces import KINDS, PIECES, Piece, Pieces, PieceTable, file_name, write_pieces
+from rush.records.checkpoint_store import CheckpointStore, verify
 
 Table = dict[str, Any]
 

@@ -13,8 +13,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rush.checkpoint.frozen_base import base_identity, partial_identity
 from rush.errors import DataError, RecipeError
-from rush.models import SIZES, Decoder, Shape, build_model, save_hf_folder
+from rush.hub.folders import load_model
+from rush.hub.peft import CONFIG, WEIGHTS, put_on, read_peft, save_adapter
+from rush.hub.weights import save_hf_folder
+from rush.models import SIZES, Decoder, Shape, build_model
 from rush.models.adapters import (
     AdapterSpec,
     adapt,
@@ -24,12 +28,9 @@ from rush.models.adapters import (
     merged_state,
     set_active,
 )
-from rush.models.codes import Form
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantised import quantise_linears
-from rush.train.adapters import CONFIG, WEIGHTS, put_on, read_peft, save_adapter
-from rush.train.folders import load_model
-from rush.train.frozen import base_identity, partial_identity
+from rush.models.quantized import quantise_linears
+from rush.models.quantized_formats import Form
 
 sys.path.insert(0, str(Path(__file__).parent))
 

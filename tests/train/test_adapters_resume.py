@@ -15,13 +15,13 @@ import torch
 from safetensors.torch import load_file
 
 from rush.errors import DataError
+from rush.hub.export import export_adapter, export_model, merge_adapter
+from rush.hub.folders import load_model, read_weights
+from rush.hub.tokenizers import load_tokenizer
 from rush.models import Decoder, build_model
 from rush.models.adapters import Adapter, adapters, dense_weight, is_adapted, set_active
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
-from rush.train.exporting import export_adapter, export_model, merge_adapter
-from rush.train.folder_tokenizers import load_tokenizer
-from rush.train.folders import load_model, read_weights
 from rush.train.loop import Summary, train_recipe
 from rush.train.view import Silent
 

@@ -16,11 +16,11 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from rush.checkpoint import restore
+from rush.checkpoint.tensor_names import TensorFile, save_tensors
 from rush.errors import DataError
-from rush.hardware.memory import process_memory, reset_peak_memory
-from rush.records.checkpoints import CheckpointStore, verify
-from rush.train import checkpoint
-from rush.train.tensors import TensorFile, save_tensors
+from rush.hardware.memory_use import process_memory, reset_peak_memory
+from rush.records.checkpoint_store import CheckpointStore, verify
 
 
 class Small(nn.Module):
@@ -113,13 +113,13 @@ def test_a_resumed_run_has_the_bits_of_the_undisturbed_one(
     torch.manual_seed(1)
     run = build(kind, tied=tied)
     train(*run, steps=3)
-    path = checkpoint.save(store, 3, *run, {"loader": {"position": 12}})
+    path = restore.save(store, 3, *run, {"loader": {"position": 12}})
     train(*run, steps=3)
 
     torch.manual_seed(2)
     resumed = build(kind, tied=tied)
     train(*resumed, steps=1)  # whatever was there before must be gone, optimizer state included
-    assert checkpoint.load(path, *resumed) == {"loader": {"position": 12}}
+    assert restore.load(path, *resumed) == {"loader": {"position": 12}}
     train(*resumed, steps=3)
     assert_same_state(run, resumed)
     assert (resumed[0].head.weight is resumed[0].embedding.weight) == tied
@@ -131,9 +131,9 @@ def test_loading_into_a_fresh_optimizer_gives_the_saved_hyperparameters_and_stat
     run = build("adamw amsgrad")
     train(*run, steps=2)
     run[1].param_groups[0]["lr"] = 0.123
-    path = checkpoint.save(store, 2, *run, {})
+    path = restore.save(store, 2, *run, {})
     fresh = build("adamw amsgrad")
-    checkpoint.load(path, *fresh)
+    restore.load(path, *fresh)
     assert_same_state(run, fresh)
     assert fresh[1].param_groups[0]["lr"] == 0.123
     assert fresh[1].param_groups[0]["betas"] == (0.8, 0.9)
@@ -142,19 +142,19 @@ def test_loading_into_a_fresh_optimizer_gives_the_saved_hyperparameters_and_stat
 def test_how_the_update_is_computed_stays_what_the_build_chose(store: CheckpointStore) -> None:
     run = build("adamw plain")
     train(*run, steps=2)
-    path = checkpoint.save(store, 2, *run, {})
+    path = restore.save(store, 2, *run, {})
     fused = build("adamw fused")
-    checkpoint.load(path, *fused)
+    restore.load(path, *fused)
     assert all(group["fused"] for group in fused[1].param_groups)
     train(*fused, steps=1)
 
 
 def test_a_tied_tensor_is_in_the_file_once_and_comes_back_under_both_names(store: CheckpointStore) -> None:
     model, optimizer = build(tied=True)
-    path = checkpoint.save(store, 1, model, optimizer, {})
-    file = load_file(path / checkpoint.MODEL)
+    path = restore.save(store, 1, model, optimizer, {})
+    file = load_file(path / restore.MODEL)
     assert ("head.weight" in file) != ("embedding.weight" in file)
-    weights = checkpoint.load_weights(path)
+    weights = restore.load_weights(path)
     assert weights["head.weight"] is weights["embedding.weight"]
     assert weights.keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
@@ -165,19 +165,19 @@ def test_a_tied_checkpoint_is_refused_by_an_untied_model_and_the_other_way_round
     store: CheckpointStore,
 ) -> None:
     for step, tied in ((1, True), (2, False)):
-        path = checkpoint.save(store, step, *build(tied=tied), {})
+        path = restore.save(store, step, *build(tied=tied), {})
         with pytest.raises(DataError, match="ties"):
-            checkpoint.load(path, *build(tied=not tied))
+            restore.load(path, *build(tied=not tied))
 
 
 def test_the_files_are_plain_safetensors_for_the_reference_reader(store: CheckpointStore) -> None:
     model, optimizer = build(tied=False)
     train(model, optimizer, 2)
-    path = checkpoint.save(store, 2, model, optimizer, {})
-    file = load_file(path / checkpoint.MODEL)
+    path = restore.save(store, 2, model, optimizer, {})
+    file = load_file(path / restore.MODEL)
     assert file.keys() == model.state_dict().keys()
     assert all(same_bits(file[name], tensor) for name, tensor in model.state_dict().items())
-    moments = load_file(path / checkpoint.OPTIMIZER)
+    moments = load_file(path / restore.OPTIMIZER)
     assert same_bits(moments["head.weight/exp_avg"], optimizer.state[model.head.weight]["exp_avg"])
     assert same_bits(moments["scale/step"], torch.tensor(2.0))
     assert not any(name.startswith("frozen") for name in moments)
@@ -186,17 +186,17 @@ def test_the_files_are_plain_safetensors_for_the_reference_reader(store: Checkpo
 
 def test_names_are_clean_when_the_model_was_compiled_whole_or_in_part(store: CheckpointStore) -> None:
     plain, optimizer = build()
-    names = checkpoint.load_weights(checkpoint.save(store, 1, plain, optimizer, {})).keys()
+    names = restore.load_weights(restore.save(store, 1, plain, optimizer, {})).keys()
     whole = torch.compile(plain)
     assert any("_orig_mod" in name for name in whole.state_dict())
-    path = checkpoint.save(store, 2, whole, optimizer, {})
-    assert checkpoint.load_weights(path).keys() == names
+    path = restore.save(store, 2, whole, optimizer, {})
+    assert restore.load_weights(path).keys() == names
     part, part_optimizer = build()
     part.norm = torch.compile(part.norm)  # type: ignore[assignment]
-    checkpoint.load(path, part, part_optimizer)
+    restore.load(path, part, part_optimizer)
     assert same_bits(part.norm.weight, plain.norm.weight)
-    path = checkpoint.save(store, 3, part, part_optimizer, {})
-    checkpoint.load(path, torch.compile(plain), optimizer)
+    path = restore.save(store, 3, part, part_optimizer, {})
+    restore.load(path, torch.compile(plain), optimizer)
 
 
 def test_all_random_generators_go_on_where_they_were(store: CheckpointStore) -> None:
@@ -208,32 +208,32 @@ def test_all_random_generators_go_on_where_they_were(store: CheckpointStore) -> 
     np.random.randn()
     random.gauss(0, 1)  # both keep a second normal number in store, which must be saved too
     run = build()
-    path = checkpoint.save(store, 1, *run, {})
+    path = restore.save(store, 1, *run, {})
     expected = [draw() for _ in range(3)]
     random.seed(5), np.random.seed(5), torch.manual_seed(5)
     draw()
-    checkpoint.load(path, *run)
+    restore.load(path, *run)
     assert [draw() for _ in range(3)] == expected
 
 
 def test_loading_weights_alone_leaves_the_generators_alone(store: CheckpointStore) -> None:
     model, optimizer = build()
-    path = checkpoint.save(store, 1, model, optimizer, {})
+    path = restore.save(store, 1, model, optimizer, {})
     torch.manual_seed(3)
     expected = torch.rand(2)
     torch.manual_seed(3)
-    checkpoint.load(path, model)
-    checkpoint.load_weights(path)
+    restore.load(path, model)
+    restore.load_weights(path)
     assert torch.equal(torch.rand(2), expected)
 
 
 def forge(
-    store: CheckpointStore, change: Callable[[dict[str, Tensor]], None], name: str = checkpoint.MODEL
+    store: CheckpointStore, change: Callable[[dict[str, Tensor]], None], name: str = restore.MODEL
 ) -> Path:
     """A correctly sealed checkpoint with one file changed, as a bug or a stranger could make it."""
     run = build(tied=False)
     train(*run, steps=1)
-    source = checkpoint.save(store, 1, *run, {})
+    source = restore.save(store, 1, *run, {})
     folder = store.begin(2)
     for path in source.iterdir():
         if path.name not in ("manifest.json", name):
@@ -266,7 +266,7 @@ def test_weights_that_do_not_fit_are_refused_by_name_and_nothing_is_changed(
     train(*run, steps=2)
     before = copy.deepcopy(run[0].state_dict()), copy.deepcopy(run[1].state_dict())
     with pytest.raises(DataError, match=message):
-        checkpoint.load(path, *run)
+        restore.load(path, *run)
     assert_same_state(run, _restore(before))
 
 
@@ -291,23 +291,23 @@ def _restore(before: tuple[dict[str, Any], dict[str, Any]]) -> tuple[nn.Module, 
 def test_optimizer_state_that_does_not_fit_is_refused_by_name(
     store: CheckpointStore, change: Callable[[dict[str, Tensor]], None], message: str, steps: int
 ) -> None:
-    path = forge(store, change, checkpoint.OPTIMIZER)
+    path = forge(store, change, restore.OPTIMIZER)
     run = build(tied=False)
     train(*run, steps=steps)
     before = copy.deepcopy(run[0].state_dict()), copy.deepcopy(run[1].state_dict())
     with pytest.raises(DataError, match=message):
-        checkpoint.load(path, *run)
+        restore.load(path, *run)
     assert_same_state(run, _restore(before))
 
 
 def test_another_optimizer_or_another_grouping_is_refused(store: CheckpointStore) -> None:
     model, optimizer = build()
-    path = checkpoint.save(store, 1, model, optimizer, {})
+    path = restore.save(store, 1, model, optimizer, {})
     with pytest.raises(DataError, match="saved by AdamW, this run uses SGD"):
-        checkpoint.load(path, *build("sgd momentum"))
+        restore.load(path, *build("sgd momentum"))
     flat = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     with pytest.raises(DataError, match="groups the parameters differently"):
-        checkpoint.load(path, model, flat)
+        restore.load(path, model, flat)
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".bin", ".pkl", ".ckpt"])
@@ -315,7 +315,7 @@ def test_a_pickle_is_refused_in_one_sentence_and_not_opened(tmp_path: Path, suff
     path = tmp_path / f"model{suffix}"
     torch.save({"a": torch.zeros(1)}, path)
     path.chmod(0)
-    for read in (lambda: checkpoint.load(path, *build()), lambda: checkpoint.load_weights(path)):
+    for read in (lambda: restore.load(path, *build()), lambda: restore.load_weights(path)):
         with pytest.raises(DataError, match="pickle") as caught:
             read()
         assert str(path) in str(caught.value)
@@ -323,34 +323,34 @@ def test_a_pickle_is_refused_in_one_sentence_and_not_opened(tmp_path: Path, suff
 
 def test_a_damaged_checkpoint_is_refused_before_anything_is_read_from_it(store: CheckpointStore) -> None:
     run = build()
-    path = checkpoint.save(store, 1, *run, {})
-    content = bytearray((path / checkpoint.MODEL).read_bytes())
+    path = restore.save(store, 1, *run, {})
+    content = bytearray((path / restore.MODEL).read_bytes())
     content[-1] ^= 128
-    (path / checkpoint.MODEL).write_bytes(content)
+    (path / restore.MODEL).write_bytes(content)
     before = copy.deepcopy(run[0].state_dict())
     with pytest.raises(DataError, match=r"model\.safetensors has other content"):
-        checkpoint.load(path, *run)
+        restore.load(path, *run)
     assert all(same_bits(before[name], tensor) for name, tensor in run[0].state_dict().items())
 
 
 def test_changing_loaded_tensors_does_not_change_the_checkpoint(store: CheckpointStore) -> None:
     run = build()
     train(*run, steps=1)
-    path = checkpoint.save(store, 1, *run, {})
-    for tensor in checkpoint.load_weights(path).values():
+    path = restore.save(store, 1, *run, {})
+    for tensor in restore.load_weights(path).values():
         tensor.zero_()
-    checkpoint.load(path, *run)
+    restore.load(path, *run)
     train(*run, steps=2)
     verify(path)
 
 
 def test_a_save_that_fails_leaves_nothing_and_the_older_one_whole(store: CheckpointStore) -> None:
     run = build()
-    checkpoint.save(store, 1, *run, {})
+    restore.save(store, 1, *run, {})
     with pytest.raises(TypeError):
-        checkpoint.save(store, 2, *run, {"not json": object()})
+        restore.save(store, 2, *run, {"not json": object()})
     with pytest.raises(ValueError, match="not JSON compliant"):
-        checkpoint.save(store, 2, *run, {"best": float("inf")})
+        restore.save(store, 2, *run, {"best": float("inf")})
     assert [path.name for path in store.folder.iterdir()] == ["step-000001"]
     verify(store.path(1))
 
@@ -358,7 +358,7 @@ def test_a_save_that_fails_leaves_nothing_and_the_older_one_whole(store: Checkpo
 def test_metrics_and_meta_are_in_the_manifest_and_rank_the_checkpoints(store: CheckpointStore) -> None:
     run = build()
     for step, loss in ((1, 2.0), (2, 1.0), (3, float("nan"))):
-        checkpoint.save(store, step, *run, {}, {"val_loss": loss}, meta={"recipe_hash": "abc"})
+        restore.save(store, step, *run, {}, {"val_loss": loss}, meta={"recipe_hash": "abc"})
     best = store.best_good(lambda path, problem: pytest.fail(problem))
     assert best is not None
     assert best.step == 2
@@ -371,12 +371,12 @@ def test_saving_and_loading_hold_no_second_copy_of_the_tensors(store: Checkpoint
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     reset_peak_memory("cpu")
     before = process_memory().resident_bytes
-    path = checkpoint.save(store, 2, model, optimizer, {})
+    path = restore.save(store, 2, model, optimizer, {})
     assert process_memory().peak_resident_bytes - before < size / 2
     found = verify(path)
     reset_peak_memory("cpu")
     before = process_memory().resident_bytes
-    checkpoint.load(found, model, optimizer)
+    restore.load(found, model, optimizer)
     # One tensor's pages of the mapped file may count as resident while it is copied.
     assert process_memory().peak_resident_bytes - before < 3.5 * size
 
@@ -418,10 +418,10 @@ def test_on_cuda_the_resumed_run_has_the_bits_of_the_undisturbed_one(store: Chec
 
     run = cuda_build()
     cuda_train(*run, steps=3)
-    path = checkpoint.save(store, 3, *run, {})
+    path = restore.save(store, 3, *run, {})
     cuda_train(*run, steps=3)
     resumed = cuda_build()
-    checkpoint.load(path, *resumed)
+    restore.load(path, *resumed)
     assert all(s["step"].is_cuda and s["exp_avg"].is_cuda for s in resumed[1].state.values())
     cuda_train(*resumed, steps=3)
     for (name, a), b in zip(run[0].state_dict().items(), resumed[0].state_dict().values(), strict=True):

@@ -18,10 +18,7 @@ from rush.data.document_loader import document_validation
 from rush.data.packing import Pad
 from rush.data.tokenizer import train_bpe
 from rush.errors import DataError
-from rush.models import Decoder, build_model
-from rush.recipe_io import load_recipe
-from rush.train.answers import encode_question
-from rush.train.evaluate import (
+from rush.evaluate.measures import (
     HeldOut,
     answer,
     change_of,
@@ -32,12 +29,15 @@ from rush.train.evaluate import (
     share_of,
     win_rates,
 )
-from rush.train.multiple_choice import (
+from rush.evaluate.multiple_choice import (
     Question,
     encode_choice,
     multiple_choice,
     read_questions,
 )
+from rush.hub.answers import encode_question
+from rush.models import Decoder, build_model
+from rush.recipe_io import load_recipe
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_pairs import PairsInMemory

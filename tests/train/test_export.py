@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 
+from rush.checkpoint import restore
 from rush.errors import DataError
 from rush.hardware import probe
+from rush.hub import export
+from rush.hub.export import export_model
+from rush.hub.folders import load_model
 from rush.models import build_model
 from rush.recipe_io import load_recipe, write_toml
-from rush.records.checkpoints import CheckpointStore
+from rush.records.checkpoint_store import CheckpointStore
 from rush.records.run_folder import RunFolder
-from rush.train import checkpoint, exporting
 from rush.train.build import build
-from rush.train.exporting import export_model
-from rush.train.folders import load_model
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pieces import Table, cut_in_two
@@ -36,7 +37,7 @@ def run_in_pieces(folder: Path, family: str, **shape: int) -> RunFolder:
     run, made = RunFolder(folder / "run"), build(recipe, probe("cpu"))
     run.path.mkdir()
     run.recipe.write_text(write_toml(recipe))
-    whole = checkpoint.save(CheckpointStore(folder / "whole"), 1, made.model, made.optimizer, {})
+    whole = restore.save(CheckpointStore(folder / "whole"), 1, made.model, made.optimizer, {})
     cut_in_two(whole, run.checkpoints, 1)
     shutil.copytree(whole, folder / "whole run" / "checkpoints" / "step-000001")
     shutil.copy(run.recipe, folder / "whole run" / "recipe.toml")
@@ -52,7 +53,7 @@ def no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
 
         def save(self, folder: Path) -> None: ...
 
-    monkeypatch.setattr(exporting, "load_tokenizer", lambda path: Tokens())
+    monkeypatch.setattr(export, "load_tokenizer", lambda path: Tokens())
 
 
 @pytest.mark.usefixtures("no_tokenizer")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
-from rush.train.exposed import exchanges, joined, without
+from rush.profiling.comm_overlap import exchanges, joined, without
 
 
 def event(name: str, start: float, end: float, thread: int = 1, device: Any = DeviceType.CPU) -> Any:

@@ -11,11 +11,12 @@ import pytest
 import torch
 
 import rush
+from rush.checkpoint import writer
 from rush.errors import MachineError, Outage, OwnFault, RunFailed, RushError
 from rush.recipe_io import load_recipe
-from rush.records.checkpoints import verify
+from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
-from rush.train import loop, sample, save_writing, session, validation
+from rush.train import loop, sample, session, validation
 from rush.train.failures import Doing, Phase, explain
 from rush.train.loop import train_recipe
 
@@ -57,9 +58,9 @@ CASES: dict[str, tuple[Any, str, BaseException, int, type[RushError], str, int]]
         "the validation after step 4 failed with ZeroDivisionError: bug", 3),
     "a bug in a sample": (sample, "sample_text", ZeroDivisionError("bug"), 2, OwnFault,
         "the sample after step 4 failed with ZeroDivisionError: bug", 3),
-    "memory at a save": (save_writing, "save_tensors", MemoryError("bytes"), 4, RunFailed,
+    "memory at a save": (writer, "save_tensors", MemoryError("bytes"), 4, RunFailed,
         "out of memory at the checkpoint of step 2 on CPU", 1),
-    "a save that breaks": (save_writing, "save_tensors", ValueError("bad"), 4, OwnFault,
+    "a save that breaks": (writer, "save_tensors", ValueError("bad"), 4, OwnFault,
         "the checkpoint of step 2 failed with ValueError: bad.", 1),
     "a CUDA error": (session, "launch_step", RuntimeError("CUDA error: unspecified launch failure\nlong"), 3, Outage,
         "step 3 failed with RuntimeError: CUDA error: unspecified launch failure. No technique is on.", 2),
@@ -143,7 +144,7 @@ def test_a_folder_that_takes_no_log_has_it_elsewhere(tmp_path: Path, monkeypatch
     ("file", "techniques", "said"),
     [
         ("techniques/fused_adamw.py", "['fused_adamw', 'compile']",
-         "The code of the technique fused_adamw (rush/techniques/fused_adamw.py:1, in <module>) stands on the stack: take it "
+         "The code of the technique fused_adamw (rush/techniques/optimizer/fused_adamw.py:1, in <module>) stands on the stack: take it "
          "out with techniques-=fused_adamw. Please report it, with the log."),
         ("techniques/ddp.py", "[]", "stands on the stack: take it out with layout.ddp=1."),
         ("train/step.py", "['fused_adamw', 'compile']",

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from rush.checkpoint.saver import Saver
 from rush.data import Batch
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
-from rush.records.checkpoints import CheckpointStore, verify
+from rush.records.checkpoint_store import CheckpointStore, verify
 from rush.train.build import build
 from rush.train.loop import train_recipe
-from rush.train.saving import Saver
 from rush.train.step import train_step, validate
 
 sys.path.insert(0, str(Path(__file__).parent))

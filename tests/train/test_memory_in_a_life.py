@@ -12,18 +12,18 @@ from typing import Any
 import pytest
 import torch
 
+from rush.checkpoint.saver import Saver, room_for_copies
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import probe, process_memory
-from rush.hardware.memory import Limit
+from rush.hardware.memory_use import Limit
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
-from rush.records.checkpoints import verify
+from rush.records.checkpoint_store import verify
 from rush.train.build import Run, build
 from rush.train.corpus import open_corpus
 from rush.train.loop import train_recipe
 from rush.train.sample import Sampler
-from rush.train.saving import Saver, room_for_copies
 from rush.train.step import in_pieces, train_step, validate
 from rush.train.validation import Validation, rows_before
 
@@ -246,10 +246,10 @@ def test_a_sample_that_never_fits_is_a_row_with_the_reason(recipe: Callable[...,
 @linux
 def test_copies_may_take_what_a_step_leaves(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
     run, _ = stepped(recipe())
-    room = room_for_copies(run)
+    room = room_for_copies(run.device, run.limit)
     assert room > 0
     run.limit = Limit(process_memory().resident_bytes + 5e8, transient_bytes=2e8)
-    assert room_for_copies(run) == pytest.approx(3e8, abs=2e7)
+    assert room_for_copies(run.device, run.limit) == pytest.approx(3e8, abs=2e7)
     notes: list[str] = []
     saver = Saver(run_store(tmp_path), note=notes.append, room=lambda: 10.0)
     saver.prepare(run.model, run.optimizer)
@@ -261,6 +261,6 @@ def test_copies_may_take_what_a_step_leaves(recipe: Callable[..., Recipe], tmp_p
 
 
 def run_store(tmp_path: Path) -> Any:
-    from rush.records.checkpoints import CheckpointStore
+    from rush.records.checkpoint_store import CheckpointStore
 
     return CheckpointStore(tmp_path / "checkpoints")

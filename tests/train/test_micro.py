@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rush.errors import MachineError, RecipeError
-from rush.plan.micro import needed
+from rush.plan.micro_batch import needed
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.train.loop import train_recipe
@@ -45,7 +45,7 @@ def chosen(folder: Path) -> int:
 
 def too_hopeful(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that believes in the largest micro batch whatever it takes."""
-    monkeypatch.setattr("rush.train.micro.best", lambda possible, target, room: possible[-1])
+    monkeypatch.setattr("rush.train.auto_micro.best", lambda possible, target, room: possible[-1])
 
 
 def test_the_run_is_to_the_bit_that_of_the_number_it_chose_and_says_so(path: Path, tmp_path: Path) -> None:

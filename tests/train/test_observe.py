@@ -18,8 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from rush.data import Batch
 from rush.hardware import probe
-from rush.train.breakdown import CLASSES, classify, pieces
-from rush.train.observe import observe, state_bytes
+from rush.profiling.breakdown import CLASSES, classify, pieces
+from rush.profiling.observe import observe, state_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
 from tiny_runs import make_loader, make_run

@@ -14,10 +14,11 @@ import torch
 
 from rush.errors import RecipeError
 from rush.generate import generate
-from rush.models import SIZES, Decoder, Shape, build_model, save_hf_folder
+from rush.hub.folders import load_model
+from rush.hub.peft import save_adapter
+from rush.hub.weights import save_hf_folder
+from rush.models import SIZES, Decoder, Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, chosen_linears, fill_adapters, set_active
-from rush.train.adapters import save_adapter
-from rush.train.folders import load_model
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(0))
@@ -78,8 +79,8 @@ def test_a_dora_adapter_is_refused_beside_offloaded_blocks(tmp_path: Path) -> No
 
 MEASURE = """
 import sys, torch
-from rush.hardware.memory import memory_in_use, peak_memory_bytes, reset_peak_memory
-from rush.train.folders import load_model
+from rush.hardware.memory_use import memory_in_use, peak_memory_bytes, reset_peak_memory
+from rush.hub.folders import load_model
 torch.set_num_threads(1)
 
 @torch.no_grad()

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from rush.data import Batch
 from rush.data.batch import IGNORED
+from rush.evaluate.label_checks import lowest_loss, misaligned
+from rush.evaluate.overfit import MakeRun, overfit
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.train.build import Run, build
-from rush.train.label_checks import lowest_loss, misaligned
-from rush.train.overfit import MakeRun, overfit
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
 

@@ -10,7 +10,7 @@ import torch
 
 from rush.recipe_io import load_recipe
 from rush.train.loop import train_recipe
-from rush.train.rounding import movable
+from rush.train.lost_updates import movable
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_runs import small_recipe, write_corpus

@@ -11,8 +11,8 @@ import pytest
 import tokenizers
 
 from rush.data import Tokenizer
+from rush.hub.answers import answer_ends
 from rush.recipe_io import changed, load_recipe
-from rush.train.answers import answer_ends
 from rush.train.corpus import open_corpus
 from rush.train.sample import sample_prompt
 

@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from rush.checkpoint import restore
+from rush.checkpoint.saver import Saved, Saver
+from rush.checkpoint.snapshot import Copy
 from rush.errors import Diverged, MachineError
 from rush.recipe_io import load_recipe
-from rush.records.checkpoints import CheckpointStore, verify
-from rush.train import checkpoint, loop
-from rush.train.saving import Saved, Saver
-from rush.train.staging import Copy
+from rush.records.checkpoint_store import CheckpointStore, verify
+from rush.train import loop
 
 sys.path.insert(0, str(Path(__file__).parent))
 from small_runs import rows, small_recipe, write_corpus
@@ -67,7 +68,7 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile
     run, store = state(), SlowDisk(tmp_path / "checkpoints")
     run[0].register_buffer("seen", torch.zeros(3))
     run[1].param_groups[0]["lr"] = torch.tensor(0.1)
-    expected = checkpoint.save(CheckpointStore(tmp_path / "expected"), 1, *run, {"position": 1})
+    expected = restore.save(CheckpointStore(tmp_path / "expected"), 1, *run, {"position": 1})
     plain = Copy.finish
     monkeypatch.setattr(Copy, "finish", lambda copy: (time.sleep(0.5), plain(copy)))
     saver, saved = Saver(store), list[Saved]()

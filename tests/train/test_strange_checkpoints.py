@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from rush.checkpoint import restore
+from rush.checkpoint.reader import SavedTensors
+from rush.checkpoint.tensor_names import save_tensors
 from rush.errors import DataError
-from rush.records.checkpoints import CheckpointStore, verify
-from rush.records.manifest import FileEntry, Manifest, describe_files
-from rush.train import checkpoint
-from rush.train.saved import SavedTensors
-from rush.train.tensors import save_tensors
+from rush.records.checkpoint_manifest import FileEntry, Manifest, describe_files
+from rush.records.checkpoint_store import CheckpointStore, verify
 
 sys.path.insert(0, str(Path(__file__).parent))
 from pieces import Table, cut_in_two
@@ -47,7 +47,7 @@ def store(tmp_path: Path) -> CheckpointStore:
 
 @pytest.fixture
 def whole(store: CheckpointStore) -> Path:
-    return checkpoint.save(store, 1, *run_of(), {"position": 3})
+    return restore.save(store, 1, *run_of(), {"position": 3})
 
 
 def bits(run: tuple[nn.Module, Optimizer]) -> list[bytes]:
@@ -60,9 +60,9 @@ def test_pieces_give_what_the_whole_gave(store: CheckpointStore, whole: Path) ->
     path = cut_in_two(whole, store, 2)
     other = run_of(seed=5)
     assert bits(other) != bits(run_of())
-    assert checkpoint.load(path, *other) == {"position": 3}
+    assert restore.load(path, *other) == {"position": 3}
     assert bits(other) == bits(run_of())
-    weights, expected = checkpoint.load_weights(path), checkpoint.load_weights(whole)
+    weights, expected = restore.load_weights(path), restore.load_weights(whole)
     assert all(torch.equal(weights[name], value) for name, value in expected.items())
 
 
@@ -138,14 +138,14 @@ def test_a_hostile_table_is_refused_and_changes_nothing(
     run = run_of(seed=5)
     before = bits(run)
     with pytest.raises(DataError, match=says) as caught:
-        checkpoint.load(path, *run)
+        restore.load(path, *run)
     assert caught.value.exit_code == 3
     assert "\n" not in str(caught.value)
     assert len(str(caught.value)) < 600
     assert bits(run) == before
     if name != "another name" and "optimizer" not in name:  # which weights alone cannot know
         with pytest.raises(DataError):
-            checkpoint.load_weights(path)
+            restore.load_weights(path)
 
 
 def seal(folder: Path, step: int, files: dict[str, FileEntry] | None = None) -> None:
@@ -170,11 +170,11 @@ def test_links_and_paths_out_of_the_folder_are_refused(store: CheckpointStore, w
     os.symlink(secret, linked / "model.safetensors")
     seal(linked, 6, entries)
     with pytest.raises(DataError, match=r"model\.safetensors is not a plain file"):
-        checkpoint.load(linked, *run_of())
+        restore.load(linked, *run_of())
     upwards = copy_of(whole, store.folder / "step-000007")
     seal(upwards, 7, {**entries, "../secret": entries["model.safetensors"]})
     with pytest.raises(DataError, match=r"\.\./secret is missing"):
-        checkpoint.load(upwards, *run_of())
+        restore.load(upwards, *run_of())
 
 
 def test_files_that_say_otherwise_than_the_table_are_refused(store: CheckpointStore, whole: Path) -> None:
@@ -189,7 +189,7 @@ def test_files_that_say_otherwise_than_the_table_are_refused(store: CheckpointSt
         run = run_of(seed=5)
         before = bits(run)
         with pytest.raises(DataError, match=r"pieces\.json says float32\[4, 6\]"):
-            checkpoint.load(path, *run)
+            restore.load(path, *run)
         assert bits(run) == before
 
 
@@ -217,7 +217,7 @@ def test_a_state_that_makes_no_sense_is_refused_and_changes_nothing(
     run = run_of(seed=5)
     before = copy.deepcopy(bits(run))
     with pytest.raises(DataError) as caught:
-        checkpoint.load(path, *run)
+        restore.load(path, *run)
     assert "state.json" in str(caught.value) or "groups" in str(caught.value)
     assert bits(run) == before
 
@@ -230,7 +230,7 @@ def test_a_state_that_is_no_json_is_refused(content: bytes, store: CheckpointSto
     (path / "state.json").write_bytes(content)
     seal(path, 4)
     with pytest.raises(DataError, match=r"state\.json is not the state of a training run"):
-        checkpoint.load(path, *run_of())
+        restore.load(path, *run_of())
 
 
 @pytest.mark.parametrize(
@@ -241,7 +241,7 @@ def test_a_table_that_is_no_json_is_refused(content: bytes, store: CheckpointSto
     (path / "pieces.json").write_bytes(content)
     seal(path, 4)
     with pytest.raises(DataError, match=r"pieces\.json is not a table of pieces"):
-        checkpoint.load(path, *run_of())
+        restore.load(path, *run_of())
 
 
 @pytest.mark.parametrize(
@@ -256,5 +256,5 @@ def test_a_file_that_is_no_safetensors_is_refused(
     run = run_of(seed=5)
     before = bits(run)
     with pytest.raises(DataError, match="not a readable safetensors file"):
-        checkpoint.load(path, *run)
+        restore.load(path, *run)
     assert bits(run) == before

@@ -30,11 +30,12 @@ from safetensors.torch import save_file
 
 from rush.files import write_json_atomic
 from rush.hardware import Machine
-from rush.lab import life, trial
-from rush.lab.bench import Bench
-from rush.lab.ladder_file import Plan
-from rush.lab.starter import Streams
-from rush.lab.trial_process import _declared as declared
+from rush.lab.ladder.ladder_file import Plan
+from rush.lab.life import life
+from rush.lab.trial import trial
+from rush.lab.trial.process import declared
+from rush.lab.trial.runner import Bench
+from rush.lab.trial.starter import Streams
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe, parse
 from rush.records.run_folder import RunFolder

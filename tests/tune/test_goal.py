@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from rush.lab.pairs import Timed
-from rush.lab.timing import COMMON
+from rush.lab.paired import Timed
+from rush.lab.trial.timing import COMMON
 from rush.recipe_io import load_recipe
 from rush.tune.goal import Result, gain
 from rush.tune.trials import LONG, ONCE, RANK, Settings, trial_plan

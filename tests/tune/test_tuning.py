@@ -74,8 +74,8 @@ def test_a_recipe_that_cannot_validate_is_passed_over_for_what_can(
     small_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With real processes and a planted technique that only a validation breaks."""
-    from rush.lab.bench import open_bench
-    from rush.techniques.extra import added
+    from rush.lab.trial.runner import open_bench
+    from rush.techniques.api.own_files import added
     from rush.tune import tuning
 
     monkeypatch.setattr(tuning, "open_bench", partial(open_bench, extra_techniques=[BREAKS]))

@@ -22,7 +22,7 @@ from datatrove.pipeline.base import PipelineStep
 from rush.data.clean.fields import items_at, plain_items
 from rush.data.clean.filters import StageFilter
 from rush.data.clean.removal import Removals
-from rush.data.clean.rows import Row
+from rush.data.clean.row_files import Row
 from rush.data.clean.stages import Pipeline, RareItems
 from rush.data.pipeline import leave_with_parent
 from rush.files import replacing

@@ -41,7 +41,7 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 from rush.data.clean.fields import value_at
 from rush.data.clean.filters import StageFilter
 from rush.data.clean.removal import Example, Removals
-from rush.data.clean.rows import Row, load_inputs, place_name
+from rush.data.clean.row_files import Row, load_inputs, place_name
 from rush.data.clean.stages import ExactDuplicates, NearDuplicates
 from rush.data.pipeline import leave_with_parent
 from rush.files import replacing

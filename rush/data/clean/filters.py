@@ -22,7 +22,7 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from rush.data.clean.fields import Missing, items_at, text_at
 from rush.data.clean.language import identify
 from rush.data.clean.removal import Removals, dead_rows
-from rush.data.clean.rows import Row, load_inputs, read_rows
+from rush.data.clean.row_files import Row, load_inputs, read_rows
 from rush.data.clean.stages import Items, Language, Pipeline, Regex, StagePart, Tokens, Words
 from rush.data.pipeline import leave_with_parent
 from rush.data.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from rush.data.clean.failure import noting_errors
 from rush.data.clean.output import input_schema, join_parts, parts_schema
 from rush.data.clean.plan import Layout
 from rush.data.clean.report import write_report
-from rush.data.clean.rows import Inputs
+from rush.data.clean.row_files import Inputs
 from rush.data.clean.stages import Pipeline
 from rush.data.readers import import_extra
 from rush.errors import RecipeError

@@ -19,7 +19,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from rush.data.clean.failure import noting_errors
-from rush.data.clean.rows import Inputs, Row
+from rush.data.clean.row_files import Inputs, Row
 from rush.data.readers import import_extra, open_parquet
 from rush.errors import DataError
 from rush.files import json_safe, replacing

@@ -17,7 +17,7 @@ from rush.data.clean import counting, duplicates, filters
 from rush.data.clean.failure import Guard
 from rush.data.clean.output import WriteKept
 from rush.data.clean.removal import Removals
-from rush.data.clean.rows import Inputs
+from rush.data.clean.row_files import Inputs
 from rush.data.clean.stages import (
     ExactDuplicates,
     Items,

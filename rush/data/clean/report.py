@@ -13,7 +13,7 @@ from typing import Any
 
 from rush.data.clean.plan import Layout
 from rush.data.clean.removal import Removed, clipped, gather
-from rush.data.clean.rows import Inputs
+from rush.data.clean.row_files import Inputs
 from rush.data.clean.stages import Pipeline
 from rush.files import write_atomic, write_json_atomic
 

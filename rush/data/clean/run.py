@@ -28,11 +28,11 @@ from rush.data.clean.language import check_languages
 from rush.data.clean.output import input_schema
 from rush.data.clean.plan import Layout, Step, plan
 from rush.data.clean.report import REPORT
-from rush.data.clean.rows import Inputs, find_inputs
+from rush.data.clean.row_files import Inputs, find_inputs
 from rush.data.clean.stages import Language, Pipeline, Tokens
 from rush.data.clean.workers import minding_workers
 from rush.data.pipeline import check_executor, engine_running, make_executor
-from rush.data.published import find_tokenizer
+from rush.data.published_tokenizers import find_tokenizer
 from rush.data.storage import folder_lock
 from rush.errors import MachineError, RecipeError
 from rush.files import remove_temporaries, write_json_atomic, writing

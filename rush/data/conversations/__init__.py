@@ -7,13 +7,13 @@ documents.tokens(0), documents.trained(0)
 
 from __future__ import annotations
 
-from rush.data.conversations.encode import Encoded, encode, encode_prompt
-from rush.data.conversations.manifest import (
+from rush.data.conversations.documents_manifest import (
     DocumentManifest,
     holds_documents,
     read_document_manifest,
     verify_documents,
 )
+from rush.data.conversations.encode import Encoded, encode, encode_prompt
 from rush.data.conversations.preparation import DocumentPreparation
 from rush.data.conversations.prepare import prepare_documents
 from rush.data.conversations.store import DocumentSet

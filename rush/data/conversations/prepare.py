@@ -21,8 +21,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rush.data.conversations.judge import read_row, split_of_row, write_row
-from rush.data.conversations.manifest import (
+from rush.data.conversations.documents_manifest import (
     VERSION,
     Counts,
     DocumentManifest,
@@ -30,18 +29,19 @@ from rush.data.conversations.manifest import (
     verify_documents,
     write_document_manifest,
 )
+from rush.data.conversations.filtering import read_row, split_of_row, write_row
 from rush.data.conversations.preparation import DocumentPreparation
 from rush.data.conversations.rows import plan_rows, read_unit_rows
 from rush.data.conversations.store import DocumentWriter
 from rush.data.conversations.templates import Template, find_template
 from rush.data.conversations.turns import BadRow, Conversation, Text
-from rush.data.pool import run_each
 from rush.data.prepare import Progress
-from rush.data.published import find_tokenizer
+from rush.data.published_tokenizers import find_tokenizer
 from rush.data.shards import SPLITS, token_dtype
 from rush.data.sources import Unit
 from rush.data.storage import folder_lock, writable
 from rush.data.tokenizer import Tokenizer, train_bpe
+from rush.data.worker_pool import run_each
 from rush.errors import DataError, RecipeError
 from rush.files import remove_temporaries, write_atomic
 

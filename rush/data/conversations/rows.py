@@ -13,7 +13,7 @@ from typing import Any
 
 from rush.data.conversations.docstrings import VERSION, docstring_pairs, docstring_questions
 from rush.data.conversations.readings import readings
-from rush.data.hub import read_hub_rows
+from rush.data.hub_datasets import read_hub_rows
 from rush.data.readers import Slice, read_rows, read_slice
 from rush.data.sources import HUB_SOURCES, LOCAL_SOURCES, Unit, describe_source, plan_units
 from rush.errors import RecipeError, nearest

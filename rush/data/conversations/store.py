@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from rush.data.conversations.documents_manifest import Counts, DocumentShard, verify_documents
 from rush.data.conversations.encode import Encoded
-from rush.data.conversations.manifest import Counts, DocumentShard, verify_documents
 from rush.data.shards import SPLITS, token_dtype
 from rush.errors import DataError, RecipeError, nearest
 from rush.files import write_atomic

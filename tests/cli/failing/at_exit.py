@@ -7,7 +7,7 @@ import ctypes
 from collections.abc import Mapping
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, Parity, Proof, Stage, Technique
+from rush.techniques.api.contract import Build, Claim, Parity, Proof, Stage, Technique
 
 
 def fail() -> None:

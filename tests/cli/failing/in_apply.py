@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, Parity, Proof, Stage, Technique
+from rush.techniques.api.contract import Build, Claim, Parity, Proof, Stage, Technique
 
 BROKEN = True
 

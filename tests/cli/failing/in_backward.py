@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, Parity, Proof, Stage, Technique
+from rush.techniques.api.contract import Build, Claim, Parity, Proof, Stage, Technique
 
 BROKEN = True
 

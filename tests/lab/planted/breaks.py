@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, KnobRange, Parity, Proof, Stage, Technique
+from rush.techniques.api.contract import Build, Claim, KnobRange, Parity, Proof, Stage, Technique
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rush.recipe import Knob
 from rush.techniques import registry
-from rush.techniques.contract import Build, Claim, KnobRange, Observation, Parity, Proof, Stage, Technique
+from rush.techniques.api.contract import Build, Claim, KnobRange, Observation, Parity, Proof, Stage, Technique
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from rush.recipe import Knob
-from rush.techniques.contract import Build, Claim, KnobRange, Parity, Proof, Stage, Technique
+from rush.techniques.api.contract import Build, Claim, KnobRange, Parity, Proof, Stage, Technique
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:

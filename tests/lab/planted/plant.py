@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 from rush.recipe import Knob
-from rush.techniques.contract import (
+from rush.techniques.api.contract import (
     Build,
     Claim,
     KnobRange,

@@ -1,0 +1,234 @@
+"""A rival's training step inside a trial: a model of the transformers library in our own loop.
+
+Only the model and its loss are the library's. Loader, learning rate, clipping, the update's groups and the
+clock are ours, the same for both sides, so that a ratio compares models and kernels and nothing else. The
+model is made from a configuration with random weights; nothing is downloaded. Conversations come one a row, filled up to the
+longest at hand, with the attention mask that every collator of the library makes.
+
+Liger patches the library the way its users do (`apply_liger_kernel_to_llama`). That rewrites names inside
+transformers for the whole process, which is why it happens only here, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import time
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rush.bench.baseline_adapters import quantised_model, weights_in_words, with_adapters
+from rush.data import Batch
+from rush.data.batch import IGNORED
+from rush.data.packing import Pad
+from rush.data.row_tensors import FILLING
+from rush.errors import MachineError, RecipeError
+from rush.hardware import Machine
+from rush.hub.config import config_from_shape
+from rush.lab.trial.timing import Stepper, Timing, time_steps
+from rush.models import Shape
+from rush.recipe import Recipe
+from rush.recipe_io import parse
+from rush.techniques import Pass
+from rush.train.build import Run
+from rush.train.corpus import open_corpus
+from rush.train.optimizer import build_optimizer
+
+INTERESTING = (
+    "rms_norm",
+    "swiglu",
+    "rope",
+    "cross_entropy",
+    "flash",
+    "cudnn",
+    "attention",
+    "adam",
+    "dequant",
+)
+"""Parts of kernel names that say which of a rival's switches did something."""
+LIGER = ("rms_norm_forward_kernel", "swiglu_forward_kernel", "liger_cross_entropy_kernel", "triton_rope")
+LIBRARIES = {
+    "transformers": "transformers",
+    "liger_kernel": "liger-kernel",
+    "peft": "peft",
+    "bitsandbytes": "bitsandbytes",
+}
+"""Modules, and what they are called where they are installed from."""
+EXTRAS = {"transformers": "rivals", "liger_kernel": "rivals", "peft": "reference", "bitsandbytes": "quant"}
+"""Which of this project's extras brings them."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """How a rival is built: what the workload's table says beside its title, kind and recipe."""
+
+    dtype: str = "float32"
+    """Of the weights that are not quantised."""
+    with_liger: bool = False
+    rank: int | None = None
+    """With it, PEFT's LoRA on all linear layers of the blocks, in place of full training."""
+    alpha: float = 32.0
+    quantised: bool = False
+    """The blocks' frozen linear layers in bitsandbytes' NF4."""
+    checkpointing: bool = False
+    autocast: bool = False
+    """Passes under bf16 autocast, as the library's trainer runs them where adapters are fp32."""
+
+    @property
+    def needs(self) -> list[str]:
+        wanted = {
+            "transformers": True,
+            "liger_kernel": self.with_liger,
+            "peft": self.rank is not None,
+            "bitsandbytes": self.quantised,
+        }
+        return [name for name, needed in wanted.items() if needed]
+
+
+def measure_rival(spec: Mapping[str, Any], result: Any) -> None:
+    """Time the rival's steps, then watch one: which kernels ran."""
+    machine = Machine.from_dict(spec["machine"])
+    recipe = parse(tomllib.loads(spec["recipe"]))
+    options = Options(**spec["options"])
+    _need(options)
+    corpus = open_corpus(recipe, None, lambda text: None)
+    began = time.monotonic()
+    run = rival_run(recipe, machine, options)
+    result.took("build", began)
+    result.add(versions=_versions(options), weights=weights_in_words(run.model))
+    with corpus.loader(recipe, run.loader_options) as loader:
+        began = time.monotonic()
+        result.add(timing=time_steps(run, loader, Timing(**spec["timing"])))
+        result.took("timing", began)
+        stepper = Stepper(run, loader)
+        if spec["profile"]:
+            began = time.monotonic()
+            result.add(evidence=_watch(run, stepper, options))
+            result.took("profile", began)
+        stepper()
+        assert stepper.last is not None
+        result.add(loss=stepper.last.result().loss)
+
+
+def _need(options: Options) -> None:
+    if missing := [name for name in options.needs if find_spec(name) is None]:
+        extras = ",".join(dict.fromkeys(EXTRAS[name] for name in missing))
+        raise MachineError(
+            f"the rival needs {' and '.join(missing)}; install it with "
+            f'pip install "optimization-rush[{extras}]".'
+        )
+
+
+def rival_run(recipe: Recipe, machine: Machine, options: Options) -> Run:
+    """The library's model as a run of ours."""
+    device, dtype = torch.device(machine.device), getattr(torch, options.dtype)
+    if options.quantised:
+        make = partial(rival_model, recipe.shape(), torch.device("meta"), dtype)
+        model = quantised_model(make, device, dtype, seed=recipe.run.seed)
+    else:
+        model = rival_model(recipe.shape(), device, dtype)
+    if options.with_liger:
+        import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
+    if options.rank is not None:
+        model = with_adapters(model, options.rank, options.alpha, checkpointing=options.checkpointing)
+    elif options.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    fused = {"fused": True} if device.type == "cuda" else {}
+    optimizer = build_optimizer(recipe, model, torch.optim.AdamW, fused)
+    padded = recipe.objective.kind == "sft"
+    autocast = torch.bfloat16 if options.autocast else None
+    wrapped: list[Any] = [lambda plain: rival_pass(model, padded=padded, autocast=autocast)]
+    loader: dict[str, Any] = {"packing": Pad(0)} if padded else {}
+    return Run(
+        recipe,
+        machine,
+        device,
+        model,
+        optimizer,
+        autocast_dtype=autocast,
+        loader_options=loader | ({"pin": True} if device.type == "cuda" else {}),
+        pass_wrappers=wrapped,
+    )
+
+
+def rival_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
+    """`LlamaForCausalLM` of this shape with random weights, SDPA attention, ready to train."""
+    if shape.family != "llama":
+        raise RecipeError(
+            f"a rival of kind transformers is a Llama, and the recipe's model is of the family {shape.family}; take kind recipe."
+        )
+    transformers = import_module("transformers")
+    table = config_from_shape(shape)
+    for key in ("architectures", "model_type", "dtype", "torch_dtype"):
+        table.pop(key)
+    config = transformers.LlamaConfig(**{**table, "use_cache": False})
+    config._attn_implementation = "sdpa"
+    with _default_dtype(dtype), device:
+        model = transformers.LlamaForCausalLM(config)
+    return model.train()
+
+
+def rival_pass(model: Any, *, padded: bool = False, autocast: torch.dtype | None = None) -> Pass:
+    """Forward and backward of a micro batch: the summed loss, as our own pass returns it."""
+
+    def run(batch: Batch, share: Tensor) -> Tensor:
+        # Our labels are shifted already. Divided by one item, the library's loss is the sum over labels.
+        labels_bt = batch.labels_bt.contiguous()
+        with torch.autocast(labels_bt.device.type, autocast, enabled=autocast is not None):
+            found = model(
+                input_ids=batch.tokens_bt,
+                attention_mask=real_tokens(batch) if padded else None,
+                labels=labels_bt,
+                shift_labels=labels_bt,
+                num_items_in_batch=1,
+                return_dict=True,
+            )
+        (found.loss * share).backward()
+        loss: Tensor = found.loss.detach()
+        return loss.float()
+
+    return run
+
+
+def real_tokens(batch: Batch) -> Tensor:
+    """The attention mask of rows filled up at their ends: 1 up to the last token that is none of the filling."""
+    real_bt = (batch.tokens_bt != FILLING) | (batch.labels_bt != IGNORED)
+    return real_bt.long().flip(1).cummax(1).values.flip(1)
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _watch(run: Run, stepper: Stepper, options: Options) -> list[dict[str, Any]]:
+    """Which telling kernels ran in a step; nothing on a CPU, which has no kernels to see."""
+    if run.device.type != "cuda":
+        return []
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    ) as profile:
+        stepper()
+    names = {event.key for event in profile.key_averages()}
+    telling = sorted(name[:60] for name in names if any(part in name.lower() for part in INTERESTING))
+    wanted = [*(LIGER if options.with_liger else ()), *(["Dequantize"] if options.quantised else ())]
+    missing = [part for part in wanted if not any(part in name for name in names)]
+    what = f"did not run: {', '.join(missing)}" if missing else f"ran {', '.join(telling)[:600]}"
+    return [{"technique": "rival", "took_effect": not missing, "what": what}]
+
+
+def _versions(options: Options) -> dict[str, str]:
+    return {LIBRARIES[name]: version(LIBRARIES[name]) for name in options.needs}

@@ -1,0 +1,186 @@
+"""What vouches for documents on disk: the files with their checksums, what was asked for, what became of each row.
+
+How a manifest is sealed and checked is in `rush.data.sealed_manifest`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rush.data.sealed_manifest import check_files, check_tokenizer, read_sealed, write_sealed
+from rush.data.shards import check_ids
+
+FORMAT = "rush-documents"
+VERSION = 2
+"""Of the files and of what is in them: raise it when the same rows give other documents."""
+SUFFIXES = ("bin", "trn", "idx", "ids")
+EXAMPLES = 3
+
+
+@dataclass
+class Counts:
+    """What became of the rows of one split."""
+
+    rows: int = 0
+    documents: int = 0
+    tokens: int = 0
+    trained: int = 0
+    cut: int = 0
+    cut_tokens: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Rows left out, by reason."""
+    examples: dict[str, list[str]] = field(default_factory=dict)
+    """The first rows left out for each reason, and the first that were cut."""
+    formats: dict[str, int] = field(default_factory=dict)
+    unused: dict[str, int] = field(default_factory=dict)
+    """Columns that hold something and say nothing to the model, with the rows that have them."""
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
+
+    def drop(self, reason: str, name: str) -> None:
+        self.dropped[reason] = self.dropped.get(reason, 0) + 1
+        self._note(reason, name)
+
+    def shorten(self, tokens: int, name: str) -> None:
+        self.cut += 1
+        self.cut_tokens += tokens
+        self._note("cut", name)
+
+    def use(self, format: str, unused: list[str]) -> None:
+        self.formats[format] = self.formats.get(format, 0) + 1
+        for column in unused:
+            self.unused[column] = self.unused.get(column, 0) + 1
+
+    def _note(self, reason: str, name: str) -> None:
+        examples = self.examples.setdefault(reason, [])
+        if len(examples) < EXAMPLES:
+            examples.append(name)
+
+    def plus(self, other: Counts) -> Counts:
+        examples = {
+            reason: [*self.examples.get(reason, []), *other.examples.get(reason, [])][:EXAMPLES]
+            for reason in sorted({*self.examples, *other.examples})
+        }
+        numbers = ("rows", "documents", "tokens", "trained", "cut", "cut_tokens")
+        summed: dict[str, Any] = {name: getattr(self, name) + getattr(other, name) for name in numbers}
+        for name in ("dropped", "formats", "unused"):
+            summed[name] = dict(
+                sorted((Counter(getattr(self, name)) + Counter(getattr(other, name))).items())
+            )
+        return Counts(**summed, examples=examples)
+
+
+@dataclass(frozen=True)
+class DocumentShard:
+    """One array of documents: its counts, and the size and SHA-256 of each of its files."""
+
+    split: str
+    name: str
+    documents: int
+    tokens: int
+    bytes: dict[str, int]
+    sha256: dict[str, str]
+    content: str
+    """SHA-256 of the documents without their names: tokens, targets, and where each begins."""
+
+    def path(self, folder: Path, suffix: str) -> Path:
+        return folder / self.split / f"{self.name}.{suffix}"
+
+
+@dataclass(frozen=True)
+class DocumentManifest:
+    dtype: str
+    vocab_size: int
+    eos_id: int
+    tokenizer_sha256: str
+    key: str
+    """Fingerprint of everything that determines the content."""
+    preparation: dict[str, Any]
+    """What was asked for: source, format, template, sequence."""
+    paired: bool
+    counts: dict[str, Counts]
+    shards: tuple[DocumentShard, ...]
+
+    def of(self, split: str) -> tuple[DocumentShard, ...]:
+        return tuple(shard for shard in self.shards if shard.split == split)
+
+    def documents(self, split: str) -> int:
+        return self.counts[split].documents
+
+    def tokens(self, split: str) -> int:
+        return self.counts[split].tokens
+
+    def trained(self, split: str) -> int:
+        """Tokens that are targets."""
+        return self.counts[split].trained
+
+    @property
+    def total(self) -> Counts:
+        return self.counts["train"].plus(self.counts["validation"])
+
+    @property
+    def content_sha256(self) -> str:
+        """Names the documents themselves, wherever they came from: equal for equal training data."""
+        contents = [(shard.split, shard.content) for shard in self.shards]
+        return hashlib.sha256(json.dumps([self.dtype, self.paired, contents]).encode()).hexdigest()
+
+    def losses(self) -> str:
+        """What was left out or cut, as a sentence; empty where nothing was."""
+        total = self.total
+        parts = [
+            f"{count:,} dropped ({reason}, as {total.examples[reason][0]})"
+            for reason, count in total.dropped.items()
+        ]
+        if total.cut:
+            parts.append(
+                f"{total.cut:,} cut ({total.cut_tokens:,} tokens lost, as {total.examples['cut'][0]})"
+            )
+        return f"Of {total.rows:,} rows: {'; '.join(parts)}." if parts else ""
+
+
+def write_document_manifest(folder: Path, manifest: DocumentManifest) -> None:
+    body = {"format": FORMAT, "version": VERSION, **asdict(manifest)}
+    write_sealed(folder, {**body, "content_sha256": manifest.content_sha256})
+
+
+def read_document_manifest(folder: str | Path) -> DocumentManifest:
+    """The manifest of a prepared folder, whole and unedited, or a DataError that says what is wrong."""
+    body = read_sealed(Path(folder), FORMAT, VERSION, "documents for fine-tuning")
+    names = ("dtype", "vocab_size", "eos_id", "tokenizer_sha256", "key", "preparation", "paired")
+    return DocumentManifest(
+        **{name: body[name] for name in names},
+        counts={split: Counts(**counts) for split, counts in body["counts"].items()},
+        shards=tuple(DocumentShard(**shard) for shard in body["shards"]),
+    )
+
+
+def holds_documents(folder: str | Path) -> bool:
+    """Whether a folder's manifest says that it holds documents, rather than a corpus or nothing."""
+    path = Path(folder) / "manifest.json"
+    try:
+        body = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(body, dict) and body.get("format") == FORMAT
+
+
+def verify_documents(folder: str | Path, *, full: bool = False) -> DocumentManifest:
+    """Check a prepared folder: every file present with its size; with `full`, every checksum and token id."""
+    folder = Path(folder)
+    manifest = read_document_manifest(folder)
+    check_files(folder, manifest.shards, SUFFIXES, content=full)
+    if full:
+        check_tokenizer(folder, manifest.tokenizer_sha256)
+        for shard in manifest.shards:
+            path = shard.path(folder, "bin")
+            check_ids(np.memmap(path, dtype=manifest.dtype, mode="r"), manifest.vocab_size, path, 0)
+    return manifest

@@ -1,0 +1,202 @@
+"""Models written for other libraries: a run as a Hugging Face folder, its adapters as PEFT's, base and adapter as one model.
+
+Each goes out with the tokenizer it was trained with, its chat template, and the tokens at which its answers end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from rush.checkpoint import restore as checkpoints
+from rush.checkpoint.frozen_base import base_identity
+from rush.data import Tokenizer
+from rush.errors import DataError, RecipeError
+from rush.hub.folders import (
+    adapted_run,
+    existing_folder,
+    load_model,
+    pick_checkpoint,
+    read_weights,
+    say_merged,
+)
+from rush.hub.peft import peft_base, save_adapter
+from rush.hub.streamed import run_weights
+from rush.hub.tokenizers import (
+    adapted_tokenizer,
+    generation_settings,
+    has_tokenizer,
+    load_tokenizer,
+)
+from rush.hub.weights import load_hf_folder, save_hf_folder
+from rush.models import Decoder, Shape
+from rush.models.adapters import merged_state
+from rush.models.counts import list_parameters
+from rush.recipe_io import load_recipe
+from rush.records.run_folder import RunFolder
+
+Note = Callable[[str], None]
+
+
+def _quiet(text: str) -> None: ...
+
+
+def export_model(
+    path: str | Path,
+    to: str | Path,
+    *,
+    checkpoint: str = "last",
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    note: Note = _quiet,
+) -> Shape:
+    """Write a Hugging Face folder from a run folder (or another Hugging Face folder): weights and tokenizer.
+
+    Of a run that trained adapters this is the merged model.
+    """
+    target = _new_folder(to)
+    run = RunFolder(existing_folder(path))
+    found = pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
+    if found is not None and checkpoints.base_record(found) is None:
+        # Tensor by tensor from the disk to the disk: a model is exported where it would not fit.
+        shape = load_recipe(str(run.recipe)).shape()
+        _write_model(target, shape, run_weights(found), path, load_tokenizer(path), dtype, max_shard_bytes)
+        return shape
+    shape, weights = read_weights(path, checkpoint, note, dtype)
+    _write_model(target, shape, weights, path, load_tokenizer(path), dtype, max_shard_bytes)
+    return shape
+
+
+def export_adapter(
+    path: str | Path,
+    to: str | Path,
+    *,
+    checkpoint: str = "last",
+    base: str | Path | None = None,
+    note: Note = _quiet,
+) -> list[str]:
+    """Write a run's adapters as PEFT's folder, with the tokenizer they were trained with; returns the names of the files.
+
+    `base` is the Hugging Face folder that the adapter's settings shall name; without it, what the run started from.
+    """
+    target, run = _new_folder(to), RunFolder(existing_folder(path))
+    found = pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
+    if found is None or checkpoints.base_record(found) is None:
+        raise DataError(
+            f"{run.path} was not trained with adapters; export the whole model without --adapter."
+        )
+    model = adapted_run(run, found)
+    if base is not None:
+        _check_named_base(Path(base), model)
+        named: str | None = str(base)
+    else:
+        named = load_recipe(str(run.recipe)).model.init_from
+        _say_base(named, note)
+    written = save_adapter(target, model, named)
+    if not has_tokenizer(path):
+        return written
+    load_tokenizer(path).save(target)
+    return sorted(file.name for file in target.iterdir())
+
+
+def _check_named_base(base: Path, model: Decoder) -> None:
+    """Refuse to name a folder as an adapter's base that PEFT cannot open, or that holds other weights."""
+    if RunFolder(base).recipe.is_file():
+        raise RecipeError(
+            f"{base} is a run folder, which PEFT cannot open; write it as a Hugging Face folder (rush export {base} --to "
+            "FOLDER) and name that with --base."
+        )
+    shape, weights = load_hf_folder(base)
+    if base_identity({spec.name: weights[spec.name] for spec in list_parameters(shape)}) != base_identity(
+        model
+    ):
+        raise DataError(
+            f"{base} holds other weights than those the adapter was trained on; name the folder that holds them."
+        )
+
+
+def _say_base(named: str | None, note: Note) -> None:
+    if named is None:
+        note(
+            "The base has random weights, drawn from this run's seed; PEFT will need it exported to a folder."
+        )
+    elif RunFolder(Path(named)).recipe.is_file():
+        note(
+            f"adapter_config.json names {named} as the base, a run folder: rush opens it, PEFT cannot. For PEFT write the base "
+            f"with `rush export {named} --to FOLDER`, and export the adapter with --base FOLDER."
+        )
+
+
+def merge_adapter(
+    path: str | Path,
+    to: str | Path,
+    *,
+    base: str | Path | None = None,
+    checkpoint: str = "last",
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int = 5_000_000_000,
+    note: Note = _quiet,
+) -> Shape:
+    """Write base and adapter as one model, a Hugging Face folder.
+
+    `path` is a run that trained adapters, or PEFT's folder. The base is what the run or PEFT's settings name, unless
+    it is given; then adapters that were trained beside a quantised base are merged into this one as it is.
+    """
+    target, folder = _new_folder(to), Path(path)
+    run = RunFolder(folder)
+    if run.recipe.is_file() and base is None:
+        found = pick_checkpoint(run, checkpoint, note)
+        if checkpoints.base_record(found) is None:
+            raise DataError(
+                f"{folder} was not trained with adapters: there is nothing to merge; use rush export."
+            )
+        model, tokenizer, origin = adapted_run(run, found), load_tokenizer(folder), folder
+    else:
+        named = base if base is not None else peft_base(folder)
+        if named is None or not Path(named).is_dir():
+            raise RecipeError(
+                f"{folder} does not say where its base is (base_model_name_or_path is {named!r}); name the base's folder "
+                "with --base."
+            )
+        model = load_model(named, checkpoint=checkpoint, adapter=folder, note=note)
+        tokenizer, origin = adapted_tokenizer(named, folder, model.shape.vocab_size, note), Path(named)
+        if tokenizer.chat_template is None and not has_tokenizer(folder):
+            note(
+                f"{folder} brings no tokenizer, and that of {named} has no chat template: neither has the merged model. If "
+                "the adapter learned to chat, export it again from its run, or merge the run."
+            )
+    note(say_merged(model))
+    _write_model(target, model.shape, merged_state(model, dtype), origin, tokenizer, dtype, max_shard_bytes)
+    return model.shape
+
+
+def _new_folder(to: str | Path) -> Path:
+    target = Path(to)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise RecipeError(f"{target} exists and is not an empty folder; export to a new one.")
+    return target
+
+
+def _write_model(
+    target: Path,
+    shape: Shape,
+    weights: Mapping[str, torch.Tensor],
+    origin: str | Path,
+    tokenizer: Tokenizer,
+    dtype: torch.dtype | None,
+    max_shard_bytes: int,
+) -> None:
+    """`origin` is the folder whose generation_config.json, or that of what it started from, is kept."""
+    save_hf_folder(
+        target,
+        weights,
+        shape,
+        max_shard_bytes,
+        dtype=dtype,
+        bos_id=tokenizer.bos_id,
+        eos_id=tokenizer.eos_id,
+        generation=generation_settings(origin, tokenizer, shape.vocab_size),
+    )
+    tokenizer.save(target)

@@ -1,0 +1,257 @@
+"""Models on disk: a run folder (recipe and checkpoints) or a Hugging Face folder, opened alike.
+
+Nothing in either is executed: weights are safetensors, settings are TOML or JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+
+from rush.checkpoint import restore as checkpoints
+from rush.checkpoint.frozen_base import adapted_model
+from rush.errors import DataError, RecipeError
+from rush.hub.peft import (
+    StoredAdapter,
+    holds_adapter,
+    put_on,
+    read_peft,
+    read_run_adapter,
+)
+from rush.hub.streamed import hf_weights, run_weights, streamed_model
+from rush.hub.weights import load_hf_folder
+from rush.models import Decoder, Shape, build_model
+from rush.models.adapters import adapters, merged_state
+from rush.models.counts import list_parameters
+from rush.models.quantized import form_of
+from rush.recipe import Recipe
+from rush.recipe_io import load_recipe
+from rush.records.checkpoint_store import Checkpoint, verify
+from rush.records.run_folder import RunFolder
+
+Note = Callable[[str], None]
+
+
+def _quiet(text: str) -> None: ...
+
+
+def read_weights(
+    path: str | Path, which: str = "last", note: Note = _quiet, dtype: torch.dtype | None = None
+) -> tuple[Shape, dict[str, torch.Tensor]]:
+    """Shape and weights from a run folder or a Hugging Face folder; a run's adapters come merged into their base.
+
+    `which` picks a run's checkpoint: `last`, `best` (lowest validation loss) or a step's number. `dtype` is what merged
+    weights are rounded to; without it, the base's.
+    """
+    folder = existing_folder(path)
+    run = RunFolder(folder)
+    if run.recipe.is_file():
+        found = pick_checkpoint(run, which, note)
+        if checkpoints.base_record(found) is not None:
+            model = adapted_run(run, found)
+            note(say_merged(model))
+            return model.shape, merged_state(model, dtype)
+        return load_recipe(str(run.recipe)).shape(), checkpoints.load_weights(found.path)
+    if (folder / "config.json").is_file():
+        _refuse_checkpoint(folder, which)
+        return load_hf_folder(folder)
+    if holds_adapter(folder):
+        raise DataError(
+            f"{folder} holds an adapter, not a model; give its base's folder, and this one as the adapter (rush chat BASE "
+            "--adapter, rush merge --base)."
+        )
+    raise DataError(
+        f"{folder} is neither a run folder (no recipe.toml) nor a Hugging Face folder (no config.json); "
+        f"found {', '.join(sorted(entry.name for entry in folder.iterdir())[:5]) or 'nothing'}."
+    )
+
+
+def existing_folder(path: str | Path) -> Path:
+    folder = Path(path)
+    if folder.is_file() and folder.suffix in (".pt", ".pth", ".bin", ".pkl", ".ckpt"):
+        raise DataError(
+            f"{folder} is a pickle, which can run code when it is opened, so it is refused; give a run folder or a "
+            "Hugging Face folder with safetensors."
+        )
+    if not folder.is_dir():
+        raise DataError(f"there is no folder {folder}; give a run folder or a Hugging Face folder.")
+    return folder
+
+
+def say_merged(model: Decoder) -> str:
+    """What a person should know about merged weights."""
+    form, count = form_of(model), sum(1 for _ in adapters(model))
+    if form is None:
+        return f"Merged the adapters of {count} layers into their base."
+    return (
+        f"Merged the adapters of {count} layers into the dequantised base: the weights that its {form.kind} codes stand "
+        "for, which the adapters were trained beside; they are not the weights the codes were made from."
+    )
+
+
+def adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decoder:
+    """A run's base, made again, with the adapters of a checkpoint on it."""
+    recipe, record = load_recipe(str(run.recipe)), checkpoints.base_record(found)
+    assert record is not None
+    model = adapted_model(recipe.shape(), record, starting_weights(recipe), recipe.run.seed, device)
+    checkpoints.load(found, model)
+    return model
+
+
+def read_adapter(path: str | Path, shape: Shape, which: str = "last", note: Note = _quiet) -> StoredAdapter:
+    """Adapters from PEFT's folder or from a run that was trained with them; `which` picks the run's checkpoint."""
+    folder = Path(path)
+    if not folder.exists():
+        raise DataError(
+            f"there is no folder {folder}; give PEFT's adapter folder, or a run trained with adapters."
+        )
+    run = RunFolder(folder)
+    if not run.recipe.is_file():
+        _refuse_checkpoint(folder, which)
+        return read_peft(folder, shape)
+    recipe = load_recipe(str(run.recipe))
+    return read_run_adapter(pick_checkpoint(run, which, note), recipe.model.init_from)
+
+
+def _refuse_checkpoint(folder: Path, which: str) -> None:
+    """A folder that is no run holds one set of weights: to take them for another checkpoint's would be wrong in silence."""
+    if which != "last":
+        raise RecipeError(
+            f"checkpoint {which!r} was asked for, but {folder} is no run folder and has no checkpoints; leave --checkpoint "
+            "out, or give the run."
+        )
+
+
+def _whose_checkpoint(adapter: str | Path | None, which: str) -> tuple[str, str]:
+    """The checkpoints of a model and of its adapter: the one asked for is the adapter's where that is a run, because it was
+    trained on its base's last."""
+    is_run = adapter is not None and RunFolder(Path(adapter)).recipe.is_file()
+    return ("last", which) if is_run else (which, "last")
+
+
+def pick_checkpoint(run: RunFolder, which: str, note: Note) -> Checkpoint:
+    store = run.checkpoints
+    if not store.steps():
+        raise DataError(
+            f"{run.path} has no checkpoint yet; train on with --resume, or wait for its first save."
+        )
+
+    def damaged(path: Path, reason: str) -> None:
+        note(f"DAMAGED checkpoint, not used: {reason}")
+
+    if which in ("last", "best"):
+        found = store.newest_good(damaged) if which == "last" else store.best_good(damaged)
+        if found is None:
+            why = "is damaged" if which == "last" else "has a validation loss and is whole"
+            raise DataError(f"no usable checkpoint in {store.folder}: every one {why}." if which == "last" else
+                            f"no checkpoint in {store.folder} {why}; use the last one.")  # fmt: skip
+        return found
+    if not which.isdecimal() or int(which) not in store.steps():
+        steps = ", ".join(str(step) for step in store.steps())
+        raise RecipeError(
+            f"there is no checkpoint {which!r} in {run.path}; allowed: last, best, or a step: {steps}."
+        )
+    return verify(store.path(int(which)))
+
+
+def load_model(
+    path: str | Path,
+    *,
+    checkpoint: str = "last",
+    device: str = "cpu",
+    dtype: torch.dtype | None = None,
+    adapter: str | Path | None = None,
+    offload: str = "none",
+    note: Note = _quiet,
+) -> Decoder:
+    """The model in a run folder or a Hugging Face folder; calling it with token ids gives fp32 logits.
+
+    `checkpoint` is the run's; where `adapter` is a run as well, that one's.
+
+    With `offload` its blocks stay in host memory (`cpu`) or in their files (`disk`) and come in one at a time.
+
+    A run's adapters, and those of the folder `adapter`, stay apart from their base: `rush.models.adapters` switches them
+    off and on.
+    """
+    if offload != "none":
+        return _load_streamed(path, checkpoint, device, dtype, adapter, offload, note)
+    of_base, of_adapter = _whose_checkpoint(adapter, checkpoint)
+    run = RunFolder(existing_folder(path))
+    found = pick_checkpoint(run, of_base, note) if run.recipe.is_file() else None
+    if found is not None and checkpoints.base_record(found) is not None:
+        model = adapted_run(run, found, device)
+    else:
+        shape, weights = read_weights(path, of_base, note)
+        with torch.device("meta"):
+            model = build_model(shape)
+        model.load_state_dict(weights, assign=True)
+        model.init_buffers()
+    if adapter is not None:
+        put_on(model, read_adapter(adapter, model.shape, of_adapter, note), note=note)
+    return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
+
+
+def _load_streamed(
+    path: str | Path,
+    which: str,
+    device: str,
+    dtype: torch.dtype | None,
+    adapter: str | Path | None,
+    offload: str,
+    note: Note,
+) -> Decoder:
+    """A model whose blocks are brought in one at a time, with the adapters of a run or a folder on it."""
+    of_base, of_adapter = _whose_checkpoint(adapter, which)
+    run = RunFolder(existing_folder(path))
+    found = pick_checkpoint(run, of_base, note) if run.recipe.is_file() else None
+    record = None if found is None else checkpoints.base_record(found)
+    base: str | Path = path
+    if record is not None:
+        named = load_recipe(str(run.recipe)).model.init_from
+        if named is None or record["form"] is not None or adapter is not None:
+            raise RecipeError(
+                f"{path} holds adapters over a base that is {'quantised' if record['form'] else 'drawn from a seed'}"
+                f"{', and another adapter was given' if adapter is not None else ''}; write the merged model first (rush "
+                "merge) and use that with --offload."
+            )
+        base, adapter = named, path
+        of_base, of_adapter = "last", which
+    if offload == "cpu":
+        shape, weights = read_weights(base, of_base, note)
+        held: Mapping[str, torch.Tensor] = {spec.name: weights[spec.name] for spec in list_parameters(shape)}
+    elif RunFolder(Path(base)).recipe.is_file():
+        run = RunFolder(existing_folder(base))
+        found = pick_checkpoint(run, of_base, note)
+        if checkpoints.base_record(found) is not None:
+            raise RecipeError(f"{base} holds adapters itself; write the merged model first (rush merge).")
+        shape = load_recipe(str(run.recipe)).shape()
+        held = run_weights(found)
+    else:
+        _refuse_checkpoint(Path(base), of_base)
+        shape, held = hf_weights(existing_folder(base))
+    model = streamed_model(shape, held, device, dtype)
+    if adapter is not None:
+        put_on(model, read_adapter(adapter, shape, of_adapter, note), held, note)
+    return model
+
+
+def starting_weights(recipe: Recipe) -> dict[str, torch.Tensor] | None:
+    """The weights `model.init_from` names, checked against the recipe's shape; None for random ones."""
+    if recipe.model.init_from is None:
+        return None
+    shape, weights = read_weights(recipe.model.init_from)
+    wanted = recipe.shape()
+    if shape != wanted:
+        unlike = [
+            f"{f.name} is {getattr(shape, f.name)}, wanted {getattr(wanted, f.name)}"
+            for f in dataclasses.fields(Shape)
+            if getattr(shape, f.name) != getattr(wanted, f.name)
+        ]
+        raise RecipeError(
+            f"model.init_from ({recipe.model.init_from}) does not fit model.name = {recipe.model.name!r}: "
+            f"{'; '.join(unlike)}. Name the model that the weights belong to, or adjust model.shape."
+        )
+    return weights

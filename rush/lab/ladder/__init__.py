@@ -1,0 +1,1 @@
+"""Ladders: the file, the climb from rung to rung, the findings."""

@@ -1,0 +1,320 @@
+"""Climbing: one rung after another, in rounds, with the record written after every trial.
+
+The first round goes up rung by rung, because whether a technique can run here decides what the next rung
+stands on: one that is unsupported, runs out of memory or crashes is left behind, and so is one that is seen to be
+unusable in its short life (`usable.py`): everything above it would be. Further rounds measure
+every rung again in a new process, all of them in turn, so that a machine that slowly grows hot or busy
+does so under all rungs alike. At the end the first rung is measured once more: what it moved is drift.
+
+Three views of the same techniques, because they interact: `cumulative` (each on top of those before),
+`alone` (each on the base), `left_out` (each taken out of the top).
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rush.errors import RecipeError
+from rush.lab.ladder.findings import FORMULAS, Stand, Yard, drift_of, rung_of
+from rush.lab.ladder.ladder_file import Addition, Plan, compose
+from rush.lab.ladder.limits import batch_curve, sequence_limits, stops_paying, tries
+from rush.lab.paired import floors_near, quotient
+from rush.lab.parity.judge import hold_against_plain
+from rush.lab.trial.runner import Bench, open_bench
+from rush.lab.trial.timing import timed
+from rush.lab.trial.trial import Outcome
+from rush.recipe_io import write_toml
+from rush.records.ladder import FORMAT, LadderRecord, read_ladder, write_ladder
+from rush.records.lock import FolderLock
+from rush.train.corpus import open_corpus
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a watcher is told before and after every trial."""
+
+    record: LadderRecord
+    doing: str | None
+    """The rung whose trial is running now, None when all are done."""
+    done: int
+    total: int
+    seconds_left: float | None
+
+
+Watch = Callable[[Progress], None]
+
+
+def climb(
+    plan: Plan,
+    folder: Path,
+    *,
+    view: str = "cumulative",
+    extra_techniques: Sequence[Path] = (),
+    watch: Watch = lambda progress: None,
+    note: Callable[[str], None] = lambda text: None,
+) -> LadderRecord:
+    """Measure a ladder into `folder`, or go on with the one that is there. Returns its record.
+
+    The view `all` makes the three one after the other, `alone` and `left_out` in folders of their own inside,
+    and adds to the cumulative record what the three say together.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with FolderLock(folder):
+        _check_same(plan, folder, view)
+        open_corpus(plan.base, None, note)
+        with open_bench(plan, folder, extra_techniques) as bench:
+            record = _views(bench, view, watch)
+        bench.clean()
+    return record
+
+
+def _views(bench: Bench, view: str, watch: Watch) -> LadderRecord:
+    from rush.lab.ladder.interactions import interactions
+
+    if view != "all":
+        return Climb(bench, view, bench.folder, watch).go()
+    records = {}
+    for name in ("cumulative", "alone", "left_out"):
+        into = bench.folder if name == "cumulative" else bench.folder / name
+        into.mkdir(exist_ok=True)
+        records[name] = Climb(bench, name, into, watch).go()
+    whole = records["cumulative"]
+    whole["interactions"] = interactions(whole, records["alone"], records["left_out"])
+    write_ladder(bench.folder / "ladder.json", whole)
+    return whole
+
+
+def _check_same(plan: Plan, folder: Path, view: str) -> None:
+    """A folder holds one ladder; going on with it must mean the same one."""
+    if not (folder / "ladder.json").exists():
+        return
+    there = read_ladder(folder)
+    wanted = "cumulative" if view == "all" else view
+    if (there["name"], there["base"]["digest"], there["view"]) != (plan.name, plan.base.digest, wanted):
+        raise RecipeError(
+            f"{folder} holds another ladder ({there['name']}, {there['view']}, base {there['base']['digest'][:12]}); "
+            "choose another --out."
+        )
+
+
+class Climb:
+    """One view of a ladder being measured."""
+
+    def __init__(self, bench: Bench, view: str, into: Path, watch: Watch) -> None:
+        self.bench, self.plan, self.view, self.watch = bench, bench.plan, view, watch
+        self.file = into / "ladder.json"
+        self.stands: list[Stand] = []
+        self.again: list[Outcome] = []
+        before = read_ladder(self.file) if self.file.exists() else None
+        self.started = before["started"] if before else _now()
+        self.interactions = before["interactions"] if before else None
+        self.judged = {rung["digest"]: rung["parity"] for rung in before["rungs"]} if before else {}
+        self.num_rungs = len(self.plan.additions) + 1
+        self.done = 0
+        self.finished: str | None = None
+        self.top: list[Addition] = []
+        self.curve: list[dict[str, Any]] | None = None
+        self.limits: list[dict[str, Any]] | None = None
+
+    @property
+    def base(self) -> Stand:
+        return self.stands[0]
+
+    @property
+    def first(self) -> Stand:
+        """The lowest rung that could be measured: what drift and the gain in all are held against."""
+        return next((stand for stand in self.stands if stand.measured), self.base)
+
+    def go(self) -> LadderRecord:
+        additions = self.plan.additions if self.view != "left_out" else self._kept_by_climbing()
+        self.num_rungs = len(additions) + 1
+        for stand in self._rise(additions):
+            if stand.recipe is not None:
+                self._trial(stand, 0)
+        for number in range(1, self.plan.measure.processes):
+            for stand in worth_repeating(self.stands, self.plan.measure.clear):
+                self._trial(stand, number)
+        if self.first.measured:
+            assert self.first.recipe is not None
+            self._tell(f"{self.first.name} again")
+            self.again = [self.bench.run(self.first.recipe, "again-0")]
+            self.done += 1
+        if self.view == "cumulative":
+            self._search()
+        self.finished = _now()
+        return self._tell(None)
+
+    def _rise(self, additions: Sequence[Addition]) -> Iterator[Stand]:
+        """The rungs in order, each made when the one before has been tried once."""
+        top = list(additions) if self.view == "left_out" else []
+        words = "all" if self.view == "left_out" else "base"
+        yield self._stand(None, words, top, None)
+        last = self.base
+        for addition in additions:
+            if self.view == "left_out":
+                rest = [other for other in additions if other is not addition]
+                yield self._stand(addition, f"without {addition.name}", rest, self.base)
+                continue
+            below = self.top if self.view == "cumulative" else []
+            stand = self._stand(addition, addition.name, [*below, addition], last)
+            yield stand
+            if self.view != "cumulative":
+                continue
+            usable = stand.status == "ok" and not stand.unusable
+            stand.kept = usable and _builds_on(addition, stand, last)
+            if stand.kept:
+                self.top = [*(part for part in self.top if not addition.supersedes(part)), addition]
+                last = stand
+
+    def _stand(
+        self, addition: Addition | None, name: str, parts: Sequence[Addition], over: Stand | None
+    ) -> Stand:
+        title = name if addition is None or self.view == "left_out" else addition.title
+        try:
+            recipe, refused = compose(self.plan.base, parts), None
+        except RecipeError as error:
+            recipe, refused = None, str(error)
+        stand = Stand(addition, name, title, recipe, refused=refused, over=over)
+        self.stands.append(stand)
+        return stand
+
+    def _trial(self, stand: Stand, number: int) -> None:
+        assert stand.recipe is not None
+        if self.bench.known(stand.recipe, f"time-{number}") is None:
+            self._tell(stand.name)
+        self._run(stand, number)
+        if number == 0 and stand.status == "ok" and not self.bench.lived(stand.recipe):
+            self._tell(f"a life of {stand.name}")
+        self._live(stand)
+        self.done += 1
+        self._tell(stand.name)
+
+    def _run(self, stand: Stand, number: int) -> None:
+        """One more process of a rung; the first one also tells its parity."""
+        assert stand.recipe is not None
+        earlier = self.bench.known(stand.recipe, f"time-{number}") is not None
+        outcome = self.bench.run(stand.recipe, f"time-{number}", first=number == 0)
+        stand.outcomes.append(outcome)
+        if number == 0 and stand.status in ("ok", "no_effect"):
+            if earlier and self.judged.get(stand.recipe.digest):
+                # Gradients need not be there any more: a folder may travel without them.
+                stand.parity = self.judged[stand.recipe.digest]
+                return
+            # A base that is plain and fits has made the trace that others are held against itself.
+            stand.parity, _ = hold_against_plain(self.bench, stand.recipe, outcome, self.plan.base)
+
+    def _live(self, stand: Stand) -> None:
+        """The life of a rung whose first trial went well, once."""
+        if stand.life is None and stand.status == "ok":
+            assert stand.recipe is not None
+            stand.life = self.bench.life(stand.recipe)
+
+    def _search(self) -> None:
+        """At the top: the batch that pays, and how long a sequence may be."""
+        search, memory = self.plan.search, self.bench.machine.memory_bytes
+        if search.batch_up_to is not None:
+            self._tell("batch sizes")
+            attempt = tries(self.bench, self.plan.base, self.top, "batch.micro")
+            self.curve = batch_curve(
+                attempt, search.batch_up_to, memory, first=search.batch_from, neighbours=search.neighbours
+            )
+        if search.sequence_up_to is not None:
+            self._tell("sequence lengths")
+            self.limits = sequence_limits(self.bench, self.plan, self.top, memory)
+
+    def _kept_by_climbing(self) -> list[Addition]:
+        """What can be left out is what stands at the top: the cumulative view's first round tells."""
+        below = Climb(self.bench, "cumulative", self.file.parent, self.watch)
+        for stand in below._rise(self.plan.additions):
+            if stand.recipe is not None:
+                below._run(stand, 0)
+                below._live(stand)
+        return below.top
+
+    def _tell(self, doing: str | None) -> LadderRecord:
+        """Write the record as it stands, and tell the watcher."""
+        record = self.record()
+        write_ladder(self.file, record)
+        measured = sum(stand.measured or not stand.outcomes for stand in self.stands)
+        measured += self.num_rungs - len(self.stands)
+        failed = sum(bool(stand.outcomes) and not stand.measured for stand in self.stands)
+        total = measured * self.plan.measure.processes + failed + 1
+        seconds = self.bench.seconds
+        left = statistics.fmean(seconds) * (total - self.done) if seconds else None
+        lives = [sum(part["seconds"] for part in stand.life["parts"]) for stand in self.stands if stand.life]
+        if left is not None and lives:
+            left += statistics.fmean(lives) * (self.num_rungs - len(self.stands))
+        self.watch(Progress(record, doing, self.done, total, left))
+        return record
+
+    def record(self) -> LadderRecord:
+        """Everything known so far."""
+        tried = [stand for stand in self.stands if stand.outcomes or stand.refused]
+        again = [timed(timing) for timing in self._again_timings()]
+        families = [stand.timed + (again if stand is self.first else []) for stand in tried]
+        floors = floors_near(families, self.plan.measure.noise_floor)
+        measure, held_against = self.plan.measure, (self.bench.ceilings, self.bench.peaks)
+        drift = None
+        if again:
+            drift = drift_of(self.first.timed, again, floors[tried.index(self.first)])
+        return {
+            "format": FORMAT,
+            "name": self.plan.name,
+            "view": self.view,
+            "started": self.started,
+            "finished": self.finished,
+            "machine": self.bench.machine.to_dict(),
+            "ceilings": self.bench.ceilings,
+            "peaks": self.bench.peaks,
+            "base": {"recipe": write_toml(self.plan.base), "digest": self.plan.base.digest},
+            "formulas": FORMULAS,
+            "rungs": [
+                rung_of(stand, self.first, Yard(*held_against, there, measure.smaller))
+                for stand, there in zip(tried, floors, strict=True)
+            ],
+            "counted": next(
+                (str(t.get("counted", "processed")) for s in tried for t in s.timings), "processed"
+            ),
+            "drift": drift,
+            "batch_curve": self.curve,
+            "batch_stops_paying_at": stops_paying(self.curve) if self.curve else None,
+            "sequence_limits": self.limits,
+            "interactions": self.interactions,
+        }
+
+    def _again_timings(self) -> list[dict[str, Any]]:
+        return [o.found["timing"] for o in self.again if o.status == "ok" and "timing" in o.found]
+
+
+def worth_repeating(stands: Sequence[Stand], clear: float | None) -> list[Stand]:
+    """The rungs another process may tell something about: those near the one they are compared with, and that one."""
+    measured = [stand for stand in stands if stand.measured]
+    if clear is None:
+        return measured
+    near = {id(measured[0])} if measured else set()
+    for stand in measured:
+        over = stand.over
+        if over is not None and over.measured:
+            # By the first process, so that going on after an interruption decides the same.
+            ratio = quotient(over.timed[:1], stand.timed[:1])
+            if max(ratio, 1 / ratio) <= 1 + clear:
+                near |= {id(stand), id(over)}
+    return [stand for stand in measured if id(stand) in near]
+
+
+def _builds_on(addition: Addition, stand: Stand, last: Stand) -> bool:
+    """Whether the rungs above stand on this one; the first process of each decides which is faster."""
+    if addition.keep != "faster":
+        return addition.keep
+    if stand.parity is not None and stand.parity["verdict"] == "different":
+        return False
+    return not last.measured or quotient(last.timed[:1], stand.timed[:1]) > 1
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

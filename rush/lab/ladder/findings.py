@@ -1,0 +1,301 @@
+"""From trials to a rung of the record: figures, evidence, parity, gain, and one word of verdict.
+
+A speed without proof is not a finding. A rung whose technique left no trace in the profile has "no
+effect", whatever its tokens per second. A rung that is faster and does not learn the same is "faster
+but different". A gain is a gain only if its interval leaves zero out. And a rung that cannot validate, sample,
+save or resume is "unusable", however fast.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from rush.lab.ladder.ladder_file import Addition
+from rush.lab.paired import Floors, Timed, compare, unevenness
+from rush.lab.statistics import Interval, Ratio, centre, median_interval
+from rush.lab.trial.timing import KINDS, rates, timed
+from rush.lab.trial.trial import Outcome
+from rush.models import Shape, flops_per_token
+from rush.recipe import Recipe
+from rush.recipe_io import write_toml
+from rush.records.ladder import Gain, Measured, Rung
+from rush.records.life import LifeRecord, broken, life_words
+
+RESTLESS = 1.5
+"""How far apart the ends of the drift's interval may be before it says that nothing can be told on this machine now."""
+FORMULAS = {
+    "tokens_per_s": "tokens of one optimizer step, accumulation included, over the time of the step, the wait for "
+    "data included; the median of the processes' medians",
+    "ci95": "bootstrap, 4000 draws: processes with replacement, then samples inside each",
+    "gain": "quotient of two medians; its interval is the bootstrap's, and at least what the spread between processes "
+    "of one recipe gives; real only if 1 is outside. Where both were timed on the same batches, and these hold unequal "
+    "numbers of tokens, it is the median of the quotients batch by batch (`paired`: how many batches), the bootstrap draws "
+    "batches and processes, and the spread between processes is told batch by batch, too",
+    "flops_per_token": "6 · matmul parameters (LM head included, input embedding not) + 6 · layers · hidden · sequence; 4 in place of the "
+    "first 6 where the weights are frozen",
+    "mfu": "tokens_per_s · flops_per_token / datasheet peak (dense) of the matmuls' dtype",
+    "hfu": "as mfu, with the forward passes that were computed again",
+    "ceiling_fraction": "tokens_per_s · flops_per_token / matmul rate measured on this machine",
+    "peak_memory_bytes": "on a GPU the most that tensors took during the timed steps; on a CPU the most the whole "
+    "process was resident",
+    "parity": "against plain fp32 from the same weights on the same batches: loss and gradient norm of every step, every "
+    "tensor's gradient at step one. Allowed is the tolerance of the technique's class and dtype, and six times what a "
+    "twin of the plain run that starts from weights rounded to bf16 is off at that step",
+    "life": "four steps of `rush train` with a validation, a sample and a checkpoint after every second; then the last two once more in a new "
+    "process, resumed from the checkpoint of the second, to the same losses",
+    "compile_s": "the first step less a usual one: compiling, loading kernels, growing the allocator",
+}  # fmt: skip
+
+
+@dataclass
+class Stand:
+    """Where one rung stands: its recipe and the trials made so far."""
+
+    addition: Addition | None
+    """None for the rung all others are compared with."""
+    name: str
+    title: str
+    recipe: Recipe | None
+    """None when the recipe itself was refused; `refused` says why."""
+    outcomes: list[Outcome] = field(default_factory=list)
+    refused: str | None = None
+    over: Stand | None = None
+    """The rung it is compared with."""
+    parity: dict[str, Any] | None = None
+    life: LifeRecord | None = None
+    """None where it was not tried: nothing was measured, or left no trace."""
+    kept: bool = True
+    """Whether the rungs above stand on it."""
+
+    @property
+    def added(self) -> list[str]:
+        name = self.addition.technique_name if self.addition else None
+        return [name] if name else []
+
+    @property
+    def evidence(self) -> list[dict[str, Any]]:
+        return list(self.outcomes[0].found.get("evidence", [])) if self.outcomes else []
+
+    @property
+    def status(self) -> str:
+        if self.refused is not None:
+            return "unsupported"
+        first = self.outcomes[0]
+        if first.status != "ok":
+            return first.status
+        without = [e for e in self.evidence if e["technique"] in self.added and not e["took_effect"]]
+        return "no_effect" if without else "ok"
+
+    @property
+    def reason(self) -> str | None:
+        if self.refused is not None:
+            return self.refused
+        lost = [e for e in self.evidence if not e["took_effect"]]
+        notes = [f"{e['technique']} did not take effect: {e['what']}" for e in lost]
+        told = [outcome.reason for outcome in self.outcomes[:1] if outcome.reason]
+        if self.life is not None and self.life["problem"]:
+            told.append(self.life["problem"] if self.unusable else life_words(self.life))
+        return "; ".join([*told, *notes]) or None
+
+    @property
+    def unusable(self) -> bool:
+        """Whether it was measured and cannot be trained with."""
+        return broken(self.life)
+
+    @property
+    def measured(self) -> bool:
+        return bool(self.processes)
+
+    @property
+    def timings(self) -> list[Mapping[str, Any]]:
+        return [o.found["timing"] for o in self.outcomes if o.status == "ok" and "timing" in o.found]
+
+    @property
+    def processes(self) -> list[list[float]]:
+        """Tokens per second of the kind that counts: the samples of every process."""
+        return [rates(timing) for timing in self.timings]
+
+    @property
+    def timed(self) -> list[Timed]:
+        """The same samples with the batches they were taken on."""
+        return [timed(timing) for timing in self.timings]
+
+    @property
+    def peak_memory(self) -> list[int]:
+        return [t["peak_memory_bytes"] for t in self.timings]
+
+
+@dataclass(frozen=True)
+class Yard:
+    """What figures are held against."""
+
+    ceilings: Mapping[str, Any] | None
+    peaks: Mapping[str, float] | None
+    floors: Floors
+    smaller: float
+
+
+def rung_of(stand: Stand, base: Stand, yard: Yard) -> Rung:
+    """The record of a rung, from what is known so far."""
+    techniques = [name for name, _ in stand.recipe.technique_uses()] if stand.recipe else []
+    rung: Rung = {
+        "name": stand.name,
+        "title": stand.title,
+        "adds": stand.addition.adds if stand.addition else [],
+        "techniques": techniques,
+        "recipe": write_toml(stand.recipe) if stand.recipe else "",
+        "digest": stand.recipe.digest if stand.recipe else "",
+        "status": stand.status,
+        "reason": stand.reason,
+        **_nothing(),
+        "kept": stand.kept,
+        "evidence": stand.evidence,
+        "parity": stand.parity,
+        "life": stand.life,
+        "claim": _claim(stand),
+    }
+    if stand.recipe is not None:
+        batch = stand.recipe.batch
+        rung["flops_per_token"] = _work(stand)
+        rung["step_tokens"], rung["micro"] = stand.recipe.step_tokens, stand.recipe.micro
+        rung["sequence"] = batch.sequence
+    ratio = None
+    if stand.measured:
+        rung |= _figures(stand, yard)
+        over = stand.over
+        if over is not None and over.measured:
+            ratio = compare(over.timed, stand.timed, yard.floors)
+            rung["gain"] = _gain(ratio, over.name)
+        if stand is not base and base.measured:
+            total = compare(base.timed, stand.timed, yard.floors)
+            rung["total_gain"] = _gain(total, base.name)
+    rung["verdict"] = verdict_of(stand, ratio, yard.smaller)
+    return rung
+
+
+def verdict_of(stand: Stand, gain: Ratio | None, smaller: float) -> str:
+    """The one word. `gain` is over the rung before, None where that one was not measured."""
+    if stand.status != "ok":
+        return stand.status.replace("_", " ")
+    if stand.unusable:
+        return "unusable"
+    if stand.over is None or not stand.over.measured:
+        return "baseline"  # there is nothing below it: the first rung, or the first that could run
+    parity = stand.parity["verdict"] if stand.parity else "not judged"
+    faster = gain is not None and gain.faster
+    if parity == "different" or (parity == "not judged" and faster):
+        # Not proved to be equal is not called equal.
+        return "faster but different" if faster else "different"
+    if faster:
+        return "equal and faster"
+    if _is_smaller(stand, smaller):
+        return "equal and smaller" if parity == "equal" else "smaller but different"
+    return "slower" if gain is not None and gain.slower else "no gain"
+
+
+def _is_smaller(stand: Stand, smaller: float) -> bool:
+    """Every process took that much less than every process of the rung before."""
+    assert stand.over is not None
+    if not stand.over.measured:
+        return False
+    return max(stand.peak_memory) < (1 - smaller) * min(stand.over.peak_memory)
+
+
+def _nothing() -> Rung:
+    keys = (
+        "tokens_per_s", "step_ms", "tokens_kind", "mfu", "hfu", "ceiling_fraction", "peak_memory_bytes", "compile_s",
+        "warmup_s", "warmup_steps", "data_wait_ms", "gain", "total_gain", "breakdown_ms", "longest",
+    )  # fmt: skip
+    empty: dict[str, Any] = {**dict.fromkeys(keys), "environment": {}}
+    return cast(Rung, empty)
+
+
+def _figures(stand: Stand, yard: Yard) -> Rung:
+    assert stand.recipe is not None
+    timings, first = stand.timings, stand.timings[0]
+    speed = median_interval(stand.processes)
+    kinds = {kind: centre([rates(timing, kind) for timing in timings]) for kind in KINDS}
+    steps = [[1000 * seconds for seconds in t["samples_s"]] for t in timings]
+    work = _work(stand)
+    dtype = first.get("rate_dtype", first["dtype"])
+    peak = (yard.peaks or {}).get(dtype)
+    ceiling = ((yard.ceilings or {}).get("matmul") or {}).get(dtype)
+    mfu = kinds["processed"] * work / peak if peak else None
+    again = _recomputed(stand.recipe.shape(), work, stand.outcomes[0].found.get("block_forwards"))
+    return {
+        "tokens_per_s": measured(speed, stand.processes),
+        "step_ms": measured(median_interval(steps), steps),
+        "tokens_kind": kinds,
+        "mfu": mfu,
+        "hfu": mfu * again if mfu is not None and again is not None else None,
+        "ceiling_fraction": kinds["processed"] * work / ceiling if ceiling else None,
+        "peak_memory_bytes": int(statistics.median(stand.peak_memory)),
+        # The first process compiled into an empty cache; the later ones found it filled.
+        "compile_s": first["compile_s"],
+        "warmup_s": first["warmup_s"],
+        "warmup_steps": first["warmup_steps"],
+        "data_wait_ms": statistics.median(t["data_wait_ms"] for t in timings),
+        "breakdown_ms": stand.outcomes[0].found.get("breakdown_ms"),
+        "longest": stand.outcomes[0].found.get("longest"),
+        "environment": {**first["environment"], "steady": all(t["steady"] for t in timings)},
+    }
+
+
+def _work(stand: Stand) -> float:
+    """Arithmetic of a token: what the trial says, or what the shape says before there is one."""
+    assert stand.recipe is not None
+    told = next((t.get("flops_per_token") for t in stand.timings), None)
+    return float(told or flops_per_token(stand.recipe.shape(), stand.recipe.batch.sequence))
+
+
+def _recomputed(shape: Shape, work: float, block_forwards: float | None) -> float | None:
+    """All arithmetic over the model's own: a forward pass of the blocks is a third of their share."""
+    if not block_forwards:
+        return None
+    head = 6 * shape.vocab_size * shape.hidden
+    return 1 + max(0.0, block_forwards - 1) / 3 * (work - head) / work
+
+
+def measured(interval: Interval, processes: Sequence[Sequence[float]]) -> Measured:
+    return {
+        "median": interval.median,
+        "ci95": [interval.low, interval.high],
+        "n": interval.n,
+        "samples": [value for samples in processes for value in samples],
+        "processes": [list(samples) for samples in processes],
+    }
+
+
+def _gain(ratio: Ratio, over: str) -> Gain:
+    return {
+        "over": over,
+        "ratio": ratio.ratio,
+        "ci95": [ratio.low, ratio.high],
+        "real": ratio.real,
+        "paired": ratio.paired,
+    }
+
+
+def drift_of(first: Sequence[Timed], again: Sequence[Timed], floors: Floors) -> dict[str, Any]:
+    """How far the recipe that was measured first had moved when it was measured again at the end."""
+    moved = compare(first, again, floors)
+    return {
+        "first": centre([process.rates for process in first]),
+        "again": centre([process.rates for process in again]),
+        "ratio": moved.ratio,
+        "ci95": [moved.low, moved.high],
+        "flagged": moved.real,
+        "restless": moved.high > RESTLESS * moved.low,
+        "paired": moved.paired,
+        # Samples that hold so unequal numbers of tokens may lie as far apart on the quietest machine.
+        "uneven": moved.paired is None and unevenness([*first, *again]) >= moved.high / moved.low,
+    }
+
+
+def _claim(stand: Stand) -> dict[str, Any] | None:
+    declared = stand.outcomes[0].found.get("techniques", {}) if stand.outcomes else {}
+    known = [declared[name]["claim"] for name in stand.added if name in declared]
+    return known[0] if known else None

@@ -1,0 +1,146 @@
+"""What must hold after a part of a life: the rows, the checkpoints, the last words, and how far numbers may be apart.
+
+A run's own validation goes through its techniques, `rush evaluate` through the plain model: they agree up to the rounding of
+the run's matmuls, a mean over many labels to a quarter of it. Whatever is computed twice by the same code is equal to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rush.recipe import Recipe
+from rush.records.checkpoint_manifest import CheckpointDamaged
+from rush.records.checkpoint_store import verify
+from rush.records.metrics import read_rows
+from rush.records.run_folder import RunFolder
+from rush.techniques.api.rounding import rounding
+
+CLOCK = {"tokens_per_s", "trained_per_s", "step_s", "data_s", "memory_bytes", "mfu", "ceiling_fraction"}
+"""What differs between two runs that are otherwise the same."""
+COMPLAINTS = re.compile(
+    r"^.*(?:Warning\b|WARNING|Traceback|Exception ignored|^\[?[WEF]\d{3,4} |Fatal|core dumped).*$",
+    re.MULTILINE,
+)
+"""Lines that help nobody who reads them: Python's warnings, the loggers of torch in Python and C++, what ends a process."""
+
+
+class Broken(Exception):
+    """Something that must hold after a part of a life does not; with the exit code of the command that failed."""
+
+    def __init__(self, problem: str, code: int | None = None) -> None:
+        super().__init__(problem)
+        self.code = code
+
+
+def check_whole(run: RunFolder, recipe: Recipe) -> None:
+    """No row missing, twice or not finite; every validation, sample and save where it was due; nothing half done left."""
+    rows, total = rows_of(run.metrics), recipe.schedule.steps
+    if [row["step"] for row in rows] != list(range(1, total + 1)):
+        raise Broken(f"metrics.jsonl has the steps {[row['step'] for row in rows]} of {total}")
+    for name in ("loss", "grad_norm", "val_loss"):
+        for row in rows:
+            value = row.get(name, 0.0)
+            if not (row.get("skipped") and name == "grad_norm") and (
+                value is None or not math.isfinite(value)
+            ):
+                raise Broken(f"{name} is {value} at step {row['step']}")
+    settings, samples = recipe.run, rows_of(run.samples)
+    for what, every, found in (
+        ("validations", settings.validate_every, [row["step"] for row in rows if "val_loss" in row]),
+        ("samples", settings.sample_every, [row["step"] for row in samples]),
+        ("checkpoints", settings.save_every, run.checkpoints.steps()),
+    ):
+        due = [step for step in range(1, total + 1) if step == total or (every and step % every == 0)]
+        if found != due:
+            raise Broken(f"{what} after the steps {found}, due after {due}")
+    saves = [row["step"] for row in read_rows(run.saves)]  # a kill may come between a checkpoint and its row
+    if saves[-1:] != [total] or saves != sorted({*saves} & {*run.checkpoints.steps()}):
+        raise Broken(
+            f"saves.jsonl has the steps {saves}, and there are checkpoints of {run.checkpoints.steps()}"
+        )
+    if silent := [row["step"] for row in samples if not row["text"]]:
+        raise Broken(f"the sample after step {silent[0]} is empty")
+    if litter := [path.name for path in run.checkpoints.folder.iterdir() if path.name.startswith(".")]:
+        raise Broken(f"left among the checkpoints: {', '.join(sorted(litter))}")
+    for step in run.checkpoints.steps():
+        check_sealed(run, step)
+
+
+def check_sealed(run: RunFolder, step: int) -> None:
+    try:
+        verify(run.checkpoints.path(step))
+    except CheckpointDamaged as error:
+        raise Broken(str(error)) from None
+
+
+def check_repeated(
+    before: Iterable[Mapping[str, Any]], rows: list[dict[str, Any]], *, to_the_bit: bool
+) -> None:
+    """The rows that a killed run had written already are written again by the resumed one."""
+    for old in before:
+        new = rows[old["step"] - 1]
+        if to_the_bit and old != new:
+            raise Broken(f"before the kill: {dict(old)}; after the resume: {new}")
+        if unlike := [key for key in ("lr", "tokens", "labels") if old.get(key) != new.get(key)]:
+            raise Broken(
+                f"{unlike[0]} of step {old['step']} was {old.get(unlike[0])}, after the resume {new.get(unlike[0])}"
+            )
+        # Where sums come in another order each time, a resumed run goes nearly the same way, not the same.
+        if not close(new["loss"], old["loss"], 2**-6):
+            raise Broken(f"the loss of step {old['step']} was {old['loss']}, after the resume {new['loss']}")
+
+
+def check_same_runs(one: RunFolder, other: RunFolder) -> None:
+    """Two runs of one recipe, to the bit: rows, samples, and the files of every checkpoint."""
+    for name in ("metrics", "samples"):
+        found, expected = (rows_of(getattr(folder, name)) for folder in (one, other))
+        for mine, theirs in zip(found, expected, strict=True):
+            if mine != theirs:
+                raise Broken(f"{name} of the resumed run: {mine}; of the undisturbed one: {theirs}")
+    files, others = _checkpoint_files(one), _checkpoint_files(other)
+    if files.keys() != others.keys():
+        raise Broken(f"checkpoints of the resumed run: {sorted(files)}; of the other: {sorted(others)}")
+    if unequal := [name for name, path in files.items() if path.read_bytes() != others[name].read_bytes()]:
+        raise Broken(f"after a resume these files differ: {', '.join(sorted(unequal))}")
+
+
+def check_validation(judged: Mapping[str, Any], last: Mapping[str, Any], recipe: Recipe) -> None:
+    """`rush evaluate` finds what the run's last validation found."""
+    pairs = [("val_loss", judged["held_out"]["loss"])]
+    if recipe.objective.kind == "dpo":  # its loss is about preferences, evaluation's about the chosen answers
+        pairs = [(f"val_{name}", judged["wins"][name]) for name in ("logp_chosen", "logp_rejected")]
+    for name, found in pairs:
+        if not close(found, last[name], rounding(recipe) / 4):
+            raise Broken(
+                f"rush evaluate finds {found} where the run's last validation has {name} = {last[name]}"
+            )
+
+
+def check_words(said: str) -> None:
+    """No warning that nobody has explained."""
+    if found := COMPLAINTS.search(said):
+        raise Broken(f"a warning that helps nobody: {found.group(0).strip()[:300]}")
+
+
+def close(one: float, other: float, relative: float) -> bool:
+    return math.isfinite(one) and abs(one - other) <= relative * abs(other)
+
+
+def rows_of(path: Path) -> list[dict[str, Any]]:
+    """The rows without what the clock decides."""
+    return [{key: value for key, value in row.items() if key not in CLOCK} for row in read_rows(path)]
+
+
+def _checkpoint_files(run: RunFolder) -> dict[str, Path]:
+    return {str(path.relative_to(run.path)): path for path in run.checkpoints.folder.glob("step-*/*")}
+
+
+def last_words(said: str) -> str:
+    """The error that a command ended with: the last line that names one, since advice may follow; else the last line."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    errors = [line for line in lines if re.match(r"(?:error|[\w.]+(?:Error|Exception|Interrupt)):", line)]
+    return (errors or lines or ["it said nothing"])[-1][:1000]

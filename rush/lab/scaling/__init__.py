@@ -1,0 +1,1 @@
+"""`rush scale`: one recipe on several numbers of devices, with several layouts."""

@@ -1,0 +1,337 @@
+"""From trials on ranks to the points of a record: speed, efficiency, exposed exchanges, memory, parity, and one word of verdict.
+
+A speed without proof is no finding: only ranks that are seen to work as their layout says and that learn what one rank
+learns get an efficiency. Ranks that shared a device get neither speed nor efficiency, however fast they were.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rush.errors import RushError
+from rush.hardware import Machine
+from rush.lab.ladder.findings import FORMULAS as LADDER
+from rush.lab.ladder.findings import measured
+from rush.lab.paired import Floors, Timed, compare
+from rush.lab.scaling.layouts import ONE
+from rush.lab.statistics import median_interval
+from rush.lab.trial.timing import rates, timed
+from rush.lab.trial.trial import Outcome
+from rush.plan import plan, spec_of, target_here
+from rush.profiling.comm_overlap import HOW
+from rush.recipe import Recipe
+from rush.recipe_io import write_toml
+from rush.records.scaling import Comparison, Efficiency, Exposed, Point
+from rush.techniques.api.tolerances import CLOSE, Tolerance
+
+SAME: Mapping[str, Tolerance] = {**CLOSE, "float32": Tolerance(loss=1e-5, grad_norm=1e-4, gradient=1e-5)}
+"""How far ranks may be from one rank with the same techniques: the order of additions, in the matmuls' dtype."""
+
+FORMULAS = {
+    "tokens_per_s": "tokens of one optimizer step of all ranks, accumulation included, over the time of the slowest rank, the "
+    "wait for data included; the median of the processes' medians",
+    "ci95": LADDER["ci95"],
+    "strong scaling": "the same tokens in a step on every number of devices",
+    "weak scaling": "tokens of a step in proportion to the devices; at the largest number as many as in strong scaling",
+    "efficiency": "tokens per second and device over those of one device with the same kind of scaling (or of the layout's "
+    "smallest number of devices, where one device could not be measured); its interval is the bootstrap's, and at least "
+    "what the spread between processes of one recipe gives; batch by batch where that tells more, as in a ladder. Only beside a "
+    "parity verdict of equal",
+    "exposed": f"on a GPU {HOW['cuda']}; on a CPU {HOW['cpu']}. Over the time of a profiled step, of the rank with the "
+    "largest share; waiting for a slower rank counts",
+    "memory_bytes": f"of every rank: {LADDER['peak_memory_bytes']}",
+    "parity": "against one rank with the same techniques, from the same weights on the same batches: loss and gradient norm of "
+    "every step, in fp32 to 1e-5 and 1e-4",
+    "predicted_tokens_per_s": "by `rush plan`, from the rates measured on this machine's GPUs and the links its catalogue has; "
+    "no number of this study is in it",
+    "bus_bytes_per_s": "bytes of the whole buffer over the time of the slowest rank, times 2(n-1)/n for an all-reduce, (n-1)/n "
+    "for an all-gather or a reduce-scatter, 1 for a message to a neighbour: what each link carries, as nccl-tests "
+    "defines it (NVIDIA/nccl-tests, doc/PERFORMANCE.md)",
+}
+
+
+@dataclass
+class Spot:
+    """A point being measured: what it is, and the trials made so far."""
+
+    layout: str
+    devices: int
+    scalings: list[str]
+    peers: bool
+    shared: bool
+    recipe: Recipe | None
+    """None where the layout was refused; `refused` says why."""
+    refused: str | None = None
+    sizes: dict[str, int] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    outcomes: list[Outcome] = field(default_factory=list)
+    parity: dict[str, Any] | None = None
+    predicted: float | None = None
+    """Tokens per second, by the planner."""
+
+    @property
+    def name(self) -> str:
+        peers = "" if self.peers else ", no peer-to-peer"
+        return self.layout if self.layout == ONE else f"{self.layout} on {self.devices}{peers}"
+
+    @property
+    def timings(self) -> list[Mapping[str, Any]]:
+        return [o.found["timing"] for o in self.outcomes if o.status == "ok" and "timing" in o.found]
+
+    @property
+    def processes(self) -> list[list[float]]:
+        """Tokens per second, the samples of every trial."""
+        return [rates(timing) for timing in self.timings]
+
+    @property
+    def timed(self) -> list[Timed]:
+        """The same samples with the batches they were taken on."""
+        return [timed(timing) for timing in self.timings]
+
+    @property
+    def ranks(self) -> list[Mapping[str, Any]]:
+        return list(self.outcomes[0].found.get("ranks", [])) if self.outcomes else []
+
+    @property
+    def evidence(self) -> list[dict[str, Any]]:
+        """What rank 0 saw; a technique took effect if every rank says so."""
+        every = [rank.get("evidence") or [] for rank in self.ranks]
+        found = []
+        for row in every[0] if every else []:
+            same = [
+                (k, o) for k, rows in enumerate(every) for o in rows if o["technique"] == row["technique"]
+            ]
+            without = next(((k, o) for k, o in same if not o["took_effect"]), None)
+            found.append(
+                row if without is None else {**without[1], "what": f"rank {without[0]}: {without[1]['what']}"}
+            )
+        return found
+
+    @property
+    def status(self) -> str:
+        if self.refused is not None:
+            return "unsupported"
+        first = self.outcomes[0]
+        if first.status != "ok":
+            return first.status
+        return (
+            "no_effect"
+            if any(e["technique"] in self.sizes and not e["took_effect"] for e in self.evidence)
+            else "ok"
+        )
+
+    @property
+    def reason(self) -> str | None:
+        if self.refused is not None:
+            return self.refused
+        lost = [
+            f"{e['technique']} did not take effect: {e['what']}"
+            for e in self.evidence
+            if not e["took_effect"]
+        ]
+        told = [outcome.reason for outcome in self.outcomes if outcome.reason]
+        return "; ".join([*told[:1], *lost]) or None
+
+    @property
+    def verdict(self) -> str:
+        if self.status != "ok":
+            return self.status.replace("_", " ")
+        parity = self.parity["verdict"] if self.parity else "not judged"
+        if parity != "equal":
+            return str(parity)
+        if self.shared:
+            return "shared device"
+        return "baseline" if self.layout == ONE else "equal"
+
+    @property
+    def memory(self) -> list[int]:
+        """The peak of each rank: the largest of its processes'."""
+        every = [[rank.get("peak_memory_bytes") for rank in o.found.get("ranks", [])] for o in self.outcomes]
+        whole = [row for row in every if row and None not in row]
+        return [max(int(row[rank]) for row in whole) for rank in range(len(whole[0]))] if whole else []
+
+
+def predicted(recipe: Recipe, machine: Machine, ceilings: Mapping[str, Any] | None) -> float | None:
+    """Tokens per second that the planner expects, from this machine's measured rates; None where it cannot tell.
+
+    Its arithmetic is for GPUs: the rates of a CPU are those of all cores, of which a rank here has a part.
+    """
+    if ceilings is None or machine.device != "cuda":
+        return None
+    try:
+        return plan(spec_of(recipe), target_here(machine, ceilings), limits=False).tokens_per_s
+    except RushError:
+        return None
+
+
+def point_of(spot: Spot, spots: Sequence[Spot], floors: Floors) -> Point:
+    """The record of a point, from what is known so far."""
+    timing, recipe = next(iter(spot.timings), None), spot.recipe
+    point: Point = {
+        "layout": spot.layout,
+        "sizes": spot.sizes,
+        "devices": spot.devices,
+        "scalings": spot.scalings,
+        "peer_to_peer": spot.peers,
+        "shared": spot.shared,
+        "backend": spot.outcomes[0].found.get("backend") if spot.outcomes else None,
+        "status": spot.status,
+        "reason": spot.reason,
+        "verdict": spot.verdict,
+        "recipe": write_toml(recipe) if recipe else "",
+        "digest": recipe.digest if recipe else "",
+        "techniques": [name for name, _ in recipe.technique_uses()] if recipe else [],
+        "step_tokens": recipe.step_tokens if recipe else 0,
+        "tokens_per_s": None,
+        "step_ms": None,
+        "efficiency": {},
+        "exposed": exposed_of(spot),
+        "memory_bytes": spot.memory or None,
+        "evidence": spot.evidence,
+        "parity": spot.parity,
+        "predicted_tokens_per_s": spot.predicted,
+        "compile_s": timing["compile_s"] if timing else None,
+        "warmup_s": timing["warmup_s"] if timing else None,
+        "environment": dict(timing["environment"]) if timing else {},
+    }
+    if spot.processes and not spot.shared:
+        steps = [[1000 * seconds for seconds in t["samples_s"]] for t in spot.timings]
+        point["tokens_per_s"] = measured(median_interval(spot.processes), spot.processes)
+        point["step_ms"] = measured(median_interval(steps), steps)
+    if spot.verdict == "equal":
+        point["efficiency"] = dict(_efficiencies(spot, spots, floors))
+    return point
+
+
+def _efficiencies(spot: Spot, spots: Sequence[Spot], floors: Floors) -> Iterator[tuple[str, Efficiency]]:
+    for scaling in spot.scalings:
+        base = _base(spot, spots, scaling)
+        if base is not None and spot.processes:
+            ratio = compare(base.timed, spot.timed, floors)
+            part = base.devices / spot.devices
+            yield (
+                scaling,
+                {
+                    "ratio": ratio.ratio * part,
+                    "ci95": [ratio.low * part, ratio.high * part],
+                    "over": base.name,
+                    "paired": ratio.paired,
+                },
+            )
+
+
+def _base(spot: Spot, spots: Sequence[Spot], scaling: str) -> Spot | None:
+    """What a point's efficiency is over: one device, or the layout's own smallest number of devices that was measured."""
+    able = [
+        s
+        for s in spots
+        if s.processes and not s.shared and scaling in s.scalings
+        if s.devices < spot.devices or s.layout == ONE
+    ]
+    one = next((s for s in able if s.layout == ONE and s.verdict == "baseline"), None)
+    own = [s for s in able if s.layout == spot.layout and s.peers == spot.peers and s.verdict == "equal"]
+    return one or min(own, key=lambda s: s.devices, default=None)
+
+
+def exposed_of(spot: Spot) -> Exposed | None:
+    told = [rank for rank in spot.ranks if rank.get("profiled_step_ms")]
+    if spot.layout == ONE or spot.shared or not told or len(told) < len(spot.ranks):
+        return None
+    shares = [rank["exposed_ms"] / rank["profiled_step_ms"] for rank in told]
+    worst = told[shares.index(max(shares))]
+    return {
+        "share": max(shares),
+        "exposed_ms": worst["exposed_ms"],
+        "exchange_ms": worst["exchange_ms"],
+        "step_ms": worst["profiled_step_ms"],
+        "ranks": shares,
+    }
+
+
+def comparisons_of(spots: Sequence[Spot], floors: Floors) -> list[Comparison]:
+    """ZeRO-2 against ZeRO-3, and each layout with against without peer-to-peer, where both were measured and learn the same."""
+    found = []
+    for first in spots:
+        for second in spots:
+            alike = first.devices == second.devices and first.scalings == second.scalings
+            stages = (first.layout, second.layout) == ("zero2", "zero3") and first.peers == second.peers
+            peers = first.layout == second.layout and first.peers and not second.peers
+            if alike and (stages or peers) and first.verdict == second.verdict == "equal":
+                what = "ZeRO-2 against ZeRO-3" if stages else "with against without peer-to-peer"
+                found.append(_compare(what, first, second, floors))
+    return found
+
+
+def _compare(what: str, first: Spot, second: Spot, floors: Floors) -> Comparison:
+    ratio = compare(first.timed, second.timed, floors)
+    return {
+        "what": what,
+        "first": first.name,
+        "second": second.name,
+        "devices": first.devices,
+        "scalings": first.scalings,
+        "speed": {
+            "ratio": ratio.ratio,
+            "ci95": [ratio.low, ratio.high],
+            "over": first.name,
+            "paired": ratio.paired,
+        },
+        "real": ratio.real,
+        "memory": max(second.memory) / max(first.memory) if first.memory and second.memory else None,
+    }
+
+
+def judged(ours: Mapping[str, Any] | None, one: Mapping[str, Any] | None, why: str | None) -> dict[str, Any]:
+    """The parity part of a point: its trace against that of one rank."""
+    empty: dict[str, Any] = {
+        "losses": [],
+        "reference_losses": [],
+        "grad_norms": [],
+        "reference_grad_norms": [],
+    }
+    if ours is None or one is None:
+        reason = why or (
+            "its steps could not be traced" if ours is None else "one rank could not be traced here"
+        )
+        return {
+            "verdict": "not judged",
+            "class": "CLOSE",
+            "tolerance": None,
+            "worst": None,
+            "steps": 0,
+            **empty,
+            "why": reason,
+        }
+    allowed = SAME[ours["dtype"]]
+    off = [
+        (_apart(mine, theirs), limit, f"the {what} of step {step}")
+        for what, key, limit in (
+            ("loss", "losses", allowed.loss),
+            ("gradient norm", "grad_norms", allowed.grad_norm),
+        )
+        for step, (mine, theirs) in enumerate(zip(ours[key], one[key], strict=True), start=1)
+    ]
+    worst, limit, what = max(off, key=lambda row: row[0] / row[1])
+    equal = worst <= limit
+    return {
+        "verdict": "equal" if equal else "different",
+        "class": "CLOSE",
+        "tolerance": limit,
+        "worst": worst if math.isfinite(worst) else None,
+        "steps": len(ours["losses"]),
+        "losses": ours["losses"],
+        "reference_losses": one["losses"],
+        "grad_norms": ours["grad_norms"],
+        "reference_grad_norms": one["grad_norms"],
+        "why": f"{what} is off by {worst:.1e}, {'within' if equal else 'beyond'} the {limit:.1e} of rounding in {ours['dtype']}",
+    }
+
+
+def _apart(ours: float | None, one: float | None) -> float:
+    """The relative difference; a number that is none (written as null) is infinitely far."""
+    if ours is None or one is None or not (math.isfinite(ours) and math.isfinite(one)):
+        return math.inf
+    return abs(ours - one) / abs(one) if one else (0.0 if ours == one else math.inf)

@@ -1,0 +1,277 @@
+"""The inside of a trial on several ranks: one process starts them on torchrun's engine, waits, and puts together what they found.
+
+The trial's own process has imported everything and done nothing else, so a rank is its fork: as fresh as a process that
+was started by hand, a dozen seconds sooner. (Not on GPUs: torchrun's engine asks CUDA how many there are, after which a
+fork cannot use them.) Ranks find each other as under torchrun and join as `rush train` does. They
+must make the same number of steps, so every decision (warm enough? how many samples?) is taken from seconds that all
+have agreed on: those of the slowest. Each is watched, and each writes down its own memory; rank 0 also the rest.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+import traceback
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rush.errors import MachineError
+from rush.hardware import Machine
+from rush.hub.folders import starting_weights
+from rush.lab.trial.result import Result, settle
+from rush.lab.trial.timing import Stepper, Timing, time_steps
+from rush.parallel import AXES, Ranks, join, started_rank
+from rush.parallel.slurm_ranks import join_step
+from rush.profiling.observe import observe
+from rush.recipe import Recipe
+from rush.recipe_io import parse
+from rush.techniques import check
+from rush.techniques.api.own_files import add_technique
+from rush.techniques.api.proofs import prove
+from rush.train.build import Run, build
+from rush.train.corpus import Corpus, open_corpus
+from rush.train.schedule import learning_rate
+from rush.train.step import train_step
+
+OWN = ("peak_memory_bytes", "exchange_ms", "exposed_ms", "profiled_step_ms", "evidence")
+"""What every rank tells of itself."""
+BLAME = ("out_of_memory", "diverged", "unsupported", "crashed")
+"""Where ranks ended unalike, the first of these is why."""
+
+SEEN_FIRST_S = 2.0
+"""Who lost another rank ends so much later: the engine tells of one rank that failed, and ends the others when it sees it."""
+
+
+def lead(spec: Mapping[str, Any], result: Result) -> None:
+    """Start the ranks of a spec and wait for all of them."""
+    world = spec["world"]
+    for path in spec.get("extra_techniques", ()):
+        add_technique(Path(path))
+    if spec["recipe"] is not None:
+        check(_recipe(spec["recipe"]), Machine.from_dict(spec["machine"]))  # before a process is started
+    exits: dict[int, int] = {}
+    if world == 1:
+        be_rank(spec, str(result.path))
+    elif spec["launcher"]:
+        _start_by(spec["launcher"], world, result.path)
+    else:
+        exits = _start(world, spec, str(result.path))
+    _gather(world, exits, result)
+
+
+def _start(num_ranks: int, spec: Mapping[str, Any], path: str) -> dict[int, int]:
+    """The exit codes of the ranks that failed (negative: the signal)."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    # All ranks are here; a host name that resolves to nowhere must not matter.
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=uuid.uuid4().hex,
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.05,
+        start_method=_start_method(spec["machine"]["device"]),
+        local_addr="localhost",
+    )
+    try:
+        elastic_launch(config, be_rank)(spec, path)
+    except ChildFailedError as error:
+        return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    return {}
+
+
+def _start_method(device: str) -> str:
+    return "fork" if sys.platform == "linux" and device != "cuda" else "spawn"
+
+
+def _start_by(launcher: str, num_ranks: int, result: Path) -> None:
+    """Let a cluster's own command start the ranks, on whatever nodes it has; the study's folder is one that all of them see."""
+    words = shlex.split(launcher.replace("{ranks}", str(num_ranks)))
+    spec = result.with_name("spec.json")
+    done = subprocess.run(
+        [*words, sys.executable, "-m", "rush.lab.scaling.rank_trial", str(spec), str(result)], check=False
+    )
+    if done.returncode and not result.exists():
+        raise MachineError(
+            f"the launcher ended with {done.returncode} before a rank wrote anything: {launcher}"
+        )
+
+
+def _gather(num_ranks: int, exits: Mapping[int, int], result: Result) -> None:
+    """All that the ranks wrote, in one result, with the status of the one to blame."""
+    files = [_file(result.path, rank) for rank in range(num_ranks)]
+    told = [json.loads(file.read_text()) if file.exists() else {} for file in files]
+    result.found |= told[0]
+    result.found["complete"] = False
+    result.add(ranks=[{key: one.get(key) for key in OWN} for one in told])
+    endings = [
+        (bool(one.get("lost")), BLAME.index(one.get("ended", one["status"])), str(one.get("reason")))
+        for one in told
+        if one.get("complete") and (one["status"] != "ok" or "ended" in one)
+    ]
+    for rank, code in exits.items():
+        if code == -signal.SIGKILL:
+            said = "was killed from outside (SIGKILL), which is what Linux does when memory runs out"
+            endings.append((False, BLAME.index("out_of_memory"), f"rank {rank} {said}."))
+        elif not told[rank].get("complete"):
+            # SIGTERM is how the engine ends the others.
+            endings.append(
+                (code == -signal.SIGTERM, BLAME.index("crashed"), f"rank {rank} ended with {code}.")
+            )
+    if endings:
+        # Who lost the connection to another is not to blame.
+        _, status, reason = min(endings)
+        result.finish(BLAME[status], reason.removeprefix("after the timing: "))
+
+
+def _file(path: Path, rank: int) -> Path:
+    return path if rank == 0 else path.with_name(f"rank-{rank}.json")
+
+
+def be_rank(spec: Mapping[str, Any], path: str) -> None:
+    """One of the ranks; it ends with 1 where something went wrong, so that the engine ends the others."""
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # a fork has the engine's own answers, which are for the engine
+    rank = started_rank()
+    result = Result(_file(Path(path), rank))
+    if spec["threads"] is not None:
+        torch.set_num_threads(spec["threads"])
+    try:
+        settle(result, lambda: (_measure if spec["recipe"] is not None else _exchange)(spec, result))
+    except Exception as error:
+        traceback.print_exc()
+        last = str(error).strip().splitlines()
+        result.finish("crashed", f"rank {rank}: {type(error).__name__}: {last[0][:300] if last else ''}")
+    if result.found["status"] != "ok" or "ended" in result.found:
+        sys.stderr.flush()
+        if result.found.get("lost"):
+            time.sleep(SEEN_FIRST_S)
+        os._exit(1)  # a rank that failed must not wait for the others on its way out
+
+
+def _measure(spec: Mapping[str, Any], result: Result) -> None:
+    """Time, watch and trace, as far as the spec asks for each."""
+    for path in spec["extra_techniques"]:
+        add_technique(Path(path))
+    recipe, machine = _recipe(spec["recipe"]), Machine.from_dict(spec["machine"])
+    with join(recipe.layout.model_dump(), machine.device) as ranks:
+        result.add(backend=None if ranks.alone else str(torch.distributed.get_backend()))
+        corpus = open_corpus(recipe, None, lambda text: None)
+        if spec["timing"] is not None or spec["profile"]:
+            _step(recipe, machine, corpus, ranks, spec, result)
+        # The timed run is out of scope now; its memory must be free before another is built.
+        gc.collect()
+        if machine.device == "cuda":
+            torch.cuda.empty_cache()
+        if spec["parity"] is not None:
+            began = time.monotonic()
+            result.add(trace=trace(_recipe(spec["parity"]), machine, corpus, ranks))
+            result.took("parity", began)
+
+
+def _exchange(spec: Mapping[str, Any], result: Result) -> None:
+    """Time the operations that layouts use, over message sizes."""
+    from rush.hardware.collective_rank import spectrum
+
+    machine, world = Machine.from_dict(spec["machine"]), spec["world"]
+    with join({axis: world if axis == "ddp" else 1 for axis in AXES}, machine.device) as ranks:
+        on_gpu = machine.device == "cuda"
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        backend = torch.distributed.get_backend()
+        found = spectrum(ranks.rank, world, device, backend, spec["budget_s"])
+        result.add(backend=backend, spectrum=found)
+
+
+def _step(
+    recipe: Recipe, machine: Machine, corpus: Corpus, ranks: Ranks, spec: Mapping[str, Any], result: Result
+) -> None:
+    began = time.monotonic()
+    weights = starting_weights(recipe)
+    run = build(recipe, machine, weights, ranks)
+    corpus = corpus.ready_for(run, weights, None)
+    result.took("build", began)
+    with corpus.loader(recipe, run.loader_options) as loader:
+        if spec["timing"] is not None:
+            began = time.monotonic()
+            found = time_steps(run, loader, Timing(**spec["timing"]), agreement(ranks))
+            result.add(timing=found, peak_memory_bytes=found["peak_memory_bytes"])
+            result.took("timing", began)
+        if spec["profile"]:
+            began, stepper = time.monotonic(), Stepper(run, loader)
+            if spec["timing"] is None:
+                stepper()  # warmed up, at least
+                stepper.settle()
+            _watch(run, stepper, result)
+            result.took("profile", began)
+
+
+def agreement(ranks: Ranks) -> Callable[[float], float]:
+    """From each rank's seconds to those of the slowest, which all then know."""
+
+    def slowest(seconds: float) -> float:
+        if ranks.mesh is None:
+            return seconds
+        told = torch.tensor(seconds, dtype=torch.float64, device=ranks.mesh.device_type)
+        torch.distributed.all_reduce(told, torch.distributed.ReduceOp.MAX)
+        return float(told)
+
+    return slowest
+
+
+def _watch(run: Run, stepper: Stepper, result: Result) -> None:
+    """A profile of a step, by every rank at the same time."""
+    seen = observe(run, stepper.batches, steps=1)
+    result.add(
+        evidence=[
+            {"technique": name, "took_effect": proof.took_effect, "what": proof.what}
+            for name, proof in prove(run.uses, seen).items()
+        ],
+        breakdown_ms=dict(seen.breakdown_ms),
+        exchange_ms=seen.facts["exchange_ms"],
+        exposed_ms=seen.facts["exposed_ms"],
+        profiled_step_ms=seen.step_ms,
+        dtype=run.matmul_dtype(),
+    )
+    if "peak_memory_bytes" not in result.found:
+        result.add(peak_memory_bytes=seen.peak_memory_bytes)
+
+
+def trace(recipe: Recipe, machine: Machine, corpus: Corpus, ranks: Ranks) -> dict[str, Any]:
+    """Loss and gradient norm of every step of a parity recipe; ranks know those of the whole step."""
+    weights = starting_weights(recipe)
+    run = build(recipe, machine, weights, ranks)
+    corpus = corpus.ready_for(run, weights, None)
+    losses, norms = [], []
+    with corpus.loader(recipe, run.loader_options) as loader:
+        for step in range(1, recipe.schedule.steps + 1):
+            found = train_step(run, step, learning_rate(recipe, step), loader.next_step())
+            losses.append(found.loss)
+            norms.append(found.grad_norm)
+    return {"losses": losses, "grad_norms": norms, "dtype": run.matmul_dtype()}
+
+
+def _recipe(toml: str) -> Recipe:
+    return parse(tomllib.loads(toml))
+
+
+if __name__ == "__main__":
+    join_step()
+    be_rank(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])

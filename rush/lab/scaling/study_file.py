@@ -1,0 +1,102 @@
+"""What a study of scale is asked: a recipe, numbers of devices, layouts, and how to measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rush.errors import RecipeError
+from rush.lab.ladder.ladder_file import Measure, Parity, read_table
+from rush.lab.scaling.layouts import base_of, read_layout
+from rush.ready import short_name
+from rush.recipe import Recipe
+from rush.recipe_io import apply_override, parse, read_tree
+
+OWN_TABLES = ("measure", "parity")
+USUAL: dict[str, Any] = {"processes": 2, "windows": 6, "warmup_max_steps": 20, "limit_s": 900.0}
+"""Of `[measure]`: a study has many points, and ranks that wait for each other make long samples."""
+
+PARITY_STEPS = 6
+
+
+@dataclass(frozen=True)
+class Plan:
+    name: str
+    recipe: Recipe
+    devices: tuple[int, ...]
+    layouts: tuple[str, ...]
+    measure: Measure
+    parity: Parity
+    without_peers: bool = False
+    """Whether to measure everything again with peer-to-peer switched off."""
+    share_device: bool = False
+    group_of_one: bool = False
+    """Whether to measure ddp on one device, too: a rank that is a group of its own."""
+    links: bool = True
+    launcher: str | None = None
+    """A cluster's own command that starts the ranks, with {ranks} for their number; torchrun's engine here without it."""
+    extra_techniques: tuple[str, ...] = ()
+    """Python files that define further techniques."""
+
+    @property
+    def step_tokens(self) -> int:
+        """Of strong scaling, at every number of devices; of weak scaling at the largest."""
+        batch = self.recipe.batch
+        return batch.total_tokens or self.recipe.micro * batch.sequence * self.devices[-1]
+
+    def tokens(self, scaling: str, devices: int) -> int:
+        """Tokens of a step on so many devices."""
+        if scaling == "strong":
+            return self.step_tokens
+        total, rest = divmod(self.step_tokens * devices, self.devices[-1])
+        if rest:
+            raise RecipeError(
+                f"a step of {self.step_tokens:,} tokens on {self.devices[-1]} devices leaves no whole number for {devices}; set "
+                f"batch.total_tokens to a multiple of {self.devices[-1]}."
+            )
+        return total
+
+
+def load_plan(name: str, overrides: Iterable[str], devices: str, layouts: str, **options: Any) -> Plan:
+    """A study of a recipe by name or path. Overrides change the recipe, or `measure.` and `parity.` keys."""
+    tree = read_tree(name)
+    own: dict[str, Any] = {"measure": dict(USUAL), "parity": {"steps": PARITY_STEPS}}
+    for override in overrides:
+        apply_override(own if override.split(".", 1)[0] in OWN_TABLES else tree, override)
+    recipe = parse(tree)
+    base_of(recipe)  # refuses a layout of its own
+    if recipe.objective.kind == "dpo":
+        raise RecipeError(
+            "objective.kind is dpo, whose references a study of scale does not make; it takes lm or sft."
+        )
+    numbers = read_devices(devices)
+    if options.get("group_of_one") and 1 not in numbers:
+        raise RecipeError(
+            f"--group-of-one measures ddp on one device, but --devices is {devices}; add 1 to it, or leave --group-of-one out."
+        )
+    return Plan(
+        short_name(name),
+        recipe,
+        numbers,
+        read_layouts(layouts),
+        read_table(Measure, own, "measure", "rush scale"),
+        read_table(Parity, own, "parity", "rush scale"),
+        **options,
+    )
+
+
+def read_devices(text: str) -> tuple[int, ...]:
+    """Numbers of devices, in order."""
+    words = [word.strip() for word in text.split(",")]
+    if not all(word.isdigit() and int(word) > 0 for word in words):
+        raise RecipeError(f"--devices is {text!r}; allowed: whole numbers from 1 with commas, as in 1,2,4,8.")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def read_layouts(text: str) -> tuple[str, ...]:
+    """Layouts by name, in the order given; each must mean something on some number of devices."""
+    names: Sequence[str] = list(dict.fromkeys(word.strip() for word in text.split(",")))
+    for name in names:
+        read_layout(name)
+    return tuple(names)

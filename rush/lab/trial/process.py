@@ -1,0 +1,156 @@
+"""The inside of a trial: a process forked by `rush.lab.trial.starter`, or `python -m rush.lab.trial.process SPEC RESULT`.
+
+Reads a spec (JSON), does what it says, writes what it found (JSON). The result is rewritten after each
+part, so that a profile or a parity run that goes wrong does not take the timing with it. Errors that mean
+something to the ladder become a status here; every other exception ends the process with its traceback,
+and the parent reads the last line.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rush.hardware import Machine, ceilings, probe
+from rush.hardware.catalog import CATALOG, datasheet_peak
+from rush.hub.folders import starting_weights
+from rush.lab.parity.trace import trace
+from rush.lab.trial.parent_death import die_with_parent
+from rush.lab.trial.result import Result, settle
+from rush.lab.trial.timing import Stepper, Timing, time_steps
+from rush.profiling.observe import observe
+from rush.recipe import Recipe
+from rush.recipe_io import parse
+from rush.techniques import registry
+from rush.techniques.api.own_files import add_technique
+from rush.techniques.api.proofs import prove
+from rush.techniques.api.rates import rates_to_measure
+from rush.train.build import Run, build
+from rush.train.corpus import Corpus, open_corpus
+
+Work = Callable[[Mapping[str, Any], Result], None]
+
+
+def main(spec_path: str, result_path: str, parent: int) -> None:
+    die_with_parent(parent)
+    spec = json.loads(Path(spec_path).read_text())
+    result = Result(Path(result_path))
+    settle(result, lambda: _work_of(spec["kind"])(spec, result))
+
+
+def _work_of(kind: str) -> Work:
+    """What a trial of this kind does: one of ours, or the function that a kind `module:function` names."""
+    if kind in _WORK:
+        return _WORK[kind]
+    module, _, function = kind.partition(":")
+    work: Work = getattr(import_module(module), function)
+    return work
+
+
+def _look(spec: Mapping[str, Any], result: Result) -> None:
+    """What the machine is; and of GPUs how fast, which predictions are made from."""
+    machine = probe(spec["device"])
+    result.add(machine=machine.to_dict())
+    if machine.device == "cuda":
+        result.add(ceilings=ceilings(machine).rates())
+
+
+def _prepare(spec: Mapping[str, Any], result: Result) -> None:
+    """What is done once per ladder, here so that the ladder itself never touches the device."""
+    machine = probe(spec["device"])
+    result.add(machine=machine.to_dict())
+    every = machine.device != "cpu" or spec["every_dtype"]
+    rates = ceilings(machine, rates_to_measure(machine, build=True) if every else ["float32"]).rates()
+    names = sorted({dtype for sheet in CATALOG.values() for dtype in sheet.peak_flops})
+    peaks = {dtype: peak for dtype in names if (peak := datasheet_peak(machine, dtype)) is not None}
+    result.add(ceilings=rates, peaks=peaks or None)
+
+
+def _measure(spec: Mapping[str, Any], result: Result) -> None:
+    """Time the recipe, watch it, and trace its parity, as far as the spec asks for each."""
+    for path in spec["extra_techniques"]:
+        add_technique(Path(path))
+    recipe, machine = _recipe(spec["recipe"]), Machine.from_dict(spec["machine"])
+    result.add(techniques=declared(recipe))
+    corpus = open_corpus(recipe, None, lambda text: None)
+    if spec["timing"] is not None:
+        _time(recipe, machine, corpus, spec, result)
+    # The timed run is out of scope now; its memory must be free before another is built.
+    gc.collect()
+    if machine.device == "cuda":
+        torch.cuda.empty_cache()
+    for number, parity in enumerate(spec["parity"]):
+        wanted = _recipe(parity["recipe"])
+        began, text = time.monotonic(), open_corpus(wanted, None, lambda text: None)
+        found = trace(wanted, machine, text, Path(parity["gradients"]), rounded=parity["rounded"])
+        result.add(**{("trace", "twin")[number]: found.to_dict()})
+        result.took(f"parity {number}", began)
+
+
+def _time(recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, Any], result: Result) -> None:
+    began = time.monotonic()
+    weights = starting_weights(recipe)
+    run = build(recipe, machine, weights)
+    corpus = corpus.ready_for(run, weights, None)
+    result.took("build", began)
+    with corpus.loader(recipe, run.loader_options) as loader:
+        began = time.monotonic()
+        result.add(timing=time_steps(run, loader, Timing(**spec["timing"])))
+        result.took("timing", began)
+        if spec["profile"]:
+            began = time.monotonic()
+            _watch(run, Stepper(run, loader), result)
+            result.took("profile", began)
+
+
+def _watch(run: Run, stepper: Stepper, result: Result) -> None:
+    seen = observe(run, stepper.batches)
+    proofs = prove(run.uses, seen)
+    evidence = [
+        {"technique": name, "took_effect": proof.took_effect, "what": proof.what}
+        for name, proof in proofs.items()
+    ]
+    result.add(
+        evidence=evidence,
+        breakdown_ms=dict(seen.breakdown_ms),
+        longest=list(seen.longest),
+        block_forwards=seen.block_forwards,
+    )
+
+
+def declared(recipe: Recipe) -> dict[str, Any]:
+    """What the recipe's techniques claim and promise, for the record; unknown names are for `check` to refuse."""
+    known = registry()
+    return {
+        name: {
+            "parity": known[name].parity.name,
+            "claim": {
+                "metric": known[name].claim.metric,
+                "gain": known[name].claim.gain,
+                "regime": known[name].claim.regime,
+                "source": known[name].claim.source,
+            },
+        }
+        for name, _ in recipe.technique_uses()
+        if name in known
+    }
+
+
+def _recipe(toml: str) -> Recipe:
+    return parse(tomllib.loads(toml))
+
+
+_WORK: Mapping[str, Work] = {"look": _look, "prepare": _prepare, "measure": _measure}
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], os.getppid())

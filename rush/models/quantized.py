@@ -1,0 +1,168 @@
+"""Frozen weights in fewer bits: stored as codes, unpacked where they are used, and forgotten again.
+
+The forward pass unpacks a weight and multiplies; nothing unpacked is kept, the backward pass unpacks it again.
+Both are single operators to a compiler, because it would otherwise see the same unpacking twice, do it once and
+keep the result: the whole model in full precision. With an adapter both are part of `rush.models.adapted_linears`.
+
+Shapes: i inputs, o outputs; codes are flat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rush.models.adapters import See, autocast_input
+from rush.models.decoder import Decoder
+from rush.models.fingerprints import base_fingerprint, fingerprint
+from rush.models.quantized_formats import Form, Parts, pack, stored_parts, unpack
+
+
+@torch.library.custom_op("rush::quantised_linear", mutates_args=())
+def _product(x: Tensor, parts: list[Tensor], unpacker: str, out_features: int) -> Tensor:
+    weight_oi = unpack(unpacker, parts, (out_features, x.shape[-1]), x.dtype)
+    return F.linear(x, weight_oi)
+
+
+@_product.register_fake
+def _(x: Tensor, parts: list[Tensor], unpacker: str, out_features: int) -> Tensor:
+    return x.new_empty((*x.shape[:-1], out_features))
+
+
+@torch.library.custom_op("rush::quantised_linear_backward", mutates_args=())
+def _input_gradient(d_out: Tensor, parts: list[Tensor], unpacker: str, in_features: int) -> Tensor:
+    weight_oi = unpack(unpacker, parts, (d_out.shape[-1], in_features), d_out.dtype)
+    return d_out @ weight_oi
+
+
+@_input_gradient.register_fake
+def _(d_out: Tensor, parts: list[Tensor], unpacker: str, in_features: int) -> Tensor:
+    return d_out.new_empty((*d_out.shape[:-1], in_features))
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, parts, ctx.unpacker, _ = inputs
+    ctx.in_features = x.shape[-1]
+    # The codes are there anyway; neither the input nor the unpacked weight is kept.
+    ctx.save_for_backward(*parts)
+
+
+def _gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
+    parts = list(ctx.saved_tensors)
+    return (
+        _input_gradient(d_out.contiguous(), parts, ctx.unpacker, ctx.in_features),
+        [None] * len(parts),
+        None,
+        None,
+    )
+
+
+_product.register_autograd(_gradient, setup_context=_keep)
+
+
+class QuantisedLinear(nn.Linear):
+    """A linear layer whose frozen weight is stored in codes. It takes weights in full precision, one layer at a time."""
+
+    def __init__(self, plain: nn.Linear, form: Form) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.form = form
+        self.unpacker = str(form)
+        """Who unpacks it in products: the form's library, or who offered it (`offer_unpacker`)."""
+        self.bias = plain.bias
+        self.source = ""
+        self.base_source = ""
+        layout = stored_parts(form, self.out_features, self.in_features)
+        self.part_names = tuple(layout)
+        for name, (size, dtype) in layout.items():
+            self.register_buffer(name, torch.empty(size, dtype=dtype, device="meta"), persistent=False)
+
+    @property
+    def parts(self) -> list[Tensor]:
+        return [getattr(self, name) for name in self.part_names]
+
+    def hold_as_parameters(self) -> None:
+        """Make frozen parameters of codes and 8-bit scales, so that what cuts a model's parameters cuts them too. The rest
+        (tables, a scale for 256 others) is next to nothing and stays a buffer."""
+        for name in self.part_names:
+            part = getattr(self, name)
+            if not part.is_floating_point():
+                delattr(self, name)
+                self.register_parameter(name, nn.Parameter(part, requires_grad=False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = autocast_input(x)
+        out: Tensor = _product(x, self.parts, self.unpacker, self.out_features)
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def set_weight(self, weight_oi: Tensor) -> None:
+        """Quantise this weight where the codes are; its full precision is there for that moment alone."""
+        for name, value in self.stored(weight_oi).items():
+            getattr(self, name).copy_(value)
+
+    @torch.no_grad()
+    def stored(self, weight_oi: Tensor) -> Parts:
+        """This weight as the parts that stand for it; it is noted as what they were made from."""
+        assert weight_oi.shape == (self.out_features, self.in_features), weight_oi.shape
+        here = weight_oi.to(self.parts[0].device).float()
+        self.source, self.base_source = fingerprint(here), base_fingerprint(here)
+        packed = pack(self.form, here)
+        return {name: packed[name].view(getattr(self, name).shape) for name in self.part_names}
+
+    def dense_weight(self, dtype: torch.dtype | None = None, see: See = Tensor.detach) -> Tensor:
+        """The weight the codes stand for."""
+        dims = (self.out_features, self.in_features)
+        parts = [see(part) for part in self.parts]
+        # By the library: wherever the codes are.
+        return unpack(str(self.form), parts, dims, dtype or torch.float32)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        def keep_dtype(tensor: Tensor) -> Tensor:
+            moved = fn(tensor)
+            # The scales of the scales stay in fp32 whatever the model becomes.
+            return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
+
+        parts = {name: keep_dtype(self.get_buffer(name)) for name in self.part_names if name in self._buffers}
+        for name in parts:
+            del self._buffers[name]
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
+        self._buffers.update(parts)
+        return self
+
+    def _load_from_state_dict(self, state: dict[str, Any], prefix: str, *rest: Any) -> None:
+        weight = state.pop(f"{prefix}weight", None)
+        if weight is None:
+            missing: list[str] = rest[2]
+            missing.append(f"{prefix}weight")
+        else:
+            self.set_weight(weight)
+        super()._load_from_state_dict(state, prefix, *rest)
+
+
+def quantise_linears(model: Decoder, form: Form) -> None:
+    """Put a layer of codes in the place of every linear layer of the blocks. For a model on meta: the weights come
+    afterwards, through `load_state_dict` or `init_weights`, and are quantised one by one."""
+    for role, layers in model.linears().items():
+        for name, plain in layers if role != "head" else []:
+            parent, _, own = name.rpartition(".")
+            setattr(model.get_submodule(parent), own, QuantisedLinear(plain, form))
+
+
+def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """Weights as this model stores them, one at a time: a quantised layer's as its parts."""
+    for name, value in values:
+        owner, _, own = name.rpartition(".")
+        layer = model.get_submodule(owner)
+        if own == "weight" and isinstance(layer, QuantisedLinear):
+            yield from ((f"{owner}.{part}", tensor) for part, tensor in layer.stored(value).items())
+        else:
+            yield name, value
+
+
+def form_of(model: nn.Module) -> Form | None:
+    """How the linear layers of this model are stored; None for plain ones."""
+    return next((module.form for module in model.modules() if isinstance(module, QuantisedLinear)), None)

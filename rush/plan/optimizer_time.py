@@ -1,0 +1,72 @@
+"""The update of the weights, and what a host launches: the part of a step's time that does not grow with its tokens."""
+
+from __future__ import annotations
+
+from rush.plan.efficiencies import Efficiency
+from rush.plan.spec import Spec, weights_of
+from rush.plan.target import Target
+
+KERNEL_S = 0.65e-6
+"""Of each operation of an update on the device, besides its bytes: its start and its end, when most units have nothing to do."""
+UPDATE_LAUNCH = 0.85
+"""What launching an operation of an update takes of what one of a pass does: no module calls it and autograd notes nothing, but
+none is a view. As measured."""
+THIN = 33
+"""Operators of the adapters of a compiled block: 4 and 7 products forward; 7, 7, 4 and 4 backward."""
+
+
+def trained_weights(spec: Spec) -> float:
+    """Weights that learn, of the whole model."""
+    weights, blocks = weights_of(spec), spec.shape.num_layers
+    if spec.effects.factor("frozen"):
+        return blocks * weights.adapters
+    return blocks * (weights.block_linear + weights.block_other) + weights.embedding + weights.head
+
+
+def update_time(spec: Spec, target: Target, efficiency: Efficiency) -> tuple[float, float]:
+    """Seconds of an update on the device, and of launching it."""
+    effects, blocks = spec.effects, spec.shape.num_layers
+    tensors = 14 * blocks
+    if not effects.factor("frozen"):
+        tensors = blocks * (9 if spec.shape.family == "llama" else 12) + 4
+    trained = trained_weights(spec) / (spec.size("tp") * spec.size("pp") * spec.shards)
+    each = effects.size("parameters", 4) if not effects.factor("master") else 4
+    work, launches = spec.work, spec.work.number("update.launches", 10)
+    if moved := work.number("update.bytes"):
+        reached = work.number("update.reaches", efficiency.update)
+        seconds = (moved * each + work.number("update.more")) / reached
+    else:
+        seconds = 24 * each / efficiency.eager_update
+    if effects.factor("master"):
+        seconds, launches = seconds + 12, launches + 2
+    operations = tensors / spec.size("pp") * launches
+    return (
+        trained * seconds / target.bytes_per_s + (operations * KERNEL_S if target.kind == "cuda" else 0.0),
+        operations * UPDATE_LAUNCH * efficiency.launch_s,
+    )
+
+
+def launches(spec: Spec) -> float:
+    """Operators that the host calls for one pass; those of eager blocks as they are counted on a CPU, views among them."""
+    work, llama = spec.work, spec.shape.family == "llama"
+    if whole := work.number("launches.pass"):
+        return whole
+    each = work.number("launches.block") * (1 + 0.5 * work.number("attention.again"))
+    if each:
+        each += THIN if spec.effects.factor("frozen") else 0
+    else:
+        each = 227.0 if llama else 100.0
+        each += (40 if llama else 55) if not work.number("attention") else 0
+        if spec.effects.size("casts", 0):
+            each += 34 if llama else 22
+        elif spec.effects.size("stream", 4) == 2:
+            each += 16 if llama else 0  # norms compute in fp32
+        each -= 44 * work.number("norms.fused") if llama else 0
+        each -= 32 * work.number("rotations.fused") if llama else 0
+        each *= 1.6 if work.number("blocks.again") else 1.0
+        each += (140 if llama else 88) if spec.effects.factor("frozen") else 0
+    each += work.number("launches.more")
+    layers = 7 if llama else 4
+    unpacked = layers * 2 + (layers - 1) * (work.number("blocks.again") > 0)
+    each += work.number("unpack.launches") * unpacked
+    return (80 if llama else 57) + each * spec.shape.num_layers / spec.size("pp")

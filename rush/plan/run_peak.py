@@ -1,0 +1,167 @@
+"""What a run takes besides its steps: validation, samples and saves. Its peak is the fullest of them all.
+
+Between two steps weights and moments are there, gradients are not. A validation is a forward pass without gradients: it
+holds one block's tensors at a time, as many as are alive at once in that block's code, and at the end the logits. So a step
+is nearly always fuller. It is not where passes are replayed in a memory pool of their own (`cuda_graph`), which stays beside
+whatever comes. A sample reads a prompt and keeps keys and values. A save takes nothing of a device: the state is copied to
+the host, and where that has no room for the copy, it is written from where it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rush.generate import PREFILL_TOKENS
+from rush.models.counts import list_parameters
+from rush.plan.memory import (
+    ROUND_HEIGHT,
+    UNFILLED,
+    Memory,
+    communication_of,
+    context_of,
+    logits_tokens,
+    memory_of,
+    stages_of,
+    unpacked,
+)
+from rush.plan.model_state import Held, Stage
+from rush.plan.spec import Spec, weights_of
+
+STEP = "step"
+
+
+@dataclass(frozen=True)
+class Life:
+    """Bytes of one device in all that a run does; of the fullest pipeline stage."""
+
+    step: Memory
+    besides: Mapping[str, float]
+    """What the device must offer for a validation, a sample, a save."""
+
+    @property
+    def phases(self) -> dict[str, float]:
+        return {STEP: self.step.total, **self.besides}
+
+    @property
+    def fullest(self) -> str:
+        """The phase that takes most; where another takes no more, the step."""
+        return max(self.phases.items(), key=lambda item: item[1])[0]
+
+    @property
+    def total(self) -> float:
+        """What the device must offer for the whole run."""
+        return max(self.phases.values())
+
+
+def life_of(spec: Spec) -> Life:
+    """The memory of a run by phase, each on its fullest rank."""
+    step, stages, weights = memory_of(spec), stages_of(spec), weights_of(spec)
+    besides: dict[str, float] = {}
+    for stage in stages:
+        held = Held(spec, stage, weights)
+        state = sum(held.between_steps().values())
+        found = {"validation": validation_bytes(spec, held), "sample": sample_bytes(spec, held), "save": 0.0}
+        for phase, more in found.items():
+            besides[phase] = max(besides.get(phase, 0.0), _offered(spec, held, step, state, more))
+    return Life(step, besides)
+
+
+def _offered(spec: Spec, held: Held, step: Memory, state: float, more: float) -> float:
+    """What a device must offer for so many bytes beside the state."""
+    unfilled = 1 + spec.effects.factor("gaps") * UNFILLED
+    if spec.effects.factor("pool"):
+        return step.total + unfilled * more
+    return unfilled * (state + more + held.buffers()) + context_of(spec.device) + communication_of(spec)
+
+
+def validation_bytes(spec: Spec, held: Held) -> float:
+    """Bytes of a forward pass without gradients over one pass's rows, beside the state."""
+    effects = spec.effects
+    stream, compute = effects.size("stream", 4), effects.size("compute", 4)
+    plain = bool(effects.factor("scores"))
+    block = spec.tokens * forward_bytes(spec, stream, compute, spec.sequence if plain else 0) + unpacked(spec)
+    ends = 2 * stream * spec.shape.hidden * spec.tokens + _logits(spec, held.stage)
+    return (
+        held.gathered
+        + _angles(spec, spec.sequence)
+        + max(block + held.casts(always=True, with_head=False), ends + held.casts(always=True))
+    )
+
+
+def forward_bytes(spec: Spec, stream: float, compute: float, keys: float) -> float:
+    """Bytes a token that are alive at once in a block without gradients, at its fuller moment: in attention (over all scores of
+    so many `keys`, or by a kernel) or in the MLP. Each is what the names of the plain model's code still refer to."""
+    shape, tp = spec.shape, spec.size("tp")
+    query, key = shape.num_heads * shape.head_dim / tp, shape.num_kv_heads * shape.head_dim / tp
+    wide, hidden = shape.intermediate / tp, shape.hidden
+    attention = 2 * stream * hidden + compute * (query + 2 * key)
+    if keys:
+        # Keys and values for every query head. Then the scores before and after softmax, with its result in the making or the
+        # product's; in 16 bits a CPU's softmax makes fp32 of what it reads.
+        cast = 10 if spec.device == "cpu" else 8
+        scores = shape.num_heads / tp * keys
+        attention += 2 * compute * query
+        attention += max(8 * scores + compute * query, cast * scores if compute < 4 else 0.0)
+    else:
+        attention += compute * query + 4 * shape.num_heads / tp
+    # The stream before and after attention, the norm, and what the activation reads and makes.
+    mlp = 3 * stream * hidden + compute * wide * (4 if shape.family == "llama" else 2)
+    return max(attention, mlp)
+
+
+def _angles(spec: Spec, positions: float) -> float:
+    """Bytes of the cosines and sines that queries and keys are rotated by, once for all rows."""
+    return 8 * spec.shape.head_dim * positions if spec.shape.family == "llama" else 0.0
+
+
+def _logits(spec: Spec, stage: Stage) -> float:
+    """Bytes of a loss without gradients."""
+    if not stage.last:
+        return 0.0
+    effects, shape = spec.effects, spec.shape
+    compute, vocab, tokens = (
+        effects.size("compute", 4),
+        shape.vocab_size / spec.size("tp"),
+        logits_tokens(spec),
+    )
+    if effects.factor("logits.copies"):
+        return (14.0 if spec.size("tp") > 1 else 8.0) * vocab * tokens
+    logits = compute * vocab * tokens
+    if effects.factor("head.gradient"):
+        copied = vocab % ROUND_HEIGHT or effects.factor("casts") or "casts" in effects.sizes
+        eight_bits = effects.factor("head.cast") * (vocab * shape.hidden + tokens * shape.hidden)
+        return logits + eight_bits + (vocab * shape.hidden * compute if copied else 0.0)
+    return logits * (1 + (effects.factor("logits.padded") if compute < 4 and shape.vocab_size % 8 else 0.0))
+
+
+def sample_bytes(spec: Spec, held: Held) -> float:
+    """Bytes of a sample beside the state: keys and values, the prompt's way through a block, its logits. It computes in the
+    dtype of the weights. A model that is cut is sampled on the host, and passes the device one tensor at a time."""
+    prompt, drawn = spec.sampled
+    shape, each = spec.shape, held.bytes_per_weight
+    if not drawn or not held.stage.first:
+        return 0.0
+    if spec.shards * spec.size("tp") > 1:
+        return each * held.weights.largest
+    prompt = min(prompt, shape.context)
+    capacity, read = min(shape.context, prompt + drawn), min(prompt, PREFILL_TOKENS)
+    cache = 2 * each * shape.num_layers * shape.num_kv_heads * shape.head_dim * capacity
+    block = read * forward_bytes(spec, each, each, prompt) + unpacked(spec)
+    logits = read * (shape.vocab_size * (4 + (each if each < 4 else 0)) + 2 * each * shape.hidden)
+    return cache + max(block, logits) + _angles(spec, read)
+
+
+def staged_bytes(spec: Spec) -> float:
+    """Bytes of the host that one rank's copy of the state takes while a checkpoint is written, and keeps: weights, moments and
+    fp32 copies; with adapters theirs alone. Ranks that hold the same share the writing. Pinned memory comes in powers of two."""
+    effects, weights = spec.effects, weights_of(spec)
+    moments = effects.size("optimizer", 8) * effects.factor("optimizer") / 2
+    sizes = [effects.size("parameters", 4), moments, moments, 4 * effects.factor("master")]
+    counts = [parameter.count for parameter in list_parameters(spec.shape)]
+    if effects.factor("frozen"):
+        counts = [weights.adapters] * spec.shape.num_layers
+    held = [size * count / spec.world for count in counts for size in sizes if size]
+    return sum(
+        2 ** (int(each) - 1).bit_length() if spec.device == "cuda" and each >= 1 else each for each in held
+    )

@@ -1,0 +1,362 @@
+"""Watch a run make a step or two, and write down what happened: the material evidence is made of.
+
+A profile lists every operator with the shapes and dtypes of its inputs, and every kernel with its time.
+Compiled code calls matmuls through the same operators, so they are seen there too. Where a step is
+replayed from a recording (a CUDA graph), or its matmuls are generated kernels, operators do not show;
+then one more step is made without recording or compiler, and what only it could tell is marked as told
+by the "eager twin". Nothing is concluded from what was asked for, only from what ran.
+
+Legend: a matmul is (rows, inner, columns).
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.autograd.profiler_util import FunctionEvent
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from rush.data import Batch
+from rush.hardware import peak_memory_bytes, reset_peak_memory
+from rush.models.adapted_linears import NAMES as ADAPTED
+from rush.models.adapters import adapters
+from rush.profiling.breakdown import breakdown, callers, longest, pieces
+from rush.profiling.comm_overlap import Exchanges, exchanges
+from rush.techniques.api.contract import Observation
+from rush.techniques.api.evidence import dynamo_counts
+from rush.train.build import FORWARD, Run
+from rush.train.step import launch_step
+
+DATA = "rush::data"
+# Where the two factors stand among an operator's inputs.
+_MATMULS = {
+    "aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0, "aten::_int_mm": 0,
+    "rush::half_product": 0, "rush::half_product_and_sums": 0,
+}  # fmt: skip
+# Operators that cast their factors themselves, and to what.
+_CAST_INSIDE = {"rush::half_product": "float16", "rush::half_product_and_sums": "float16"}
+_BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
+_DTYPES = {
+    "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",
+    "c10::Float8_e4m3fn": "float8_e4m3fn", "c10::Float8_e5m2": "float8_e5m2", "signed char": "int8",
+}  # fmt: skip
+
+
+def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Observation:
+    """Make `steps` optimizer steps under a profile; the caller has warmed the run up.
+
+    `batches` gives the micro batches of the next step, and the time it takes is the wait for data.
+    """
+    live = _Live()
+    before = run.facts.get("dynamo_before", dynamo_counts())
+    settings = _settings(run)
+    seen = _profiled(run, batches, steps, live)
+    told_by = "profile"
+    if not seen.matmuls:
+        told_by = "eager twin"
+        with torch.compiler.set_stance("force_eager"), _unwrapped(run):
+            twin = _profiled(run, batches, 1, _Live())
+        seen.matmuls, seen.products_by, seen.dtypes = twin.matmuls, twin.products_by, twin.dtypes
+        seen.largest, seen.held, seen.block_forwards = twin.largest, twin.held, twin.block_forwards
+    after = dynamo_counts()
+    micro_batches = seen.passes or live.micro_batches
+    facts = {
+        **run.facts,
+        **settings,
+        "matmuls_told_by": told_by,
+        "products_by": seen.products_by,
+        "vocab_size": run.model.shape.vocab_size,
+        "hidden": run.model.shape.hidden,
+        "holds_head": run.model.holds("head.weight"),
+        "micro_tokens": live.micro_tokens,
+        "loader_micro_batches": live.micro_batches,
+        "loader_threads": _loader_threads(),
+        "pinned": live.pinned,
+        "skipped_steps": live.skipped,
+        "exchange_ms": seen.exchanges.total_ms,
+        "exposed_ms": seen.exchanges.exposed_ms,
+    }
+    return Observation(
+        kernels=seen.kernels,
+        ops=seen.ops,
+        matmul_dtypes=frozenset(seen.dtypes),
+        matmul_shapes=seen.matmuls,
+        weight_dtypes=frozenset(_name(p.dtype) for p in run.model.parameters()),
+        state_bytes=state_bytes(run.optimizer),
+        num_parameters=sum(p.numel() for p in run.model.parameters() if p.requires_grad),
+        block_forwards=seen.block_forwards,
+        largest_tensor=seen.largest,
+        held_bytes=seen.held,
+        graphs=after["graphs"] - before["graphs"],
+        graph_breaks=after["graph_breaks"] - before["graph_breaks"],
+        recompiles=after["recompiles"] - before["recompiles"],
+        micro_batches=micro_batches,
+        step_ms=seen.step_ms,
+        data_wait_ms=seen.data_wait_ms,
+        peak_memory_bytes=seen.peak_memory_bytes,
+        breakdown_ms=seen.breakdown_ms,
+        longest=seen.longest,
+        facts=facts,
+    )
+
+
+@dataclass
+class _Live:
+    """What the steps themselves told."""
+
+    micro_batches: int = 0
+    micro_tokens: int = 0
+    pinned: bool = False
+    skipped: int = 0
+
+
+@dataclass
+class _Profiled:
+    kernels: dict[str, float]
+    ops: dict[str, int]
+    matmuls: dict[tuple[int, int, int], float]
+    products_by: dict[str, float]
+    dtypes: set[str]
+    largest: int
+    held: int
+    passes: int
+    block_forwards: float
+    step_ms: float
+    data_wait_ms: float
+    peak_memory_bytes: int
+    breakdown_ms: dict[str, float]
+    longest: list[dict[str, Any]]
+    exchanges: Exchanges
+
+
+def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _Live) -> _Profiled:
+    on_gpu = run.device.type == "cuda"
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+    waited = 0.0
+    gc.collect()  # what is left from before would be let go in some pass, and count against what that pass keeps
+    reset_peak_memory(run.device.type)
+    # Without acc_events the profiler warns on its first use in a process.
+    launched = []
+    with profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True) as prof:
+        began = time.perf_counter()
+        for step in range(1, steps + 1):
+            asked = time.perf_counter()
+            with record_function(DATA):
+                given = batches()
+            waited += time.perf_counter() - asked
+            live.micro_batches = len(given)
+            live.pinned = all(batch.tokens_bt.is_pinned() for batch in given) if on_gpu else False
+            launched.append(launch_step(run, step, run.recipe.optimizer.lr, given))
+            live.micro_tokens = launched[-1].batches[0].tokens_bt.numel()
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - began
+    live.skipped += sum(step.result().skipped for step in launched)
+    peak = peak_memory_bytes(run.device.type)
+    assert prof.profiler is not None
+    assert prof.profiler.kineto_results is not None
+    input_dtypes = {
+        event.correlation_id(): event.dtypes()
+        for event in prof.profiler.kineto_results.events()
+        if event.name() in _MATMULS or event.name() in _BATCHED
+    }
+    # What making the batches did is not the step's.
+    events = [event for event in (prof.events() or []) if DATA not in callers(event)]
+    host = [event for event in events if event.device_type == DeviceType.CPU]
+    products = _matmuls(host, input_dtypes, run)
+    kernels: Counter[str] = Counter()
+    for event in events:
+        if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
+            kernels[event.name] += event.time_range.elapsed_us() / 1000
+    forwards = [event for event in host if event.name == FORWARD]
+    held = [event.device_memory_usage if on_gpu else event.cpu_memory_usage for event in forwards]
+    parts = pieces(events, on_gpu=on_gpu)
+    return _Profiled(
+        kernels=dict(kernels),
+        ops=dict(Counter(event.name for event in host)),
+        matmuls={shape: count / steps for shape, count in products.shapes.items()},
+        products_by={name: count / steps for name, count in products.by.items()},
+        dtypes=products.dtypes,
+        largest=products.largest,
+        held=max(held, default=0),
+        passes=len(forwards) // steps,
+        block_forwards=_block_forwards(run, products.shapes, len(forwards)),
+        step_ms=1000 * seconds / steps,
+        data_wait_ms=1000 * waited / steps,
+        peak_memory_bytes=peak,
+        breakdown_ms=breakdown(parts, wall_ms=1000 * seconds, data_ms=1000 * waited, steps=steps),
+        longest=longest(parts, steps=steps),
+        exchanges=exchanges(events, steps=steps, on_gpu=on_gpu),
+    )
+
+
+@dataclass
+class _Products:
+    """Products of matrices by shape and by operator, the dtypes of all products' factors, and the largest tensor read."""
+
+    shapes: Counter[tuple[int, int, int]]
+    by: Counter[str]
+    dtypes: set[str]
+    largest: int
+
+
+def _matmuls(host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Run) -> _Products:
+    found: Counter[tuple[int, int, int]] = Counter()
+    by: Counter[str] = Counter()
+    seen_dtypes: set[str] = set()
+    largest = 0
+    sizes = {p.numel() for p in run.model.parameters()}
+    again = _recorded_twice(host, _vocabularies(run))
+    for event in host:
+        shapes: Any = event.input_shapes or []
+        for shape in shapes:
+            elements = _elements(shape)
+            if elements > largest and elements not in sizes:
+                largest = elements
+        first = _MATMULS.get(event.name, _BATCHED.get(event.name))
+        if first is None or len(shapes) < first + 2 or event.id in again:
+            continue
+        read = {_DTYPES.get(dtype, dtype) for dtype in dtypes[event.id][first : first + 2]}
+        seen_dtypes |= {_CAST_INSIDE[event.name]} if event.name in _CAST_INSIDE else read
+        if event.name in _MATMULS:
+            (rows, inner), (_, columns) = shapes[first : first + 2]
+            found[rows, inner, columns] += 1
+            by[event.name] += 1
+    return _Products(found, by, seen_dtypes, largest)
+
+
+def _recorded_twice(host: list[FunctionEvent], vocabularies: set[int]) -> set[int]:
+    """Events of matmuls that computed nothing themselves.
+
+    Under a dispatch mode (selective checkpointing) an operator is recorded once when the mode takes it and once,
+    inside, when it runs. In the recomputation the mode hands out what it kept, and nothing is inside. (It takes layers with
+    adapters as one operator: products inside of that ran.)
+    """
+    matmuls = [event for event in host if event.name in _MATMULS]
+    taken: set[int] = set()
+    ran_inside: set[int] = set()
+    for event in matmuls:
+        above = event.cpu_parent
+        while above is not None and above.name != event.name:
+            above = above.cpu_parent
+        if above is not None:
+            taken.add(above.id)
+            ran_inside.add(event.id)
+    if not any(_is_layers(event, vocabularies) for event in matmuls if event.id in taken):
+        return (
+            taken  # the head alone: its product may be a distributed tensor's, which is recorded so as well
+        )
+    handed_out = {
+        event.id
+        for event in matmuls
+        if event.id not in ran_inside
+        and {"aten::linear", "aten::matmul"}.intersection(callers(event))
+        and not {FORWARD, *ADAPTED}.intersection(callers(event))
+    }
+    return taken | handed_out
+
+
+def _vocabularies(run: Run) -> set[int]:
+    """How wide a product with the vocabulary may be: as it is, as a technique pads it, or as a compiler does on its own,
+    which likes rows of 16 bytes."""
+    size = run.model.shape.vocab_size
+    return {size, run.facts.get("padded_vocab_size", 0), *(-(-size // grain) * grain for grain in (4, 8, 16))}
+
+
+def _is_layers(event: FunctionEvent, vocabularies: set[int]) -> bool:
+    """Whether a product is a block's: the head's has the vocabulary as a dim."""
+    shapes: Any = event.input_shapes or []
+    return not vocabularies & {size for shape in shapes for size in shape if isinstance(size, int)}
+
+
+def _elements(shape: Any) -> int:
+    """Elements of a tensor of this shape; 0 for a scalar or a list of tensors."""
+    if not shape or not all(isinstance(size, int) for size in shape):
+        return 0
+    return int(torch.Size(shape).numel())
+
+
+def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_passes: int) -> float:
+    """From counts: a linear layer is one product forward and two backward (one, if its weight is frozen); what is more
+    was recomputed.
+
+    Products that have the vocabulary as a dim are the head's, those with the rank of an adapter are its own; neither
+    count. Layers that a technique makes one product of (it notes how many products that saves) are one layer here.
+    """
+    linears = [
+        module for role, layers in run.model.linears().items() if role != "head" for _, module in layers
+    ]
+    others = _vocabularies(run)
+    # Up to three adapters of one input share a product.
+    others |= {share * adapter.spec.rank for _, _, adapter in adapters(run.model) for share in (1, 2, 3)}
+    if any(others & {module.in_features, module.out_features} for module in linears):
+        return 0.0  # a vocabulary as wide as a layer: the head's products cannot be told from the others
+    count = sum(count for shape, count in matmuls.items() if not others.intersection(shape))
+    backward = sum(
+        2 if any(p.requires_grad for p in module.parameters(recurse=False)) else 1 for module in linears
+    )
+    saved = int(run.facts.get("products_saved", 0))
+    # A rank's stages are passed one by one.
+    num_passes //= len(run.parts)
+    forward = count / num_passes - (backward - 2 * saved) if num_passes else 0.0
+    return max(0.0, forward) / (len(linears) - saved)
+
+
+def _settings(run: Run) -> dict[str, Any]:
+    """The process's settings as they are inside the surroundings of a step."""
+    with run.in_step():
+        return {
+            "gc_enabled_in_step": gc.isenabled(),
+            "fp32_matmul_error": _fp32_matmul_error(run.device),
+        }
+
+
+@torch.no_grad()
+def _fp32_matmul_error(device: torch.device) -> float:
+    """How far an fp32 product made right here is from the exact one, relative to its size.
+
+    About 1e-7 in fp32; a thousand times more where the units round the factors to a shorter mantissa.
+    """
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(512, 512, generator=generator) for _ in range(2))
+    exact = left.double() @ right.double()
+    product = (left.to(device) @ right.to(device)).cpu().double()
+    return float((product - exact).norm() / exact.norm())
+
+
+@contextmanager
+def _unwrapped(run: Run) -> Iterator[None]:
+    """The run without what was put around its passes (recordings)."""
+    wrapped = run.micro_pass
+    run.micro_pass = run.innermost
+    try:
+        yield
+    finally:
+        run.micro_pass = wrapped
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """The optimizer's state by dtype, step counters left out; wrappers count as what they hold."""
+    found: Counter[str] = Counter()
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor) and key != "step":
+                found[_name(value.dtype)] += value.numel() * value.element_size()
+    return dict(found)
+
+
+def _loader_threads() -> int:
+    return sum(thread.name.startswith("rush-loader") for thread in threading.enumerate())
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

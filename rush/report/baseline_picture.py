@@ -1,0 +1,86 @@
+"""Our recipes beside their rivals as one SVG file, for a README: the ratio of speeds, its interval, what was wanted.
+
+A bar is our speed over the rival's, measured in the same command; the line at 1 is the rival. A mark shows what was wanted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from markupsafe import Markup
+
+from rush.report import formatting
+from rush.report.ladder_picture import STYLE
+from rush.report.svg import Scale, picture, tag
+
+WIDTH, HEAD, ROW = 960.0, 84.0, 34.0
+BAR_X, BAR_END, MEMORY_X, VERDICT_X = 312.0, 630.0, 736.0, 848.0
+
+OWN_STYLE = """
+.wanted { stroke-width: 3; } .rival { stroke: #c4632f; stroke-width: 1.5; stroke-dasharray: 4 3; }
+"""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One of our recipes and its rival."""
+
+    ours: str
+    rival: str
+    ratio: float
+    low: float
+    high: float
+    wanted: float
+    memory: float | None
+    """Our peak over the rival's."""
+    verdict: str
+
+
+def beside_picture(title: str, pairs: Sequence[Pair]) -> str:
+    """All pairs, one row each."""
+    height = HEAD + ROW * len(pairs) + 20
+    scale = Scale(0, max(max(pair.high, pair.wanted) for pair in pairs), BAR_X, BAR_END)
+    marks = [
+        tag("style", Markup(STYLE + OWN_STYLE)),
+        tag("rect", class_="paper", width=WIDTH, height=height, rx=8),
+        tag("text", title, class_="title", x=20, y=34),
+        tag(
+            "text",
+            "tokens/s over the rival's (dashed: as fast as it; thick mark: wanted)",
+            class_="soft",
+            x=BAR_X,
+            y=HEAD - 16,
+        ),
+        tag("text", "peak memory", class_="soft", x=MEMORY_X, y=HEAD - 16),
+        tag("text", "verdict", class_="soft", x=VERDICT_X, y=HEAD - 16),
+    ]
+    for place, pair in enumerate(pairs):
+        marks += _row(pair, HEAD + ROW * place, scale)
+    rival = scale(1.0)
+    marks.append(tag("line", class_="rival", x1=rival, x2=rival, y1=HEAD - 8, y2=height - 14))
+    told = "; ".join(f"{pair.ours} {pair.ratio:.2f} times {pair.rival}" for pair in pairs)
+    alt, box = f"{title}: {told}.", f"0 0 {WIDTH:g} {height:g}"
+    xmlns = "http://www.w3.org/2000/svg"
+    return str(picture(alt, *marks, xmlns=xmlns, viewBox=box, width=WIDTH, height=height))
+
+
+def _row(pair: Pair, top: float, scale: Scale) -> list[Markup]:
+    middle, reached = top + 12, pair.verdict.startswith("reached")
+    low, high, wanted = scale(pair.low), scale(pair.high), scale(pair.wanted)
+    return [
+        tag("text", pair.ours, x=20, y=top + 11),
+        tag("text", f"beside {pair.rival}", class_="soft", x=20, y=top + 26),
+        tag("rect", class_="bar speed", x=BAR_X, y=top + 2, width=scale(pair.ratio) - BAR_X, height=20, rx=2),
+        tag("line", class_="whisker", x1=low, x2=high, y1=middle, y2=middle),
+        *(tag("line", class_="whisker", x1=x, x2=x, y1=middle - 3, y2=middle + 3) for x in (low, high)),
+        tag("line", class_="whisker wanted", x1=wanted, x2=wanted, y1=top - 2, y2=top + 26),
+        tag("text", f"{pair.ratio:.2f}×", x=max(high, wanted) + 8, y=top + 17),
+        tag(
+            "text",
+            formatting.MISSING if pair.memory is None else f"{pair.memory:.2f}×",
+            x=MEMORY_X,
+            y=top + 17,
+        ),
+        tag("text", pair.verdict, class_="good" if reached else "caution", x=VERDICT_X, y=top + 17),
+    ]

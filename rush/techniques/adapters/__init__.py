@@ -1,0 +1,1 @@
+"""Techniques that train adapters beside frozen weights."""

@@ -1,0 +1,144 @@
+"""LoRA: freeze the model, train a product of two thin matrices beside each linear layer.
+
+A frozen weight needs no gradient, no optimizer state and a third less arithmetic (the product that would make
+its gradient); what is trained is rank·(in + out) values a layer, at rank 16 about half a percent of an 8B
+model. So fine-tuning fits where full training does not, and the result is a file of megabytes. B starts at zero:
+the start is the base, to the bit. It wins by memory; in time only the weight gradients are saved, and each
+adapter costs six thin products, which read the wide activations again. It learns less than full fine-tuning
+where much must be learned. Adapters have the dtype of the recipe's weights: fp32 plain and under autocast, bf16
+with pure_bf16 and bf16_master (which keeps fp32 copies of the adapters alone: the usual choice). `dora` also
+trains the length of each row. There is no dropout: it would have to be drawn again by every recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from rush.models import count_parameters
+from rush.models.adapters import ROLE_GROUPS, AdapterSpec, adapt, chosen_linears, fill_adapters
+from rush.parallel.sharded import fill, whole
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    knob_of,
+    used,
+)
+
+KNOBS = {
+    "rank": KnobRange((16, 1, 2, 4, 8, 32, 64, 128, 256), "width of the trained product"),
+    "alpha": KnobRange((32, 1, 2, 4, 8, 16, 64, 128, 256, 512), "its factor is alpha / rank"),
+    "roles": KnobRange(tuple(ROLE_GROUPS), "which linear layers of the blocks get an adapter"),
+    "variant": KnobRange(("lora", "dora"), "dora also trains the length of each row of a weight"),
+}
+"""What every technique that trains adapters lets one choose."""
+
+
+def add_adapters(build: Build, knobs: Mapping[str, Knob]) -> None:
+    """Freeze the model, adapt the chosen layers, and note what evidence needs."""
+    model, seed = build.model, build.recipe.run.seed
+    rank, alpha = int(knobs["rank"]), float(knobs["alpha"])
+    spec = AdapterSpec(rank, alpha, dora=knobs["variant"] == "dora")
+    layers = chosen_linears(model, str(knobs["roles"]))
+    adapt(model, {name: spec for name, _ in layers})
+    build.weight_hooks.append(lambda model: fill_adapters(model, seed, fill, whole))
+    build.facts["adapters"] = {
+        "base": count_parameters(model.shape),
+        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
+        "layers": len(layers),
+        "widths": {(layer.out_features, layer.in_features) for layer in _frozen_linears(build)},
+    }
+
+
+def _frozen_linears(build: Build) -> list[nn.Linear]:
+    return [layer for entries in build.model.linears().values() for _, layer in entries]
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    add_adapters(build, knobs)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Thin products of the rank ran, none that makes the gradient of a frozen weight did, and the optimizer's state is that
+    of the adapters alone."""
+    noted = seen.facts.get("adapters")
+    if noted is None:
+        return Proof(False, "no adapters were put in")
+    rank, tokens = int(knobs["rank"]), seen.facts["micro_tokens"]
+    # Layers may be cut among ranks, by outputs or by inputs.
+    parts = {1, seen.facts.get("tp", {}).get("ranks", 1)}
+    widths = {
+        pair for out, into in noted["widths"] for n in parts for pair in ((out // n, into), (out, into // n))
+    }
+    thin_widths = {rank, 2 * rank, 3 * rank}  # adapters of one input share a product
+    thin = sum(count for shape, count in seen.matmul_shapes.items() if thin_widths.intersection(shape))
+    wide = [
+        shape
+        for shape in seen.matmul_shapes
+        # A weight's gradient is a product over all tokens. A layer as wide as there are tokens, or as narrow as an
+        # adapter, cannot be told apart.
+        if shape[1] == tokens
+        and {(shape[0], shape[2]), (shape[2], shape[0])} & widths
+        and not {tokens, *thin_widths}.intersection((shape[0], shape[2]))
+    ]
+    state = sum(seen.state_bytes.values())
+    per_trained = state / seen.num_parameters  # of this rank's stages, in a pipeline
+    return Proof(
+        thin > 0 and not wide and 0 < per_trained <= 16,
+        f"{noted['trained']:,} of {noted['base'] + noted['trained']:,} parameters are trained, in {noted['layers']} "
+        f"layers; {thin:.0f} thin products a step, {len(wide)} products that make a frozen weight's gradient; "
+        f"optimizer state {state:,} bytes, {per_trained:.1f} per trained parameter",
+    )
+
+
+lengths_in_fp32 = Requirement(
+    "variant dora compares lengths, which bf16 is too coarse for: use amp_bf16 in place of pure_bf16 or bf16_master, or "
+    "variant lora",
+    lambda machine, recipe: (
+        not used(recipe, "pure_bf16", "bf16_master")
+        or all(knob_of(recipe, name, "variant", "lora") == "lora" for name in ("lora", "qlora", "int8_base"))
+    ),
+)
+
+lengths_of_whole_rows = Requirement(
+    "variant dora measures whole rows of a weight, of which layout.tp gives each rank a part; use variant lora, or set "
+    "layout.tp to 1",
+    lambda machine, recipe: (
+        recipe.layout.tp == 1
+        or all(knob_of(recipe, name, "variant", "lora") == "lora" for name in ("lora", "qlora", "int8_base"))
+    ),
+)
+
+FROZEN_MEMORY = (
+    MemoryEffect("frozen", 1.0, "gradients, moments and copies are those of the adapters only"),
+    MemoryEffect("norm.scaled", 0.0, "the gain has no gradient"),
+    MemoryEffect("norm.copies", 0.0, "cast once for all adapters"),
+)
+
+technique = Technique(
+    name="lora",
+    stage=Stage.ADAPT,
+    apply=apply,
+    requires=(lengths_in_fp32, lengths_of_whole_rows),
+    conflicts=("fused_projections", "int8_base", "qlora"),
+    knobs=KNOBS,
+    claim=Claim(
+        "trained parameters",
+        -0.9999,
+        regime="GPT-3 175B, rank 4 on queries and values; a third of the memory of full fine-tuning, 25 % faster",
+        source="Hu et al. 2021, arXiv:2106.09685; DoRA: Liu et al. 2024, arXiv:2402.09353",
+    ),
+    parity=Parity.CHANGES,
+    evidence=evidence,
+    memory=FROZEN_MEMORY,
+)

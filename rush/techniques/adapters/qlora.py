@@ -1,0 +1,218 @@
+"""QLoRA: LoRA over a base whose frozen weights are stored in 4 bits.
+
+LoRA leaves one large thing in memory, the frozen base: 16 GB for an 8B model in bf16. Here the linear layers of
+the blocks are kept as NF4 codes (a table of 16 values, a scale for each block of 64, the scales quantised once
+more: 4.13 bits a weight), 4 GB, and one layer's weight is unpacked for each product, forward and again backward.
+Embeddings, norms and head stay as they are. An 8B model then trains on a 24 GB card. It costs time: every
+pass unpacks every weight, which hides behind the products only when there are many tokens; and the base is
+rounded to 16 levels, so it starts a little worse than what it was made from. Weights are quantised one by
+one as they arrive: the model never exists on the device in full precision. `lora` is faster where memory allows.
+On a CUDA device our own kernel unpacks what bitsandbytes stored, to the same bits: scales and weights in one pass, 1.8 times as
+fast as the library's three on an H200.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+from rush.hardware import Machine
+from rush.models.quantized import QuantisedLinear, quantise_linears
+from rush.models.quantized_formats import BLOCK, Form, offer_unpacker
+from rush.recipe import Knob, Recipe
+from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, lengths_in_fp32
+from rush.techniques.adapters.lora import evidence as adapters_trained
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    WorkEffect,
+    knob_of,
+)
+from rush.techniques.api.seams import needs_triton
+
+BACKENDS = ("bitsandbytes", "torchao")
+# With an adapter and without.
+FORWARD = ("rush::adapted_quantised_linears", "rush::quantised_linear")
+BACKWARD = ("rush::adapted_quantised_linears_backward", "rush::quantised_linear_backward")
+OPERATORS = {"rush": "rush::unpack_nf4", "bitsandbytes": "bitsandbytes::dequantize_4bit"}
+KERNELS = {"rush": "unpack_nf4_kernel", "bitsandbytes": "Dequantize", "torchao": "triton_"}
+"""How who unpacks shows in a profile; torchao's formula has no operator of its own."""
+OURS = "nf4/bitsandbytes, by rush"
+
+
+def quantise(build: Build, form: Form, unpacker: str | None = None) -> None:
+    """Codes in place of the blocks' weights; what they come to is noted for the evidence."""
+    quantise_linears(build.model, form)
+    layers = [
+        layer for role, layers in build.model.linears().items() if role != "head" for _, layer in layers
+    ]
+    for layer in layers:
+        assert isinstance(layer, QuantisedLinear)
+        layer.unpacker = unpacker or str(form)
+    # The tables of values are the same for all layers and do not grow with them.
+    stored = sum(
+        buffer.numel() * buffer.element_size()
+        for layer in layers
+        for name, buffer in layer.named_buffers()
+        if name != "scale_table"
+    )
+    build.facts["quantised"] = {
+        "bits": 8 * stored / sum(layer.in_features * layer.out_features for layer in layers),
+        "layers": len(layers),
+        "unpacked_by": "rush" if unpacker == OURS else form.backend,
+    }
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    ours = knobs["unpack"] == "rush" or (
+        knobs["unpack"] == "auto" and _can_be_ours(build.machine, build.recipe)
+    )
+    if ours:
+        offer_unpacker(OURS, _by_rush)
+    quantise(build, Form("nf4", str(knobs["backend"])), OURS if ours else None)
+    add_adapters(build, knobs)
+
+
+def _by_rush(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    from rush.kernels.nf4 import unpack_nf4_unchecked  # needs Triton
+
+    return unpack_nf4_unchecked(parts, dims, dtype)
+
+
+def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:
+    """On a CUDA device with Triton, for codes as bitsandbytes stores them."""
+    stored_by = knob_of(recipe, "qlora", "backend", BACKENDS[0])
+    return machine.device == "cuda" and machine.triton is not None and stored_by == "bitsandbytes"
+
+
+def unpacked_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Layers were multiplied from their codes, forward and backward, on top of what adapters show."""
+    noted = seen.facts.get("quantised")
+    if noted is None:
+        return Proof(False, "no weight was quantised")
+    trained = adapters_trained(seen, knobs)
+    counts = [sum(seen.ops.get(op, 0) for op in ops) for ops in (FORWARD, BACKWARD)]
+    by = str(noted["unpacked_by"])
+    # A replayed recording shows kernels only.
+    ran = all(counts) or any(KERNELS[by] in name for name in seen.kernels)
+    return Proof(
+        trained.took_effect and ran,
+        f"{noted['layers']} layers in {noted['bits']:.2f} bits a weight; products from codes in the profiled steps: "
+        f"{counts[0]} forward, {counts[1]} backward; {trained.what}",
+    )
+
+
+def _unpacked_by(seen: Observation) -> set[str]:
+    """Who unpacked in the profiled steps, of those that can be told by name."""
+    return {
+        who
+        for who, operator in OPERATORS.items()
+        if operator in seen.ops or any(KERNELS[who] in name for name in seen.kernels)
+    }
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """The linear layers' weights come to less than 5 bits each, products from their codes ran forward and backward, unpacked
+    by our kernel or the library's as the knobs say, and only adapters were trained."""
+    proof = unpacked_twice(seen, knobs)
+    noted, found = seen.facts.get("quantised", {}), _unpacked_by(seen)
+    by = str(noted.get("unpacked_by"))
+    # (The library also unpacks for DoRA's lengths, whoever does for products.)
+    as_asked = ("rush" in found) == (by == "rush") and (by in found or by not in OPERATORS)
+    return Proof(
+        proof.took_effect and as_asked and noted["bits"] < 6,
+        f"unpacked by {' and '.join(sorted(found)) or by}; {proof.what}",
+    )
+
+
+def has_library(name: str) -> Requirement:
+    return Requirement(
+        "it needs the library that its backend knob names, bitsandbytes or torchao: "
+        'pip install "optimization-rush[quant]"',
+        lambda machine, recipe: find_spec(str(knob_of(recipe, name, "backend", BACKENDS[0]))) is not None,
+    )
+
+
+def _asks_for_ours(recipe: Recipe) -> bool:
+    return knob_of(recipe, "qlora", "unpack", "auto") == "rush"
+
+
+def _plans_ours(knobs: Mapping[str, Knob]) -> bool:
+    """As a plan has it, which is asked about GPUs."""
+    return knobs["unpack"] != "library" and knobs["backend"] == "bitsandbytes"
+
+
+def _whole_blocks(machine: Machine, recipe: Recipe) -> bool:
+    shape = recipe.shape()
+    heads = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim)
+    widths = (heads[0], heads[1], shape.intermediate)
+    return all(shape.hidden * width % BLOCK == 0 for width in widths)
+
+
+technique = Technique(
+    name="qlora",
+    stage=Stage.ADAPT,
+    apply=apply,
+    requires=(
+        has_library("qlora"),
+        Requirement(f"it needs linear layers whose weights come in blocks of {BLOCK}", _whole_blocks),
+        lengths_in_fp32,
+        Requirement(
+            "unpack = rush is for codes that bitsandbytes stored; set backend bitsandbytes, or unpack auto or library",
+            lambda machine, recipe: (
+                not _asks_for_ours(recipe)
+                or knob_of(recipe, "qlora", "backend", BACKENDS[0]) == "bitsandbytes"
+            ),
+        ),
+        Requirement(
+            f"with unpack = rush {needs_triton.sentence}",
+            lambda machine, recipe: not _asks_for_ours(recipe) or needs_triton.met(machine, recipe),
+        ),
+    ),
+    conflicts=("fp8", "fused_projections", "half_products", "int8_base", "lora", "tp"),
+    knobs={
+        "backend": KnobRange(BACKENDS, "whose quantising"),
+        "unpack": KnobRange(
+            ("auto", "rush", "library"),
+            "whose kernel unpacks, to the same bits: ours (CUDA, what bitsandbytes stored) or the backend's; auto is ours "
+            "where it can be",
+        ),
+        **KNOBS,
+    },
+    claim=Claim(
+        "bytes of a 65B model being fine-tuned",
+        -0.94,
+        regime="65B on one 48 GB GPU instead of more than 780 GB; quality of 16-bit fine-tuning kept",
+        source="Dettmers et al. 2023, arXiv:2305.14314",
+    ),
+    parity=Parity.CHANGES,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("blocks", 1.0, "4.13 bits a weight; embeddings and head as they were", size=4.13 / 8),
+        *FROZEN_MEMORY,
+    ),
+    work=(
+        WorkEffect(
+            "unpack.reaches",
+            0.83,
+            "as measured on an H200: our kernel's; bitsandbytes' three reach half of it",
+            by_knob=lambda knobs: 0.83 if _plans_ours(knobs) else 0.42,
+        ),
+        WorkEffect(
+            "unpack.launches",
+            7.0,
+            "what a call with bitsandbytes' two operators takes of a host, in usual calls",
+        ),
+    ),
+)

@@ -1,0 +1,112 @@
+"""Ready pieces of evidence: what most techniques need to show that they took effect.
+
+Each looks at what was seen while the run stepped, never at what was asked for, and each can fail.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+
+from rush.recipe import Knob
+from rush.techniques.api.contract import Evidence, Observation, Proof
+
+# The softmax of plain attention: an operator of its own, or part of a fused kernel's name; not the loss's.
+# (The compiler's prepare_softmax_online may be part of either, so it says nothing.)
+_ATTENTION_SOFTMAX = re.compile(r"^(?:aten::|triton_).*(?<!log_)(?<!prepare_)softmax")
+
+
+def ran(*parts: str) -> Evidence:
+    """Each of `parts` is in the name of a kernel or operator that ran."""
+
+    def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+        return _all_ran(parts, [*seen.kernels, *seen.ops])
+
+    evidence.__doc__ = f"In the profile: {_listed(parts)}."
+    return evidence
+
+
+def attention_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:
+    """The attention `kernels` ran (on a CPU: the `ops`), and plain attention's softmax did not."""
+
+    def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+        names = [*seen.kernels, *seen.ops]
+        if plain := next((name for name in names if _ATTENTION_SOFTMAX.search(name)), None):
+            return Proof(False, f"{plain[:80]} still ran")
+        return _all_ran(kernels, list(seen.kernels)) if seen.kernels else _all_ran(ops, list(seen.ops))
+
+    evidence.__doc__ = f"In the profile: {_listed(kernels)} on a GPU, {_listed(ops)} on a CPU, and no softmax of plain attention."
+    return evidence
+
+
+def _listed(parts: tuple[str, ...]) -> str:
+    return " and ".join(f"`{part}`" for part in parts)
+
+
+def _all_ran(parts: tuple[str, ...], names: list[str]) -> Proof:
+    found = {part: next((name for name in names if part in name), None) for part in parts}
+    if missing := [part for part, name in found.items() if name is None]:
+        return Proof(False, f"nothing named {', '.join(missing)} ran")
+    return Proof(True, f"ran {', '.join(str(name)[:80] for name in found.values())}")
+
+
+def matmuls_in(dtype: str, weights: str) -> Evidence:
+    """Matrix products took their inputs in `dtype`, none in float32, and the weights are kept in `weights`."""
+
+    def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+        held = matmuls_took(seen, dtype) and seen.weight_dtypes == {weights}
+        return Proof(held, f"{say_dtypes(seen)}; weights are {', '.join(sorted(seen.weight_dtypes))}")
+
+    evidence.__doc__ = f"All matmuls took their inputs in {dtype}, and the weights are {weights}."
+    return evidence
+
+
+def matmuls_took(seen: Observation, dtype: str) -> bool:
+    """Whether matrix products took their inputs in `dtype`, or in 8 bits on purpose, and none in another working dtype.
+
+    float64 is none: where kernels are interpreted on a CPU, their products may be made in it.
+    """
+    others = seen.matmul_dtypes & ({"float32", "float16", "bfloat16"} - {dtype})
+    found = any(name == dtype or name.startswith("float8") for name in seen.matmul_dtypes)
+    return found and not others
+
+
+def say_dtypes(seen: Observation) -> str:
+    listed = ", ".join(sorted(seen.matmul_dtypes)) or "not seen"
+    twin = " (seen in a step without recording or compiler)"
+    return f"matmul inputs were {listed}{twin if seen.facts.get('matmuls_told_by') == 'eager twin' else ''}"
+
+
+def state_per_parameter(seen: Observation) -> float:
+    """Bytes of optimizer state for each parameter."""
+    return sum(seen.state_bytes.values()) / seen.num_parameters
+
+
+def head_rows(seen: Observation, vocabularies: set[int]) -> int:
+    """The most tokens that one product with the vocabulary covered; 0 where no such product was seen."""
+    rows = [0]
+    for shape in seen.matmul_shapes:
+        if vocabularies.intersection(shape):
+            # The three dims are the vocabulary, the hidden width and the tokens, in some order.
+            rest = sorted(shape, key=lambda size: size not in vocabularies)[1:]
+            rows.append(max(rest) if seen.facts["hidden"] not in rest else _other(rest, seen.facts["hidden"]))
+    return max(rows)
+
+
+def _other(pair: list[int], one: int) -> int:
+    return pair[1] if pair[0] == one else pair[0]
+
+
+def dynamo_counts() -> dict[str, int]:
+    """Graphs, graph breaks and recompiles of this process so far."""
+    if "torch._dynamo.convert_frame" not in sys.modules:
+        return {"graphs": 0, "graph_breaks": 0, "recompiles": 0}
+    from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
+    from torch._dynamo.utils import counters
+
+    return {
+        "graphs": int(counters["stats"]["unique_graphs"]),
+        "graph_breaks": int(sum(counters["graph_break"].values())),
+        "recompiles": sum(max(0, times - 1) for times in FRAME_COMPILE_COUNTER.values()),
+    }

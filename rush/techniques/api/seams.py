@@ -1,0 +1,95 @@
+"""How techniques reach into a model from outside, one instance at a time.
+
+A slot (attention core, loss head) is simply filled with another module. Where the whole of a block must
+be surrounded (to recompute it, to keep its activations elsewhere) the instance gets a forward of its
+own; the class, and every other model in the process, stays as it was.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rush.hardware import Machine
+from rush.recipe import Knob, Recipe
+from rush.techniques.api.contract import Evidence, Observation, Proof, Requirement
+
+needs_triton = Requirement(
+    "it needs Triton, and a CUDA GPU to compile its kernels for (on a CPU, TRITON_INTERPRET=1 before the start has "
+    "them interpreted, slowly)",
+    lambda machine, recipe: (
+        machine.triton is not None and (machine.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
+    ),
+)
+
+
+def _has_kernels(machine: Machine, recipe: Recipe) -> bool:
+    """Triton's where it compiles or interprets them, else those for a CPU."""
+    from rush.kernels import cpu
+
+    if machine.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return cpu.cannot_run() is None
+    return machine.device in ("cuda", "cpu") and machine.triton is not None
+
+
+needs_kernels = Requirement(
+    "it needs a CUDA GPU and Triton; or a CPU (ARM or x86, under Linux) and a C++ compiler to build its kernels with, or the "
+    "built ones in the cache",
+    _has_kernels,
+)
+
+
+def our_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:
+    """On a GPU kernels with names that begin so ran (a replayed recording shows no operators); on a CPU the `ops`."""
+
+    def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+        wanted, names = (kernels, seen.kernels) if seen.kernels else (ops, seen.ops)
+        found = {part: [name for name in names if name.startswith(part)] for part in wanted}
+        if missing := [part for part, names in found.items() if not names]:
+            return Proof(False, f"nothing named {', '.join(missing)} ran")
+        return Proof(True, f"ran {', '.join(sorted({name for names in found.values() for name in names}))}")
+
+    said = [" and ".join(f"`{part}`" for part in parts) for parts in (kernels, ops)]
+    evidence.__doc__ = f"In the profile: {said[0]} on a GPU, {said[1]} on a CPU."
+    return evidence
+
+
+def give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+    """Let this instance run `forward(self, ...)`; inside, `type(self).forward` is the original.
+
+    One function for all blocks, with the block as its argument: a compiler that has seen one block has
+    then seen them all.
+    """
+    assert "forward" not in module.__dict__, "two techniques want to surround the same module"
+    module.__dict__["forward"] = MethodType(forward, module)
+
+
+def set_attention_core(
+    model: nn.Module, core: Callable[[], nn.Module], document_form: nn.Module | None = None
+) -> None:
+    """Another attention in every block, and the form in which it wants packed documents, if not as ids."""
+    for block in model.get_submodule("blocks").children():
+        block.get_submodule("attention").core = core()
+    if document_form is not None:
+        model.document_form = document_form
+
+
+def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
+    """What autocast would do with the inputs of an operator that it does not know."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    return [tensor.to(torch.get_autocast_dtype(kind)) for tensor in tensors]
+
+
+def repeat_heads(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> tuple[Tensor, Tensor]:
+    """Keys and values once for every query head, for kernels that know no groups."""
+    groups = q_bhtd.shape[1] // k_bktd.shape[1]
+    if groups == 1:
+        return k_bktd, v_bktd
+    return k_bktd.repeat_interleave(groups, 1), v_bktd.repeat_interleave(groups, 1)

@@ -1,0 +1,1 @@
+"""Techniques that replace the attention core."""

@@ -1,0 +1,175 @@
+"""cuDNN's attention: the same tiled algorithm as FlashAttention, another kernel.
+
+cuDNN generates its kernel for the card at hand; on Hopper it uses the asynchronous units that
+FlashAttention 2 does not know. It wins there at long sequences, and costs a plan to be built for each
+new shape. torch's dispatcher may fall back to another backend without a word, so this calls the cuDNN
+operator itself: it runs or it fails.
+
+cuDNN's backward pass adds to the queries' gradients in whatever order its programs come, so their last bits differ from
+run to run, and torch offers no switch. With `run.deterministic` the backward pass is therefore that of
+`triton_attention`, whose sums have one order; it reads what cuDNN's forward pass left (the output, and a number per query
+and head).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rush.kernels.support import heads_side_by_side, op
+from rush.recipe import Knob, Recipe
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Parity,
+    Requirement,
+    Setting,
+    Stage,
+    Technique,
+    WorkEffect,
+    half_precision,
+    used,
+)
+from rush.techniques.api.evidence import attention_ran
+from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autocast_dtype
+from rush.techniques.attention.triton_attention import HEAD_DIMS
+
+# Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
+
+
+def _cudnn(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> tuple[Tensor, Tensor]:
+    """The output, and the log of every query's sum of exponentials, which a backward pass needs."""
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention(q_bhtd, k_bktd, v_bktd, None, True, 0.0, True)
+    return found[0], found[1]
+
+
+@op("cudnn_attention_forward")
+def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    o, lse = _cudnn(q, k, v)
+    # Our backward pass takes powers of 2, so it wants log2 of the sums. (The output lies so already, mostly.)
+    return o.transpose(1, 2).contiguous().transpose(1, 2), lse.reshape(q.shape[:3]) * math.log2(math.e)
+
+
+@_forward.register_fake  # type: ignore[untyped-decorator]
+def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    return heads_side_by_side(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs, *output)
+
+
+def _gradients(ctx: Any, do: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v, o, lse2 = ctx.saved_tensors
+    backward = torch.ops.rush.flash_attention_backward
+    dq, dk, dv = backward(do, q, k, v, o, lse2, None, None, True, q.shape[-1] ** -0.5)
+    return dq, dk, dv
+
+
+_forward.register_autograd(_gradients, setup_context=_keep)
+
+
+class CudnnCore(nn.Module):
+    """The attention core through torch's cuDNN operator."""
+
+    def __init__(self, grouped: bool, deterministic: bool = False) -> None:
+        super().__init__()
+        self.grouped = grouped
+        """Whether the kernel finds the key/value head of each query head by itself."""
+        self.deterministic = deterministic
+        """Whether the backward pass is ours, which gives the same bits each time."""
+
+    def forward(
+        self,
+        q_bhtd: Tensor,
+        k_bktd: Tensor,
+        v_bktd: Tensor,
+        *,
+        documents: Tensor | None = None,
+        query_offset: int = 0,
+    ) -> Tensor:
+        assert documents is None, "packed documents need variable-length attention"
+        assert query_offset == 0, "decoding with a cache uses the plain core"
+        q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
+        k_bhtd, v_bhtd = (k_bktd, v_bktd) if self.grouped else repeat_heads(q_bhtd, k_bktd, v_bktd)
+        out: Tensor = (_forward if self.deterministic else _cudnn)(q_bhtd, k_bhtd, v_bhtd)[0]
+        return out
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    grouped, deterministic = knobs["heads"] == "grouped", build.recipe.run.deterministic
+    if deterministic:
+        import rush.kernels.flash_attention  # noqa: F401  (defines the operator that the backward pass calls)
+    set_attention_core(build.model, lambda: CudnnCore(grouped, deterministic))
+
+
+def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
+    if recipe.shape().head_dim in HEAD_DIMS:
+        return None
+    return (
+        "cuDNN's backward pass adds in changing order, and ours, which takes its place, is made for head dims "
+        f"{', '.join(map(str, HEAD_DIMS))}; use flash_attention"
+    )
+
+
+technique = Technique(
+    name="cudnn_attention",
+    stage=Stage.MODEL,
+    apply=apply,
+    requires=(
+        Requirement(
+            "it needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
+            lambda machine, recipe: (
+                machine.device == "cuda" and machine.hip is None and (machine.capability or (0, 0)) >= (8, 0)
+            ),
+        ),
+        half_precision,
+        Requirement(
+            "torch does not offer cuDNN's kernel for documents packed into one row (pack_best_fit, flatten); use "
+            "flash_attention, triton_attention or flex_attention with them",
+            lambda machine, recipe: not used(recipe, "flatten", "pack_best_fit"),
+        ),
+        Requirement(
+            "with run.deterministic its backward pass is that of triton_attention, which needs Triton; use flash_attention",
+            lambda machine, recipe: not recipe.run.deterministic or machine.triton is not None,
+        ),
+    ),
+    nondeterministic=nondeterministic,
+    conflicts=("cpu_attention", "flash_attention", "flex_attention", "triton_attention"),
+    knobs={
+        "heads": KnobRange(
+            ("repeated", "grouped"),
+            "keys and values of a group copied for each of its query heads, or read by them all where they are",
+        )
+    },
+    claim=Claim(
+        "attention rate",
+        0.75,
+        regime="up to, on an H100, over FlashAttention 2",
+        source="PyTorch 2.5 release notes, October 2024",
+    ),
+    parity=Parity.CLOSE,
+    evidence=attention_ran(kernels=("cudnn",), ops=("scaled_dot_product_cudnn_attention",)),
+    memory=(
+        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect(
+            "attention.output",
+            1.0,
+            "the kernel keeps its result, which the next layer reads as it is, and a number per head",
+        ),
+        MemoryEffect(
+            "heads.repeated",
+            1.0,
+            "unless heads = grouped",
+            by_knob=lambda knobs: float(knobs["heads"] == "repeated"),
+        ),
+    ),
+    worth=(Setting(), Setting({"heads": "grouped"})),
+    work=(WorkEffect("attention", 0.38, "as measured on an H200"),),
+)

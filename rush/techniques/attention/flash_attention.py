@@ -1,0 +1,145 @@
+"""FlashAttention: exact attention that never writes the score matrix.
+
+Plain attention writes sequence × sequence scores per head to device memory, reads them for the
+softmax, writes them, reads them again. The flash kernel walks over tiles that fit on chip, keeps a
+running maximum and sum, and recomputes the tiles in the backward pass: memory grows with the
+sequence instead of its square, and the traffic that bound the plain version is gone. At short
+sequences there is little to save.
+
+Packed documents lie one after the other as one line, and the kernel is told where each begins: what lies outside of
+a document is never read, so short documents cost little. (The CPU's operator masks instead.)
+
+torch's dispatcher picks a backend by its own rules, and a compiled graph from a cache can carry
+another backend than the one asked for. So this calls the flash operator itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Parity,
+    Requirement,
+    Stage,
+    Technique,
+    WorkEffect,
+    half_precision,
+)
+from rush.techniques.api.evidence import attention_ran
+from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autocast_dtype
+
+# Shapes: b batch, h query heads, k key/value heads, t positions, d head dim, n documents + 1.
+
+
+class Line(nn.Module):
+    """Packed documents for the flash operators: where they begin in the flattened batch; on a CPU, a mask of scores."""
+
+    def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> Tensor:
+        if documents_bt.is_cuda:
+            assert starts_n is not None, "variable-length attention is told where documents begin"
+            return starts_n
+        position_t = torch.arange(documents_bt.shape[1])
+        visible_bts = documents_bt[:, :, None] == documents_bt[:, None, :]
+        visible_bts = visible_bts & (position_t[None, :] <= position_t[:, None])
+        return torch.where(visible_bts, 0.0, -math.inf)[:, None]
+
+
+class FlashCore(nn.Module):
+    """The attention core through torch's flash operator for the tensors' device."""
+
+    def __init__(self, longest: int) -> None:
+        super().__init__()
+        self.longest = longest
+        """No packed document has more tokens."""
+
+    def forward(
+        self,
+        q_bhtd: Tensor,
+        k_bktd: Tensor,
+        v_bktd: Tensor,
+        *,
+        documents: Tensor | None = None,
+        query_offset: int = 0,
+    ) -> Tensor:
+        """The queries are the last positions of the keys, the first of them at `query_offset`."""
+        assert query_offset + q_bhtd.shape[2] == k_bktd.shape[2], "decoding with a cache uses the plain core"
+        q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
+        if q_bhtd.is_cuda and documents is not None:
+            return self._line(q_bhtd, k_bktd, v_bktd, documents)
+        out: Tensor
+        if q_bhtd.is_cuda:
+            # The kernel reads a shared key/value head for each of its query heads by itself, and lets the last query
+            # see the last key, however many queries there are.
+            flash = torch.ops.aten._scaled_dot_product_flash_attention
+            out = flash(q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True)[0]
+            return out
+        flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        k_bhtd, v_bhtd = repeat_heads(q_bhtd, k_bktd, v_bktd)
+        mask = None if documents is None else documents[:, :, query_offset:].to(q_bhtd.dtype)
+        if mask is None and query_offset:
+            seen_ts = torch.ones(q_bhtd.shape[2], k_bktd.shape[2], dtype=torch.bool).tril(query_offset)
+            mask = torch.where(seen_ts, 0.0, -math.inf).to(q_bhtd.dtype)
+        out = flash(q_bhtd, k_bhtd, v_bhtd, dropout_p=0.0, is_causal=mask is None, attn_mask=mask)[0]
+        return out
+
+    def _line(self, q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, starts_n: Tensor) -> Tensor:
+        """All rows as one line of documents. Empty ones, which fill up `starts_n`, are left at once by the kernel."""
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_bhtd, k_bktd, v_bktd))
+        starts_q, num_queries, num_keys = starts_n, q_bhtd.shape[2], k_bktd.shape[2]
+        if num_queries < num_keys:
+            # Of each row the last positions only; a document that ends before them has no query.
+            within = (starts_n % num_keys - (num_keys - num_queries)).clamp(min=0)
+            starts_q = starts_n // num_keys * num_queries + within
+        varlen = torch.ops.aten._flash_attention_forward
+        out: Tensor = varlen(q, k, v, starts_q, starts_n, self.longest, self.longest, 0.0, True, False)[0]
+        batch, heads, length, head_dim = q_bhtd.shape
+        return out.view(batch, length, heads, head_dim).transpose(1, 2)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    longest = build.recipe.batch.sequence
+    set_attention_core(build.model, lambda: FlashCore(longest), Line())
+
+
+technique = Technique(
+    name="flash_attention",
+    stage=Stage.MODEL,
+    apply=apply,
+    requires=(
+        Requirement(
+            "torch's kernel needs compute capability 8.0 (Ampere) or newer on an NVIDIA GPU",
+            lambda machine, recipe: machine.device != "cuda" or (machine.capability or (8, 0)) >= (8, 0),
+        ),
+        half_precision,
+    ),
+    conflicts=("cpu_attention", "cudnn_attention", "flex_attention", "triton_attention"),
+    claim=Claim(
+        "tokens_per_s",
+        0.75,
+        regime="Llama-3.2-1B, sequence 2048, batch 1, one A100, after mixed precision",
+        source="a widely read hand-made ladder; see docs/sources.md; Dao 2023, arXiv:2307.08691",
+    ),
+    parity=Parity.CLOSE,
+    evidence=attention_ran(
+        kernels=("flash_fwd", "flash_bwd"),
+        ops=("scaled_dot_product_flash_attention_for_cpu", "flash_attention_for_cpu_backward"),
+    ),
+    memory=(
+        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect(
+            "attention.output",
+            1.0,
+            "the kernel keeps its result, which the next layer reads as it is, and a number per head",
+        ),
+        MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
+    ),
+    work=(WorkEffect("attention", 0.225, "as measured on an H200"),),
+)

@@ -1,0 +1,116 @@
+"""Our own flash attention: the tiled algorithm as a Triton kernel, written to be read.
+
+The algorithm is FlashAttention 2's: tiles that fit on chip, a running maximum and sum, scores made again in
+the backward pass. FlashAttention 2's own kernels were written for Ampere; Triton compiles ours with the
+instructions of the card at hand, so on Hopper it uses the asynchronous tensor cores that those do not know.
+Unlike torch's flash operator it takes packed documents (and skips what lies outside of them) and its gradients
+have the same bits each time: nothing is added atomically, at the price of two of five products made twice.
+cuDNN's kernel, tuned for each card by its maker, may be faster still. In fp32 it is exact and slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor, nn
+
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    WorkEffect,
+)
+from rush.techniques.api.evidence import attention_ran
+from rush.techniques.api.seams import needs_triton, set_attention_core, to_autocast_dtype
+
+# Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
+
+HEAD_DIMS = (16, 32, 64, 128)
+KERNELS = ("flash_forward_tiles", "flash_dq_tiles", "flash_dkdv_tiles")
+OTHERS = ("flash_fwd", "flash_bwd", "fmha", "cudnn_generated", "scaled_dot_product", "flex_attention")
+
+
+class Bounds(nn.Module):
+    """Packed documents for our kernel: where the document of each position begins and ends."""
+
+    def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> tuple[Tensor, Tensor]:
+        from rush.kernels.flash_attention import document_bounds
+
+        return document_bounds(documents_bt, *documents_bt.shape)
+
+
+class TritonCore(nn.Module):
+    """The attention core through rush's own kernel."""
+
+    def forward(
+        self,
+        q_bhtd: Tensor,
+        k_bktd: Tensor,
+        v_bktd: Tensor,
+        *,
+        documents: Tensor | tuple[Tensor, Tensor] | None = None,
+        query_offset: int = 0,
+    ) -> Tensor:
+        from rush.kernels.flash_attention import flash_attention
+
+        assert query_offset == 0, "decoding with a cache uses the plain core"
+        q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
+        return flash_attention(q_bhtd, k_bktd, v_bktd, documents=documents)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    set_attention_core(build.model, TritonCore, Bounds())
+
+
+_ours_ran = attention_ran(
+    kernels=KERNELS, ops=("rush::flash_attention_forward", "rush::flash_attention_backward")
+)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Our kernels are in the profile (on a CPU, our operators); no softmax of plain attention and no other core's kernel is."""
+    names = [*seen.kernels, *seen.ops]
+    if other := next((name for name in names if any(part in name for part in OTHERS)), None):
+        return Proof(False, f"{other[:80]} ran, which is another attention")
+    return _ours_ran(seen, knobs)
+
+
+technique = Technique(
+    name="triton_attention",
+    stage=Stage.MODEL,
+    apply=apply,
+    requires=(
+        needs_triton,
+        Requirement(
+            f"it is made for head dims {', '.join(map(str, HEAD_DIMS))}",
+            lambda machine, recipe: recipe.shape().head_dim in HEAD_DIMS,
+        ),
+    ),
+    conflicts=("cpu_attention", "cudnn_attention", "flash_attention", "flex_attention"),
+    claim=Claim(
+        "attention rate",
+        0.22,
+        regime="Triton's tutorial kernel against FlashAttention 2: forward, causal, head dim 64, sequence 8192 "
+        "(+14 % backward; slower than it at head dim 128)",
+        source="a user's measurements in Triton's issue 5437, December 2024; the GPU is not named",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect(
+            "attention.output",
+            1.0,
+            "the kernel keeps its result, which the next layer reads as it is, and a number per head",
+        ),
+        MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
+    ),
+    work=(WorkEffect("attention", 0.32, "as measured on an H200"),),
+)

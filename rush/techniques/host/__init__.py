@@ -1,0 +1,1 @@
+"""Techniques about the host: compiling, CUDA graphs, garbage collection, loading."""

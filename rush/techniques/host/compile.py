@@ -1,0 +1,133 @@
+"""torch.compile: trace the model once, run generated kernels.
+
+Eager PyTorch launches a kernel per operation, and each elementwise one reads and writes all its data
+in device memory. The compiler fuses chains of them into one kernel and takes Python out of the step.
+It wins where elementwise work and launches weigh; it leaves large matmuls as they are. The price is
+the first step, seconds to minutes, and another such wait whenever a shape changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from rush.libraries import hush
+from rush.models.layers import cos_and_sin
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Setting,
+    Stage,
+    Technique,
+    WorkEffect,
+)
+from rush.techniques.api.evidence import dynamo_counts
+
+
+@torch.library.custom_op("rush::cos_and_sin", mutates_args=())
+def _cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
+    """Made once a pass. A compiler that sees into it makes sines and cosines anew in every layer, where they are used."""
+    return cos_and_sin(angles)
+
+
+@_cos_and_sin.register_fake
+def _(angles: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(angles), torch.empty_like(angles)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.facts["dynamo_before"] = dynamo_counts()
+    if not build.ranks.alone:
+        # Compiled code calls this rank's groups by their names, which the cache's key leaves out where a backward pass brings
+        # them in: another rank's code would be found there, wait for the wrong ranks or fail.
+        torch.compiler.config.cache_key_tag = f"rank {build.ranks.rank} of {build.recipe.layout}"
+    # It prepares to time a matmul for tiles that it will not choose among, and goes on without.
+    hush("torch._inductor.select_algorithm", "Constructing input/output tensor meta failed")
+    mode = None if knobs["mode"] == "default" else str(knobs["mode"])
+    model = build.model
+    if knobs["scope"] == "model" and model.rotary is not None:
+        model.rotary.turns = _cos_and_sin
+    # Where attention is computed again, compiled code draws seeds from the host's generator at its first call (for a dropout that
+    # is not there): once a process, so once more in a resumed run. What is drawn in a step is given back.
+    build.step_contexts.append(partial(torch.random.fork_rng, devices=()))
+    parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]
+    traceable = [part for part in parts if not getattr(part, "stays_eager", False)]
+    for target in [model] if knobs["scope"] == "model" else traceable:
+        # On the instance, so that the module and the names of its weights stay what they were. The block is
+        # an argument of what is compiled, so blocks of one shape share one graph. A graph break would run
+        # part of the model eagerly without a word: it is an error.
+        compiled = torch.compile(target.forward, mode=mode, dynamic=False, fullgraph=True)
+        target.__dict__["forward"] = compiled
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Compiled graphs were called in the profiled steps, backward included."""
+    # A compiled training graph shows its backward pass; replayed from a recording, only its kernels.
+    replayed = seen.graphs > 0 and any(name.startswith("triton_") for name in seen.kernels)
+    calls = seen.ops.get("CompiledFunctionBackward", 0)
+    return Proof(
+        calls > 0 or replayed,
+        f"{calls} calls of compiled graphs in the profiled steps; since the build {seen.graphs} graphs, "
+        f"{seen.graph_breaks} breaks, {seen.recompiles} recompiles",
+    )
+
+
+technique = Technique(
+    name="compile",
+    stage=Stage.COMPILE,
+    apply=apply,
+    conflicts=("offload_activations",),
+    knobs={
+        "scope": KnobRange(
+            ("model", "block"),
+            "one graph for the model; or one for all blocks, one for the final norm, one for the loss (quicker to build)",
+        ),
+        "mode": KnobRange(
+            ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
+            "how much time the compiler may spend",
+        ),
+    },
+    claim=Claim(
+        "tokens_per_s",
+        0.20,
+        regime="Llama-3.2-1B, sequence 2048, batch 1, one A100, after fused AdamW",
+        source="a widely read hand-made ladder; see docs/sources.md",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    compiles=lambda knobs: True,
+    memory=(
+        MemoryEffect("norm.wide", 0.0, "made again inside the backward kernels"),
+        MemoryEffect("norm.scaled", 0.0, "made again inside the backward kernels"),
+        MemoryEffect("norm.copies", 0.0, "one cast for all layers behind a norm"),
+        MemoryEffect("block.middle", 0.0, "the sum is made again"),
+        MemoryEffect("attention.projected", 1.0, "from what attention added"),
+        MemoryEffect("mlp.activated", 0.0, "made again inside the backward kernels"),
+        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
+        MemoryEffect("logits.padded", 2.0, "an odd vocabulary's, forward and backward"),
+        MemoryEffect("seams", 0.75, "chunks of a loss, as measured twice"),
+    ),
+    worth=(Setting({"scope": "block"}), Setting({"scope": "model"})),
+    work=(
+        WorkEffect("norms.fused", 1.0),
+        WorkEffect("rotations.fused", 1.0),
+        WorkEffect("mlp.fused", 1.0),
+        WorkEffect("stream.fused", 1.0),
+        WorkEffect("head.odd", 1.0, "it pads the product"),
+        WorkEffect(
+            "launches.block",
+            58.0,
+            "160 with scope = block, as measured: 2.4 ms a block; the whole model's was never what a step waited for",
+            by_knob=lambda knobs: 160.0 if knobs["scope"] == "block" else 58.0,
+        ),
+    ),
+)

@@ -1,0 +1,197 @@
+"""CUDA graph: record forward and backward once, replay them with one launch.
+
+A step of a small model is thousands of kernels of a few microseconds, and launching each from Python takes
+longer than running it: the GPU waits for the CPU. A recording keeps all launches with their arguments, and
+one call replays them. Since arguments are addresses, inputs and gradients must stay in one place: batches
+are copied in, gradients add up in fixed memory. Shapes must repeat (each new one is recorded anew). It wins
+where the profile shows an idle GPU; large models gain nothing and pay with memory. Where a step is one micro batch, gradients
+need not add up: with `gradients = "written"` every replay writes them, four passes over them less, into memory that the
+recording frees and fills like any other. The bits are the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from rush.data import Batch
+from rush.errors import RecipeError
+from rush.recipe import Knob, Recipe
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Pass,
+    Proof,
+    Requirement,
+    Setting,
+    Stage,
+    Technique,
+    WorkEffect,
+    knob_of,
+    needs_cuda,
+)
+
+
+@dataclass(frozen=True)
+class Recording:
+    graph: torch.cuda.CUDAGraph
+    batch: Batch
+    share: Tensor
+    loss: Tensor
+    gradients: Sequence[Tensor | None]
+    """What a replay writes, or adds to."""
+
+
+class RecordedPass:
+    """A pass that is recorded at its first call for each shape, and replayed from then on."""
+
+    def __init__(
+        self, inner: Pass, parameters: Callable[[], list[nn.Parameter]], *, writes: bool = False
+    ) -> None:
+        self.inner = inner
+        self.parameters = parameters
+        self.writes = writes
+        self.recordings: dict[tuple[object, ...], Recording] = {}
+        self.gradients: list[Tensor] = []
+
+    def __call__(self, batch: Batch, share: Tensor) -> Tensor:
+        tensors = batch.tensors()
+        shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
+        if shapes not in self.recordings:
+            self.recordings[shapes] = self._record(batch, share)
+        recording = self.recordings[shapes]
+        for name, tensor in recording.batch.tensors().items():
+            tensor.copy_(tensors[name])
+        recording.share.copy_(share)
+        if not self.writes:
+            self._empty_gradients()
+        with record_function("rush::forward"):
+            recording.graph.replay()
+        for parameter, gradient in zip(self.parameters(), recording.gradients, strict=True):
+            parameter.grad = gradient
+        return recording.loss.clone()
+
+    def _empty_gradients(self) -> None:
+        """Empty the fixed gradients that the last update took away."""
+        fresh = [
+            gradient for p, gradient in zip(self.parameters(), self.gradients, strict=True) if p.grad is None
+        ]
+        if fresh:
+            torch._foreach_zero_(fresh)
+
+    def _record(self, batch: Batch, share: Tensor) -> Recording:
+        inputs = batch.each(torch.clone), share.clone()
+        parameters = self.parameters()
+        so_far = [p.grad for p in parameters]
+        # Libraries set themselves up at their first calls, which must not be part of the recording.
+        aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            for _ in range(3):
+                for parameter in parameters:
+                    parameter.grad = None
+                self.inner(*inputs)
+        torch.cuda.current_stream().wait_stream(aside)
+        if not self.gradients and not self.writes:
+            self.gradients = [torch.zeros_like(p) for p in parameters]
+        for place, parameter in enumerate(parameters):
+            parameter.grad = None if self.writes else self.gradients[place]
+        graph = torch.cuda.CUDAGraph()
+        # Only this thread is watched while recording: loader threads may allocate as they like.
+        with _own_workspaces(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            loss = self.inner(*inputs)
+        gradients = [p.grad for p in parameters] if self.writes else list(self.gradients)
+        for parameter, gradient_so_far in zip(parameters, so_far, strict=True):
+            parameter.grad = gradient_so_far
+        return Recording(graph, *inputs, loss, gradients)
+
+
+@contextmanager
+def _own_workspaces() -> Iterator[None]:
+    """Let a recording's matmuls find their scratch memory in its own pool: each stream gets some and keeps it, and those used
+    before would hold theirs for nothing."""
+    torch._C._cuda_clearCublasWorkspaces()
+    yield
+    torch._C._cuda_clearCublasWorkspaces()
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    model = build.model
+    writes = knobs["gradients"] == "written"
+
+    def trained() -> list[nn.Parameter]:
+        return [p for p in model.parameters() if p.requires_grad]
+
+    build.pass_wrappers.append(lambda inner: RecordedPass(inner, trained, writes=writes))
+
+
+def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+    """Refuse to write over gradients that should add up."""
+    if knobs["gradients"] == "written" and recipe.accumulation > 1:
+        raise RecipeError(
+            f"technique cuda_graph: gradients is 'written', but a step here is {recipe.accumulation} micro batches, whose gradients "
+            "add up; allowed is 'added', or set batch.micro so that one holds the step."
+        )
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Graphs were launched, and no matmul of a pass was launched as an operator of its own."""
+    launches = seen.ops.get("cudaGraphLaunch", 0)
+    return Proof(
+        launches > 0 and "aten::mm" not in seen.ops and "aten::addmm" not in seen.ops,
+        f"{launches} graph launches in the profiled steps; operators of the passes "
+        f"{'still ran one by one' if 'aten::mm' in seen.ops else 'did not run one by one'}",
+    )
+
+
+technique = Technique(
+    name="cuda_graph",
+    stage=Stage.STEP,
+    apply=apply,
+    requires=(
+        needs_cuda,
+        Requirement(
+            "beside compile it needs mode default or max-autotune-no-cudagraphs, because the other modes record "
+            "graphs of their own",
+            lambda machine, recipe: (
+                knob_of(recipe, "compile", "mode", "default") in ("default", "max-autotune-no-cudagraphs")
+            ),
+        ),
+    ),
+    fits=fits,
+    knobs={
+        "gradients": KnobRange(
+            ("added", "written"),
+            "whether a replay adds to gradients in fixed memory, or writes them (steps of one micro batch)",
+        )
+    },
+    conflicts=("cp", "ddp", "expandable_segments", "fsdp", "offload_activations", "pp", "tp"),
+    claim=Claim(
+        "tokens_per_s",
+        0.12,
+        regime="BERT pretraining at the largest scale of MLPerf 1.0",
+        source="PyTorch blog, Accelerating PyTorch with CUDA Graphs, October 2021",
+    ),
+    parity=Parity.EXACT,
+    evidence=evidence,
+    memory=(
+        MemoryEffect(
+            "recording",
+            1.0,
+            "gradients stay allocated; not with gradients = written",
+            by_knob=lambda knobs: float(knobs["gradients"] == "added"),
+        ),
+        MemoryEffect("pool", 1.0, "what a recording used stays its own, beside validation and samples too"),
+    ),
+    worth=(Setting(), Setting({"gradients": "written"})),
+    work=(WorkEffect("launches.pass", 10.0),),
+)

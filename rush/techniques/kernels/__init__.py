@@ -1,0 +1,1 @@
+"""Techniques that replace parts of the model by fused kernels."""

@@ -1,0 +1,118 @@
+"""The loss in chunks of tokens: the logits of all tokens never exist at once.
+
+Logits are tokens × vocabulary: with 16,000 tokens and 128,000 words, 8 GB in fp32, and as much again for
+their gradient, while the model in between needs a hidden vector per token. Here the loss head takes a
+chunk of tokens, makes its logits, adds up its loss and forgets them; the backward pass makes them again.
+The price is one more matmul with the vocabulary. It makes room (for a larger batch, most of all); by
+itself it does not make a step faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Setting,
+    Stage,
+    Technique,
+    WorkEffect,
+)
+from rush.techniques.api.evidence import head_rows
+
+# Shapes: b batch, t positions, n tokens of a chunk, d hidden, v vocabulary.
+
+
+class Projection(nn.Module):
+    """From hidden vectors to logits: the slot that vocabulary padding fills."""
+
+    def forward(self, hidden_nd: Tensor, head_weight_vd: Tensor) -> Tensor:
+        return F.linear(hidden_nd, head_weight_vd)
+
+
+class ChunkedLossHead(nn.Module):
+    """The summed loss over chunks of tokens; each chunk's logits are made twice and kept never."""
+
+    recomputes = True
+
+    def __init__(self, chunk_tokens: int, project: nn.Module) -> None:
+        super().__init__()
+        self.chunk_tokens = chunk_tokens
+        self.project = project
+
+    def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
+        parts: list[Tensor] = []
+        chunks = torch.split(hidden_btd.flatten(0, 1), self.chunk_tokens)
+        labels = torch.split(labels_bt.flatten(), self.chunk_tokens)
+        for hidden_nd, labels_n in zip(chunks, labels, strict=True):
+            if torch.is_grad_enabled():
+                part = checkpoint(
+                    self._chunk_loss,
+                    hidden_nd,
+                    head_weight_vd,
+                    labels_n,
+                    use_reentrant=False,
+                    preserve_rng_state=False,
+                )
+            else:
+                part = self._chunk_loss(hidden_nd, head_weight_vd, labels_n)
+            parts.append(part)
+        return sum(parts[1:], parts[0])
+
+    def _chunk_loss(self, hidden_nd: Tensor, head_weight_vd: Tensor, labels_n: Tensor) -> Tensor:
+        logits_nv = self.project(hidden_nd, head_weight_vd).float()
+        return F.cross_entropy(logits_nv, labels_n, ignore_index=-100, reduction="sum")
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.model.loss_head = ChunkedLossHead(int(knobs["chunk_tokens"]), Projection())
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """No product with the vocabulary covered more than a chunk of tokens at once."""
+    vocabularies = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size", seen.facts["vocab_size"])}
+    rows, tokens = head_rows(seen, vocabularies), seen.facts["micro_tokens"]
+    return Proof(
+        0 < rows < tokens and rows <= int(knobs["chunk_tokens"]),
+        f"the product with the vocabulary covered at most {rows:,} of {tokens:,} tokens at once",
+    )
+
+
+technique = Technique(
+    name="chunked_loss",
+    stage=Stage.MODEL,
+    apply=apply,
+    conflicts=("fused_loss", "liger"),
+    knobs={"chunk_tokens": KnobRange((1024, 256, 512, 2048, 4096, 64), "tokens whose logits exist at once")},
+    claim=Claim(
+        "bytes of logits",
+        -0.94,
+        regime="16,384 tokens in chunks of 1,024",
+        source="arithmetic; the idea at its limit: Wijmans et al. 2024, arXiv:2411.09009",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    on_head=True,
+    memory=(
+        MemoryEffect(
+            "logits.tokens", 1024.0, "those of a chunk", by_knob=lambda knobs: float(knobs["chunk_tokens"])
+        ),
+    ),
+    worth=(
+        Setting({"chunk_tokens": 4096}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 4096),
+        Setting(when=lambda recipe: recipe.micro * recipe.batch.sequence > 1024),
+    ),
+    work=(WorkEffect("head.again", 2.0, "logits are made again"),),
+)

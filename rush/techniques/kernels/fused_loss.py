@@ -1,0 +1,148 @@
+"""LM head and loss fused by our own kernels: no logits of all tokens, and no product made twice.
+
+Logits are tokens × vocabulary, far larger than anything else in the model. A chunk of tokens at a time, a
+matmul makes them in a buffer, a Triton kernel reads them and writes their gradient over them, and two more
+matmuls make the gradients of hidden vectors and weight. All of it happens in the forward pass; the backward
+pass multiplies by one number. `chunked_loss` does with plain torch what needs four matmuls: it forgets a
+chunk's logits and makes them again in the backward pass, where this keeps gradients that it already has. A
+vocabulary that is no round number is padded on the way, so `vocab_pad` has nothing to add. Beside `tp` each rank
+does so with its own words, and two numbers a token are exchanged: the denominator and the label's logit. It saves
+memory against full logits and costs about as much time; with a vocabulary of a few thousand there is little to save.
+On a CPU the loss kernel is C++ (built when first used), and saves time instead: a chunk's logits stay in the cache, and
+their powers are made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Setting,
+    Stage,
+    Technique,
+    WorkEffect,
+)
+from rush.techniques.api.evidence import head_rows
+from rush.techniques.api.seams import needs_kernels
+
+FP8_ALIGNMENT = 16
+OP, KERNEL = "rush::linear_cross_entropy", "cross_entropy_forward_kernel"
+
+
+class FusedLossHead(nn.Module):
+    """The summed loss from hidden vectors and the head's weight, by the fused kernel."""
+
+    def __init__(
+        self, loss: Callable[..., Tensor], chunk_tokens: int | None, words: tuple[Any, ...] | None = None
+    ) -> None:
+        super().__init__()
+        self.loss = loss
+        self.chunk_tokens = chunk_tokens
+        self.words = words
+        self.products = "dtype"
+        """Of 8-bit factors, if `fp8` says so."""
+
+    def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
+        missing = -labels_bt.numel() % FP8_ALIGNMENT
+        if missing and self.products != "dtype":
+            # Rows that are padded to their longest have any number of tokens; what makes up for the rest has no label.
+            hidden_btd = F.pad(hidden_btd.flatten(0, -2), (0, 0, 0, missing))
+            labels_bt = F.pad(labels_bt.flatten(), (0, missing), value=-100)
+        return self.loss(
+            hidden_btd,
+            head_weight_vd,
+            labels_bt,
+            ignore_index=-100,
+            chunk_tokens=self.chunk_tokens,
+            words=self.words,
+            products=self.products,
+        )
+
+    def over(self, first: int, whole: int, ranks: int, group: str) -> FusedLossHead:
+        """The same for a weight that has the words from `first` on, among ranks that have the others."""
+        from rush.kernels.linear_cross_entropy import Words
+
+        return FusedLossHead(self.loss, self.chunk_tokens, Words(first, whole, ranks, group))
+
+    @staticmethod
+    def width(words: int) -> int:
+        """How wide the products are that so many words take part in."""
+        from rush.kernels.linear_cross_entropy.chunks import ALIGNED
+
+        return -(-words // ALIGNED) * ALIGNED
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    from rush.kernels.linear_cross_entropy import linear_cross_entropy
+
+    head = FusedLossHead(linear_cross_entropy, int(knobs["chunk_tokens"]) or None)
+    build.model.loss_head = head
+    build.facts["padded_vocab_size"] = head.width(build.model.shape.vocab_size)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Our loss kernel ran (on a CPU: its operator), and no product with the vocabulary covered all tokens of a micro
+    batch at once."""
+    ran = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
+    vocabularies = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size", seen.facts["vocab_size"])}
+    rows, tokens = head_rows(seen, vocabularies), seen.facts["micro_tokens"]
+    return Proof(
+        ran and 0 < rows < tokens,
+        f"{KERNEL if seen.kernels else OP} {'ran' if ran else 'did not run'}; the product with the vocabulary covered "
+        f"at most {rows:,} of {tokens:,} tokens at once",
+    )
+
+
+technique = Technique(
+    name="fused_loss",
+    stage=Stage.MODEL,
+    apply=apply,
+    requires=(needs_kernels,),
+    conflicts=("chunked_loss", "liger", "vocab_pad"),
+    knobs={
+        "chunk_tokens": KnobRange(
+            (0, 512, 1024, 2048, 4096, 8192, 16384),
+            "tokens whose logits exist at once; 0 leaves it to the kernel",
+        )
+    },
+    claim=Claim(
+        "bytes of logits",
+        -0.91,
+        regime="16,384 tokens in 11 chunks, at the speed of full logits",
+        source="arithmetic; gradients in the forward pass: Hsu et al. 2024, arXiv:2410.10989",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    on_head=True,
+    memory=(
+        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
+        MemoryEffect(
+            "logits.tokens",
+            0.09,
+            "those of a chunk",
+            by_knob=lambda knobs: float(knobs["chunk_tokens"]) or 0.09,
+        ),
+        MemoryEffect("logits.padded", 0.0, "chunks are padded"),
+        MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
+    ),
+    worth=(
+        Setting({"chunk_tokens": 16384}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 16384),
+        Setting(),
+    ),
+    work=(
+        WorkEffect("loss.bytes", 6.0, "logits in 16 bits: read twice, and the gradient written over them"),
+        WorkEffect("head.odd", 1.0, "chunks are padded"),
+    ),
+)

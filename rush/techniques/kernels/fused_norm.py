@@ -1,0 +1,142 @@
+"""Fused norms: a norm is one trip through memory, and the residual add before it comes for free.
+
+A norm does a handful of operations per element, so its time is the time to move its data. Eager, each
+of those operations is a trip of its own. The kernel holds whole rows on chip: read once, written once. In a
+block the sum of the residual stream and the attention's output is made in the same kernel as the norm that
+follows: two reads, two writes instead of three and two. It wins eager, and most on Llama, whose plain norm
+is many operations (GPT-2's is one already). A compiler fuses norms well too; beside `compile` expect
+little, and look at the finding: an opaque kernel can even stand in the way of larger fusions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rush.models.decoder import Block
+from rush.models.layers import LayerNorm, RMSNorm
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    Evidence,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Stage,
+    Technique,
+    WorkEffect,
+)
+from rush.techniques.api.seams import needs_triton, our_kernels_ran
+
+
+def _matmul_dtype(x: Tensor) -> torch.dtype | None:
+    """Under autocast, what the next matmul would round to anyway: the norm writes that at once."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
+class FusedRMSNorm(nn.Module):
+    """RMSNorm by our kernel, over the plain norm's weight."""
+
+    def __init__(self, plain: RMSNorm) -> None:
+        from rush.kernels.rmsnorm import add_rmsnorm, rmsnorm
+
+        super().__init__()
+        self.eps, self.weight = plain.eps, plain.weight
+        self.norm, self.add_norm = rmsnorm, add_rmsnorm
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return self.norm(x_btd, self.weight, self.eps, dtype=_matmul_dtype(x_btd))
+
+    def after_add(self, x_btd: Tensor, residual_btd: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the sum of both, and the sum."""
+        return self.add_norm(x_btd, residual_btd, self.weight, self.eps, dtype=_matmul_dtype(x_btd))
+
+
+class FusedLayerNorm(nn.Module):
+    """LayerNorm by our kernel, over the plain norm's weight and bias."""
+
+    def __init__(self, plain: LayerNorm) -> None:
+        from rush.kernels.layernorm import add_layernorm, layernorm
+
+        super().__init__()
+        self.eps, self.weight, self.bias = plain.eps, plain.weight, plain.bias
+        self.norm, self.add_norm = layernorm, add_layernorm
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        return self.norm(x_btd, self.weight, self.bias, self.eps, dtype=_matmul_dtype(x_btd))
+
+    def after_add(self, x_btd: Tensor, residual_btd: Tensor) -> tuple[Tensor, Tensor]:
+        """The norm of the sum of both, and the sum."""
+        dtype = _matmul_dtype(x_btd)
+        return self.add_norm(x_btd, residual_btd, self.weight, self.bias, self.eps, dtype=dtype)
+
+
+class FusedNormBlock(Block):
+    """A block whose first residual add is made inside its second norm."""
+
+    def forward(self, x_btd: Tensor, **rest: Any) -> Tensor:
+        attended_btd = self.attention(self.attention_norm(x_btd), **rest)
+        normed_btd, x_btd = self.mlp_norm.after_add(attended_btd, x_btd)  # type: ignore[operator]
+        out: Tensor = x_btd + self.mlp(normed_btd)
+        return out
+
+
+def _fused(norm: nn.Module) -> nn.Module:
+    if isinstance(norm, RMSNorm):
+        return FusedRMSNorm(norm)
+    assert isinstance(norm, LayerNorm), type(norm)
+    return FusedLayerNorm(norm)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    model = build.model
+    for layer, block in enumerate(model.blocks):
+        assert type(block) is Block, "another technique has changed the block already"
+        model.blocks[layer] = FusedNormBlock(
+            _fused(block.attention_norm), block.attention, _fused(block.mlp_norm), block.mlp
+        )
+    model.final_norm = _fused(model.final_norm)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """In the profile: kernels of ours named `rmsnorm_` or `layernorm_`, forward and backward (on a CPU the operators
+    `rush::add_rmsnorm` or `rush::add_layernorm` and their backward)."""
+    proofs = [_ran_for(norm)(seen, knobs) for norm in ("rmsnorm", "layernorm")]
+    return next((proof for proof in proofs if proof.took_effect), proofs[0])
+
+
+def _ran_for(norm: str) -> Evidence:
+    return our_kernels_ran(
+        kernels=(f"{norm}_forward_kernel", f"{norm}_backward_kernel"),
+        ops=(f"rush::{norm}", f"rush::add_{norm}", f"rush::add_{norm}_backward"),
+    )
+
+
+technique = Technique(
+    name="fused_norm",
+    stage=Stage.MODEL,
+    apply=apply,
+    requires=(needs_triton,),
+    conflicts=("liger",),
+    claim=Claim(
+        "time of a norm",
+        -0.86,
+        regime="RMSNorm forward and backward against eager PyTorch, one A100",
+        source="Liger Kernel's documentation (about 7 times as fast); Hsu et al. 2024, arXiv:2410.10989",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("norm.wide", 0.0, "the norms keep their input and a number per row"),
+        MemoryEffect("norm.scaled", 0.0, "the norms keep their input and a number per row"),
+        MemoryEffect("norm.copies", 0.0, "the norm writes what the next product reads"),
+        MemoryEffect("norm.opaque", 1.0, "beside fp8: casts of what it writes are kept"),
+    ),
+    work=(WorkEffect("norms.fused", 1.0),),
+)

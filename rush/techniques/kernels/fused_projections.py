@@ -1,0 +1,257 @@
+"""Fused projections: the layers that read one input are one matmul (queries, keys, values; gate and up).
+
+A wide product runs nearer the chip's rate than narrow ones, and Llama's key and value layers are narrow. Backward
+the input's gradient is one product instead of two or three that are then added up, each sum a trip over
+[tokens, hidden]; in fp8 the input is cast once and so are the gradients. The parameters stay separate, for names,
+checkpoints and the optimizer, but lie one below another in one memory, so no weight is copied: the product reads
+them as one matrix, and the rows of its gradient are theirs. Wins where the compiler writes the incoming gradients
+side by side; eager, joining them is a copy as wide as the layers, which can cost more than is saved, and kernels
+that want whole tensors (`fused_mlp`) copy the parts out. The parts are views: what keeps the values for the
+backward pass keeps the queries and keys beside them. In fp8 the layers of a group share their scales.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rush.errors import RecipeError
+from rush.models.layers import FanOut, multiplies
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+)
+
+# Shapes: b batch, t position, d input width, o output width of all layers of a group.
+
+LAYERS = {"attention": ("q", "k", "v"), "mlp": ("gate", "up")}
+"""For each part of a block, its layers that read one input, in the order its `fan_out` gets them."""
+NOTED = "fused_projections"
+
+Weight = tuple[int, int]
+"""The two sizes of a weight, the smaller first: products do not tell which side is which."""
+
+
+class JoinedWeight(torch.autograd.Function):
+    """Parameters that lie one below another, seen as one matrix. Its gradient is theirs, row by row, uncopied."""
+
+    @staticmethod
+    def forward(ctx: Any, joined_od: Tensor, *weights: Tensor) -> Tensor:
+        ctx.rows = [weight.shape[0] for weight in weights]
+        # Kept for nothing but torch's check that nobody changed them before the backward pass.
+        ctx.save_for_backward(*weights)
+        return joined_od.view_as(joined_od)
+
+    @staticmethod
+    def backward(ctx: Any, gradient_od: Tensor) -> tuple[Tensor | None, ...]:
+        assert len(ctx.saved_tensors) == len(ctx.rows)
+        return None, *torch.split(gradient_od, ctx.rows)
+
+
+class JoinedFanOut(FanOut):
+    """Several linear layers of one input as one product with the memory their weights share."""
+
+    joined: Tensor
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        super().__init__()
+        # A buffer, so that recordings take its address for lasting; not saved: it is the weights' own memory.
+        self.register_buffer("joined", lay_out(layers), persistent=False)
+
+    def forward(self, x_btd: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
+        out_bto = multiplies(layers[0])(x_btd, self.weight(*layers))
+        return torch.split(out_bto, [layer.weight.shape[0] for layer in layers], dim=-1)
+
+    def weight(self, *layers: nn.Linear) -> Tensor:
+        # Tracing knows no addresses; before each step all groups are looked at anyway, from outside.
+        if not torch.compiler.is_compiling():
+            self.check(layers)
+        if not torch.is_grad_enabled():
+            # Validation needs no gradient. And torch.compile, without one, drops `ctx` where the number of arguments
+            # happens to equal the number of parameters of `forward`, which `*weights` does with two layers.
+            return self.joined
+        weight_od: Tensor = JoinedWeight.apply(self.joined, *(layer.weight for layer in layers))  # type: ignore[no-untyped-call]
+        return weight_od
+
+    def check(self, layers: Sequence[nn.Linear]) -> None:
+        """Refuse to go on with weights that are no longer in the memory that is multiplied with."""
+        place = self.joined.data_ptr()
+        for layer in layers:
+            weight = layer.weight
+            if weight.data_ptr() != place or weight.dtype != self.joined.dtype:
+                raise RecipeError(
+                    "fused_projections multiplies with the memory its weights were laid out in, but they are elsewhere "
+                    "now: something replaced them after the build (Module.to, load_state_dict with assign=True, a deep "
+                    "copy). Copy values into the weights in place, build the run anew, or take the technique out."
+                )
+            place += weight.numel() * weight.element_size()
+
+
+@dataclass(frozen=True)
+class Group:
+    """The layers of one input in one block, looked up anew each time: a module may have been replaced."""
+
+    owner: nn.Module
+    names: tuple[str, ...]
+
+    def layers(self) -> list[nn.Linear]:
+        found: list[Any] = [self.owner.get_submodule(name) for name in self.names]
+        assert all(isinstance(layer, nn.Linear) for layer in found)
+        return found
+
+    def check(self) -> None:
+        joined = self.owner.get_submodule("fan_out")
+        assert isinstance(joined, JoinedFanOut), type(joined)
+        joined.check(self.layers())
+
+
+@torch.no_grad()
+def lay_out(layers: Sequence[nn.Linear]) -> Tensor:
+    """Move the weights of these layers into one new piece of memory, one below another, and return it."""
+    assert all(layer.bias is None for layer in layers)
+    assert len({type(layer) for layer in layers}) == 1, "layers that multiply in different ways"
+    joined_od = torch.cat([layer.weight.detach() for layer in layers])
+    parts = torch.split(joined_od, [layer.out_features for layer in layers])
+    for layer, rows in zip(layers, parts, strict=True):
+        layer.weight.data = rows
+    return joined_od
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    chosen = [part for part in LAYERS if knobs["groups"] in ("all", part)]
+    groups = [
+        Group(block.get_submodule(part), LAYERS[part]) for block in build.model.blocks for part in chosen
+    ]
+    fused: Counter[Weight] = Counter()
+    plain = Counter(
+        _weight(layer.out_features, layer.in_features)
+        for role, layers in build.model.linears().items()
+        for _, layer in (layers if role != "head" else [])
+    )
+    for group in groups:
+        layers = group.layers()
+        assert isinstance(group.owner.get_submodule("fan_out"), FanOut)
+        group.owner.fan_out = JoinedFanOut(layers)
+        fused[_weight(sum(layer.out_features for layer in layers), layers[0].in_features)] += 1
+        plain.subtract(_weight(layer.out_features, layer.in_features) for layer in layers)
+
+    @contextmanager
+    def checked() -> Iterator[None]:
+        for group in groups:
+            group.check()
+        yield
+
+    build.step_contexts.append(checked)
+    build.facts[NOTED] = {"fused": fused, "others": plain}
+    build.facts["products_saved"] = sum(len(group.names) - 1 for group in groups)
+
+
+def _weight(outputs: int, inputs: int) -> Weight:
+    return min(outputs, inputs), max(outputs, inputs)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Matrix products by shape: with each joined weight one forward and two backward in every pass, and with the narrow
+    weights none but those of other layers of that shape."""
+    noted = seen.facts.get(NOTED)
+    if noted is None:
+        return Proof(False, "no layers were joined")
+    fused, others = noted["fused"], noted["others"]
+    surely, at_most = products_by_weight(seen, {*fused, *others})
+    most = 4 if seen.block_forwards > 1.05 else 3  # once more forward, where blocks are recomputed
+    wide_ran = all(
+        at_most[weight] >= 3 * (layers + others[weight]) * seen.micro_batches
+        for weight, layers in fused.items()
+    )
+    narrow_ran = any(
+        surely[weight] > most * layers * seen.micro_batches
+        for weight, layers in others.items()
+        if weight not in fused
+    )
+    said = [f"{at_most[weight]:g} products with {_say(weight)}, {n} joined" for weight, n in fused.items()]
+    said += [
+        f"{surely[weight]:g} with {_say(weight)}, which {layers or 'no'} other layers have"
+        for weight, layers in others.items()
+        if weight not in fused
+    ]
+    return Proof(wide_ran and not narrow_ran, f"in a step of {seen.micro_batches} passes: {'; '.join(said)}")
+
+
+def products_by_weight(
+    seen: Observation, weights: set[Weight]
+) -> tuple[dict[Weight, float], dict[Weight, float]]:
+    """How many products, forward and backward, a step surely made with weights of these sizes, and how many at most.
+
+    All three products of a layer have the same three dims: its inputs, its outputs and the tokens. Where batches differ
+    in length and one is as long as a layer is wide, a product may be of more than one weight. The head's are left out.
+    """
+    heads = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size")}
+    shapes = {shape: count for shape, count in seen.matmul_shapes.items() if not heads & {*shape}}
+    # A pass may take less than what the loader gives at a time.
+    tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"] // seen.micro_batches
+    of_one_length = all(tokens in shape for shape in shapes)
+    surely, at_most = (dict.fromkeys(weights, 0.0) for _ in range(2))
+    for shape, count in shapes.items():
+        rest = Counter(shape) - Counter([tokens] if of_one_length else [])
+        fitting = [weight for weight in weights if rest >= Counter(weight)]
+        for weight in fitting:
+            at_most[weight] += count
+        if len(fitting) == 1:
+            surely[fitting[0]] += count
+    return surely, at_most
+
+
+def _say(weight: Weight) -> str:
+    return f"{weight[0]} × {weight[1]}"
+
+
+technique = Technique(
+    name="fused_projections",
+    stage=Stage.MATERIALISE,
+    apply=apply,
+    requires=(
+        Requirement(
+            "it needs a model with several linear layers of one input, as Llama has (GPT-2's queries, keys and values are "
+            "one layer already)",
+            lambda machine, recipe: recipe.shape().family == "llama",
+        ),
+    ),
+    conflicts=("fsdp", "int8_base", "lora", "qlora", "tp"),
+    knobs={
+        "groups": KnobRange(
+            ("all", *LAYERS), "which layers are joined: queries, keys and values; gate and up; or both"
+        ),
+    },
+    claim=Claim(
+        "matrix products of a block",
+        -0.43,
+        regime="Llama, forward and backward: 12 instead of 21, with the same arithmetic",
+        source="arithmetic: 4 layers instead of 7, a product forward and two backward each",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("norm.copies", 0.0, "one product, one cast"),
+        MemoryEffect(
+            "values.joined",
+            1.0,
+            "they hold the joined result: queries and keys before their turn stay too",
+            when=lambda knobs: knobs["groups"] != "mlp",
+        ),
+    ),
+)

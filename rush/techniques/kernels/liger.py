@@ -1,0 +1,248 @@
+"""Liger Kernel, the library, as a rival rung: its Triton kernels in the same slots as ours.
+
+Liger fuses what lies between the matmuls: a norm, the rotary turn, SwiGLU are one kernel each forward and
+backward, and the LM head and the loss are computed in chunks of tokens, gradients at once, so that the
+logits never exist. It is what most people put under transformers to train faster, so it is what our own
+fused techniques are held against, in our model, with the same attention, update and loop. It wins most
+where memory is short (a large vocabulary); beside `compile`, which fuses elementwise work by itself, expect
+little. GPT-2 gets its norms and loss only: it has no rotary turn, and Liger no GELU without a gate.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from importlib.metadata import version
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+
+from rush.libraries import load_library
+from rush.models.layers import IGNORED_LABEL, LayerNorm, RMSNorm, SwiGLU
+from rush.recipe import Knob, Recipe
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Setting,
+    Stage,
+    Technique,
+    WorkEffect,
+    knob_of,
+    needs_cuda,
+    used,
+)
+
+# Shapes: b batch, t positions, h query heads, k key/value heads, d width, v vocabulary.
+
+PARTS = ("all", "norm", "rope", "mlp", "loss", "all but loss")
+KERNELS = {
+    "rms": "rms_norm_forward_kernel",
+    "layer": "layer_norm_forward_kernel",
+    "rope": "triton_rope",
+    "mlp": "swiglu_forward_kernel",
+    "loss": "liger_cross_entropy_kernel",
+}
+"""What each part is called in a profile."""
+FIXED_ORDER = "0.7"
+"""The library's version from which its layer norm sums gradients in one order."""
+
+
+def functions() -> Any:
+    """The library's functions; they need no transformers. Asked for while building: the compiler cannot trace an import."""
+    return load_library("liger_kernel.transformers.functional")
+
+
+class LigerNorm(nn.Module):
+    """The library's norm over the plain norm's weights."""
+
+    def __init__(self, plain: RMSNorm | LayerNorm) -> None:
+        super().__init__()
+        self.eps, self.weight = plain.eps, plain.weight
+        self.bias = plain.bias if isinstance(plain, LayerNorm) else None
+        self.call = functions().liger_rms_norm if self.bias is None else functions().liger_layer_norm
+
+    def forward(self, x_btd: Tensor) -> Tensor:
+        given = [self.weight] if self.bias is None else [self.weight, self.bias]
+        out: Tensor = self.call(x_btd, *given, self.eps)
+        return out
+
+
+class LigerRotate(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = functions().liger_rope
+
+    def forward(
+        self, q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        turned: tuple[Tensor, Tensor] = self.call(q_bhtd, k_bktd, cos_btd, sin_btd)
+        return turned
+
+
+class LigerSwiGLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = functions().liger_swiglu
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        out: Tensor = self.call(gate, up)
+        return out
+
+
+class LigerLossHead(nn.Module):
+    """LM head and summed loss by chunks; the gradients are made in the forward pass."""
+
+    stays_eager = True
+    """The library asks in the middle of it what numbers came out, which no compiled graph can answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.call = functions().liger_fused_linear_cross_entropy
+
+    def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
+        loss: Tensor = self.call(
+            hidden_btd.flatten(0, 1),
+            head_weight_vd,
+            labels_bt.flatten(),
+            ignore_index=IGNORED_LABEL,
+            reduction="sum",
+        )
+        return loss
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    chosen = _chosen(str(knobs["parts"]))
+    model, expected = build.model, []
+    blocks: Iterable[Any] = model.blocks
+    for block in blocks:
+        if "norm" in chosen:
+            block.attention_norm, block.mlp_norm = _norm(block.attention_norm), _norm(block.mlp_norm)
+        if "rope" in chosen and hasattr(block.attention, "rotate"):
+            block.attention.rotate = LigerRotate()
+            expected.append("rope")
+        if "mlp" in chosen and isinstance(block.mlp.activation, SwiGLU):
+            block.mlp.activation = LigerSwiGLU()
+            expected.append("mlp")
+    if "norm" in chosen:
+        expected.append("rms" if isinstance(model.final_norm, RMSNorm) else "layer")
+        model.final_norm = _norm(model.final_norm)
+    if "loss" in chosen:
+        model.loss_head = LigerLossHead()
+        expected.append("loss")
+    build.facts["liger_kernels"] = sorted({KERNELS[part] for part in expected})
+
+
+def _chosen(parts: str) -> set[str]:
+    every = {"norm", "rope", "mlp", "loss"}
+    if parts == "all but loss":
+        return every - {"loss"}
+    return every if parts == "all" else {parts}
+
+
+def _with(part: str) -> Callable[[Mapping[str, Knob]], bool]:
+    """Whether the library computes this part."""
+    return lambda knobs: part in _chosen(str(knobs["parts"]))
+
+
+def _norm(plain: nn.Module) -> LigerNorm:
+    assert isinstance(plain, RMSNorm | LayerNorm), type(plain)
+    return LigerNorm(plain)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """In the profile: the library's kernel for every part that this model has."""
+    expected = seen.facts.get("liger_kernels", [])
+    missing = [part for part in expected if not any(part in name for name in seen.kernels)]
+    if not expected:
+        return Proof(False, "this model has none of the chosen parts, or none was replaced")
+    if missing:
+        return Proof(False, f"nothing named {', '.join(missing)} ran")
+    return Proof(True, f"ran {', '.join(expected)}")
+
+
+def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
+    """The layer norm of its earlier versions adds up gradients with atomics."""
+    installed = version("liger-kernel") if find_spec("liger_kernel") is not None else FIXED_ORDER
+    if recipe.shape().family != "gpt2" or "norm" not in _chosen(str(knobs["parts"])):
+        return None
+    if _numbers(installed) >= _numbers(FIXED_ORDER):
+        return None
+    return (
+        f"the layer norm of liger-kernel {installed} adds up its gradients in changing order; install {FIXED_ORDER} or newer, "
+        'set parts to "loss", or use fused_norm'
+    )
+
+
+def _takes_loss(recipe: Recipe) -> bool:
+    return "loss" in _chosen(str(knob_of(recipe, "liger", "parts", "all")))
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
+technique = Technique(
+    name="liger",
+    stage=Stage.MODEL,
+    apply=apply,
+    requires=(
+        Requirement(
+            'it needs the library liger-kernel: pip install "optimization-rush[liger]"',
+            lambda machine, recipe: find_spec("liger_kernel") is not None,
+        ),
+        needs_cuda,
+        Requirement(
+            "beside compile it needs scope = block, or parts without the loss: the library's loss cannot be traced",
+            lambda machine, recipe: (
+                not used(recipe, "compile")
+                or knob_of(recipe, "compile", "scope", "model") == "block"
+                or not _takes_loss(recipe)
+            ),
+        ),
+        Requirement(
+            "beside cuda_graph it needs parts without the loss: the library's loss counts labels on the host, and a captured graph "
+            "cannot wait for that; set parts to all but loss",
+            lambda machine, recipe: not used(recipe, "cuda_graph") or not _takes_loss(recipe),
+        ),
+    ),
+    conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "tp", "vocab_pad"),
+    nondeterministic=nondeterministic,
+    knobs={"parts": KnobRange(PARTS, "which parts of the model the library computes")},
+    claim=Claim(
+        "tokens_per_s",
+        0.20,
+        regime="popular models under transformers, on average; Llama 3 8B with FSDP on eight A100s is the example",
+        source="Hsu et al. 2024, arXiv:2410.10989",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits", when=_with("loss")),
+        MemoryEffect(
+            "logits.tokens",
+            0.02,
+            "a chunk's logits are as large as the hidden vectors of all tokens",
+            when=_with("loss"),
+        ),
+        MemoryEffect("head.gradient", 1.0, "kept from the forward pass on", when=_with("loss")),
+        MemoryEffect("norm.wide", 0.0, "the norms keep their inputs only", when=_with("norm")),
+        MemoryEffect("norm.scaled", 0.0, "the norms keep their inputs only", when=_with("norm")),
+        MemoryEffect("mlp.activated", 0.0, "SwiGLU keeps its inputs only", when=_with("mlp")),
+        MemoryEffect("norm.opaque", 1.0, "beside fp8: casts of what they write are kept", when=_with("norm")),
+        MemoryEffect("mlp.opaque", 1.0, "beside fp8: a cast of what it writes is kept", when=_with("mlp")),
+    ),
+    worth=(Setting(), Setting({"parts": "all but loss"})),
+    work=(
+        WorkEffect("norms.fused", 1.0, when=_with("norm")),
+        WorkEffect("rotations.fused", 1.0, when=_with("rope")),
+        WorkEffect("mlp.fused", 1.0, when=_with("mlp")),
+        WorkEffect("loss.bytes", 18.0, when=_with("loss")),
+    ),
+)

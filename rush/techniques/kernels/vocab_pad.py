@@ -1,0 +1,117 @@
+"""Pad the vocabulary of the loss head to a round number.
+
+Matmul kernels work in tiles, and tensor cores want dims that are multiples of 8 and better of 64. GPT-2's
+50,257 words are an odd number: the largest matmul of the model runs on the slow path. Padded to
+50,304 it does more arithmetic in less time. The padding exists only inside the loss head: rows of zeros
+are put below the weight for the product, and their logits are cut off before the loss, so weights,
+checkpoints and exports keep the published shape. A vocabulary that is a round number already gains
+nothing, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    WorkEffect,
+    knob_of,
+)
+from rush.techniques.kernels.chunked_loss import Projection
+
+# Shapes: n tokens, d hidden, v vocabulary.
+
+DEFAULT = 64
+
+
+class PaddedProjection(Projection):
+    """Logits through a weight with rows of zeros below it; the logits of those rows are cut off."""
+
+    def __init__(self, padded: int) -> None:
+        super().__init__()
+        self.padded = padded
+
+    def forward(self, hidden_nd: Tensor, head_weight_vd: Tensor) -> Tensor:
+        vocab_size = head_weight_vd.shape[0]
+        weight = F.pad(head_weight_vd, (0, 0, 0, self.padded - vocab_size))
+        return super().forward(hidden_nd, weight)[..., :vocab_size]
+
+
+class ProjectedLossHead(nn.Module):
+    """The plain loss head with its projection in a slot."""
+
+    def __init__(self, project: nn.Module) -> None:
+        super().__init__()
+        self.project = project
+
+    def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
+        logits_nv = self.project(hidden_btd.flatten(0, 1), head_weight_vd).float()
+        return F.cross_entropy(logits_nv, labels_bt.flatten(), ignore_index=-100, reduction="sum")
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    multiple = int(knobs["multiple"])
+    padded = -(-build.model.shape.vocab_size // multiple) * multiple
+    build.facts["padded_vocab_size"] = padded
+    projection = PaddedProjection(padded)
+    if hasattr(build.model.loss_head, "project"):
+        build.model.loss_head.project = projection
+    else:
+        build.model.loss_head = ProjectedLossHead(projection)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Products with the vocabulary have the padded width, none the true one."""
+    multiple, true = int(knobs["multiple"]), seen.facts["vocab_size"]
+    padded = -(-true // multiple) * multiple
+    widths = {size for shape in seen.matmul_shapes for size in shape if size in (true, padded)}
+    return Proof(
+        widths == {padded} and padded != true,
+        f"products with the vocabulary were {', '.join(map(str, sorted(widths))) or 'not seen'} wide "
+        f"(the vocabulary is {true})",
+    )
+
+
+technique = Technique(
+    name="vocab_pad",
+    stage=Stage.MODEL,
+    apply=apply,
+    conflicts=("fused_loss", "liger", "tp"),
+    after=("chunked_loss",),
+    requires=(
+        Requirement(
+            "it needs a vocabulary that is not a multiple of the padding already",
+            lambda machine, recipe: (
+                recipe.shape().vocab_size % int(knob_of(recipe, "vocab_pad", "multiple", DEFAULT)) != 0
+            ),
+        ),
+    ),
+    knobs={"multiple": KnobRange((DEFAULT, 128), "the padded vocabulary is a multiple of this")},
+    claim=Claim(
+        "tokens_per_s",
+        0.25,
+        regime="GPT-2 124M, 50,257 words padded to 50,304, one A100",
+        source="A. Karpathy on nanoGPT, February 2023",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    on_head=True,
+    memory=(
+        MemoryEffect("buffers", 1.0, "one padded copy of the head's weight during the loss"),
+        MemoryEffect("logits.padded", 0.0, "nothing is left to pad"),
+    ),
+    work=(WorkEffect("head.odd", 1.0),),
+)

@@ -1,0 +1,1 @@
+"""Techniques that trade time for memory: recomputation, offloading, accumulation."""

@@ -1,0 +1,250 @@
+"""AdamW with 8-bit moments.
+
+Adam keeps two running averages for every parameter, 8 bytes in fp32: as much as weights and gradients
+together. Here they are stored in blocks of 8-bit codes with a scale for each block and are unpacked, updated
+and packed again inside one kernel: about 2 bytes. Small tensors stay in fp32. It buys memory, not
+speed: the update touches fewer bytes but does more arithmetic. Backend `rush` is our own kernel, one launch
+for all tensors; it can also round bf16 weights by chance (see `fused_update`), which the libraries cannot, and it knows
+parameters in parts (`fsdp`, `tp`): blocks lie within rows, so that they are the same on any number of ranks; a tensor
+whose rows, or a rank's part of them, are no multiple of 256 keeps fp32 moments there.
+With `paged` (bitsandbytes) the moments of the larger tensors lie in unified memory: on the device while there is
+room, in host memory where a long sequence needs it, fetched over the bus when the update comes. It saves a run
+that would end out of memory now and then; a run that always needs the room pays for the bus at every step.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from rush.libraries import load_library
+from rush.parallel.placement import table_like
+from rush.parallel.sharded import own_part
+from rush.recipe import Knob, Recipe
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Setting,
+    Stage,
+    Technique,
+    WorkEffect,
+    knob_of,
+    used,
+)
+from rush.techniques.api.evidence import state_per_parameter
+from rush.techniques.api.seams import needs_triton
+
+BACKENDS = ("torchao", "bitsandbytes", "rush")
+OP, KERNEL = "rush::adamw8bit", "adamw8bit_kernel"
+BY_CHANCE = "rush::stochastic_rounding"
+PAGED_FROM = 100_000
+"""Numbers in a tensor from which bitsandbytes pages its moments."""
+
+
+def _torchao(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    """torchao's update over state that is plain tensors between steps, so that checkpoints can hold it."""
+    base: Any = load_library("torchao.optim").AdamW8bit
+    packed_type: Any = load_library("torchao.optim.subclass_8bit").OptimState8bit
+
+    class PlainAdamW8bit(base):  # type: ignore[misc]
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            for parameter, state in self.state.items():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    if f"{key}.codes" in state:
+                        parts = [state.pop(f"{key}.{part}") for part in ("codes", "scale", "qmap")]
+                        state[key] = packed_type(*parts, key == "exp_avg", dtype=parameter.dtype)
+            with warnings.catch_warnings():
+                # What the library could do for the compiler's cache.
+                warnings.filterwarnings("ignore", "OptimState8bit does not implement")
+                super().step(closure)
+            for state in self.state.values():
+                for key in ("exp_avg", "exp_avg_sq"):
+                    if isinstance(state.get(key), packed_type):
+                        packed = state.pop(key)
+                        for part in ("codes", "scale", "qmap"):
+                            state[f"{key}.{part}"] = getattr(packed, part)
+
+    made: torch.optim.Optimizer = PlainAdamW8bit(*args, **kwargs)
+    return made
+
+
+def _bitsandbytes(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = load_library("bitsandbytes.optim").AdamW8bit(*args, **kwargs)
+    return made
+
+
+def _paged(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    """The same with moments in unified memory. Those that a checkpoint brought lie on the device: the library would leave
+    them there, so they are paged before the next update."""
+    base: Any = load_library("bitsandbytes.optim").PagedAdamW8bit
+
+    class PagedAdamW8bit(base):  # type: ignore[misc]
+        def step(self, closure: Callable[[], float] | None = None) -> None:
+            for parameter, state in self.state.items():
+                for key in ("state1", "state2"):
+                    held = state.get(key)
+                    if held is not None and held.is_cuda and held.numel() >= PAGED_FROM:
+                        state[key] = self.get_state_buffer(parameter, dtype=held.dtype)
+                        torch.cuda.synchronize()  # it was filled with zeros by the device, and is written by the host
+                        state[key].copy_(held)
+            super().step(closure)
+
+    made: torch.optim.Optimizer = PagedAdamW8bit(*args, **kwargs)
+    return made
+
+
+def paged_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Bytes of moments in unified memory: the library marks them."""
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    return sum(value.nbytes for value in values if getattr(value, "is_paged", False))
+
+
+def _rush(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+    made: torch.optim.Optimizer = import_module("rush.kernels.adamw8bit").RushAdamW8bit(*args, **kwargs)
+    return made
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    makers = {"torchao": _torchao, "bitsandbytes": _bitsandbytes, "rush": _rush}
+    build.make_optimizer = _paged if knobs["paged"] else makers[str(knobs["backend"])]
+    build.optimizer_options.clear()
+    build.optimizer_hooks.append(lambda optimizer: build.facts.update(optimizer=optimizer))
+    if knobs["backend"] == "rush":
+        build.optimizer_options |= {
+            "stochastic_rounding": bool(knobs["stochastic_rounding"]),
+            "seed": build.recipe.run.seed,
+            "local": own_part,
+            "alike": table_like,
+        }
+        # At the most: where many tensors are small, and stay in fp32.
+        build.facts["state_bytes_per_parameter"] = 5.5
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """The optimizer's state has bytes in uint8 and comes to less than 6 bytes per parameter (plain: 8, all in blocks: 2).
+    Our own kernel was seen to run if, and only if, backend is rush, and rounding by chance if it was asked for; moments
+    are in unified memory if, and only if, paged."""
+    per_parameter = state_per_parameter(seen)
+    paged = paged_bytes(seen.facts["optimizer"]) if "optimizer" in seen.facts else 0
+    ours = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
+    return Proof(
+        seen.state_bytes.get("uint8", 0) > 0
+        and per_parameter < 6
+        and ours == (knobs["backend"] == "rush")
+        and (BY_CHANCE in seen.ops) == knobs["stochastic_rounding"]
+        and (paged > 0) == knobs["paged"],
+        f"{'our own kernel ran' if ours else 'our own kernel did not run'}; optimizer state {per_parameter:.2f} bytes per "
+        "parameter, by dtype: "
+        + (", ".join(f"{dtype} {size:,}" for dtype, size in sorted(seen.state_bytes.items())) or "none")
+        + f"; in unified memory: {paged:,} bytes",
+    )
+
+
+def _backend(recipe: Recipe) -> str:
+    return str(knob_of(recipe, "adam8bit", "backend", BACKENDS[0]))
+
+
+def _installed(recipe: Recipe) -> bool:
+    return _backend(recipe) == "rush" or find_spec(_backend(recipe)) is not None
+
+
+def _reaches(knobs: Mapping[str, Knob]) -> float:
+    """Of the copy rate, in the study of kernels on an H200."""
+    if knobs["backend"] != "rush":
+        return 0.2
+    return 0.73 if knobs["stochastic_rounding"] else 0.85
+
+
+technique = Technique(
+    name="adam8bit",
+    stage=Stage.UPDATE,
+    apply=apply,
+    requires=(
+        Requirement(
+            "stochastic rounding is for weights in bf16 and our own kernel; add pure_bf16 and set backend rush",
+            lambda machine, recipe: (
+                not knob_of(recipe, "adam8bit", "stochastic_rounding", False)
+                or (_backend(recipe) == "rush" and used(recipe, "pure_bf16"))
+            ),
+        ),
+        Requirement(
+            "it needs the library that its backend knob names (rush is our own kernel): "
+            'pip install "optimization-rush[quant]"',
+            lambda machine, recipe: _installed(recipe),
+        ),
+        Requirement(
+            "with backend bitsandbytes it needs a CUDA GPU; torchao runs everywhere",
+            lambda machine, recipe: machine.device == "cuda" or _backend(recipe) != "bitsandbytes",
+        ),
+        Requirement(
+            "moments of parameters in parts (layout.fsdp, layout.tp) are our own kernel's: the libraries keep them in a form of "
+            "which no checkpoint could be made; set backend rush",
+            lambda machine, recipe: recipe.layout.fsdp * recipe.layout.tp == 1 or _backend(recipe) == "rush",
+        ),
+        Requirement(
+            "paged moments are bitsandbytes'; set backend bitsandbytes, or take paged out",
+            lambda machine, recipe: (
+                not knob_of(recipe, "adam8bit", "paged", False) or _backend(recipe) == "bitsandbytes"
+            ),
+        ),
+        Requirement(
+            f"with backend rush {needs_triton.sentence}",
+            lambda machine, recipe: _backend(recipe) != "rush" or needs_triton.met(machine, recipe),
+        ),
+    ),
+    conflicts=("bf16_master", "fused_adamw", "fused_update"),
+    knobs={
+        "backend": KnobRange(BACKENDS, "whose kernels do the update"),
+        "stochastic_rounding": KnobRange((False, True), "round weights in bf16 by chance (backend rush)"),
+        "paged": KnobRange(
+            (False, True),
+            f"moments of tensors from {PAGED_FROM:,} numbers on in unified memory (backend bitsandbytes)",
+        ),
+    },
+    claim=Claim(
+        "optimizer state bytes",
+        -0.75,
+        regime="block-wise quantized moments, the large tensors",
+        source="Dettmers et al. 2021, arXiv:2110.02861",
+    ),
+    parity=Parity.STATISTICAL,
+    evidence=evidence,
+    compiles=lambda knobs: knobs["backend"] == "torchao",
+    memory=(
+        MemoryEffect(
+            "optimizer",
+            1.0,
+            "1 byte a moment and a scale for each block of 256; paged: in host memory where there is no room",
+            size=2.03,
+        ),
+        MemoryEffect("update", 0.0, "one kernel"),
+    ),
+    worth=(Setting({"backend": "rush"}), Setting({"backend": "bitsandbytes"}), Setting()),
+    work=(
+        WorkEffect(
+            "update.bytes",
+            6.0,
+            "ours reads and writes the weight and reads its gradient, which the norm has read before",
+            by_knob=lambda knobs: 4.0 if knobs["backend"] == "rush" else 6.0,
+        ),
+        WorkEffect("update.more", 4.0, "codes and scales"),
+        WorkEffect("update.reaches", 0.2, "as measured; our kernel's 0.85, by chance 0.73", by_knob=_reaches),
+        WorkEffect(
+            "update.launches",
+            39.0,
+            "9 with other backends",
+            by_knob=lambda knobs: 39.0 if knobs["backend"] == "torchao" else 9.0,
+        ),
+    ),
+)

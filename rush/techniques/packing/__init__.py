@@ -1,0 +1,1 @@
+"""Techniques that lay out documents in rows."""

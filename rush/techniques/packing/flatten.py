@@ -1,0 +1,67 @@
+"""Padding-free: a micro batch is one long row of whole documents, with a list of where each begins.
+
+Linear layers and norms do not care about rows, only attention does; and a variable-length kernel takes one line
+of documents and their beginnings. So there is nothing to fill up but the end of the line (batch.micro ×
+batch.sequence tokens, always the same shape, which suits a compiler), and that is filled from the documents ahead.
+Positions start again with each document, and none sees another, to the bit. It wins over `pack_best_fit` where
+rows are too short to be filled well; else the two are alike. Without a kernel that skips what lies between
+documents (plain attention, or the CPU's) all scores of the long row are made, batch.micro times as many: it loses
+there. Parity is judged on steps of the same documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rush.data.packing import Flatten
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    used,
+)
+from rush.techniques.packing.packings import WINDOW_MEANING, fine_tuning, others, seen_by, use_packing
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    use_packing(build, Flatten(int(knobs["window"])))
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """All micro batches are one row of one length, made of several documents that are told apart."""
+    found = seen_by(seen)
+    if found is None:
+        return Proof(False, "no flattened micro batch was seen")
+    held = found.isolated == found.micro_batches == found.rows and len(found.shapes) == 1
+    return Proof(held and found.documents > found.rows, found.say(seen.recompiles))
+
+
+technique = Technique(
+    name="flatten",
+    stage=Stage.DATA,
+    apply=apply,
+    requires=(
+        fine_tuning,
+        Requirement(
+            "its micro batch is one row, which accumulate cannot cut; lower batch.micro in its place",
+            lambda machine, recipe: not used(recipe, "accumulate"),
+        ),
+    ),
+    conflicts=others("flatten"),
+    knobs={"window": KnobRange((1024, 128, 8192), WINDOW_MEANING)},
+    claim=Claim(
+        "tokens_per_s",
+        1.0,
+        regime="up to, over padding, where lengths vary as in FLAN; less where they are alike",
+        source="Hugging Face blog, Packing with Flash Attention 2, August 2024; Kundu et al. 2024, arXiv:2407.09105",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+)

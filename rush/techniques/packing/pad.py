@@ -1,0 +1,75 @@
+"""Rows padded to the longest of their micro batch, not to the longest there could be.
+
+Rows of a micro batch must be of one length, so shorter conversations are filled up with tokens that teach nothing
+and cost as much as any other. Without this, every row is `batch.sequence` long. Filling up to the longest row at
+hand wins the more the shorter the conversations are; one long row among short ones spoils its micro batch. Ever
+new lengths would start a compiler anew each time, so beside one they are rounded up to one of a few (`shapes`).
+What the model computes for a document does not change: causal attention never looks at what comes after.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rush.data.packing import Pad
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Setting,
+    Stage,
+    Technique,
+)
+from rush.techniques.packing.packings import SHAPES, allow_shapes, few_shapes, others, seen_by, use_packing
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    shapes = int(knobs["shapes"])
+    build.facts["sequence"] = build.recipe.batch.sequence
+    use_packing(build, Pad(shapes))
+    allow_shapes(build, shapes)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Micro batches with one document a row and, unless one shape is asked for, rows shorter than batch.sequence."""
+    found, shapes = seen_by(seen), int(knobs["shapes"])
+    if found is None:
+        return Proof(False, "no padded micro batch was seen")
+    lengths = {length for _, length in found.shapes}
+    fewer = min(lengths) < seen.facts["sequence"] if shapes != 1 else lengths == {seen.facts["sequence"]}
+    held = found.documents <= found.rows and not found.isolated and (shapes == 0 or len(lengths) <= shapes)
+    return Proof(held and fewer, found.say(seen.recompiles))
+
+
+technique = Technique(
+    name="pad",
+    stage=Stage.DATA,
+    apply=apply,
+    requires=(
+        Requirement(
+            "it lays out conversations: it needs objective.kind = sft or dpo (pretraining cuts its windows from one "
+            "line of tokens)",
+            lambda machine, recipe: recipe.objective.kind != "lm",
+        ),
+        few_shapes("pad"),
+    ),
+    conflicts=others("pad"),
+    knobs={"shapes": SHAPES},
+    claim=Claim(
+        "processed tokens",
+        -0.89,
+        regime="at most: the share of padding in GLUE-cola filled up to 128 tokens; up to half in common datasets",
+        source="Krell et al. 2021, arXiv:2107.02027",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("activations", 1.0, "as before where a conversation fills its row, less elsewhere"),
+    ),
+    worth=(Setting(), Setting({"shapes": 4})),
+)

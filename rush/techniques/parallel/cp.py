@@ -1,0 +1,259 @@
+"""Context parallelism: every sample's positions are divided among ranks.
+
+A long sequence fills a device by its activations alone, and no other axis cuts them along it. Here each rank holds all
+layers and a part of the positions: activations, logits and the work of a layer shrink by the number of ranks. Only
+attention looks across positions, so keys and values are exchanged in each block: gathered ("all_gather": one exchange,
+the model's own core, and a row's keys and values on every rank) or sent round ("ring": the next part travels while one
+is worked on, results are merged by their log-sum-exp). Under a causal mask a rank gets a chunk of the head and one of
+the tail, so that all do the same work. Positions stay those of the whole row, packed documents stay apart across the
+cut, gradients are summed with those of the data ranks. Wins where one sample does not fit, and loses where it
+does: ddp and fsdp exchange less. torch's own context_parallel knows its CUDA operators and no documents, and patches
+a function for the whole process; so this is made of torch's collectives and the cores that are there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from rush.data import Batch
+from rush.data.batch import IGNORED
+from rush.errors import RecipeError
+from rush.models.layers import DocumentIds
+from rush.parallel.context_parallel import ChunkDocuments, GatheredCore, Split
+from rush.recipe import Knob, Recipe
+from rush.techniques.api.contract import (
+    NOT_RECORDED,
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    knob_of,
+    put_on_by_layout,
+    used,
+)
+from rush.techniques.api.seams import set_attention_core, to_autocast_dtype
+from rush.techniques.parallel import ddp
+
+KERNELS = {"flash_attention": "flash on", "cudnn_attention": "cudnn", "triton_attention": "triton"}
+GATHER, SEND, RING = "_c10d_functional::all_gather_into_tensor", "c10d::send", "rush::ring_attention_forward"
+PASS = "rush::forward"
+
+
+class RingCore(nn.Module):
+    """The attention core whose keys and values go round the ranks."""
+
+    def __init__(self, kernel: str, group: str, balanced: bool) -> None:
+        super().__init__()
+        self.kernel, self.group, self.balanced = kernel, group, balanced
+
+    def forward(
+        self,
+        q_bhtd: Tensor,
+        k_bktd: Tensor,
+        v_bktd: Tensor,
+        *,
+        documents: Tensor | None = None,
+        query_offset: int = 0,
+    ) -> Tensor:
+        from rush.parallel.ring_attention import ring_attention
+
+        assert query_offset == 0, "decoding with a cache uses the plain core"
+        return ring_attention(
+            *to_autocast_dtype(q_bhtd, k_bktd, v_bktd),
+            documents_bs=documents,
+            kernel=self.kernel,
+            group=self.group,
+            balanced=self.balanced,
+        )
+
+
+@dataclass
+class Cut:
+    """Takes a rank's part of micro batches, and remembers their lengths."""
+
+    split: Split
+    lengths: set[int] = field(default_factory=set)
+    """Of whole rows."""
+    filled: int = 0
+    """Positions by which rows were made longer, so that they divide."""
+
+    def __call__(self, batch: Batch) -> Batch:
+        batch = self._filled(batch)
+        length = batch.tokens_bt.shape[1]
+        self.lengths.add(length)
+        positions_bt = batch.positions_bt
+        if positions_bt is None:
+            positions_bt = torch.arange(length).expand(batch.tokens_bt.shape)
+        each, rest = divmod(batch.padding, self.split.ranks)
+        part = replace(
+            batch,
+            tokens_bt=self.split.take(batch.tokens_bt),
+            labels_bt=self.split.take(batch.labels_bt),
+            positions_bt=self.split.take(positions_bt),
+            # Where it lies is not known; what ranks count together is right.
+            padding=each + (self.split.rank < rest),
+        )
+        return part.pin() if batch.tokens_bt.is_pinned() else part
+
+    def _filled(self, batch: Batch) -> Batch:
+        """Rows at the end of which positions without a label make up what is missing to a whole number of chunks."""
+        rows, length = batch.tokens_bt.shape
+        missing = -length % self.split.num_chunks
+        if not missing:
+            return batch
+        assert batch.documents_bt is None, "rows of packed documents have one length, which divides"
+        self.filled += rows * missing
+        return replace(
+            batch,
+            tokens_bt=pad(batch.tokens_bt, (0, missing)),
+            labels_bt=pad(batch.labels_bt, (0, missing), value=IGNORED),
+            padding=batch.padding + rows * missing,
+        )
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    mesh, model = build.ranks.folded("cp"), build.model
+    group, balanced = mesh.get_group().group_name, bool(knobs["balance"])
+    split = Split(mesh.size(), mesh.get_local_rank(), balanced)
+    if knobs["exchange"] == "ring":
+        kernel = next((KERNELS[name] for name in KERNELS if used(build.recipe, name)), "plain")
+        kernel = f"{kernel} {build.device.type}" if kernel == "flash on" else kernel
+        if kernel == "triton":
+            import_module("rush.kernels.flash_attention")  # which makes its operators known
+        set_attention_core(model, lambda: RingCore(kernel, group, balanced), DocumentIds())
+    else:
+        for block in model.blocks:
+            attention = block.get_submodule("attention")
+            attention.core = GatheredCore(attention.get_submodule("core"), split, group)
+        model.document_form = ChunkDocuments(model.document_form, split)
+    build.cut = build.facts["cp_cut"] = Cut(split)
+    build.facts["cp_sums"] = build.ranks.data_ranks == 1
+    if build.facts["cp_sums"]:
+        plain = {name: knob.default for name, knob in ddp.technique.knobs.items()}
+        build.shard_hooks.append(lambda build: ddp.replicate(build, plain))
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """A layer's products have a rank's part of the positions as rows, and in every pass the profile shows the exchange
+    that was asked for: all-gathers, or the ring's operator with its sends. Without another data axis, gradients were
+    summed as `ddp` does it."""
+    cut = seen.facts.get("cp_cut")
+    if not isinstance(cut, Cut) or not cut.lengths:
+        return Proof(False, "no sequence was cut")
+    split, passes = cut.split, max(1, seen.ops.get(PASS, 0))
+    rows = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"] // max(1, seen.micro_batches)
+    gathers, sends, rings = (seen.ops.get(name, 0) / passes for name in (GATHER, SEND, RING))
+    if knobs["exchange"] == "ring":
+        exchanged = rings >= 1 and sends >= rings * (split.ranks - 1)
+    else:
+        exchanged = gathers >= 1 and not rings
+    summed = (
+        ddp.evidence(seen, {}) if seen.facts["cp_sums"] else Proof(True, "gradients go with the data ranks'")
+    )
+    longest = max(cut.lengths)
+    held = [f"rank {rank} has {_listed(split.chunks_of(rank))}" for rank in range(split.ranks)]
+    pairs = _listed(split.pairs(rank, longest) for rank in range(split.ranks))
+    return Proof(
+        any(rows in shape for shape in seen.matmul_shapes) and exchanged and summed.took_effect,
+        f"rows of {longest} positions in {split.num_chunks} chunks: {'; '.join(held)}; pairs attended to: {pairs}; layers with "
+        f"{rows} tokens; {gathers:g} all-gathers and {sends:g} sends in a pass; {cut.filled} positions filled up; {summed.what}",
+    )
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(f"{number:,}" for number in numbers)
+
+
+def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+    """Refuse a sequence that is not a whole number of chunks, and answers that are compared as wholes."""
+    if recipe.objective.kind == "dpo":
+        raise RecipeError(
+            f"objective.kind is dpo and layout.cp is {recipe.layout.cp}; a preference compares whole answers, of which each "
+            "rank would have a part. The only allowed size is 1."
+        )
+    chunks = recipe.layout.cp * (2 if knobs["balance"] else 1)
+    sequence = recipe.batch.sequence
+    if sequence % chunks:
+        legal = [size for size in (sequence // chunks * chunks, -(-sequence // chunks) * chunks) if size]
+        raise RecipeError(
+            f"batch.sequence is {sequence}, which layout.cp = {recipe.layout.cp} does not divide into {chunks} equal chunks"
+            f"{' (a head and a tail for each rank)' if knobs['balance'] else ''}; allowed are multiples of {chunks}, such as "
+            f"{' and '.join(map(str, legal))}."
+        )
+
+
+def _ring(recipe: Recipe) -> bool:
+    return knob_of(recipe, "cp", "exchange", "all_gather") == "ring"
+
+
+technique = Technique(
+    name="cp",
+    stage=Stage.TENSOR,
+    after=("tp",),
+    apply=apply,
+    requires=(
+        put_on_by_layout("cp"),
+        Requirement(
+            "cudnn_attention and triton_attention take as many queries as keys, which a ring's blocks have and gathered keys "
+            "have not; set exchange = ring, or use flash_attention",
+            lambda machine, recipe: _ring(recipe) or not used(recipe, "cudnn_attention", "triton_attention"),
+        ),
+        Requirement(
+            "on a GPU the kernels of a ring's blocks take no packed documents; set exchange = all_gather, with "
+            "flash_attention or without it",
+            lambda machine, recipe: (
+                not _ring(recipe)
+                or not used(recipe, "flatten", "pack_best_fit")
+                or not (
+                    used(recipe, "triton_attention")
+                    or (machine.device == "cuda" and used(recipe, "flash_attention"))
+                )
+            ),
+        ),
+    ),
+    conflicts=("cpu_attention", "cuda_graph", "flex_attention"),
+    reasons={
+        **NOT_RECORDED,
+        "cpu_attention": "it takes queries that begin where the keys do, and a rank's queries stand in the middle of them; use "
+        "flash_attention",
+        "flex_attention": "its mask is made for queries that begin where the keys do, and a rank's queries stand in the middle "
+        "of them; use flash_attention",
+    },
+    fits=fits,
+    knobs={
+        "exchange": KnobRange(
+            ("all_gather", "ring"),
+            "whether keys and values are gathered on every rank or sent round in parts",
+        ),
+        "balance": KnobRange(
+            (True, False),
+            "a chunk of the head and one of the tail on each rank, instead of one run of positions",
+        ),
+    },
+    claim=Claim(
+        "model FLOPs per second and device",
+        -0.05,
+        regime="Llama 3 405B on 16,384 H100: 131,072 positions on 16 ranks each, against 8,192 on one",
+        source="Grattafiori et al. 2024, arXiv:2407.21783, table 4",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("activations", 0.5, "divided by layout.cp"),
+        MemoryEffect("scores", 0.5, "divided by layout.cp"),
+        MemoryEffect("logits", 0.5, "divided by layout.cp"),
+    ),
+    worth=(),
+)

@@ -1,0 +1,307 @@
+"""Fully sharded data parallelism (ZeRO): each rank keeps a part of the model, and borrows the rest for a moment.
+
+Data parallelism holds weights, gradients and Adam's moments once for every rank, 16 bytes a parameter. Here each
+rank keeps 1/n. Before a block computes, its weights are gathered from all ranks; after its backward pass the gradients
+are summed and cut in one exchange (reduce-scatter). Stage "parameters" (ZeRO-3) lets gathered weights go after the
+forward pass of a block and gathers them again for the backward pass: half as much again is sent. "gradients" (ZeRO-2)
+keeps them until the step's last backward pass; "optimizer" (ZeRO-1) also keeps whole gradients until then and sends
+them once a step. Between steps torch holds shards only, whatever the stage. Wins where a model does not fit; loses to
+`ddp` where it does and links are slow. With layout.ddp the shards exist that many times (hybrid sharding). With layout.cp
+the ranks that share a sample hold shards as well: they are of the same weights. `offload` keeps the shards in host
+memory: a rank's device then holds a block or two, and every pass waits for the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from rush.errors import RecipeError
+from rush.parallel import Ranks
+from rush.recipe import Knob, Recipe
+from rush.techniques.api.contract import (
+    NOT_RECORDED,
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    knob_of,
+    put_on_by_layout,
+    used,
+)
+from rush.techniques.api.evidence import matmuls_took, say_dtypes
+from rush.techniques.parallel import pp
+
+# (What cuts a sequence or a layer among ranks sends by functional collectives, which have other names.)
+GATHER, SCATTER, PASS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "rush::forward"
+
+SAME = "same"
+DTYPES = {SAME: None, "bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class IntegersWithoutGradient(TorchFunctionMode):
+    """Lets `fully_shard` take quantized weights. Before torch 2.12 it makes every sharded parameter one that requires a
+    gradient first and then what the original was, and an integer tensor refuses the first."""
+
+    def __torch_function__(
+        self,
+        function: Any,
+        types: Any,
+        arguments: Sequence[Any] = (),
+        options: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if function is Tensor.requires_grad_ and not arguments[0].is_floating_point():
+            return arguments[0]
+        return function(*arguments, **(options or {}))
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    shard(build, _mesh(build.ranks), knobs)
+
+
+def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
+    """Hold the model in parts on the last axis of the mesh; of two, the first one's ranks are kept equal."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
+    stage, model = str(knobs["stage"]), build.model
+    blocks: list[Any] = list(model.blocks) if knobs["unit"] == "block" else []
+    # Only parameters are cut; a layer that stores its weight otherwise (as codes) makes parameters of it.
+    for module in model.modules():
+        getattr(module, "hold_as_parameters", lambda: None)()
+    options: dict[str, Any] = {
+        "mesh": mesh,
+        # Nothing is cast on the way in: what enters a block has the dtype of the embedding, and angles stay in fp32.
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=DTYPES[str(knobs["param_dtype"])],
+            reduce_dtype=DTYPES[str(knobs["reduce_dtype"])],
+            cast_forward_inputs=False,
+        ),
+        "offload_policy": CPUOffloadPolicy(build.device.type == "cuda")
+        if knobs["offload"]
+        else OffloadPolicy(),
+    }
+    if knobs["offload"]:
+        build.weights_device = torch.device("cpu")
+    if knobs["param_dtype"] != SAME:
+        build.facts["matmul_dtype"] = knobs["param_dtype"]
+    # The backward pass begins where the forward pass of the rest (embedding, head) ended: letting go would be in vain.
+    roots: list[Any] = list(build.parts) or [model]
+    with IntegersWithoutGradient():
+        for block in blocks:
+            fully_shard(block, reshard_after_forward=stage == "parameters", **options)
+        for root in roots:
+            fully_shard(root, reshard_after_forward=False, **options)
+    for unit in [*blocks, *roots]:
+        # The share of a step counts the units of all ranks, so gradients are to be summed.
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    for root in roots if blocks else []:
+        _prefetch(list(root.blocks), int(knobs["prefetch"]))
+    if not build.parts:  # what runs the parts of a pipeline tells each of them
+        build.before_pass.append(_told(model, stage))
+    build.facts["fsdp_model"] = model
+    build.facts["fsdp_ranks"] = build.ranks.size("fsdp") * build.ranks.size("cp")
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    outside = [[p for p in root.parameters() if id(p) not in inside] for root in roots]
+    build.facts["fsdp_roots"] = sum(bool(rest) for rest in outside)
+    build.facts["fsdp_roots_trained"] = sum(any(p.requires_grad for p in rest) for rest in outside)
+
+
+def _mesh(ranks: Ranks) -> Any:
+    """The ranks that hold a model in parts together; with ddp as many groups of them as there are copies."""
+    assert ranks.mesh is not None
+    if ranks.size("ddp") == 1:
+        return ranks.folded("fsdp")
+    if ranks.size("cp") == 1:
+        return ranks.mesh[("ddp", "fsdp")]
+    whole: Any = type(ranks.mesh)
+    return whole._concatenate([ranks.mesh["ddp"], ranks.folded("fsdp")])
+
+
+def _prefetch(blocks: list[Any], depth: int) -> None:
+    """Ask for blocks before their turn; torch itself asks for the next one while a block computes."""
+    if depth < 2:
+        return
+    for place, block in enumerate(blocks):
+        block.set_modules_to_forward_prefetch(blocks[place + 1 : place + 1 + depth])
+        block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
+
+
+def _told(model: nn.Module, stage: str) -> Callable[[bool], None]:
+    sharded: Any = model
+
+    def told(last: bool) -> None:
+        sharded.set_is_last_backward(last)
+        sharded.set_requires_gradient_sync(last or stage != "optimizer")
+        # Between copies the sum over all passes is sent, once.
+        sharded.set_requires_all_reduce(last)
+        sharded.set_reshard_after_backward(last or stage == "parameters")
+
+    return told
+
+
+def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+    """Refuse what a pipeline's schedules do not do with shards."""
+    if recipe.layout.pp == 1:
+        return
+    schedule, stage = str(knob_of(recipe, "pp", "schedule", "1f1b")), str(knobs["stage"])
+    allowed = ["optimizer"] if pp.splits_backward(recipe) else ["parameters", "optimizer"]
+    if stage not in allowed:
+        raise RecipeError(
+            f"technique fsdp: stage is {stage!r}, but pp's schedule {schedule} keeps gradients whole until the end of a step"
+            f"{', and weights between its passes' if len(allowed) == 1 else ''}; allowed beside it: {', '.join(allowed)}."
+        )
+
+
+def _units_trained(model: nn.Module, blocks: list[nn.Module]) -> int:
+    """How many units have gradients to send; beside adapters the rest (embedding, head) has none."""
+    inside = {id(p) for block in blocks for p in block.parameters()}
+    rest = [p for p in model.parameters() if id(p) not in inside]
+    return sum(any(p.requires_grad for p in unit) for unit in [*(b.parameters() for b in blocks), rest])
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """This rank holds its part of the parameters, and per unit and step the profile shows as many all-gathers and
+    reduce-scatters as the stage needs."""
+    if "fsdp_model" not in seen.facts:
+        return Proof(False, "no parameter is sharded")
+    from rush.parallel.sharded import own_part
+
+    parameters = list(seen.facts["fsdp_model"].parameters())
+    held = sum(own_part(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
+    ranks, passes = seen.facts["fsdp_ranks"], seen.micro_batches
+    steps = seen.ops.get(PASS, 0) / max(1, passes)
+    gathers, scatters = (seen.ops.get(name, 0) / steps if steps else 0.0 for name in (GATHER, SCATTER))
+    units = list(seen.facts["fsdp_model"].blocks) if knobs["unit"] == "block" else []
+    blocks, trained = len(units), _units_trained(seen.facts["fsdp_model"], units)
+    wanted = {
+        "parameters": (2 * blocks * passes + passes, trained * passes),
+        "gradients": (blocks + 1, trained * passes),
+        "optimizer": (blocks + 1, trained),
+    }
+    if "pp" in seen.facts:  # schedules keep gradients until the end of the step; some gather all at its start
+        once, sent = (blocks + seen.facts[name] for name in ("fsdp_roots", "fsdp_roots_trained"))
+        wanted = dict.fromkeys(wanted, (max(gathers, once), sent))
+    where = {own_part(p).device.type for p in parameters}
+    as_asked = where == {"cpu"} or not knobs["offload"]
+    if knobs["param_dtype"] != SAME:
+        as_asked &= matmuls_took(seen, str(knobs["param_dtype"])) and "float32" in seen.weight_dtypes
+    return Proof(
+        held < 1.5 / ranks and (gathers, scatters) == wanted[str(knobs["stage"])] and as_asked,
+        f"this rank holds {held:.0%} of the parameters; {gathers:g} all-gathers and {scatters:g} reduce-scatters in a "
+        f"step of {passes} micro batches with {blocks + 1} units; parameters lie on {', '.join(sorted(where))}, "
+        f"{say_dtypes(seen)}",
+    )
+
+
+technique = Technique(
+    name="fsdp",
+    stage=Stage.SHARD,
+    apply=apply,
+    requires=(
+        put_on_by_layout("fsdp"),
+        Requirement(
+            "param_dtype makes bf16 of fp32 weights as they are gathered; take out what gives them another form (amp_fp16, "
+            "bf16_master, int8_base, pure_bf16, qlora), or leave it at same",
+            lambda machine, recipe: (
+                knob_of(recipe, "fsdp", "param_dtype", SAME) == SAME
+                or not used(recipe, "amp_fp16", "bf16_master", "int8_base", "pure_bf16", "qlora")
+            ),
+        ),
+        Requirement(
+            "with offload the update is made on the host, where our kernels do not run; take out adam8bit and fused_update "
+            "(fused_adamw runs there), or set offload to false",
+            lambda machine, recipe: (
+                not knob_of(recipe, "fsdp", "offload", False) or not used(recipe, "adam8bit", "fused_update")
+            ),
+        ),
+        Requirement(
+            "weights are gathered between blocks, where a graph of the whole model cannot be interrupted; use compile "
+            "with scope block, and fsdp with unit block",
+            lambda machine, recipe: (
+                not used(recipe, "compile")
+                or (
+                    knob_of(recipe, "compile", "scope", "model") == "block"
+                    and knob_of(recipe, "fsdp", "unit", "block") == "block"
+                )
+            ),
+        ),
+    ),
+    conflicts=("cuda_graph", "fused_projections"),
+    reasons={
+        **NOT_RECORDED,
+        "fused_projections": "it multiplies with weights that lie one below another in memory, and each gathered weight has a "
+        "place of its own; bringing them together would be the copy that it is there to save",
+    },
+    fits=fits,
+    knobs={
+        "stage": KnobRange(
+            ("parameters", "gradients", "optimizer"),
+            "what is kept in parts through a step: all (ZeRO-3), gradients and optimizer state (ZeRO-2), or the latter "
+            "only (ZeRO-1)",
+        ),
+        "unit": KnobRange(("block", "model"), "what is gathered at once"),
+        "prefetch": KnobRange((1, 2, 4), "blocks that are asked for ahead of their turn"),
+        "param_dtype": KnobRange(
+            (SAME, "bfloat16"),
+            "what fp32 weights are gathered and computed with as; each rank keeps its part in fp32",
+        ),
+        "reduce_dtype": KnobRange((SAME, "float32", "bfloat16"), "what gradients are summed in"),
+        "offload": KnobRange(
+            (False, True),
+            "parts of weights, gradients and moments lie in host memory, where the update is made",
+        ),
+    },
+    claim=Claim(
+        "model state bytes per rank",
+        -0.98,
+        regime="ZeRO-3 on 64 ranks: 16 bytes a parameter become 16/64",
+        source="Rajbhandari et al. 2019, arXiv:1910.02054, figure 1",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("parameters", 0.5, "divided by layout.fsdp, and one or two blocks in full"),
+        MemoryEffect("gradients", 0.5, "divided by layout.fsdp; in full with stage = optimizer"),
+        MemoryEffect("optimizer", 0.5, "divided by layout.fsdp"),
+        MemoryEffect(
+            "gathered",
+            0.0,
+            "with stages gradients and optimizer all weights stay gathered until the backward pass",
+            by_knob=lambda knobs: float(knobs["stage"] != "parameters" or knobs["unit"] == "model"),
+        ),
+        *(
+            MemoryEffect(
+                term,
+                1.0,
+                "2 bytes with param_dtype = bfloat16",
+                size=2,
+                when=lambda knobs: knobs["param_dtype"] == "bfloat16",
+            )
+            for term in ("gathered", "stream", "compute")
+        ),
+        MemoryEffect(
+            "on_host",
+            1.0,
+            "with offload: weights, gradients and moments of this rank",
+            when=lambda knobs: bool(knobs["offload"]),
+        ),
+        MemoryEffect(
+            "whole_gradients",
+            0.0,
+            "with stage optimizer",
+            by_knob=lambda knobs: float(knobs["stage"] == "optimizer" or knobs["unit"] == "model"),
+        ),
+    ),
+    worth=(),
+)

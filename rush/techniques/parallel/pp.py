@@ -1,0 +1,281 @@
+"""Pipeline parallelism: the model is cut across its depth, each rank keeps some of the blocks.
+
+A rank computes its blocks and hands the hidden state to the next one; gradients come back the same way. Little is sent,
+between two ranks at a time, so it is the axis for slow links: between machines. The price is waiting. The last rank
+has nothing to do before the first micro batch arrives, and the first nothing at the end until gradients return: of p
+ranks and m micro batches, (p - 1) / (m + p - 1) of a step is idle. Many micro batches make it small. Several stages a
+rank (`interleaved`) fill and drain the pipeline in smaller portions: m becomes stages × m, for as much more sending. Zero
+bubble schedules keep the gradients of weights, which nobody waits for, for the moments that would be idle. Each rank
+holds its stages' weights, gradients and moments only; of activations, 1F1B holds as many micro batches as there
+are ranks, GPipe all of a step. Loses where the model fits without it, and where a step has few micro batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.profiler import record_function
+
+from rush.data import Batch
+from rush.errors import RecipeError
+from rush.models.pipeline_stages import keep, split
+from rush.parallel.pipeline import KINDS, Kind, Pipeline, add_gradient
+from rush.recipe import Knob, Recipe
+from rush.techniques.api.contract import (
+    NOT_RECORDED,
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    knob_of,
+    put_on_by_layout,
+    used,
+)
+
+FORWARD = "rush::forward"
+SENDS = ("c10d::send", "nccl:send")
+RECEIVES = ("c10d::recv_", "nccl:recv")
+TIED = "embedding.weight"
+
+
+def stages_a_rank(knobs: Mapping[str, Knob]) -> int:
+    return int(knobs["stages"]) or KINDS[str(knobs["schedule"])].fewest
+
+
+def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+    """Refuse more stages than blocks, stages the schedule does not know, and too few micro batches."""
+    kind, ranks, each = KINDS[str(knobs["schedule"])], recipe.layout.pp, stages_a_rank(knobs)
+    if not kind.fewest <= each <= kind.most:
+        allowed = str(kind.fewest) if kind.fewest == kind.most else f"{kind.fewest} to {kind.most}"
+        raise RecipeError(
+            f"technique pp: stages is {each}, but schedule {kind.name} takes {allowed} on each rank; change one of them."
+        )
+    _check_ends(recipe, kind)
+    layers = recipe.shape().num_layers
+    if ranks * each > layers:
+        most = [p for p in range(1, layers + 1) if p * each <= layers]
+        raise RecipeError(
+            f"layout.pp is {ranks} with {each} stage{'s' * (each > 1)} on each rank, which takes {ranks * each} blocks, but "
+            f"{recipe.model.name} has {layers}; "
+            + (f"layout.pp can be 1 to {most[-1]}." if most else f"stages can be at most {layers}.")
+        )
+    parts = int(knob_of(recipe, "accumulate", "factor", 2)) if used(recipe, "accumulate") else 1
+    found = recipe.accumulation * parts
+    if not kind.takes(found, ranks):
+        legal = [n for n in range(1, 4 * (found + ranks)) if n % parts == 0 and kind.takes(n, ranks)]
+        near = [str(n) for n in sorted(sorted(legal, key=lambda n: abs(n - found))[:3])]
+        tokens = recipe.micro * recipe.batch.sequence * recipe.data_ranks // parts
+        raise RecipeError(
+            f"a step has {found} micro batches, with which schedule {kind.name} cannot run on layout.pp={ranks}; the nearest "
+            f"numbers that can: {', '.join(near)}. Set batch.total_tokens to that many times {tokens:,}, or take schedule "
+            "gpipe, which runs with any."
+        )
+
+
+def _check_ends(recipe: Recipe, kind: Kind) -> None:
+    """Of two stages that exchange their gradients with other ranks, one can have the embedding."""
+    layout = recipe.layout
+    together = not kind.looped and recipe.shape().tied_head
+    if together and layout.ddp * layout.fsdp * layout.cp > 1:
+        raise RecipeError(
+            f"technique pp: schedule {kind.name} has the first and the last stage on one rank, where a tied embedding would be "
+            "exchanged twice; beside layout.ddp, fsdp or cp take another schedule, or a model whose head is not tied."
+        )
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    mesh, recipe = build.ranks.mesh, build.recipe
+    assert mesh is not None
+    kind, size, rank = KINDS[str(knobs["schedule"])], build.ranks.size("pp"), int(mesh.get_local_rank("pp"))
+    num_stages = size * stages_a_rank(knobs)
+    spans = split(recipe.shape(), num_stages, recipe.batch.sequence, str(knobs["balance"]))
+    rank_of = kind.ranks_of(size, num_stages)
+    parts = keep(build.model, [span for span in spans if rank_of[span.number] == rank])
+    build.parts.extend(parts)
+    apart = recipe.shape().tied_head and rank_of[0] != rank_of[-1]
+    peer = {rank_of[0]: rank_of[-1], rank_of[-1]: rank_of[0]}.get(rank) if apart else None
+    if peer is not None and rank == rank_of[-1]:
+        build.copies.append(TIED)
+    build.facts["pp_split"] = [f"rank {rank_of[span.number]}: {span}" for span in spans]
+    build.facts["pp_blocks"] = [layer for part in parts for layer in range(part.span.start, part.span.end)]
+    build.facts["pp_layers"] = recipe.shape().num_layers
+
+    # What travels is the stream as it lies between blocks: tensor parallelism may have cut it along the sequence.
+    pieces = build.ranks.size("tp") if knob_of(recipe, "tp", "sequence", True) else 1
+
+    def made(run: Any, modules: Sequence[nn.Module]) -> Pipelined:
+        return Pipelined(run, kind, parts, modules, num_stages, build.weight_dtype, pieces, peer)
+
+    build.make_passes = made
+
+
+@dataclass
+class Pipelined:
+    """The micro batches of a step in the order of a schedule, together with the other ranks of the pipeline."""
+
+    run: Any
+    kind: Kind
+    parts: Sequence[Any]
+    modules: Sequence[nn.Module]
+    num_stages: int
+    dtype: torch.dtype
+    pieces: int
+    """Of which a rank has one of a hidden state's positions."""
+    tied_with: int | None
+    """The rank of the pipeline that holds the other copy of a tied embedding, if this one holds one."""
+    waiting: list[tuple[Batch, Tensor]] = field(default_factory=list)
+    """Micro batches of this step, as the techniques around a pass hand them on, each with its share."""
+
+    def __post_init__(self) -> None:
+        self.pipeline = Pipeline(
+            self.kind,
+            self.parts,
+            self.modules,
+            self.num_stages,
+            self.run.ranks.mesh.get_group("pp"),
+            self.run.device,
+            self.run.model.shape.hidden,
+            self.dtype,
+            self._compute,
+        )
+        self.run.facts["pp"] = self.pipeline
+        self.run.pass_through(self._wait)
+        self.loss = torch.zeros((), device=self.run.device)
+
+    def _wait(self, batch: Batch, share: Tensor) -> Tensor:
+        self.waiting.append((batch, share))
+        return torch.zeros((), device=self.run.device)
+
+    def train(self, batches: Sequence[Batch], share: Tensor) -> Tensor:
+        self.waiting.clear()
+        self.loss = torch.zeros((), device=self.run.device)
+        for batch in batches:
+            self.loss += self.run.micro_pass(batch.to(self.run.device), share)
+        self.pipeline.train(self.waiting, [self._shape(batch) for batch, _ in self.waiting])
+        self._add_tied()
+        # Only the last stage knows the loss; to the others it is zero.
+        loss: Tensor = self.run.ranks.sum_stages(self.loss)
+        return loss
+
+    def evaluate(self, batches: Iterable[Batch]) -> float:
+        total = torch.zeros((), dtype=torch.float64, device=self.run.device)
+        for batch in batches:
+            self.loss = torch.zeros((), device=self.run.device)
+            self.pipeline.evaluate((batch, torch.ones((), device=self.run.device)), self._shape(batch))
+            total += self.loss
+        return float(self.run.ranks.sum_stages(total))
+
+    def _compute(self, part: Any, given: tuple[Batch, Tensor], x_btd: Tensor | None) -> Tensor:
+        batch, share = given
+        with record_function(FORWARD), self.run.autocast():
+            out: Tensor = self.run.objective.loss(partial(part.compute, x_btd), batch)
+        if not part.span.is_last:
+            return out
+        self.loss += out.detach()
+        return out * share
+
+    def _shape(self, batch: Batch) -> tuple[int, int]:
+        """Rows and columns of the hidden state of a batch."""
+        rows, columns = batch.tokens_bt.shape
+        return int(rows), int(columns) // self.pieces
+
+    def _add_tied(self) -> None:
+        """Of a tied embedding one copy has the gradient of the lookup, the other that of the head: each gets the sum."""
+        if self.tied_with is not None:
+            add_gradient(self.run.model.get_parameter(TIED), self.tied_with, self.pipeline.group)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """This rank computes some of the blocks and not others, and the profile shows hidden states or gradients sent
+    and received, one of either for each micro batch at least."""
+    if "pp" not in seen.facts:
+        return Proof(False, "the model is in one piece")
+    own, layers, pipeline = seen.facts["pp_blocks"], seen.facts["pp_layers"], seen.facts["pp"]
+    sent, received = (_times(seen, names) for names in (SENDS, RECEIVES))
+    micro_batches = seen.micro_batches / len(pipeline.stages)
+    steps = seen.ops.get(FORWARD, 0) / max(1, seen.micro_batches)
+    enough = steps > 0 and min(sent, received) >= steps * micro_batches
+    return Proof(
+        len(own) < layers and enough,
+        f"this rank has blocks {', '.join(map(str, own))} of {layers}; {sent} sends and {received} receives for "
+        f"{micro_batches:g} micro batches in {steps:g} step(s); by the order of schedule {knobs['schedule']} "
+        f"{pipeline.idle_share():.0%} of a step is idle; the split: {'; '.join(seen.facts['pp_split'])}",
+    )
+
+
+def _times(seen: Observation, names: Iterable[str]) -> int:
+    return max(sum(count for op, count in seen.ops.items() if op.startswith(name)) for name in names)
+
+
+def splits_backward(recipe: Recipe) -> bool:
+    """Whether gradients of weights are computed apart, outside of what torch calls a backward pass."""
+    return recipe.layout.pp > 1 and KINDS[str(knob_of(recipe, "pp", "schedule", "1f1b"))].splits_backward
+
+
+technique = Technique(
+    name="pp",
+    stage=Stage.TENSOR,
+    after=("cp", "tp"),
+    apply=apply,
+    fits=fits,
+    requires=(
+        put_on_by_layout("pp"),
+        Requirement(
+            "a graph of the whole model cannot be cut into stages; use compile with scope block",
+            lambda machine, recipe: (
+                not used(recipe, "compile") or knob_of(recipe, "compile", "scope", "model") == "block"
+            ),
+        ),
+        Requirement(
+            "the backward pass of a compiled block is one piece, which a zero bubble schedule would have to cut; use 1f1b, "
+            "gpipe or interleaved beside compile",
+            lambda machine, recipe: not (used(recipe, "compile") and splits_backward(recipe)),
+        ),
+        Requirement(
+            "a zero bubble schedule goes through a block's backward pass twice, and torch's selective checkpointing through a "
+            "block once; use checkpoint_full beside it, or 1f1b, gpipe or interleaved",
+            lambda machine, recipe: not (used(recipe, "checkpoint_selective") and splits_backward(recipe)),
+        ),
+    ),
+    conflicts=("cuda_graph",),
+    reasons=NOT_RECORDED,
+    knobs={
+        "schedule": KnobRange(
+            tuple(KINDS),
+            "the order of passes: 1f1b (a backward pass as soon as there is one), gpipe (all forward first), interleaved "
+            "(1f1b with several stages a rank), zero_bubble and zbv (gradients of weights fill what would be idle)",
+        ),
+        "stages": KnobRange((0, 1, 2, 3, 4, 6, 8), "stages on each rank; 0: as few as the schedule takes"),
+        "balance": KnobRange(
+            ("flops", "parameters"), "what is equal among stages: the arithmetic of a token, or what is held"
+        ),
+    },
+    claim=Claim(
+        "tokens_per_s",
+        0.10,
+        regime="interleaved against plain 1F1B, GPT models on up to 3,072 A100",
+        source="Narayanan et al. 2021, arXiv:2104.04473, abstract",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect(
+            "parameters", 0.5, "divided by layout.pp; a tied embedding is on the first and the last rank"
+        ),
+        MemoryEffect("gradients", 0.5, "divided by layout.pp"),
+        MemoryEffect("optimizer", 0.5, "divided by layout.pp"),
+        MemoryEffect("activations", 1.0, "1F1B: a layout.pp-th of the blocks, of layout.pp micro batches"),
+    ),
+    worth=(),
+)

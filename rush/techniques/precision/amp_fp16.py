@@ -1,0 +1,108 @@
+"""Mixed precision in fp16: fp32 weights, fp16 matmuls, a scaled loss.
+
+fp16 has three more bits of mantissa than bf16 but a far smaller range: gradients below about 6e-8 become
+zero. So the loss is multiplied by a large factor before the backward pass and the gradients are divided
+by it before they are used. If one overflows, that step is left out and the factor halves (on all ranks, whoever saw
+it); after many good steps it doubles. It is for GPUs whose tensor cores know no bf16 (Volta, Turing); elsewhere `amp_bf16` is
+as fast and needs no scaling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from rush.parallel import Ranks
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    KnobRange,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Stage,
+    Technique,
+    WorkEffect,
+)
+from rush.techniques.api.evidence import matmuls_in
+
+SCALE, GOOD_STEPS = "loss_scale", "loss_scale_good_steps"
+
+
+class LossScaler(torch.amp.GradScaler):
+    """torch's scaler, with its two numbers kept in the optimizer's first group: a checkpoint holds them there."""
+
+    ranks = Ranks()
+
+    def attach(self, optimizer: Optimizer) -> None:
+        self.group = optimizer.param_groups[0]
+        self.group[SCALE], self.group[GOOD_STEPS] = float(self.get_scale()), 0
+        self._known = (self.group[SCALE], self.group[GOOD_STEPS])
+
+    def scale(self, outputs: Tensor) -> Tensor:  # type: ignore[override]
+        stored = (self.group[SCALE], self.group[GOOD_STEPS])
+        if stored != self._known:  # a checkpoint was loaded
+            self.load_state_dict({**self.state_dict(), "scale": stored[0], "_growth_tracker": stored[1]})
+            self._known = stored
+        scaled: Tensor = super().scale(outputs)
+        return scaled
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        super().unscale_(optimizer)
+        # Each rank looked at the gradients that it holds: of its stage, of its part of a layer.
+        for found in self._found_inf_per_device(optimizer).values():
+            self.ranks.any_of_all(found)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        super().update(new_scale)
+        state = self.state_dict()
+        self._known = self.group[SCALE], self.group[GOOD_STEPS] = state["scale"], state["_growth_tracker"]
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.autocast_dtype = torch.float16
+    scaler = LossScaler(build.device.type, init_scale=float(knobs["initial_scale"]))
+    scaler.ranks = build.ranks
+    build.scaler = scaler
+    build.optimizer_hooks.append(scaler.attach)
+    build.facts["loss_scaler"] = scaler
+
+
+_fp16_matmuls = matmuls_in("float16", weights="float32")
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Matmuls took fp16 inputs from fp32 weights, and the gradients were checked and scaled back."""
+    proof = _fp16_matmuls(seen, knobs)
+    unscaled = any("_amp_foreach_non_finite_check_and_unscale_" in name for name in seen.ops)
+    scaler = seen.facts.get("loss_scaler")
+    scale = f"loss scale {scaler.get_scale():g}" if scaler is not None else "no loss scale"
+    skipped = seen.facts["skipped_steps"]
+    return Proof(proof.took_effect and unscaled, f"{proof.what}; {scale}, {skipped} steps skipped")
+
+
+technique = Technique(
+    name="amp_fp16",
+    stage=Stage.MODEL,
+    apply=apply,
+    conflicts=("amp_bf16", "bf16_master", "half_products", "pure_bf16"),
+    knobs={"initial_scale": KnobRange((65536, 4096, 256), "the factor of the loss at the first step")},
+    claim=Claim(
+        "matmul rate",
+        15.0,
+        regime="fp16 tensor cores of an A100 against its fp32 units: 312 TFLOP/s dense against 19.5",
+        source="NVIDIA A100 Tensor Core GPU datasheet; Micikevicius et al. 2017, arXiv:1710.03740",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
+        MemoryEffect("casts", 1.0, "2 bytes for each weight of a matrix product", size=2),
+    ),
+    work=(WorkEffect("products.dtype", "float16"),),
+)

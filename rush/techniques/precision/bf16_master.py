@@ -1,0 +1,141 @@
+"""bf16 weights with an fp32 master copy in the update.
+
+Forward and backward see bf16 weights only: no cast of a weight in any pass, and gradients of 2 bytes. The
+optimizer keeps an fp32 copy of every weight, updates that, and rounds it down to bf16 for the next step,
+so small updates add up instead of being rounded away as in `pure_bf16`. The copy starts from the weights before
+they were rounded, so even updates smaller than a step of bf16 show at once, in the share of weights they carry
+over to the next number. The bytes in all are those of plain fp32 (2 + 2 + 4 + 8 for each parameter); what is saved is casts, and traffic when gradients are
+exchanged. It loses to `amp_bf16` where norms and the residual stream need fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from rush.parallel.sharded import own_part
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Stage,
+    Technique,
+)
+from rush.techniques.api.evidence import matmuls_took, say_dtypes, state_per_parameter
+
+
+class MasterAdamW(torch.optim.Optimizer):
+    """AdamW on fp32 copies of the parameters. The copies are optimizer state, so checkpoints hold them."""
+
+    keeps_small_updates = True
+    """Whether updates below half a weight's last bit add up (see `rush/train/lost_updates.py`)."""
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        foreach: bool = False,
+        fused: bool = False,
+    ) -> None:
+        assert not foreach, "tensors are updated one by one, so that one fp32 gradient exists at a time"
+        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "fused": fused})
+        self.holds_back = fused
+        """Whether `found_inf` and `grad_scale` are obeyed, as torch's fused update does."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        assert closure is None
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            # What the weight was rounded from, where it is known. From the rounded value the first updates, each smaller than
+            # the distance of two bf16 numbers, would all be lost on the passes; from the true one as many weights as it
+            # takes cross to the next number at every step.
+            exact = parameter.__dict__.pop("master", None)
+            state["master"] = parameter.detach().float().clone() if exact is None else exact
+            state["exp_avg"] = torch.zeros_like(state["master"])
+            state["exp_avg_sq"] = torch.zeros_like(state["master"])
+            state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
+        assert parameter.grad is not None
+        master = own_part(state["master"])
+        adamw(
+            [master],
+            [own_part(parameter.grad).float()],
+            [own_part(state["exp_avg"])],
+            [own_part(state["exp_avg_sq"])],
+            [],
+            [state["step"]],
+            foreach=False,
+            fused=group["fused"],
+            amsgrad=False,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=False,
+            found_inf=getattr(self, "found_inf", None),
+            grad_scale=getattr(self, "grad_scale", None),
+        )
+        own_part(parameter).copy_(master)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.weight_dtype, build.masters = torch.bfloat16, True
+    build.make_optimizer = MasterAdamW
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Weights and matmul inputs are bf16, and the optimizer's state is fp32 with 12 bytes per parameter (plain: 8)."""
+    per_parameter = state_per_parameter(seen)
+    took_effect = (
+        seen.weight_dtypes == {"bfloat16"}
+        and matmuls_took(seen, "bfloat16")
+        and set(seen.state_bytes) == {"float32"}
+        and per_parameter > 11.5
+    )
+    weights = ", ".join(sorted(seen.weight_dtypes))
+    return Proof(
+        took_effect,
+        f"weights are {weights}, {say_dtypes(seen)}, optimizer state {per_parameter:.1f} bytes per parameter "
+        "(12 with master weights in fp32)",
+    )
+
+
+technique = Technique(
+    name="bf16_master",
+    stage=Stage.MODEL,
+    apply=apply,
+    conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fused_update", "half_products", "pure_bf16"),
+    claim=Claim(
+        "bytes of weights and gradients in the passes",
+        -0.5,
+        regime="4 bytes for each parameter instead of 8; 16 in all, as in plain fp32",
+        source="arithmetic; Rajbhandari et al. 2019, arXiv:1910.02054, section 3.1",
+    ),
+    parity=Parity.STATISTICAL,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("parameters", 1.0, "2 bytes each", size=2),
+        MemoryEffect("gradients", 1.0, "2 bytes each", size=2),
+        MemoryEffect("master", 1.0, "4 bytes for each trained weight"),
+        MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
+        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
+    ),
+)

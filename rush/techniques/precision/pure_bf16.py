@@ -1,0 +1,75 @@
+"""Pure bf16: weights, gradients and optimizer state in bf16.
+
+Half the memory of everything, and no casts. But bf16 has 8 bits of mantissa: once an update is
+smaller than about 1/256 of a weight, rounding throws it away, so runs at small learning rates stall, and
+so does the warm-up of any run; `rush train` says before the first step how many weights can move. Rounding by chance
+(`fused_update` with stochastic_rounding) mends that; without it, prefer `amp_bf16` for pretraining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    MemoryEffect,
+    Observation,
+    Parity,
+    Proof,
+    Setting,
+    Stage,
+    Technique,
+)
+from rush.techniques.api.evidence import matmuls_took, say_dtypes, state_per_parameter
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.weight_dtype = torch.bfloat16
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """Weights and matmul inputs are bf16, and the optimizer's state comes to 4 bytes per parameter (plain: 8), or what
+    the technique for the update says it keeps."""
+    per_parameter = state_per_parameter(seen)
+    # Two moments of 2 bytes; 8-bit moments are smaller still; an update may say that it keeps them larger.
+    most = seen.facts.get("state_bytes_per_parameter", 4) + 0.5
+    took_effect = (
+        seen.weight_dtypes == {"bfloat16"} and matmuls_took(seen, "bfloat16") and per_parameter < most
+    )
+    weights = ", ".join(sorted(seen.weight_dtypes))
+    return Proof(
+        took_effect,
+        f"weights are {weights}, {say_dtypes(seen)}, optimizer state {per_parameter:.1f} bytes per parameter",
+    )
+
+
+technique = Technique(
+    name="pure_bf16",
+    stage=Stage.MODEL,
+    apply=apply,
+    conflicts=("amp_bf16", "amp_fp16", "bf16_master", "half_products"),
+    claim=Claim(
+        "model state bytes",
+        -0.5,
+        regime="weights, gradients and both Adam moments at 2 bytes instead of 4",
+        source="arithmetic: 8 bytes per parameter instead of 16",
+    ),
+    parity=Parity.STATISTICAL,
+    evidence=evidence,
+    memory=(
+        MemoryEffect("parameters", 1.0, "2 bytes each", size=2),
+        MemoryEffect("gradients", 1.0, "2 bytes each", size=2),
+        MemoryEffect("optimizer", 1.0, "2 bytes a moment", size=4),
+        MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
+        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
+    ),
+    worth=(
+        Setting(beside={"fused_update": {"stochastic_rounding": True, "state": "bfloat16"}}),
+        Setting(beside={"adam8bit": {"backend": "rush", "stochastic_rounding": True}}),
+        Setting(),
+    ),
+)

@@ -1,0 +1,75 @@
+"""TF32: fp32 matmuls on the tensor cores.
+
+A tensor core multiplies numbers with a 10-bit mantissa and adds up in fp32. With TF32 allowed, an
+fp32 matmul rounds its inputs to that mantissa and runs on the tensor cores, several times faster
+than on the plain fp32 units; weights, activations and everything but matmuls stay fp32. It gains
+nothing where the step is bound by memory or by launches, and nothing once matmuls run in bf16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from rush.recipe import Knob
+from rush.techniques.api.contract import (
+    Build,
+    Claim,
+    Observation,
+    Parity,
+    Proof,
+    Requirement,
+    Stage,
+    Technique,
+    WorkEffect,
+)
+from rush.techniques.api.evidence import say_dtypes
+
+
+@contextmanager
+def _allowed() -> Iterator[None]:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+    build.step_contexts.append(_allowed)
+
+
+def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+    """An fp32 product made inside the step has the rounding error of a 10-bit mantissa, and the run's matmuls are fp32."""
+    # Kernel names differ from library to library; the rounding does not: 11 bits instead of 24.
+    error = float(seen.facts["fp32_matmul_error"])
+    took_effect = error > 2e-5 and "float32" in seen.matmul_dtypes
+    return Proof(
+        took_effect,
+        f"an fp32 product made inside the step is off by {error:.0e} (plain fp32: about 1e-7); {say_dtypes(seen)}",
+    )
+
+
+technique = Technique(
+    name="tf32",
+    stage=Stage.ENV,
+    apply=apply,
+    requires=(
+        Requirement(
+            "it needs a CUDA GPU of compute capability 8.0 (Ampere) or newer",
+            lambda machine, recipe: machine.device == "cuda" and (machine.capability or (0, 0)) >= (8, 0),
+        ),
+    ),
+    claim=Claim(
+        "matmul rate",
+        7.0,
+        regime="fp32 matmul on an A100: 156 TFLOP/s dense against 19.5",
+        source="NVIDIA A100 Tensor Core GPU datasheet",
+    ),
+    parity=Parity.CLOSE,
+    evidence=evidence,
+    work=(WorkEffect("products.dtype", "tf32"),),
+)
