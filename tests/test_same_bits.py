@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from scripts.same_bits import astray, between, difference
 from scripts.same_bits_ops import try_case
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ import torch
 from rush.cli import main
 from rush.data import train_bpe
 from rush.records.lock import FolderLock
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from small_runs import small_recipe, write_corpus
+from tests.train.small_runs import small_recipe, write_corpus
 
 
 class World:

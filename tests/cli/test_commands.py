@@ -15,9 +15,7 @@ import torch
 
 import rush
 from rush.cli import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from small_runs import ROOT, small_recipe, write_corpus
+from tests.train.small_runs import ROOT, small_recipe, write_corpus
 
 FAMILIES = ("gpt2", "llama")
 

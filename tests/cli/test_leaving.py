@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from small_runs import ROOT, environment
+from tests.train.small_runs import ROOT, environment
 
 
 def command(code: str, folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:

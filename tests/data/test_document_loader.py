@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections import Counter
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,9 +17,7 @@ from rush.data.batch import IGNORED, Batch
 from rush.data.document_loader import DocumentLoader, document_validation, largest_batch
 from rush.data.packing import BestFit, Bucket, Concat, Flatten, Packing, Pad
 from rush.errors import DataError, MachineError, RecipeError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_documents import SmallDocuments, realistic_lengths
+from tests.data.small_documents import SmallDocuments, realistic_lengths
 
 PACKINGS: list[Packing] = [Pad(), Bucket(shapes=4, window=3), Concat(), BestFit(window=9), Flatten(window=9)]
 LENGTHS = realistic_lengths(53, longest=33)

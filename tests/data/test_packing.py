@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,9 +27,7 @@ from rush.data.packing import (
     padded_tokens,
 )
 from rush.errors import DataError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_documents import SmallDocuments, realistic_lengths
+from tests.data.small_documents import SmallDocuments, realistic_lengths
 
 PACKINGS: list[Packing] = [
     Pad(),

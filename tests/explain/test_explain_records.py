@@ -208,8 +208,7 @@ def test_a_busy_machine_is_said_to_have_been_busy() -> None:
 
 
 def test_the_docs_are_what_the_tool_draws_from_their_records() -> None:
-    sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-    from explain_pages import DOCS, pages
+    from scripts.explain_pages import DOCS, pages
 
     found = pages(DOCS)
     assert {f"{name}.md" for name in NAMES} < set(found)

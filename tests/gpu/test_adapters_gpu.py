@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,7 @@ from rush.models.quantized import QuantisedLinear
 from rush.models.quantized_formats import Form
 from rush.techniques.api.proofs import prove
 from rush.train.build import Run
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
-from tiny_runs import make_run, one_batch, trace
+from tests.techniques.tiny_runs import make_run, one_batch, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 SIZE = ("model.shape.hidden=256", "model.shape.head_dim=64", "model.shape.intermediate=512", "model.shape.context=256",

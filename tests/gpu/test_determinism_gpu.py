@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,9 +9,7 @@ from torch import Tensor
 
 from rush.hardware import probe
 from rush.techniques.attention.cudnn_attention import CudnnCore
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
-from tiny_runs import make_run, trace
+from tests.techniques.tiny_runs import make_run, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 

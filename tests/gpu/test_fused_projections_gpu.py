@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,7 @@ from rush.hardware import probe
 from rush.techniques.api.contract import Observation
 from rush.techniques.api.proofs import prove
 from rush.train.build import Run
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
-from tiny_runs import Trace, compare, make_run, one_batch, trace
+from tests.techniques.tiny_runs import Trace, compare, make_run, one_batch, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 

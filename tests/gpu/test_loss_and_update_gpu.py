@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
 from rush.hardware import probe
 from rush.techniques.api.proofs import prove
 from rush.train.build import Run
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
-from tiny_runs import Trace, compare, make_run, trace
+from tests.techniques.tiny_runs import Trace, compare, make_run, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 

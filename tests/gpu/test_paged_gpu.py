@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +16,7 @@ from rush.techniques.api.proofs import prove
 from rush.techniques.optimizer.adam8bit import PAGED_FROM, paged_bytes
 from rush.train.build import Run
 from rush.train.step import train_step
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
-from tiny_runs import compare, make_loader, make_run, trace
+from tests.techniques.tiny_runs import compare, make_loader, make_run, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 SIZE = ("model.shape.hidden=512", "model.shape.head_dim=64", "model.shape.num_heads=8", "model.shape.intermediate=1024",

@@ -4,9 +4,7 @@ the logits of all rows."""
 from __future__ import annotations
 
 import math
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +16,7 @@ from rush.train.build import Run, build
 from rush.train.objectives.preference import log_probabilities
 from rush.train.reference import set_live_reference
 from rush.train.step import train_step
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from test_preference import make_pairs
+from tests.train.test_preference import make_pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 SIZE = ["model.shape.num_layers=2", "model.shape.hidden=256", "model.shape.head_dim=64", "model.shape.intermediate=512",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,9 +17,7 @@ from rush.techniques.api.proofs import prove
 from rush.techniques.attention.cudnn_attention import CudnnCore
 from rush.techniques.memory.expandable_segments import Growing
 from rush.train.build import Run, build
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
-from tiny_runs import Trace, compare, make_run, trace
+from tests.techniques.tiny_runs import Trace, compare, make_run, trace
 
 pytestmark = [
     pytest.mark.gpu,

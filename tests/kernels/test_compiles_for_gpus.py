@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-import gpu_launches
+from tests.kernels import gpu_launches
 
 HERE = Path(__file__).parent
 Report = dict[str, Any]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,9 +13,7 @@ from rush.data.batch import IGNORED, Batch
 from rush.data.document_loader import Layout
 from rush.data.packing import BestFit, Concat, Flatten, Ints, Packing, Pad, in_order
 from rush.models import SIZES, Decoder, build_model
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "data"))
-from small_documents import SmallDocuments
+from tests.data.small_documents import SmallDocuments
 
 LENGTHS = [9, 21, 5, 30, 2, 17, 12, 26, 3, 11]
 DOCUMENTS = SmallDocuments(LENGTHS)

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from rank_work import Result, loader, recipe
+
+from tests.parallel.rank_work import Result, loader, recipe
 
 WORDS, WIDTH, TOKENS = 11, 5, 9
 

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rank_work import _import_once, free_port
 
 from rush.parallel import rendezvous
+from tests.parallel.rank_work import _import_once, free_port
 
 LIMIT_S = 120.0
 

@@ -23,15 +23,13 @@ import torch
 import rush.techniques
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tests" / "techniques"))
-sys.path.insert(0, str(Path(__file__).parent))
 LIMIT_S = 240.0
 PRELOADED = [
-    "rank_work",
+    "tests.parallel.rank_work",
     "rush.profiling.observe",
     "rush.cli",
     "rush.train.loop",
-    "tiny_runs",
+    "tests.techniques.tiny_runs",
     "torch._dynamo",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
@@ -132,7 +130,7 @@ def free_port() -> int:
 
 def recipe(family: str, layout: Mapping[str, int], techniques: Iterable[str] = (), *more: str) -> Any:
     """A recipe of a few thousand parameters on documents of unequal length, four micro batches a step in all."""
-    from tiny_runs import recipe_of
+    from tests.techniques.tiny_runs import recipe_of
 
     name = {"gpt2": "tiny", "llama": "llama-tiny"}[family]
     sizes = [f"layout.{axis}={size}" for axis, size in layout.items()]
@@ -141,9 +139,8 @@ def recipe(family: str, layout: Mapping[str, int], techniques: Iterable[str] = (
 
 
 def loader(run: Any) -> Any:
-    from tiny_runs import TextDocuments
-
     from rush.data.document_loader import DocumentLoader
+    from tests.techniques.tiny_runs import TextDocuments
 
     batch = run.recipe.batch
     return DocumentLoader(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 
-from rank_work import Result, loader, recipe
+from tests.parallel.rank_work import Result, loader, recipe
 
 LARGE = (
     "model.shape.num_layers=4",

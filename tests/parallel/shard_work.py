@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from rank_work import ROOT, Result, loader, recipe
 
-sys.path.insert(0, str(ROOT / "tests" / "train"))
+from tests.parallel.rank_work import Result, loader, recipe
 
 
 def overfit(
@@ -94,7 +92,6 @@ def batch_of(run: Any) -> Any:
 def prefer(layout: Mapping[str, int], techniques: Iterable[str], more: Iterable[str], cache: str) -> Result:
     """Losses and figures of learning preferences, the reference's numbers, and a validation over an odd number of pairs."""
     import numpy as np
-    from small_pairs import PairsInMemory
 
     from rush.data.document_loader import DocumentLoader, document_validation
     from rush.hardware import probe
@@ -102,6 +99,7 @@ def prefer(layout: Mapping[str, int], techniques: Iterable[str], more: Iterable[
     from rush.train.build import build
     from rush.train.reference import compute, set_live_reference, wants_cached
     from rush.train.step import launch_step, validate
+    from tests.train.small_pairs import PairsInMemory
 
     changes = ("objective.kind='dpo'", "batch.micro=2", "batch.total_tokens=256", *more)
     chosen = recipe("llama", layout, techniques, *changes)

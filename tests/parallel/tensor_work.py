@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
-from rank_work import Result, recipe
 from torch import nn
+
+from tests.parallel.rank_work import Result, recipe
 
 
 class Odd(nn.Module):
@@ -73,14 +74,13 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
 
 def look_inside(family: str, techniques: Iterable[str] = ()) -> Result:
     """The plain tensors that reach attention, MLP and norms of a rank, the logits of its head, and what it initially holds."""
-    from tiny_runs import make_loader
-
     from rush.hardware import probe
     from rush.models.initial import initial_values
     from rush.parallel import join
     from rush.parallel.sharded import is_sharded, whole
     from rush.train.build import build
     from rush.train.step import launch_step
+    from tests.techniques.tiny_runs import make_loader
 
     chosen = recipe(family, {"tp": 2}, techniques)
     with join(chosen.layout.model_dump(), "cpu") as ranks:

@@ -8,9 +8,8 @@ from statistics import median
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import Result, on_ranks
-from save_work import save_often
+from tests.parallel.rank_work import Result, on_ranks
+from tests.parallel.save_work import save_often
 
 MB = 2**20
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,14 +14,11 @@ from rush.kernels.fp8_linear.reference import E4M3, quantise
 from rush.kernels.linear_cross_entropy import reference
 from rush.parallel import AXES
 from rush.techniques import check, registry, why_not
-
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-from compose_work import given_loss, lose_in_parts, overflow
-from rank_work import Result, learn, on_ranks, recipe
-from shard_work import wait_on_host
-from test_pipeline import together
-from test_sameness import furthest
+from tests.parallel.compose_work import given_loss, lose_in_parts, overflow
+from tests.parallel.rank_work import Result, learn, on_ranks, recipe
+from tests.parallel.shard_work import wait_on_host
+from tests.parallel.test_pipeline import together
+from tests.parallel.test_sameness import furthest
 
 slow = pytest.mark.slow
 TP, PP = {"tp": 2}, {"pp": 2}
@@ -228,6 +223,6 @@ def test_every_conflict_with_an_axis_has_a_reason() -> None:
 
 
 def test_the_page_says_what_stands_beside_what() -> None:
-    script = import_module("beside_table")
+    script = import_module("scripts.beside_table")
     page = script.PAGE.read_text(encoding="utf-8")
     assert page == script.written(page), "run python scripts/beside_table.py"

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-from small_runs import rows, rush, small_recipe, write_corpus
+from tests.train.small_runs import rows, rush, small_recipe, write_corpus
 
 TESTS = Path(__file__).resolve().parents[1]
 STEPS = 5

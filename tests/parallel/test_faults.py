@@ -16,11 +16,8 @@ from rush.parallel.launching import launch
 from rush.parallel.replica_check import _say
 from rush.recipe_io import load_recipe
 from rush.train.fewer_ranks import changes, fewer_ranks, shrunk
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-sys.path.insert(0, str(Path(__file__).parent))
-from fault_work import Ended, Fault, train
-from small_runs import TIMES, rows, small_recipe, write_corpus
+from tests.parallel.fault_work import Ended, Fault, train
+from tests.train.small_runs import TIMES, rows, small_recipe, write_corpus
 
 STEPS = 16
 LOST = RankLost.exit_code

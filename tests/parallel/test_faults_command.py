@@ -14,11 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import ROOT, environment, rows, small_recipe, write_corpus
-from test_faults import outcome
-from test_train_command import until
+from tests.parallel.test_faults import outcome
+from tests.parallel.test_train_command import until
+from tests.train.small_runs import ROOT, environment, rows, small_recipe, write_corpus
 
 pytestmark = pytest.mark.slow
 STEPS = 60

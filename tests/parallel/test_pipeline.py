@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,13 +19,10 @@ from rush.parallel.pipeline import KINDS, Pipeline, idle_share
 from rush.recipe_io import load_recipe
 from rush.techniques import check
 from rush.train.loop import train_recipe
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-sys.path.insert(0, str(Path(__file__).parent))
-import test_sameness
-from rank_work import Result, learn, meet_trouble, on_ranks, recipe
-from small_runs import rows, rush, small_recipe, write_corpus
-from test_sameness import furthest
+from tests.parallel import test_sameness
+from tests.parallel.rank_work import Result, learn, meet_trouble, on_ranks, recipe
+from tests.parallel.test_sameness import furthest
+from tests.train.small_runs import rows, rush, small_recipe, write_corpus
 
 FOUR = ("model.shape.num_layers=4",)
 LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]] = {

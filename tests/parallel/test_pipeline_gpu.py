@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import learn, on_ranks, sharing_a_gpu
-from test_pipeline import FOUR, together
-from test_sameness import furthest
+from tests.parallel.rank_work import learn, on_ranks, sharing_a_gpu
+from tests.parallel.test_pipeline import FOUR, together
+from tests.parallel.test_sameness import furthest
 
 pytestmark = pytest.mark.gpu
 

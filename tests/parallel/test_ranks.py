@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +13,7 @@ from rush.parallel import Ranks, check_world
 from rush.parallel.sharded import gather, is_sharded, own_part, total_norm, whole
 from rush.techniques import check
 from rush.train.build import build
-
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import (
+from tests.parallel.rank_work import (
     as_a_group,
     gather_both_ways,
     learn,

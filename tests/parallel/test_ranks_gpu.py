@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import as_a_group, learn, on_ranks, sharing_a_gpu, spoken_over
+from tests.parallel.rank_work import as_a_group, learn, on_ranks, sharing_a_gpu, spoken_over
 
 pytestmark = pytest.mark.gpu
 

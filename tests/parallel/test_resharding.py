@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
@@ -20,9 +19,15 @@ from rush.records.checkpoint_pieces import PIECES, read_pieces
 from rush.records.checkpoint_store import CheckpointStore, verify
 from rush.train.build import build
 from rush.train.step import train_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import Result, loader, on_ranks, recipe, save_on_a_full_disk, take_over, whole_state
+from tests.parallel.rank_work import (
+    Result,
+    loader,
+    on_ranks,
+    recipe,
+    save_on_a_full_disk,
+    take_over,
+    whole_state,
+)
 
 LAYOUTS: dict[str, dict[str, int]] = {
     "one": {},

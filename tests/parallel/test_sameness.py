@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import Result, learn, meet_trouble, on_ranks
+from tests.parallel.rank_work import Result, learn, meet_trouble, on_ranks
 
 ZERO = {stage: f"{{name='fsdp', stage='{stage}'}}" for stage in ("parameters", "gradients", "optimizer")}
 RING = "{name='cp', exchange='ring'}"

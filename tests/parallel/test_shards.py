@@ -3,18 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import Result, learn, on_ranks, recipe
-from shard_work import overfit, pass_adapters, prefer, reductions, wait_on_host
-from test_pipeline import together
-from test_sameness import furthest
 
 from rush.checkpoint.reader import SavedTensors
 from rush.evaluate.overfit import MOST_LEFT
@@ -22,6 +15,10 @@ from rush.models.adapter_memory import adapter_memory
 from rush.models.quantized_formats import Form
 from rush.records.checkpoint_pieces import KINDS
 from rush.records.checkpoint_store import verify
+from tests.parallel.rank_work import Result, learn, on_ranks, recipe
+from tests.parallel.shard_work import overfit, pass_adapters, prefer, reductions, wait_on_host
+from tests.parallel.test_pipeline import together
+from tests.parallel.test_sameness import furthest
 
 NF4 = {backend: f"{{name='qlora', backend='{backend}'}}" for backend in ("bitsandbytes", "torchao")}
 INT8 = {backend: f"{{name='int8_base', backend='{backend}'}}" for backend in ("bitsandbytes", "torchao")}

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-from small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
+from tests.train.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
 
 ROOM = [
     "batch.micro=1",

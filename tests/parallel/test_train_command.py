@@ -22,9 +22,7 @@ from rush.errors import RecipeError
 from rush.hub.folders import read_weights
 from rush.recipe_io import load_recipe
 from rush.train.loop import _same_learning, train_recipe
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "train"))
-from small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
+from tests.train.small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
 
 Run = subprocess.Popen[str]
 

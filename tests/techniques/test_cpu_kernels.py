@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
@@ -16,9 +15,7 @@ from rush.hardware import probe
 from rush.kernels import cpu, support
 from rush.techniques import check
 from rush.techniques.api.proofs import prove
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import compare, make_run, recipe_of, trace
+from tests.techniques.tiny_runs import compare, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"

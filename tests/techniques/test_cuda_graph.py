@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 
 from rush.errors import RecipeError
 from rush.techniques import check_recipe
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import recipe_of
+from tests.techniques.tiny_runs import recipe_of
 
 WRITTEN = "{name='cuda_graph', gradients='written'}"
 

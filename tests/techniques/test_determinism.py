@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,9 +20,7 @@ from rush.techniques.attention import cudnn_attention
 from rush.techniques.attention.cudnn_attention import CudnnCore
 from rush.techniques.kernels import liger
 from rush.train.build import build
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import make_run, recipe_of, trace
+from tests.techniques.tiny_runs import make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -26,11 +25,8 @@ from rush.techniques.memory.on_host import OnHost
 from rush.train.build import Run
 from rush.train.loop import train_recipe
 from rush.train.step import train_step, validate
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import small_recipe, write_corpus
-from tiny_runs import SHORT, compare, make_loader, make_run, one_batch, trace
+from tests.techniques.tiny_runs import SHORT, compare, make_loader, make_run, one_batch, trace
+from tests.train.small_runs import small_recipe, write_corpus
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",

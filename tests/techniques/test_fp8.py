@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +12,7 @@ from rush.hardware import probe
 from rush.techniques import check, registry
 from rush.techniques.api.proofs import prove
 from rush.techniques.precision.fp8 import Fp8Linear
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import compare, make_run, recipe_of, trace
+from tests.techniques.tiny_runs import compare, make_run, recipe_of, trace
 
 pytestmark = [
     pytest.mark.filterwarnings(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
@@ -13,9 +10,7 @@ from rush.hardware import probe
 from rush.techniques import check
 from rush.techniques.api.proofs import prove
 from rush.techniques.kernels.fused_norm import FusedNormBlock
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import SHORT, compare, make_run, recipe_of, trace
+from tests.techniques.tiny_runs import SHORT, compare, make_run, recipe_of, trace
 
 pytestmark = [
     pytest.mark.filterwarnings(

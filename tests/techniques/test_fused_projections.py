@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from rush.techniques.api.proofs import prove
 from rush.techniques.kernels.fused_projections import JoinedFanOut, products_by_weight
 from rush.train.build import Run
 from rush.train.step import train_step, validate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import SHORT, Trace, compare, make_run, one_batch, recipe_of, trace
+from tests.techniques.tiny_runs import SHORT, Trace, compare, make_run, one_batch, recipe_of, trace
 
 pytestmark = [
     pytest.mark.filterwarnings(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from rush.techniques import check
 from rush.techniques.api.proofs import prove
 from rush.techniques.api.rates import rates_to_measure
 from rush.techniques.precision.half_products import HalfLinear
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import compare, make_run, recipe_of, trace
+from tests.techniques.tiny_runs import compare, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"

@@ -6,8 +6,6 @@ reach them as they should; on a GPU the library itself runs.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -23,13 +21,10 @@ from rush.models import build_model
 from rush.models.layers import IGNORED_LABEL, PlainLossHead, losses_by_row
 from rush.techniques import check
 from rush.techniques.api.contract import Build, Observation
+from rush.techniques.api.proofs import prove
 from rush.techniques.host import compile as compile_technique
 from rush.techniques.kernels import liger
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import Trace, compare, make_run, recipe_of, trace
-
-from rush.techniques.api.proofs import prove
+from tests.techniques.tiny_runs import Trace, compare, make_run, recipe_of, trace
 
 FAMILIES = ("llama-tiny", "tiny")
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -26,9 +24,7 @@ from rush.techniques.api.proofs import prove
 from rush.train.build import Run, build
 from rush.train.sample import plain_twin
 from rush.train.step import train_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import SHORT, Trace, make_run, one_batch, recipe_of, trace
+from tests.techniques.tiny_runs import SHORT, Trace, make_run, one_batch, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",  # a CPU without units for bf16

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,7 @@ from rush.techniques.api.proofs import prove
 from rush.techniques.optimizer.adam8bit import paged_bytes
 from rush.train.build import Run
 from rush.train.step import train_step, validate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import SHORT, compare, make_loader, make_run, one_batch, recipe_of, trace
+from tests.techniques.tiny_runs import SHORT, compare, make_loader, make_run, one_batch, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",

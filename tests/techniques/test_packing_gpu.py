@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,11 +18,16 @@ from rush.techniques.api.evidence import dynamo_counts
 from rush.techniques.api.proofs import prove
 from rush.train.build import Run
 from rush.train.step import train_step
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_packing_isolation import BLOCKS, NAMES, other_borders, other_content, tried, watched
-from test_packing_runs import training
-from tiny_runs import TextDocuments, make_run, trace
+from tests.techniques.test_packing_isolation import (
+    BLOCKS,
+    NAMES,
+    other_borders,
+    other_content,
+    tried,
+    watched,
+)
+from tests.techniques.test_packing_runs import training
+from tests.techniques.tiny_runs import TextDocuments, make_run, trace
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,10 +6,8 @@ because sums are made in the order of places: moved, a document gives the same u
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,9 +22,7 @@ from rush.models import Decoder
 from rush.techniques.api.evidence import dynamo_counts
 from rush.techniques.api.seams import set_attention_core
 from rush.techniques.attention.flex_attention import DocumentMask, FlexCore
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import TextDocuments, make_run
+from tests.techniques.tiny_runs import TextDocuments, make_run
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +20,7 @@ from rush.techniques.api.proofs import prove
 from rush.techniques.api.tolerances import gradients_of
 from rush.train.build import Run
 from rush.train.step import train_step, validate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import TextDocuments, make_loader, make_run, recipe_of, trace
+from tests.techniques.tiny_runs import TextDocuments, make_loader, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import pytest
 import torch
@@ -26,9 +24,7 @@ from rush.techniques.api.tolerances import (
     gradient_errors,
     judge,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import Trace, compare, make_run, trace
+from tests.techniques.tiny_runs import Trace, compare, make_run, trace
 
 Apply = Callable[[Build, Mapping[str, Knob]], None]
 

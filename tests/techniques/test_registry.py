@@ -6,10 +6,8 @@ import ast
 import dataclasses
 import importlib.util
 import inspect
-import sys
 from functools import cache
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,9 +20,16 @@ from rush.recipe import Recipe
 from rush.techniques import check, registry
 from rush.techniques.api.contract import Parity, Proof, Stage
 from rush.techniques.api.proofs import prove
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import INTERPRETED_SLOWLY, ROOT, SHORT, Trace, compare, make_run, recipe_of, trace
+from tests.techniques.tiny_runs import (
+    INTERPRETED_SLOWLY,
+    ROOT,
+    SHORT,
+    Trace,
+    compare,
+    make_run,
+    recipe_of,
+    trace,
+)
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",  # a CPU without units for bf16

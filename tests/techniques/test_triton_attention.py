@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +16,7 @@ from rush.techniques.api.proofs import prove
 from rush.techniques.api.seams import set_attention_core
 from rush.techniques.attention.triton_attention import TritonCore, evidence
 from rush.train.build import Run
-
-sys.path.insert(0, str(Path(__file__).parent))
-from tiny_runs import Trace, compare, make_run, recipe_of, trace
+from tests.techniques.tiny_runs import Trace, compare, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",

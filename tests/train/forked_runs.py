@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import sys
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "parallel"))
-from rank_work import _import_once
-from small_runs import ROOT
+from tests.parallel.rank_work import _import_once
+from tests.train.small_runs import ROOT
 
 
 class ForkedRush:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from small_runs import small_recipe
+from tests.train.small_runs import small_recipe
 
 COLOURS = ("red", "green", "blue", "white", "black", "brown", "grey", "pink")
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,9 +12,7 @@ from rush.errors import DataError
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.train.corpus import open_corpus
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import small_recipe, write_corpus
+from tests.train.small_runs import small_recipe, write_corpus
 
 ONE = "the quick brown fox jumps over the lazy dog while a small cat sleeps under the old apple tree " * 8
 TWO = "def wrap(text, width): return [line.strip() for line in split(text, width) if len(line) > 0] " * 8

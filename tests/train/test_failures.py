@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,9 +18,7 @@ from rush.records.run_folder import RunFolder
 from rush.train import loop, sample, session, validation
 from rush.train.failures import Doing, Phase, explain
 from rush.train.loop import train_recipe
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import rows, small_recipe, write_corpus
+from tests.train.small_runs import rows, small_recipe, write_corpus
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,8 @@ from rush.records.checkpoint_store import CheckpointStore, verify
 from rush.train.build import build
 from rush.train.loop import train_recipe
 from rush.train.step import train_step, validate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from long_held_out import long_recipe, write_answers
-from small_runs import rows, rush
+from tests.evaluate.long_held_out import long_recipe, write_answers
+from tests.train.small_runs import rows, rush
 
 pytestmark = pytest.mark.gpu
 

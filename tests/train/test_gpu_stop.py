@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import ROOT, environment, rows, small_recipe, write_corpus
+from tests.train.small_runs import ROOT, environment, rows, small_recipe, write_corpus
 
 pytestmark = pytest.mark.gpu
 

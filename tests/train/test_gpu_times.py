@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import statistics
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import rush, small_recipe, write_corpus
+from tests.train.small_runs import rush, small_recipe, write_corpus
 
 pytestmark = pytest.mark.gpu
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,7 @@ from rush.recipe_io import changed, load_recipe
 from rush.train.loop import Summary, train_recipe
 from rush.train.schedule import learning_rate
 from rush.train.step import LaunchedStep
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import checkpoint_files, rows, small_recipe, write_corpus
+from tests.train.small_runs import checkpoint_files, rows, small_recipe, write_corpus
 
 
 class Listener:

@@ -26,10 +26,8 @@ from rush.train.loop import train_recipe
 from rush.train.sample import Sampler
 from rush.train.step import in_pieces, train_step, validate
 from rush.train.validation import Validation, rows_before
-
-sys.path.insert(0, str(Path(__file__).parent))
-from long_held_out import long_recipe, write_answers
-from small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
+from tests.evaluate.long_held_out import long_recipe, write_answers
+from tests.train.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much a process had resident")
 
@@ -202,7 +200,7 @@ def test_other_errors_of_a_validation_are_what_they_were(recipe: Callable[..., R
 
 
 def test_pieces_of_pairs_keep_them_together_and_figures_count_each_once(tmp_path: Path) -> None:
-    from small_preferences import preference_recipe, write_pairs
+    from tests.train.small_preferences import preference_recipe, write_pairs
 
     path = tmp_path / "dpo.toml"
     path.write_text(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -22,9 +21,7 @@ from rush.train.objectives import Preference
 from rush.train.objectives.preference import log_probabilities
 from rush.train.reference import compute, reference_key, references, set_live_reference, wants_cached
 from rush.train.step import train_step, validate
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_pairs import PairsInMemory
+from tests.train.small_pairs import PairsInMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
 

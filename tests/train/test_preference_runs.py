@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,11 @@ import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent))
-from small_preferences import preference_recipe, write_pairs
-from small_runs import checkpoint_files, rows
-
 from rush.errors import DataError
 from rush.recipe_io import load_recipe
 from rush.train.loop import train_recipe
+from tests.train.small_preferences import preference_recipe, write_pairs
+from tests.train.small_runs import checkpoint_files, rows
 
 LOG_TWO = float(torch.tensor(math.log(2), dtype=torch.float32))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,7 @@ from rush.hub.answers import answer_ends
 from rush.recipe_io import changed, load_recipe
 from rush.train.corpus import open_corpus
 from rush.train.sample import sample_prompt
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import small_recipe, write_corpus
+from tests.train.small_runs import small_recipe, write_corpus
 
 QUESTION = "What is 7?"
 CHATML = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.train.loop import Summary, train_recipe
 from rush.train.view import Silent
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import checkpoint_files, rows, small_recipe, write_corpus
+from tests.train.small_runs import checkpoint_files, rows, small_recipe, write_corpus
 
 TOKENS = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 

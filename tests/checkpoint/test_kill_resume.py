@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import random
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,9 +16,8 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from forked_runs import ForkedRush
-from small_runs import checkpoint_files, rows, rush, small_recipe, start_rush, write_corpus
+from tests.train.forked_runs import ForkedRush
+from tests.train.small_runs import checkpoint_files, rows, rush, small_recipe, start_rush, write_corpus
 
 STEPS = 80  # more than all kills of a chain leave behind
 

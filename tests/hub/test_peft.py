@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +30,6 @@ from rush.models.adapters import (
 from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantized import quantise_linears
 from rush.models.quantized_formats import Form
-
-sys.path.insert(0, str(Path(__file__).parent))
 
 TOKENS = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(0))
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,10 +18,8 @@ from rush.parallel.ring_attention import Blocks
 from rush.techniques import check
 from rush.techniques.attention.flash_attention import FlashCore, Line
 from rush.techniques.parallel.cp import Cut
-
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import Result, learn, on_ranks, recipe
-from test_sameness import RING, furthest
+from tests.parallel.rank_work import Result, learn, on_ranks, recipe
+from tests.parallel.test_sameness import RING, furthest
 
 SPLITS = [(ranks, balanced) for ranks in (2, 3, 4) for balanced in (True, False)]
 LENGTH = 24

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from functools import cache
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,9 +18,7 @@ from rush.data import Batch
 from rush.hardware import probe
 from rush.profiling.breakdown import CLASSES, classify, pieces
 from rush.profiling.observe import observe, state_bytes
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
-from tiny_runs import make_loader, make_run
+from tests.techniques.tiny_runs import make_loader, make_run
 
 
 def watched(*techniques: str, steps: int = 1, pause_s: float = 0.0, **options: Any) -> Any:

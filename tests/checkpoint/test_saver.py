@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -22,9 +21,7 @@ from rush.errors import Diverged, MachineError
 from rush.recipe_io import load_recipe
 from rush.records.checkpoint_store import CheckpointStore, verify
 from rush.train import loop
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import rows, small_recipe, write_corpus
+from tests.train.small_runs import rows, small_recipe, write_corpus
 
 MB = 2**20
 

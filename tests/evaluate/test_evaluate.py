@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +37,7 @@ from rush.evaluate.multiple_choice import (
 from rush.hub.answers import encode_question
 from rush.models import Decoder, build_model
 from rush.recipe_io import load_recipe
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_pairs import PairsInMemory
+from tests.train.small_pairs import PairsInMemory
 
 TEXT = "the quick brown fox jumps over the lazy dog while a small cat sleeps under the old apple tree " * 8
 

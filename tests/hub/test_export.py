@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import tracemalloc
 from pathlib import Path
 
@@ -22,10 +21,8 @@ from rush.recipe_io import load_recipe, write_toml
 from rush.records.checkpoint_store import CheckpointStore
 from rush.records.run_folder import RunFolder
 from rush.train.build import build
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pieces import Table, cut_in_two
-from small_runs import small_recipe
+from tests.checkpoint.pieces import Table, cut_in_two
+from tests.train.small_runs import small_recipe
 
 
 def run_in_pieces(folder: Path, family: str, **shape: int) -> RunFolder:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
@@ -15,11 +12,9 @@ from rush.models import build_model
 from rush.parallel import Ranks
 from rush.parallel.sharded import Cut
 from rush.techniques import Build, check, registry
-
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import learn, on_ranks, recipe
-from tensor_work import hold_in_parts, look_inside
-from test_sameness import furthest
+from tests.parallel.rank_work import learn, on_ranks, recipe
+from tests.parallel.tensor_work import hold_in_parts, look_inside
+from tests.parallel.test_sameness import furthest
 
 WHOLE_STREAM = "{name='tp', sequence=false}"
 BLOCKS = "{name='compile', scope='block'}"

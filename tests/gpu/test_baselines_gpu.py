@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +14,7 @@ from rush.hardware import peak_memory_bytes, probe, reset_peak_memory
 from rush.recipe_io import load_recipe
 from rush.techniques.api.proofs import prove
 from rush.train.step import train_step
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "techniques"))
-from tiny_runs import make_run, trace
+from tests.techniques.tiny_runs import make_run, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 SHAPE = ("model.shape.hidden=256", "model.shape.num_heads=4", "model.shape.num_kv_heads=2", "model.shape.head_dim=64",

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import json
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,9 +23,7 @@ from rush.checkpoint.tensor_names import save_tensors
 from rush.errors import DataError
 from rush.records.checkpoint_manifest import FileEntry, Manifest, describe_files
 from rush.records.checkpoint_store import CheckpointStore, verify
-
-sys.path.insert(0, str(Path(__file__).parent))
-from pieces import Table, cut_in_two
+from tests.checkpoint.pieces import Table, cut_in_two
 
 WEIGHT, MOMENT = "0.weight", "0.weight/exp_avg"
 

@@ -15,11 +15,9 @@ from rush.plan.micro_batch import needed
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.train.loop import train_recipe
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_preferences import preference_recipe, write_pairs
-from small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
-from test_loop import Listener, part_of
+from tests.train.small_preferences import preference_recipe, write_pairs
+from tests.train.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
+from tests.train.test_loop import Listener, part_of
 
 SHORT = {
     "schedule": {"steps": 4, "warmup": 0},

@@ -7,10 +7,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from small_runs import small_recipe
-
 from rush.data.conversations import DocumentPreparation
 from rush.data.preparation_unit import split_of
+from tests.train.small_runs import small_recipe
 
 MICRO = 8
 SHARE = 0.25

@@ -5,17 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from rush.cli import main
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "train"))
-from small_preferences import preference_recipe, write_pairs
-from small_runs import small_recipe, write_corpus
+from tests.train.small_preferences import preference_recipe, write_pairs
+from tests.train.small_runs import small_recipe, write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
 from rush.models.layers import PlainAttention
 from rush.parallel.context_parallel import ChunkDocuments, Split
 from rush.techniques.attention.flash_attention import FlashCore, Line
-
-sys.path.insert(0, str(Path(__file__).parent))
-from rank_work import learn, on_ranks, sharing_a_gpu
-from test_context import RING, around, error
-from test_sameness import furthest
+from tests.parallel.rank_work import learn, on_ranks, sharing_a_gpu
+from tests.parallel.test_context_parallel import RING, around, error
+from tests.parallel.test_sameness import furthest
 
 pytestmark = pytest.mark.gpu
 LENGTH = 512

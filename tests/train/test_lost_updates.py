@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -11,10 +10,8 @@ import torch
 from rush.recipe_io import load_recipe
 from rush.train.loop import train_recipe
 from rush.train.lost_updates import movable
-
-sys.path.insert(0, str(Path(__file__).parent))
-from small_runs import small_recipe, write_corpus
-from test_loop import Listener
+from tests.train.small_runs import small_recipe, write_corpus
+from tests.train.test_loop import Listener
 
 
 def test_a_value_moves_if_the_nearest_number_after_the_step_is_another() -> None:
