@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from rush.records.checkpoint_store import CheckpointStore
-from rush.train import checkpoint
+from rush.checkpoint import restore as checkpoint
 
 torch.set_num_threads(1)
 EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree"}

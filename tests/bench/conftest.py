@@ -1,0 +1,1 @@
+from tests.lab.lab_fixtures import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.models.small_models import *  # noqa: F403
