@@ -26,10 +26,10 @@ _HOMES = {
     "Recipe": "recipe",
     "RecipeError": "errors",
     "RushError": "errors",
-    "export_model": "train.exporting",
-    "load_model": "train.folders",
+    "export_model": "hub.export",
+    "load_model": "hub.folders",
     "load_recipe": "recipe_io",
-    "load_tokenizer": "train.folder_tokenizers",
+    "load_tokenizer": "hub.tokenizers",
     "train_recipe": "train.loop",
 }
 
