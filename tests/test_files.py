@@ -194,7 +194,7 @@ def test_a_message_can_say_what_was_written_and_what_to_do(tmp_path: Path) -> No
         raise OSError("not a gzipped file")
 
 
-def test_two_temporary_names_of_one_file_differ_and_are_recognised_as_ours(tmp_path: Path) -> None:
+def test_two_temporary_names_of_one_file_differ_and_are_recognized_as_ours(tmp_path: Path) -> None:
     first, second = temporary_name(tmp_path / "a.bin"), temporary_name(tmp_path / "a.bin")
     assert first != second
     for path in (first, second):

@@ -4,9 +4,9 @@ Built as its users build it: `get_peft_model` with an adapter on every linear la
 dtype PEFT gives them (fp32 beside a bf16 base), passes under bf16 autocast as the library's trainer runs them,
 gradient checkpointing switched on by the library's own call.
 
-A quantised model is usually made by `from_pretrained` with a `BitsAndBytesConfig`. There is no folder to load here, so
-the same layers (`Linear4bit`: NF4, double quantisation, bf16 compute, the head left out) are put in while the model
-has no memory, and each gets random weights on the device, drawn in bf16 and quantised one at a time: the model never
+A quantized model is usually made by `from_pretrained` with a `BitsAndBytesConfig`. There is no folder to load here, so
+the same layers (`Linear4bit`: NF4, double quantization, bf16 compute, the head left out) are put in while the model
+has no memory, and each gets random weights on the device, drawn in bf16 and quantized one at a time: the model never
 exists in full. `prepare_model_for_kbit_training` is not called, in the rival's favour: it would hold embeddings, head
 and norms in fp32, 2 GiB more for an 8B model.
 """
@@ -44,7 +44,7 @@ def with_adapters(model: Any, rank: int, alpha: float, *, checkpointing: bool) -
     return peft.get_peft_model(model, wanted).train()
 
 
-def quantised_model(
+def quantized_model(
     make: Callable[[], Any], device: torch.device, dtype: torch.dtype, *, seed: int = 0
 ) -> Any:
     """What `make` builds, with its blocks' linear layers in NF4 and random weights in all of it."""
@@ -84,7 +84,7 @@ def put_4bit_layers(model: Any, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def fill(model: Any, value_of: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Give every parameter of a model without memory its value; those of 4-bit layers are quantised as they come."""
+    """Give every parameter of a model without memory its value; those of 4-bit layers are quantized as they come."""
     kind: Any = import_module("bitsandbytes.nn").Params4bit
     tied: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
     """By the id of the one without memory, which is kept so that no other gets the same id."""

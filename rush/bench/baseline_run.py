@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rush.bench.baseline_adapters import quantised_model, weights_in_words, with_adapters
+from rush.bench.baseline_adapters import quantized_model, weights_in_words, with_adapters
 from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.data.packing import Pad
@@ -71,12 +71,12 @@ class Options:
     """How a rival is built: what the workload's table says beside its title, kind and recipe."""
 
     dtype: str = "float32"
-    """Of the weights that are not quantised."""
+    """Of the weights that are not quantized."""
     with_liger: bool = False
     rank: int | None = None
     """With it, PEFT's LoRA on all linear layers of the blocks, in place of full training."""
     alpha: float = 32.0
-    quantised: bool = False
+    quantized: bool = False
     """The blocks' frozen linear layers in bitsandbytes' NF4."""
     checkpointing: bool = False
     autocast: bool = False
@@ -88,7 +88,7 @@ class Options:
             "transformers": True,
             "liger_kernel": self.with_liger,
             "peft": self.rank is not None,
-            "bitsandbytes": self.quantised,
+            "bitsandbytes": self.quantized,
         }
         return [name for name, needed in wanted.items() if needed]
 
@@ -130,9 +130,9 @@ def _need(options: Options) -> None:
 def rival_run(recipe: Recipe, machine: Machine, options: Options) -> Run:
     """The library's model as a run of ours."""
     device, dtype = torch.device(machine.device), getattr(torch, options.dtype)
-    if options.quantised:
+    if options.quantized:
         make = partial(rival_model, recipe.shape(), torch.device("meta"), dtype)
-        model = quantised_model(make, device, dtype, seed=recipe.run.seed)
+        model = quantized_model(make, device, dtype, seed=recipe.run.seed)
     else:
         model = rival_model(recipe.shape(), device, dtype)
     if options.with_liger:
@@ -224,7 +224,7 @@ def _watch(run: Run, stepper: Stepper, options: Options) -> list[dict[str, Any]]
         stepper()
     names = {event.key for event in profile.key_averages()}
     telling = sorted(name[:60] for name in names if any(part in name.lower() for part in INTERESTING))
-    wanted = [*(LIGER if options.with_liger else ()), *(["Dequantize"] if options.quantised else ())]
+    wanted = [*(LIGER if options.with_liger else ()), *(["Dequantize"] if options.quantized else ())]
     missing = [part for part in wanted if not any(part in name for name in names)]
     what = f"did not run: {', '.join(missing)}" if missing else f"ran {', '.join(telling)[:600]}"
     return [{"technique": "rival", "took_effect": not missing, "what": what}]

@@ -4,7 +4,7 @@ Both sides get the same model shape, the same batch, the same text and our own l
 alternate (rival, ours, rival, ours …), each fresh, so that a machine that grows hot does so under both. The
 ratio carries an interval; ours also carry the evidence of their techniques and a parity verdict against
 plain fp32, and a short life (`usable.py`): a ratio without them is not a finding. A recipe that learns something else by design (adapters) is held
-against the same method in fp32 without anything that is there for speed: same adapters, same quantised base.
+against the same method in fp32 without anything that is there for speed: same adapters, same quantized base.
 
 The rival's weights are as random as ours but not the same ones, so the losses of the two sides are not compared here; that
 both compute the same loss from the same weights is for the tests to show, at a small shape.

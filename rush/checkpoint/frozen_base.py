@@ -20,7 +20,7 @@ from rush.hardware import free_memory
 from rush.models import Decoder, Shape, build_model, count_parameters
 from rush.models.adapters import AdapterSpec, adapt, adapters, fill_adapters
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantized import QuantisedLinear, form_of, quantise_linears
+from rush.models.quantized import QuantisedLinear, form_of, quantize_linears
 from rush.models.quantized_formats import Form
 from rush.parallel import Ranks
 from rush.parallel.pipeline import collect
@@ -61,7 +61,7 @@ def _told(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
 
 
 def _exact_names(model: nn.Module) -> dict[str, str]:
-    """Names the frozen values exactly. A quantised layer is named by what it was made from, so the name is the same on
+    """Names the frozen values exactly. A quantized layer is named by what it was made from, so the name is the same on
     every device."""
     told = {
         name: fingerprint(whole(parameter))
@@ -75,7 +75,7 @@ def _exact_names(model: nn.Module) -> dict[str, str]:
 
 
 def base_identity(base: nn.Module | Mapping[str, Tensor]) -> str:
-    """Names a base by all of its weights, rounded to bf16, so that their dtype does not matter; a quantised layer by what
+    """Names a base by all of its weights, rounded to bf16, so that their dtype does not matter; a quantized layer by what
     it was made from. One quick pass: it is asked whenever adapters meet a base."""
     return _name_of(_rounded_names(base))[:32]
 
@@ -88,8 +88,8 @@ def _rounded_names(base: nn.Module | Mapping[str, Tensor]) -> dict[str, str]:
         if ".adapter." not in name and value.is_floating_point()
     }
     if isinstance(base, nn.Module):
-        quantised = {n: layer for n, layer in base.named_modules() if isinstance(layer, QuantisedLinear)}
-        told |= {f"{name}.weight": layer.base_source for name, layer in quantised.items()}
+        quantized = {n: layer for n, layer in base.named_modules() if isinstance(layer, QuantisedLinear)}
+        told |= {f"{name}.weight": layer.base_source for name, layer in quantized.items()}
     return told
 
 
@@ -158,7 +158,7 @@ def whole_model(model: Decoder, ranks: Ranks, place: torch.device | None = None)
         twin = build_model(model.shape)
     form, known = form_of(model), [adapter.spec for _, _, adapter in adapters(model)]
     if form is not None:
-        quantise_linears(twin, form)
+        quantize_linears(twin, form)
     if known:
         # All have one spec, those of other stages too.
         adapted = [name.removesuffix(".adapter.a") for name in values if name.endswith(".adapter.a")]
@@ -184,7 +184,7 @@ def adapted_model(
     with torch.device("meta"):
         model = build_model(shape)
     if record["form"] is not None:
-        quantise_linears(model, Form(**record["form"]))
+        quantize_linears(model, Form(**record["form"]))
     adapt(model, {name: AdapterSpec(**spec) for name, spec in record["adapters"].items()})
     model.to(getattr(torch, record["dtype"])).to_empty(device=device)
     if weights is None:

@@ -38,7 +38,7 @@ def prepare(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Tokenise a recipe's corpus into shards, in parallel; an interrupted preparation goes on.
+    """Tokenize a recipe's corpus into shards, in parallel; an interrupted preparation goes on.
 
     Examples:
 

@@ -36,7 +36,7 @@ def merge(
     """Merge an adapter into its base and write the whole model, ready for transformers.
 
     The merged model gives the adapted one's logits up to rounding: each weight is added in fp32 and rounded once. Adapters
-    trained beside a quantised base (qlora, int8_base) are merged into what the codes stand for; with --base, into
+    trained beside a quantized base (qlora, int8_base) are merged into what the codes stand for; with --base, into
     the base you name.
 
     Example: rush merge runs/sft-lora --to merged/sft

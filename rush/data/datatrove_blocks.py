@@ -1,4 +1,4 @@
-"""The steps of preparation as datatrove blocks: read units, tokenise, write shards, merge.
+"""The steps of preparation as datatrove blocks: read units, tokenize, write shards, merge.
 
 Between two blocks flow datatrove's own documents, so any of its filters can be put in between. This
 module imports datatrove at the top, because blocks must be its subclasses; import it only where the
@@ -44,7 +44,7 @@ class ReadUnits(PipelineStep):  # type: ignore[misc]
 
 
 class TokenizeDocuments(PipelineStep):  # type: ignore[misc]
-    name = "tokenise"
+    name = "tokenize"
     type = "rush tokenizer"
 
     def __init__(self, tokenizer_folder: str) -> None:

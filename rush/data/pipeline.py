@@ -106,7 +106,7 @@ def build_executors(
         workers=workers,
         options=options,
         logging_dir=str(logs),
-        job_name="rush-tokenise",
+        job_name="rush-tokenize",
     )
     if executor != "slurm":
         return runner, None

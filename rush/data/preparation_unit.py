@@ -1,4 +1,4 @@
-"""One unit of preparation: read, split, tokenise, write its shards, then a record that it is done.
+"""One unit of preparation: read, split, tokenize, write its shards, then a record that it is done.
 
 Which split a document belongs to depends on its text and the seed, on nothing else: not on its place,
 nor on the number of workers. Copies of one document land on the same side, so validation never holds

@@ -37,7 +37,7 @@ def run_each(run: Callable[[Job], Result], jobs: Sequence[Job], workers: int) ->
                 yield future.result()
         except BrokenProcessPool as error:
             raise MachineError(
-                "A worker process died while tokenising, most likely for lack of memory. "
+                "A worker process died while tokenizing, most likely for lack of memory. "
                 "Finished parts are kept: run the same command again, with fewer workers."
             ) from error
         finally:

@@ -57,7 +57,7 @@ def conditions(machine: Machine, index: int = 0, own: Collection[int] = ()) -> C
 def read_gpu(
     library: Any, uuid: str, own: Collection[int], computing: bool, load: float | None
 ) -> Conditions:
-    """The conditions of one GPU through an initialised binding; `computing`: this process is on it too."""
+    """The conditions of one GPU through an initialized binding; `computing`: this process is on it too."""
     handle = library.nvmlDeviceGetHandleByUUID(uuid)
     # The driver renamed throttle reasons to event reasons; both bindings are about.
     reasons = getattr(library, "nvmlDeviceGetCurrentClocksEventReasons", None) or (

@@ -47,7 +47,7 @@ def read(uuids: Sequence[str]) -> DriverFacts | None:
 
 
 def collect(nvml: Any, uuids: Sequence[str]) -> DriverFacts:
-    """The facts through an initialised binding."""
+    """The facts through an initialized binding."""
     handles = [nvml.nvmlDeviceGetHandleByUUID(uuid) for uuid in uuids]
     driver = nvml.nvmlSystemGetDriverVersion()
     links = tuple(

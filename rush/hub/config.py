@@ -54,7 +54,7 @@ def shape_from_config(config: Config) -> Shape:
         if name not in known:
             _refuse("architectures", name, f"supported for {family} are {' and '.join(known)}")
     if config.get("quantization_config") is not None:
-        _refuse("quantization_config", "a quantised model", "weights must be plain fp32, bf16 or fp16")
+        _refuse("quantization_config", "a quantized model", "weights must be plain fp32, bf16 or fp16")
     try:
         return _gpt2_shape(config) if family == "gpt2" else _llama_shape(config)
     except RecipeError as error:

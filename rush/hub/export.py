@@ -142,7 +142,7 @@ def merge_adapter(
     """Write base and adapter as one model, a Hugging Face folder.
 
     `path` is a run that trained adapters, or PEFT's folder. The base is what the run or PEFT's settings name, unless
-    it is given; then adapters that were trained beside a quantised base are merged into this one as it is.
+    it is given; then adapters that were trained beside a quantized base are merged into this one as it is.
     """
     target, folder = _new_folder(to), Path(path)
     run = RunFolder(folder)

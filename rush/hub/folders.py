@@ -87,7 +87,7 @@ def say_merged(model: Decoder) -> str:
     if form is None:
         return f"Merged the adapters of {count} layers into their base."
     return (
-        f"Merged the adapters of {count} layers into the dequantised base: the weights that its {form.kind} codes stand "
+        f"Merged the adapters of {count} layers into the dequantized base: the weights that its {form.kind} codes stand "
         "for, which the adapters were trained beside; they are not the weights the codes were made from."
     )
 
@@ -213,7 +213,7 @@ def _load_streamed(
         named = load_recipe(str(run.recipe)).model.init_from
         if named is None or record["form"] is not None or adapter is not None:
             raise RecipeError(
-                f"{path} holds adapters over a base that is {'quantised' if record['form'] else 'drawn from a seed'}"
+                f"{path} holds adapters over a base that is {'quantized' if record['form'] else 'drawn from a seed'}"
                 f"{', and another adapter was given' if adapter is not None else ''}; write the merged model first (rush "
                 "merge) and use that with --offload."
             )

@@ -205,7 +205,7 @@ def _check_stored(tensors: Any, stored: str, spec: ParameterSpec, shape: Shape, 
     if entry.get_dtype() not in _PLAIN_DTYPES:
         raise DataError(
             f"{file}: {stored} is stored as {entry.get_dtype()}; allowed are {', '.join(_PLAIN_DTYPES)}. "
-            f"Quantised weights must be converted first."
+            f"Quantized weights must be converted first."
         )
     expected = spec.dims[::-1] if is_transposed(shape, spec) else spec.dims
     if tuple(entry.get_shape()) != expected:

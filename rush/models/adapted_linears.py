@@ -45,7 +45,7 @@ def adapted_linears(
     x: Tensor, frozen: Frozen, a_ri: Tensor, bs: Sequence[Tensor], scales: Sequence[float]
 ) -> Sequence[Tensor]:
     """What each layer makes of the input, its adapter's part included."""
-    operator = _plain if frozen.unpacker == PLAIN else _quantised
+    operator = _plain if frozen.unpacker == PLAIN else _quantized
     flat = [part for parts in frozen.weights for part in parts]
     # Apart from the wide products, because of a last layer computed again the backward pass needs only this.
     down_nr = x.detach().flatten(0, -2) @ a_ri.detach().t()
@@ -154,13 +154,13 @@ def _define(name: str) -> Any:
     return forward
 
 
-_plain, _quantised = _define("adapted_linears"), _define("adapted_quantised_linears")
+_plain, _quantized = _define("adapted_linears"), _define("adapted_quantized_linears")
 
-OPERATORS = (torch.ops.rush.adapted_linears.default, torch.ops.rush.adapted_quantised_linears.default)
+OPERATORS = (torch.ops.rush.adapted_linears.default, torch.ops.rush.adapted_quantized_linears.default)
 """As a dispatch mode meets them: for who keeps the results of products."""
 NAMES = frozenset(
     f"rush::{name}{way}"
-    for name in ("adapted_linears", "adapted_quantised_linears")
+    for name in ("adapted_linears", "adapted_quantized_linears")
     for way in ("", "_backward")
 )
 """As a profile calls them, forward and backward."""

@@ -6,8 +6,8 @@ the bit. DoRA also trains the length of each row: W + s·B·A is brought to the 
 
 An adapter is a child of the layer it belongs to (`blocks.0.attention.q.adapter`), and the layer gets a
 forward of its own. So the base keeps its names, and any kind of layer can be adapted: plain, with 8-bit
-products, with a quantised weight. What the forward keeps for the backward pass is the layer's input (once:
-the frozen product keeps nothing but its weight) and `rank` values for each token. Plain and quantised layers get
+products, with a quantized weight. What the forward keeps for the backward pass is the layer's input (once:
+the frozen product keeps nothing but its weight) and `rank` values for each token. Plain and quantized layers get
 their adapter's part added in place (`adapted_linears`), all others by the formula below.
 
 Shapes: n tokens, i inputs, o outputs, r rank.
@@ -53,7 +53,7 @@ class AdapterSpec:
     alpha: float
     dora: bool = False
     scale_by_root: bool = False
-    """alpha / sqrt(rank) instead ("rank-stabilised"): the factor shrinks less at high ranks."""
+    """alpha / sqrt(rank) instead ("rank-stabilized"): the factor shrinks less at high ranks."""
 
     @property
     def scale(self) -> float:
@@ -318,7 +318,7 @@ def merged_weight(layer: nn.Linear, adapter: Adapter) -> Tensor:
 
 @torch.no_grad()
 def merged_state(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The plain model's weights with every adapter merged in; a quantised base is unpacked.
+    """The plain model's weights with every adapter merged in; a quantized base is unpacked.
 
     A merged matrix is rounded once, from fp32 to `dtype` (or the dtype that the embedding has).
     """
@@ -338,7 +338,7 @@ def merged_state(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, 
 
 
 def share_weights(model: Decoder, twin: Decoder) -> None:
-    """Give a plain twin, still on meta, the weights of a model: the same memory, adapters and quantised layers
+    """Give a plain twin, still on meta, the weights of a model: the same memory, adapters and quantized layers
     included, without what else was done to the model's layers."""
     state, wanted = model.state_dict(), twin.state_dict().keys()
     twin.load_state_dict({name: state[name] for name in wanted & state.keys()}, strict=False, assign=True)

@@ -2,7 +2,7 @@
 
 Under `torch.device("meta")` a model has shapes and no memory: the way to build one that is going to
 be sharded, or filled from a file. Elsewhere the model is ready to use, with the seed's weights. It is
-built on meta then, too, because torch's own initialisation would be thrown away.
+built on meta then, too, because torch's own initialization would be thrown away.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rush.models.shape import Shape
 
 
 def build_model(shape: Shape, *, seed: int = 0) -> Decoder:
-    """The plain model of a shape on the default device, initialised; on meta, without memory or values.
+    """The plain model of a shape on the default device, initialized; on meta, without memory or values.
 
     From meta: `.to_empty(device=...)`, then `.init_weights(seed)` or `.load_state_dict(...)`.
     """

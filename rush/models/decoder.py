@@ -1,4 +1,4 @@
-"""The decoder both families share: embed, run the blocks, normalise, predict the next token.
+"""The decoder both families share: embed, run the blocks, normalize, predict the next token.
 
 One forward serves training and inference: with labels it returns the summed loss, without them the
 logits. So whatever wraps a model (compile, DDP, FSDP) wraps one thing.
@@ -27,7 +27,7 @@ from rush.models.shape import Shape
 
 
 class Block(nn.Module):
-    """Attention, then an MLP; each reads a normalised copy of the residual stream and adds to it."""
+    """Attention, then an MLP; each reads a normalized copy of the residual stream and adds to it."""
 
     def __init__(
         self, attention_norm: nn.Module, attention: nn.Module, mlp_norm: nn.Module, mlp: nn.Module
@@ -232,7 +232,7 @@ def check_tokens(shape: Shape, tokens: Tensor | Sequence[int] | Sequence[Sequenc
         place = f"position {where[-1]}" if len(where) == 1 else f"row {where[0]}, position {where[-1]}"
         raise DataError(
             f"Token id {found} at {place} is outside the vocabulary: allowed are 0 to "
-            f"{shape.vocab_size - 1}. Was the text tokenised for another model?"
+            f"{shape.vocab_size - 1}. Was the text tokenized for another model?"
         )
 
 

@@ -22,7 +22,7 @@ from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantized_formats import Form, Parts, pack, stored_parts, unpack
 
 
-@torch.library.custom_op("rush::quantised_linear", mutates_args=())
+@torch.library.custom_op("rush::quantized_linear", mutates_args=())
 def _product(x: Tensor, parts: list[Tensor], unpacker: str, out_features: int) -> Tensor:
     weight_oi = unpack(unpacker, parts, (out_features, x.shape[-1]), x.dtype)
     return F.linear(x, weight_oi)
@@ -33,7 +33,7 @@ def _(x: Tensor, parts: list[Tensor], unpacker: str, out_features: int) -> Tenso
     return x.new_empty((*x.shape[:-1], out_features))
 
 
-@torch.library.custom_op("rush::quantised_linear_backward", mutates_args=())
+@torch.library.custom_op("rush::quantized_linear_backward", mutates_args=())
 def _input_gradient(d_out: Tensor, parts: list[Tensor], unpacker: str, in_features: int) -> Tensor:
     weight_oi = unpack(unpacker, parts, (d_out.shape[-1], in_features), d_out.dtype)
     return d_out @ weight_oi
@@ -100,7 +100,7 @@ class QuantisedLinear(nn.Linear):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def set_weight(self, weight_oi: Tensor) -> None:
-        """Quantise this weight where the codes are; its full precision is there for that moment alone."""
+        """Quantize this weight where the codes are; its full precision is there for that moment alone."""
         for name, value in self.stored(weight_oi).items():
             getattr(self, name).copy_(value)
 
@@ -143,9 +143,9 @@ class QuantisedLinear(nn.Linear):
         super()._load_from_state_dict(state, prefix, *rest)
 
 
-def quantise_linears(model: Decoder, form: Form) -> None:
+def quantize_linears(model: Decoder, form: Form) -> None:
     """Put a layer of codes in the place of every linear layer of the blocks. For a model on meta: the weights come
-    afterwards, through `load_state_dict` or `init_weights`, and are quantised one by one."""
+    afterwards, through `load_state_dict` or `init_weights`, and are quantized one by one."""
     for role, layers in model.linears().items():
         for name, plain in layers if role != "head" else []:
             parent, _, own = name.rpartition(".")
@@ -153,7 +153,7 @@ def quantise_linears(model: Decoder, form: Form) -> None:
 
 
 def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights as this model stores them, one at a time: a quantised layer's as its parts."""
+    """Weights as this model stores them, one at a time: a quantized layer's as its parts."""
     for name, value in values:
         owner, _, own = name.rpartition(".")
         layer = model.get_submodule(owner)

@@ -1,9 +1,9 @@
 """How frozen weights are stored in fewer bits, and what the codes stand for: NF4 and int8, by two libraries.
 
 NF4 is a table of 16 values with equal probability under a normal curve; a weight is the nearest one times the
-largest magnitude of its block of 64. These magnitudes are quantised in turn (8 bits in blocks of 256: "double
-quantisation"), which makes 4.13 bits a weight in all. int8 has one scale for each row: 8 bits, nearly no error.
-Quantising and unpacking are the libraries' (bitsandbytes, torchao), imported when they are used; who has another
+largest magnitude of its block of 64. These magnitudes are quantized in turn (8 bits in blocks of 256: "double
+quantization"), which makes 4.13 bits a weight in all. int8 has one scale for each row: 8 bits, nearly no error.
+Quantizing and unpacking are the libraries' (bitsandbytes, torchao), imported when they are used; who has another
 way to unpack a form offers it here under a name of its own.
 
 Shapes: i inputs, o outputs; codes are flat.
@@ -27,7 +27,7 @@ BLOCK, SCALE_BLOCK = 64, 256
 
 @dataclass(frozen=True)
 class Form:
-    """How frozen weights are stored: `nf4` or `int8`, quantised by which library."""
+    """How frozen weights are stored: `nf4` or `int8`, quantized by which library."""
 
     kind: str
     backend: str

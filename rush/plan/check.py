@@ -98,7 +98,7 @@ def check(folder: Path) -> tuple[list[Row], list[Summary], Efficiency]:
     kinds["time, the host decides"] = [row for row in rows if row.waits]
     kinds["time, the device decides"] = [row for row in rows if row.waits is False]
     judged = {kind: some for kind, some in kinds.items() if any(row.held_out for row in some)}
-    return rows, [summarise(kind, some) for kind, some in judged.items()], efficiency
+    return rows, [summarize(kind, some) for kind, some in judged.items()], efficiency
 
 
 def overflows(folder: Path) -> list[Room]:
@@ -118,7 +118,7 @@ def other_thirds(folder: Path, draws: int = 20) -> list[Summary]:
         learned, judged = third(cases, f", draw {draw}")
         efficiency = calibrate(learned)
         rows = [row for case in judged for row in _rows(case, efficiency, True) if row.kind == "time"]
-        found.append(summarise("time", rows))
+        found.append(summarize("time", rows))
     return found
 
 
@@ -155,7 +155,7 @@ def _published(item: Published) -> list[Row]:
     return rows
 
 
-def summarise(kind: str, rows: Sequence[Row]) -> Summary:
+def summarize(kind: str, rows: Sequence[Row]) -> Summary:
     """Over what was held out."""
     errors = sorted(abs(row.error) for row in rows if row.held_out)
     median, p95 = TARGETS.get(kind, (None, None))

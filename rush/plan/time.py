@@ -30,7 +30,7 @@ PCIE_BYTES_PER_S = 55e9
 """Between host and device: pinned copies as measured on the H200s' PCIe 5; less where PCIe is the link between devices."""
 DATA_S_PER_TOKEN = 80e-9
 """What a host needs to make a batch, where no thread makes it ahead: 60 to 95 ns a token in runs and ladders on an H200's
-host. (What each step needs besides is in `step_s`.) Tokenised shards on a local disk; a slower source is not counted."""
+host. (What each step needs besides is in `step_s`.) Tokenized shards on a local disk; a slower source is not counted."""
 BACKWARD = 2 / 3
 """Of a pass: what is sent once a step has only the last pass's backward half to hide behind."""
 HOST_BYTES_PER_S = 60e9

@@ -202,8 +202,8 @@ def build(
     _apply(uses, half_made, first=Stage.ENV, last=Stage.SHARD)
     for finish in half_made.shard_hooks:
         finish(half_made)
-    _materialise(half_made, weights)
-    _apply(uses, half_made, first=Stage.MATERIALISE, last=Stage.DATA)
+    _materialize(half_made, weights)
+    _apply(uses, half_made, first=Stage.MATERIALIZE, last=Stage.DATA)
     optimizer = build_optimizer(
         recipe, half_made.model, half_made.make_optimizer, half_made.optimizer_options
     )
@@ -273,7 +273,7 @@ def _apply(uses: list[Use], half_made: Build, first: Stage, last: Stage) -> None
             use.technique.apply(half_made, use.knobs)
 
 
-def _materialise(half_made: Build, weights: dict[str, torch.Tensor] | None) -> None:
+def _materialize(half_made: Build, weights: dict[str, torch.Tensor] | None) -> None:
     model = half_made.model
     mastered = {id(parameter) for parameter in _mastered(half_made)}
     # What is trained gets its values in fp32 first; a frozen base never exists in it.

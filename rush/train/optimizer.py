@@ -1,6 +1,6 @@
 """AdamW with weight decay on matrices only.
 
-Decay pulls weights towards zero, which regularises matmuls and embeddings; pulling a norm's gain or
+Decay pulls weights towards zero, which regularizes matmuls and embeddings; pulling a norm's gain or
 a bias to zero only hurts. So tensors with two or more dims decay and the others do not.
 """
 

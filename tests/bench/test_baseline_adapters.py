@@ -15,7 +15,7 @@ from rush.bench.baseline_adapters import (
     TARGETS,
     fill,
     put_4bit_layers,
-    quantised_model,
+    quantized_model,
     weights_in_words,
     with_adapters,
 )
@@ -43,7 +43,7 @@ SHAPE = ["model.shape.num_layers=2", "model.shape.hidden=64", "model.shape.num_h
          "model.shape.head_dim=16", "model.shape.intermediate=128", "model.shape.vocab_size=101", "model.shape.context=64",
          "batch.micro=2", "batch.sequence=24", "batch.total_tokens=48"]  # fmt: skip
 LORA = Options(rank=4, alpha=8)
-QLORA = Options(rank=4, alpha=8, quantised=True, checkpointing=True)
+QLORA = Options(rank=4, alpha=8, quantized=True, checkpointing=True)
 CPU = torch.device("cpu")
 
 
@@ -73,15 +73,15 @@ def their_name(shape: Shape, name: str) -> str:
     return f"base_model.model.{found}{inner}.weight"
 
 
-def copy_weights(ours: Run, theirs: Any, *, quantised: bool) -> dict[str, str]:
-    """Give the rival our weights, adapters included; the codes' values where they are quantised."""
+def copy_weights(ours: Run, theirs: Any, *, quantized: bool) -> dict[str, str]:
+    """Give the rival our weights, adapters included; the codes' values where they are quantized."""
     shape = ours.model.shape
     there = dict(theirs.named_parameters())
     names = {name: their_name(shape, name) for name, _ in ours.model.named_parameters()}
     with torch.no_grad():
         for name, parameter in ours.model.named_parameters():
             there[names[name]].copy_(parameter)
-        if quantised:
+        if quantized:
             for entries in ours.model.linears().values():
                 for name, layer in entries:
                     if hasattr(layer, "dense_weight"):
@@ -106,11 +106,11 @@ def test_from_the_same_weights_both_sides_compute_the_same_loss_and_gradients(me
             if name.endswith("adapter.b"):
                 parameter.normal_(0, 0.05, generator=torch.Generator().manual_seed(3))
     run = rival_run(ours.recipe, ours.machine, QLORA if method == "qlora" else LORA)
-    names = copy_weights(ours, run.model, quantised=method == "qlora")
+    names = copy_weights(ours, run.model, quantized=method == "qlora")
     batch, share = padded(), torch.tensor(1 / 27)
     expected = ours.forward_backward(batch, share)
     found = rival_pass(run.model, padded=True)(batch, share)
-    # Values that were NF4 once are quantised to themselves; only scales, not quantised again, are off by rounding.
+    # Values that were NF4 once are quantized to themselves; only scales, not quantized again, are off by rounding.
     assert float(found) == pytest.approx(float(expected), rel=2e-3 if method == "qlora" else 1e-5)
     there = dict(run.model.named_parameters())
     for name, parameter in ours.model.named_parameters():
@@ -125,7 +125,7 @@ def test_from_the_same_weights_both_sides_compute_the_same_loss_and_gradients(me
 
 @pytest.mark.parametrize("options", [LORA, QLORA], ids=["lora", "qlora"])
 def test_the_rival_s_steps_train_its_adapters_and_leave_its_base_alone(options: Options) -> None:
-    if options.quantised:
+    if options.quantized:
         pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)  # PEFT draws from the global generator
     run = rival_run(recipe(), probe("cpu"), options)
@@ -141,7 +141,7 @@ def test_the_rival_s_steps_train_its_adapters_and_leave_its_base_alone(options: 
     assert all(not torch.equal(after[name], before) for name, before in trained.items() if "lora_B" in name)
 
 
-def test_a_quantised_rival_is_what_the_library_s_own_loader_makes(tmp_path: Path) -> None:
+def test_a_quantized_rival_is_what_the_library_s_own_loader_makes(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     import transformers
 
@@ -157,7 +157,7 @@ def test_a_quantised_rival_is_what_the_library_s_own_loader_makes(tmp_path: Path
     loaded = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, quantization_config=wanted, dtype=torch.bfloat16
     )
-    ours = quantised_model(
+    ours = quantized_model(
         lambda: rival_model(shape, torch.device("meta"), torch.bfloat16), CPU, torch.bfloat16
     )
 
@@ -185,7 +185,7 @@ def test_a_quantised_rival_is_what_the_library_s_own_loader_makes(tmp_path: Path
         assert torch.equal(mine, theirs), name
 
 
-def test_a_quantised_rival_never_holds_more_than_one_layer_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_rival_never_holds_more_than_one_layer_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("bitsandbytes")
     shape = recipe().shape()
     asked: list[tuple[int, ...]] = []
@@ -198,7 +198,7 @@ def test_a_quantised_rival_never_holds_more_than_one_layer_in_full(monkeypatch: 
         return found
 
     monkeypatch.setattr(torch, "empty", watched)
-    model = quantised_model(
+    model = quantized_model(
         lambda: rival_model(shape, torch.device("meta"), torch.bfloat16), CPU, torch.bfloat16
     )
     assert max(dims[0] * dims[1] for dims in asked) == 128 * 64

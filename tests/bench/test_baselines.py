@@ -163,7 +163,7 @@ def test_the_targets_of_fine_tuning_are_those_that_were_set() -> None:
         "qlora-8b-long": (0.0, None),
     }
     assert workloads.load_workloads(["qlora-8b-1"])[0].rival.options == {  # type: ignore[union-attr]
-        "dtype": "bfloat16", "with_liger": True, "rank": 16, "alpha": 32, "quantised": True, "checkpointing": True,
+        "dtype": "bfloat16", "with_liger": True, "rank": 16, "alpha": 32, "quantized": True, "checkpointing": True,
         "autocast": True,
     }  # fmt: skip
 

@@ -183,7 +183,7 @@ def test_a_run_is_opened_merged_and_exported(method: str, plain: Recipe, tmp_pat
     # Rounding is all that may differ: merged, fp32 is as near to the truth as it is apart, within the usual factor.
     bound = 3 * float((ours - exact).abs().max())
     merge_adapter(tmp_path / "run", tmp_path / "merged", note=notes.append)
-    assert ("dequantised base" in notes[-1]) == (method in LIBRARY)
+    assert ("dequantized base" in notes[-1]) == (method in LIBRARY)
     assert float((logits(load_model(tmp_path / "merged")) - exact).abs().max()) <= bound
     export_model(tmp_path / "run", tmp_path / "exported")
     assert torch.equal(logits(load_model(tmp_path / "exported")), logits(load_model(tmp_path / "merged")))

@@ -81,8 +81,8 @@ def test_the_blocks_deal_units_out_and_finish_what_the_plain_path_began(
     with pytest.raises(DataError, match="units are not prepared"):
         list(merge.run())
     for rank in (2, 0, 1):
-        read, tokenise, write = runner.pipeline
-        list(write.run(tokenise.run(read.run(None, rank, 3), rank, 3), rank, 3))
+        read, tokenize, write = runner.pipeline
+        list(write.run(tokenize.run(read.run(None, rank, 3), rank, 3), rank, 3))
     list(merge.run())
     assert contents(folder) == contents(prepared)
     assert (folder / "train" / "00001.bin").stat().st_mtime_ns == begun
@@ -95,9 +95,9 @@ def test_units_of_which_a_filter_left_nothing_are_still_recorded(
     key, tokenizer = fingerprint(preparation)
     workspace = open_workspace(preparation, tmp_path, key, tokenizer)
     runner, _ = build_executors(workspace, "local", tasks=1)
-    read, tokenise, write = runner.pipeline
+    read, tokenize, write = runner.pipeline
     kept = (document for document in read.run() if document.metadata["unit"] in (2, 3))
-    list(write.run(tokenise.run(kept)))
+    list(write.run(tokenize.run(kept)))
     assert not workspace.missing()
     shards = sorted(path.name for path in tmp_path.glob("train/*.bin"))
     assert shards == ["00002.bin", "00003.bin"]
@@ -113,7 +113,7 @@ def test_the_slurm_scripts_can_be_read_without_slurm(preparation: Preparation, t
         "#SBATCH --partition=cpu",
         "#SBATCH --time=04:00:00",
         f"#SBATCH --array=0-{runner.tasks - 1}%8",
-        "#SBATCH --job-name=rush-tokenise",
+        "#SBATCH --job-name=rush-tokenize",
         "source /shared/venv/bin/activate",
         f"srun -l -n 1 launch_pickled_pipeline {tmp_path}/pipeline/executor.pik",
     ):

@@ -1,4 +1,4 @@
-"""On a CUDA device: adapters and quantised bases take effect, learn what they learn on a CPU, and stay small."""
+"""On a CUDA device: adapters and quantized bases take effect, learn what they learn on a CPU, and stay small."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_codes_are_the_same_as_on_a_cpu_and_unpack_to_the_same(form: Form, dtype
     assert float((made[0] - made[1]).norm() / made[0].norm()) < 5e-3
 
 
-def test_nf4_is_bitsandbytes_own_dequantisation_exactly() -> None:
+def test_nf4_is_bitsandbytes_own_dequantization_exactly() -> None:
     functional: Any = pytest.importorskip("bitsandbytes.functional")
     weight = torch.randn(768, 512, device="cuda") * 0.02
     codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
@@ -162,7 +162,7 @@ def peak_of(*techniques: str) -> tuple[int, int]:
     return built, stepped
 
 
-def test_a_quantised_model_is_built_and_stepped_in_a_fraction_of_the_memory() -> None:
+def test_a_quantized_model_is_built_and_stepped_in_a_fraction_of_the_memory() -> None:
     """16.0, 8.5 and 4.13 bits a weight: 12 layers of 15.7 million weights."""
     pytest.importorskip("bitsandbytes")
     weights = 12 * 15.7e6

@@ -22,7 +22,7 @@ SHAPE = ("model.shape.hidden=256", "model.shape.num_heads=4", "model.shape.num_k
          "batch.sequence=128", "batch.total_tokens=256")  # fmt: skip
 FULL: dict[str, Any] = {"dtype": "bfloat16", "with_liger": True}
 LORA: dict[str, Any] = {**FULL, "rank": 8, "alpha": 16, "autocast": True}
-QLORA: dict[str, Any] = {**LORA, "quantised": True, "checkpointing": True}
+QLORA: dict[str, Any] = {**LORA, "quantized": True, "checkpointing": True}
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +51,7 @@ def test_a_rival_s_kernels_run_and_it_learns(options: dict[str, Any]) -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         train_step(run, 9, 5e-3, [batch()])
     names = {event.key for event in profile.key_averages()}
-    wanted = [*LIGER, *(["Dequantize"] if options.get("quantised") else [])]
+    wanted = [*LIGER, *(["Dequantize"] if options.get("quantized") else [])]
     missing = [part for part in wanted if not any(part in name for name in names)]
     assert not missing, (missing, sorted(names))
 

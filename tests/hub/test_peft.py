@@ -28,7 +28,7 @@ from rush.models.adapters import (
     set_active,
 )
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantized import quantise_linears
+from rush.models.quantized import quantize_linears
 from rush.models.quantized_formats import Form
 
 TOKENS = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -235,7 +235,7 @@ def test_a_base_is_known_by_every_one_of_its_weights(tmp_path: Path, name: str) 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_base_is_the_same_in_another_dtype_and_before_it_was_quantised(
+def test_a_base_is_the_same_in_another_dtype_and_before_it_was_quantized(
     family: str, dtype: torch.dtype
 ) -> None:
     plain = base(family)
@@ -244,12 +244,12 @@ def test_a_base_is_the_same_in_another_dtype_and_before_it_was_quantised(
     assert base_identity(dict(base(family).to(dtype).named_parameters())) == known
     assert base_identity(adapted(family)) == known
     with torch.device("meta"):
-        quantised = build_model(small_shape(family))
-    quantise_linears(quantised, Form("int8", "torchao"))
-    quantised.to_empty(device="cpu").load_state_dict(plain.state_dict())
-    assert base_identity(quantised) == known
-    quantised.load_state_dict(base(family, seed=4).state_dict())
-    assert base_identity(quantised) != known
+        quantized = build_model(small_shape(family))
+    quantize_linears(quantized, Form("int8", "torchao"))
+    quantized.to_empty(device="cpu").load_state_dict(plain.state_dict())
+    assert base_identity(quantized) == known
+    quantized.load_state_dict(base(family, seed=4).state_dict())
+    assert base_identity(quantized) != known
 
 
 def test_fingerprints_see_every_value_and_where_rows_are() -> None:

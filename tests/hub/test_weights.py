@@ -166,7 +166,7 @@ def test_missing_unknown_and_misshapen_tensors_are_named(folder: Path) -> None:
     assert short in str(caught.value)
 
     save_file(whole | {name: whole[name].to(torch.int8)}, folder / WEIGHTS)
-    with pytest.raises(DataError, match=r"I8.*Quantised"):
+    with pytest.raises(DataError, match=r"I8.*Quantized"):
         load_hf_folder(folder)
 
 

@@ -2,7 +2,7 @@
 
 Run as a process of its own (`python offline_compiler.py …`), because Triton decides at import whether kernels are
 interpreted. It puts a driver in place that says which GPU it is and forgets every launch. All before that is Triton's
-own: how arguments are typed and specialised, the compiler down to machine code, the check for shared memory. What was
+own: how arguments are typed and specialized, the compiler down to machine code, the check for shared memory. What was
 compiled is found in the kernels' caches afterwards and described in a report.
 
 The launches come from a module with `LAUNCHES`, names and functions without arguments that call kernels on the CPU's

@@ -53,7 +53,7 @@ NARROW_LOADS = {
     "gelu_of_sum_backward_kernel": 0,
     "join_kernel": 0,
     "fp8_cast_both_kernel": 2,
-    "fp8_logits_gradient_kernel": 12,  # a 1, and of rows: labels and normalisers of four at a time, then those of one with its logit
+    "fp8_logits_gradient_kernel": 12,  # a 1, and of rows: labels and normalizers of four at a time, then those of one with its logit
     "fp8_swiglu_largest_kernel": 0,
     "fp8_swiglu_kernel": 1,
     "fp8_swiglu_bound_kernel": 4,

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from rush.errors import KernelRefusal
 from rush.kernels.fp8_linear import fp8_linear, reference
 from rush.kernels.fp8_linear.factors import cast_both
-from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantise, scale_for
+from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize, scale_for
 
 RECIPES = ["tensorwise", "rowwise"]
 WAYS: list[dict[str, Any]] = [
@@ -70,7 +70,7 @@ def test_a_scale_is_a_power_of_two_that_fills_the_range_and_never_leaves_it(
 def test_a_cast_rounds_to_the_nearest_8_bit_value_and_nothing_else(device: str, rowwise: bool) -> None:
     x, _, _ = inputs(device, (48, 32, 16))
     x = x * torch.logspace(-3, 3, 48, device=device)[:, None].bfloat16()
-    values, unit = quantise(x, E4M3, rowwise)
+    values, unit = quantize(x, E4M3, rowwise)
     assert unit.shape == ((48, 1) if rowwise else ())
     exact = x.double()
     back = values.double() * unit.double()
@@ -87,12 +87,12 @@ def test_a_cast_rounds_to_the_nearest_8_bit_value_and_nothing_else(device: str, 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_stays_so(device: str) -> None:
     for rowwise in (False, True):
-        values, unit = quantise(torch.zeros(4, 16, device=device), E4M3, rowwise)
+        values, unit = quantize(torch.zeros(4, 16, device=device), E4M3, rowwise)
         assert bool((values.float() * unit == 0).all())
         for bad in (torch.nan, torch.inf):
             x = torch.ones(4, 16, device=device)
             x[1, 3] = bad
-            values, unit = quantise(x, E4M3, rowwise)
+            values, unit = quantize(x, E4M3, rowwise)
             assert bool((values.float() * unit).isnan().any()), "a run that diverged must be seen to"
 
 
@@ -156,7 +156,7 @@ def test_the_casting_kernel_makes_the_same_bits_in_both_layouts(device: str, dty
         x = torch.randn(rows, 2 * columns, device=device, dtype=torch.bfloat16)[:, :columns]
         scale = scale_for(x.abs().amax(), dtype)
         values, turned = cast_both(x, scale, dtype)
-        expected = quantise(x, dtype, rowwise=False).values
+        expected = quantize(x, dtype, rowwise=False).values
         assert values.is_contiguous()
         assert turned.is_contiguous()
         assert torch.equal(values.view(torch.uint8), expected.contiguous().view(torch.uint8))

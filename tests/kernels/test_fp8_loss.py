@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rush.errors import KernelRefusal
 from rush.kernels.fp8_linear.factors import product
-from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantise
+from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize
 from rush.kernels.linear_cross_entropy import eight_bits, linear_cross_entropy
 from rush.kernels.linear_cross_entropy.eight_bits import SCALE, logits_gradient
 
@@ -56,7 +56,7 @@ def by_hand(
     """
 
     def eight_bits(x: Tensor) -> Scaled:
-        return Scaled(*quantise(x.detach(), E4M3, rowwise=False))
+        return Scaled(*quantize(x.detach(), E4M3, rowwise=False))
 
     def wide(x: Scaled) -> Tensor:
         return x.values.double() * x.unit.double()
@@ -118,7 +118,7 @@ def test_what_the_short_accumulator_cuts(device: str) -> None:
     if device == "cpu":
         pytest.skip("a CPU sums up in full")
     hidden, weight, _ = given(device, 1024, 768, 4096)
-    x, w = (Scaled(*quantise(each.detach(), E4M3, rowwise=False)) for each in (hidden, weight))
+    x, w = (Scaled(*quantize(each.detach(), E4M3, rowwise=False)) for each in (hidden, weight))
     logits = product(x, w, torch.float32, fast=True).double()
     exact = (x.values.double() * x.unit) @ (w.values.double() * w.unit).t()
     sizes = (x.values.double() * x.unit).abs() @ (w.values.double() * w.unit).abs().t()

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
 from rush.kernels.fp8_linear import fp8_linear
-from rush.kernels.fp8_linear.reference import E4M3, E5M2, quantise, scale_for
+from rush.kernels.fp8_linear.reference import E4M3, E5M2, quantize, scale_for
 from rush.kernels.fp8_mlp import fp8_mlp, reference
 from rush.kernels.fp8_mlp import triton as kernels
 
@@ -105,7 +105,7 @@ def test_the_kernels_make_what_float64_makes_rounded_once(device: str, dtype: to
 def test_the_forward_scale_is_that_of_a_plain_cast(device: str) -> None:
     _, joined = wide_tensors(device, 64, 96, torch.bfloat16)
     h_scale = scale_for(kernels.largest(joined)[0], E4M3)
-    assert torch.equal(h_scale.reciprocal(), quantise(reference.swiglu(joined), E4M3, False).unit)
+    assert torch.equal(h_scale.reciprocal(), quantize(reference.swiglu(joined), E4M3, False).unit)
 
 
 @pytest.mark.parametrize("outlier", [1.0, 300.0])

@@ -235,6 +235,6 @@ def test_recomputed_and_compiled_the_last_layer_costs_its_thin_product_only(form
     with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
         checkpointed(x).sum().backward()
     ran = [event.name for event in seen.events() or []]
-    name = "rush::adapted_linears" if form is None else "rush::adapted_quantised_linears"
+    name = "rush::adapted_linears" if form is None else "rush::adapted_quantized_linears"
     assert ran.count(name) == 3, "both layers forward, and of the recomputation the first"
     assert ran.count(f"{name}_backward") == 2

@@ -34,7 +34,7 @@ def test_seeds_differ_and_tensors_of_one_shape_differ() -> None:
     assert not torch.equal(ups[0], ups[1])
 
 
-def test_initialising_leaves_the_global_random_state_alone() -> None:
+def test_initializing_leaves_the_global_random_state_alone() -> None:
     before = torch.get_rng_state()
     build_model(SIZES["tiny"], seed=3)
     assert torch.equal(before, torch.get_rng_state())

@@ -10,7 +10,7 @@ import torch
 
 from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
-from rush.kernels.fp8_linear.reference import E4M3, quantise
+from rush.kernels.fp8_linear.reference import E4M3, quantize
 from rush.kernels.linear_cross_entropy import reference
 from rush.parallel import AXES
 from rush.techniques import check, registry, why_not
@@ -161,11 +161,11 @@ def test_a_part_scaled_by_its_own_largest_value_is_cast_as_in_the_whole() -> Non
     generator = torch.Generator().manual_seed(5)
     whole = torch.randn(8, 512, generator=generator) * 10 ** (6 * torch.rand(8, 512, generator=generator) - 5)
     for rowwise in (False, True):
-        values, unit = quantise(whole, E4M3, rowwise)
+        values, unit = quantize(whole, E4M3, rowwise)
         cast = values.float() * unit
         for part in range(4):
             here = slice(128 * part, 128 * part + 128)
-            own_values, own_unit = quantise(whole[:, here], E4M3, rowwise)
+            own_values, own_unit = quantize(whole[:, here], E4M3, rowwise)
             apart = (own_values.float() * own_unit - cast[:, here]).abs()
             largest = whole.abs().amax(1, keepdim=True) if rowwise else whole.abs().amax()
             assert (apart[whole[:, here].abs() > largest * 2**-13] == 0).all()

@@ -74,7 +74,7 @@ def test_a_technique_beside_sharding_does_what_it_does_alone(
     assert all(took_effect for took_effect, _ in found[0]["proofs"].values()), found[0]["proofs"]
 
 
-def test_a_quantised_base_in_two_parts_learns_a_batch_by_heart_in_the_bytes_that_were_foretold() -> None:
+def test_a_quantized_base_in_two_parts_learns_a_batch_by_heart_in_the_bytes_that_were_foretold() -> None:
     changes = ("optimizer.lr=0.01", "batch.total_tokens=64")
     shape = recipe("llama", FSDP, (NF4["bitsandbytes"],), *changes).shape()
     for count, steps in ((1, 1), (2, 16)):

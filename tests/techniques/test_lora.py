@@ -16,7 +16,7 @@ from rush.kernels.nf4.reference import VALUES
 from rush.models import matmul_parameters
 from rush.models.adapters import adapters, adapters_off
 from rush.models.fingerprints import fingerprint
-from rush.models.quantized import QuantisedLinear, quantise_linears
+from rush.models.quantized import QuantisedLinear, quantize_linears
 from rush.models.quantized_formats import BLOCK as NF4_BLOCK
 from rush.models.quantized_formats import Form
 from rush.techniques import check
@@ -81,7 +81,7 @@ def test_beside_others_it_learns_what_it_learns_alone(others: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("keep", ["all", "half"])
-def test_selective_checkpointing_keeps_products_of_a_quantised_base(keep: str) -> None:
+def test_selective_checkpointing_keeps_products_of_a_quantized_base(keep: str) -> None:
     needs("qlora")
     run = make_run("{name='qlora', rank=4}", f"{{name='checkpoint_selective', keep='{keep}'}}")
     proven(run, trace(run, 2, watch=True))
@@ -136,7 +136,7 @@ def test_compiled_by_blocks_there_is_no_break_and_one_graph_for_all_but_the_firs
 @pytest.mark.parametrize(
     "method", ["{name='qlora', rank=4}", "{name='int8_base', rank=4, backend='torchao'}"]
 )
-def test_a_quantised_base_compiles_and_recomputes_to_the_same(method: str) -> None:
+def test_a_quantized_base_compiles_and_recomputes_to_the_same(method: str) -> None:
     needs(method)
     plain = trace(make_run(method), 3)
     run = make_run(method, BLOCK, "checkpoint_full")
@@ -242,7 +242,7 @@ def test_samples_are_drawn_with_the_adapters_on() -> None:
     assert held == {id(p) for p in run.model.parameters() if p.requires_grad}
 
 
-# --- quantised weights -----------------------------------------------------------------------------------------
+# --- quantized weights -----------------------------------------------------------------------------------------
 
 
 def layer_of(form: Form, weight: Tensor) -> QuantisedLinear:
@@ -260,7 +260,7 @@ def weight_of(rows: int = 96, columns: int = 128, seed: int = 0) -> Tensor:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dims", [(96, 128), (64, 1024), (8, 8)])
-def test_nf4_is_bitsandbytes_own_dequantisation_exactly(dims: tuple[int, int], dtype: torch.dtype) -> None:
+def test_nf4_is_bitsandbytes_own_dequantization_exactly(dims: tuple[int, int], dtype: torch.dtype) -> None:
     functional: Any = pytest.importorskip("bitsandbytes.functional")
     weight = weight_of(*dims)
     codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
@@ -269,7 +269,7 @@ def test_nf4_is_bitsandbytes_own_dequantisation_exactly(dims: tuple[int, int], d
     assert torch.equal(layer_of(Form("nf4", "bitsandbytes"), weight).dense_weight(dtype), theirs)
 
 
-def test_nf4_is_torchaos_own_dequantisation_exactly() -> None:
+def test_nf4_is_torchaos_own_dequantization_exactly() -> None:
     quantization: Any = pytest.importorskip("torchao.quantization")
     weight = weight_of(256, 256)
     theirs = quantization.to_nf4(weight, 64, 256).get_original_weight()
@@ -277,7 +277,7 @@ def test_nf4_is_torchaos_own_dequantisation_exactly() -> None:
 
 
 def nf4_reference(weight: Tensor) -> Tensor:
-    """Round to NF4 and back with nothing but torch, in float64 and without double quantisation."""
+    """Round to NF4 and back with nothing but torch, in float64 and without double quantization."""
     table = torch.tensor(VALUES, dtype=torch.float64)
     blocks = weight.double().reshape(-1, NF4_BLOCK)
     largest = blocks.abs().amax(1, keepdim=True).clamp_min(1e-30)
@@ -287,7 +287,7 @@ def nf4_reference(weight: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["bitsandbytes", "torchao"])
 def test_nf4_is_the_plain_reference_but_for_the_rounding_of_its_scales(backend: str) -> None:
-    """Double quantisation moves a block's scale by at most half a step of 8 bits of the scales' spread."""
+    """Double quantization moves a block's scale by at most half a step of 8 bits of the scales' spread."""
     weight = weight_of(256, 256)
     ours, plain = layer_of(Form("nf4", backend), weight).dense_weight().double(), nf4_reference(weight)
     blocks, exact = ours.view(-1, 64), plain.view(-1, 64)
@@ -382,7 +382,7 @@ def test_the_model_never_exists_in_full_precision(given: bool, monkeypatch: pyte
     assert resident + 3 * 64 * 256 * 4 < 0.3 * full
 
 
-def test_a_quantised_model_takes_weights_and_says_which_are_missing() -> None:
+def test_a_quantized_model_takes_weights_and_says_which_are_missing() -> None:
     pytest.importorskip("bitsandbytes")
     run = make_run("{name='qlora', rank=2}")
     layer = run.model.get_submodule("blocks.0.mlp.up")
@@ -406,7 +406,7 @@ def test_fingerprints_tell_values_places_and_dtypes_apart() -> None:
     assert fingerprint(torch.zeros(3)) != fingerprint(torch.zeros(4))
 
 
-def test_steps_of_a_quantised_run_are_the_same_every_time() -> None:
+def test_steps_of_a_quantized_run_are_the_same_every_time() -> None:
     pytest.importorskip("bitsandbytes")
     results = []
     for _ in range(2):
@@ -415,12 +415,12 @@ def test_steps_of_a_quantised_run_are_the_same_every_time() -> None:
     assert results[0] == results[1]
 
 
-def test_quantising_replaces_every_layer_of_the_blocks_and_no_other() -> None:
+def test_quantizing_replaces_every_layer_of_the_blocks_and_no_other() -> None:
     from rush.models import SIZES, build_model
 
     with torch.device("meta"):
         model = build_model(SIZES["llama-tiny"])
-    quantise_linears(model, Form("int8", "torchao"))
+    quantize_linears(model, Form("int8", "torchao"))
     kinds = {name: type(module) for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     assert {name for name, kind in kinds.items() if kind is nn.Linear} == {"head"}
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.fp8_linear.factors import cast, cast_by_kernel, product, turned, turned_weight
-from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantise
+from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize
 from rush.kernels.support import need, need_device
 
 __all__ = ["ALIGNMENT", "fp8_linear", "need_factors", "need_units"]
@@ -98,17 +98,17 @@ class _Fp8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x_mk: Tensor, weight_nk: Tensor, rowwise: bool, fast: bool, kernel: bool) -> Tensor:
-        weight = quantise(weight_nk, E4M3, rowwise)
+        weight = quantize(weight_nk, E4M3, rowwise)
         ctx.rowwise, ctx.fast, ctx.kernel, ctx.dtype = rowwise, fast, kernel, x_mk.dtype
         if rowwise:
             # The gradient of the weight wants columns scaled: other casts, from the wide values.
-            x = quantise(x_mk, E4M3, rowwise)
+            x = quantize(x_mk, E4M3, rowwise)
             ctx.save_for_backward(x_mk, weight_nk)
         elif kernel:
             x, x_turned = cast_by_kernel(x_mk, E4M3)
             ctx.save_for_backward(x_turned.values, x.unit, weight_nk, weight.unit)
         else:
-            x = quantise(x_mk, E4M3, rowwise)
+            x = quantize(x_mk, E4M3, rowwise)
             ctx.save_for_backward(x.values, x.unit, weight_nk, weight.unit)
         return product(x, weight, x_mk.dtype, fast=True)
 
@@ -116,7 +116,7 @@ class _Fp8Linear(torch.autograd.Function):
     def backward(ctx: Any, dout_mn: Tensor) -> tuple[Any, ...]:
         if ctx.rowwise:
             x_mk, weight_nk = ctx.saved_tensors
-            dout, dout_turned = quantise(dout_mn, E4M3, True), _columns(dout_mn, E4M3)
+            dout, dout_turned = quantize(dout_mn, E4M3, True), _columns(dout_mn, E4M3)
             weight_turned, x_turned = _columns(weight_nk, E4M3), _columns(x_mk, E4M3)
         else:
             x_values, x_unit, weight_nk, weight_unit = ctx.saved_tensors
@@ -133,5 +133,5 @@ class _Fp8Linear(torch.autograd.Function):
 
 def _columns(x: Tensor, dtype: torch.dtype) -> Scaled:
     """The transpose with a scale for each of its rows, laid out as one."""
-    values, unit = quantise(x.t(), dtype, rowwise=True)
+    values, unit = quantize(x.t(), dtype, rowwise=True)
     return Scaled(values.contiguous(), unit.contiguous())

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.fp8_linear import reference
-from rush.kernels.fp8_linear.reference import E4M3, Scaled, largest_of, quantise, scale_for
+from rush.kernels.fp8_linear.reference import E4M3, Scaled, largest_of, quantize, scale_for
 from rush.kernels.support import op
 
 # Shapes: m tokens, n outputs, k inputs.
@@ -15,7 +15,7 @@ from rush.kernels.support import op
 
 def cast(x: Tensor, dtype: torch.dtype) -> tuple[Scaled, Scaled]:
     """A factor and its transpose with one scale, by plain operators that a compiler fuses."""
-    values, unit = quantise(x, dtype, rowwise=False)
+    values, unit = quantize(x, dtype, rowwise=False)
     return Scaled(values, unit), turned(values, unit)
 
 

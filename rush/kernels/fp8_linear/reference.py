@@ -39,7 +39,7 @@ def largest_of(x: Tensor) -> Tensor:
     return x.abs().amax(-1).amax()
 
 
-def quantise(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Scaled:
+def quantize(x: Tensor, dtype: torch.dtype, rowwise: bool) -> Scaled:
     """Cast to fp8 with a scale for each row, or one for all."""
     scale = scale_for(x.abs().amax(-1, keepdim=True) if rowwise else largest_of(x), dtype)
     return Scaled((x.float() * scale).to(dtype), scale.reciprocal())
@@ -54,7 +54,7 @@ def product(left: Scaled, right: Scaled, dtype: torch.dtype) -> Tensor:
 
 def fp8_linear(x_mk: Tensor, weight_nk: Tensor, rowwise: bool, dtype: torch.dtype) -> Tensor:
     """x · weightᵀ with both factors in e4m3."""
-    return product(quantise(x_mk, E4M3, rowwise), quantise(weight_nk, E4M3, rowwise), dtype)
+    return product(quantize(x_mk, E4M3, rowwise), quantize(weight_nk, E4M3, rowwise), dtype)
 
 
 def fp8_linear_gradients(
@@ -62,6 +62,6 @@ def fp8_linear_gradients(
 ) -> tuple[Tensor, Tensor]:
     """The gradients of x and weight; the incoming gradient in e5m2 tensorwise, in e4m3 rowwise."""
     form = E4M3 if rowwise else E5M2
-    dx = product(quantise(dout_mn, form, rowwise), quantise(weight_nk.t(), E4M3, rowwise), dtype)
-    dweight = product(quantise(dout_mn.t(), form, rowwise), quantise(x_mk.t(), E4M3, rowwise), dtype)
+    dx = product(quantize(dout_mn, form, rowwise), quantize(weight_nk.t(), E4M3, rowwise), dtype)
+    dweight = product(quantize(dout_mn.t(), form, rowwise), quantize(x_mk.t(), E4M3, rowwise), dtype)
     return dx, dweight

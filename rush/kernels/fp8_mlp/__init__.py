@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rush.kernels.fp8_linear import need_factors
 from rush.kernels.fp8_linear.factors import cast, cast_by_kernel, product, turned, turned_weight
-from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantise, scale_for
+from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize, scale_for
 from rush.kernels.fp8_mlp import triton as kernels
 from rush.kernels.support import need, op
 
@@ -60,11 +60,11 @@ class _Fp8MLP(torch.autograd.Function):
         ctx: Any, x_md: Tensor, weight_jd: Tensor, down_di: Tensor, fast: bool, kernel: bool
     ) -> Tensor:
         dtype = x_md.dtype
-        weight, down = (quantise(factor, E4M3, rowwise=False) for factor in (weight_jd, down_di))
+        weight, down = (quantize(factor, E4M3, rowwise=False) for factor in (weight_jd, down_di))
         if kernel:
             x, kept = cast_by_kernel(x_md, E4M3)
         else:
-            x = kept = quantise(x_md, E4M3, rowwise=False)
+            x = kept = quantize(x_md, E4M3, rowwise=False)
         joined_mj = product(x, weight, dtype, fast=True)
         largest, steepest_ms = _largest(joined_mj)
         scale = scale_for(largest, E4M3)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, product, quantise
+from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, product, quantize
 
 # Shapes: m tokens, d hidden, i width of the MLP, j its double (gate and up side by side).
 
@@ -34,12 +34,12 @@ def fp8_mlp(
     x_md: Tensor, weight_jd: Tensor, down_di: Tensor, dout_md: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
     """The output, and the gradients of x, of gate and up, and of down."""
-    x, weight, down = (quantise(factor, E4M3, rowwise=False) for factor in (x_md, weight_jd, down_di))
+    x, weight, down = (quantize(factor, E4M3, rowwise=False) for factor in (x_md, weight_jd, down_di))
     joined_mj = product(x, weight, dtype)
-    h = quantise(swiglu(joined_mj), E4M3, rowwise=False)
-    dout = quantise(dout_md, E5M2, rowwise=False)
+    h = quantize(swiglu(joined_mj), E4M3, rowwise=False)
+    dout = quantize(dout_md, E5M2, rowwise=False)
     dh_mi = product(dout, _turned(down), dtype)
-    djoined = quantise(swiglu_gradient(dh_mi, joined_mj), E5M2, rowwise=False)
+    djoined = quantize(swiglu_gradient(dh_mi, joined_mj), E5M2, rowwise=False)
     return [
         product(h, down, dtype),
         product(djoined, _turned(weight), dtype),

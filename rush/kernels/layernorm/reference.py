@@ -18,6 +18,6 @@ def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
 def add_layernorm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The sum of both, normalised; and the sum."""
+    """The sum of both, normalized; and the sum."""
     total = residual + x
     return layernorm(total, weight, bias, eps), total

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""Unpacking weights that bitsandbytes stored as NF4 with double quantisation, in one kernel.
+"""Unpacking weights that bitsandbytes stored as NF4 with double quantization, in one kernel.
 
 bitsandbytes unpacks the scales into memory, adds their offset and then unpacks the weights: three kernels. This is
 one, with the same bits as result. Takes what `quantize_4bit` gives with blocks of 64 (scales in blocks of 256), all of it

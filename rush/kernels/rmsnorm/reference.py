@@ -14,6 +14,6 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """The sum of both, normalised; and the sum."""
+    """The sum of both, normalized; and the sum."""
     total = residual + x
     return rmsnorm(total, weight, eps), total

@@ -51,7 +51,7 @@ def rmsnorm_forward_kernel(
         x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
         residual_place = residual_ptr + row * residual_stride + column
         residual = tl.load(residual_place, mask=inside, other=0.0)
-        # What is normalised is the sum as it is stored, so that the backward pass sees the same.
+        # What is normalized is the sum as it is stored, so that the backward pass sees the same.
         rounded = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * width + column, rounded, mask=inside)
     else:
@@ -117,7 +117,7 @@ def rmsnorm_backward_kernel(
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Normalised rows in `out_dtype`; the sum, where there is something to add; and 1 / rms of each row."""
+    """Normalized rows in `out_dtype`; the sum, where there is something to add; and 1 / rms of each row."""
     x_nd = as_rows(x)
     residual_nd = None if residual is None else as_rows(residual)
     num_rows, width = x_nd.shape
@@ -149,7 +149,7 @@ def forward(
 def backward(
     dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of what was normalised (with that of the sum added, where given) and of the weight."""
+    """The gradients of what was normalized (with that of the sum added, where given) and of the weight."""
     x_nd, dout_nd = as_rows(x), as_rows(dout)
     dsum_nd = None if dsum is None else as_rows(dsum)
     num_rows, width = x_nd.shape

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from rush.models.quantized_formats import Form
 from rush.recipe import Knob
 from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, lengths_in_fp32
-from rush.techniques.adapters.qlora import BACKENDS, has_library, quantise, unpacked_twice
+from rush.techniques.adapters.qlora import BACKENDS, has_library, quantize, unpacked_twice
 from rush.techniques.api.contract import (
     Build,
     Claim,
@@ -29,7 +29,7 @@ from rush.techniques.api.contract import (
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    quantise(build, Form("int8", str(knobs["backend"])))
+    quantize(build, Form("int8", str(knobs["backend"])))
     add_adapters(build, knobs)
 
 
@@ -37,7 +37,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The linear layers' weights come to 8 to 10 bits each, products from their codes ran forward and backward, and only
     adapters were trained."""
     proof = unpacked_twice(seen, knobs)
-    bits = seen.facts.get("quantised", {}).get("bits", 32)
+    bits = seen.facts.get("quantized", {}).get("bits", 32)
     return Proof(proof.took_effect and 8 <= bits < 10, proof.what)
 
 
@@ -47,7 +47,7 @@ technique = Technique(
     apply=apply,
     requires=(has_library("int8_base"), lengths_in_fp32),
     conflicts=("fp8", "fused_projections", "half_products", "lora", "qlora", "tp"),
-    knobs={"backend": KnobRange(BACKENDS, "whose quantising"), **KNOBS},
+    knobs={"backend": KnobRange(BACKENDS, "whose quantizing"), **KNOBS},
     claim=Claim(
         "bytes of the base",
         -0.5,

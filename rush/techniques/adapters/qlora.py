@@ -1,11 +1,11 @@
 """QLoRA: LoRA over a base whose frozen weights are stored in 4 bits.
 
 LoRA leaves one large thing in memory, the frozen base: 16 GB for an 8B model in bf16. Here the linear layers of
-the blocks are kept as NF4 codes (a table of 16 values, a scale for each block of 64, the scales quantised once
+the blocks are kept as NF4 codes (a table of 16 values, a scale for each block of 64, the scales quantized once
 more: 4.13 bits a weight), 4 GB, and one layer's weight is unpacked for each product, forward and again backward.
 Embeddings, norms and head stay as they are. An 8B model then trains on a 24 GB card. It costs time: every
 pass unpacks every weight, which hides behind the products only when there are many tokens; and the base is
-rounded to 16 levels, so it starts a little worse than what it was made from. Weights are quantised one by
+rounded to 16 levels, so it starts a little worse than what it was made from. Weights are quantized one by
 one as they arrive: the model never exists on the device in full precision. `lora` is faster where memory allows.
 On a CUDA device our own kernel unpacks what bitsandbytes stored, to the same bits: scales and weights in one pass, 1.8 times as
 fast as the library's three on an H200.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rush.hardware import Machine
-from rush.models.quantized import QuantisedLinear, quantise_linears
+from rush.models.quantized import QuantisedLinear, quantize_linears
 from rush.models.quantized_formats import BLOCK, Form, offer_unpacker
 from rush.recipe import Knob, Recipe
 from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, lengths_in_fp32
@@ -43,17 +43,17 @@ from rush.techniques.api.seams import needs_triton
 
 BACKENDS = ("bitsandbytes", "torchao")
 # With an adapter and without.
-FORWARD = ("rush::adapted_quantised_linears", "rush::quantised_linear")
-BACKWARD = ("rush::adapted_quantised_linears_backward", "rush::quantised_linear_backward")
+FORWARD = ("rush::adapted_quantized_linears", "rush::quantized_linear")
+BACKWARD = ("rush::adapted_quantized_linears_backward", "rush::quantized_linear_backward")
 OPERATORS = {"rush": "rush::unpack_nf4", "bitsandbytes": "bitsandbytes::dequantize_4bit"}
 KERNELS = {"rush": "unpack_nf4_kernel", "bitsandbytes": "Dequantize", "torchao": "triton_"}
 """How who unpacks shows in a profile; torchao's formula has no operator of its own."""
 OURS = "nf4/bitsandbytes, by rush"
 
 
-def quantise(build: Build, form: Form, unpacker: str | None = None) -> None:
+def quantize(build: Build, form: Form, unpacker: str | None = None) -> None:
     """Codes in place of the blocks' weights; what they come to is noted for the evidence."""
-    quantise_linears(build.model, form)
+    quantize_linears(build.model, form)
     layers = [
         layer for role, layers in build.model.linears().items() if role != "head" for _, layer in layers
     ]
@@ -67,7 +67,7 @@ def quantise(build: Build, form: Form, unpacker: str | None = None) -> None:
         for name, buffer in layer.named_buffers()
         if name != "scale_table"
     )
-    build.facts["quantised"] = {
+    build.facts["quantized"] = {
         "bits": 8 * stored / sum(layer.in_features * layer.out_features for layer in layers),
         "layers": len(layers),
         "unpacked_by": "rush" if unpacker == OURS else form.backend,
@@ -80,7 +80,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     )
     if ours:
         offer_unpacker(OURS, _by_rush)
-    quantise(build, Form("nf4", str(knobs["backend"])), OURS if ours else None)
+    quantize(build, Form("nf4", str(knobs["backend"])), OURS if ours else None)
     add_adapters(build, knobs)
 
 
@@ -98,9 +98,9 @@ def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:
 
 def unpacked_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Layers were multiplied from their codes, forward and backward, on top of what adapters show."""
-    noted = seen.facts.get("quantised")
+    noted = seen.facts.get("quantized")
     if noted is None:
-        return Proof(False, "no weight was quantised")
+        return Proof(False, "no weight was quantized")
     trained = adapters_trained(seen, knobs)
     counts = [sum(seen.ops.get(op, 0) for op in ops) for ops in (FORWARD, BACKWARD)]
     by = str(noted["unpacked_by"])
@@ -126,7 +126,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The linear layers' weights come to less than 5 bits each, products from their codes ran forward and backward, unpacked
     by our kernel or the library's as the knobs say, and only adapters were trained."""
     proof = unpacked_twice(seen, knobs)
-    noted, found = seen.facts.get("quantised", {}), _unpacked_by(seen)
+    noted, found = seen.facts.get("quantized", {}), _unpacked_by(seen)
     by = str(noted.get("unpacked_by"))
     # (The library also unpacks for DoRA's lengths, whoever does for products.)
     as_asked = ("rush" in found) == (by == "rush") and (by in found or by not in OPERATORS)
@@ -182,7 +182,7 @@ technique = Technique(
     ),
     conflicts=("fp8", "fused_projections", "half_products", "int8_base", "lora", "tp"),
     knobs={
-        "backend": KnobRange(BACKENDS, "whose quantising"),
+        "backend": KnobRange(BACKENDS, "whose quantizing"),
         "unpack": KnobRange(
             ("auto", "rush", "library"),
             "whose kernel unpacks, to the same bits: ours (CUDA, what bitsandbytes stored) or the backend's; auto is ours "

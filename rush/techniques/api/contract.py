@@ -37,7 +37,7 @@ class Stage(IntEnum):
     MEMORY = 5
     COMPILE = 6
     SHARD = 7
-    MATERIALISE = 8
+    MATERIALIZE = 8
     UPDATE = 9
     STEP = 10
     DATA = 11
@@ -213,7 +213,7 @@ class Build:
     machine: Machine
     device: torch.device
     model: Decoder
-    """On the meta device until MATERIALISE is over."""
+    """On the meta device until MATERIALIZE is over."""
     weight_dtype: torch.dtype = torch.float32
     weights_device: torch.device | None = None
     """Where parameters (and with them gradients and moments) lie between their uses; None: where they are computed with."""

@@ -3,7 +3,7 @@
 The mask is a small Python function of positions; the compiler writes a tiled kernel for it and skips the
 blocks that it hides altogether. For a plain causal mask a hand-made kernel is a little faster; it pays
 where the mask is unusual (packed documents, windows) and no hand-made kernel exists. The first step waits
-for the compiler. On a CPU it would materialise all scores, so it is refused there.
+for the compiler. On a CPU it would materialize all scores, so it is refused there.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def _say(weight: Weight) -> str:
 
 technique = Technique(
     name="fused_projections",
-    stage=Stage.MATERIALISE,
+    stage=Stage.MATERIALIZE,
     apply=apply,
     requires=(
         Requirement(

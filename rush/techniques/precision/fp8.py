@@ -103,7 +103,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 def _products_ran(seen: Observation) -> Proof:
     if emulated := seen.ops.get("rush::fp8_emulated_product", 0):
-        return Proof(not seen.kernels, f"emulated on a CPU: {emulated} products of dequantised 8-bit factors")
+        return Proof(not seen.kernels, f"emulated on a CPU: {emulated} products of dequantized 8-bit factors")
     kernels = [name for name in seen.kernels if "e4m3" in name or "_scaled_mm" in name]
     eight_bits = any(dtype.startswith("float8") for dtype in seen.matmul_dtypes)
     return Proof(

@@ -1,6 +1,6 @@
-"""What a run minimises. The recipe's `objective.kind` picks one; loop, step and lab know none by name.
+"""What a run minimizes. The recipe's `objective.kind` picks one; loop, step and lab know none by name.
 
-A step minimises the mean over its *units*: labels for next-token objectives, pairs for preferences. Each
+A step minimizes the mean over its *units*: labels for next-token objectives, pairs for preferences. Each
 micro batch adds the gradient of its summed loss over the number of units in the whole step.
 """
 
