@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -20,6 +21,8 @@ from rush.models import SIZES, Shape
 
 Knob = bool | int | float | str
 AUTO = "auto"
+FORMER_NAMES = {"half_products": "fp16_matmul"}
+"""Techniques that were renamed. A recipe may still use the former name, and digests are computed with it."""
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
@@ -195,6 +198,11 @@ class Recipe(Part):
     layout: Layout = Layout()
     run: Run = Run()
 
+    @field_validator("techniques")
+    @classmethod
+    def _current_names(cls, entries: list[str | dict[str, Knob]]) -> list[str | dict[str, Knob]]:
+        return _renamed(entries, FORMER_NAMES)
+
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:
         if self.schedule.warmup > self.schedule.steps:
@@ -294,6 +302,7 @@ class Recipe(Part):
         """All that the recipe says. Of `run`, what is not as always: a key that a later version adds there (how often to
         save, how long to wait) leaves older recipes, and what was measured of them, what they are."""
         told = self.model_dump(mode="json")
+        told["techniques"] = _renamed(self.techniques, {new: old for old, new in FORMER_NAMES.items()})
         told["run"] = self.run.model_dump(mode="json", exclude_defaults=True)
         return told
 
@@ -302,6 +311,15 @@ class Recipe(Part):
         """SHA-256 of the content: equal for recipes that describe the same run, however they were written."""
         canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _renamed(entries: list[str | dict[str, Knob]], names: Mapping[str, str]) -> list[str | dict[str, Knob]]:
+    return [
+        names.get(entry, entry)
+        if isinstance(entry, str)
+        else {key: names.get(str(value), value) if key == "name" else value for key, value in entry.items()}
+        for entry in entries
+    ]
 
 
 def _kind(value: object) -> str:

@@ -18,7 +18,7 @@ from pydantic import BaseModel, ValidationError
 from rush.errors import RecipeError, nearest
 from rush.models import SIZES
 from rush.ready import RECIPES
-from rush.recipe import AUTO, Recipe
+from rush.recipe import AUTO, FORMER_NAMES, Recipe
 
 _OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
 
@@ -113,11 +113,16 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
         assign(tree, key, [*node, *added])
         return
     for name in added:
-        kept = [entry for entry in node if (entry.get("name") if isinstance(entry, dict) else entry) != name]
+        kept = [entry for entry in node if _name(entry) != _name(name)]
         if len(kept) == len(node):
             raise RecipeError(f"{override!r}: {name!r} is not in {key}, which is {node}.")
         node = kept
     assign(tree, key, node)
+
+
+def _name(entry: Any) -> Any:
+    name = entry.get("name") if isinstance(entry, dict) else entry
+    return FORMER_NAMES.get(name, name) if isinstance(name, str) else name
 
 
 def assign(tree: dict[str, Any], key: str, value: Any) -> None:

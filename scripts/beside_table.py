@@ -27,7 +27,7 @@ PAGE = ROOT / "docs" / "scale.md"
 BEGIN, END = "<!-- beside: begin, by scripts/beside_table.py -->", "<!-- beside: end -->"
 ORDER = tuple(axis for axis in ("ddp", "fsdp", "tp", "pp", "cp") if axis in AXES)
 MODELS, OBJECTIVES = ("llama-3.2-1b", "gpt2-124m"), ("lm", "sft")
-ON_CPU = ("cpu_attention", "half_products")
+ON_CPU = ("cpu_attention", "fp16_matmul")
 """This table is of GPUs. (What they say themselves: the first does not stand beside cp, the second not beside tp.)"""
 COMPANIONS = ((), ("amp_bf16",), ("pure_bf16",), ("amp_bf16", "flash_attention"))
 

@@ -97,6 +97,21 @@ def test_lists_can_be_lengthened_and_shortened() -> None:
     assert [name for name, _ in recipe.technique_uses()].count("compile") == 1
 
 
+def test_a_former_technique_name_is_read_and_keeps_its_digest() -> None:
+    old = load_recipe("results/tune-tiny-n1/recipe.toml")
+    assert "fp16_matmul" in old.techniques
+    assert old.digest == "7850072f96a94763cacad67486eb7818e8dc83f7c835b7603a38df730c903e48"
+    table = parse({**MINIMAL, "techniques": [{"name": "half_products", "scope": "blocks"}]})
+    assert table.techniques == [{"name": "fp16_matmul", "scope": "blocks"}]
+    assert parse({**MINIMAL, "techniques": table.techniques}).digest == table.digest
+    with pytest.raises(RecipeError, match="fp16_matmul more than once"):
+        parse({**MINIMAL, "techniques": ["half_products", "fp16_matmul"]})
+
+
+def test_overrides_know_former_technique_names() -> None:
+    assert load_recipe("tiny", ["techniques+=fp16_matmul", "techniques-=half_products"]).techniques == []
+
+
 def test_accumulation_fills_the_total_batch() -> None:
     recipe = load_recipe("gpt2-124m", ["batch.micro=16"])
     assert recipe.step_tokens == 524_288

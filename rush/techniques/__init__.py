@@ -8,7 +8,9 @@ from __future__ import annotations
 import pkgutil
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from importlib import import_module
+from itertools import groupby
 
 from rush.errors import MachineError, RecipeError, nearest
 from rush.hardware import Machine
@@ -99,12 +101,12 @@ def settle_uses(recipe: Recipe) -> list[Use]:
     checked. An axis that is no technique yet is left out."""
     named = dict(recipe.technique_uses())
     layout = {axis: named.get(axis, {}) for axis in _divided(recipe) if axis in registry()}
-    return sorted((_settle(name, knobs) for name, knobs in {**named, **layout}.items()), key=_order)
+    return in_order(_settle(name, knobs) for name, knobs in {**named, **layout}.items())
 
 
 def put_on(uses: Sequence[Use], axes: Iterable[str]) -> list[Use]:
     """These techniques, and those of axes that divide nothing: of a rank that is a group of its own."""
-    more = sorted([*uses, *(_settle(axis, {}) for axis in axes)], key=_order)
+    more = in_order([*uses, *(_settle(axis, {}) for axis in axes)])
     _check_conflicts(more)
     return more
 
@@ -126,10 +128,24 @@ def _settle(name: str, given: Mapping[str, Knob]) -> Use:
     return Use(technique, knobs)
 
 
-def _order(use: Use) -> tuple[int, int, str]:
-    """By stage; inside a stage, what others must follow comes first."""
-    followers = len(use.technique.after)
-    return use.technique.stage, followers, use.technique.name
+def in_order(uses: Iterable[Use]) -> list[Use]:
+    """The order of the build: by stage, and within a stage each technique after those that its `after` names."""
+
+    def stage_of(use: Use) -> Stage:
+        return use.technique.stage
+
+    ranked = sorted(uses, key=lambda use: (stage_of(use), len(use.technique.after), use.technique.name))
+    found: list[Use] = []
+    for _, group in groupby(ranked, key=stage_of):
+        stage = {use.technique.name: use for use in group}
+        graph = {
+            name: [other for other in use.technique.after if other in stage] for name, use in stage.items()
+        }
+        try:
+            found += [stage[name] for name in TopologicalSorter(graph).static_order()]
+        except CycleError as error:
+            raise AssertionError(f"`after` of techniques is a cycle: {' → '.join(error.args[1])}") from None
+    return found
 
 
 def _divided(recipe: Recipe) -> dict[str, int]:

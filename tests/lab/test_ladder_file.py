@@ -35,7 +35,7 @@ FINE_TUNING = {"bucket", "flatten", "int8_base", "lora", "pack_best_fit", "pack_
 
 UNSEEN = {"expandable_segments"}
 """It closes gaps between tensors; a ladder tells what tensors take and how fast they are made, and neither changes."""
-ON_CPU = {"cpu_attention", "half_products"}
+ON_CPU = {"cpu_attention", "fp16_matmul"}
 
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2-124m"])

@@ -124,7 +124,7 @@ def test_a_layout_divides_or_is_refused_with_those_that_do(spec: Spec, axis: str
 BASES = ("gpt2-124m", "llama-3.2-1b", "sft", "dpo")
 
 
-ON_CPU = ("cpu_attention", "half_products")
+ON_CPU = ("cpu_attention", "fp16_matmul")
 
 
 def with_technique(base: str, name: str) -> Recipe:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
-from rush.techniques import Stage, check, registry
+from rush.techniques import Stage, Use, check, in_order, registry
 from rush.train.build import build
 
 
@@ -23,6 +25,16 @@ def test_techniques_act_in_the_order_of_the_stages_however_they_are_listed() -> 
         "fused_adamw",
     ]
     assert list(Stage) == sorted(Stage)
+
+
+def test_within_a_stage_techniques_follow_those_named_in_after() -> None:
+    def use(name: str, *after: str) -> Use:
+        return Use(replace(registry()["tf32"], name=name, after=after), {})
+
+    chain = [use("a", "b"), use("b", "c"), use("c"), use("d", "absent")]
+    assert [use.technique.name for use in in_order(chain)] == ["c", "d", "b", "a"]
+    with pytest.raises(AssertionError, match="cycle: a → b → a"):
+        in_order([use("a", "b"), use("b", "a")])
 
 
 def test_every_file_in_the_folder_that_defines_a_technique_is_found() -> None:

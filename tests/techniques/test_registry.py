@@ -52,7 +52,7 @@ SIXTEEN_BITS = {
     "pure_bf16": "bfloat16",
 }
 # Weights and activations stay fp32; factors are rounded on their way into a product.
-FACTORS = {"half_products": "float16"}
+FACTORS = {"fp16_matmul": "float16"}
 KNOBS = {
     "chunked_loss": "{name='chunked_loss', chunk_tokens=64}",
     "compile": "{name='compile', scope='block'}",
@@ -192,9 +192,9 @@ def recipes(name: str) -> list[Recipe]:
         own.append(recipe_of("{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"))
         own.append(recipe_of("{name='fp8', scope='head', mlp='kernel'}", "fused_loss"))
         own.append(recipe_of("{name='fp8', scope='blocks_and_head'}", overrides=["layout.tp=2"]))
-    if name == "half_products":
+    if name == "fp16_matmul":
         own.append(recipe_of(name, overrides=["layout.tp=2", "batch.micro=1"]))
-        own.append(recipe_of("{name='half_products', scope='blocks_and_head'}", "fused_loss"))
+        own.append(recipe_of("{name='fp16_matmul', scope='blocks_and_head'}", "fused_loss"))
     if name in ("fused_projections", "fused_rope"):
         own.append(recipe_of(name, name="tiny"))
     if name in OF_GPT2:
@@ -273,7 +273,7 @@ def needs(name: str) -> None:
         pytest.importorskip("torchao", reason="torchao is not installed")
     if name in ADAPTERS - {"lora"}:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    if name == "half_products" and (reason := half_linear.cannot_run()):
+    if name == "fp16_matmul" and (reason := half_linear.cannot_run()):
         pytest.skip(f"its kernel cannot run here: {reason}")
 
 

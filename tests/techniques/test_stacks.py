@@ -53,7 +53,7 @@ def named(error: BaseException, *names: str) -> list[str]:
 
 
 def test_a_techniques_own_file_names_it_and_nobody_else() -> None:
-    error = raised_through(ROOT / "techniques" / "fused_projections.py")
+    error = raised_through(ROOT / "techniques" / "kernels" / "fused_projections.py")
     assert named(error, "compile", "fused_norm", "fused_projections") == ["fused_projections"]
     (found,) = suspects(error, uses("fused_projections"))
     assert str(found.place) == "rush/techniques/kernels/fused_projections.py:2, in through"
@@ -70,7 +70,7 @@ def test_a_techniques_own_file_names_it_and_nobody_else() -> None:
         ("adamw8bit", "adam8bit"),
         ("norm_of_all", "fused_update"),
         ("flash_attention", "triton_attention"),
-        ("half_linear", "half_products"),
+        ("half_linear", "fp16_matmul"),
     ],
 )
 def test_a_kernel_names_the_technique_that_imports_it(kernel: str, technique: str) -> None:
@@ -86,7 +86,7 @@ def test_of_helpers_that_serve_several_the_call_tells_whose_it_was() -> None:
 
 
 def test_the_innermost_comes_first_and_who_only_passed_the_call_on_after_it() -> None:
-    outer, inner = ROOT / "techniques" / "ddp.py", ROOT / "kernels" / "rope" / "triton.py"
+    outer, inner = ROOT / "techniques" / "parallel" / "ddp.py", ROOT / "kernels" / "rope" / "triton.py"
     assert named(raised_through(outer, inner), "ddp", "fused_rope") == ["fused_rope", "ddp"]
 
 

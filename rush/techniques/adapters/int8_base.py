@@ -46,7 +46,7 @@ technique = Technique(
     stage=Stage.ADAPT,
     apply=apply,
     requires=(has_library("int8_base"), lengths_in_fp32),
-    conflicts=("fp8", "fused_projections", "half_products", "lora", "qlora", "tp"),
+    conflicts=("fp8", "fused_projections", "fp16_matmul", "lora", "qlora", "tp"),
     knobs={"backend": KnobRange(BACKENDS, "whose quantizing"), **KNOBS},
     claim=Claim(
         "bytes of the base",

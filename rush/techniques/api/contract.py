@@ -284,6 +284,7 @@ class Technique:
     reasons: Mapping[str, str] = field(default_factory=dict)
     """Why it cannot stand beside one of them, and what can; told where the other one does not know it."""
     after: tuple[str, ...] = ()
+    """Techniques of the same stage that are applied before it."""
     knobs: Mapping[str, KnobRange] = field(default_factory=dict)
     on_head: bool = False
     """Whether it acts on the head alone, which of a pipeline the last rank has: the others have nothing to prove."""

@@ -14,7 +14,7 @@ ROUNDING = {
     "fp8": 2**-4,
     "int8_base": 2**-7,
     **dict.fromkeys(("amp_bf16", "bf16_master", "pure_bf16"), 2**-8),
-    **dict.fromkeys(("amp_fp16", "half_products", "tf32"), 2**-11),
+    **dict.fromkeys(("amp_fp16", "fp16_matmul", "tf32"), 2**-11),
 }
 """Of the matmuls of the techniques that round more than fp32 does, relative."""
 

@@ -25,7 +25,7 @@ technique = Technique(
     name="amp_bf16",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("amp_fp16", "bf16_master", "half_products", "pure_bf16"),
+    conflicts=("amp_fp16", "bf16_master", "fp16_matmul", "pure_bf16"),
     claim=Claim(
         "tokens_per_s",
         2.5,

@@ -90,7 +90,7 @@ technique = Technique(
     name="amp_fp16",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("amp_bf16", "bf16_master", "half_products", "pure_bf16"),
+    conflicts=("amp_bf16", "bf16_master", "fp16_matmul", "pure_bf16"),
     knobs={"initial_scale": KnobRange((65536, 4096, 256), "the factor of the loss at the first step")},
     claim=Claim(
         "matmul rate",

@@ -122,7 +122,7 @@ technique = Technique(
     name="bf16_master",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fused_update", "half_products", "pure_bf16"),
+    conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fused_update", "fp16_matmul", "pure_bf16"),
     claim=Claim(
         "bytes of weights and gradients in the passes",
         -0.5,

@@ -234,7 +234,7 @@ technique = Technique(
             ),
         ),
     ),
-    conflicts=("half_products", "int8_base", "qlora"),
+    conflicts=("fp16_matmul", "int8_base", "qlora"),
     after=("chunked_loss", "fused_loss", "vocab_pad"),
     knobs={
         "recipe": KnobRange(

@@ -51,7 +51,7 @@ technique = Technique(
     name="pure_bf16",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("amp_bf16", "amp_fp16", "bf16_master", "half_products"),
+    conflicts=("amp_bf16", "amp_fp16", "bf16_master", "fp16_matmul"),
     claim=Claim(
         "model state bytes",
         -0.5,

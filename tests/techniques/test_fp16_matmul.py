@@ -1,4 +1,4 @@
-"""half_products beyond the walk over all techniques: the head, what it stands beside, what the planner makes of it."""
+"""fp16_matmul beyond the walk over all techniques: the head, what it stands beside, what the planner makes of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rush.plan import plan, spec_of, target_here
 from rush.techniques import check
 from rush.techniques.api.proofs import prove
 from rush.techniques.api.rates import rates_to_measure
-from rush.techniques.precision.half_products import HalfLinear
+from rush.techniques.precision.fp16_matmul import Fp16Linear
 from tests.techniques.tiny_runs import compare, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(
@@ -26,8 +26,8 @@ runs_here = pytest.mark.skipif(
     half_linear.cannot_run() is not None, reason=f"its kernel cannot run here: {half_linear.cannot_run()}"
 )
 SMALL = ["model.shape.num_layers=1", "batch.micro=2", "batch.total_tokens=64"]
-BLOCKS = "half_products"
-WHOLE = "{name='half_products', scope='blocks_and_head'}"
+BLOCKS = "fp16_matmul"
+WHOLE = "{name='fp16_matmul', scope='blocks_and_head'}"
 COMPILED = "{name='compile', scope='block'}"
 
 
@@ -64,9 +64,9 @@ def test_beside_others_it_takes_effect_and_learns_what_plain_learns(
 @runs_here
 def test_every_product_of_its_scope_is_made_by_the_kernel_and_none_besides() -> None:
     for scope, others in (("blocks_and_head", 0), ("blocks", 3)):
-        run = make_run(f"{{name='half_products', scope='{scope}'}}", name="tiny", overrides=SMALL)
+        run = make_run(f"{{name='fp16_matmul', scope='{scope}'}}", name="tiny", overrides=SMALL)
         for role, layers in run.model.linears().items():
-            assert all(isinstance(layer, HalfLinear) == (role != "head") for _, layer in layers), role
+            assert all(isinstance(layer, Fp16Linear) == (role != "head") for _, layer in layers), role
         seen = trace(run, 1, watch=True).seen
         assert seen is not None
         made = seen.facts["products_by"]
@@ -79,7 +79,7 @@ def test_every_product_of_its_scope_is_made_by_the_kernel_and_none_besides() -> 
 
 @runs_here
 def test_adapters_stand_beside_it() -> None:
-    run = make_run("half_products", "lora", name="tiny", overrides=SMALL)
+    run = make_run("fp16_matmul", "lora", name="tiny", overrides=SMALL)
     ours = trace(run, 2, watch=True)
     assert ours.seen is not None
     for technique, proof in prove(run.uses, ours.seen).items():
@@ -89,7 +89,7 @@ def test_adapters_stand_beside_it() -> None:
 @runs_here
 def test_weights_keep_their_names_and_values_and_stay_wide() -> None:
     plain = make_run(name="tiny", overrides=SMALL).model.state_dict()
-    run = make_run("half_products", name="tiny", overrides=SMALL)
+    run = make_run("fp16_matmul", name="tiny", overrides=SMALL)
     state = run.model.state_dict()
     assert list(state) == list(plain)
     assert all(torch.equal(state[key], plain[key]) for key in plain)
@@ -100,8 +100,8 @@ def test_weights_keep_their_names_and_values_and_stay_wide() -> None:
 def test_what_it_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = probe("cpu")
     other = replace(cpu, cpu=replace(cpu.cpu, features=("avx2", "avx512")))
-    with pytest.raises(MachineError, match=r"technique half_products cannot run here: .*ARM CPU with fp16"):
-        check(recipe_of("half_products"), other)
+    with pytest.raises(MachineError, match=r"technique fp16_matmul cannot run here: .*ARM CPU with fp16"):
+        check(recipe_of("fp16_matmul"), other)
     arm = replace(cpu, cpu=replace(cpu.cpu, features=("neon", "fp16")))
     monkeypatch.setattr(half_linear, "cannot_build", lambda: None)
     with pytest.raises(MachineError, match="take out fused_loss and liger, or set scope to blocks"):

@@ -50,7 +50,7 @@ OPERATORS = ("rush::half_product", "rush::half_product_and_sums")
 # Shapes: n tokens, d hidden, v vocabulary.
 
 
-class HalfLinear(nn.Linear):
+class Fp16Linear(nn.Linear):
     """A linear layer over the same weight and bias, whose products have fp16 factors."""
 
     def __init__(self, plain: nn.Linear) -> None:
@@ -66,7 +66,7 @@ class HalfLinear(nn.Linear):
         return kernel.half_linear(x, weight)
 
 
-class HalfProjection(Projection):
+class Fp16Projection(Projection):
     """From hidden vectors to logits; the vocabulary padded with zeros where another technique asks for it."""
 
     def __init__(self, padded: int) -> None:
@@ -87,11 +87,11 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     for role, named in build.model.linears().items():
         for name, plain in named if role != "head" else []:
             parent, _, own = name.rpartition(".")
-            setattr(build.model.get_submodule(parent), own, HalfLinear(plain))
+            setattr(build.model.get_submodule(parent), own, Fp16Linear(plain))
             layers += 1
     if _with_head(knobs) and build.model.holds("head.weight"):
         head: Any = build.model.loss_head
-        projection = HalfProjection(build.facts.get("padded_vocab_size", build.model.shape.vocab_size))
+        projection = Fp16Projection(build.facts.get("padded_vocab_size", build.model.shape.vocab_size))
         if hasattr(head, "project"):
             head.project = projection
         else:
@@ -121,7 +121,7 @@ def _with_head(knobs: Mapping[str, Knob]) -> bool:
 
 
 def _takes_head(recipe: Recipe) -> bool:
-    return knob_of(recipe, "half_products", "scope", SCOPES[0]) == "blocks_and_head"
+    return knob_of(recipe, "fp16_matmul", "scope", SCOPES[0]) == "blocks_and_head"
 
 
 def _has_units(machine: Machine, recipe: Recipe) -> bool:
@@ -129,7 +129,7 @@ def _has_units(machine: Machine, recipe: Recipe) -> bool:
 
 
 technique = Technique(
-    name="half_products",
+    name="fp16_matmul",
     stage=Stage.MODEL,
     apply=apply,
     requires=(
