@@ -1,4 +1,4 @@
-"""Measure recipes that have nothing to do with each other, for the planner to be held against.
+"""MeasureConfig recipes that have nothing to do with each other, for the planner to be held against.
 
     python scripts/plan_cases.py --out results/plan-cases-h200 --within 290
 
@@ -22,8 +22,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from rush.lab.ladder.findings import FORMULAS, Stand, Yard, rung_of  # noqa: E402
-from rush.lab.ladder.ladder_file import Measure, Parity, Plan, Search, read_table  # noqa: E402
+from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, rung_of  # noqa: E402
+from rush.lab.ladder.ladder_file import LadderPlan, MeasureConfig, ParityConfig, SearchConfig, read_table  # noqa: E402
 from rush.lab.paired import floors_of  # noqa: E402
 from rush.lab.statistics import centre  # noqa: E402
 from rush.lab.trial.runner import Bench, open_bench  # noqa: E402
@@ -33,7 +33,7 @@ from rush.records.ladder import FORMAT, LadderRecord, write_ladder  # noqa: E402
 from rush.train.corpus import open_corpus  # noqa: E402
 
 
-def read_cases(path: Path) -> tuple[dict[str, Recipe], Measure]:
+def read_cases(path: Path) -> tuple[dict[str, Recipe], MeasureConfig]:
     """The recipes by name, and how they are timed. A step is one micro batch, unless a case says how many tokens it has."""
     tree = tomllib.loads(path.read_text(encoding="utf-8"))
     cases = {}
@@ -42,28 +42,28 @@ def read_cases(path: Path) -> tuple[dict[str, Recipe], Measure]:
         if not any(change.startswith("batch.total_tokens") for change in changes):
             one = changed(one, {"batch.total_tokens": one.micro * one.batch.sequence})
         cases[name] = one
-    return cases, read_table(Measure, tree, "measure", path)
+    return cases, read_table(MeasureConfig, tree, "measure", path)
 
 
-def measure(cases: dict[str, Recipe], how: Measure, folder: Path, within_s: float) -> LadderRecord:
+def measure(cases: dict[str, Recipe], how: MeasureConfig, folder: Path, within_s: float) -> LadderRecord:
     """Every case that there is time for, the record written after each."""
     began, started = time.monotonic(), datetime.now(UTC).isoformat(timespec="seconds")
     first = next(iter(cases.values()))
     folder.mkdir(parents=True, exist_ok=True)
     for recipe in cases.values():
         open_corpus(recipe, None, say)
-    with open_bench(Plan(folder.name, first, (), how, Parity(), Search()), folder) as bench:
-        stands: list[Stand] = []
-        record = _record(bench, stands, started, finished=False)
+    with open_bench(LadderPlan(folder.name, first, (), how, ParityConfig(), SearchConfig()), folder) as bench:
+        states: list[RungState] = []
+        record = _record(bench, states, started, finished=False)
         for name, recipe in cases.items():
             known = bench.known(recipe, "case") is not None
             if not known and time.monotonic() - began > within_s:
                 say(f"{name}: no time left")
                 continue
-            stand = Stand(None, name, name, recipe, [bench.run(recipe, "case", first=True, traced=False)])
-            stands.append(stand)
-            say(f"{name}: {_told(stand)} ({time.monotonic() - began:.0f} s)")
-            record = _record(bench, stands, started, finished=len(stands) == len(cases))
+            state = RungState(None, name, name, recipe, [bench.run(recipe, "case", first=True, traced=False)])
+            states.append(state)
+            say(f"{name}: {_told(state)} ({time.monotonic() - began:.0f} s)")
+            record = _record(bench, states, started, finished=len(states) == len(cases))
             write_ladder(folder / "ladder.json", record)
         bench.clean()
     return record
@@ -74,21 +74,21 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def _told(stand: Stand) -> str:
-    if not stand.measured:
-        return f"{stand.status}: {stand.reason}"
-    return f"{centre(stand.processes):,.0f} tokens/s, {stand.peak_memory[0] / 2**30:.2f} GiB"
+def _told(state: RungState) -> str:
+    if not state.measured:
+        return f"{state.status}: {state.reason}"
+    return f"{centre(state.processes):,.0f} tokens/s, {state.peak_memory[0] / 2**30:.2f} GiB"
 
 
-def _record(bench: Bench, stands: Sequence[Stand], started: str, *, finished: bool) -> LadderRecord:
+def _record(bench: Bench, states: Sequence[RungState], started: str, *, finished: bool) -> LadderRecord:
     base = bench.plan.base
     how = bench.plan.measure
-    yard = Yard(bench.ceilings, bench.peaks, floors_of([], how.noise_floor), how.smaller)
+    baselines = Baselines(bench.ceilings, bench.peaks, floors_of([], how.noise_floor), how.smaller)
     record: Any = {
         "format": FORMAT, "name": bench.plan.name, "view": "alone", "started": started,
         "finished": datetime.now(UTC).isoformat(timespec="seconds") if finished else None,
         "machine": bench.machine.to_dict(), "ceilings": bench.ceilings, "peaks": bench.peaks,
-        "base": {"recipe": write_toml(base), "digest": base.digest}, "formulas": FORMULAS, "rungs": [rung_of(stand, stand, yard) for stand in stands],
+        "base": {"recipe": write_toml(base), "digest": base.digest}, "formulas": FORMULAS, "rungs": [rung_of(state, state, baselines) for state in states],
         "counted": "processed", "drift": None, "batch_curve": None, "batch_stops_paying_at": None,
         "sequence_limits": None, "interactions": None,
     }  # fmt: skip

@@ -37,7 +37,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rush.bench import kernel_check as check
-from rush.bench.kernel_clock import Case, CaseFailed, Effort, take_turns
+from rush.bench.kernel_clock import CaseFailed, Effort, TimedCase, take_turns
 from rush.bench.kernel_measure import sentence
 from rush.kernels import partials, study
 from rush.kernels.biased import triton as biased
@@ -272,7 +272,7 @@ def measure(group: Group, rows: int) -> dict[str, dict[str, Any]]:
     yardstick, flowing = check.measure_up(of.reference, plain, inputs, torch.float64, dtype)
     found: dict[str, dict[str, Any]] = {}
     for step, tried in variants(group).items():
-        cases: dict[str, Case] = {}
+        cases: dict[str, TimedCase] = {}
         failed: dict[str, str] = {}
         for variant in [Variant(NOW), *tried]:
             try:
@@ -291,7 +291,7 @@ def measure(group: Group, rows: int) -> dict[str, dict[str, Any]]:
         num_bytes = of.work(size_of(group, rows), dtype.itemsize, step).bytes  # type: ignore[arg-type]
         source = torch.zeros(int(num_bytes) // 2, dtype=torch.int8, device=device)
         target = torch.empty_like(source)
-        cases[COPY] = Case(lambda: None, partial(_copied, target, source))
+        cases[COPY] = TimedCase(lambda: None, partial(_copied, target, source))
         found[step] = {"failed": failed, "first_us": race(cases, FIRST_RACE, failed)}
         quickest = sorted(found[step]["first_us"], key=found[step]["first_us"].__getitem__)
         mine = [name for name in quickest if name not in (LIGER, COPY)][:3]
@@ -304,7 +304,7 @@ def _copied(target: Tensor, source: Tensor, _: object) -> Tensor:
     return target.copy_(source)
 
 
-def case(step: str, variant: Variant, call: study.Call, inputs: Inputs, flowing: list[Tensor]) -> Case:
+def case(step: str, variant: Variant, call: study.Call, inputs: Inputs, flowing: list[Tensor]) -> TimedCase:
     def forward() -> tuple[Tensor, ...]:
         with variant.applied():
             return check.outputs_of(call, inputs)
@@ -314,11 +314,11 @@ def case(step: str, variant: Variant, call: study.Call, inputs: Inputs, flowing:
             return check.backward_of(outputs, inputs, flowing)
 
     if step == "forward":
-        return Case(lambda: None, lambda _: forward())
-    return Case(forward, backward)
+        return TimedCase(lambda: None, lambda _: forward())
+    return TimedCase(forward, backward)
 
 
-def race(cases: dict[str, Case], effort: Effort, failed: dict[str, str]) -> dict[str, float]:
+def race(cases: dict[str, TimedCase], effort: Effort, failed: dict[str, str]) -> dict[str, float]:
     """Medians in microseconds; one that fails is taken out, and the others begin again."""
     while cases:
         try:

@@ -1,4 +1,4 @@
-"""A rival's training step inside a trial: a model of the transformers library in our own loop.
+"""A baseline's training step inside a trial: a model of the transformers library in our own loop.
 
 Only the model and its loss are the library's. Loader, learning rate, clipping, the update's groups and the
 clock are ours, the same for both sides, so that a ratio compares models and kernels and nothing else. The
@@ -53,7 +53,7 @@ INTERESTING = (
     "adam",
     "dequant",
 )
-"""Parts of kernel names that say which of a rival's switches did something."""
+"""Parts of kernel names that say which of a baseline's switches did something."""
 LIGER = ("rms_norm_forward_kernel", "swiglu_forward_kernel", "liger_cross_entropy_kernel", "triton_rope")
 LIBRARIES = {
     "transformers": "transformers",
@@ -67,8 +67,8 @@ EXTRAS = {"transformers": "rivals", "liger_kernel": "rivals", "peft": "reference
 
 
 @dataclass(frozen=True)
-class Options:
-    """How a rival is built: what the workload's table says beside its title, kind and recipe."""
+class BaselineOptions:
+    """How a baseline is built: what the workload's table says beside its title, kind and recipe."""
 
     dtype: str = "float32"
     """Of the weights that are not quantized."""
@@ -93,15 +93,15 @@ class Options:
         return [name for name, needed in wanted.items() if needed]
 
 
-def measure_rival(spec: Mapping[str, Any], result: Any) -> None:
-    """Time the rival's steps, then watch one: which kernels ran."""
+def measure_baseline(spec: Mapping[str, Any], result: Any) -> None:
+    """Time the baseline's steps, then watch one: which kernels ran."""
     machine = Machine.from_dict(spec["machine"])
     recipe = parse(tomllib.loads(spec["recipe"]))
-    options = Options(**spec["options"])
+    options = BaselineOptions(**spec["options"])
     _need(options)
     corpus = open_corpus(recipe, None, lambda text: None)
     began = time.monotonic()
-    run = rival_run(recipe, machine, options)
+    run = build_baseline(recipe, machine, options)
     result.took("build", began)
     result.add(versions=_versions(options), weights=weights_in_words(run.model))
     with corpus.loader(recipe, run.loader_options) as loader:
@@ -118,23 +118,23 @@ def measure_rival(spec: Mapping[str, Any], result: Any) -> None:
         result.add(loss=stepper.last.result().loss)
 
 
-def _need(options: Options) -> None:
+def _need(options: BaselineOptions) -> None:
     if missing := [name for name in options.needs if find_spec(name) is None]:
         extras = ",".join(dict.fromkeys(EXTRAS[name] for name in missing))
         raise MachineError(
-            f"the rival needs {' and '.join(missing)}; install it with "
+            f"the baseline needs {' and '.join(missing)}; install it with "
             f'pip install "optimization-rush[{extras}]".'
         )
 
 
-def rival_run(recipe: Recipe, machine: Machine, options: Options) -> Run:
+def build_baseline(recipe: Recipe, machine: Machine, options: BaselineOptions) -> Run:
     """The library's model as a run of ours."""
     device, dtype = torch.device(machine.device), getattr(torch, options.dtype)
     if options.quantized:
-        make = partial(rival_model, recipe.shape(), torch.device("meta"), dtype)
+        make = partial(baseline_model, recipe.shape(), torch.device("meta"), dtype)
         model = quantized_model(make, device, dtype, seed=recipe.run.seed)
     else:
-        model = rival_model(recipe.shape(), device, dtype)
+        model = baseline_model(recipe.shape(), device, dtype)
     if options.with_liger:
         import_module("liger_kernel.transformers").apply_liger_kernel_to_llama(model=model)
     if options.rank is not None:
@@ -145,7 +145,7 @@ def rival_run(recipe: Recipe, machine: Machine, options: Options) -> Run:
     optimizer = build_optimizer(recipe, model, torch.optim.AdamW, fused)
     padded = recipe.objective.kind == "sft"
     autocast = torch.bfloat16 if options.autocast else None
-    wrapped: list[Any] = [lambda plain: rival_pass(model, padded=padded, autocast=autocast)]
+    wrapped: list[Any] = [lambda plain: baseline_pass(model, padded=padded, autocast=autocast)]
     loader: dict[str, Any] = {"packing": Pad(0)} if padded else {}
     return Run(
         recipe,
@@ -159,11 +159,11 @@ def rival_run(recipe: Recipe, machine: Machine, options: Options) -> Run:
     )
 
 
-def rival_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
+def baseline_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     """`LlamaForCausalLM` of this shape with random weights, SDPA attention, ready to train."""
     if shape.family != "llama":
         raise RecipeError(
-            f"a rival of kind transformers is a Llama, and the recipe's model is of the family {shape.family}; take kind recipe."
+            f"a baseline of kind transformers is a Llama, and the recipe's model is of the family {shape.family}; take kind recipe."
         )
     transformers = import_module("transformers")
     table = config_from_shape(shape)
@@ -176,7 +176,7 @@ def rival_model(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
     return model.train()
 
 
-def rival_pass(model: Any, *, padded: bool = False, autocast: torch.dtype | None = None) -> Pass:
+def baseline_pass(model: Any, *, padded: bool = False, autocast: torch.dtype | None = None) -> Pass:
     """Forward and backward of a micro batch: the summed loss, as our own pass returns it."""
 
     def run(batch: Batch, share: Tensor) -> Tensor:
@@ -214,7 +214,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _watch(run: Run, stepper: Stepper, options: Options) -> list[dict[str, Any]]:
+def _watch(run: Run, stepper: Stepper, options: BaselineOptions) -> list[dict[str, Any]]:
     """Which telling kernels ran in a step; nothing on a CPU, which has no kernels to see."""
     if run.device.type != "cuda":
         return []
@@ -227,8 +227,8 @@ def _watch(run: Run, stepper: Stepper, options: Options) -> list[dict[str, Any]]
     wanted = [*(LIGER if options.with_liger else ()), *(["Dequantize"] if options.quantized else ())]
     missing = [part for part in wanted if not any(part in name for name in names)]
     what = f"did not run: {', '.join(missing)}" if missing else f"ran {', '.join(telling)[:600]}"
-    return [{"technique": "rival", "took_effect": not missing, "what": what}]
+    return [{"technique": "baseline", "took_effect": not missing, "what": what}]
 
 
-def _versions(options: Options) -> dict[str, str]:
+def _versions(options: BaselineOptions) -> dict[str, str]:
     return {LIBRARIES[name]: version(LIBRARIES[name]) for name in options.needs}

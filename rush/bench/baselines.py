@@ -1,12 +1,12 @@
-"""End to end: our recipes beside the rivals people use, measured in one command.
+"""End to end: our recipes beside the baselines people use, measured in one command.
 
 Both sides get the same model shape, the same batch, the same text and our own loop. Their processes
-alternate (rival, ours, rival, ours …), each fresh, so that a machine that grows hot does so under both. The
+alternate (baseline, ours, baseline, ours …), each fresh, so that a machine that grows hot does so under both. The
 ratio carries an interval; ours also carry the evidence of their techniques and a parity verdict against
 plain fp32, and a short life (`usable.py`): a ratio without them is not a finding. A recipe that learns something else by design (adapters) is held
 against the same method in fp32 without anything that is there for speed: same adapters, same quantized base.
 
-The rival's weights are as random as ours but not the same ones, so the losses of the two sides are not compared here; that
+The baseline's weights are as random as ours but not the same ones, so the losses of the two sides are not compared here; that
 both compute the same loss from the same weights is for the tests to show, at a small shape.
 """
 
@@ -20,11 +20,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from rush.bench.longest import Length, life_took, took
-from rush.bench.workloads import Ours, Workload
+from rush.bench.longest import LongestSequence, life_took, took
+from rush.bench.workloads import TargetedRecipe, WorkloadSpec
 from rush.files import write_json_atomic
-from rush.lab.ladder.findings import FORMULAS, Stand, Yard, rung_of
-from rush.lab.ladder.ladder_file import Plan, Search
+from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, rung_of
+from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig
 from rush.lab.paired import floors_of
 from rush.lab.parity.judge import hold_against_plain
 from rush.lab.trial.runner import TIMING, Bench, open_bench
@@ -39,33 +39,33 @@ from rush.records.models import (
     MemoryTarget,
     ModelRecord,
     Target,
+    Workload,
     read_models,
     write_models,
 )
-from rush.records.models import Workload as WorkloadRecord
 from rush.train.corpus import open_corpus
 from rush.version import __version__
 
 
 @dataclass(frozen=True)
-class Progress:
+class ModelProgress:
     workload: str
     doing: str
     done: int
     total: int
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[ModelProgress], None]
 
 
 def bench_models(
-    workloads: Sequence[Workload],
+    workloads: Sequence[WorkloadSpec],
     folder: Path,
     *,
     watch: Watch = lambda progress: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> ModelRecord:
-    """Measure these workloads into `folder`, or go on with what is there. Returns the record, which is written too."""
+    """MeasureConfig these workloads into `folder`, or go on with what is there. Returns the record, which is written too."""
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
         for workload in workloads:
@@ -76,9 +76,9 @@ def bench_models(
             total = sum(_num_trials(workload) for workload in workloads)
             done = 0
             for workload in workloads:
-                match = Length(workload, bench) if workload.longest else Match(workload, bench)
+                match = LongestSequence(workload, bench) if workload.longest else Match(workload, bench)
                 for what in match.rounds():
-                    watch(Progress(workload.name, what, done, total))
+                    watch(ModelProgress(workload.name, what, done, total))
                     match.go()
                     done += 1
                     _put(record, match.record())
@@ -90,65 +90,65 @@ def bench_models(
 
 
 class Match:
-    """One workload: the rival and our recipes taking turns."""
+    """One workload: the baseline and our recipes taking turns."""
 
-    def __init__(self, workload: Workload, bench: Bench) -> None:
-        assert workload.rival is not None
-        self.workload, self.opponent = workload, workload.rival
-        self.rival = Stand(None, "rival", workload.rival.title, workload.rival.recipe)
+    def __init__(self, workload: WorkloadSpec, bench: Bench) -> None:
+        assert workload.baseline is not None
+        self.workload, self.spec = workload, workload.baseline
+        self.baseline = RungState(None, "baseline", workload.baseline.title, workload.baseline.recipe)
         self.ours = [
-            Stand(None, ours.name, ours.name, ours.recipe, over=self.rival) for ours in workload.ours
+            RungState(None, ours.name, ours.name, ours.recipe, over=self.baseline) for ours in workload.ours
         ]
         self.benches = {ours.name: replace(bench, plan=_plan(workload, ours)) for ours in workload.ours}
         self.bench = self.benches[workload.ours[0].name]
         self.references: dict[str, Outcome] = {}
         """The trials that ours are held against, by name."""
-        self._next: tuple[Stand, int] | None = None
+        self._next: tuple[RungState, int] | None = None
 
     def rounds(self) -> Iterator[str]:
-        """What is measured next, in order: in every round the rival first, then each of ours."""
+        """What is measured next, in order: in every round the baseline first, then each of ours."""
         for number in range(self.workload.measure.processes):
-            for stand in (self.rival, *self.ours):
-                if number and not stand.measured:
+            for state in (self.baseline, *self.ours):
+                if number and not state.measured:
                     continue  # it could not run the first time
-                self._next = stand, number
-                yield f"{stand.title} ({number + 1} of {self.workload.measure.processes})"
+                self._next = state, number
+                yield f"{state.title} ({number + 1} of {self.workload.measure.processes})"
 
     def go(self) -> None:
-        """Measure what `rounds` has just named."""
+        """MeasureConfig what `rounds` has just named."""
         assert self._next is not None
-        stand, number = self._next
-        if stand is self.rival:
-            stand.outcomes.append(self._rival_trial(number))
+        state, number = self._next
+        if state is self.baseline:
+            state.outcomes.append(self._baseline_trial(number))
             return
-        bench = self.benches[stand.name]
-        assert stand.recipe is not None
-        outcome = bench.run(stand.recipe, f"time-{number}", first=number == 0)
-        stand.outcomes.append(outcome)
+        bench = self.benches[state.name]
+        assert state.recipe is not None
+        outcome = bench.run(state.recipe, f"time-{number}", first=number == 0)
+        state.outcomes.append(outcome)
         if number == 0 and outcome.status == "ok":
-            stand.parity, made = hold_against_plain(bench, stand.recipe, outcome, bench.plan.base)
+            state.parity, made = hold_against_plain(bench, state.recipe, outcome, bench.plan.base)
             if made is not None:
-                self.references[f"fp32 for {stand.title}"] = made
-            stand.life = bench.life(stand.recipe)
+                self.references[f"fp32 for {state.title}"] = made
+            state.life = bench.life(state.recipe)
 
-    def _rival_trial(self, number: int) -> Outcome:
-        rival, bench = self.opponent, self.bench
+    def _baseline_trial(self, number: int) -> Outcome:
+        baseline, bench = self.spec, self.bench
         spec: dict[str, Any] = {
-            "kind": "measure" if rival.kind == "recipe" else "rush.bench.baseline_run:measure_rival",
-            "recipe": write_toml(rival.recipe),
+            "kind": "measure" if baseline.kind == "recipe" else "rush.bench.baseline_run:measure_baseline",
+            "recipe": write_toml(baseline.recipe),
             "machine": bench.machine.to_dict(),
             "timing": self.workload.measure.model_dump(include=set(TIMING)),
             "profile": number == 0,
             "parity": [],
             "extra_techniques": [],
-            "options": dict(rival.options),
+            "options": dict(baseline.options),
         }
         told = json.dumps([spec, bench.machine.fingerprint(), __version__, number], sort_keys=True)
         digest = hashlib.sha256(told.encode()).hexdigest()[:16]
-        path = bench.folder / "trials" / f"{digest}-rival-{number}.json"
+        path = bench.folder / "trials" / f"{digest}-baseline-{number}.json"
         if path.exists():
             return Outcome.from_dict(json.loads(path.read_text()))
-        compiled = (bench.work / f"compiled-{rival.recipe.digest[:16]}").resolve()
+        compiled = (bench.work / f"compiled-{baseline.recipe.digest[:16]}").resolve()
         outcome = execute(
             bench.starter, spec, bench.work / path.stem, self.workload.measure.limit_s, compiled
         )
@@ -156,35 +156,35 @@ class Match:
         write_json_atomic(path, outcome.to_dict())
         return outcome
 
-    def record(self) -> WorkloadRecord:
+    def record(self) -> Workload:
         """Everything known so far."""
-        stands = [stand for stand in (self.rival, *self.ours) if stand.outcomes]
-        floors = floors_of([stand.timed for stand in stands], self.workload.measure.noise_floor)
-        yard = Yard(self.bench.ceilings, self.bench.peaks, floors, self.workload.measure.smaller)
-        recipe = self.opponent.recipe
-        found = dict(self.rival.outcomes[0].found) if self.rival.outcomes else {}
+        states = [state for state in (self.baseline, *self.ours) if state.outcomes]
+        floors = floors_of([state.timed for state in states], self.workload.measure.noise_floor)
+        baselines = Baselines(self.bench.ceilings, self.bench.peaks, floors, self.workload.measure.smaller)
+        recipe = self.spec.recipe
+        found = dict(self.baseline.outcomes[0].found) if self.baseline.outcomes else {}
         return {
             "name": self.workload.name,
             "about": self.workload.about,
             "micro": recipe.micro,
             "sequence": recipe.batch.sequence,
-            "rival_kind": self.opponent.kind,
+            "rival_kind": self.spec.kind,
             "rival_versions": found.get("versions", {}),
             "rival_weights": found.get("weights"),
-            "rival": (rival := rung_of(self.rival, self.rival, yard)),
+            "rival": (baseline := rung_of(self.baseline, self.baseline, baselines)),
             "ours": [
                 {
                     "rung": rung,
-                    "target": target_of(ours.at_least, rung, ours.memory_at_most, rival),
+                    "target": target_of(ours.at_least, rung, ours.memory_at_most, baseline),
                     "primary": ours.primary,
                 }
-                for ours, stand in zip(self.workload.ours, self.ours, strict=True)
-                if stand.outcomes and (rung := rung_of(stand, self.rival, yard))
+                for ours, state in zip(self.workload.ours, self.ours, strict=True)
+                if state.outcomes and (rung := rung_of(state, self.baseline, baselines))
             ],
             "took": [
-                *(took(stand.title, outcome) for stand in stands for outcome in stand.outcomes),
+                *(took(state.title, outcome) for state in states for outcome in state.outcomes),
                 *(took(name, outcome) for name, outcome in self.references.items()),
-                *(life_took(f"{stand.title}, a short life", stand.life) for stand in stands if stand.life),
+                *(life_took(f"{state.title}, a short life", state.life) for state in states if state.life),
             ],
         }
 
@@ -193,14 +193,14 @@ CLOSE_CALL = "a close call: the interval reaches below the target"
 
 
 def target_of(
-    at_least: float, rung: Rung, memory_at_most: float | None = None, rival: Rung | None = None
+    at_least: float, rung: Rung, memory_at_most: float | None = None, baseline: Rung | None = None
 ) -> Target:
     """Reached only with the ratio, an equal parity verdict, every technique of the recipe seen at work, and a recipe that can be
     trained with."""
     gain = rung.get("gain")
     memory: Target = {}
     if memory_at_most is not None:
-        memory = {"memory": memory_target_of(memory_at_most, rung, rival or {})}
+        memory = {"memory": memory_target_of(memory_at_most, rung, baseline or {})}
     if gain is None:
         why = rung.get("reason") or "there is nothing to compare with"
         return {
@@ -225,12 +225,12 @@ def target_of(
     }
 
 
-def memory_target_of(at_most: float, rung: Rung, rival: Rung) -> MemoryTarget:
-    """Peak memory over the rival's; a small run that learns something else has saved nothing."""
-    ours, theirs = rung.get("peak_memory_bytes"), rival.get("peak_memory_bytes")
+def memory_target_of(at_most: float, rung: Rung, baseline: Rung) -> MemoryTarget:
+    """Peak memory over the baseline's; a small run that learns something else has saved nothing."""
+    ours, theirs = rung.get("peak_memory_bytes"), baseline.get("peak_memory_bytes")
     if not ours or not theirs:
-        who = "ours" if not ours else "the rival"
-        why = f"the memory of {who} is not known: {(rung if not ours else rival).get('reason') or 'it was not measured'}"
+        who = "ours" if not ours else "the baseline"
+        why = f"the memory of {who} is not known: {(rung if not ours else baseline).get('reason') or 'it was not measured'}"
         return {"at_most": at_most, "reached": None, "verdict": "not measured", "why": why}
     ratio, problems = ours / theirs, _unproved(rung)
     if ratio > at_most:
@@ -257,15 +257,15 @@ def _unproved(rung: Rung) -> list[str]:
     return problems
 
 
-def _num_trials(workload: Workload) -> int:
+def _num_trials(workload: WorkloadSpec) -> int:
     if workload.longest:
         return len(workload.longest.probes) + 1
     return workload.measure.processes * (1 + len(workload.ours))
 
 
-def _plan(workload: Workload, ours: Ours) -> Plan:
+def _plan(workload: WorkloadSpec, ours: TargetedRecipe) -> LadderPlan:
     """A ladder's plan with nothing to add: what the bench of trials needs to know."""
-    return Plan(workload.name, ours.recipe, (), workload.measure, ours.parity, Search())
+    return LadderPlan(workload.name, ours.recipe, (), workload.measure, ours.parity, SearchConfig())
 
 
 def _start(folder: Path, bench: Bench) -> ModelRecord:
@@ -283,7 +283,7 @@ def _start(folder: Path, bench: Bench) -> ModelRecord:
     }
 
 
-def _put(record: ModelRecord, workload: WorkloadRecord) -> None:
+def _put(record: ModelRecord, workload: Workload) -> None:
     names = [there["name"] for there in record["workloads"]]
     if workload["name"] in names:
         record["workloads"][names.index(workload["name"])] = workload

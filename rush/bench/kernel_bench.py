@@ -52,7 +52,7 @@ FORMULAS = {
 
 
 @dataclass(frozen=True)
-class Progress:
+class KernelProgress:
     """What a watcher is told: which op, what is being done with it, and how many are done."""
 
     op: str | None
@@ -61,7 +61,7 @@ class Progress:
     total: int
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[KernelProgress], None]
 
 
 def choose(asked: Sequence[str]) -> list[str]:
@@ -167,7 +167,7 @@ class _Child:
                 if said.get("done"):
                     assert op is not None
                     left.remove(op)
-                watch(Progress(op, said.get("doing", "done"), total - len(left), total))
+                watch(KernelProgress(op, said.get("doing", "done"), total - len(left), total))
                 op = None if said.get("done") else op
         finally:
             end_session(self.process.pid)

@@ -25,7 +25,7 @@ Results = dict[str, Tensor]
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class ExactResults:
     """The exact results of one size, and by how much plain torch misses them."""
 
     exact: Results
@@ -111,7 +111,7 @@ def _result_name(place: int, count: int) -> str:
 
 def measure_up(
     reference: Call, plain: Call, inputs: Inputs, exact: torch.dtype, dtype: torch.dtype
-) -> tuple[Yardstick, list[Tensor]]:
+) -> tuple[ExactResults, list[Tensor]]:
     """The yardstick of a size, and the gradients that flow into every contender."""
     mine = fresh(inputs)
     outputs = outputs_of(plain, mine)
@@ -120,7 +120,7 @@ def measure_up(
     found |= backward_of(outputs, mine, copies(flowing))
     del outputs, mine
     right = results_of(reference, widened(inputs, exact), copies(flowing))
-    return Yardstick(right, errors_of(found, right), dtype), flowing
+    return ExactResults(right, errors_of(found, right), dtype), flowing
 
 
 def errors_of(found: Results, exact: Results) -> dict[str, float]:
@@ -139,7 +139,7 @@ def error(found: Tensor | None, right: Tensor) -> float:
     return off / size if size else off
 
 
-def judge(contender: Contender, found: Results, yardstick: Yardstick | None) -> dict[str, Any]:
+def judge(contender: Contender, found: Results, yardstick: ExactResults | None) -> dict[str, Any]:
     """The record's correctness part: verdict, the error nearest to (or farthest beyond) what is allowed."""
     if yardstick is None:
         return {"verdict": "not judged", "error": None, "allowed": None, "worst": None,
@@ -159,7 +159,7 @@ def judge(contender: Contender, found: Results, yardstick: Yardstick | None) -> 
     }
 
 
-def _allowed(name: str, contender: Contender, yardstick: Yardstick) -> float:
+def _allowed(name: str, contender: Contender, yardstick: ExactResults) -> float:
     if contender.tolerance is not None:
         return contender.tolerance
     if contender.kind == "plain":

@@ -27,7 +27,7 @@ Made = TypeVar("Made")
 
 
 @dataclass(frozen=True)
-class Case:
+class TimedCase:
     """What is timed: `timed` gets what `setup`, outside the clock, returned."""
 
     setup: Callable[[], Any]
@@ -55,7 +55,9 @@ class CaseFailed(Exception):
 QUICK = Effort(least=7, most=15, budget_s=0.1)
 
 
-def take_turns(cases: Mapping[str, Case], device: torch.device, effort: Effort) -> dict[str, list[float]]:
+def take_turns(
+    cases: Mapping[str, TimedCase], device: torch.device, effort: Effort
+) -> dict[str, list[float]]:
     """Milliseconds of every call: so many rounds, in each round one call of every case. May raise `CaseFailed`."""
     sample = _Device(device) if device.type == "cuda" else _Host()
     costs = {name: _guarded(sample.warm_up, name, case) for name, case in cases.items()}
@@ -69,7 +71,7 @@ def take_turns(cases: Mapping[str, Case], device: torch.device, effort: Effort) 
     return found
 
 
-def _guarded(work: Callable[[str, Case], Made], name: str, case: Case) -> Made:
+def _guarded(work: Callable[[str, TimedCase], Made], name: str, case: TimedCase) -> Made:
     try:
         return work(name, case)
     except Exception as problem:
@@ -79,12 +81,12 @@ def _guarded(work: Callable[[str, Case], Made], name: str, case: Case) -> Made:
 class _Host:
     """By the clock: on a CPU the call is over when it returns."""
 
-    def warm_up(self, name: str, case: Case) -> float:
+    def warm_up(self, name: str, case: TimedCase) -> float:
         began = time.perf_counter()
         case.timed(case.setup())
         return time.perf_counter() - began
 
-    def take(self, name: str, case: Case) -> Callable[[], float]:
+    def take(self, name: str, case: TimedCase) -> Callable[[], float]:
         state = case.setup()
         began = time.perf_counter()
         case.timed(state)
@@ -101,7 +103,7 @@ class _Device:
         self.flushes: dict[str, int] = {}
         self.flush_s = self._time_flush()
 
-    def warm_up(self, name: str, case: Case) -> float:
+    def warm_up(self, name: str, case: TimedCase) -> float:
         """Seconds that one sample costs; also how far the host must run ahead."""
         host_s = whole_s = 0.0
         for _ in range(3):
@@ -115,7 +117,7 @@ class _Device:
         self.flushes[name] = min(MOST_FLUSHES, 1 + math.ceil(1.5 * host_s / self.flush_s))
         return whole_s + self.flushes[name] * self.flush_s
 
-    def take(self, name: str, case: Case) -> Callable[[], float]:
+    def take(self, name: str, case: TimedCase) -> Callable[[], float]:
         for _ in range(MOST_TRIES):
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
             state = case.setup()

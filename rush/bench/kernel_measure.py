@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rush.bench import kernel_check as check
-from rush.bench.kernel_clock import Case, CaseFailed, Effort, take_turns
+from rush.bench.kernel_clock import CaseFailed, Effort, TimedCase, take_turns
 from rush.errors import RushError
 from rush.kernels.study import Call, Contender, Inputs, Pass, Size, Study
 from rush.lab.statistics import median_interval
@@ -34,7 +34,7 @@ class DeviceLost(Exception):
 
 
 @dataclass
-class Entry:
+class ContenderEntry:
     """A contender at one size."""
 
     contender: Contender
@@ -50,7 +50,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Place:
+class BenchDevice:
     """Where and how an op is measured."""
 
     device: torch.device
@@ -74,7 +74,7 @@ class Place:
         return study.dtype if self.device.type == "cuda" else torch.float32
 
 
-def measure_size(study: Study, size: Size, place: Place, tell: Tell) -> list[Row]:
+def measure_size(study: Study, size: Size, place: BenchDevice, tell: Tell) -> list[Row]:
     """The rows of one size, all contenders and passes."""
     dtype = place.dtype(study)
     torch.compiler.reset()  # every size is compiled for itself, and none counts against the limit of recompiles
@@ -97,7 +97,7 @@ def measure_size(study: Study, size: Size, place: Place, tell: Tell) -> list[Row
 
 def _yardstick(
     study: Study, inputs: Inputs, dtype: torch.dtype
-) -> tuple[check.Yardstick | None, list[Tensor] | None]:
+) -> tuple[check.ExactResults | None, list[Tensor] | None]:
     plain = next(contender for contender in study.contenders if contender.kind == "plain")
     try:
         exact = study.exact if dtype.itemsize < 4 else torch.float64
@@ -109,13 +109,13 @@ def _yardstick(
 def _try(
     contender: Contender,
     inputs: Inputs,
-    yardstick: check.Yardstick | None,
+    yardstick: check.ExactResults | None,
     flowing: Sequence[Tensor] | None,
-    place: Place,
+    place: BenchDevice,
     interpreted: bool,
-) -> Entry:
+) -> ContenderEntry:
     """Set a contender up and check it; whatever goes wrong becomes its status."""
-    entry = Entry(contender)
+    entry = ContenderEntry(contender)
     if (why := contender.absent(place.device)) is not None:
         entry.status, entry.reason = "absent", why
         return entry
@@ -135,7 +135,7 @@ def _compiled(call: Call) -> Call:
     return compiled
 
 
-def _lost(entry: Entry, problem: Exception, place: Place) -> None:
+def _lost(entry: ContenderEntry, problem: Exception, place: BenchDevice) -> None:
     """Note what went wrong, unless it took the device with it."""
     entry.status, entry.reason = _status_of(problem), sentence(problem)
     entry.inputs, entry.call = {}, None
@@ -159,7 +159,10 @@ def sentence(problem: Exception) -> str:
 
 
 def _check(
-    entry: Entry, yardstick: check.Yardstick | None, flowing: Sequence[Tensor] | None, place: Place
+    entry: ContenderEntry,
+    yardstick: check.ExactResults | None,
+    flowing: Sequence[Tensor] | None,
+    place: BenchDevice,
 ) -> None:
     """The first call, which compiles; then the memory and the results of another one."""
     assert entry.call is not None
@@ -195,7 +198,9 @@ def _new_bytes(found: Iterable[Tensor], given: Iterable[Tensor]) -> int:
     return sum(size for pointer, size in new.items() if pointer not in old)
 
 
-def _time(step: Pass, entries: Sequence[Entry], flowing: Sequence[Tensor] | None, place: Place) -> None:
+def _time(
+    step: Pass, entries: Sequence[ContenderEntry], flowing: Sequence[Tensor] | None, place: BenchDevice
+) -> None:
     """Let the contenders take turns; one that fails is taken out and the others begin again."""
     racing = {entry.contender.name: entry for entry in entries if entry.status == "ok"}
     while racing:
@@ -211,7 +216,7 @@ def _time(step: Pass, entries: Sequence[Entry], flowing: Sequence[Tensor] | None
         return
 
 
-def _case(step: Pass, entry: Entry, flowing: Sequence[Tensor] | None) -> Case:
+def _case(step: Pass, entry: ContenderEntry, flowing: Sequence[Tensor] | None) -> TimedCase:
     assert entry.call is not None
     call, inputs = entry.call, entry.inputs
     own = None if flowing is None else check.copies(flowing)
@@ -224,13 +229,13 @@ def _case(step: Pass, entry: Entry, flowing: Sequence[Tensor] | None) -> Case:
         return check.backward_of(outputs, inputs, above)
 
     if step == "forward":
-        return Case(lambda: None, lambda _: forward())
+        return TimedCase(lambda: None, lambda _: forward())
     if step == "backward":
-        return Case(forward, backward)
-    return Case(lambda: None, lambda _: backward(forward()))
+        return TimedCase(forward, backward)
+    return TimedCase(lambda: None, lambda _: backward(forward()))
 
 
-def _row(study: Study, size: Size, step: Pass, entry: Entry, place: Place) -> Row:
+def _row(study: Study, size: Size, step: Pass, entry: ContenderEntry, place: BenchDevice) -> Row:
     samples = entry.times.get(step)
     row: Row = {
         "size": size.label,
@@ -255,7 +260,7 @@ def _time_of(samples: list[float]) -> Time:
     return {"median": middle.median, "ci95": [middle.low, middle.high], "n": middle.n, "samples": samples}
 
 
-def _rates(study: Study, size: Size, step: Pass, time_ms: Time | None, place: Place) -> Row:
+def _rates(study: Study, size: Size, step: Pass, time_ms: Time | None, place: BenchDevice) -> Row:
     """What was moved and computed, over the time; and over the ceiling that bounds this op."""
     dtype = place.dtype(study)
     work = study.work(size, dtype.itemsize, step)

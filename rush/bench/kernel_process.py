@@ -24,7 +24,7 @@ import torch
 import rush.kernels
 from rush.bench.kernel_bench import MARK, nothing
 from rush.bench.kernel_clock import QUICK, Effort
-from rush.bench.kernel_measure import DeviceLost, Place, measure_size, sentence
+from rush.bench.kernel_measure import BenchDevice, DeviceLost, measure_size, sentence
 from rush.bench.kernel_targets import targets_of
 from rush.files import json_safe, write_json_atomic
 from rush.hardware import ceilings, conditions, probe
@@ -51,7 +51,7 @@ def main(spec_path: str) -> None:
     write_json_atomic(folder / "environment.json", conditions(machine).to_dict())
 
 
-def _prepare(spec: dict[str, Any], folder: Path) -> tuple[Place, Any]:
+def _prepare(spec: dict[str, Any], folder: Path) -> tuple[BenchDevice, Any]:
     machine = probe(spec["device"])
     if machine.device != "cuda":
         os.environ["TRITON_INTERPRET"] = "1"  # before a kernel is imported, which is when Triton decides
@@ -61,7 +61,7 @@ def _prepare(spec: dict[str, Any], folder: Path) -> tuple[Place, Any]:
     write_json_atomic(folder / "machine.json", json_safe(told)[0])
     effort = QUICK if spec["quick"] else Effort()
     cpp = machine.device == "cpu" and _has_cpp()
-    return Place(torch.device(machine.device), rates, effort, spec["quick"], cpp), machine
+    return BenchDevice(torch.device(machine.device), rates, effort, spec["quick"], cpp), machine
 
 
 def _has_cpp() -> bool:
@@ -83,7 +83,7 @@ def _packages() -> dict[str, str]:
     return found
 
 
-def _measure_or_note(name: str, key: str, place: Place, folder: Path) -> None:
+def _measure_or_note(name: str, key: str, place: BenchDevice, folder: Path) -> None:
     """Measure an op; an exception is noted, unless the device is lost with it."""
     op = nothing(name) | {"key": key, "complete": False}
     began = time.monotonic()
@@ -98,7 +98,7 @@ def _measure_or_note(name: str, key: str, place: Place, folder: Path) -> None:
     _write(folder, op)
 
 
-def _measure(name: str, op: dict[str, Any], place: Place, folder: Path) -> None:
+def _measure(name: str, op: dict[str, Any], place: BenchDevice, folder: Path) -> None:
     from rush.kernels import support
 
     study = load(name)

@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from rush.bench.workloads import Workload
-from rush.lab.ladder.ladder_file import Plan, Search, change
+from rush.bench.workloads import WorkloadSpec
+from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig, change
 from rush.lab.parity.judge import hold_against_plain
 from rush.lab.trial.runner import Bench
 from rush.lab.trial.timing import rates
@@ -23,9 +23,7 @@ from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import parse, write_toml
 from rush.records.life import LifeRecord
-from rush.records.models import Length as LengthRecord
-from rush.records.models import Took
-from rush.records.models import Workload as WorkloadRecord
+from rush.records.models import Length, Took, Workload
 
 GRAIN = 1024
 """Lengths are multiples of this, where they are longer than it."""
@@ -35,16 +33,16 @@ SHORTER = 0.95
 RETRIES = 3
 
 
-class Length:
+class LongestSequence:
     """One workload that asks for the longest sequence."""
 
-    def __init__(self, workload: Workload, bench: Bench) -> None:
+    def __init__(self, workload: WorkloadSpec, bench: Bench) -> None:
         assert workload.longest is not None
         self.workload, self.wanted, self.ours = workload, workload.longest, workload.ours[0]
         # Of a short length: one step to begin with, one to warm up, one that is timed.
         short = workload.measure.model_copy(update={"windows": 1, "window_ms": 1.0, "warmup_max_steps": 1})
         long = workload.measure.model_copy(update={"windows": 0})
-        plan = Plan(workload.name, self.ours.recipe, (), short, self.ours.parity, Search())
+        plan = LadderPlan(workload.name, self.ours.recipe, (), short, self.ours.parity, SearchConfig())
         self.bench = replace(bench, plan=plan)
         self.long_bench = replace(bench, plan=replace(plan, measure=long))
         limit_gb = self.ours.recipe.run.memory_limit_gb
@@ -97,7 +95,7 @@ class Length:
         size = second + (ROOM * self.limit_bytes - high) / slope
         return max(second, self._rounded(min(size, self.wanted.up_to or size)))
 
-    def record(self) -> WorkloadRecord:
+    def record(self) -> Workload:
         """Everything known so far."""
         recipe, first = self.ours.recipe, self.wanted.probes[0]
         tried = [self._point(size) for size in sorted(self.tried)]
@@ -140,7 +138,7 @@ class Length:
     def _rounded(self, size: float) -> int:
         return int(size) // GRAIN * GRAIN if size > GRAIN else int(size)
 
-    def _point(self, size: int) -> LengthRecord:
+    def _point(self, size: int) -> Length:
         outcome = self.tried[size]
         timing = outcome.found.get("timing")
         return {

@@ -1,7 +1,7 @@
 """The workloads of `rush bench models`, as `workloads.toml` beside this file lists them.
 
-A workload is a model and a batch, one rival, and one or more of our recipes with what each must reach: a ratio of
-tokens per second, and perhaps one of memory. Or it asks how long a sequence fits, and has no rival but a published figure.
+A workload is a model and a batch, one baseline, and one or more of our recipes with what each must reach: a ratio of
+tokens per second, and perhaps one of memory. Or it asks how long a sequence fits, and has no baseline but a published figure.
 Everything becomes recipes here, so that what is measured can be read, and run by itself with `rush train`.
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from rush.bench.baseline_run import Options
+from rush.bench.baseline_run import BaselineOptions
 from rush.errors import RecipeError, nearest
-from rush.lab.ladder.ladder_file import Measure, Parity, change
+from rush.lab.ladder.ladder_file import MeasureConfig, ParityConfig, change
 from rush.recipe import Recipe
 from rush.recipe_io import apply_override, parse, read_tree
 
@@ -24,29 +24,29 @@ KINDS = ("recipe", "transformers")
 
 
 @dataclass(frozen=True)
-class Rival:
+class BaselineSpec:
     title: str
     kind: str
-    """`recipe`: our own plain model with the techniques the rival uses. `transformers`: that library's model."""
+    """`recipe`: our own plain model with the baseline's techniques. `transformers`: that library's model."""
     recipe: Recipe
     options: Mapping[str, Any]
-    """For transformers: how its model is built (`rush.bench.baseline_run.Options`)."""
+    """For transformers: how its model is built (`rush.bench.baseline_run.BaselineOptions`)."""
 
 
 @dataclass(frozen=True)
-class Ours:
+class TargetedRecipe:
     name: str
     recipe: Recipe
     at_least: float
-    parity: Parity
+    parity: ParityConfig
     memory_at_most: float | None = None
-    """Peak memory over the rival's that ours must not exceed; None where nothing is asked."""
+    """Peak memory over the baseline's that ours must not exceed; None where nothing is asked."""
     primary: bool = True
     """Whether this is the recipe that the target is for; others are measured beside it."""
 
 
 @dataclass(frozen=True)
-class Longest:
+class LongestSpec:
     """How long a sequence fits: tried at the probes, then where the line through their memory meets the limit."""
 
     probes: tuple[int, ...]
@@ -57,26 +57,35 @@ class Longest:
 
 
 @dataclass(frozen=True)
-class Workload:
+class WorkloadSpec:
     name: str
     about: str
-    rival: Rival | None
-    ours: tuple[Ours, ...]
-    measure: Measure
-    longest: Longest | None = None
+    baseline: BaselineSpec | None
+    ours: tuple[TargetedRecipe, ...]
+    measure: MeasureConfig
+    longest: LongestSpec | None = None
 
     @property
     def any_recipe(self) -> Recipe:
         """One of its recipes: they all read the same text."""
-        return self.rival.recipe if self.rival else self.ours[0].recipe
+        return self.baseline.recipe if self.baseline else self.ours[0].recipe
 
 
 OURS_KEYS = ("recipe", "name", "at_least", "memory_at_most", "also", "techniques", "add", "changes", "parity")
-RIVAL_KEYS = ("title", "kind", "recipe", "techniques", "changes", *(field.name for field in fields(Options)))
-WORKLOAD_KEYS = ("about", "batch", "text", "parity", "measure", "ours", "rival", "longest")
+BASELINE_KEYS = (
+    "title",
+    "kind",
+    "recipe",
+    "techniques",
+    "changes",
+    *(field.name for field in fields(BaselineOptions)),
+)
+WORKLOAD_KEYS = ("about", "batch", "text", "parity", "measure", "ours", "baseline", "longest")
 
 
-def load_workloads(asked: Sequence[str], overrides: Sequence[str] = (), file: Path = FILE) -> list[Workload]:
+def load_workloads(
+    asked: Sequence[str], overrides: Sequence[str] = (), file: Path = FILE
+) -> list[WorkloadSpec]:
     """The workloads asked for (all, if none). Overrides change every recipe, or `measure.` keys."""
     tree = tomllib.loads(file.read_text(encoding="utf-8"))
     known = tree["workloads"]
@@ -86,11 +95,11 @@ def load_workloads(asked: Sequence[str], overrides: Sequence[str] = (), file: Pa
     own = [override for override in overrides if override.startswith("measure.")]
     rest = [override for override in overrides if override not in own]
 
-    def measure(table: Mapping[str, Any]) -> Measure:
+    def measure(table: Mapping[str, Any]) -> MeasureConfig:
         merged: dict[str, Any] = {"measure": {**tree.get("measure", {}), **table.get("measure", {})}}
         for override in own:
             apply_override(merged, override)
-        return Measure.model_validate(merged["measure"])
+        return MeasureConfig.model_validate(merged["measure"])
 
     return [
         _workload(name, known[name], tree.get("text", {}), measure(known[name]), rest)
@@ -99,8 +108,12 @@ def load_workloads(asked: Sequence[str], overrides: Sequence[str] = (), file: Pa
 
 
 def _workload(
-    name: str, table: Mapping[str, Any], text: Mapping[str, Any], measure: Measure, overrides: Sequence[str]
-) -> Workload:
+    name: str,
+    table: Mapping[str, Any],
+    text: Mapping[str, Any],
+    measure: MeasureConfig,
+    overrides: Sequence[str],
+) -> WorkloadSpec:
     def recipe(entry: Mapping[str, Any]) -> Recipe:
         tree = read_tree(entry["recipe"])
         change(tree, {**text, **table.get("text", {}), **table["batch"], **entry.get("changes", {})})
@@ -111,36 +124,42 @@ def _workload(
             apply_override(tree, override)
         return parse(tree)
 
+    if "rival" in table:  # what the key was called before
+        table = {"baseline" if key == "rival" else key: value for key, value in table.items()}
     _known(f"workloads.{name}", table, WORKLOAD_KEYS)
     ours = tuple(_ours(name, entry, table, recipe(entry)) for entry in table["ours"])
     if "longest" in table:
-        longest = Longest(**{**table["longest"], "probes": tuple(table["longest"]["probes"])})
-        return Workload(name, table["about"], None, ours, measure, longest)
-    return Workload(name, table["about"], _rival(name, table["rival"], recipe), ours, measure)
+        longest = LongestSpec(**{**table["longest"], "probes": tuple(table["longest"]["probes"])})
+        return WorkloadSpec(name, table["about"], None, ours, measure, longest)
+    return WorkloadSpec(name, table["about"], _baseline(name, table["baseline"], recipe), ours, measure)
 
 
-def _rival(name: str, table: Mapping[str, Any], recipe: Callable[[Mapping[str, Any]], Recipe]) -> Rival:
-    _known(f"workloads.{name}.rival", table, RIVAL_KEYS)
+def _baseline(
+    name: str, table: Mapping[str, Any], recipe: Callable[[Mapping[str, Any]], Recipe]
+) -> BaselineSpec:
+    _known(f"workloads.{name}.baseline", table, BASELINE_KEYS)
     kind = table["kind"]
     if kind not in KINDS:
-        raise RecipeError(f"workloads.{name}.rival.kind is {kind!r}; {nearest(kind, KINDS)}")
-    options = {field.name: table[field.name] for field in fields(Options) if field.name in table}
+        raise RecipeError(f"workloads.{name}.baseline.kind is {kind!r}; {nearest(kind, KINDS)}")
+    options = {field.name: table[field.name] for field in fields(BaselineOptions) if field.name in table}
     plain: dict[str, Any] = {"techniques": []} if kind == "transformers" else {}
-    return Rival(table["title"], kind, recipe({**table, **plain}), options)
+    return BaselineSpec(table["title"], kind, recipe({**table, **plain}), options)
 
 
-def _ours(workload: str, entry: Mapping[str, Any], table: Mapping[str, Any], recipe: Recipe) -> Ours:
+def _ours(
+    workload: str, entry: Mapping[str, Any], table: Mapping[str, Any], recipe: Recipe
+) -> TargetedRecipe:
     _known(f"workloads.{workload}.ours", entry, OURS_KEYS)
     if "at_least" not in entry and "longest" not in table:
         raise RecipeError(
             f"workloads.{workload}.ours: {entry['recipe']} has no at_least; give the ratio of tokens per second over the "
-            "rival that it must reach."
+            "baseline that it must reach."
         )
-    return Ours(
+    return TargetedRecipe(
         entry.get("name", entry["recipe"]),
         recipe,
         float(entry.get("at_least", 0.0)),
-        Parity.model_validate(entry.get("parity") or table.get("parity", {})),
+        ParityConfig.model_validate(entry.get("parity") or table.get("parity", {})),
         entry.get("memory_at_most"),
         primary=not entry.get("also", False),
     )

@@ -1,4 +1,4 @@
-"""`rush bench`: kernels against the best there is, and whole training runs against their rivals."""
+"""`rush bench`: kernels against the best there is, and whole training runs against their baselines."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def models(
     file: Annotated[Path | None, typer.Option(help="Another list of workloads, in TOML.")] = None,
     json: Json = False,
 ) -> None:
-    """Train our recipes beside the rivals people use: same model, batch, text and loop, in alternating processes.
+    """Train our recipes beside the baselines people use: same model, batch, text and loop, in alternating processes.
 
     GPU minutes are few: name the workloads you want. A bench that was interrupted goes on where it stopped.
 
@@ -236,7 +236,7 @@ def _model_row(rung: Rung, target: dict[str, Any] | None, *, primary: bool = Tru
         parity["verdict"] if parity else "",
     ]
     if target is None:
-        return [*row, "", "", "rival" if speed else f"{rung['status']}: {rung['reason']}"[:80]]
+        return [*row, "", "", "baseline" if speed else f"{rung['status']}: {rung['reason']}"[:80]]
     reached = target["reached"]
     ratio = f"{reached:.3f}× ({target['ci95'][0]:.3f} to {target['ci95'][1]:.3f})" if reached else "-"
     return [*row, ratio, f"≥ {target['at_least']:g}×", _verdict(target)]

@@ -18,7 +18,7 @@ from rush.errors import RecipeError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from rush.lab.ladder.climb import Progress
+    from rush.lab.ladder.climb import LadderProgress
     from rush.records.ladder import LadderRecord, Rung
 
 VIEWS = ("cumulative", "alone", "left_out", "all")
@@ -43,7 +43,7 @@ def ladder(
     technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
-    """Measure what every technique gains on this machine, and prove that the model still learns the same.
+    """MeasureConfig what every technique gains on this machine, and prove that the model still learns the same.
 
     Each rung is timed in fresh processes, watched under a profile and held against plain fp32. A ladder that
     was interrupted goes on where it stopped: run the same command again.
@@ -64,10 +64,10 @@ def ladder(
         name = "tiny"
 
     from rush.lab.ladder.climb import climb
-    from rush.lab.ladder.ladder_file import load_plan
+    from rush.lab.ladder.ladder_file import load_ladder
     from rush.report.page import write_report
 
-    plan = load_plan(name, changes)
+    plan = load_ladder(name, changes)
     folder = out or Path("runs") / f"ladder-{plan.name}"
     say = _quiet if json else note
     try:
@@ -145,26 +145,26 @@ def _watching(quiet: bool) -> Iterator[Any]:
         yield lambda progress: None
         return
     if not console.is_terminal:
-        yield _Lines(console)
+        yield _LadderLines(console)
         return
     with Live(console=console, auto_refresh=False) as live:
         yield lambda progress: live.update(ladder_table(progress), refresh=True)
 
 
-class _Lines:
-    """Progress as plain lines, and the table at the end."""
+class _LadderLines:
+    """LadderProgress as plain lines, and the table at the end."""
 
     def __init__(self, console: Any) -> None:
         self.console = console
 
-    def __call__(self, progress: Progress) -> None:
+    def __call__(self, progress: LadderProgress) -> None:
         if progress.doing is None:
             self.console.print(ladder_table(progress))
         else:
             self.console.print(f"[{progress.done}/{progress.total}] {progress.doing}", markup=False)
 
 
-def ladder_table(progress: Progress) -> Table:
+def ladder_table(progress: LadderProgress) -> Table:
     """The ladder as it stands."""
     from rich import box
     from rich.table import Table
@@ -200,7 +200,7 @@ def _row(rung: Rung) -> list[str]:
     ]
 
 
-def _title(progress: Progress) -> str:
+def _title(progress: LadderProgress) -> str:
     record = progress.record
     if progress.doing is None:
         return f"{record['name']} · {record['view']} · done"

@@ -14,7 +14,7 @@ from rush.cli.ladder import minutes, stopped_by_sigterm
 from rush.cli.output import ExtraTechniques, Json, note, print_json
 
 if TYPE_CHECKING:
-    from rush.lab.scaling.study import Progress
+    from rush.lab.scaling.study import ScalingProgress
     from rush.records.scaling import Link, Point, ScaleRecord
 
 
@@ -90,10 +90,10 @@ def scale(
         recipe, changes = "tiny", [recipe, *changes]
 
     from rush.lab.scaling.study import study
-    from rush.lab.scaling.study_file import load_plan
+    from rush.lab.scaling.study_file import load_study
     from rush.report.scaling import write_scale_report
 
-    plan = load_plan(
+    plan = load_study(
         recipe,
         changes,
         devices,
@@ -136,7 +136,7 @@ def _watching(quiet: bool) -> Iterator[Any]:
         yield lambda progress: None
         return
 
-    def lines(progress: Progress) -> None:
+    def lines(progress: ScalingProgress) -> None:
         if progress.doing is None:
             console.print(*tables(progress), sep="\n")
         else:
@@ -147,14 +147,14 @@ def _watching(quiet: bool) -> Iterator[Any]:
         return
     with Live(console=console, auto_refresh=False) as live:
 
-        def show(progress: Progress) -> None:
+        def show(progress: ScalingProgress) -> None:
             bar = ProgressBar(progress.total, progress.done)
             live.update(Group(*tables(progress), *([] if progress.doing is None else [bar])), refresh=True)
 
         yield show
 
 
-def tables(progress: Progress) -> list[Any]:
+def tables(progress: ScalingProgress) -> list[Any]:
     """The study as it stands: its points, and when all is done the exchanges."""
     from rich import box
     from rich.table import Table
@@ -235,7 +235,7 @@ def _link_row(link: Link) -> list[str]:
     ]
 
 
-def _title(progress: Progress) -> str:
+def _title(progress: ScalingProgress) -> str:
     record = progress.record
     head = f"{record['name']} on {', '.join(map(str, record['devices']))} devices"
     if progress.doing is None:

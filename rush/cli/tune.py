@@ -228,7 +228,7 @@ def _watching(quiet: bool) -> Iterator[Any]:
         yield lambda record, doing: None
         return
     if not console.is_terminal:
-        yield _Lines(console)
+        yield _TuneLines(console)
         return
     leaps: dict[str, str] = {}
 
@@ -242,7 +242,7 @@ def _watching(quiet: bool) -> Iterator[Any]:
         console.print(f"{name}: {whole}", markup=False)
 
 
-class _Lines:
+class _TuneLines:
     """Progress as plain lines, and the table at the end."""
 
     def __init__(self, console: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from rush.errors import RecipeError, RushError
 from rush.recipe import Recipe
 from rush.recipe_io import changed
-from rush.tune.goal import Limit, gain
+from rush.tune.goal import TrialLimit, gain
 from rush.tune.search import Search
 from rush.tune.trials import Trials
 
@@ -47,7 +47,7 @@ def beside(search: Search, lab: Trials, others: Mapping[str, Recipe]) -> list[di
             "gain": None,
         }
         try:
-            result = lab.trial("beside", recipe, Limit(LIMIT_S, patient=True))
+            result = lab.trial("beside", recipe, TrialLimit(LIMIT_S, patient=True))
         except RushError as error:  # its micro batch does not divide the tokens of a trial
             found.append(row | {"status": "unsupported", "reason": str(error)})
             continue

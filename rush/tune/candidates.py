@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from rush.recipe import Recipe
 from rush.records.life import LifeRecord
 from rush.tune.forecast import Prediction
-from rush.tune.goal import Result
+from rush.tune.goal import TuneResult
 
 
 @dataclass
@@ -28,7 +28,7 @@ class Candidate:
     """How far it came: 1 ranked, 2 timed longer, 3 held against plain fp32."""
     at_s: float = 0.0
     """When it was thought of, in seconds of the search."""
-    results: dict[str, Result] = field(default_factory=dict)
+    results: dict[str, TuneResult] = field(default_factory=dict)
     """Trials that gave figures, by kind."""
     life: LifeRecord | None = None
     """Lived by those that may win."""
@@ -40,7 +40,7 @@ class Candidate:
         return self.recipe
 
     @property
-    def best(self) -> Result:
+    def best(self) -> TuneResult:
         """The longest trial of it that gave figures."""
         return next(self.results[kind] for kind in ("prove", "decide", "rank") if kind in self.results)
 

@@ -25,7 +25,7 @@ MOST_KEPT = 20
 
 
 @dataclass(frozen=True)
-class Gain:
+class RememberedGain:
     """What a change gained once: the quotient of two medians."""
 
     key: str
@@ -49,9 +49,9 @@ def remembered(fingerprint: str, model: str, beside: Path) -> dict[str, float]:
     return {key: ratio for key, ratio in medians.items() if key in own or ratio > 1}
 
 
-def remember(fingerprint: str, gains: Iterable[Gain]) -> None:
+def remember(fingerprint: str, gains: Iterable[RememberedGain]) -> None:
     """Add gains to what is remembered of this machine."""
-    kept: dict[tuple[str, str], list[Gain]] = {}
+    kept: dict[tuple[str, str], list[RememberedGain]] = {}
     for gain in [*_kept(_file(fingerprint)), *gains]:
         kept.setdefault((gain.key, gain.model), []).append(gain)
     rows = [vars(gain) for same in kept.values() for gain in same[-MOST_KEPT:]]
@@ -64,14 +64,14 @@ def _file(fingerprint: str) -> Path:
     return cache_folder() / f"gains-{fingerprint}.json"
 
 
-def _kept(path: Path) -> list[Gain]:
+def _kept(path: Path) -> list[RememberedGain]:
     try:
-        return [Gain(**row) for row in json.loads(path.read_text())["gains"]]
+        return [RememberedGain(**row) for row in json.loads(path.read_text())["gains"]]
     except (OSError, ValueError, KeyError, TypeError):
         return []  # a cache: what cannot be read is not known
 
 
-def _of_ladders(fingerprint: str, beside: Path) -> list[Gain]:
+def _of_ladders(fingerprint: str, beside: Path) -> list[RememberedGain]:
     gains = []
     for path in sorted(beside.glob("*/ladder.json")):
         try:
@@ -82,7 +82,7 @@ def _of_ladders(fingerprint: str, beside: Path) -> list[Gain]:
             continue
         model = tomllib.loads(record["base"]["recipe"])["model"]["name"]
         gains += [
-            Gain(rung["name"], model, found["ratio"])
+            RememberedGain(rung["name"], model, found["ratio"])
             for rung in record["rungs"]
             if rung["status"] == "ok" and (found := rung.get("gain")) is not None
         ]

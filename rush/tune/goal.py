@@ -23,7 +23,7 @@ LEAST = 0.01
 
 
 @dataclass(frozen=True)
-class Result:
+class TuneResult:
     """What one trial came to."""
 
     status: str
@@ -49,7 +49,7 @@ class Result:
     def speed(self) -> float:
         return centre([self.rates])
 
-    def pooled(self, other: Result) -> Result:
+    def pooled(self, other: TuneResult) -> TuneResult:
         """This trial and another of the same recipe as one."""
         most = max(self.peak_memory_bytes, other.peak_memory_bytes)
         known = bool(self.batches and other.batches)
@@ -71,7 +71,7 @@ class Result:
 
 
 @dataclass(frozen=True)
-class Limit:
+class TrialLimit:
     """When a trial is ended before it is done."""
 
     seconds: float
@@ -87,21 +87,21 @@ class Goal:
     keep_speed: float = 0.8
     """With the objective memory: the least share of the first recipe's speed."""
 
-    def ratio(self, new: Result, old: Result) -> float:
+    def ratio(self, new: TuneResult, old: TuneResult) -> float:
         """How much better; above 1 is better."""
         if self.objective == "memory":
             return old.peak_memory_bytes / max(1, new.peak_memory_bytes)
         return gain(old, new).ratio
 
-    def fast_enough(self, new: Result, start: Result) -> bool:
+    def fast_enough(self, new: TuneResult, start: TuneResult) -> bool:
         return self.objective != "memory" or new.speed >= self.keep_speed * start.speed
 
-    def slowest(self, lead: Result, start: Result) -> float:
+    def slowest(self, lead: TuneResult, start: TuneResult) -> float:
         """Tokens per second below which a trial has plainly lost."""
         needed = self.keep_speed * start.speed if self.objective == "memory" else lead.speed
         return needed / SLOW
 
-    def ahead(self, new: Result, lead: Result, start: Result) -> bool:
+    def ahead(self, new: TuneResult, lead: TuneResult, start: TuneResult) -> bool:
         """Whether a trial is better than the lead's by more than chance gives."""
         if self.objective == "memory":
             return self.fast_enough(new, start) and self.ratio(new, lead) > 1 + LEAST
@@ -115,7 +115,7 @@ class Goal:
         return new.tokens_per_s / lead.tokens_per_s
 
 
-def gain(before: Result, after: Result) -> Ratio:
+def gain(before: TuneResult, after: TuneResult) -> Ratio:
     """The quotient of two speeds with its interval: batch by batch where batches differ and both were timed on the same ones."""
     floor = Floor(0.0, 0, LEAST)
     floors = Floors(floor, floor)

@@ -180,8 +180,8 @@ def _settings(recipe: Recipe, technique: Technique, rules: Rules) -> Iterator[Mo
         ):
             continue  # it is there already
         key = " with ".join(named(name, knobs) for name, knobs in added.items())
-        rivals = {other for name in added for other in _rivals(name)}
-        yield _made(key, recipe, added, {*added, *rivals}, rules)
+        conflicting = {other for name in added for other in _conflicts(name)}
+        yield _made(key, recipe, added, {*added, *conflicting}, rules)
 
 
 def _whole(name: str, knobs: Mapping[str, Knob]) -> dict[str, Knob]:
@@ -224,7 +224,7 @@ def _entries(recipe: Recipe, gone: set[str]) -> list[Entry]:
     ]
 
 
-def _rivals(name: str) -> set[str]:
+def _conflicts(name: str) -> set[str]:
     """What cannot stand beside a technique; either of two may be the one that says so."""
     known = registry()
     return {*known[name].conflicts, *(other for other, one in known.items() if name in one.conflicts)}

@@ -28,7 +28,7 @@ COST = 0.1
 """How much more a change must promise whose trial takes all the time that is left than one whose trial takes none."""
 
 
-class Turn(IntEnum):
+class TrialTurn(IntEnum):
     """Whose turn it is; the order is that of the trials."""
 
     FRESH = 0
@@ -38,17 +38,17 @@ class Turn(IntEnum):
 
 
 @dataclass(frozen=True)
-class Option:
+class MoveOption:
     move: Move
     expected: float
     """How much better than the lead."""
-    turn: Turn = Turn.FRESH
+    turn: TrialTurn = TrialTurn.FRESH
     simpler: bool = False
     """It only lacks something of the lead, which was put on unseen and has to show that it pays."""
 
 
 @dataclass
-class Options:
+class MoveOptions:
     rules: Rules
     outlook: Outlook
     budget: Budget
@@ -63,10 +63,10 @@ class Options:
     gathered: set[str] = field(default_factory=set)
     """Leads from which small gains were tried together."""
 
-    def over(self, lead: Recipe, waits: float) -> list[Option]:
+    def over(self, lead: Recipe, waits: float) -> list[MoveOption]:
         """Changes of the lead that are worth a trial. `waits`: the share of its step that waits for data."""
 
-        def place(option: Option) -> tuple[Turn, float]:
+        def place(option: MoveOption) -> tuple[TrialTurn, float]:
             takes_s = self.budget.expected_s(compiled(option.move.recipe))
             price = COST * min(1.0, takes_s / max(1.0, self.budget.left_s))
             return option.turn, price - option.expected - bonus(option.move, lead, option.expected, waits)
@@ -74,7 +74,7 @@ class Options:
         found = [*self._single(lead), *self._together(lead)]
         return sorted(found, key=place)
 
-    def _single(self, lead: Recipe) -> Iterator[Option]:
+    def _single(self, lead: Recipe) -> Iterator[MoveOption]:
         double = 2 * lead.micro
         divides = self.rules.tokens % (double * lead.batch.sequence) == 0
         crowded = divides and not self.outlook.fits(with_micro(Move("", lead), double).recipe)
@@ -91,7 +91,7 @@ class Options:
                 if (option := self._worth(one, lead)) is not None:
                     yield option
 
-    def _together(self, lead: Recipe) -> Iterator[Option]:
+    def _together(self, lead: Recipe) -> Iterator[MoveOption]:
         """Small gains at once, the largest first where two cannot stand beside each other; one trial for each lead."""
         if identity(lead) in self.gathered or len(self.small) < 2:
             return
@@ -103,15 +103,15 @@ class Options:
         if identity(move.recipe) in self.seen or not self.outlook.sound(move.recipe):
             return
         if self.outlook.fits(move.recipe):
-            yield Option(move, math.prod(self.small[key] for key in these), Turn.TOGETHER)
+            yield MoveOption(move, math.prod(self.small[key] for key in these), TrialTurn.TOGETHER)
 
-    def _worth(self, move: Move, lead: Recipe) -> Option | None:
+    def _worth(self, move: Move, lead: Recipe) -> MoveOption | None:
         """What is expected of a change; None where it is not worth a trial."""
         if identity(move.recipe) in self.seen:
             return None
         if tries := self.lost.get(move.key):
             again = len(tries) == 1 and tries[0] >= AGAIN
-            return Option(move, AGAIN, Turn.AGAIN) if again else None
+            return MoveOption(move, AGAIN, TrialTurn.AGAIN) if again else None
         predicted = self.outlook.planner.predict(move.recipe)
         # Another setting of what has just lost will hardly do better.
         others = [
@@ -131,7 +131,7 @@ class Options:
             self.note(Candidate(move.key, None, "pruned", words, prediction=predicted, expected=expected))
         else:
             late = saves_only(move, lead, expected, self.outlook.goal)
-            return Option(move, expected, Turn.LAST if late else Turn.FRESH)
+            return MoveOption(move, expected, TrialTurn.LAST if late else TrialTurn.FRESH)
         return None
 
     def lose(self, move: Move, ratio: float, *, near: bool = False) -> None:

@@ -17,7 +17,7 @@ from rush.tune.candidates import Candidate
 from rush.tune.goal import Goal
 from rush.tune.moves import Refusal, describe
 from rush.tune.search import Search
-from rush.tune.trials import Settings
+from rush.tune.trials import TuneSettings
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def classes(allowed: frozenset[Parity]) -> list[str]:
 def record_of(
     request: Request,
     search: Search,
-    settings: Settings,
+    settings: TuneSettings,
     known: dict[str, float],
     started: str,
     gone: Sequence[Refusal],

@@ -24,9 +24,9 @@ from rush.techniques import Parity
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate, Event
 from rush.tune.forecast import Prediction
-from rush.tune.goal import Goal, Limit, Result
+from rush.tune.goal import Goal, TrialLimit, TuneResult
 from rush.tune.moves import Move, Rules, compiled, describe, identity, less_than, promise, with_micro, without
-from rush.tune.options import Option, Options, Turn
+from rush.tune.options import MoveOption, MoveOptions, TrialTurn
 from rush.tune.outlook import Outlook, leaps
 
 CLEAR = 1.05
@@ -43,11 +43,11 @@ LEAST_S = 20.0
 class Laboratory(Protocol):
     """Makes trials. Every one that was made before is known and costs nothing."""
 
-    def reference(self, limit_s: float) -> Result:
+    def reference(self, limit_s: float) -> TuneResult:
         """Plain fp32, traced for parity."""
         ...
 
-    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
         """`rank`: a short timing, `confirm`: once more. `decide`: a longer one. `prove`: that, with evidence and parity. `length`: does it fit?"""
         ...
 
@@ -82,13 +82,13 @@ class Search:
     winner: Candidate | None = None
     gain: Ratio | None = None
     """The winner's speed over that of the recipe as it stands."""
-    options: Options = field(init=False)
+    options: MoveOptions = field(init=False)
     _proven: set[frozenset[str]] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
     """Techniques of which one made a leap fail; the climb asks each of them alone."""
 
     def __post_init__(self) -> None:
-        self.options = Options(self.rules, self.outlook, self.budget, self._note)
+        self.options = MoveOptions(self.rules, self.outlook, self.budget, self._note)
 
     @property
     def goal(self) -> Goal:
@@ -114,7 +114,7 @@ class Search:
             expected = self.outlook.expected(leap, self.lead.known_recipe)
             if not self.affordable("rank", recipe) or (self.lead is not self.base and expected < ENOUGH):
                 return
-            option = Option(leap, expected, simpler=less_than(recipe, self.lead.known_recipe))
+            option = MoveOption(leap, expected, simpler=less_than(recipe, self.lead.known_recipe))
             result = self._consider(option)
             if names := self.outlook.breaks(recipe):
                 self._suspects |= names
@@ -177,18 +177,18 @@ class Search:
         self.budget.reference_s = result.wall_s
         self.events.append(Event("plain fp32", "reference", began, result.wall_s, result.status))
 
-    def _next(self) -> Option | None:
+    def _next(self) -> MoveOption | None:
         """The likeliest change of the lead there is time for; None ends the climb."""
         waits = float(self.lead.results["rank"].figures.get("waits", 0.0))
         options = self.options.over(self.lead.known_recipe, waits)
         together_s = sum(
             self.budget.expected_s(compiled(option.move.recipe))
             for option in options
-            if option.turn is Turn.TOGETHER
+            if option.turn is TrialTurn.TOGETHER
         )
         for option in options:
             # Small gains that wait for their common trial have time set aside.
-            aside_s = together_s if option.turn is Turn.FRESH else 0.0
+            aside_s = together_s if option.turn is TrialTurn.FRESH else 0.0
             if self.affordable("rank", option.move.recipe, aside_s=aside_s):
                 return option
         for option in options:
@@ -198,11 +198,11 @@ class Search:
             )
         return None
 
-    def _consider(self, option: Option) -> Result:
+    def _consider(self, option: MoveOption) -> TuneResult:
         """Try a change, and let it lead if it is ahead and learns the same as far as is known."""
         move, candidate = option.move, self.add(option.move, "lost")
         candidate.expected, candidate.over = option.expected, self.lead.key
-        if option.turn is Turn.TOGETHER:
+        if option.turn is TrialTurn.TOGETHER:
             self.options.gathered.add(identity(self.lead.known_recipe))
         result, old = self.run("rank", candidate), self.lead.results["rank"]
         if not result.ok:
@@ -220,7 +220,7 @@ class Search:
         if not ahead:
             words = "slower, ended early" if result.figures.get("hopeless") else "lost round 1"
             candidate.reason = f"{words}: {candidate.ratio:.2f}×"
-            near = self.goal.fast_enough(result, first) and option.turn is not Turn.TOGETHER
+            near = self.goal.fast_enough(result, first) and option.turn is not TrialTurn.TOGETHER
             self.options.lose(move, candidate.ratio, near=near)
             return result
         own = promise(move.recipe, self.rules.kept)
@@ -264,7 +264,7 @@ class Search:
         other.over = candidate.key
         return other
 
-    def _confirmed(self, candidate: Candidate) -> Result:
+    def _confirmed(self, candidate: Candidate) -> TuneResult:
         """A small lead in a second process: one may lie some per cent off, and what leads by chance is hard to beat."""
         first, again = candidate.results["rank"], self.run("confirm", candidate)
         both = first.pooled(again) if again.ok else first
@@ -328,17 +328,17 @@ class Search:
             needed += self._last_s() if kind == "prove" else self._reserve_s(recipe)
         return needed <= self.budget.left_s
 
-    def _limit(self, kind: str = "", recipe: Recipe | None = None) -> Limit:
+    def _limit(self, kind: str = "", recipe: Recipe | None = None) -> TrialLimit:
         """How long a trial may take: a short one may not eat up the time of the proof, and no trial outlasts the budget. The first
         gets its time in any case. One that is slower than the lead is told so, unless the lead learns something else."""
         left = self.budget.left_s
         if recipe is None or kind != "rank" or not any(event.kind == "reference" for event in self.events):
-            return Limit(max(left, LEAST_S))
+            return TrialLimit(max(left, LEAST_S))
         patience = PATIENCE * self.budget.expected_s(compiled(recipe), kind) + LEAST_S
         seconds = max(left - self._reserve_s(recipe), LEAST_S)
         slowest = self.goal.slowest(self.lead.results["rank"], self.base.results["rank"])
         sound = not self.outlook.suspect(self.lead.known_recipe)
-        return Limit(min(seconds, patience), patience <= seconds, slowest if sound else 0.0)
+        return TrialLimit(min(seconds, patience), patience <= seconds, slowest if sound else 0.0)
 
     def _reserve_s(self, recipe: Recipe) -> float:
         """What proving the lead, or a recipe that may take it, its life and timing the first recipe once more will take."""
@@ -370,7 +370,7 @@ class Search:
             candidate.at_s = self.budget.spent_s
             self.candidates.append(candidate)
 
-    def run(self, kind: str, candidate: Candidate) -> Result:
+    def run(self, kind: str, candidate: Candidate) -> TuneResult:
         """Make a trial of a candidate, if it was not made."""
         if kind in candidate.results:
             return candidate.results[kind]
@@ -379,7 +379,7 @@ class Search:
             candidate.results[kind] = result
         return result
 
-    def measure(self, kind: str, candidate: Candidate, recipe: Recipe) -> Result:
+    def measure(self, kind: str, candidate: Candidate, recipe: Recipe) -> TuneResult:
         """Make a trial, on the budget and on the time line."""
         began, before = self.budget.spent_s, self.budget.clock()
         self.tell(self, doing_of(candidate.key, kind))

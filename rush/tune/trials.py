@@ -14,8 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rush.lab.ladder.ladder_file import Measure, Parity, Plan
-from rush.lab.ladder.ladder_file import Search as NoSearch
+from rush.lab.ladder.ladder_file import LadderPlan, MeasureConfig, ParityConfig, SearchConfig
 from rush.lab.parity.judge import parity_of
 from rush.lab.statistics import centre
 from rush.lab.trial.runner import Bench
@@ -24,12 +23,11 @@ from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import changed
 from rush.records.life import LifeRecord
-from rush.techniques import Parity as Class
-from rush.techniques import registry
+from rush.techniques import Parity, registry
 from rush.techniques.api.tolerances import CLOSE_STEPS, unsteady
 from rush.tune.budget import Budget
 from rush.tune.forecast import Planner, Prediction
-from rush.tune.goal import Limit, Result
+from rush.tune.goal import TrialLimit, TuneResult
 
 RATE = "optimizer.lr"
 STEP_S = 0.5
@@ -44,23 +42,23 @@ many times smaller. Seen with `tiny`: at 4e-3 single steps jump from 6.4 to 9.1,
 PARITY_SHARE = 0.2
 """Of the budget: what tracing plain fp32 and its twin may take."""
 LIMIT_S = 900.0
-RANK = Measure(
+RANK = MeasureConfig(
     windows=4, window_ms=150.0, warmup_max_steps=10, warmup_max_s=1.0, timed_max_s=4.0, limit_s=LIMIT_S
 )
-LONG = Measure(
+LONG = MeasureConfig(
     windows=12, window_ms=250.0, warmup_max_steps=20, warmup_max_s=3.0, timed_max_s=10.0, limit_s=LIMIT_S
 )
 UNEVEN = {"windows": 12, "window_ms": 1.0, "warmup_max_steps": COMMON - 1}
 """Of conversations no two batches are alike, and samples of one process lie a third apart: there a sample is one step and the
 first one that is timed the ninth, short trial or long, so that recipes are held against each other batch by batch
 (`rush/lab/paired.py`)."""
-ONCE = Measure(
+ONCE = MeasureConfig(
     windows=1, window_ms=1.0, warmup_max_steps=1, warmup_max_s=1.0, timed_max_s=1.0, limit_s=LIMIT_S
 )
 
 
 @dataclass(frozen=True)
-class Settings:
+class TuneSettings:
     """What a search decides once, so that it can go on after an interruption."""
 
     tokens: int
@@ -76,7 +74,9 @@ class Settings:
 def kept_of(recipe: Recipe) -> frozenset[str]:
     """The recipe's own techniques that say what is learned: the reference has them, too."""
     known = registry()
-    return frozenset(n for n, _ in recipe.technique_uses() if n in known and known[n].parity is Class.CHANGES)
+    return frozenset(
+        n for n, _ in recipe.technique_uses() if n in known and known[n].parity is Parity.CHANGES
+    )
 
 
 def plain_of(recipe: Recipe) -> Recipe:
@@ -98,8 +98,8 @@ def trial_tokens(start: Recipe, planned: Sequence[Recipe], planner: Planner) -> 
 
 
 def parity_settings(
-    settings: Settings, recipe: Recipe, planner: Planner, slower: float, budget_s: float, *, curves: bool
-) -> Settings:
+    settings: TuneSettings, recipe: Recipe, planner: Planner, slower: float, budget_s: float, *, curves: bool
+) -> TuneSettings:
     """A small batch, fewer layers where plain fp32 does not fit, and the steps that fit into parity's share of the budget.
 
     `slower`: how many times slower than predicted this machine is today. `curves`: whether recipes may come that promise no more
@@ -129,18 +129,20 @@ def parity_settings(
     )
 
 
-def trial_plan(recipe: Recipe, settings: Settings, measure: Measure, micro: int | None = None) -> Plan:
+def trial_plan(
+    recipe: Recipe, settings: TuneSettings, measure: MeasureConfig, micro: int | None = None
+) -> LadderPlan:
     """How the bench times and traces; what short trials come to does not depend on parity. Parity is traced at the micro batch
     of the recipe that is held against plain fp32 where that divides its tokens: it is part of what is proved."""
     alike = recipe.objective.kind == "lm" or measure is ONCE
     timing = measure if alike else measure.model_copy(update=UNEVEN)
     if measure is not LONG or not settings.parity_steps:
-        return Plan("tune", plain_of(recipe), (), timing, Parity(), NoSearch())
+        return LadderPlan("tune", plain_of(recipe), (), timing, ParityConfig(), SearchConfig())
     if micro is None or settings.parity_tokens % (micro * recipe.batch.sequence):
         micro = settings.parity_micro
     batch = {"batch.micro": micro, "batch.total_tokens": settings.parity_tokens}
-    parity = Parity(steps=settings.parity_steps, changes=settings.parity_changes)
-    return Plan("tune", changed(plain_of(recipe), batch), (), timing, parity, NoSearch())
+    parity = ParityConfig(steps=settings.parity_steps, changes=settings.parity_changes)
+    return LadderPlan("tune", changed(plain_of(recipe), batch), (), timing, parity, SearchConfig())
 
 
 class Trials:
@@ -150,7 +152,7 @@ class Trials:
         self,
         bench: Bench,
         recipe: Recipe,
-        settings: Settings,
+        settings: TuneSettings,
         planner: Planner,
         budget: Budget,
         *,
@@ -161,7 +163,7 @@ class Trials:
         self.slower = 1.0
         """Than predicted: what the first trial showed."""
 
-    def reference(self, limit_s: float) -> Result:
+    def reference(self, limit_s: float) -> TuneResult:
         if not self.settings.parity_steps:
             self.settings = parity_settings(
                 self.settings, self.recipe, self.planner, self.slower, self.budget.total_s, curves=self.curves
@@ -176,7 +178,7 @@ class Trials:
             result = replace(result, wall_s=result.wall_s + again.wall_s)
         return result
 
-    def _traced(self, limit_s: float) -> Result:
+    def _traced(self, limit_s: float) -> TuneResult:
         outcome = self._bench(LONG).run(
             self.plain, "reference", first=True, timed=False, twin=True, limit_s=limit_s, keep_late=False
         )
@@ -188,7 +190,7 @@ class Trials:
         plain, twin = bench.trace(wanted), bench.trace(wanted, rounded=True)
         return plain is not None and twin is not None and unsteady(plain["losses"], twin["losses"])
 
-    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
         bench = self._bench({"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.micro)
         # The second pass of a step is the fullest: gradients are there.
         tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
@@ -222,13 +224,13 @@ class Trials:
         timed = changed(recipe, {"batch.total_tokens": self.settings.tokens})
         return self._bench(LONG).life(recipe, limit_s, timed)
 
-    def _bench(self, measure: Measure, micro: int | None = None) -> Bench:
+    def _bench(self, measure: MeasureConfig, micro: int | None = None) -> Bench:
         return replace(self.bench, plan=trial_plan(self.recipe, self.settings, measure, micro))
 
 
-def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> Result:
+def _result(outcome: Outcome, parity: dict[str, Any] | None = None) -> TuneResult:
     timing = outcome.found.get("timing") or {}
-    return Result(
+    return TuneResult(
         outcome.status,
         outcome.reason,
         tuple(rates(timing)) if timing else (),

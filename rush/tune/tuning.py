@@ -27,7 +27,7 @@ from rush.train.corpus import open_corpus
 from rush.tune.budget import Budget
 from rush.tune.by_hand import beside, fit_beside
 from rush.tune.candidates import Candidate
-from rush.tune.earlier import Gain, remember, remembered
+from rush.tune.earlier import RememberedGain, remember, remembered
 from rush.tune.finals import decide
 from rush.tune.forecast import Planner
 from rush.tune.lengths import lengthen
@@ -35,7 +35,7 @@ from rush.tune.moves import Rules, less_than, promise, runnable
 from rush.tune.outlook import Outlook, leaps
 from rush.tune.record import Request, classes, recipe_file, record_of
 from rush.tune.search import Search, doing_of
-from rush.tune.trials import RANK, Settings, Trials, kept_of, trial_plan, trial_tokens
+from rush.tune.trials import RANK, Trials, TuneSettings, kept_of, trial_plan, trial_tokens
 
 Watch = Callable[[TuneRecord, str | None], None]
 
@@ -57,7 +57,7 @@ def tune(
             _earlier(
                 replace(request, recipe=asked), folder
             )  # another search is refused before anything is started
-        plan = trial_plan(asked, Settings(asked.step_tokens), RANK)
+        plan = trial_plan(asked, TuneSettings(asked.step_tokens), RANK)
         with open_bench(plan, folder, every_dtype=True) as bench:
             assert bench.ceilings is not None
             planner = Planner(target_here(bench.machine, bench.ceilings))
@@ -74,7 +74,7 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
     rules = Rules(machine, request.allowed, kept_of(request.recipe), request.recipe.step_tokens)
     start, gone = runnable(request.recipe, rules)
     if before is not None and before["fingerprint"] == fingerprint:
-        settings, started, known = Settings(**before["settings"]), before["started"], before["known"]
+        settings, started, known = TuneSettings(**before["settings"]), before["started"], before["known"]
     else:
         before, started = None, _now()
         speeds = request.goal.objective in (
@@ -83,7 +83,7 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
         )  # what is remembered says nothing about memory
         known = remembered(fingerprint, request.recipe.model.name, folder.parent) if speeds else {}
         on_paper = leaps(Outlook(start, planner, request.goal, known, rules.kept), start, rules)
-        settings = Settings(trial_tokens(start, on_paper, planner))
+        settings = TuneSettings(trial_tokens(start, on_paper, planner))
     outlook, budget = Outlook(start, planner, request.goal, known, rules.kept), Budget(request.budget_s)
     curves = Parity.STATISTICAL in request.allowed or bool(promise(start, rules.kept))
     lab = Trials(bench, request.recipe, settings, planner, budget, curves=curves)
@@ -144,9 +144,9 @@ def _earlier(request: Request, folder: Path) -> TuneRecord | None:
     return there
 
 
-def _gains(request: Request, candidates: Sequence[Candidate]) -> list[Gain]:
+def _gains(request: Request, candidates: Sequence[Candidate]) -> list[RememberedGain]:
     """Single changes that were timed, for later searches. Only what was put on beside all that the lead had: what another setting or
-    a rival gained says nothing where that one is not."""
+    a conflicting technique gained says nothing where that one is not."""
     tried = {c.key: c.recipe for c in candidates}
 
     def added(candidate: Candidate) -> bool:
@@ -154,7 +154,7 @@ def _gains(request: Request, candidates: Sequence[Candidate]) -> list[Gain]:
         return over is not None and less_than(over, candidate.known_recipe)
 
     return [
-        Gain(c.key, request.recipe.model.name, c.ratio)
+        RememberedGain(c.key, request.recipe.model.name, c.ratio)
         for c in candidates
         if c.ratio is not None and not c.key.startswith(("planned", "together")) and added(c)
     ]

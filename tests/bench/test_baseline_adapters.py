@@ -1,4 +1,4 @@
-"""Rivals that fine-tune, built from the real libraries at a tiny shape: they train what they should and lose what we lose."""
+"""Fine-tuning baselines, built from the real libraries at a tiny shape: they train what they should and lose what we lose."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from rush.bench.baseline_adapters import (
     weights_in_words,
     with_adapters,
 )
-from rush.bench.baseline_run import Options, real_tokens, rival_model, rival_pass, rival_run
+from rush.bench.baseline_run import (
+    BaselineOptions,
+    baseline_model,
+    baseline_pass,
+    build_baseline,
+    real_tokens,
+)
 from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.data.conversations import DocumentSet
@@ -42,8 +48,8 @@ pytestmark = [
 SHAPE = ["model.shape.num_layers=2", "model.shape.hidden=64", "model.shape.num_heads=4", "model.shape.num_kv_heads=2",
          "model.shape.head_dim=16", "model.shape.intermediate=128", "model.shape.vocab_size=101", "model.shape.context=64",
          "batch.micro=2", "batch.sequence=24", "batch.total_tokens=48"]  # fmt: skip
-LORA = Options(rank=4, alpha=8)
-QLORA = Options(rank=4, alpha=8, quantized=True, checkpointing=True)
+LORA = BaselineOptions(rank=4, alpha=8)
+QLORA = BaselineOptions(rank=4, alpha=8, quantized=True, checkpointing=True)
 CPU = torch.device("cpu")
 
 
@@ -74,7 +80,7 @@ def their_name(shape: Shape, name: str) -> str:
 
 
 def copy_weights(ours: Run, theirs: Any, *, quantized: bool) -> dict[str, str]:
-    """Give the rival our weights, adapters included; the codes' values where they are quantized."""
+    """Give the baseline our weights, adapters included; the codes' values where they are quantized."""
     shape = ours.model.shape
     there = dict(theirs.named_parameters())
     names = {name: their_name(shape, name) for name, _ in ours.model.named_parameters()}
@@ -97,7 +103,7 @@ def copy_weights(ours: Run, theirs: Any, *, quantized: bool) -> dict[str, str]:
 
 @pytest.mark.parametrize("method", ["lora", "qlora"])
 def test_from_the_same_weights_both_sides_compute_the_same_loss_and_gradients(method: str) -> None:
-    """The one check that can be made of the rival's loss: a padded batch, fp32, weights copied over, B not zero."""
+    """The one check that can be made of the baseline's loss: a padded batch, fp32, weights copied over, B not zero."""
     if method == "qlora":
         pytest.importorskip("bitsandbytes")
     ours = build(recipe(f"{{name='{method}', rank=4, alpha=8}}"), probe("cpu"))
@@ -105,11 +111,11 @@ def test_from_the_same_weights_both_sides_compute_the_same_loss_and_gradients(me
         for name, parameter in ours.model.named_parameters():
             if name.endswith("adapter.b"):
                 parameter.normal_(0, 0.05, generator=torch.Generator().manual_seed(3))
-    run = rival_run(ours.recipe, ours.machine, QLORA if method == "qlora" else LORA)
+    run = build_baseline(ours.recipe, ours.machine, QLORA if method == "qlora" else LORA)
     names = copy_weights(ours, run.model, quantized=method == "qlora")
     batch, share = padded(), torch.tensor(1 / 27)
     expected = ours.forward_backward(batch, share)
-    found = rival_pass(run.model, padded=True)(batch, share)
+    found = baseline_pass(run.model, padded=True)(batch, share)
     # Values that were NF4 once are quantized to themselves; only scales, not quantized again, are off by rounding.
     assert float(found) == pytest.approx(float(expected), rel=2e-3 if method == "qlora" else 1e-5)
     there = dict(run.model.named_parameters())
@@ -124,11 +130,11 @@ def test_from_the_same_weights_both_sides_compute_the_same_loss_and_gradients(me
 
 
 @pytest.mark.parametrize("options", [LORA, QLORA], ids=["lora", "qlora"])
-def test_the_rival_s_steps_train_its_adapters_and_leave_its_base_alone(options: Options) -> None:
+def test_the_baseline_s_steps_train_its_adapters_and_leave_its_base_alone(options: BaselineOptions) -> None:
     if options.quantized:
         pytest.importorskip("bitsandbytes")
     torch.manual_seed(0)  # PEFT draws from the global generator
-    run = rival_run(recipe(), probe("cpu"), options)
+    run = build_baseline(recipe(), probe("cpu"), options)
     frozen = {name: p.detach().clone() for name, p in run.model.named_parameters() if not p.requires_grad}
     trained = {name: p.detach().clone() for name, p in run.model.named_parameters() if p.requires_grad}
     assert len(trained) == 2 * 7 * 2
@@ -141,12 +147,12 @@ def test_the_rival_s_steps_train_its_adapters_and_leave_its_base_alone(options: 
     assert all(not torch.equal(after[name], before) for name, before in trained.items() if "lora_B" in name)
 
 
-def test_a_quantized_rival_is_what_the_library_s_own_loader_makes(tmp_path: Path) -> None:
+def test_a_quantized_baseline_is_what_the_library_s_own_loader_makes(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
     import transformers
 
     shape = recipe().shape()
-    plain = rival_model(shape, CPU, torch.bfloat16)
+    plain = baseline_model(shape, CPU, torch.bfloat16)
     plain.save_pretrained(tmp_path)
     wanted = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -158,7 +164,7 @@ def test_a_quantized_rival_is_what_the_library_s_own_loader_makes(tmp_path: Path
         tmp_path, quantization_config=wanted, dtype=torch.bfloat16
     )
     ours = quantized_model(
-        lambda: rival_model(shape, torch.device("meta"), torch.bfloat16), CPU, torch.bfloat16
+        lambda: baseline_model(shape, torch.device("meta"), torch.bfloat16), CPU, torch.bfloat16
     )
 
     def described(model: Any) -> list[Any]:
@@ -177,7 +183,7 @@ def test_a_quantized_rival_is_what_the_library_s_own_loader_makes(tmp_path: Path
                 assert getattr(here.weight.quant_state, key) == getattr(there.weight.quant_state, key), key
     # With the loaded model's weights it holds the same codes, to the bit.
     state = dict(plain.named_parameters())
-    fresh = rival_model(shape, torch.device("meta"), torch.bfloat16)
+    fresh = baseline_model(shape, torch.device("meta"), torch.bfloat16)
     put_4bit_layers(fresh, torch.bfloat16)
     values = iter([state[name] for name, _ in fresh.named_parameters()])
     fill(fresh, lambda like: next(values).detach().clone())
@@ -185,7 +191,9 @@ def test_a_quantized_rival_is_what_the_library_s_own_loader_makes(tmp_path: Path
         assert torch.equal(mine, theirs), name
 
 
-def test_a_quantized_rival_never_holds_more_than_one_layer_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_baseline_never_holds_more_than_one_layer_in_full(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     pytest.importorskip("bitsandbytes")
     shape = recipe().shape()
     asked: list[tuple[int, ...]] = []
@@ -199,7 +207,7 @@ def test_a_quantized_rival_never_holds_more_than_one_layer_in_full(monkeypatch: 
 
     monkeypatch.setattr(torch, "empty", watched)
     model = quantized_model(
-        lambda: rival_model(shape, torch.device("meta"), torch.bfloat16), CPU, torch.bfloat16
+        lambda: baseline_model(shape, torch.device("meta"), torch.bfloat16), CPU, torch.bfloat16
     )
     assert max(dims[0] * dims[1] for dims in asked) == 128 * 64
     # Half a byte a weight: 73,728 of them in two blocks.
@@ -207,7 +215,7 @@ def test_a_quantized_rival_never_holds_more_than_one_layer_in_full(monkeypatch: 
 
 
 def test_adapters_have_the_dtype_the_library_gives_them_beside_a_bf16_base() -> None:
-    model = with_adapters(rival_model(recipe().shape(), CPU, torch.bfloat16), 4, 8, checkpointing=True)
+    model = with_adapters(baseline_model(recipe().shape(), CPU, torch.bfloat16), 4, 8, checkpointing=True)
     dtypes = {p.dtype for p in model.parameters() if p.requires_grad}
     assert dtypes == {torch.float32}
     assert model.base_model.model.is_gradient_checkpointing
@@ -221,12 +229,12 @@ def test_the_mask_is_what_was_filled_up_and_filling_changes_no_loss() -> None:
     mask_bt = real_tokens(batch)
     assert mask_bt.sum(1).tolist() == [20, 13]
     assert bool((mask_bt[:, :-1] >= mask_bt[:, 1:]).all()), "ones, then zeros"
-    model = rival_model(recipe().shape(), CPU, torch.float32)
+    model = baseline_model(recipe().shape(), CPU, torch.float32)
     share = torch.tensor(1.0)
-    both = rival_pass(model, padded=True)(batch, share)
+    both = baseline_pass(model, padded=True)(batch, share)
     alone = [
-        rival_pass(model, padded=True)(Batch(batch.tokens_bt[:1], batch.labels_bt[:1]), share),
-        rival_pass(model, padded=True)(Batch(batch.tokens_bt[1:, :13], batch.labels_bt[1:, :13]), share),
+        baseline_pass(model, padded=True)(Batch(batch.tokens_bt[:1], batch.labels_bt[:1]), share),
+        baseline_pass(model, padded=True)(Batch(batch.tokens_bt[1:, :13], batch.labels_bt[1:, :13]), share),
     ]
     assert float(both) == pytest.approx(float(alone[0]) + float(alone[1]), rel=1e-5)
 
@@ -246,7 +254,7 @@ def test_conversations_come_in_our_order_filled_up_to_the_longest_of_their_batch
                 f"data.files=['{tmp_path / 'talks.jsonl'}']", "data.shuffle=false", "data.validation=0.001"]  # fmt: skip
     theirs = load_recipe("sft-tiny", [*settings, "techniques=[]"])
     ours = build(load_recipe("sft-tiny", [*settings, "techniques=['flatten']"]), probe("cpu"))
-    run = rival_run(theirs, probe("cpu"), Options())
+    run = build_baseline(theirs, probe("cpu"), BaselineOptions())
     corpus = open_corpus(theirs, None, lambda text: None)
     with (
         corpus.loader(theirs, run.loader_options) as loader,
@@ -268,16 +276,16 @@ def test_conversations_come_in_our_order_filled_up_to_the_longest_of_their_batch
     assert len({batch.tokens_bt.shape for batch in batches}) > 1
     loss = train_step(run, 1, 1e-3, batches[:1]).loss
     assert 0 < loss < 10
-    assert "packing" not in rival_run(recipe(), probe("cpu"), Options()).loader_options
+    assert "packing" not in build_baseline(recipe(), probe("cpu"), BaselineOptions()).loader_options
 
 
 @pytest.mark.parametrize(
     ("options", "needs"),
     [
-        (Options(), ["transformers"]),
-        (Options(with_liger=True, rank=4), ["transformers", "liger_kernel", "peft"]),
+        (BaselineOptions(), ["transformers"]),
+        (BaselineOptions(with_liger=True, rank=4), ["transformers", "liger_kernel", "peft"]),
         (QLORA, ["transformers", "peft", "bitsandbytes"]),
     ],
 )
-def test_a_rival_needs_what_its_options_say(options: Options, needs: list[str]) -> None:
+def test_a_baseline_needs_what_its_options_say(options: BaselineOptions, needs: list[str]) -> None:
     assert options.needs == needs

@@ -1,4 +1,4 @@
-"""End-to-end rivals: both sides do the same work, and a ratio counts only with its proofs."""
+"""End-to-end baselines: both sides do the same work, and a ratio counts only with its proofs."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_an_unknown_workload_is_refused_with_the_nearest() -> None:
 def test_a_memory_target_has_a_verdict_of_its_own() -> None:
     def judged(ours: int | None, theirs: int | None, **rest: Any) -> dict[str, Any]:
         mine = {**rung(1.25, **rest), "peak_memory_bytes": ours}
-        rival = {"peak_memory_bytes": theirs, "reason": "it ran out"}
-        whole = target_of(1.2, mine, 0.9, rival)  # type: ignore[arg-type]
+        baseline = {"peak_memory_bytes": theirs, "reason": "it ran out"}
+        whole = target_of(1.2, mine, 0.9, baseline)  # type: ignore[arg-type]
         return dict(whole["memory"])
 
     assert judged(89, 100) == {"at_most": 0.9, "reached": 0.89, "verdict": "reached", "why": None}
@@ -84,7 +84,7 @@ def test_a_memory_target_has_a_verdict_of_its_own() -> None:
         "at_most": 0.9,
         "reached": None,
         "verdict": "not measured",
-        "why": "the memory of the rival is not known: it ran out",
+        "why": "the memory of the baseline is not known: it ran out",
     }
     assert judged(None, 100)["why"] == "the memory of ours is not known: it died"
     assert "memory" not in target_of(1.2, rung(1.25))  # type: ignore[arg-type]
@@ -111,11 +111,26 @@ def test_a_workload_that_says_it_wrongly_is_refused(tmp_path: Path, text: str, m
         about = "small"
         batch = {{ "batch.micro" = 2 }}
         ours = [{{ recipe = "llama-tiny", {text} }}]
-        rival = {{ title = "them", kind = "transformers", recipe = "llama-tiny" }}
+        baseline = {{ title = "them", kind = "transformers", recipe = "llama-tiny" }}
         """
     )
     with pytest.raises(RecipeError, match=message):
         workloads.load_workloads([], [], file)
+
+
+def test_the_old_key_of_a_workload_s_baseline_is_still_read(tmp_path: Path) -> None:
+    file = tmp_path / "w.toml"
+    file.write_text(
+        """[workloads.small]
+        about = "small"
+        batch = { "batch.micro" = 2 }
+        ours = [{ recipe = "llama-tiny", at_least = 1.0 }]
+        rival = { title = "them", kind = "transformers", recipe = "llama-tiny" }
+        """
+    )
+    (workload,) = workloads.load_workloads([], [], file)
+    assert workload.baseline is not None
+    assert workload.baseline.title == "them"
 
 
 FINE_TUNING = ["sft-3b", "lora-8b", "qlora-8b-1", "qlora-8b-4", "qlora-8b-long"]
@@ -131,7 +146,7 @@ def test_the_workloads_that_ship_can_run_on_a_hopper_gpu(name: str) -> None:
         raise
     hopper = Device("NVIDIA H200", 140 * 2**30, capability=(9, 0))
     machine = dataclasses.replace(probe("cpu"), device="cuda", devices=(hopper,), triton="3.6")
-    recipes = [*([workload.rival.recipe] if workload.rival else []), *(o.recipe for o in workload.ours)]
+    recipes = [*([workload.baseline.recipe] if workload.baseline else []), *(o.recipe for o in workload.ours)]
     for recipe in recipes:
         check(recipe, machine)
     same = {
@@ -162,13 +177,13 @@ def test_the_targets_of_fine_tuning_are_those_that_were_set() -> None:
         "qlora-8b-4": (1.25, 1.0),
         "qlora-8b-long": (0.0, None),
     }
-    assert workloads.load_workloads(["qlora-8b-1"])[0].rival.options == {  # type: ignore[union-attr]
+    assert workloads.load_workloads(["qlora-8b-1"])[0].baseline.options == {  # type: ignore[union-attr]
         "dtype": "bfloat16", "with_liger": True, "rank": 16, "alpha": 32, "quantized": True, "checkpointing": True,
         "autocast": True,
     }  # fmt: skip
 
 
-def small_workloads(folder: Path, recipe: Path, rival: str, ours: str = "", **measure: Any) -> Path:
+def small_workloads(folder: Path, recipe: Path, baseline: str, ours: str = "", **measure: Any) -> Path:
     settings = {
         "processes": 2,
         "windows": 4,
@@ -187,10 +202,10 @@ def small_workloads(folder: Path, recipe: Path, rival: str, ours: str = "", **me
         batch = {{ "batch.micro" = 4, "batch.total_tokens" = "none" }}
         parity = {{ steps = 3 }}
         ours = [{{ recipe = {json.dumps(str(recipe))}, name = "ours", at_least = 0.001{ours} }}]
-        [workloads.small.rival]
-        title = "the rival"
+        [workloads.small.baseline]
+        title = "the baseline"
         recipe = {json.dumps(str(recipe))}
-        {rival}
+        {baseline}
         """
     )
     return file
@@ -201,20 +216,20 @@ def test_overrides_reach_every_recipe_and_the_measure(small_recipe: Path, tmp_pa
     changes = ["measure.processes=3", "batch.sequence=16"]
     (workload,) = workloads.load_workloads([], changes, file)
     assert workload.measure.processes == 3
-    recipes = [workload.rival.recipe, workload.ours[0].recipe]
+    recipes = [workload.baseline.recipe, workload.ours[0].recipe]
     assert [(r.batch.micro, r.batch.sequence, r.step_tokens) for r in recipes] == [(4, 16, 64)] * 2
-    assert [name for name, _ in workload.rival.recipe.technique_uses()] == ["gc_control"]
+    assert [name for name, _ in workload.baseline.recipe.technique_uses()] == ["gc_control"]
     assert workload.ours[0].recipe.technique_uses() == []
 
 
-def test_the_rival_and_ours_take_turns_in_fresh_processes_and_a_second_call_measures_nothing(
+def test_the_baseline_and_ours_take_turns_in_fresh_processes_and_a_second_call_measures_nothing(
     small_recipe: Path, tmp_path: Path
 ) -> None:
     file = small_workloads(tmp_path, small_recipe, 'kind = "recipe"\ntechniques = ["gc_control"]')
     loaded = workloads.load_workloads([], [], file)
     said: list[str] = []
     record = bench_models(loaded, tmp_path / "out", watch=lambda p: said.append(p.doing))
-    assert said == ["the rival (1 of 2)", "ours (1 of 2)", "the rival (2 of 2)", "ours (2 of 2)"]
+    assert said == ["the baseline (1 of 2)", "ours (1 of 2)", "the baseline (2 of 2)", "ours (2 of 2)"]
     assert record == read_models(tmp_path / "out")
     (found,) = record["workloads"]
     (ours,) = found["ours"]
@@ -244,9 +259,9 @@ def test_adapters_beside_peft_s_are_judged_against_adapters_and_memory_gets_its_
 ) -> None:
     """The whole bench with the real library: LoRA beside PEFT's, parity against plain LoRA, both targets."""
     pytest.importorskip("peft")
-    rival = 'kind = "transformers"\nrank = 4\nalpha = 8'
+    baseline = 'kind = "transformers"\nrank = 4\nalpha = 8'
     ours = ', techniques = [{ name = "lora", rank = 4, alpha = 8 }, "gc_control"], memory_at_most = 100.0'
-    file = small_workloads(tmp_path, small_recipe, rival, ours, processes=1)
+    file = small_workloads(tmp_path, small_recipe, baseline, ours, processes=1)
     llama = ["model.name=llama-tiny", "model.shape.num_heads=4"]
     record = bench_models(workloads.load_workloads([], llama, file), tmp_path / "out")
     (found,) = record["workloads"]
@@ -268,7 +283,7 @@ def test_adapters_beside_peft_s_are_judged_against_adapters_and_memory_gets_its_
         mine["rung"]["peak_memory_bytes"] / found["rival"]["peak_memory_bytes"]  # type: ignore[operator]
     )
     assert [one["who"] for one in found["took"]] == [
-        "the rival",
+        "the baseline",
         "ours",
         "fp32 for ours",
         "ours, a short life",
@@ -277,7 +292,7 @@ def test_adapters_beside_peft_s_are_judged_against_adapters_and_memory_gets_its_
     assert record == read_models(tmp_path / "out")
 
 
-def test_a_rival_whose_library_is_missing_is_refused_with_the_way_to_get_it(
+def test_a_baseline_whose_library_is_missing_is_refused_with_the_way_to_get_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from rush.bench import baseline_run
@@ -285,24 +300,24 @@ def test_a_rival_whose_library_is_missing_is_refused_with_the_way_to_get_it(
     monkeypatch.setattr(baseline_run, "find_spec", lambda name: None if name == "liger_kernel" else True)
     spec = {"machine": probe("cpu").to_dict(), "recipe": write_toml(load_recipe("llama-tiny"))}
     with pytest.raises(MachineError, match=r"needs liger_kernel; .*optimization-rush\[rivals\]"):
-        baseline_run.measure_rival({**spec, "options": {"with_liger": True}}, None)
+        baseline_run.measure_baseline({**spec, "options": {"with_liger": True}}, None)
 
 
-def test_a_model_that_is_no_llama_is_refused_as_a_rival_of_that_library() -> None:
-    from rush.bench.baseline_run import rival_model
+def test_a_model_that_is_no_llama_is_refused_as_a_baseline_of_that_library() -> None:
+    from rush.bench.baseline_run import baseline_model
 
     shape = load_recipe("tiny").shape()
     with pytest.raises(RecipeError, match="is a Llama, and the recipe's model is of the family gpt2"):
-        rival_model(shape, torch.device("cpu"), torch.float32)
+        baseline_model(shape, torch.device("cpu"), torch.float32)
 
 
-def rival_with_our_weights() -> tuple[Any, Any]:
+def baseline_with_our_weights() -> tuple[Any, Any]:
     pytest.importorskip("transformers")
-    from rush.bench.baseline_run import rival_model
+    from rush.bench.baseline_run import baseline_model
 
     ours = build_model(SHAPE)
     ours.init_weights(1)
-    theirs = rival_model(SHAPE, torch.device("cpu"), torch.float32)
+    theirs = baseline_model(SHAPE, torch.device("cpu"), torch.float32)
     names = {exported_name(SHAPE, name): value.detach().clone() for name, value in ours.named_parameters()}
     missing = theirs.load_state_dict(names, strict=False)
     assert missing.unexpected_keys == []
@@ -311,16 +326,16 @@ def rival_with_our_weights() -> tuple[Any, Any]:
 
 
 def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> None:
-    from rush.bench.baseline_run import rival_pass
+    from rush.bench.baseline_run import baseline_pass
 
-    ours, theirs = rival_with_our_weights()
+    ours, theirs = baseline_with_our_weights()
     tokens = torch.randint(0, 101, (2, 20), generator=torch.Generator().manual_seed(2))
     labels = tokens.roll(-1, 1)
     labels[1, 3:9] = -100
     share = torch.tensor(1 / 34)
     expected = ours(tokens, labels)
     (expected * share).backward()
-    found = rival_pass(theirs)(Batch(tokens, labels), share)
+    found = baseline_pass(theirs)(Batch(tokens, labels), share)
     assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
     mine, other = ours.embedding.weight.grad, theirs.model.embed_tokens.weight.grad
     assert float((mine - other).norm() / mine.norm()) < 1e-4
@@ -328,11 +343,11 @@ def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> 
 
 def test_the_library_s_model_steps_in_our_loop() -> None:
     pytest.importorskip("transformers")
-    from rush.bench.baseline_run import Options, rival_run
+    from rush.bench.baseline_run import BaselineOptions, build_baseline
     from rush.train.step import train_step
 
     recipe = load_recipe("llama-tiny", ["batch.micro=2", "batch.sequence=16", "batch.total_tokens=32"])
-    run = rival_run(recipe, probe("cpu"), Options(dtype="float32"))
+    run = build_baseline(recipe, probe("cpu"), BaselineOptions(dtype="float32"))
     assert run.model.config._attn_implementation == "sdpa"  # type: ignore[union-attr, attr-defined]
     tokens = torch.randint(0, 200, (2, 17), generator=torch.Generator().manual_seed(3))
     batch = Batch(tokens[:, :-1], tokens[:, 1:], ("a", "b"))

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from rush.bench import kernel_bench, kernel_check, kernel_measure, kernel_process
-from rush.bench.kernel_clock import Case, Effort, take_turns
-from rush.bench.kernel_measure import INTERPRETED, Place, measure_size
+from rush.bench.kernel_clock import Effort, TimedCase, take_turns
+from rush.bench.kernel_measure import INTERPRETED, BenchDevice, measure_size
 from rush.bench.kernel_targets import say, targets_of
 from rush.errors import KernelRefusal, RecipeError
 from rush.hardware.measure import bandwidth
@@ -102,7 +102,7 @@ def a_study(*rivals: Contender, passes: tuple[Pass, ...] = ("forward", "both")) 
 def measured(
     *rivals: Contender, passes: tuple[Pass, ...] = ("forward", "both")
 ) -> dict[tuple[str, str], Row]:
-    place = Place(CPU, {"copy_bytes_per_s": 1e9}, LITTLE)
+    place = BenchDevice(CPU, {"copy_bytes_per_s": 1e9}, LITTLE)
     rows = measure_size(a_study(*rivals, passes=passes), SIZE, place, lambda text: None)
     return {(row["contender"], row["step"]): row for row in rows}
 
@@ -193,7 +193,7 @@ def test_rates_are_the_least_work_over_the_median() -> None:
 def test_the_three_passes_time_what_they_say(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: dict[str, str] = {}
 
-    def watch(cases: dict[str, Case], device: torch.device, effort: Effort) -> dict[str, list[float]]:
+    def watch(cases: dict[str, TimedCase], device: torch.device, effort: Effort) -> dict[str, list[float]]:
         for name, case in cases.items():
             state = case.setup()
             done = case.timed(state)
@@ -208,8 +208,8 @@ def test_the_three_passes_time_what_they_say(monkeypatch: pytest.MonkeyPatch) ->
 def test_contenders_take_turns() -> None:
     order: list[str] = []
 
-    def case(name: str) -> Case:
-        return Case(lambda: None, lambda _: order.append(name))
+    def case(name: str) -> TimedCase:
+        return TimedCase(lambda: None, lambda _: order.append(name))
 
     found = take_turns({"a": case("a"), "b": case("b")}, CPU, Effort(least=4, most=4, budget_s=0))
     assert order == ["a", "b", *["a", "b"] * 4]  # the first two warm up
@@ -447,14 +447,17 @@ def test_an_op_that_kills_its_process_hangs_or_raises_is_noted_and_the_others_go
 SLEEP_S = 0.001
 
 
-def prompt_and_late(work: Callable[[], object]) -> dict[str, Case]:
+def prompt_and_late(work: Callable[[], object]) -> dict[str, TimedCase]:
     """The same work, launched at once and by a host that sleeps first."""
 
     def launched_late(_: object) -> None:
         time.sleep(SLEEP_S)
         work()
 
-    return {"prompt": Case(lambda: None, lambda _: work()), "late": Case(lambda: None, launched_late)}
+    return {
+        "prompt": TimedCase(lambda: None, lambda _: work()),
+        "late": TimedCase(lambda: None, launched_late),
+    }
 
 
 def sleep_counted(best: Mapping[str, float]) -> float:
@@ -480,7 +483,7 @@ def test_the_clock_counts_device_time_and_not_the_host() -> None:
     source = torch.ones(2**28, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     small = torch.ones(1024, device=device)
-    copy = Case(lambda: None, lambda _: target.copy_(source))
+    copy = TimedCase(lambda: None, lambda _: target.copy_(source))
     cases = {"copy": copy, **prompt_and_late(lambda: small.add_(1))}
     best, known = dict.fromkeys(cases, math.inf), 0.0
     for _ in range(15):

@@ -11,7 +11,7 @@ import pytest
 
 from rush.bench import longest, workloads
 from rush.bench.baselines import bench_models
-from rush.bench.longest import GRAIN, ROOM, Length
+from rush.bench.longest import GRAIN, ROOM, LongestSequence
 from rush.hardware import probe
 from rush.lab.trial.runner import Bench
 from rush.lab.trial.trial import Outcome
@@ -50,12 +50,12 @@ class MadeUp:
         return {"verdict": "ok", "problem": None, "parts": [{"name": "train", "seconds": 2.0}]}
 
 
-def searched(usable: float, monkeypatch: pytest.MonkeyPatch) -> tuple[Length, MadeUp]:
+def searched(usable: float, monkeypatch: pytest.MonkeyPatch) -> tuple[LongestSequence, MadeUp]:
     (workload,) = workloads.load_workloads(["qlora-8b-long"])
     bench = MadeUp(usable, machine=probe("cpu"))
     judged = {"verdict": "equal", "why": "made up"}
     monkeypatch.setattr(longest, "hold_against_plain", lambda *asked: (judged, None))
-    search = Length(workload, cast(Bench, bench))
+    search = LongestSequence(workload, cast(Bench, bench))
     assert search.limit_bytes == LIMIT
     for _ in search.rounds():
         search.go()

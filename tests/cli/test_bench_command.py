@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rush.bench.kernel_bench import Progress
+from rush.bench.kernel_bench import KernelProgress
 from rush.cli import main
 from tests.report import made_up_benches as made
 
@@ -29,7 +29,7 @@ def test_a_kernel_bench_shows_a_table_says_what_it_is_worth_and_draws_its_page(
 
     def measured(ops: list[str], folder: Path, *, quick: bool, device: str, watch: Any) -> dict[str, Any]:
         asked.update(ops=ops, quick=quick, device=device)
-        watch(Progress("swiglu", "timing both", 0, 1))
+        watch(KernelProgress("swiglu", "timing both", 0, 1))
         record = made.interpreted_kernels()
         folder.mkdir()
         (folder / "kernels.json").write_text(json.dumps(record))
@@ -85,14 +85,14 @@ def test_a_model_bench_shows_the_ratio_beside_the_wanted_one(
         about = "small"
         batch = { "batch.micro" = 2 }
         ours = [{ recipe = "llama-tiny", at_least = 1.1 }]
-        rival = { title = "them", kind = "transformers", recipe = "llama-tiny" }
+        baseline = { title = "them", kind = "transformers", recipe = "llama-tiny" }
         """
     )
     words = ("bench", "models", "small", "batch.sequence=64", "--file", file, "--out", tmp_path / "bench")
     code, out, err = call(capfd, *words)
     assert code == 0, err
     assert [workload.name for workload in asked] == ["small"]
-    assert asked[0].rival.recipe.batch.sequence == asked[0].ours[0].recipe.batch.sequence == 64
+    assert asked[0].baseline.recipe.batch.sequence == asked[0].ours[0].recipe.batch.sequence == 64
     said = " ".join(out.split())
     assert "681,250" in said
     assert "reached" in said

@@ -1,4 +1,4 @@
-"""On a CUDA device: the fine-tuning rivals run with their kernels, our fastest QLoRA stack holds, and memory is counted whole."""
+"""On a CUDA device: the fine-tuning baselines run with their kernels, our fastest QLoRA stack holds, and memory is counted whole."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def batch() -> Batch:
 
 
 @pytest.mark.parametrize("options", [FULL, LORA, QLORA], ids=["full", "lora", "qlora"])
-def test_a_rival_s_kernels_run_and_it_learns(options: dict[str, Any]) -> None:
+def test_a_baseline_s_kernels_run_and_it_learns(options: dict[str, Any]) -> None:
     for name in ("transformers", "liger_kernel", "peft", "bitsandbytes"):
         pytest.importorskip(name)
-    from rush.bench.baseline_run import LIGER, Options, rival_run
+    from rush.bench.baseline_run import LIGER, BaselineOptions, build_baseline
 
     torch.manual_seed(0)
-    run = rival_run(load_recipe("llama-tiny", list(SHAPE)), probe("cuda"), Options(**options))
+    run = build_baseline(load_recipe("llama-tiny", list(SHAPE)), probe("cuda"), BaselineOptions(**options))
     losses = [train_step(run, step, 5e-3, [batch()]).loss for step in range(1, 9)]
     assert losses[-1] < losses[0] - 0.05, losses
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:

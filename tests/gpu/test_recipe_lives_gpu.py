@@ -24,7 +24,7 @@ import pytest
 import torch
 
 from rush.hardware import probe
-from rush.lab.life.life import EVERY, Life, Lives, short
+from rush.lab.life.life import EVERY, LifeResult, Lives, short
 from rush.lab.trial.starter import COMMANDS, Starter
 from rush.ready import RECIPES
 from rush.recipe_io import changed, load_recipe
@@ -74,7 +74,7 @@ def data(place: Path) -> LocalData:
     return LocalData(place / "data", TEXT_BYTES, words=None)
 
 
-def _live(lived: Lived, starter: Starter, place: Path, data: LocalData, **changes: Any) -> Life:
+def _live(lived: Lived, starter: Starter, place: Path, data: LocalData, **changes: Any) -> LifeResult:
     """The life of a recipe in a folder that is gone afterwards; written down where one wants to know."""
     machine = probe("cuda")
     found = as_far_as_it_runs(lived.name, lived.recipe, machine)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rush.lab.ladder.climb import climb
-from rush.lab.ladder.ladder_file import load_plan
+from rush.lab.ladder.ladder_file import load_ladder
 from tests.real_text import write_to
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(900)]
@@ -35,7 +35,7 @@ def test_rungs_with_fused_projections_and_compile_live_on_a_gpu(
     monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
     files = json.dumps(str(write_to(tmp_path / "corpus") / "*.txt"))
     (tmp_path / "ladder.toml").write_text(LADDER.format(files=files))
-    record = climb(load_plan(str(tmp_path / "ladder.toml")), tmp_path / "out")
+    record = climb(load_ladder(str(tmp_path / "ladder.toml")), tmp_path / "out")
     lives = {rung["name"]: rung.get("life") for rung in record["rungs"] if rung["status"] == "ok"}
     assert len(lives) == 5, [(rung["name"], rung["reason"]) for rung in record["rungs"]]
     for name, life in lives.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rush.lab.ladder.findings import Stand, verdict_of
+from rush.lab.ladder.findings import RungState, verdict_of
 from rush.lab.ladder.interactions import interactions
 from rush.lab.ladder.ladder_file import Addition
 from rush.lab.parity.judge import loosest
@@ -14,14 +14,14 @@ from rush.lab.trial.timing import rates
 from rush.lab.trial.trial import Outcome, _judge
 
 
-def _stand(
-    memory: int = 100, parity: str = "equal", over: Stand | None = None, took_effect: bool = True
-) -> Stand:
+def _state(
+    memory: int = 100, parity: str = "equal", over: RungState | None = None, took_effect: bool = True
+) -> RungState:
     timing = {"step_tokens": 10, "samples_s": [1.0], "peak_memory_bytes": memory}
     evidence = [{"technique": "thing", "took_effect": took_effect, "what": "made up"}]
     outcome = Outcome("ok", None, {"timing": timing, "evidence": evidence})
     addition = Addition("thing", "thing", "thing", {})
-    return Stand(addition, "thing", "thing", None, [outcome], over=over, parity={"verdict": parity})
+    return RungState(addition, "thing", "thing", None, [outcome], over=over, parity={"verdict": parity})
 
 
 FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.98, 1.02)
@@ -45,14 +45,14 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6), Ratio(0.8, 0.7, 0.9), Ratio(1.0, 0.
 def test_the_verdict_follows_from_gain_parity_and_memory(
     parity: str, gain: Ratio, memory: int, expected: str
 ) -> None:
-    base = _stand()
-    assert verdict_of(_stand(memory, parity, over=base), gain, smaller=0.05) == expected
+    base = _state()
+    assert verdict_of(_state(memory, parity, over=base), gain, smaller=0.05) == expected
 
 
 def test_a_technique_without_evidence_has_no_effect_however_fast_it_is() -> None:
-    stand = _stand(over=_stand(), took_effect=False)
-    assert verdict_of(stand, FASTER, 0.05) == "no effect"
-    assert "made up" in str(stand.reason)
+    state = _state(over=_state(), took_effect=False)
+    assert verdict_of(state, FASTER, 0.05) == "no effect"
+    assert "made up" in str(state.reason)
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ import pytest
 
 from rush.errors import RecipeError
 from rush.lab.ladder.climb import _builds_on, worth_repeating
-from rush.lab.ladder.findings import Stand
-from rush.lab.ladder.ladder_file import Addition, compose, load_plan
+from rush.lab.ladder.findings import RungState
+from rush.lab.ladder.ladder_file import Addition, compose, load_ladder
 from rush.lab.trial.trial import Outcome
 from rush.parallel import AXES
 from rush.ready import LADDERS
@@ -16,7 +16,7 @@ from rush.techniques import registry
 
 @pytest.mark.parametrize("name", LADDERS.names())
 def test_every_ready_ladder_reads_and_every_rung_composes(name: str) -> None:
-    plan = load_plan(name)
+    plan = load_ladder(name)
     kept: list[Addition] = []
     for addition in plan.additions:
         recipe = compose(plan.base, [*kept, addition])
@@ -27,7 +27,7 @@ def test_every_ready_ladder_reads_and_every_rung_composes(name: str) -> None:
 
 def test_the_ready_ladders_are_there_and_tiny_has_eight_rungs() -> None:
     assert {"tiny", "gpt2-124m", "llama-3.2-1b", "llama-3.1-8b"} <= set(LADDERS.names())
-    assert len(load_plan("tiny").additions) >= 8
+    assert len(load_ladder("tiny").additions) >= 8
 
 
 SEVERAL_RANKS = set(AXES)
@@ -40,14 +40,14 @@ ON_CPU = {"cpu_attention", "fp16_matmul"}
 
 @pytest.mark.parametrize("name", ["llama-3.2-1b", "gpt2-124m"])
 def test_the_two_large_ladders_of_a_model_try_every_technique_of_pretraining(name: str) -> None:
-    plans = [load_plan(name), load_plan(f"{name}-kernels")]
+    plans = [load_ladder(name), load_ladder(f"{name}-kernels")]
     started = {used for plan in plans for used, _ in plan.base.technique_uses()}
     tried = {addition.technique_name for plan in plans for addition in plan.additions}
     assert set(registry()) - tried - started == FINE_TUNING | SEVERAL_RANKS | UNSEEN | ON_CPU
 
 
 def test_the_ladders_of_fine_tuning_try_what_is_for_fine_tuning() -> None:
-    plans = [load_plan(name) for name in ("sft-tiny", "sft", "sft-8b")]
+    plans = [load_ladder(name) for name in ("sft-tiny", "sft", "sft-8b")]
     assert {addition.technique_name for plan in plans for addition in plan.additions} >= FINE_TUNING
     way = ["pad", "bucket", "pack_best_fit", "flatten", "compile", "fused_loss", "lora", "qlora"]
     for plan in plans[1:]:
@@ -57,7 +57,7 @@ def test_the_ladders_of_fine_tuning_try_what_is_for_fine_tuning() -> None:
 def test_what_a_later_rung_takes_the_place_of_is_not_at_the_top(tmp_path: Path) -> None:
     rungs = """["flash_attention", {"batch.micro" = 4}, {name = "compile", scope = "block"}, "compile",
         {name = "cudnn_attention", replaces = ["flash_attention"]}, {"batch.micro" = 8, "batch.sequence" = 64}]"""
-    flash, four, block, whole, cudnn, eight = load_plan(_ladder(tmp_path, f"rungs = {rungs}")).additions
+    flash, four, block, whole, cudnn, eight = load_ladder(_ladder(tmp_path, f"rungs = {rungs}")).additions
     assert cudnn.supersedes(flash)
     assert whole.supersedes(block)
     assert eight.supersedes(four)
@@ -66,31 +66,31 @@ def test_what_a_later_rung_takes_the_place_of_is_not_at_the_top(tmp_path: Path) 
     assert not eight.supersedes(flash)
 
 
-def _stand(speed: float, over: Stand | None = None, parity: str = "equal") -> Stand:
+def _state(speed: float, over: RungState | None = None, parity: str = "equal") -> RungState:
     timing = {"step_tokens": speed, "samples_s": [1.0], "peak_memory_bytes": 1}
     outcome = Outcome("ok", None, {"timing": timing})
-    return Stand(None, "thing", "thing", None, [outcome], parity={"verdict": parity}, over=over)
+    return RungState(None, "thing", "thing", None, [outcome], parity={"verdict": parity}, over=over)
 
 
 def _tried(ratio: float, parity: str, keep: bool | str) -> bool:
     addition = Addition("thing", "thing", "thing", {}, keep=keep)  # type: ignore[arg-type]
-    return _builds_on(addition, _stand(ratio, parity=parity), _stand(1.0))
+    return _builds_on(addition, _state(ratio, parity=parity), _state(1.0))
 
 
 def test_what_is_clear_after_one_process_is_not_measured_again() -> None:
-    base = _stand(100.0)
-    doubled = _stand(200.0, base)
-    near = _stand(190.0, doubled)
-    halved = _stand(95.0, near)
-    lost = Stand(None, "lost", "lost", None, [Outcome("crashed", "why", {})], over=near)
-    stands = [base, doubled, near, halved, lost]
-    assert worth_repeating(stands, None) == [base, doubled, near, halved]
-    assert worth_repeating(stands, 0.15) == [
+    base = _state(100.0)
+    doubled = _state(200.0, base)
+    near = _state(190.0, doubled)
+    halved = _state(95.0, near)
+    lost = RungState(None, "lost", "lost", None, [Outcome("crashed", "why", {})], over=near)
+    states = [base, doubled, near, halved, lost]
+    assert worth_repeating(states, None) == [base, doubled, near, halved]
+    assert worth_repeating(states, 0.15) == [
         base,
         doubled,
         near,
     ]  # the ground of what is near must be known as well
-    assert worth_repeating(stands, 0.01) == [base]
+    assert worth_repeating(states, 0.01) == [base]
 
 
 def test_a_rung_is_built_upon_if_it_is_to_be_or_if_it_pays_and_learns_the_same() -> None:
@@ -102,7 +102,7 @@ def test_a_rung_is_built_upon_if_it_is_to_be_or_if_it_pays_and_learns_the_same()
 
 
 def test_overrides_reach_the_base_recipe_and_the_ladders_own_tables() -> None:
-    plan = load_plan("tiny", ["batch.micro=4", "measure.processes=7", "parity.steps=2"])
+    plan = load_ladder("tiny", ["batch.micro=4", "measure.processes=7", "parity.steps=2"])
     assert plan.base.batch.micro == 4
     assert plan.base.batch.total_tokens is None
     assert plan.measure.processes == 7
@@ -117,7 +117,7 @@ def _ladder(tmp_path: Path, text: str) -> str:
 
 def test_a_rung_may_have_knobs_changes_a_title_and_replace_another(tmp_path: Path) -> None:
     rung = '{name = "pure_bf16", "batch.micro" = 8, title = "bf16", replaces = ["amp_bf16"], keep = false}'
-    plan = load_plan(
+    plan = load_ladder(
         _ladder(tmp_path, f'rungs = ["amp_bf16", {rung}]\n[base]\n"batch.total_tokens" = "none"')
     )
     first, second = plan.additions
@@ -143,9 +143,9 @@ def test_a_rung_may_have_knobs_changes_a_title_and_replace_another(tmp_path: Pat
 )
 def test_a_wrong_ladder_is_refused_with_a_reason(tmp_path: Path, text: str, words: str) -> None:
     with pytest.raises(RecipeError, match=words.replace(".", r"\.")):
-        load_plan(_ladder(tmp_path, text))
+        load_ladder(_ladder(tmp_path, text))
 
 
 def test_an_unknown_ladder_names_the_nearest() -> None:
     with pytest.raises(RecipeError, match="did you mean 'tiny'"):
-        load_plan("tinny")
+        load_ladder("tinny")

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from rush.cli.ladder import _caption
-from rush.lab.ladder.climb import Progress, climb
+from rush.lab.ladder.climb import LadderProgress, climb
 from rush.lab.ladder.findings import RESTLESS
-from rush.lab.ladder.ladder_file import load_plan
+from rush.lab.ladder.ladder_file import load_ladder
 from rush.records.ladder import read_ladder
 
 PLANTED = Path(__file__).parent / "planted"
@@ -39,7 +39,7 @@ def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
 ) -> None:
     kinds = ("nothing", "gradient", "memory", "hang", "segfault")
     path = ladder_file([*map(_plant, kinds), '"tf32"', '"fused_adamw"'], limit_s=12.0)
-    record = climb(load_plan(str(path)), tmp_path / "out", extra_techniques=[PLANT])
+    record = climb(load_ladder(str(path)), tmp_path / "out", extra_techniques=[PLANT])
     rungs = {rung["name"]: rung for rung in record["rungs"]}
     verdicts = {kind: rungs[f"plant(kind={kind})"]["verdict"] for kind in kinds}
     assert verdicts == {
@@ -74,7 +74,7 @@ def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
 
 def test_plain_techniques_are_equal_and_show_their_evidence(ladder_file: LadderFile, tmp_path: Path) -> None:
     path = ladder_file(['"fused_adamw"', '"flash_attention"', '{"batch.micro" = 4}'])
-    record = climb(load_plan(str(path)), tmp_path / "out")
+    record = climb(load_ladder(str(path)), tmp_path / "out")
     base, fused, flash, batch = record["rungs"]
     assert base["verdict"] == "baseline"
     for rung in (base, fused, flash, batch):
@@ -93,7 +93,7 @@ def test_adapters_are_held_against_adapters_and_a_folder_may_travel_without_grad
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
     path, out = ladder_file(['{name = "lora", rank = 2}', '"fused_adamw"']), tmp_path / "out"
-    record = climb(load_plan(str(path)), out)
+    record = climb(load_ladder(str(path)), out)
     plain, *adapted = record["rungs"]
     assert plain["parity"] is not None
     assert plain["parity"]["against"] == "plain fp32"
@@ -108,7 +108,7 @@ def test_adapters_are_held_against_adapters_and_a_folder_may_travel_without_grad
     assert any(within in adapted[1]["parity"]["why"] for within in ("the same bits", ", within the "))
     for file in out.glob("parity/*.safetensors"):
         file.unlink()
-    again = climb(load_plan(str(path)), out)
+    again = climb(load_ladder(str(path)), out)
     assert [rung["parity"] for rung in again["rungs"]] == [rung["parity"] for rung in record["rungs"]]
 
 
@@ -128,7 +128,7 @@ def test_the_longest_sequence_is_found_with_and_without_a_technique(
         "model.shape.num_layers=2",
         "batch.micro=1",
     ]
-    record = climb(load_plan(str(ladder_file(['"fused_adamw"'])), [*wanted, *shape]), tmp_path / "out")
+    record = climb(load_ladder(str(ladder_file(['"fused_adamw"'])), [*wanted, *shape]), tmp_path / "out")
     assert record["sequence_limits"] is not None
     plain, flash = record["sequence_limits"]
     assert (plain["techniques"], flash["techniques"]) == (["fused_adamw"], ["fused_adamw", "flash_attention"])
@@ -144,7 +144,7 @@ def test_three_views_and_the_search_for_a_batch_agree_on_what_was_measured(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
     path, out = ladder_file(['"fused_adamw"', '{"batch.micro" = 4}']), tmp_path / "out"
-    plan = load_plan(str(path), ["search.batch_up_to=4"])
+    plan = load_ladder(str(path), ["search.batch_up_to=4"])
     whole = climb(plan, out, view="all")
     alone, left_out = read_ladder(out / "alone"), read_ladder(out / "left_out")
     assert [rung["name"] for rung in alone["rungs"]] == ["base", "fused_adamw", "batch.micro=4"]
@@ -182,7 +182,7 @@ def test_a_planted_slowdown_of_five_per_cent_is_found_and_a_twin_is_no_gain(
     base = 'techniques = [{name = "steady", step_us = 60000}]'
     slower = '{name = "steady", step_us = 63000}'
     path = ladder_file(['{"run.keep" = 3}', slower], base, processes=2, windows=6)
-    record = climb(load_plan(str(path)), tmp_path / "out", extra_techniques=[STEADY])
+    record = climb(load_ladder(str(path)), tmp_path / "out", extra_techniques=[STEADY])
     _, twin, slow = record["rungs"]
     assert twin["verdict"] == "no gain"
     assert slow["verdict"] == "slower"
@@ -249,14 +249,14 @@ def test_a_killed_ladder_goes_on_and_repeats_no_finished_trial(
     process.wait()
     _wait_for(lambda: not _commands(str(out)), None)  # the trial dies with its ladder
     before = {file.name: file.read_bytes() for file in out.glob("trials/*.json")}
-    told: list[Progress] = []
-    record = climb(load_plan(str(path)), out, watch=told.append)
+    told: list[LadderProgress] = []
+    record = climb(load_ladder(str(path)), out, watch=told.append)
     after = {file.name: file.read_bytes() for file in out.glob("trials/*.json")}
     assert len(before) in (2, 3)
     assert len(after) == 7  # three rungs, each with its life, and the first again
     assert {name: after[name] for name in before} == before
     assert record["finished"] is not None
-    again = climb(load_plan(str(path)), out)
+    again = climb(load_ladder(str(path)), out)
     assert {file.name: file.read_bytes() for file in out.glob("trials/*.json")} == after
     assert [rung["tokens_per_s"] for rung in again["rungs"]] == [r["tokens_per_s"] for r in record["rungs"]]
 
@@ -300,7 +300,7 @@ def test_twenty_comparisons_of_a_recipe_with_itself_give_at_most_two_false_gains
 ) -> None:
     twins = [f'{{"run.keep" = {number}}}' for number in range(3, 23)]
     path = ladder_file(twins, processes=4, windows=10, window_ms=30.0)
-    record = climb(load_plan(str(path)), tmp_path / "out")
+    record = climb(load_ladder(str(path)), tmp_path / "out")
     gains = [rung["gain"] for rung in record["rungs"][1:]]
     assert len(gains) == 20
     assert sum(gain is not None and gain["real"] for gain in gains) <= 2
@@ -312,7 +312,7 @@ def test_five_per_cent_of_real_work_more_is_found(ladder_file: LadderFile, tmp_p
     """Where intervals are narrower than that. On a machine that others use they may not be, which is no answer either way."""
     path = ladder_file([_plant("slow")], processes=8, windows=12, window_ms=40.0)
     for attempt in range(3):
-        record = climb(load_plan(str(path)), tmp_path / f"out-{attempt}", extra_techniques=[PLANT])
+        record = climb(load_ladder(str(path)), tmp_path / f"out-{attempt}", extra_techniques=[PLANT])
         rung = record["rungs"][1]
         assert rung["gain"] is not None
         low, high = rung["gain"]["ci95"]

@@ -22,9 +22,9 @@ from rush.errors import RecipeError
 from rush.hardware import probe
 from rush.lab.paired import Floors
 from rush.lab.scaling.layouts import ONE, laid_out, sizes_of
-from rush.lab.scaling.points import Spot, comparisons_of, judged, point_of, predicted
-from rush.lab.scaling.study import Progress, study
-from rush.lab.scaling.study_file import Plan, load_plan
+from rush.lab.scaling.points import ScalingPoint, comparisons_of, judged, point_of, predicted
+from rush.lab.scaling.study import ScalingProgress, study
+from rush.lab.scaling.study_file import StudyPlan, load_study
 from rush.lab.statistics import Floor
 from rush.lab.trial.trial import Outcome
 from rush.plan import target_of
@@ -43,8 +43,8 @@ QUICK = (
 
 def plan_of(
     recipe: Path, *overrides: str, devices: str = "1,2", layouts: str = "ddp", **options: Any
-) -> Plan:
-    return load_plan(str(recipe), [*QUICK, *overrides], devices, layouts, **options)
+) -> StudyPlan:
+    return load_study(str(recipe), [*QUICK, *overrides], devices, layouts, **options)
 
 
 @pytest.mark.parametrize(
@@ -93,24 +93,24 @@ def test_a_layout_keeps_the_knobs_of_its_techniques_and_one_device_has_none_of_t
 
 
 def test_the_recipes_step_is_that_of_the_most_devices() -> None:
-    plan = load_plan("tiny", ["batch.total_tokens=8192"], "4,1,2", "ddp")
+    plan = load_study("tiny", ["batch.total_tokens=8192"], "4,1,2", "ddp")
     assert plan.devices == (1, 2, 4)
     assert [plan.tokens("strong", n) for n in plan.devices] == [8192, 8192, 8192]
     assert [plan.tokens("weak", n) for n in plan.devices] == [2048, 4096, 8192]
     with pytest.raises(RecipeError, match="multiple of 3"):
-        load_plan("tiny", [], "1,3", "ddp").tokens("weak", 1)
+        load_study("tiny", [], "1,3", "ddp").tokens("weak", 1)
     for devices, said in (("0,2", "whole numbers"), ("two", "whole numbers")):
         with pytest.raises(RecipeError, match=said):
-            load_plan("tiny", [], devices, "ddp")
+            load_study("tiny", [], devices, "ddp")
     with pytest.raises(RecipeError, match=r"layout\.tp is 2, but a study of scale sets the layout itself"):
-        load_plan("tiny", ["layout.tp=2"], "1,2", "ddp")
+        load_study("tiny", ["layout.tp=2"], "1,2", "ddp")
     with pytest.raises(RecipeError, match=r"measure\.windws is not a key"):
-        load_plan("tiny", ["measure.windws=2"], "1,2", "ddp")
+        load_study("tiny", ["measure.windws=2"], "1,2", "ddp")
 
 
-def spot(
+def scaling_point(
     layout: str, devices: int, rate: float, *, parity: str = "equal", seen: bool = True, **rest: Any
-) -> Spot:
+) -> ScalingPoint:
     """A point as made-up trials leave it: two processes around a rate."""
     outcomes = [
         Outcome(
@@ -141,7 +141,7 @@ def spot(
     ]
     sizes = {layout: devices} if devices > 1 else {}
     recipe = load_recipe("tiny")
-    found = Spot(
+    found = ScalingPoint(
         layout,
         devices,
         ["strong"],
@@ -158,10 +158,17 @@ def spot(
 
 
 def test_an_efficiency_is_tokens_per_device_over_those_of_one_device() -> None:
-    spots = [spot(ONE, 1, 1000.0), spot("ddp", 4, 3000.0), spot("tp", 2, 1000.0, parity="different")]
-    spots += [spot("cp", 2, 1000.0, parity="not judged"), spot("pp", 2, 1900.0, seen=False)]
-    spots += [spot("zero2", 2, 1800.0, shared=True)]
-    one, ddp, tp, cp, pp, shared = (point_of(s, spots, FLOORS) for s in spots)
+    points = [
+        scaling_point(ONE, 1, 1000.0),
+        scaling_point("ddp", 4, 3000.0),
+        scaling_point("tp", 2, 1000.0, parity="different"),
+    ]
+    points += [
+        scaling_point("cp", 2, 1000.0, parity="not judged"),
+        scaling_point("pp", 2, 1900.0, seen=False),
+    ]
+    points += [scaling_point("zero2", 2, 1800.0, shared=True)]
+    one, ddp, tp, cp, pp, shared = (point_of(s, points, FLOORS) for s in points)
     assert (one["verdict"], one["efficiency"], one["exposed"]) == ("baseline", {}, None)
     found = ddp["efficiency"]["strong"]
     assert found["ratio"] == pytest.approx(0.75, rel=1e-3)
@@ -188,17 +195,25 @@ def test_an_efficiency_is_tokens_per_device_over_those_of_one_device() -> None:
 
 
 def test_where_one_device_is_too_small_the_layouts_own_smallest_number_is_what_counts() -> None:
-    spots = [spot("zero3", 4, 4000.0), spot("zero3", 8, 6000.0), spot("ddp", 8, 7000.0)]
-    four, eight, ddp = (point_of(s, spots, FLOORS) for s in spots)
+    points = [
+        scaling_point("zero3", 4, 4000.0),
+        scaling_point("zero3", 8, 6000.0),
+        scaling_point("ddp", 8, 7000.0),
+    ]
+    four, eight, ddp = (point_of(s, points, FLOORS) for s in points)
     assert eight["efficiency"]["strong"]["ratio"] == pytest.approx(0.75, rel=1e-3)
     assert eight["efficiency"]["strong"]["over"] == "zero3 on 4"
     assert four["efficiency"] == ddp["efficiency"] == {}, "there is nothing below it"
 
 
 def test_zero2_stands_beside_zero3_and_peer_to_peer_beside_none() -> None:
-    spots = [spot("zero2", 2, 1000.0), spot("zero3", 2, 900.0), spot("zero3", 2, 450.0, peers=False)]
-    spots.append(spot("zero2", 2, 800.0, peers=False, parity="different"))
-    stages, peers = comparisons_of(spots, FLOORS)
+    points = [
+        scaling_point("zero2", 2, 1000.0),
+        scaling_point("zero3", 2, 900.0),
+        scaling_point("zero3", 2, 450.0, peers=False),
+    ]
+    points.append(scaling_point("zero2", 2, 800.0, peers=False, parity="different"))
+    stages, peers = comparisons_of(points, FLOORS)
     assert (stages["first"], stages["second"]) == ("zero2 on 2", "zero3 on 2")
     assert stages["speed"] is not None
     assert stages["speed"]["ratio"] == pytest.approx(0.9, rel=1e-3)
@@ -237,7 +252,7 @@ def test_ranks_that_are_off_by_more_than_rounding_are_different() -> None:
 
 
 def test_a_study_of_real_ranks_is_recorded_and_repeats_nothing(small_recipe: Path, tmp_path: Path) -> None:
-    out, told = tmp_path / "out", list[Progress]()
+    out, told = tmp_path / "out", list[ScalingProgress]()
     plan = plan_of(small_recipe, layouts="zero2,hybrid,zero3xtp4")
     record = study(plan, out, watch=told.append)
     assert read_scale(out) == record

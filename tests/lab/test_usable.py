@@ -11,8 +11,8 @@ import pytest
 
 from rush.cli.ladder import _caption, _row
 from rush.lab.ladder.climb import climb
-from rush.lab.ladder.ladder_file import load_plan
-from rush.lab.life.life import Life, Part
+from rush.lab.ladder.ladder_file import load_ladder
+from rush.lab.life.life import LifeResult, PartResult
 from rush.lab.life.usable import judged, quick
 from rush.recipe_io import load_recipe
 from rush.records.ladder import read_ladder
@@ -35,7 +35,7 @@ def test_a_rung_that_breaks_beside_its_steps_is_unusable_and_the_verdict_says_wh
     kinds = ("validate", "sample", "resume", "killed")
     path = ladder_file([*map(_breaks, kinds[:3]), '"fused_adamw"', _breaks("killed")])
     out = tmp_path / "out"
-    record = climb(load_plan(str(path)), out, extra_techniques=[BREAKS])
+    record = climb(load_ladder(str(path)), out, extra_techniques=[BREAKS])
     rungs = {rung["name"]: rung for rung in record["rungs"]}
     lives = {kind: rungs[f"breaks(kind={kind})"]["life"] for kind in kinds}
     for kind in ("validate", "sample", "resume"):
@@ -69,7 +69,7 @@ def test_a_rung_that_breaks_beside_its_steps_is_unusable_and_the_verdict_says_wh
     # Gone on with, only the life that is not known is tried again.
     before = {file.name: file.read_bytes() for file in out.glob("trials/*.json")}
     assert sum(name.endswith("-life.json") for name in before) == 5
-    climb(load_plan(str(path)), out, extra_techniques=[BREAKS])
+    climb(load_ladder(str(path)), out, extra_techniques=[BREAKS])
     assert {file.name: file.read_bytes() for file in out.glob("trials/*.json")} == before
 
 
@@ -79,7 +79,7 @@ def test_a_fast_rung_that_cannot_validate_is_not_recommended_and_the_one_below_i
     base = 'techniques = [{name = "steady", step_us = 60000}]'
     rungs = ['{"batch.micro" = 4}', _breaks("validate", ', "batch.micro" = 8')]
     path, out = ladder_file(rungs, base), tmp_path / "out"
-    record = climb(load_plan(str(path)), out, extra_techniques=[STEADY, BREAKS])
+    record = climb(load_ladder(str(path)), out, extra_techniques=[STEADY, BREAKS])
     _, below, top = record["rungs"]
     assert top["gain"] is not None
     assert top["gain"]["ratio"] > 1.2
@@ -120,21 +120,23 @@ def test_a_short_life_has_the_micro_batch_of_the_rung_and_fewer_layers_where_che
 @pytest.mark.parametrize(
     ("part", "verdict", "said"),
     [
-        (Part("whole", "`rush train` was not done after 60 s", 60.0, -signal.SIGKILL), "not known", "not done after 60 s"),
-        (Part("again", "exit code -9: Loading", 1.0, -9), "not known", "killed from outside (SIGKILL)"),
-        (Part("whole", "exit code 4: error: the checkpoint of step 2 failed with OSError: [Errno 28] No space left on "
+        (PartResult("whole", "`rush train` was not done after 60 s", 60.0, -signal.SIGKILL), "not known", "not done after 60 s"),
+        (PartResult("again", "exit code -9: Loading", 1.0, -9), "not known", "killed from outside (SIGKILL)"),
+        (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with OSError: [Errno 28] No space left on "
               "device: 'x'.", 1.0, 4), "not known", "no room for its checkpoints"),
-        (Part("whole", "exit code 5: error: the loss of step 3 is not finite.", 1.0, 5), "not known", "the loss of step 3"),
-        (Part("whole", "exit code 2: error: batch.micro is too large.", 1.0, 2), "not known", "its short schedule could not"),
-        (Part("again", "exit code 2: error: the technique x changed.", 1.0, 2), "broken", "it cannot resume: the technique"),
-        (Part("whole", "exit code 4: error: the checkpoint of step 2 failed with KeyError: 'x'. The full log is /a/b.", 1.0, 4),
+        (PartResult("whole", "exit code 5: error: the loss of step 3 is not finite.", 1.0, 5), "not known", "the loss of step 3"),
+        (PartResult("whole", "exit code 2: error: batch.micro is too large.", 1.0, 2), "not known", "its short schedule could not"),
+        (PartResult("again", "exit code 2: error: the technique x changed.", 1.0, 2), "broken", "it cannot resume: the technique"),
+        (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with KeyError: 'x'. The full log is /a/b.", 1.0, 4),
          "broken", "it cannot save: the checkpoint of step 2 failed with KeyError: 'x'."),
-        (Part("whole", "validations after the steps [4], due after [2, 4]", 1.0), "broken", "it cannot validate: "),
-        (Part("whole", "exit code -11: it said nothing", 1.0, -11), "broken", "it cannot be trained with: exit code -11"),
+        (PartResult("whole", "validations after the steps [4], due after [2, 4]", 1.0), "broken", "it cannot validate: "),
+        (PartResult("whole", "exit code -11: it said nothing", 1.0, -11), "broken", "it cannot be trained with: exit code -11"),
     ],
 )  # fmt: skip
-def test_what_comes_from_outside_is_not_held_against_a_recipe(part: Part, verdict: str, said: str) -> None:
-    found, sentence = judged(Life((part,)))
+def test_what_comes_from_outside_is_not_held_against_a_recipe(
+    part: PartResult, verdict: str, said: str
+) -> None:
+    found, sentence = judged(LifeResult((part,)))
     assert found == verdict
     assert said in str(sentence)
     assert "/a/b" not in str(sentence)

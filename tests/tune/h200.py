@@ -102,7 +102,7 @@ def step_of(recipe: Recipe) -> Step:
 
 def _gpt2(uses: Mapping[str, Any]) -> Step:
     ladder, best = rungs("gpt2-124m-ladder-h200"), fast("gpt2-124m")
-    left_out, rival = rungs("gpt2-124m-ladder-h200/left_out"), workloads()["gpt2-124m"]["rival"]
+    left_out, baseline = rungs("gpt2-124m-ladder-h200/left_out"), workloads()["gpt2-124m"]["rival"]
     compiled, pure, kernel = "compile" in uses, "pure_bf16" in uses, _kernel(uses)
     top = left_out["all"]
     if not HALF & set(uses):
@@ -114,7 +114,7 @@ def _gpt2(uses: Mapping[str, Any]) -> Step:
         return Step(row, 0.5, 28.0, sum(_update(uses, 3.8, 1.3)), 1.68, 1.85)
     blocks = row_ms(best, "matmul")
     attention = {
-        "flash_attention": row_ms(rival, "attention"),
+        "flash_attention": row_ms(baseline, "attention"),
         "cudnn_attention": row_ms(best, "attention"),
         "triton_attention": row_ms(best, "attention") + 0.01 * step_ms(best) / 64,
         "flex_attention": row_ms(ladder["flex_attention"], "attention"),
@@ -128,13 +128,13 @@ def _gpt2(uses: Mapping[str, Any]) -> Step:
     if "fused_loss" in uses:
         head = row_ms(best, "loss") + {16384: 0.0, 8192: 0.2, 4096: 0.9}.get(_chunk(uses), 0.9) / 64
     elif compiled:
-        head = row_ms(rival if whole else top, "matmul", "loss") - blocks + (0.0 if padded else odd)
+        head = row_ms(baseline if whole else top, "matmul", "loss") - blocks + (0.0 if padded else odd)
     else:
         source = left_out["without compile(scope=block)"] if padded else ladder["fused_adamw"]
         head = row_ms(source, "matmul", "loss") - blocks
     if "chunked_loss" in uses:
         head += (step_ms(ladder["chunked_loss(chunk_tokens=4096)"]) - step_ms(ladder["loader_workers"])) / 16
-    between = row_ms(rival if compiled else ladder["fused_adamw"], "norm_elementwise")
+    between = row_ms(baseline if compiled else ladder["fused_adamw"], "norm_elementwise")
     if compiled and pure:
         between *= row_ms(ladder["pure_bf16"], "norm_elementwise") / row_ms(top, "norm_elementwise")
     if "fused_bias" in uses:

@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 
 from rush.files import write_json_atomic
 from rush.hardware import Machine
-from rush.lab.ladder.ladder_file import Plan
+from rush.lab.ladder.ladder_file import LadderPlan
 from rush.lab.life import life
 from rush.lab.trial import trial
 from rush.lab.trial.process import declared
@@ -281,7 +281,7 @@ def rehearse(
     found, clock = workloads()["machine"], player.clock
 
     @contextmanager
-    def open_bench(plan: Plan, folder: Path, **options: Any) -> Iterator[Bench]:
+    def open_bench(plan: LadderPlan, folder: Path, **options: Any) -> Iterator[Bench]:
         machine = Machine.from_dict(found["machine"])
         yield Bench(plan, folder, player, machine, found["ceilings"], found["peaks"])  # type: ignore[arg-type]
 

@@ -17,7 +17,7 @@ from rush.records.life import LifePart, LifeRecord
 from rush.techniques import Parity
 from rush.tune.budget import Budget
 from rush.tune.forecast import Planner
-from rush.tune.goal import Goal, Limit, Result
+from rush.tune.goal import Goal, TrialLimit, TuneResult
 from rush.tune.moves import Rules, named
 from rush.tune.outlook import Outlook, leaps
 from rush.tune.search import Search
@@ -68,10 +68,10 @@ class Table:
         nearest = min(self.batches, key=lambda micro: abs(micro - recipe.batch.micro))
         return value * self.batches[nearest]
 
-    def reference(self, limit_s: float) -> Result:
-        return Result("ok", wall_s=45.0)
+    def reference(self, limit_s: float) -> TuneResult:
+        return TuneResult("ok", wall_s=45.0)
 
-    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
         self.made.append((kind, recipe.digest))
         names = {named(name, knobs) for name, knobs in recipe.technique_uses()}
         wall_s = (
@@ -93,7 +93,7 @@ class Table:
                 {"technique": name.split("(")[0], "took_effect": name not in self.idle, "what": ""}
                 for name in names
             ]
-        return Result("ok", None, rates, 2**30, wall_s, evidence, parity)
+        return TuneResult("ok", None, rates, 2**30, wall_s, evidence, parity)
 
     def life(self, recipe: Recipe, limit_s: float) -> LifeRecord:
         self.made.append(("life", recipe.digest))

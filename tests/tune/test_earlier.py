@@ -9,7 +9,7 @@ import pytest
 
 from rush.hardware import Machine
 from rush.records.ladder import read_ladder
-from rush.tune.earlier import Gain, remember, remembered
+from rush.tune.earlier import RememberedGain, remember, remembered
 
 LADDER = Path(__file__).parents[2] / "results" / "llama-3.2-1b-h200" / "ladder.json"
 HERE, ELSEWHERE = "0" * 16, "1" * 16
@@ -22,16 +22,21 @@ def _empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_gains_are_kept_for_their_machine_and_those_of_the_same_model_go_first(tmp_path: Path) -> None:
     remember(
-        HERE, [Gain("compile", "tiny", 1.5), Gain("compile", "tiny", 1.7), Gain("compile", "other", 3.0)]
+        HERE,
+        [
+            RememberedGain("compile", "tiny", 1.5),
+            RememberedGain("compile", "tiny", 1.7),
+            RememberedGain("compile", "other", 3.0),
+        ],
     )
-    remember(HERE, [Gain("flash", "other", 1.2), Gain("fp8", "other", 0.9)])
+    remember(HERE, [RememberedGain("flash", "other", 1.2), RememberedGain("fp8", "other", 0.9)])
     assert remembered(HERE, "tiny", tmp_path) == {"compile": 1.6, "flash": 1.2}
     assert remembered(ELSEWHERE, "tiny", tmp_path) == {}
 
 
 def test_only_the_newest_gains_are_kept(tmp_path: Path) -> None:
-    remember(HERE, [Gain("compile", "tiny", 9.0)] * 50)
-    remember(HERE, [Gain("compile", "tiny", 1.0)] * 20)
+    remember(HERE, [RememberedGain("compile", "tiny", 9.0)] * 50)
+    remember(HERE, [RememberedGain("compile", "tiny", 1.0)] * 20)
     assert remembered(HERE, "tiny", tmp_path) == {"compile": 1.0}
 
 
@@ -45,6 +50,6 @@ def test_ladders_of_this_machine_beside_the_folder_are_read(tmp_path: Path) -> N
 
 
 def test_a_damaged_cache_is_not_known(tmp_path: Path) -> None:
-    remember(HERE, [Gain("compile", "tiny", 1.5)])
+    remember(HERE, [RememberedGain("compile", "tiny", 1.5)])
     next((tmp_path / "cache").iterdir()).write_text("{")
     assert remembered(HERE, "tiny", tmp_path) == {}

@@ -10,20 +10,20 @@ import pytest
 from rush.lab.paired import Timed
 from rush.lab.trial.timing import COMMON
 from rush.recipe_io import load_recipe
-from rush.tune.goal import Result, gain
-from rush.tune.trials import LONG, ONCE, RANK, Settings, trial_plan
+from rush.tune.goal import TuneResult, gain
+from rush.tune.trials import LONG, ONCE, RANK, TuneSettings, trial_plan
 
 TOKENS = (410, 655, 520, 488, 702, 371, 590, 444, 630, 505, 468, 560)
 
 
 def on_batches(
     speed: float, tokens: Sequence[int] = TOKENS, seed: int = 0, steps: Sequence[int] | None = None
-) -> Result:
+) -> TuneResult:
     """A trial whose steps all take as long, to half a per cent, so that its rates scatter as its batches do."""
     drawn = random.Random(seed)
     rates = [count * speed * (1 + drawn.uniform(-0.005, 0.005)) for count in tokens]
     began = tuple(steps or range(9, 9 + len(tokens)))
-    return Result("ok", None, rates, batches=(Timed(rates, tokens, began),))
+    return TuneResult("ok", None, rates, batches=(Timed(rates, tokens, began),))
 
 
 @pytest.mark.parametrize(("more", "believed"), [(1.05, True), (1.0, False), (0.95, False)])
@@ -33,7 +33,7 @@ def test_five_per_cent_are_seen_through_batches_that_differ_by_half(more: float,
     assert found.paired == len(TOKENS)
     assert found.ratio == pytest.approx(more, rel=0.005)
     assert found.faster is believed
-    assert not gain(Result("ok", None, before.rates), Result("ok", None, after.rates)).faster
+    assert not gain(TuneResult("ok", None, before.rates), TuneResult("ok", None, after.rates)).faster
 
 
 def test_of_a_recipe_that_was_timed_twice_both_timings_count_batch_by_batch() -> None:
@@ -50,7 +50,7 @@ def test_other_batches_are_compared_by_their_medians() -> None:
     later = on_batches(1.05, steps=range(33, 33 + len(TOKENS)))
     assert gain(packed, later).paired is None
     twice = packed.pooled(on_batches(1.0, seed=4))
-    medians = gain(Result("ok", None, twice.rates), Result("ok", None, padded.rates))
+    medians = gain(TuneResult("ok", None, twice.rates), TuneResult("ok", None, padded.rates))
     assert gain(twice, padded) == medians, "as of one process, since nothing tells them apart"
 
 
@@ -63,7 +63,7 @@ def test_trials_of_conversations_time_step_by_step_and_enough_of_them(name: str)
     recipe = load_recipe(name)
     alike = recipe.objective.kind == "lm"
     for measure in (RANK, LONG):
-        timing = trial_plan(recipe, Settings(recipe.step_tokens), measure).measure
+        timing = trial_plan(recipe, TuneSettings(recipe.step_tokens), measure).measure
         assert (timing == measure) is alike
         if not alike:
             assert timing.window_ms <= 1, "any step is longer, so that a sample is one"
@@ -72,4 +72,4 @@ def test_trials_of_conversations_time_step_by_step_and_enough_of_them(name: str)
                 "the first step and these: none goes on to the next multiple"
             )
             assert timing.timed_max_s == measure.timed_max_s
-    assert trial_plan(recipe, Settings(recipe.step_tokens), ONCE).measure == ONCE
+    assert trial_plan(recipe, TuneSettings(recipe.step_tokens), ONCE).measure == ONCE

@@ -7,7 +7,7 @@ import pytest
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.tune.forecast import Prediction
-from rush.tune.goal import Goal, Limit, Result
+from rush.tune.goal import Goal, TrialLimit, TuneResult
 from rush.tune.lengths import at_length, lengthen
 from tests.tune.simulated import Table, planner_of, search_for
 
@@ -22,10 +22,12 @@ def test_tokens_of_a_step_are_rounded_to_whole_sequences() -> None:
 class Full(Table):
     """Out of memory where the planner says so."""
 
-    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
         predicted = planner_of("h200-sxm").predict(recipe)
         fits = isinstance(predicted, Prediction) and predicted.fits
-        return super().trial(kind, recipe, limit) if fits else Result("out_of_memory", "full", wall_s=20.0)
+        return (
+            super().trial(kind, recipe, limit) if fits else TuneResult("out_of_memory", "full", wall_s=20.0)
+        )
 
 
 @pytest.mark.slow

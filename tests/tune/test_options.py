@@ -8,8 +8,8 @@ from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
 from rush.tune.finals import decide
-from rush.tune.goal import Goal, Limit, Result
-from rush.tune.options import Option, Turn
+from rush.tune.goal import Goal, TrialLimit, TuneResult
+from rush.tune.options import MoveOption, TrialTurn
 from rush.tune.outlook import PAYS
 from rush.tune.search import Search
 from tests.tune.simulated import Table, search_for
@@ -23,18 +23,18 @@ def tiny(table: Table | None = None, **options: object) -> Search:
     return search_for(load_recipe("tiny"), table, machine="cpu", **options)  # type: ignore[arg-type]
 
 
-def options_of(search: Search) -> dict[str, Option]:
+def options_of(search: Search) -> dict[str, MoveOption]:
     return {option.move.key: option for option in search.options.over(search.start, 0.0)}
 
 
 class Exact(Table):
     """Says how fast it is to the digit, so that what is a little ahead is ahead, and takes its limits seriously."""
 
-    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
         self.limits = {**getattr(self, "limits", {}), recipe.digest: limit}
         found = super().trial(kind, recipe, limit)
         ended = found.speed < limit.slowest
-        return Result(
+        return TuneResult(
             "ok", None, [self.speed(recipe) * wobble for wobble in (0.996, 1.0, 1.004)], 2**30,
             300.0 if ended else found.wall_s, found.evidence, found.parity, {"hopeless": ended},
         )  # fmt: skip
@@ -65,11 +65,11 @@ def test_time_is_set_aside_for_small_gains() -> None:
 
 def test_what_only_saves_memory_is_tried_last_unless_memory_is_the_goal() -> None:
     found = list(options_of(tiny()).values())
-    last = [option.move.key for option in found if option.turn is Turn.LAST]
+    last = [option.move.key for option in found if option.turn is TrialTurn.LAST]
     assert "adam8bit" in last
-    assert found[-len(last) :] == [option for option in found if option.turn is Turn.LAST]
-    assert all(option.expected < PAYS for option in found if option.turn is Turn.LAST)
-    assert not any(o.turn is Turn.LAST for o in options_of(tiny(goal=Goal("memory"))).values())
+    assert found[-len(last) :] == [option for option in found if option.turn is TrialTurn.LAST]
+    assert all(option.expected < PAYS for option in found if option.turn is TrialTurn.LAST)
+    assert not any(o.turn is TrialTurn.LAST for o in options_of(tiny(goal=Goal("memory"))).values())
 
 
 def test_claims_about_memory_are_told_from_claims_about_traffic() -> None:
@@ -137,6 +137,6 @@ def test_a_trial_that_is_plainly_slower_ends_early_and_teaches_nothing_about_tim
 
 
 def test_for_memory_what_is_slow_enough_to_lose_is_measured_by_the_speed_to_keep() -> None:
-    lead, start = Result("ok", None, [300.0]), Result("ok", None, [100.0])
+    lead, start = TuneResult("ok", None, [300.0]), TuneResult("ok", None, [100.0])
     assert Goal("tokens/s").slowest(lead, start) == 150
     assert Goal("memory", 0.8).slowest(lead, start) == 40

@@ -10,7 +10,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.techniques import Parity, registry
 from rush.tune.finals import decide
-from rush.tune.goal import Goal, Limit, Result
+from rush.tune.goal import Goal, TrialLimit, TuneResult
 from rush.tune.moves import named
 from rush.tune.search import Search
 from tests.tune.simulated import Table, measured_batches, measured_factors, search_for
@@ -189,9 +189,9 @@ def test_a_gain_found_here_before_is_tried_first() -> None:
 class OutOfMemory(Table):
     """A device on which micro batches above 2 do not fit, whatever the planner says."""
 
-    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
         result = super().trial(kind, recipe, limit)
-        return result if recipe.batch.micro <= 2 else Result("out_of_memory", "full", wall_s=5.0)
+        return result if recipe.batch.micro <= 2 else TuneResult("out_of_memory", "full", wall_s=5.0)
 
 
 @pytest.mark.slow
@@ -205,7 +205,7 @@ def test_a_recipe_that_does_not_fit_starts_with_a_smaller_micro_batch() -> None:
 class Weighs(Table):
     """Peak memory as the planner would have it, a tenth more."""
 
-    def trial(self, kind: str, recipe: Recipe, limit: Limit) -> Result:
+    def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
         from dataclasses import replace
 
         found = self.planner.predict(recipe)  # type: ignore[attr-defined]

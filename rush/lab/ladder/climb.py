@@ -1,7 +1,7 @@
 """Climbing: one rung after another, in rounds, with the record written after every trial.
 
 The first round goes up rung by rung, because whether a technique can run here decides what the next rung
-stands on: one that is unsupported, runs out of memory or crashes is left behind, and so is one that is seen to be
+builds on: one that is unsupported, runs out of memory or crashes is left behind, and so is one that is seen to be
 unusable in its short life (`usable.py`): everything above it would be. Further rounds measure
 every rung again in a new process, all of them in turn, so that a machine that slowly grows hot or busy
 does so under all rungs alike. At the end the first rung is measured once more: what it moved is drift.
@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import RecipeError
-from rush.lab.ladder.findings import FORMULAS, Stand, Yard, drift_of, rung_of
-from rush.lab.ladder.ladder_file import Addition, Plan, compose
+from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, drift_of, rung_of
+from rush.lab.ladder.ladder_file import Addition, LadderPlan, compose
 from rush.lab.ladder.limits import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.paired import floors_near, quotient
 from rush.lab.parity.judge import hold_against_plain
@@ -35,7 +35,7 @@ from rush.train.corpus import open_corpus
 
 
 @dataclass(frozen=True)
-class Progress:
+class LadderProgress:
     """What a watcher is told before and after every trial."""
 
     record: LadderRecord
@@ -46,11 +46,11 @@ class Progress:
     seconds_left: float | None
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[LadderProgress], None]
 
 
 def climb(
-    plan: Plan,
+    plan: LadderPlan,
     folder: Path,
     *,
     view: str = "cumulative",
@@ -58,7 +58,7 @@ def climb(
     watch: Watch = lambda progress: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> LadderRecord:
-    """Measure a ladder into `folder`, or go on with the one that is there. Returns its record.
+    """MeasureConfig a ladder into `folder`, or go on with the one that is there. Returns its record.
 
     The view `all` makes the three one after the other, `alone` and `left_out` in folders of their own inside,
     and adds to the cumulative record what the three say together.
@@ -89,7 +89,7 @@ def _views(bench: Bench, view: str, watch: Watch) -> LadderRecord:
     return whole
 
 
-def _check_same(plan: Plan, folder: Path, view: str) -> None:
+def _check_same(plan: LadderPlan, folder: Path, view: str) -> None:
     """A folder holds one ladder; going on with it must mean the same one."""
     if not (folder / "ladder.json").exists():
         return
@@ -108,7 +108,7 @@ class Climb:
     def __init__(self, bench: Bench, view: str, into: Path, watch: Watch) -> None:
         self.bench, self.plan, self.view, self.watch = bench, bench.plan, view, watch
         self.file = into / "ladder.json"
-        self.stands: list[Stand] = []
+        self.states: list[RungState] = []
         self.again: list[Outcome] = []
         before = read_ladder(self.file) if self.file.exists() else None
         self.started = before["started"] if before else _now()
@@ -122,23 +122,23 @@ class Climb:
         self.limits: list[dict[str, Any]] | None = None
 
     @property
-    def base(self) -> Stand:
-        return self.stands[0]
+    def base(self) -> RungState:
+        return self.states[0]
 
     @property
-    def first(self) -> Stand:
+    def first(self) -> RungState:
         """The lowest rung that could be measured: what drift and the gain in all are held against."""
-        return next((stand for stand in self.stands if stand.measured), self.base)
+        return next((state for state in self.states if state.measured), self.base)
 
     def go(self) -> LadderRecord:
         additions = self.plan.additions if self.view != "left_out" else self._kept_by_climbing()
         self.num_rungs = len(additions) + 1
-        for stand in self._rise(additions):
-            if stand.recipe is not None:
-                self._trial(stand, 0)
+        for state in self._rise(additions):
+            if state.recipe is not None:
+                self._trial(state, 0)
         for number in range(1, self.plan.measure.processes):
-            for stand in worth_repeating(self.stands, self.plan.measure.clear):
-                self._trial(stand, number)
+            for state in worth_repeating(self.states, self.plan.measure.clear):
+                self._trial(state, number)
         if self.first.measured:
             assert self.first.recipe is not None
             self._tell(f"{self.first.name} again")
@@ -149,70 +149,70 @@ class Climb:
         self.finished = _now()
         return self._tell(None)
 
-    def _rise(self, additions: Sequence[Addition]) -> Iterator[Stand]:
+    def _rise(self, additions: Sequence[Addition]) -> Iterator[RungState]:
         """The rungs in order, each made when the one before has been tried once."""
         top = list(additions) if self.view == "left_out" else []
         words = "all" if self.view == "left_out" else "base"
-        yield self._stand(None, words, top, None)
+        yield self._state(None, words, top, None)
         last = self.base
         for addition in additions:
             if self.view == "left_out":
                 rest = [other for other in additions if other is not addition]
-                yield self._stand(addition, f"without {addition.name}", rest, self.base)
+                yield self._state(addition, f"without {addition.name}", rest, self.base)
                 continue
             below = self.top if self.view == "cumulative" else []
-            stand = self._stand(addition, addition.name, [*below, addition], last)
-            yield stand
+            state = self._state(addition, addition.name, [*below, addition], last)
+            yield state
             if self.view != "cumulative":
                 continue
-            usable = stand.status == "ok" and not stand.unusable
-            stand.kept = usable and _builds_on(addition, stand, last)
-            if stand.kept:
+            usable = state.status == "ok" and not state.unusable
+            state.kept = usable and _builds_on(addition, state, last)
+            if state.kept:
                 self.top = [*(part for part in self.top if not addition.supersedes(part)), addition]
-                last = stand
+                last = state
 
-    def _stand(
-        self, addition: Addition | None, name: str, parts: Sequence[Addition], over: Stand | None
-    ) -> Stand:
+    def _state(
+        self, addition: Addition | None, name: str, parts: Sequence[Addition], over: RungState | None
+    ) -> RungState:
         title = name if addition is None or self.view == "left_out" else addition.title
         try:
             recipe, refused = compose(self.plan.base, parts), None
         except RecipeError as error:
             recipe, refused = None, str(error)
-        stand = Stand(addition, name, title, recipe, refused=refused, over=over)
-        self.stands.append(stand)
-        return stand
+        state = RungState(addition, name, title, recipe, refused=refused, over=over)
+        self.states.append(state)
+        return state
 
-    def _trial(self, stand: Stand, number: int) -> None:
-        assert stand.recipe is not None
-        if self.bench.known(stand.recipe, f"time-{number}") is None:
-            self._tell(stand.name)
-        self._run(stand, number)
-        if number == 0 and stand.status == "ok" and not self.bench.lived(stand.recipe):
-            self._tell(f"a life of {stand.name}")
-        self._live(stand)
+    def _trial(self, state: RungState, number: int) -> None:
+        assert state.recipe is not None
+        if self.bench.known(state.recipe, f"time-{number}") is None:
+            self._tell(state.name)
+        self._run(state, number)
+        if number == 0 and state.status == "ok" and not self.bench.lived(state.recipe):
+            self._tell(f"a life of {state.name}")
+        self._live(state)
         self.done += 1
-        self._tell(stand.name)
+        self._tell(state.name)
 
-    def _run(self, stand: Stand, number: int) -> None:
+    def _run(self, state: RungState, number: int) -> None:
         """One more process of a rung; the first one also tells its parity."""
-        assert stand.recipe is not None
-        earlier = self.bench.known(stand.recipe, f"time-{number}") is not None
-        outcome = self.bench.run(stand.recipe, f"time-{number}", first=number == 0)
-        stand.outcomes.append(outcome)
-        if number == 0 and stand.status in ("ok", "no_effect"):
-            if earlier and self.judged.get(stand.recipe.digest):
+        assert state.recipe is not None
+        earlier = self.bench.known(state.recipe, f"time-{number}") is not None
+        outcome = self.bench.run(state.recipe, f"time-{number}", first=number == 0)
+        state.outcomes.append(outcome)
+        if number == 0 and state.status in ("ok", "no_effect"):
+            if earlier and self.judged.get(state.recipe.digest):
                 # Gradients need not be there any more: a folder may travel without them.
-                stand.parity = self.judged[stand.recipe.digest]
+                state.parity = self.judged[state.recipe.digest]
                 return
             # A base that is plain and fits has made the trace that others are held against itself.
-            stand.parity, _ = hold_against_plain(self.bench, stand.recipe, outcome, self.plan.base)
+            state.parity, _ = hold_against_plain(self.bench, state.recipe, outcome, self.plan.base)
 
-    def _live(self, stand: Stand) -> None:
+    def _live(self, state: RungState) -> None:
         """The life of a rung whose first trial went well, once."""
-        if stand.life is None and stand.status == "ok":
-            assert stand.recipe is not None
-            stand.life = self.bench.life(stand.recipe)
+        if state.life is None and state.status == "ok":
+            assert state.recipe is not None
+            state.life = self.bench.life(state.recipe)
 
     def _search(self) -> None:
         """At the top: the batch that pays, and how long a sequence may be."""
@@ -228,35 +228,35 @@ class Climb:
             self.limits = sequence_limits(self.bench, self.plan, self.top, memory)
 
     def _kept_by_climbing(self) -> list[Addition]:
-        """What can be left out is what stands at the top: the cumulative view's first round tells."""
+        """What can be left out is is at the top, by the first round of the cumulative view."""
         below = Climb(self.bench, "cumulative", self.file.parent, self.watch)
-        for stand in below._rise(self.plan.additions):
-            if stand.recipe is not None:
-                below._run(stand, 0)
-                below._live(stand)
+        for state in below._rise(self.plan.additions):
+            if state.recipe is not None:
+                below._run(state, 0)
+                below._live(state)
         return below.top
 
     def _tell(self, doing: str | None) -> LadderRecord:
-        """Write the record as it stands, and tell the watcher."""
+        """Write the record and report progress."""
         record = self.record()
         write_ladder(self.file, record)
-        measured = sum(stand.measured or not stand.outcomes for stand in self.stands)
-        measured += self.num_rungs - len(self.stands)
-        failed = sum(bool(stand.outcomes) and not stand.measured for stand in self.stands)
+        measured = sum(state.measured or not state.outcomes for state in self.states)
+        measured += self.num_rungs - len(self.states)
+        failed = sum(bool(state.outcomes) and not state.measured for state in self.states)
         total = measured * self.plan.measure.processes + failed + 1
         seconds = self.bench.seconds
         left = statistics.fmean(seconds) * (total - self.done) if seconds else None
-        lives = [sum(part["seconds"] for part in stand.life["parts"]) for stand in self.stands if stand.life]
+        lives = [sum(part["seconds"] for part in state.life["parts"]) for state in self.states if state.life]
         if left is not None and lives:
-            left += statistics.fmean(lives) * (self.num_rungs - len(self.stands))
-        self.watch(Progress(record, doing, self.done, total, left))
+            left += statistics.fmean(lives) * (self.num_rungs - len(self.states))
+        self.watch(LadderProgress(record, doing, self.done, total, left))
         return record
 
     def record(self) -> LadderRecord:
         """Everything known so far."""
-        tried = [stand for stand in self.stands if stand.outcomes or stand.refused]
+        tried = [state for state in self.states if state.outcomes or state.refused]
         again = [timed(timing) for timing in self._again_timings()]
-        families = [stand.timed + (again if stand is self.first else []) for stand in tried]
+        families = [state.timed + (again if state is self.first else []) for state in tried]
         floors = floors_near(families, self.plan.measure.noise_floor)
         measure, held_against = self.plan.measure, (self.bench.ceilings, self.bench.peaks)
         drift = None
@@ -274,8 +274,8 @@ class Climb:
             "base": {"recipe": write_toml(self.plan.base), "digest": self.plan.base.digest},
             "formulas": FORMULAS,
             "rungs": [
-                rung_of(stand, self.first, Yard(*held_against, there, measure.smaller))
-                for stand, there in zip(tried, floors, strict=True)
+                rung_of(state, self.first, Baselines(*held_against, there, measure.smaller))
+                for state, there in zip(tried, floors, strict=True)
             ],
             "counted": next(
                 (str(t.get("counted", "processed")) for s in tried for t in s.timings), "processed"
@@ -291,29 +291,29 @@ class Climb:
         return [o.found["timing"] for o in self.again if o.status == "ok" and "timing" in o.found]
 
 
-def worth_repeating(stands: Sequence[Stand], clear: float | None) -> list[Stand]:
+def worth_repeating(states: Sequence[RungState], clear: float | None) -> list[RungState]:
     """The rungs another process may tell something about: those near the one they are compared with, and that one."""
-    measured = [stand for stand in stands if stand.measured]
+    measured = [state for state in states if state.measured]
     if clear is None:
         return measured
     near = {id(measured[0])} if measured else set()
-    for stand in measured:
-        over = stand.over
+    for state in measured:
+        over = state.over
         if over is not None and over.measured:
             # By the first process, so that going on after an interruption decides the same.
-            ratio = quotient(over.timed[:1], stand.timed[:1])
+            ratio = quotient(over.timed[:1], state.timed[:1])
             if max(ratio, 1 / ratio) <= 1 + clear:
-                near |= {id(stand), id(over)}
-    return [stand for stand in measured if id(stand) in near]
+                near |= {id(state), id(over)}
+    return [state for state in measured if id(state) in near]
 
 
-def _builds_on(addition: Addition, stand: Stand, last: Stand) -> bool:
-    """Whether the rungs above stand on this one; the first process of each decides which is faster."""
+def _builds_on(addition: Addition, state: RungState, last: RungState) -> bool:
+    """Whether the rungs above build on this one; the first process of each decides which is faster."""
     if addition.keep != "faster":
         return addition.keep
-    if stand.parity is not None and stand.parity["verdict"] == "different":
+    if state.parity is not None and state.parity["verdict"] == "different":
         return False
-    return not last.measured or quotient(last.timed[:1], stand.timed[:1]) > 1
+    return not last.measured or quotient(last.timed[:1], state.timed[:1]) > 1
 
 
 def _now() -> str:

@@ -51,8 +51,8 @@ FORMULAS = {
 
 
 @dataclass
-class Stand:
-    """Where one rung stands: its recipe and the trials made so far."""
+class RungState:
+    """A rung being measured: its recipe and the trials made so far."""
 
     addition: Addition | None
     """None for the rung all others are compared with."""
@@ -62,13 +62,13 @@ class Stand:
     """None when the recipe itself was refused; `refused` says why."""
     outcomes: list[Outcome] = field(default_factory=list)
     refused: str | None = None
-    over: Stand | None = None
+    over: RungState | None = None
     """The rung it is compared with."""
     parity: dict[str, Any] | None = None
     life: LifeRecord | None = None
     """None where it was not tried: nothing was measured, or left no trace."""
     kept: bool = True
-    """Whether the rungs above stand on it."""
+    """Whether the rungs above build on it."""
 
     @property
     def added(self) -> list[str]:
@@ -129,7 +129,7 @@ class Stand:
 
 
 @dataclass(frozen=True)
-class Yard:
+class Baselines:
     """What figures are held against."""
 
     ceilings: Mapping[str, Any] | None
@@ -138,70 +138,70 @@ class Yard:
     smaller: float
 
 
-def rung_of(stand: Stand, base: Stand, yard: Yard) -> Rung:
+def rung_of(state: RungState, base: RungState, baselines: Baselines) -> Rung:
     """The record of a rung, from what is known so far."""
-    techniques = [name for name, _ in stand.recipe.technique_uses()] if stand.recipe else []
+    techniques = [name for name, _ in state.recipe.technique_uses()] if state.recipe else []
     rung: Rung = {
-        "name": stand.name,
-        "title": stand.title,
-        "adds": stand.addition.adds if stand.addition else [],
+        "name": state.name,
+        "title": state.title,
+        "adds": state.addition.adds if state.addition else [],
         "techniques": techniques,
-        "recipe": write_toml(stand.recipe) if stand.recipe else "",
-        "digest": stand.recipe.digest if stand.recipe else "",
-        "status": stand.status,
-        "reason": stand.reason,
+        "recipe": write_toml(state.recipe) if state.recipe else "",
+        "digest": state.recipe.digest if state.recipe else "",
+        "status": state.status,
+        "reason": state.reason,
         **_nothing(),
-        "kept": stand.kept,
-        "evidence": stand.evidence,
-        "parity": stand.parity,
-        "life": stand.life,
-        "claim": _claim(stand),
+        "kept": state.kept,
+        "evidence": state.evidence,
+        "parity": state.parity,
+        "life": state.life,
+        "claim": _claim(state),
     }
-    if stand.recipe is not None:
-        batch = stand.recipe.batch
-        rung["flops_per_token"] = _work(stand)
-        rung["step_tokens"], rung["micro"] = stand.recipe.step_tokens, stand.recipe.micro
+    if state.recipe is not None:
+        batch = state.recipe.batch
+        rung["flops_per_token"] = _work(state)
+        rung["step_tokens"], rung["micro"] = state.recipe.step_tokens, state.recipe.micro
         rung["sequence"] = batch.sequence
     ratio = None
-    if stand.measured:
-        rung |= _figures(stand, yard)
-        over = stand.over
+    if state.measured:
+        rung |= _figures(state, baselines)
+        over = state.over
         if over is not None and over.measured:
-            ratio = compare(over.timed, stand.timed, yard.floors)
+            ratio = compare(over.timed, state.timed, baselines.floors)
             rung["gain"] = _gain(ratio, over.name)
-        if stand is not base and base.measured:
-            total = compare(base.timed, stand.timed, yard.floors)
+        if state is not base and base.measured:
+            total = compare(base.timed, state.timed, baselines.floors)
             rung["total_gain"] = _gain(total, base.name)
-    rung["verdict"] = verdict_of(stand, ratio, yard.smaller)
+    rung["verdict"] = verdict_of(state, ratio, baselines.smaller)
     return rung
 
 
-def verdict_of(stand: Stand, gain: Ratio | None, smaller: float) -> str:
+def verdict_of(state: RungState, gain: Ratio | None, smaller: float) -> str:
     """The one word. `gain` is over the rung before, None where that one was not measured."""
-    if stand.status != "ok":
-        return stand.status.replace("_", " ")
-    if stand.unusable:
+    if state.status != "ok":
+        return state.status.replace("_", " ")
+    if state.unusable:
         return "unusable"
-    if stand.over is None or not stand.over.measured:
+    if state.over is None or not state.over.measured:
         return "baseline"  # there is nothing below it: the first rung, or the first that could run
-    parity = stand.parity["verdict"] if stand.parity else "not judged"
+    parity = state.parity["verdict"] if state.parity else "not judged"
     faster = gain is not None and gain.faster
     if parity == "different" or (parity == "not judged" and faster):
         # Not proved to be equal is not called equal.
         return "faster but different" if faster else "different"
     if faster:
         return "equal and faster"
-    if _is_smaller(stand, smaller):
+    if _is_smaller(state, smaller):
         return "equal and smaller" if parity == "equal" else "smaller but different"
     return "slower" if gain is not None and gain.slower else "no gain"
 
 
-def _is_smaller(stand: Stand, smaller: float) -> bool:
+def _is_smaller(state: RungState, smaller: float) -> bool:
     """Every process took that much less than every process of the rung before."""
-    assert stand.over is not None
-    if not stand.over.measured:
+    assert state.over is not None
+    if not state.over.measured:
         return False
-    return max(stand.peak_memory) < (1 - smaller) * min(stand.over.peak_memory)
+    return max(state.peak_memory) < (1 - smaller) * min(state.over.peak_memory)
 
 
 def _nothing() -> Rung:
@@ -213,42 +213,42 @@ def _nothing() -> Rung:
     return cast(Rung, empty)
 
 
-def _figures(stand: Stand, yard: Yard) -> Rung:
-    assert stand.recipe is not None
-    timings, first = stand.timings, stand.timings[0]
-    speed = median_interval(stand.processes)
+def _figures(state: RungState, baselines: Baselines) -> Rung:
+    assert state.recipe is not None
+    timings, first = state.timings, state.timings[0]
+    speed = median_interval(state.processes)
     kinds = {kind: centre([rates(timing, kind) for timing in timings]) for kind in KINDS}
     steps = [[1000 * seconds for seconds in t["samples_s"]] for t in timings]
-    work = _work(stand)
+    work = _work(state)
     dtype = first.get("rate_dtype", first["dtype"])
-    peak = (yard.peaks or {}).get(dtype)
-    ceiling = ((yard.ceilings or {}).get("matmul") or {}).get(dtype)
+    peak = (baselines.peaks or {}).get(dtype)
+    ceiling = ((baselines.ceilings or {}).get("matmul") or {}).get(dtype)
     mfu = kinds["processed"] * work / peak if peak else None
-    again = _recomputed(stand.recipe.shape(), work, stand.outcomes[0].found.get("block_forwards"))
+    again = _recomputed(state.recipe.shape(), work, state.outcomes[0].found.get("block_forwards"))
     return {
-        "tokens_per_s": measured(speed, stand.processes),
+        "tokens_per_s": measured(speed, state.processes),
         "step_ms": measured(median_interval(steps), steps),
         "tokens_kind": kinds,
         "mfu": mfu,
         "hfu": mfu * again if mfu is not None and again is not None else None,
         "ceiling_fraction": kinds["processed"] * work / ceiling if ceiling else None,
-        "peak_memory_bytes": int(statistics.median(stand.peak_memory)),
+        "peak_memory_bytes": int(statistics.median(state.peak_memory)),
         # The first process compiled into an empty cache; the later ones found it filled.
         "compile_s": first["compile_s"],
         "warmup_s": first["warmup_s"],
         "warmup_steps": first["warmup_steps"],
         "data_wait_ms": statistics.median(t["data_wait_ms"] for t in timings),
-        "breakdown_ms": stand.outcomes[0].found.get("breakdown_ms"),
-        "longest": stand.outcomes[0].found.get("longest"),
+        "breakdown_ms": state.outcomes[0].found.get("breakdown_ms"),
+        "longest": state.outcomes[0].found.get("longest"),
         "environment": {**first["environment"], "steady": all(t["steady"] for t in timings)},
     }
 
 
-def _work(stand: Stand) -> float:
+def _work(state: RungState) -> float:
     """Arithmetic of a token: what the trial says, or what the shape says before there is one."""
-    assert stand.recipe is not None
-    told = next((t.get("flops_per_token") for t in stand.timings), None)
-    return float(told or flops_per_token(stand.recipe.shape(), stand.recipe.batch.sequence))
+    assert state.recipe is not None
+    told = next((t.get("flops_per_token") for t in state.timings), None)
+    return float(told or flops_per_token(state.recipe.shape(), state.recipe.batch.sequence))
 
 
 def _recomputed(shape: Shape, work: float, block_forwards: float | None) -> float | None:
@@ -295,7 +295,7 @@ def drift_of(first: Sequence[Timed], again: Sequence[Timed], floors: Floors) -> 
     }
 
 
-def _claim(stand: Stand) -> dict[str, Any] | None:
-    declared = stand.outcomes[0].found.get("techniques", {}) if stand.outcomes else {}
-    known = [declared[name]["claim"] for name in stand.added if name in declared]
+def _claim(state: RungState) -> dict[str, Any] | None:
+    declared = state.outcomes[0].found.get("techniques", {}) if state.outcomes else {}
+    known = [declared[name]["claim"] for name in state.added if name in declared]
     return known[0] if known else None

@@ -33,15 +33,15 @@ from rush.recipe_io import apply_override, assign, parse, read_tree
 
 Whole = Annotated[int, Field(gt=0)]
 Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-AnyTable = TypeVar("AnyTable", bound="Table")
+AnyConfig = TypeVar("AnyConfig", bound="ConfigTable")
 OWN_TABLES = ("measure", "parity", "search")
 
 
-class Table(BaseModel):
+class ConfigTable(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Measure(Table):
+class MeasureConfig(ConfigTable):
     """How rungs are timed."""
 
     processes: Whole = 1
@@ -63,7 +63,7 @@ class Measure(Table):
     """A rung that needs this much less peak memory is called smaller."""
 
 
-class Parity(Table):
+class ParityConfig(ConfigTable):
     """How parity is judged: so many steps, on this batch."""
 
     steps: Whole = 10
@@ -71,7 +71,7 @@ class Parity(Table):
     """Recipe keys of the parity run; the base's batch without them. A smaller model where fp32 would not fit."""
 
 
-class Search(Table):
+class SearchConfig(ConfigTable):
     """Searches made at the top of the ladder."""
 
     batch_from: Whole = 1
@@ -111,18 +111,18 @@ class Addition:
 
 
 @dataclass(frozen=True)
-class Plan:
+class LadderPlan:
     """A ladder as read: everything but the measurements."""
 
     name: str
     base: Recipe
     additions: tuple[Addition, ...]
-    measure: Measure
-    parity: Parity
-    search: Search
+    measure: MeasureConfig
+    parity: ParityConfig
+    search: SearchConfig
 
 
-def load_plan(name_or_path: str, overrides: Iterable[str] = ()) -> Plan:
+def load_ladder(name_or_path: str, overrides: Iterable[str] = ()) -> LadderPlan:
     """A ladder by name or path. Overrides change the base recipe, or `measure.`, `parity.`, `search.` keys."""
     path = LADDERS.find(name_or_path)
     tree = LADDERS.read(path)
@@ -143,13 +143,13 @@ def load_plan(name_or_path: str, overrides: Iterable[str] = ()) -> Plan:
         raise RecipeError(
             f"{path}: the rung {twice[0]} is there twice; give each its own knobs or take one out."
         )
-    return Plan(
+    return LadderPlan(
         path.stem,
         parse(base_tree),
         additions,
-        read_table(Measure, tree, "measure", path),
-        read_table(Parity, tree, "parity", path),
-        read_table(Search, tree, "search", path),
+        read_table(MeasureConfig, tree, "measure", path),
+        read_table(ParityConfig, tree, "parity", path),
+        read_table(SearchConfig, tree, "search", path),
     )
 
 
@@ -214,7 +214,7 @@ def _addition(entry: Any, path: Path) -> Addition:
     return Addition(name, title or name, technique, changes, tuple(replaces), keep)
 
 
-def read_table(kind: type[AnyTable], tree: Mapping[str, Any], key: str, path: Path | str) -> AnyTable:
+def read_table(kind: type[AnyConfig], tree: Mapping[str, Any], key: str, path: Path | str) -> AnyConfig:
     """One of the tables that say how to measure; `path` is where it was found."""
     try:
         return kind.model_validate(tree.get(key, {}))

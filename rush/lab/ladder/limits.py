@@ -14,7 +14,7 @@ from typing import Any
 
 from rush.errors import RecipeError
 from rush.lab.ladder.findings import measured
-from rush.lab.ladder.ladder_file import Addition, Plan, compose
+from rush.lab.ladder.ladder_file import Addition, LadderPlan, compose
 from rush.lab.statistics import median_interval
 from rush.lab.trial.runner import Bench
 from rush.lab.trial.timing import rates
@@ -106,7 +106,7 @@ def longest(
 
 
 def sequence_limits(
-    bench: Bench, plan: Plan, top: Sequence[Addition], memory_bytes: int
+    bench: Bench, plan: LadderPlan, top: Sequence[Addition], memory_bytes: int
 ) -> list[dict[str, Any]]:
     """The longest sequence at the top of the ladder, and with each asked-for technique left out (or added)."""
     assert plan.search.sequence_up_to is not None

@@ -52,7 +52,7 @@ SAMPLING = ("--temperature", "0.8", "--top-k", "50")
 
 
 @dataclass(frozen=True)
-class Part:
+class PartResult:
     """One part of a life: what is wrong after it, if anything, and how long it took."""
 
     name: str
@@ -65,8 +65,8 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Life:
-    parts: tuple[Part, ...]
+class LifeResult:
+    parts: tuple[PartResult, ...]
 
     @property
     def problem(self) -> str | None:
@@ -111,12 +111,12 @@ class Lives:
     tolerance: float = 0.0
     """How far the losses of the part `again` may be from those of `whole`, relative."""
 
-    def live(self, recipe: Recipe, parts: Sequence[str] = EVERY) -> Life:
+    def live(self, recipe: Recipe, parts: Sequence[str] = EVERY) -> LifeResult:
         """Take a recipe that `short` made through these parts, as far as they concern it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "recipe.toml").write_text(write_toml(recipe))
         one = _One(self, recipe, RunFolder(self.folder / "run"))
-        lived: list[Part] = []
+        lived: list[PartResult] = []
         for name in parts:
             if not one.concerns(name):
                 continue
@@ -128,10 +128,10 @@ class Lives:
             except Exception as error:  # whatever breaks in a life is what the life is asked about
                 problem = f"{type(error).__name__}: {error}"
             said = one.said()[-SAID:] if problem is not None else ""
-            lived.append(Part(name, problem, round(time.monotonic() - began, 2), code, said))
+            lived.append(PartResult(name, problem, round(time.monotonic() - began, 2), code, said))
             if problem is not None and name in (*TRAINING, *UNDISTURBED):
                 break  # there is no trained model for the rest
-        return Life(tuple(lived))
+        return LifeResult(tuple(lived))
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import Diverged, RecipeError
-from rush.lab.life.life import UNDISTURBED, Life, Lives, Part, short
+from rush.lab.life.life import UNDISTURBED, LifeResult, Lives, PartResult, short
 from rush.lab.trial.starter import Starter
 from rush.lab.trial.trial import compiler_caches
 from rush.models import count_parameters
@@ -103,7 +103,7 @@ def live(
     return {"verdict": verdict, "problem": problem, "parts": parts}
 
 
-def judged(life: Life) -> tuple[str, str | None]:
+def judged(life: LifeResult) -> tuple[str, str | None]:
     """The verdict on a life, and the sentence to it. What came from outside says nothing about the recipe."""
     part = next((part for part in life.parts if part.problem), None)
     if part is None:
@@ -120,13 +120,13 @@ def judged(life: Life) -> tuple[str, str | None]:
     return "broken", f"it cannot {_what(part)}: {_message(part)}"
 
 
-def _what(part: Part) -> str:
+def _what(part: PartResult) -> str:
     if part.name == "again":
         return "resume"
     return next((verb for place, verb in VERBS.items() if place in str(part.problem)), "be trained with")
 
 
-def _message(part: Part) -> str:
+def _message(part: PartResult) -> str:
     """What the command said, without the log that is gone."""
     told = re.sub(r"^exit code [^:]*: error: ", "", str(part.problem))
     return told.split(" The full log is")[0].rstrip(".") + "."

@@ -22,7 +22,7 @@ NAMES = ("ddp", "fsdp", *_STAGES, "hybrid", "tp", "pp", "cp")
 
 
 @dataclass(frozen=True)
-class Part:
+class AxisSize:
     """One factor of a layout: its name, and its size where one was given."""
 
     name: str
@@ -33,7 +33,7 @@ class Part:
         return "fsdp" if self.name in _STAGES else self.name
 
 
-def read_layout(text: str) -> tuple[Part, ...]:
+def read_layout(text: str) -> tuple[AxisSize, ...]:
     """The factors of a layout's name."""
     parts = tuple(_part(word, text) for word in text.split("x"))
     axes = [axis for part in parts for axis in (("ddp", "fsdp") if part.name == "hybrid" else (part.axis,))]
@@ -46,11 +46,11 @@ def read_layout(text: str) -> tuple[Part, ...]:
     return parts
 
 
-def _part(word: str, text: str) -> Part:
+def _part(word: str, text: str) -> AxisSize:
     for name in sorted(NAMES, key=len, reverse=True):
         size = word.removeprefix(name)
         if size != word and (not size or (size.isdigit() and int(size) > 0)):
-            return Part(name, int(size) if size else None)
+            return AxisSize(name, int(size) if size else None)
     raise RecipeError(
         f"--layouts names {text!r}, which is none; {nearest(word, NAMES)} Products are written as in zero3xtp2."
     )

@@ -54,7 +54,7 @@ FORMULAS = {
 
 
 @dataclass
-class Spot:
+class ScalingPoint:
     """A point being measured: what it is, and the trials made so far."""
 
     layout: str
@@ -167,20 +167,20 @@ def predicted(recipe: Recipe, machine: Machine, ceilings: Mapping[str, Any] | No
         return None
 
 
-def point_of(spot: Spot, spots: Sequence[Spot], floors: Floors) -> Point:
+def point_of(point: ScalingPoint, points: Sequence[ScalingPoint], floors: Floors) -> Point:
     """The record of a point, from what is known so far."""
-    timing, recipe = next(iter(spot.timings), None), spot.recipe
-    point: Point = {
-        "layout": spot.layout,
-        "sizes": spot.sizes,
-        "devices": spot.devices,
-        "scalings": spot.scalings,
-        "peer_to_peer": spot.peers,
-        "shared": spot.shared,
-        "backend": spot.outcomes[0].found.get("backend") if spot.outcomes else None,
-        "status": spot.status,
-        "reason": spot.reason,
-        "verdict": spot.verdict,
+    timing, recipe = next(iter(point.timings), None), point.recipe
+    record: Point = {
+        "layout": point.layout,
+        "sizes": point.sizes,
+        "devices": point.devices,
+        "scalings": point.scalings,
+        "peer_to_peer": point.peers,
+        "shared": point.shared,
+        "backend": point.outcomes[0].found.get("backend") if point.outcomes else None,
+        "status": point.status,
+        "reason": point.reason,
+        "verdict": point.verdict,
         "recipe": write_toml(recipe) if recipe else "",
         "digest": recipe.digest if recipe else "",
         "techniques": [name for name, _ in recipe.technique_uses()] if recipe else [],
@@ -188,30 +188,32 @@ def point_of(spot: Spot, spots: Sequence[Spot], floors: Floors) -> Point:
         "tokens_per_s": None,
         "step_ms": None,
         "efficiency": {},
-        "exposed": exposed_of(spot),
-        "memory_bytes": spot.memory or None,
-        "evidence": spot.evidence,
-        "parity": spot.parity,
-        "predicted_tokens_per_s": spot.predicted,
+        "exposed": exposed_of(point),
+        "memory_bytes": point.memory or None,
+        "evidence": point.evidence,
+        "parity": point.parity,
+        "predicted_tokens_per_s": point.predicted,
         "compile_s": timing["compile_s"] if timing else None,
         "warmup_s": timing["warmup_s"] if timing else None,
         "environment": dict(timing["environment"]) if timing else {},
     }
-    if spot.processes and not spot.shared:
-        steps = [[1000 * seconds for seconds in t["samples_s"]] for t in spot.timings]
-        point["tokens_per_s"] = measured(median_interval(spot.processes), spot.processes)
-        point["step_ms"] = measured(median_interval(steps), steps)
-    if spot.verdict == "equal":
-        point["efficiency"] = dict(_efficiencies(spot, spots, floors))
-    return point
+    if point.processes and not point.shared:
+        steps = [[1000 * seconds for seconds in t["samples_s"]] for t in point.timings]
+        record["tokens_per_s"] = measured(median_interval(point.processes), point.processes)
+        record["step_ms"] = measured(median_interval(steps), steps)
+    if point.verdict == "equal":
+        record["efficiency"] = dict(_efficiencies(point, points, floors))
+    return record
 
 
-def _efficiencies(spot: Spot, spots: Sequence[Spot], floors: Floors) -> Iterator[tuple[str, Efficiency]]:
-    for scaling in spot.scalings:
-        base = _base(spot, spots, scaling)
-        if base is not None and spot.processes:
-            ratio = compare(base.timed, spot.timed, floors)
-            part = base.devices / spot.devices
+def _efficiencies(
+    point: ScalingPoint, points: Sequence[ScalingPoint], floors: Floors
+) -> Iterator[tuple[str, Efficiency]]:
+    for scaling in point.scalings:
+        base = _base(point, points, scaling)
+        if base is not None and point.processes:
+            ratio = compare(base.timed, point.timed, floors)
+            part = base.devices / point.devices
             yield (
                 scaling,
                 {
@@ -223,22 +225,22 @@ def _efficiencies(spot: Spot, spots: Sequence[Spot], floors: Floors) -> Iterator
             )
 
 
-def _base(spot: Spot, spots: Sequence[Spot], scaling: str) -> Spot | None:
+def _base(point: ScalingPoint, points: Sequence[ScalingPoint], scaling: str) -> ScalingPoint | None:
     """What a point's efficiency is over: one device, or the layout's own smallest number of devices that was measured."""
     able = [
         s
-        for s in spots
+        for s in points
         if s.processes and not s.shared and scaling in s.scalings
-        if s.devices < spot.devices or s.layout == ONE
+        if s.devices < point.devices or s.layout == ONE
     ]
     one = next((s for s in able if s.layout == ONE and s.verdict == "baseline"), None)
-    own = [s for s in able if s.layout == spot.layout and s.peers == spot.peers and s.verdict == "equal"]
+    own = [s for s in able if s.layout == point.layout and s.peers == point.peers and s.verdict == "equal"]
     return one or min(own, key=lambda s: s.devices, default=None)
 
 
-def exposed_of(spot: Spot) -> Exposed | None:
-    told = [rank for rank in spot.ranks if rank.get("profiled_step_ms")]
-    if spot.layout == ONE or spot.shared or not told or len(told) < len(spot.ranks):
+def exposed_of(point: ScalingPoint) -> Exposed | None:
+    told = [rank for rank in point.ranks if rank.get("profiled_step_ms")]
+    if point.layout == ONE or point.shared or not told or len(told) < len(point.ranks):
         return None
     shares = [rank["exposed_ms"] / rank["profiled_step_ms"] for rank in told]
     worst = told[shares.index(max(shares))]
@@ -251,11 +253,11 @@ def exposed_of(spot: Spot) -> Exposed | None:
     }
 
 
-def comparisons_of(spots: Sequence[Spot], floors: Floors) -> list[Comparison]:
+def comparisons_of(points: Sequence[ScalingPoint], floors: Floors) -> list[Comparison]:
     """ZeRO-2 against ZeRO-3, and each layout with against without peer-to-peer, where both were measured and learn the same."""
     found = []
-    for first in spots:
-        for second in spots:
+    for first in points:
+        for second in points:
             alike = first.devices == second.devices and first.scalings == second.scalings
             stages = (first.layout, second.layout) == ("zero2", "zero3") and first.peers == second.peers
             peers = first.layout == second.layout and first.peers and not second.peers
@@ -265,7 +267,7 @@ def comparisons_of(spots: Sequence[Spot], floors: Floors) -> list[Comparison]:
     return found
 
 
-def _compare(what: str, first: Spot, second: Spot, floors: Floors) -> Comparison:
+def _compare(what: str, first: ScalingPoint, second: ScalingPoint, floors: Floors) -> Comparison:
     ratio = compare(first.timed, second.timed, floors)
     return {
         "what": what,

@@ -18,7 +18,7 @@ from typing import Any
 from rush.errors import MachineError
 from rush.files import write_json_atomic
 from rush.hardware import Machine
-from rush.lab.scaling.study_file import Plan
+from rush.lab.scaling.study_file import StudyPlan
 from rush.lab.trial.runner import TIMING
 from rush.lab.trial.starter import Starter
 from rush.lab.trial.trial import Outcome, execute
@@ -43,7 +43,7 @@ GROUP_OF_ONE = {"RUSH_GROUP_OF_ONE": "1"}
 
 @dataclass
 class RankBench:
-    plan: Plan
+    plan: StudyPlan
     folder: Path
     starter: Starter
     machine: Machine
@@ -164,7 +164,7 @@ def _digest(told: Any) -> str:
 
 
 @contextmanager
-def open_rank_bench(plan: Plan, folder: Path) -> Iterator[RankBench]:
+def open_rank_bench(plan: StudyPlan, folder: Path) -> Iterator[RankBench]:
     """Learn what the machine is in a process of its own: the study never touches a device."""
     starter = Starter(PRELOADED)
     try:

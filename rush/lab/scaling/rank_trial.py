@@ -30,7 +30,7 @@ import torch
 from rush.errors import MachineError
 from rush.hardware import Machine
 from rush.hub.folders import starting_weights
-from rush.lab.trial.result import Result, settle
+from rush.lab.trial.result import TrialResult, settle
 from rush.lab.trial.timing import Stepper, Timing, time_steps
 from rush.parallel import AXES, Ranks, join, started_rank
 from rush.parallel.slurm_ranks import join_step
@@ -54,7 +54,7 @@ SEEN_FIRST_S = 2.0
 """Who lost another rank ends so much later: the engine tells of one rank that failed, and ends the others when it sees it."""
 
 
-def lead(spec: Mapping[str, Any], result: Result) -> None:
+def lead(spec: Mapping[str, Any], result: TrialResult) -> None:
     """Start the ranks of a spec and wait for all of them."""
     world = spec["world"]
     for path in spec.get("extra_techniques", ()):
@@ -115,7 +115,7 @@ def _start_by(launcher: str, num_ranks: int, result: Path) -> None:
         )
 
 
-def _gather(num_ranks: int, exits: Mapping[int, int], result: Result) -> None:
+def _gather(num_ranks: int, exits: Mapping[int, int], result: TrialResult) -> None:
     """All that the ranks wrote, in one result, with the status of the one to blame."""
     files = [_file(result.path, rank) for rank in range(num_ranks)]
     told = [json.loads(file.read_text()) if file.exists() else {} for file in files]
@@ -151,7 +151,7 @@ def be_rank(spec: Mapping[str, Any], path: str) -> None:
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_DFL)  # a fork has the engine's own answers, which are for the engine
     rank = started_rank()
-    result = Result(_file(Path(path), rank))
+    result = TrialResult(_file(Path(path), rank))
     if spec["threads"] is not None:
         torch.set_num_threads(spec["threads"])
     try:
@@ -167,7 +167,7 @@ def be_rank(spec: Mapping[str, Any], path: str) -> None:
         os._exit(1)  # a rank that failed must not wait for the others on its way out
 
 
-def _measure(spec: Mapping[str, Any], result: Result) -> None:
+def _measure(spec: Mapping[str, Any], result: TrialResult) -> None:
     """Time, watch and trace, as far as the spec asks for each."""
     for path in spec["extra_techniques"]:
         add_technique(Path(path))
@@ -187,7 +187,7 @@ def _measure(spec: Mapping[str, Any], result: Result) -> None:
             result.took("parity", began)
 
 
-def _exchange(spec: Mapping[str, Any], result: Result) -> None:
+def _exchange(spec: Mapping[str, Any], result: TrialResult) -> None:
     """Time the operations that layouts use, over message sizes."""
     from rush.hardware.collective_rank import spectrum
 
@@ -201,7 +201,12 @@ def _exchange(spec: Mapping[str, Any], result: Result) -> None:
 
 
 def _step(
-    recipe: Recipe, machine: Machine, corpus: Corpus, ranks: Ranks, spec: Mapping[str, Any], result: Result
+    recipe: Recipe,
+    machine: Machine,
+    corpus: Corpus,
+    ranks: Ranks,
+    spec: Mapping[str, Any],
+    result: TrialResult,
 ) -> None:
     began = time.monotonic()
     weights = starting_weights(recipe)
@@ -236,7 +241,7 @@ def agreement(ranks: Ranks) -> Callable[[float], float]:
     return slowest
 
 
-def _watch(run: Run, stepper: Stepper, result: Result) -> None:
+def _watch(run: Run, stepper: Stepper, result: TrialResult) -> None:
     """A profile of a step, by every rank at the same time."""
     seen = observe(run, stepper.batches, steps=1)
     result.add(

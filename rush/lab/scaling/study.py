@@ -21,9 +21,9 @@ from rush.lab.ladder.findings import drift_of
 from rush.lab.paired import floors_of
 from rush.lab.parity.trace import parity_recipe
 from rush.lab.scaling.layouts import ONE, laid_out, sizes_of
-from rush.lab.scaling.points import FORMULAS, Spot, comparisons_of, judged, point_of, predicted
+from rush.lab.scaling.points import FORMULAS, ScalingPoint, comparisons_of, judged, point_of, predicted
 from rush.lab.scaling.rank_runner import GROUP_OF_ONE, PEERLESS, SHARED, RankBench, open_rank_bench
-from rush.lab.scaling.study_file import Plan
+from rush.lab.scaling.study_file import StudyPlan
 from rush.lab.trial.timing import timed
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
@@ -34,7 +34,7 @@ from rush.train.corpus import open_corpus
 
 
 @dataclass(frozen=True)
-class Progress:
+class ScalingProgress:
     """What a watcher is told before and after every trial."""
 
     record: ScaleRecord
@@ -45,11 +45,11 @@ class Progress:
     seconds_left: float | None
 
 
-Watch = Callable[[Progress], None]
+Watch = Callable[[ScalingProgress], None]
 
 
 def study(
-    plan: Plan,
+    plan: StudyPlan,
     folder: Path,
     *,
     watch: Watch = lambda progress: None,
@@ -61,12 +61,12 @@ def study(
         _check_same(plan, folder)
         open_corpus(plan.recipe, None, note)  # prepared before the clock runs
         with open_rank_bench(plan, folder) as bench:
-            record = Study(bench, watch).go()
+            record = ScalingStudy(bench, watch).go()
         bench.clean()
     return record
 
 
-def _check_same(plan: Plan, folder: Path) -> None:
+def _check_same(plan: StudyPlan, folder: Path) -> None:
     """A folder holds one study; going on with it must mean the same recipe. Devices and layouts may be added."""
     if not (folder / FILE).exists():
         return
@@ -78,7 +78,7 @@ def _check_same(plan: Plan, folder: Path) -> None:
         )
 
 
-class Study:
+class ScalingStudy:
     """A study being measured."""
 
     def __init__(self, bench: RankBench, watch: Watch) -> None:
@@ -86,13 +86,13 @@ class Study:
         self.file = bench.folder / FILE
         self.started = read_scale(self.file)["started"] if self.file.exists() else _now()
         self.finished: str | None = None
-        self.spots = list(self._spots())
+        self.points = list(self._points())
         self.traces: dict[tuple[str, int, bool], dict[str, Any]] = {}
         self.again: list[Outcome] = []
         self.links: list[Link] = []
         self.done = 0
 
-    def _spots(self) -> Iterator[Spot]:
+    def _points(self) -> Iterator[ScalingPoint]:
         """Every point, those of one device first."""
         for peers in (True, *((False,) if self.plan.without_peers else ())):
             for devices in self.plan.devices:
@@ -102,7 +102,7 @@ class Study:
                     for layout in layouts:
                         yield from self._of(layout, devices, peers)
 
-    def _of(self, layout: str, devices: int, peers: bool) -> Iterator[Spot]:
+    def _of(self, layout: str, devices: int, peers: bool) -> Iterator[ScalingPoint]:
         """The points of a layout on a number of devices: one for both scalings where the step is the same."""
         scalings = [SCALINGS] if devices == self.plan.devices[-1] else [(scaling,) for scaling in SCALINGS]
         for kinds in scalings:
@@ -119,10 +119,12 @@ class Study:
                 **(GROUP_OF_ONE if devices == 1 and layout != ONE else {}),
             }
             found = recipe if refused is None else None
-            spot = Spot(layout, devices, list(kinds), peers, shared, found, refused, sizes, environment)
+            point = ScalingPoint(
+                layout, devices, list(kinds), peers, shared, found, refused, sizes, environment
+            )
             if found is not None and peers and not shared:
-                spot.predicted = predicted(found, self.bench.machine, self.bench.ceilings)
-            yield spot
+                point.predicted = predicted(found, self.bench.machine, self.bench.ceilings)
+            yield point
 
     def _refusal(self, devices: int, peers: bool) -> str | None:
         machine = self.bench.machine
@@ -143,13 +145,13 @@ class Study:
         return None
 
     def go(self) -> ScaleRecord:
-        for spot in self.spots:
-            if spot.recipe is not None:
-                self._trial(spot, 0)
+        for point in self.points:
+            if point.recipe is not None:
+                self._trial(point, 0)
         for number in range(1, self.plan.measure.processes):
-            for spot in self.spots:
-                if spot.processes:
-                    self._trial(spot, number)
+            for point in self.points:
+                if point.processes:
+                    self._trial(point, number)
         if (first := self._first) is not None:
             self._tell(f"{first.name} again")
             assert first.recipe is not None
@@ -161,40 +163,40 @@ class Study:
         return self._tell(None)
 
     @property
-    def _first(self) -> Spot | None:
-        return next((spot for spot in self.spots if spot.processes), None)
+    def _first(self) -> ScalingPoint | None:
+        return next((point for point in self.points if point.processes), None)
 
-    def _trial(self, spot: Spot, number: int) -> None:
-        assert spot.recipe is not None
+    def _trial(self, point: ScalingPoint, number: int) -> None:
+        assert point.recipe is not None
         kind = f"time-{number}"
-        if self.bench.known(spot.recipe, kind, spot.environment) is None:
-            self._tell(spot.name)
-        key = spot.layout, spot.devices, spot.peers
-        wanted = None if number or key in self.traces else self._parity_recipe(spot)
+        if self.bench.known(point.recipe, kind, point.environment) is None:
+            self._tell(point.name)
+        key = point.layout, point.devices, point.peers
+        wanted = None if number or key in self.traces else self._parity_recipe(point)
         outcome = self.bench.run(
-            spot.recipe,
+            point.recipe,
             kind,
-            spot.environment,
-            timed=not spot.shared,
+            point.environment,
+            timed=not point.shared,
             profile=number == 0,
             parity=wanted if isinstance(wanted, Recipe) else None,
         )
-        spot.outcomes.append(outcome)
+        point.outcomes.append(outcome)
         if number == 0:
             if "trace" in outcome.found:
                 self.traces[key] = outcome.found["trace"]
             if outcome.status == "ok":
                 refused = wanted if isinstance(wanted, str) else None
-                spot.parity = judged(self.traces.get(key), self._one_rank(), refused or outcome.reason)
+                point.parity = judged(self.traces.get(key), self._one_rank(), refused or outcome.reason)
         self.done += 1
-        self._tell(spot.name)
+        self._tell(point.name)
 
-    def _parity_recipe(self, spot: Spot) -> Recipe | str:
+    def _parity_recipe(self, point: ScalingPoint) -> Recipe | str:
         """The steps a point is judged by: those of strong scaling; or why there are none."""
-        assert spot.recipe is not None
+        assert point.recipe is not None
         base = laid_out(self.plan.recipe, ONE, 1, self.plan.step_tokens)
         try:
-            return parity_recipe(spot.recipe, base, self.plan.parity.steps, self.plan.parity.changes)
+            return parity_recipe(point.recipe, base, self.plan.parity.steps, self.plan.parity.changes)
         except RecipeError as error:
             return str(error)
 
@@ -227,25 +229,25 @@ class Study:
         """Write the record as it stands, and tell the watcher."""
         record = self.record()
         write_scale(self.file, record)
-        able = [spot for spot in self.spots if spot.recipe is not None]
-        once = sum(bool(spot.outcomes) and not spot.processes for spot in able)
+        able = [point for point in self.points if point.recipe is not None]
+        once = sum(bool(point.outcomes) and not point.processes for point in able)
         total = (len(able) - once) * self.plan.measure.processes + once + 1
         total += sum(count > 1 for count in self.plan.devices) * self.plan.links
         seconds = self.bench.seconds
         left = sum(seconds) / len(seconds) * max(0, total - self.done) if seconds else None
-        self.watch(Progress(record, doing, self.done, max(total, self.done), left))
+        self.watch(ScalingProgress(record, doing, self.done, max(total, self.done), left))
         return record
 
     def record(self) -> ScaleRecord:
         """Everything known so far."""
-        tried = [spot for spot in self.spots if spot.outcomes or spot.refused]
+        tried = [point for point in self.points if point.outcomes or point.refused]
         again = [timed(o.found["timing"]) for o in self.again if "timing" in o.found]
-        families = [spot.timed + (again if spot is self._first else []) for spot in tried]
+        families = [point.timed + (again if point is self._first else []) for point in tried]
         floors = floors_of(families, self.plan.measure.noise_floor)
         drift = None
         if again and (first := self._first) is not None:
             drift = drift_of(first.timed, again, floors)
-        counted = (str(t.get("counted", "processed")) for spot in tried for t in spot.timings)
+        counted = (str(t.get("counted", "processed")) for point in tried for t in point.timings)
         return {
             "format": FORMAT,
             "name": self.plan.name,
@@ -260,7 +262,7 @@ class Study:
             "threads_per_rank": self.bench.threads,
             "counted": next(counted, "processed"),
             "formulas": FORMULAS,
-            "points": [point_of(spot, tried, floors) for spot in tried],
+            "points": [point_of(point, tried, floors) for point in tried],
             "comparisons": comparisons_of(tried, floors),
             "links": self.links,
             "drift": drift,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rush.errors import RecipeError
-from rush.lab.ladder.ladder_file import Measure, Parity, read_table
+from rush.lab.ladder.ladder_file import MeasureConfig, ParityConfig, read_table
 from rush.lab.scaling.layouts import base_of, read_layout
 from rush.ready import short_name
 from rush.recipe import Recipe
@@ -21,13 +21,13 @@ PARITY_STEPS = 6
 
 
 @dataclass(frozen=True)
-class Plan:
+class StudyPlan:
     name: str
     recipe: Recipe
     devices: tuple[int, ...]
     layouts: tuple[str, ...]
-    measure: Measure
-    parity: Parity
+    measure: MeasureConfig
+    parity: ParityConfig
     without_peers: bool = False
     """Whether to measure everything again with peer-to-peer switched off."""
     share_device: bool = False
@@ -58,7 +58,7 @@ class Plan:
         return total
 
 
-def load_plan(name: str, overrides: Iterable[str], devices: str, layouts: str, **options: Any) -> Plan:
+def load_study(name: str, overrides: Iterable[str], devices: str, layouts: str, **options: Any) -> StudyPlan:
     """A study of a recipe by name or path. Overrides change the recipe, or `measure.` and `parity.` keys."""
     tree = read_tree(name)
     own: dict[str, Any] = {"measure": dict(USUAL), "parity": {"steps": PARITY_STEPS}}
@@ -75,13 +75,13 @@ def load_plan(name: str, overrides: Iterable[str], devices: str, layouts: str, *
         raise RecipeError(
             f"--group-of-one measures ddp on one device, but --devices is {devices}; add 1 to it, or leave --group-of-one out."
         )
-    return Plan(
+    return StudyPlan(
         short_name(name),
         recipe,
         numbers,
         read_layouts(layouts),
-        read_table(Measure, own, "measure", "rush scale"),
-        read_table(Parity, own, "parity", "rush scale"),
+        read_table(MeasureConfig, own, "measure", "rush scale"),
+        read_table(ParityConfig, own, "parity", "rush scale"),
         **options,
     )
 

@@ -26,7 +26,7 @@ from rush.hardware.catalog import CATALOG, datasheet_peak
 from rush.hub.folders import starting_weights
 from rush.lab.parity.trace import trace
 from rush.lab.trial.parent_death import die_with_parent
-from rush.lab.trial.result import Result, settle
+from rush.lab.trial.result import TrialResult, settle
 from rush.lab.trial.timing import Stepper, Timing, time_steps
 from rush.profiling.observe import observe
 from rush.recipe import Recipe
@@ -38,13 +38,13 @@ from rush.techniques.api.rates import rates_to_measure
 from rush.train.build import Run, build
 from rush.train.corpus import Corpus, open_corpus
 
-Work = Callable[[Mapping[str, Any], Result], None]
+Work = Callable[[Mapping[str, Any], TrialResult], None]
 
 
 def main(spec_path: str, result_path: str, parent: int) -> None:
     die_with_parent(parent)
     spec = json.loads(Path(spec_path).read_text())
-    result = Result(Path(result_path))
+    result = TrialResult(Path(result_path))
     settle(result, lambda: _work_of(spec["kind"])(spec, result))
 
 
@@ -57,7 +57,7 @@ def _work_of(kind: str) -> Work:
     return work
 
 
-def _look(spec: Mapping[str, Any], result: Result) -> None:
+def _look(spec: Mapping[str, Any], result: TrialResult) -> None:
     """What the machine is; and of GPUs how fast, which predictions are made from."""
     machine = probe(spec["device"])
     result.add(machine=machine.to_dict())
@@ -65,7 +65,7 @@ def _look(spec: Mapping[str, Any], result: Result) -> None:
         result.add(ceilings=ceilings(machine).rates())
 
 
-def _prepare(spec: Mapping[str, Any], result: Result) -> None:
+def _prepare(spec: Mapping[str, Any], result: TrialResult) -> None:
     """What is done once per ladder, here so that the ladder itself never touches the device."""
     machine = probe(spec["device"])
     result.add(machine=machine.to_dict())
@@ -76,7 +76,7 @@ def _prepare(spec: Mapping[str, Any], result: Result) -> None:
     result.add(ceilings=rates, peaks=peaks or None)
 
 
-def _measure(spec: Mapping[str, Any], result: Result) -> None:
+def _measure(spec: Mapping[str, Any], result: TrialResult) -> None:
     """Time the recipe, watch it, and trace its parity, as far as the spec asks for each."""
     for path in spec["extra_techniques"]:
         add_technique(Path(path))
@@ -97,7 +97,9 @@ def _measure(spec: Mapping[str, Any], result: Result) -> None:
         result.took(f"parity {number}", began)
 
 
-def _time(recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, Any], result: Result) -> None:
+def _time(
+    recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, Any], result: TrialResult
+) -> None:
     began = time.monotonic()
     weights = starting_weights(recipe)
     run = build(recipe, machine, weights)
@@ -113,7 +115,7 @@ def _time(recipe: Recipe, machine: Machine, corpus: Corpus, spec: Mapping[str, A
             result.took("profile", began)
 
 
-def _watch(run: Run, stepper: Stepper, result: Result) -> None:
+def _watch(run: Run, stepper: Stepper, result: TrialResult) -> None:
     seen = observe(run, stepper.batches)
     proofs = prove(run.uses, seen)
     evidence = [

@@ -15,7 +15,7 @@ from rush.files import json_safe, write_json_atomic
 _NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "not enough memory")
 
 
-def settle(result: Result, work: Callable[[], None]) -> None:
+def settle(result: TrialResult, work: Callable[[], None]) -> None:
     """Do the work and write down what became of it; what means nothing to a study is raised."""
     try:
         work()
@@ -38,7 +38,7 @@ def settle(result: Result, work: Callable[[], None]) -> None:
         result.finish("out_of_memory", f"memory ran out: {str(error).splitlines()[0][:300]}")
 
 
-class Result:
+class TrialResult:
     """What was found so far; written after every part."""
 
     def __init__(self, path: Path) -> None:

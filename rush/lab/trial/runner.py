@@ -20,7 +20,7 @@ from typing import Any
 from rush.errors import MachineError
 from rush.files import write_json_atomic
 from rush.hardware import Machine
-from rush.lab.ladder.ladder_file import Measure, Plan
+from rush.lab.ladder.ladder_file import LadderPlan, MeasureConfig
 from rush.lab.life.usable import live, quick
 from rush.lab.parity.trace import parity_recipe
 from rush.lab.trial.starter import COMMANDS, Starter
@@ -35,7 +35,7 @@ TIMING = ("windows", "window_ms", "warmup_max_steps", "warmup_max_s", "timed_max
 
 @dataclass
 class Bench:
-    plan: Plan
+    plan: LadderPlan
     folder: Path
     starter: Starter
     machine: Machine
@@ -190,7 +190,7 @@ class Bench:
 
 @contextmanager
 def open_bench(
-    plan: Plan, folder: Path, extra_techniques: Sequence[Path] = (), *, every_dtype: bool = False
+    plan: LadderPlan, folder: Path, extra_techniques: Sequence[Path] = (), *, every_dtype: bool = False
 ) -> Iterator[Bench]:
     """Learn what the machine is and how fast, in a process of its own: the ladder never touches the device. A CPU multiplies
     some dtypes hundreds of times slower than others: `every_dtype` says to ask for all, to know before a trial."""
@@ -198,7 +198,7 @@ def open_bench(
     # Lives end as a user's runs do, but for taking the interpreter apart, which would take longer than all their steps.
     starter = Starter(COMMANDS, dismantle=False)
     try:
-        outcome = execute(starter, spec, folder / "work" / "prepare", Measure().limit_s)
+        outcome = execute(starter, spec, folder / "work" / "prepare", MeasureConfig().limit_s)
         if outcome.status != "ok":
             raise MachineError(f"the machine could not be probed: {outcome.reason}")
         found = outcome.found

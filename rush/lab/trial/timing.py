@@ -180,7 +180,7 @@ def timed(timing: Mapping[str, Any]) -> Timed:
 
 
 def _work(run: Run) -> int | None:
-    """Unknown for a model that is not ours, a rival's."""
+    """Unknown for a model that is not ours, a baseline's."""
     return run.flops_per_token() if isinstance(run.model, Decoder) else None
 
 
