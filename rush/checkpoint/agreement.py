@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rush.parallel import Ranks
-from rush.parallel.ranks import error_of
+from rush.parallel.ranks import remote_error
 
 ASK_AGAIN_S = 0.02
 """Between two looks at the store. A blocking wait there would keep the training from using it."""
@@ -56,7 +56,7 @@ class Meeting:
         assert self.ranks.store is not None
         self.ranks.store.add(self._key(f"{what}/heard"), 1)
         if "error" in told:
-            raise error_of(told["error"], told["says"])
+            raise remote_error(told["error"], told["says"])
         value: str = told["value"]
         return value
 
@@ -72,7 +72,7 @@ class Meeting:
             part = self._heard(f"part/{rank}")
             self.ranks.store.delete_key(self._key(f"part/{rank}"))
             if "error" in part:
-                raise error_of(part["error"], f"rank {rank}: {part['says']}")
+                raise remote_error(part["error"], f"rank {rank}: {part['says']}")
             found.append(part)
         return found
 

@@ -23,8 +23,8 @@ from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantized import QuantisedLinear, form_of, quantize_linears
 from rush.models.quantized_formats import Form
 from rush.parallel import Ranks
-from rush.parallel.pipeline import collect
-from rush.parallel.sharded import gather, is_sharded, whole
+from rush.parallel.pipeline import gather_stages
+from rush.parallel.sharded import full_tensor, gather, is_sharded
 
 ROOMY = 0.8
 """Of the memory that is free somewhere, what a whole model that is put together there may take."""
@@ -55,7 +55,7 @@ def _told(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
         _rounded_names(model),
         {name: asdict(adapter.spec) for name, _, adapter in adapters(model)},
     ]
-    heard = [own] if ranks.stages is None else ranks.gathered(own)
+    heard = [own] if ranks.stages is None else ranks.all_gather_object(own)
     exact, rounded, specs = ({k: v for parts in heard for k, v in parts[n].items()} for n in range(3))
     return {"digest": _name_of(exact), "values": _name_of(rounded)[:32], "adapters": specs}
 
@@ -64,7 +64,7 @@ def _exact_names(model: nn.Module) -> dict[str, str]:
     """Names the frozen values exactly. A quantized layer is named by what it was made from, so the name is the same on
     every device."""
     told = {
-        name: fingerprint(whole(parameter))
+        name: fingerprint(full_tensor(parameter))
         for name, parameter in model.named_parameters()
         if not parameter.requires_grad and parameter.is_floating_point()
     }
@@ -83,7 +83,7 @@ def base_identity(base: nn.Module | Mapping[str, Tensor]) -> str:
 def _rounded_names(base: nn.Module | Mapping[str, Tensor]) -> dict[str, str]:
     given = dict(base.named_parameters()) if isinstance(base, nn.Module) else base
     told = {
-        name: base_fingerprint(whole(value))
+        name: base_fingerprint(full_tensor(value))
         for name, value in given.items()
         if ".adapter." not in name and value.is_floating_point()
     }
@@ -127,7 +127,7 @@ def _short(value: Any) -> str:
     return str(value)[:12]
 
 
-def whole_place(model: Decoder) -> torch.device | None:
+def gather_device(model: Decoder) -> torch.device | None:
     """Where the first rank can put all of a model in parts together: where it is computed with, if it is in stages and there is
     room, or on the host; None if that has no room either."""
     held = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}.values()
@@ -140,7 +140,7 @@ def whole_place(model: Decoder) -> torch.device | None:
     return torch.device("cpu") if size < ROOMY * free_memory("cpu") else None
 
 
-def whole_model(model: Decoder, ranks: Ranks, place: torch.device | None = None) -> Decoder | None:
+def gathered_model(model: Decoder, ranks: Ranks, place: torch.device | None = None) -> Decoder | None:
     """All of a model in parts, adapters and codes included, without what techniques changed: for the first rank, and the
     others must ask as well. One that is sharded is put together on the host, one in stages where it is computed with, or in
     the `place` that the first rank says."""
@@ -151,7 +151,7 @@ def whole_model(model: Decoder, ranks: Ranks, place: torch.device | None = None)
     place = place or sent_from
     values = gather(tensors, keep or stages is not None)
     if stages is not None:
-        values = collect(values, stages, sent_from, place)
+        values = gather_stages(values, stages, sent_from, place)
     if not keep:
         return None
     with torch.device("meta"):

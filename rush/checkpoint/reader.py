@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rush.checkpoint.tensor_names import DTYPES, TensorFile, describe, dtype_name
 from rush.errors import DataError
-from rush.parallel.placement import parts_of
+from rush.parallel.placement import local_shards
 from rush.records.checkpoint_pieces import (
     PIECES,
     Box,
@@ -81,19 +81,19 @@ class SavedTensors(Mapping[str, Tensor]):
         shape = self._pieces(name).shape
         if by_rows and len(shape) == 1 and tensor.dim() == 2 and tensor.numel() == shape[0]:
             width = tensor.shape[1]
-            for part in parts_of(tensor):
+            for part in local_shards(tensor):
                 rows, columns = part.values.shape
                 flat = torch.empty(rows * width, dtype=tensor.dtype)
                 self._read(name, ((part.offset[0] * width,), (flat.numel(),)), flat)
                 part.values.copy_(flat.view(rows, width).narrow(1, part.offset[1], columns))
             return
         assert tuple(tensor.shape) == shape, name
-        for part in parts_of(tensor):
+        for part in local_shards(tensor):
             self._read(name, (part.offset, tuple(part.values.shape)), part.values)
 
     def check(self, tensor: Tensor, name: str) -> None:
         """Compare the files with the table, for what `fill` would read, so that nothing is refused half-way."""
-        for part in parts_of(tensor):
+        for part in local_shards(tensor):
             for piece, _ in self._overlapping(name, (part.offset, tuple(part.values.shape))):
                 self._piece(name, piece)
 

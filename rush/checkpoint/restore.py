@@ -35,7 +35,7 @@ from rush.errors import DataError
 from rush.models.adapters import is_adapted
 from rush.parallel import Ranks
 from rush.parallel.placement import table_like
-from rush.parallel.sharded import cuts, is_sharded
+from rush.parallel.sharded import is_sharded, sharded_dims
 from rush.records.checkpoint_store import Checkpoint, CheckpointStore, verify
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
@@ -249,7 +249,7 @@ def _by_rows(shape: torch.Size, parameter: Tensor) -> tuple[int, ...] | None:
     if parameter.dim() != 2 or count % rows or parameter.numel() % count:
         return None
     width, block = parameter.shape[1], parameter.numel() // count
-    pieces = math.prod(cut.ranks for cut in cuts(parameter) if cut.dim == 1)
+    pieces = math.prod(cut.ranks for cut in sharded_dims(parameter) if cut.dim == 1)
     return None if width % block or (width // pieces) % block else (rows, count // rows)
 
 

@@ -24,13 +24,13 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from rush.checkpoint.frozen_base import describe_base
-from rush.checkpoint.snapshot import Copy, NoRoom, Staging
+from rush.checkpoint.snapshot import Copy, NoHostMemory, Staging
 from rush.checkpoint.state import clean_name, pack_model, pack_optimizer, pack_random
-from rush.checkpoint.writer import NTH, Content, Writer
+from rush.checkpoint.writer import NTH, CheckpointContent, Writer
 from rush.hardware.memory_use import Limit, host_room, process_memory
 from rush.models.adapters import is_adapted
 from rush.parallel import Ranks
-from rush.parallel.placement import Part, to_write
+from rush.parallel.placement import TensorShard, to_write
 from rush.records.checkpoint_pieces import KINDS
 from rush.records.checkpoint_store import CheckpointStore
 
@@ -38,7 +38,7 @@ LOOK_S = 0.5
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """A save that is done."""
 
     step: int
@@ -55,16 +55,16 @@ class Saved:
 
 
 @dataclass
-class _Job:
+class _SaveJob:
     """A save, independent of what training does meanwhile."""
 
-    content: Content
+    content: CheckpointContent
     began: float
     waited_s: float = 0.0
     packed_s: float = 0.0
     copy: Copy | None = None
     """Of a save in the background."""
-    done: Saved | None = None
+    done: SaveResult | None = None
     error: BaseException | None = None
 
     @property
@@ -84,7 +84,7 @@ class Saver:
     checkpoints: CheckpointStore
     ranks: Ranks = field(default_factory=Ranks)
     background: bool = True
-    after: Callable[[Saved], None] = lambda saved: None
+    after: Callable[[SaveResult], None] = lambda saved: None
     """Called by rank 0 once a checkpoint is sealed, in the thread that wrote it."""
     note: Callable[[str], None] = lambda text: None
     room: Callable[[], float] = host_room
@@ -92,7 +92,7 @@ class Saver:
 
     def __post_init__(self) -> None:
         self._staging = Staging(self.room)
-        self._job: _Job | None = None
+        self._job: _SaveJob | None = None
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
         self._hook: RemovableHandle | None = None
@@ -148,7 +148,7 @@ class Saver:
             self._preparing = threading.Thread(target=self._staging.get, args=(parts,), daemon=True)
             self._preparing.start()
 
-    def _copied(self, job: _Job, model: nn.Module) -> Copy | None:
+    def _copied(self, job: _SaveJob, model: nn.Module) -> Copy | None:
         """A copy of the state, begun; None where there is to be none, or some rank has no room for one."""
         trained = {clean_name(name) for name, p in model.named_parameters() if p.requires_grad}
         made: list[Copy] = []
@@ -164,9 +164,9 @@ class Saver:
         why = ""
         try:
             attempt()
-        except NoRoom as error:
+        except NoHostMemory as error:
             why = f"{error}" if self.ranks.main else f"on rank {self.ranks.rank} {error}"
-        told = [each for each in self.ranks.gathered(why) if each]
+        told = [each for each in self.ranks.all_gather_object(why) if each]
         if told:
             self.background = False
             self._staging.let_go()
@@ -186,7 +186,7 @@ class Saver:
         """Whether a save has gone wrong, which `wait` will raise."""
         return self._job is not None and self._job.error is not None
 
-    def wait(self) -> Saved | None:
+    def wait(self) -> SaveResult | None:
         """Let the save that is under way come to its end. Raises what went wrong with it, on all ranks alike."""
         while self._thread is not None:
             self._thread.join(LOOK_S)  # in short turns, so that a signal is heard
@@ -220,7 +220,7 @@ class Saver:
         extra: Mapping[str, Any],
         metrics: Mapping[str, float | None] | None,
         meta: Mapping[str, Any] | None,
-    ) -> _Job:
+    ) -> _SaveJob:
         began = time.perf_counter()
         parts, tied, table = self._parts(model, optimizer)
         random_tensors, random_state = pack_random()
@@ -229,25 +229,27 @@ class Saver:
             state["base"] = describe_base(model, self.ranks)  # of a base in parts all ranks must ask
         sealed = {"metrics": dict(metrics or {}), **(meta or {})}
         number = self.ranks.next_call()
-        return _Job(Content(step, number, parts, tied, table, state, random_tensors, sealed), began)
+        return _SaveJob(
+            CheckpointContent(step, number, parts, tied, table, state, random_tensors, sealed), began
+        )
 
     def _parts(
         self, model: nn.Module, optimizer: Optimizer
-    ) -> tuple[dict[str, dict[str, Part]], dict[str, str], dict[str, Any]]:
+    ) -> tuple[dict[str, dict[str, TensorShard]], dict[str, str], dict[str, Any]]:
         """What this rank writes of model and optimizer, the model's ties, the optimizer's table."""
         model_tensors, tied = pack_model(model)
         optimizer_tensors, table = pack_optimizer(model, optimizer)
         # Dealt out together, so that all ranks have as much to write of both.
         both = {f"model:{name}": tensor for name, tensor in model_tensors.items()}
         both |= {f"optimizer:{name}": tensor for name, tensor in optimizer_tensors.items()}
-        parts: dict[str, dict[str, Part]] = {kind: {} for kind in KINDS}
+        parts: dict[str, dict[str, TensorShard]] = {kind: {} for kind in KINDS}
         for name, held in to_write(both, self.ranks).items():
             kind, _, own = name.partition(":")
             # In a file every piece has a name of its own.
             parts[kind] |= {own if len(held) == 1 else f"{own}{NTH}{n}": part for n, part in enumerate(held)}
         return parts, tied, table
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _SaveJob) -> None:
         """Write this rank's part, and rank 0 the rest; in a thread or not."""
         try:
             if job.copy is not None:
@@ -256,11 +258,11 @@ class Saver:
         except BaseException as error:
             job.error = error
 
-    def _finish(self, job: _Job, path: Path) -> None:
+    def _finish(self, job: _SaveJob, path: Path) -> None:
         save_s = time.perf_counter() - job.began
         in_background = job.copy is not None
         blocked_s = job.blocked_s if in_background else save_s
-        job.done = Saved(
+        job.done = SaveResult(
             job.content.step, path, save_s, blocked_s, job.waited_s, job.content.num_bytes, in_background
         )
         if self.ranks.main:

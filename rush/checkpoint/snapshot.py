@@ -3,7 +3,7 @@
 What only an update of the weights changes need not be copied at once: the next forward and backward pass read it too. So what
 lies in host memory is copied beside them, by the thread that will write it, and the update waits for the rest.
 
-The copy is a convenience, and never worth the run: where the host has no memory for it, `NoRoom` says why, and the state is
+The copy is a convenience, and never worth the run: where the host has no memory for it, `NoHostMemory` says why, and the state is
 written from where it is while training waits.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from rush.hardware.memory_use import give_back_freed, host_room
-from rush.parallel.placement import Part
+from rush.parallel.placement import TensorShard
 
 MARGIN = 1.1
 """Times the bytes of a copy that must be free."""
@@ -35,7 +35,7 @@ def staged_bytes(like: Tensor) -> int:
 class Copy:
     """A state on its way to memory that training does not change."""
 
-    parts: dict[str, dict[str, Part]]
+    parts: dict[str, dict[str, TensorShard]]
     """Where it is, once `finish` has been called."""
     left: list[tuple[Tensor, Tensor]]
     """What is still to be copied, as pairs of to and from."""
@@ -63,7 +63,7 @@ class Copy:
         return max(0.0, self._finished_at - self._wanted_at)
 
 
-class NoRoom(Exception):
+class NoHostMemory(Exception):
     """The host has no memory for a copy of the state."""
 
 
@@ -75,21 +75,21 @@ class Staging:
         """Bytes that it may take besides what it holds."""
         self._held: dict[str, Tensor] = {}
 
-    def check_room(self, parts: Mapping[str, Mapping[str, Part]]) -> None:
-        """NoRoom unless the host has memory for a copy of what is not held yet."""
+    def check_room(self, parts: Mapping[str, Mapping[str, TensorShard]]) -> None:
+        """NoHostMemory unless the host has memory for a copy of what is not held yet."""
         needed = 0
         for kind, named in parts.items():
             for name, part in named.items():
                 held = self._held.get(f"{kind}:{name}")
                 needed += staged_bytes(part.values) if held is None else 0
         if needed and (room := self._room()) < MARGIN * needed:
-            raise NoRoom(
+            raise NoHostMemory(
                 f"it takes {needed / 2**30:.2f} GiB, and {max(0.0, room) / 2**30:.2f} are free for it"
             )
 
-    def get(self, parts: Mapping[str, Mapping[str, Part]]) -> None:
+    def get(self, parts: Mapping[str, Mapping[str, TensorShard]]) -> None:
         """Take all memory that a copy will need; pages that were never touched are not there yet."""
-        with contextlib.suppress(NoRoom):  # told when it is needed
+        with contextlib.suppress(NoHostMemory):  # told when it is needed
             for kind, named in parts.items():
                 for name, part in named.items():
                     self._buffer(f"{kind}:{name}", part.values).zero_()
@@ -99,14 +99,16 @@ class Staging:
         self._held.clear()
         give_back_freed()
 
-    def copy(self, parts: Mapping[str, Mapping[str, Part]], may_wait: Callable[[str, str], bool]) -> Copy:
+    def copy(
+        self, parts: Mapping[str, Mapping[str, TensorShard]], may_wait: Callable[[str, str], bool]
+    ) -> Copy:
         """Begin to copy these parts; those that `may_wait` (by kind and name) and lie in host memory are left to `finish`."""
         copy = Copy({kind: {} for kind in parts}, [])
         on_device = False
         for kind, named in parts.items():
             for name, part in named.items():
                 buffer = self._buffer(f"{kind}:{name}", part.values)
-                copy.parts[kind][name] = Part(buffer, part.offset, part.whole)
+                copy.parts[kind][name] = TensorShard(buffer, part.offset, part.whole)
                 if part.values.device.type == "cpu" and may_wait(kind, name):
                     copy.left.append((buffer, part.values))
                     continue
@@ -122,6 +124,8 @@ class Staging:
             try:
                 held = torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
             except (RuntimeError, MemoryError) as error:
-                raise NoRoom(str(error).splitlines()[0] if str(error) else "the allocation failed") from error
+                raise NoHostMemory(
+                    str(error).splitlines()[0] if str(error) else "the allocation failed"
+                ) from error
             self._held[name] = held
         return held

@@ -20,7 +20,7 @@ from rush.checkpoint.state import join_optimizers
 from rush.checkpoint.tensor_names import dtype_name, save_tensors
 from rush.files import write_atomic, write_json_atomic
 from rush.parallel import Ranks
-from rush.parallel.placement import Part
+from rush.parallel.placement import TensorShard
 from rush.records.checkpoint_manifest import FileEntry
 from rush.records.checkpoint_pieces import (
     KINDS,
@@ -42,18 +42,18 @@ NTH = "#"
 """Before the number of a piece, where a rank writes several of one tensor."""
 TORCH_KEY = "DCP_SHARDING_INFO"
 """Where torch's own safetensors checkpoints say, in a file's header, at which offsets its pieces lie."""
-Sealed = Callable[[Path], None]
+OnCommit = Callable[[Path], None]
 """Told the checkpoint's path once it is sealed, before rank 0 tells the others."""
 
 
 @dataclass(frozen=True)
-class Content:
+class CheckpointContent:
     """What one save has to write."""
 
     step: int
     number: int
     """Of this save among all things that ranks tell each other."""
-    parts: dict[str, dict[str, Part]]
+    parts: dict[str, dict[str, TensorShard]]
     """What this rank writes of model and optimizer, by kind and name in the file."""
     tied: dict[str, str]
     optimizer: dict[str, Any]
@@ -75,7 +75,7 @@ class Writer:
     go_on: Callable[[], None]
     """Called between files; raises when there is no time left for them."""
 
-    def write(self, content: Content, sealed: Sealed) -> None:
+    def write(self, content: CheckpointContent, sealed: OnCommit) -> None:
         if self.ranks.alone:
             self._write_alone(content, sealed)
         else:
@@ -83,7 +83,7 @@ class Writer:
 
     # --- one rank ------------------------------------------------------------------------------------
 
-    def _write_alone(self, content: Content, sealed: Sealed) -> None:
+    def _write_alone(self, content: CheckpointContent, sealed: OnCommit) -> None:
         folder = self.checkpoints.begin(content.step)
         try:
             known: dict[str, FileEntry] = {}
@@ -99,7 +99,7 @@ class Writer:
             self.checkpoints.discard(content.step)
 
     def _seal(
-        self, content: Content, folder: Path, state: Mapping[str, Any], known: dict[str, FileEntry]
+        self, content: CheckpointContent, folder: Path, state: Mapping[str, Any], known: dict[str, FileEntry]
     ) -> Path:
         known[RANDOM] = save_tensors(folder / RANDOM, content.random, {})
         write_json_atomic(folder / STATE, state)
@@ -108,7 +108,7 @@ class Writer:
 
     # --- several ranks -------------------------------------------------------------------------------
 
-    def _write_together(self, content: Content, sealed: Sealed) -> None:
+    def _write_together(self, content: CheckpointContent, sealed: OnCommit) -> None:
         """Rank 0 begins, all write, rank 0 seals; what one cannot do, none has done."""
         meeting = Meeting(self.ranks, content.number, self.go_on)
         if not self.ranks.main:
@@ -134,7 +134,7 @@ class Writer:
         finally:
             self.checkpoints.discard(content.step)
 
-    def _write_part(self, content: Content, folder: Path) -> dict[str, Any]:
+    def _write_part(self, content: CheckpointContent, folder: Path) -> dict[str, Any]:
         """Write this rank's pieces; what the others need to know of them."""
         files: dict[str, FileEntry] = {}
         tables: dict[str, PieceTable] = {}
@@ -157,7 +157,7 @@ class Writer:
             told["optimizer"] = content.optimizer
         return told
 
-    def _gather(self, content: Content, folder: Path, meeting: Meeting) -> Path:
+    def _gather(self, content: CheckpointContent, folder: Path, meeting: Meeting) -> Path:
         """Write rank 0's part, wait for those of the others, and seal the whole."""
         parts = [self._write_part(content, folder), *meeting.hear_parts()]
         known = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
@@ -172,7 +172,7 @@ class Writer:
         return self._seal(content, folder, {**content.state, "optimizer": optimizer}, known)
 
 
-def _described(key: str, part: Part, file: str) -> PieceTable:
+def _described(key: str, part: TensorShard, file: str) -> PieceTable:
     name, nth, _ = key.partition(NTH)
     piece = Piece(file, part.offset, tuple(part.values.shape), key if nth else "")
     return PieceTable({name: Pieces(dtype_name(part.values.dtype), part.whole, (piece,))})

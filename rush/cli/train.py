@@ -144,7 +144,7 @@ def _train_here(
     from rush.parallel.restarts import restarted
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder
-    from rush.train.failures import Doing, tell_late
+    from rush.train.failures import RunStatus, report_late
     from rush.train.loop import train_recipe
     from rush.train.view import Silent, terminal_view
 
@@ -156,8 +156,8 @@ def _train_here(
         _warn_of_another_machine(Path(recipe).expanduser(), chosen)
     view = Silent() if json else terminal_view()
     stored = folder / "recipe.toml"
-    doing = Doing(RunFolder(folder), chosen or (load_recipe(str(stored)) if stored.is_file() else None))
-    tell_by(partial(tell_late, doing, doing.uses()))
+    doing = RunStatus(RunFolder(folder), chosen or (load_recipe(str(stored)) if stored.is_file() else None))
+    tell_by(partial(report_late, doing, doing.uses()))
     return train_recipe(chosen, folder, resume=resume or restarted(), view=view)
 
 
@@ -281,8 +281,8 @@ def _one_message() -> Iterator[None]:
     if "RANK" not in os.environ:
         yield
         return
-    from rush.parallel import started_rank, started_world, tell_absent
-    from rush.parallel.ranks import SAID
+    from rush.parallel import report_absent, started_rank, started_world
+    from rush.parallel.ranks import FROM_RANK_0
     from rush.parallel.rendezvous import LEAVE_S
     from rush.parallel.restarts import failed_before, note_failure
 
@@ -298,7 +298,7 @@ def _one_message() -> Iterator[None]:
         if rank == 0 or started_world() == 1:
             raise
         began = time.monotonic()
-        said = SAID in getattr(error, "__notes__", ()) or tell_absent(error)
+        said = FROM_RANK_0 in getattr(error, "__notes__", ()) or report_absent(error)
         if not said and not isinstance(error, RecipeError | Diverged):
             typer.secho(f"error on rank {rank}: {error}", err=True, fg="red")
         else:

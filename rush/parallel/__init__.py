@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from rush.parallel.process_group import check_world, join
 from rush.parallel.ranks import AXES, DATA_AXES, Ranks
-from rush.parallel.rendezvous import started_rank, started_world, tell_absent
+from rush.parallel.rendezvous import report_absent, started_rank, started_world
 
 __all__ = [
     "AXES",
@@ -15,7 +15,7 @@ __all__ = [
     "Ranks",
     "check_world",
     "join",
+    "report_absent",
     "started_rank",
     "started_world",
-    "tell_absent",
 ]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class Kernel(NamedTuple):
+class BlockKernel(NamedTuple):
     """Attention of a chunk of queries to a chunk of keys."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
@@ -158,9 +158,9 @@ def _no_seed(q: Tensor) -> Tensor:
 
 
 KERNELS = {
-    "plain": Kernel(plain_forward, plain_backward),
-    "flash on cpu": Kernel(cpu_flash_forward, cpu_flash_backward),
-    "flash on cuda": Kernel(cuda_flash_forward, cuda_flash_backward),
-    "cudnn": Kernel(cudnn_forward, cudnn_backward),
-    "triton": Kernel(triton_forward, triton_backward),
+    "plain": BlockKernel(plain_forward, plain_backward),
+    "flash on cpu": BlockKernel(cpu_flash_forward, cpu_flash_backward),
+    "flash on cuda": BlockKernel(cuda_flash_forward, cuda_flash_backward),
+    "cudnn": BlockKernel(cudnn_forward, cudnn_backward),
+    "triton": BlockKernel(triton_forward, triton_backward),
 }

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
-class Split:
+class SequenceSplit:
     """How the positions of a row are divided among ranks."""
 
     ranks: int
@@ -62,7 +62,7 @@ class Split:
         return sum(chunk * size * size + size * (size + 1) // 2 for chunk in self.chunks_of(rank))
 
 
-def gather_parts(own: Tensor, ranks: int, group: str) -> Tensor:
+def all_gather(own: Tensor, ranks: int, group: str) -> Tensor:
     """The tensors of all ranks, [rank, ...]; in the backward pass each gets the sum of its gradients on all."""
     collectives = torch.ops._c10d_functional
     flat = collectives.all_gather_into_tensor(own.contiguous(), ranks, group)
@@ -70,13 +70,13 @@ def gather_parts(own: Tensor, ranks: int, group: str) -> Tensor:
     return parts
 
 
-class GatheredCore(nn.Module):
+class AllGatherAttention(nn.Module):
     """The attention core `inner` over the whole row, for the queries of this rank.
 
     `inner` must know `query_offset`: its queries are the last positions of the keys that it is given.
     """
 
-    def __init__(self, inner: nn.Module, split: Split, group: str) -> None:
+    def __init__(self, inner: nn.Module, split: SequenceSplit, group: str) -> None:
         super().__init__()
         self.inner, self.split, self.group = inner, split, group
 
@@ -90,7 +90,7 @@ class GatheredCore(nn.Module):
         query_offset: int = 0,
     ) -> Tensor:
         assert query_offset == 0, "decoding with a cache uses the plain core"
-        both = gather_parts(torch.stack((k_bktd, v_bktd)), self.split.ranks, self.group)
+        both = all_gather(torch.stack((k_bktd, v_bktd)), self.split.ranks, self.group)
         k_bksd, v_bksd = self.split.in_order(both, 3)
         outputs = []
         for place, q_bhnd in enumerate(q_bhtd.chunk(len(self.split.own), 2)):
@@ -111,7 +111,7 @@ class GatheredCore(nn.Module):
 class ChunkDocuments(nn.Module):
     """Packed documents for each chunk of queries: in the form that the core wants, up to the chunk's end."""
 
-    def __init__(self, inner: nn.Module, split: Split) -> None:
+    def __init__(self, inner: nn.Module, split: SequenceSplit) -> None:
         super().__init__()
         self.inner, self.split = inner, split
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from rush.parallel.sharded import is_sharded, own_part
+from rush.parallel.sharded import is_sharded, local_tensor
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -29,13 +29,13 @@ Compute = Callable[[Any, Any, Tensor | None], Tensor]
 
 
 @dataclass(frozen=True)
-class Kind:
+class PipelineSchedule:
     """A schedule torch has."""
 
     name: str
-    torchs: str
-    fewest: int
-    most: int
+    torch_class: str
+    min_stages: int
+    max_stages: int
     """Stages a rank may have."""
     looped: bool = True
     """Whether a rank's stages are a round apart; else they lie like a V: the first rank has the first and the last."""
@@ -59,14 +59,14 @@ class Kind:
         return micro_batches >= 1
 
 
-KINDS: Mapping[str, Kind] = {
+SCHEDULES: Mapping[str, PipelineSchedule] = {
     kind.name: kind
     for kind in (
-        Kind("1f1b", "Schedule1F1B", 1, 1),
-        Kind("gpipe", "ScheduleGPipe", 1, 1),
-        Kind("interleaved", "ScheduleInterleaved1F1B", 2, 8),
-        Kind("zero_bubble", "ScheduleInterleavedZeroBubble", 1, 8, splits_backward=True),
-        Kind("zbv", "ScheduleZBVZeroBubble", 2, 2, looped=False, splits_backward=True),
+        PipelineSchedule("1f1b", "Schedule1F1B", 1, 1),
+        PipelineSchedule("gpipe", "ScheduleGPipe", 1, 1),
+        PipelineSchedule("interleaved", "ScheduleInterleaved1F1B", 2, 8),
+        PipelineSchedule("zero_bubble", "ScheduleInterleavedZeroBubble", 1, 8, splits_backward=True),
+        PipelineSchedule("zbv", "ScheduleZBVZeroBubble", 2, 2, looped=False, splits_backward=True),
     )
 }
 
@@ -75,7 +75,7 @@ KINDS: Mapping[str, Kind] = {
 class Pipeline:
     """This rank's stages, and how micro batches go through them together with the other ranks."""
 
-    kind: Kind
+    kind: PipelineSchedule
     stages: Sequence[Any]
     """Modules with a `span` and a `call`, in their order."""
     modules: Sequence[nn.Module]
@@ -93,7 +93,7 @@ class Pipeline:
 
     def __post_init__(self) -> None:
         self._rank_of = self.kind.ranks_of(self.group.size(), self.num_stages)
-        self._wire = _wire(self.group, self.device)
+        self._comm_device = _comm_device(self.group, self.device)
 
     def train(self, items: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> None:
         """Forward and backward of all micro batches; `shapes` are the [b, t] of their hidden states."""
@@ -113,7 +113,7 @@ class Pipeline:
         for stage in self.stages:
             number, me = stage.span.number, self.group.rank()
             if number > 0 and self._rank_of[number - 1] != me:
-                came = torch.empty(*shape, self.hidden, dtype=self.dtype, device=self._wire)
+                came = torch.empty(*shape, self.hidden, dtype=self.dtype, device=self._comm_device)
                 dist.recv(came, group=self.group, group_src=self._rank_of[number - 1])
                 x_btd = came.to(self.device)
             stage.call = lambda *arrived, stage=stage: self.compute(stage, item, *(arrived or (None,)))
@@ -122,15 +122,17 @@ class Pipeline:
                 return x_btd
             if self._rank_of[number + 1] != me:
                 dist.send(
-                    x_btd.to(self._wire).contiguous(), group=self.group, group_dst=self._rank_of[number + 1]
+                    x_btd.to(self._comm_device).contiguous(),
+                    group=self.group,
+                    group_dst=self._rank_of[number + 1],
                 )
         return None
 
-    def idle_share(self) -> float:
+    def bubble_fraction(self) -> float:
         """The part of a step that ranks wait for each other, by the schedule's order, if a backward pass takes two forward
         ones and stages are alike."""
         orders = self.schedule.pipeline_order
-        return idle_share(
+        return bubble_fraction(
             {
                 rank: [(a.stage_index, a.computation_type.value) for a in order if a is not None]
                 for rank, order in orders.items()
@@ -153,7 +155,7 @@ class Pipeline:
             out = self.compute(stage, item, x_btd)
             if stage.span.is_last:
                 return out
-            out = out.to(self._wire)
+            out = out.to(self._comm_device)
             if not padded:
                 return out
             rest = out.new_zeros(self._made_for[1][0] - rows * columns, self.hidden)
@@ -197,7 +199,7 @@ class Pipeline:
                 module,
                 stage.span.number,
                 self.num_stages,
-                self._wire,
+                self._comm_device,
                 # Told, not found out by a pass: which tensors travel is known.
                 input_args=() if stage.span.is_first else (like(*dims),),
                 output_args=(like(dtype=torch.float32) if stage.span.is_last else like(*dims),),
@@ -205,13 +207,13 @@ class Pipeline:
             )
             for stage, module in zip(self.stages, self.modules, strict=True)
         ]
-        make: Any = getattr(pipelining, self.kind.torchs)
-        own = stages if self.kind.most > 1 else stages[0]
+        make: Any = getattr(pipelining, self.kind.torch_class)
+        own = stages if self.kind.max_stages > 1 else stages[0]
         # The share of a step is in the loss already.
         return make(own, count, loss_fn=lambda loss, _: loss, scale_grads=False)
 
 
-def idle_share(orders: Mapping[int, Sequence[tuple[int, str]]]) -> float:
+def bubble_fraction(orders: Mapping[int, Sequence[tuple[int, str]]]) -> float:
     """Of the time all ranks need for their orders of (stage, F forward, B backward, I and W its halves), what they wait."""
     cost = {"F": 1, "B": 2, "I": 1, "W": 1}
     last = max(stage for order in orders.values() for stage, _ in order)
@@ -243,7 +245,7 @@ def idle_share(orders: Mapping[int, Sequence[tuple[int, str]]]) -> float:
     return 1 - work / (len(orders) * max(clock.values()))
 
 
-def add_gradient(parameter: nn.Parameter, peer: int, group: ProcessGroup) -> None:
+def add_peer_gradient(parameter: nn.Parameter, peer: int, group: ProcessGroup) -> None:
     """Add the gradient that another rank of the group has of its copy of a parameter; it does the same, so both end with the
     same bits."""
     import torch.distributed as dist
@@ -254,8 +256,8 @@ def add_gradient(parameter: nn.Parameter, peer: int, group: ProcessGroup) -> Non
         # It may lie on the ranks otherwise than the parameter, as the last operation left it.
         whole: Any = parameter
         parameter.grad = whole.grad.redistribute(placements=whole.placements)
-    own = own_part(parameter.grad)
-    tensor = own.to(_wire(group, own.device)).contiguous()
+    own = local_tensor(parameter.grad)
+    tensor = own.to(_comm_device(group, own.device)).contiguous()
     theirs = torch.empty_like(tensor)
     sent = [
         dist.P2POp(dist.isend, tensor, group=group, group_peer=peer),
@@ -266,7 +268,7 @@ def add_gradient(parameter: nn.Parameter, peer: int, group: ProcessGroup) -> Non
     own.add_(theirs.to(own.device))
 
 
-def collect(
+def gather_stages(
     tensors: Mapping[str, Tensor],
     group: ProcessGroup,
     device: torch.device,
@@ -278,7 +280,7 @@ def collect(
 
     listed: list[Any] = [None] * group.size()
     dist.all_gather_object(listed, {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}, group=group)
-    found, me, wire = dict(tensors), group.rank(), _wire(group, device)
+    found, me, wire = dict(tensors), group.rank(), _comm_device(group, device)
     for rank, names in enumerate(listed):
         for name, (shape, dtype) in names.items():
             if any(name in earlier for earlier in listed[:rank]):
@@ -292,7 +294,7 @@ def collect(
     return found
 
 
-def _wire(group: ProcessGroup, device: torch.device) -> torch.device:
+def _comm_device(group: ProcessGroup, device: torch.device) -> torch.device:
     """Where tensors must be to be sent: gloo, which ranks that share a GPU speak, sends from host memory."""
     import torch.distributed as dist
 

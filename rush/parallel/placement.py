@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from rush.parallel.ranks import AXES, Ranks
-from rush.parallel.sharded import is_sharded, own_part, runs
+from rush.parallel.sharded import is_sharded, local_tensor, runs
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorShard:
     """A box of a whole tensor, with its values."""
 
     values: Tensor
@@ -32,11 +32,11 @@ class Part:
 
 
 @torch.no_grad()
-def parts_of(tensor: Tensor) -> list[Part]:
+def local_shards(tensor: Tensor) -> list[TensorShard]:
     """What this rank holds of a tensor; the values are the tensor's own memory."""
-    values, whole = own_part(tensor).detach(), tuple(tensor.shape)
+    values, whole = local_tensor(tensor).detach(), tuple(tensor.shape)
     if not is_sharded(tensor):
-        return [Part(values, (0,) * tensor.dim(), whole)]
+        return [TensorShard(values, (0,) * tensor.dim(), whole)]
     if tensor.numel() and not values.numel():
         return []
     found = []
@@ -44,7 +44,7 @@ def parts_of(tensor: Tensor) -> list[Part]:
         here = values
         for dim, (_, length, local) in enumerate(box):
             here = here.narrow(dim, local, length)
-        found.append(Part(here, tuple(begin for begin, _, _ in box), whole))
+        found.append(TensorShard(here, tuple(begin for begin, _, _ in box), whole))
     assert sum(part.values.numel() for part in found) == values.numel(), f"{tuple(values.shape)} {found}"
     return found
 
@@ -56,7 +56,7 @@ def table_like(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) ->
     from torch.distributed.tensor import DTensor
 
     target: Any = parameter
-    own = own_part(parameter.detach())
+    own = local_tensor(parameter.detach())
     block = parameter.shape[1] // shape[1]
     assert shape[0] == parameter.shape[0], f"{shape} {tuple(parameter.shape)}"
     assert own.shape[1] % block == 0, f"a block of {block} is cut: {target.placements}"
@@ -77,10 +77,10 @@ def _placed(along: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
     return [(begin, length, place) for (begin, length), place in zip(along, places, strict=False)]
 
 
-def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[Part]]:
+def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[TensorShard]]:
     """The parts of these tensors that this rank is to write. Over all ranks, each value is written once."""
     if ranks.alone:
-        return {name: parts_of(tensor) for name, tensor in tensors.items()}
+        return {name: local_shards(tensor) for name, tensor in tensors.items()}
     alike: dict[tuple[str, ...], list[str]] = {}
     copied_along: dict[Any, tuple[str, ...]] = {}  # thousands of tensors are cut in a few ways
     for name, tensor in tensors.items():
@@ -88,7 +88,7 @@ def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[Part
         if cut not in copied_along:
             copied_along[cut] = _copied_along(tensor, ranks)
         alike.setdefault(copied_along[cut], []).append(name)
-    mine: dict[str, list[Part]] = {}
+    mine: dict[str, list[TensorShard]] = {}
     for axes, names in alike.items():
         number, count = _place(axes, ranks)
         # The size of the whole is known to all; parts may differ by a row.
@@ -96,22 +96,22 @@ def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[Part
         fair, loads = sum(sizes.values()) / count, [0] * count
         for name in sorted(names, key=lambda name: (-sizes[name], name)):
             if count > 1 and sizes[name] > fair and tensors[name].dim() > 0:
-                parts = [_rows(part, number, count) for part in parts_of(tensors[name])]
+                parts = [_rows(part, number, count) for part in local_shards(tensors[name])]
             else:
                 lightest = loads.index(min(loads))
                 loads[lightest] += sizes[name]
                 if lightest != number:
                     continue
-                parts = parts_of(tensors[name])
+                parts = local_shards(tensors[name])
             # Of an empty tensor the empty part is all there is.
             mine[name] = [part for part in parts if part.values.numel() or not tensors[name].numel()]
     return mine
 
 
-def _rows(part: Part, number: int, count: int) -> Part:
+def _rows(part: TensorShard, number: int, count: int) -> TensorShard:
     rows = part.values.shape[0]
     begin, end = rows * number // count, rows * (number + 1) // count
-    return Part(part.values[begin:end], (part.offset[0] + begin, *part.offset[1:]), part.whole)
+    return TensorShard(part.values[begin:end], (part.offset[0] + begin, *part.offset[1:]), part.whole)
 
 
 def _cut(tensor: Tensor) -> Any:

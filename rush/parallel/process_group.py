@@ -25,7 +25,7 @@ from rush.errors import MachineError, RankLost, RecipeError, RushError
 from rush.parallel.ranks import AXES, LABEL_AXES, Ranks
 from rush.parallel.rendezvous import meet, meeting_point, started_rank, started_world
 from rush.parallel.shared_gpu import gather_through_host
-from rush.parallel.watchdog import Watch
+from rush.parallel.watchdog import Watchdog
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -95,7 +95,7 @@ def join(
     # What torch's flight recorder keeps of the exchanges; the watch reads it.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
     own_line: Store = store.clone()  # type: ignore[attr-defined]  # a wait on the other does not hold this one up
-    watch = Watch(PrefixStore("watch", own_line), rank, world, timeout_s)
+    watch = Watchdog(PrefixStore("watch", own_line), rank, world, timeout_s)
     own_gpu = device == "cuda" and not shares_device()
     if device == "cuda" and not own_gpu:
         gather_through_host()
@@ -112,8 +112,8 @@ def join(
         with watch:
             mesh = init_device_mesh(device, tuple(layout[axis] for axis in AXES), mesh_dim_names=AXES)
             labels = mesh[LABEL_AXES]._flatten("labels").get_group()
-            put_on = ("ddp",) if world == 1 else ()
-            yield Ranks(rank, world, mesh, PrefixStore("rush", store), labels, watch, put_on)
+            forced_axes = ("ddp",) if world == 1 else ()
+            yield Ranks(rank, world, mesh, PrefixStore("rush", store), labels, watch, forced_axes)
             _part(PrefixStore("parting", store), rank, world, timeout_s)
         clean = True
     except (RushError, KeyboardInterrupt):
@@ -122,7 +122,7 @@ def join(
     except RuntimeError as error:
         if not lost(error):
             raise
-        watch.leave_if_told()
+        watch.exit_if_reported()
         who = "another rank, which was killed or failed (look for its message)"
         if watch.store_is_silent:
             who = "rank 0, which keeps the store where ranks meet and gives no answer: it is stopped or gone"

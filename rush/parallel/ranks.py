@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rush.parallel.watchdog import Watch
+    from rush.parallel.watchdog import Watchdog
 
 AXES = ("pp", "ddp", "fsdp", "cp", "tp")
 """Of the mesh, in this order."""
@@ -38,7 +38,7 @@ LABEL_AXES = (*DATA_AXES, "cp")
 PATIENCE = timedelta(days=2)
 """How long the others wait for rank 0 to prepare data."""
 
-SAID = "rank 0 says so too"
+FROM_RANK_0 = "rank 0 says so too"
 
 T = TypeVar("T")
 
@@ -53,9 +53,9 @@ class Ranks:
     store: Store | None = None
     label_group: ProcessGroup | None = None
     """Those that hold other labels of the same step."""
-    watch: Watch | None = None
+    watchdog: Watchdog | None = None
     """Knows where this rank is, and finds who keeps it waiting."""
-    put_on: tuple[str, ...] = ()
+    forced_axes: tuple[str, ...] = ()
     """Axes whose technique is on although they have one rank."""
     _calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
@@ -93,7 +93,7 @@ class Ranks:
     def size(self, axis: str) -> int:
         return 1 if self.mesh is None else int(self.mesh.size(AXES.index(axis)))
 
-    def folded(self, axis: str) -> DeviceMesh:
+    def mesh_with_cp(self, axis: str) -> DeviceMesh:
         """The axis with cp inside of it. Parameters are replicated over cp: who sends gradients over a data axis sends
         them over cp as well."""
         assert self.mesh is not None
@@ -101,7 +101,7 @@ class Ranks:
             return self.mesh[axis]
         return self.mesh["cp"] if self.size(axis) == 1 else self.mesh[(axis, "cp")]._flatten(f"{axis}_cp")
 
-    def sum(self, tensor: Tensor) -> Tensor:
+    def all_reduce(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks that hold other labels, in place. On a GPU nobody waits for it but the GPU."""
         if self.mesh is not None:
             torch.distributed.all_reduce(tensor, group=self.label_group)
@@ -112,24 +112,24 @@ class Ranks:
         """The ranks of this one's pipeline, each with other layers; None where every rank has all of them."""
         return None if self.mesh is None or self.size("pp") == 1 else self.mesh.get_group("pp")
 
-    def sum_stages(self, tensor: Tensor) -> Tensor:
+    def all_reduce_stages(self, tensor: Tensor) -> Tensor:
         """The sum over the ranks of a pipeline, in place."""
         if self.stages is not None:
             torch.distributed.all_reduce(tensor, group=self.stages)
         return tensor
 
-    def any_of_all(self, tensor: Tensor) -> Tensor:
+    def all_reduce_any(self, tensor: Tensor) -> Tensor:
         """More than zero on every rank if it is on one, in place; what `sum` has made equal already is left alone."""
         if self.size("pp") * self.size("tp") > 1:
             torch.distributed.all_reduce(tensor)
         return tensor
 
-    def at(self, place: str) -> None:
+    def set_phase(self, phase: str) -> None:
         """Note what this rank does now, for whoever looks for it when it does not come."""
-        if self.watch is not None:
-            self.watch.place = place
+        if self.watchdog is not None:
+            self.watchdog.phase = phase
 
-    def once(self, make: Callable[[], T]) -> T:
+    def on_rank0(self, make: Callable[[], T]) -> T:
         """What rank 0 makes (JSON can hold it), handed to all. If it fails there, it fails everywhere alike."""
         if self.store is None:
             return make()
@@ -145,11 +145,11 @@ class Ranks:
         self.store.wait([key], PATIENCE)
         told: dict[str, Any] = json.loads(self.store.get(key))
         if "error" in told:
-            raise error_of(told["error"], told["says"])
+            raise remote_error(told["error"], told["says"])
         found: T = told["value"]
         return found
 
-    def gathered(self, value: T) -> list[T]:
+    def all_gather_object(self, value: T) -> list[T]:
         """What each rank says (JSON can hold it), in their order, handed to all."""
         store = self.store
         if store is None:
@@ -162,15 +162,15 @@ class Ranks:
             store.wait(keys, PATIENCE)
             return [json.loads(store.get(key)) for key in keys]
 
-        return self.once(collect)
+        return self.on_rank0(collect)
 
-    def in_turn(self, make: Callable[[], T]) -> T:
+    def rank0_first(self, make: Callable[[], T]) -> T:
         """Made by rank 0 first, then by each of the others, which find done what has to be done once."""
         if self.main:
             made: list[T] = []
-            self.once(lambda: made.append(make()))
+            self.on_rank0(lambda: made.append(make()))
             return made[0]
-        self.once(lambda: None)
+        self.on_rank0(lambda: None)
         return make()
 
 
@@ -178,10 +178,10 @@ def _name(error: BaseException) -> str:
     return type(error).__name__
 
 
-def error_of(name: str, says: str) -> Exception:
+def remote_error(name: str, says: str) -> Exception:
     """An error of another rank, to be raised here too."""
     kind = getattr(errors, name, None)
     ours = isinstance(kind, type) and issubclass(kind, errors.RushError)
     error: Exception = kind(says) if ours else RuntimeError(f"rank 0 ended with {name}: {says}")  # type: ignore[misc]
-    error.add_note(SAID)
+    error.add_note(FROM_RANK_0)
     return error

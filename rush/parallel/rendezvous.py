@@ -18,7 +18,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import MachineError, RankLost, RecipeError, RushError
-from rush.parallel.ranks import SAID, error_of
+from rush.parallel.ranks import FROM_RANK_0, remote_error
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
@@ -55,14 +55,14 @@ def meet(store: Store, rank: int, world: int, card: str, timeout_s: float) -> St
         page = uuid.uuid4().hex
         verdict = _preside(PrefixStore(page, store), store, page, world, card, timeout_s)
     if verdict:
-        refusal = error_of(verdict["error"], verdict["says"])
+        refusal = remote_error(verdict["error"], verdict["says"])
         if rank:
-            refusal.add_note(SAID)
+            refusal.add_note(FROM_RANK_0)
         raise refusal
     return PrefixStore(page, store)
 
 
-def tell_absent(error: RushError) -> bool:
+def report_absent(error: RushError) -> bool:
     """Tell rank 0, which may be waiting for all, that this rank will not come, and why; whether it was heard."""
     rank, world = started_rank(), started_world()
     told = {"error": type(error).__name__, "says": f"rank {rank}: {error}"}
@@ -202,7 +202,7 @@ def _no_meeting(address: str, port: str, error: Any, hosts: bool, timeout_s: flo
         f"what listens at {address}:{port} (MASTER_ADDR, MASTER_PORT) is not rank 0 but another program; choose a free port "
         "for all ranks."
     )
-    stranger.add_note(SAID)  # rank 0 could not listen there, and says so
+    stranger.add_note(FROM_RANK_0)  # rank 0 could not listen there, and says so
     return stranger
 
 

@@ -23,14 +23,14 @@ from torch import Tensor, nn
 
 from rush.errors import Drifted
 from rush.parallel.ranks import Ranks
-from rush.parallel.sharded import boxes, own_part
+from rush.parallel.sharded import boxes, local_tensor
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAME_LIMIT = timedelta(minutes=2)
 
 
 @torch.no_grad()
-def check_drift(ranks: Ranks, named: Iterable[tuple[str, nn.Parameter]], step: int) -> None:
+def check_replicas(ranks: Ranks, named: Iterable[tuple[str, nn.Parameter]], step: int) -> None:
     """Refuse to go on if ranks hold unlike copies. All ranks call this, at the same step."""
     if ranks.mesh is None:
         return
@@ -56,7 +56,7 @@ def _key(name: str, tensor: Tensor) -> int:
 
 def _row(key: int, tensor: Tensor) -> Tensor:
     """The key, and one integer made of all bits."""
-    hashes = torch.stack([_hash(part) for part in _plain(own_part(tensor.detach()))])
+    hashes = torch.stack([_hash(part) for part in _plain(local_tensor(tensor.detach()))])
     return torch.stack([torch.full_like(hashes[0], key), hashes.sum()])
 
 

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from rush.parallel.attention_blocks import KERNELS
-from rush.parallel.context_parallel import Split
+from rush.parallel.context_parallel import SequenceSplit
 
 KEYS, GRADIENTS = 0, 1
 """Tags: what is under way at the same time must not be mistaken for each other."""
@@ -31,7 +31,7 @@ KEYS, GRADIENTS = 0, 1
 class Blocks:
     """The blocks of one rank's queries, and what they make of keys and values that come by. No rank talks here."""
 
-    def __init__(self, split: Split, kernel: str, documents_bs: Tensor | None) -> None:
+    def __init__(self, split: SequenceSplit, kernel: str, documents_bs: Tensor | None) -> None:
         self.split, self.kernel, self.documents_bs = split, KERNELS[kernel], documents_bs
 
     def _meeting(self, source: int) -> Iterator[tuple[int, int, bool, Tensor | None]]:
@@ -108,7 +108,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, documents: Tensor | None, kernel: str, group: str, balanced: bool
 ) -> tuple[Tensor, Tensor]:
     ring = _resolve(group)
-    split = Split(dist.get_world_size(ring), dist.get_rank(ring), balanced)
+    split = SequenceSplit(dist.get_world_size(ring), dist.get_rank(ring), balanced)
     blocks, kv = Blocks(split, kernel, documents), torch.stack((k, v))
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for hop in range(split.ranks):
@@ -133,7 +133,7 @@ def _backward(
     balanced: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring = _resolve(group)
-    split = Split(dist.get_world_size(ring), dist.get_rank(ring), balanced)
+    split = SequenceSplit(dist.get_world_size(ring), dist.get_rank(ring), balanced)
     blocks, kv = Blocks(split, kernel, documents), torch.stack((k, v))
     dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
     before: Callable[[], Tensor] | None = None

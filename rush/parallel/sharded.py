@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-NormOf = Callable[[list[Tensor]], Tensor]
+NormFn = Callable[[list[Tensor]], Tensor]
 """The Euclidean norm of tensors that lie here, together, in fp32."""
 
 
@@ -26,7 +26,7 @@ def is_sharded(tensor: Tensor) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
-def own_part(tensor: Tensor) -> Tensor:
+def local_tensor(tensor: Tensor) -> Tensor:
     """What this rank holds, in the same memory."""
     if not is_sharded(tensor):
         return tensor
@@ -35,7 +35,7 @@ def own_part(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Cut:
+class ShardedDim:
     """One cut of a tensor: along `dim`, over the ranks of a mesh's axis. Of several equal `parts` side by side (queries,
     keys and values in one layer) every rank has its piece of each."""
 
@@ -63,10 +63,10 @@ class Cut:
         return torch.cat([piece for part in by_part for piece in part], self.dim)
 
 
-def cuts(tensor: Tensor) -> list[Cut]:
+def sharded_dims(tensor: Tensor) -> list[ShardedDim]:
     """How a sharded tensor was cut, in the order it was.
 
-    Tensor parallelism cuts first, on the last axis of the mesh, and fsdp cuts what is left to each rank. torch writes the
+    Tensor parallelism shards first, on the last axis of the mesh, and fsdp shards what is left to each rank. torch writes the
     latter down as a strided shard, so that it can be read from the left; that only holds where lengths divide. On the
     last axis a strided shard is what it says: pieces of several parts.
     """
@@ -78,7 +78,7 @@ def cuts(tensor: Tensor) -> list[Cut]:
         assert not placement.is_partial(), f"{target.placements}: what is yet to be summed has no parts"
         if not placement.is_replicate():
             parts = getattr(placement, "split_factor", 1) if axis == mesh.ndim - 1 else 1
-            found.append(Cut(axis, placement.dim, int(parts), mesh.size(axis), place[axis]))
+            found.append(ShardedDim(axis, placement.dim, int(parts), mesh.size(axis), place[axis]))
     return found
 
 
@@ -89,11 +89,11 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 def runs(tensor: Tensor) -> list[list[tuple[int, int]]]:
     """What this rank holds of a sharded tensor along each dim: where each run of neighbours begins in the whole, and its length. It is one run,
     except where its rows come from several parts: then they lie one below another, in this order."""
-    return _runs(tuple(tensor.shape), tuple(cuts(tensor)))
+    return _runs(tuple(tensor.shape), tuple(sharded_dims(tensor)))
 
 
 @lru_cache(maxsize=4096)  # a model has thousands of tensors of a few shapes, and every save asks
-def _runs(shape: tuple[int, ...], made: tuple[Cut, ...]) -> list[list[tuple[int, int]]]:
+def _runs(shape: tuple[int, ...], made: tuple[ShardedDim, ...]) -> list[list[tuple[int, int]]]:
     found: list[list[tuple[int, int]]] = []
     for dim, size in enumerate(shape):
         own = torch.arange(size)
@@ -112,7 +112,7 @@ def boxes(tensor: Tensor) -> list[Box]:
     return [tuple(zip(*ends, strict=True)) for ends in product(*runs(tensor))]  # type: ignore[misc]
 
 
-def whole(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
     """All of it. For a sharded tensor every rank must ask, at the same time."""
     if not is_sharded(tensor):
         return tensor
@@ -121,7 +121,7 @@ def whole(tensor: Tensor) -> Tensor:
     found: Tensor = target.to_local().to(target.device_mesh.device_type)
     # Each cut saw what those before it had left; its pieces have those shapes.
     shapes = [torch.empty(target.shape, device="meta")]
-    made = cuts(tensor)
+    made = sharded_dims(tensor)
     for cut in made:
         shapes.append(cut.pieces(shapes[-1])[cut.place])
     for cut, before in zip(reversed(made), reversed(shapes[:-1]), strict=True):
@@ -139,7 +139,7 @@ def gather(tensors: Mapping[str, Tensor], keep: bool) -> dict[str, Tensor]:
     """The whole tensors, sharded ones on the host, one after another; only who wants to keep them does."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
-        full = whole(tensor)
+        full = full_tensor(tensor)
         if keep:
             found[name] = full.cpu() if full is not tensor else full
     return found
@@ -154,7 +154,7 @@ def fill(tensor: Tensor, value: Tensor) -> None:
     target: Any = tensor
     assert target.shape == value.shape, f"{tuple(target.shape)} {tuple(value.shape)}"
     # The whole value passes through, but is never kept; every rank has it, so none needs to send it.
-    for cut in cuts(tensor):
+    for cut in sharded_dims(tensor):
         value = cut.pieces(value)[cut.place]
     target.to_local().copy_(value)
 
@@ -169,7 +169,7 @@ def fill_model(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> list[s
     return [name for name, parameter in model.named_parameters() if id(parameter) in left]
 
 
-def plain_norm(tensors: list[Tensor]) -> Tensor:
+def local_norm(tensors: list[Tensor]) -> Tensor:
     """The Euclidean norm of tensors that lie here, together."""
     # In fp32 whatever the gradients are: a norm in bf16 has three digits, and clipping would inherit them.
     norms = torch._foreach_norm(tensors, 2, dtype=torch.float32)
@@ -177,16 +177,16 @@ def plain_norm(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-def total_norm(tensors: Sequence[Tensor], norm_of: NormOf = plain_norm) -> Tensor:
+def total_norm(tensors: Sequence[Tensor], norm_fn: NormFn = local_norm) -> Tensor:
     """The Euclidean norm of all tensors together, in fp32; of sharded ones over all their parts."""
     by_mesh: dict[tuple[Any, ...], list[Tensor]] = {}
     for tensor in tensors:
-        by_mesh.setdefault(_sharing_groups(tensor), []).append(own_part(tensor))
+        by_mesh.setdefault(_sharing_groups(tensor), []).append(local_tensor(tensor))
     # Parts may lie on the host, but ranks talk through their devices.
     device = next((t.device_mesh.device_type for t in tensors if is_sharded(t)), None)  # type: ignore[attr-defined]
     squares = []
     for groups, parts in by_mesh.items():
-        square = norm_of(parts).square().to(device)
+        square = norm_fn(parts).square().to(device)
         for group in groups:
             torch.distributed.all_reduce(square, group=group)
         squares.append(square)
@@ -208,7 +208,7 @@ def _sharing_groups(tensor: Tensor) -> tuple[Any, ...]:
 @torch.no_grad()
 def scale(tensors: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply in place; every rank its own parts."""
-    parts = [own_part(tensor) for tensor in tensors]
+    parts = [local_tensor(tensor) for tensor in tensors]
     torch._foreach_mul_(parts, factor.to(parts[0].device))
 
 

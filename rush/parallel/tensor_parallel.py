@@ -25,23 +25,23 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 
 @dataclass(frozen=True)
-class Stream:
+class ResidualStream:
     """How the residual stream lies on the ranks of an axis: whole on each, or a piece of the sequence on each."""
 
     mesh: DeviceMesh
-    cut: bool
+    sharded: bool
 
     @property
     def placement(self) -> Placement:
-        return Shard(1) if self.cut else Replicate()
+        return Shard(1) if self.sharded else Replicate()
 
-    def gathered(self, x_btd: Tensor) -> Tensor:
+    def all_gather(self, x_btd: Tensor) -> Tensor:
         """All of the stream, for a layer of which this rank has a part; backward the gradients of all parts are summed."""
         lying = DTensor.from_local(_as_multiplied(x_btd), self.mesh, [self.placement], run_check=False)
         whole: Tensor = lying.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
         return whole
 
-    def summed(self, part_btd: Tensor) -> Tensor:
+    def reduce(self, part_btd: Tensor) -> Tensor:
         """What the parts of a layer add up to, as it lies on the stream."""
         lying = DTensor.from_local(part_btd, self.mesh, [Partial()], run_check=False)
         out: Tensor = lying.redistribute(placements=[self.placement]).to_local()
@@ -49,7 +49,7 @@ class Stream:
 
     def own(self, x_bt: Tensor) -> Tensor:
         """This rank's piece of something that is there for every position."""
-        if not self.cut:
+        if not self.sharded:
             return x_bt
         return x_bt.chunk(self.mesh.size(), dim=1)[self.mesh.get_local_rank()]
 
@@ -73,7 +73,7 @@ def _own(parameter: DTensor, of_own_tokens: bool) -> Tensor:
     return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=[Partial()])
 
 
-class OwnPart:
+class LocalParams:
     """Before a module's class: its weight and bias read as the plain tensors that this rank holds."""
 
     _parameters: dict[str, Any]
@@ -92,7 +92,7 @@ class OwnPart:
         return _own(parameter, self.sees_own_tokens) if _is_cut_once(parameter) else parameter  # type: ignore[arg-type]
 
 
-class OwnInputs(OwnPart):
+class LocalRowwiseParams(LocalParams):
     """The same for a layer whose outputs are summed over ranks: its bias is added once, after that."""
 
     @property
@@ -101,7 +101,7 @@ class OwnInputs(OwnPart):
         return None if _is_cut_once(parameter) else parameter
 
 
-class OwnLowRank:
+class LocalAdapterParams:
     """Before an adapter's class: its two thin matrices read as the plain tensors that this rank holds. One of them is whole
     on every rank and works for this rank's part of the layer only, so its gradients are summed."""
 
@@ -143,7 +143,7 @@ def _divide(
 
 
 @dataclass
-class Outputs(ParallelStyle):
+class ColwiseLinear(ParallelStyle):
     """A linear layer of which each rank makes some of the outputs; of several equal parts side by side, some of each. So
     does an adapter on it, whose first matrix (few rows) every rank has whole."""
 
@@ -151,116 +151,116 @@ class Outputs(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rows: Any = Shard(0) if self.parts == 1 else _StridedShard(0, split_factor=self.parts)
-        _divide(module, device_mesh, OwnPart, weight=rows, bias=rows)
+        _divide(module, device_mesh, LocalParams, weight=rows, bias=rows)
         if "adapter" in module._modules:
-            _divide(module.adapter, device_mesh, OwnLowRank, a=Replicate(), b=rows)
+            _divide(module.adapter, device_mesh, LocalAdapterParams, a=Replicate(), b=rows)
         return module
 
 
 @dataclass
-class Inputs(ParallelStyle):
+class RowwiseLinear(ParallelStyle):
     """A linear layer of which each rank reads some of the inputs; the sum over ranks goes to the stream."""
 
-    stream: Stream
+    stream: ResidualStream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _divide(module, device_mesh, OwnInputs, weight=Shard(1), bias=Replicate())
+        _divide(module, device_mesh, LocalRowwiseParams, weight=Shard(1), bias=Replicate())
         if "adapter" in module._modules:
             # What its first matrix makes of a rank's inputs is a part of a sum, and so is then the layer's output anyway.
-            _divide(module.adapter, device_mesh, OwnLowRank, a=Shard(1), b=Replicate())
+            _divide(module.adapter, device_mesh, LocalAdapterParams, a=Shard(1), b=Replicate())
         module.register_forward_hook(self._end)
         return module
 
     def _end(self, module: Any, _: Any, part_btd: Tensor) -> Tensor:
-        out_btd, bias = self.stream.summed(part_btd), module._parameters.get("bias")
-        return out_btd if bias is None else out_btd + _own(bias, self.stream.cut).to(out_btd.dtype)
+        out_btd, bias = self.stream.reduce(part_btd), module._parameters.get("bias")
+        return out_btd if bias is None else out_btd + _own(bias, self.stream.sharded).to(out_btd.dtype)
 
 
 @dataclass
-class OnStream(ParallelStyle):
+class ReplicatedOnStream(ParallelStyle):
     """A module that every rank has whole, and uses for the tokens it has of the stream."""
 
-    stream: Stream
+    stream: ResidualStream
     takes_positions: bool = False
     """Its input is of every position, whatever the rank has of the stream."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        whole, cut = Replicate(), self.stream.cut
-        _divide(module, device_mesh, OwnPart, weight=whole, bias=whole, own_tokens=cut)
+        whole, cut = Replicate(), self.stream.sharded
+        _divide(module, device_mesh, LocalParams, weight=whole, bias=whole, own_tokens=cut)
         if self.takes_positions:
             module.register_forward_pre_hook(lambda _, given: (self.stream.own(given[0]),))
         return module
 
 
 @dataclass
-class OnAll(ParallelStyle):
+class GatherInput(ParallelStyle):
     """A module whose layers all read the whole stream."""
 
-    stream: Stream
+    stream: ResidualStream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        module.register_forward_pre_hook(lambda _, given: (self.stream.gathered(given[0]), *given[1:]))
+        module.register_forward_pre_hook(lambda _, given: (self.stream.all_gather(given[0]), *given[1:]))
         return module
 
 
-def own_words(stream: Stream, vocabulary: int) -> tuple[int, int]:
+def vocab_shard(stream: ResidualStream, vocabulary: int) -> tuple[int, int]:
     """The first word that this rank has of a vocabulary, and how many: the last one has fewer where they do not divide."""
     most = -(-vocabulary // stream.mesh.size())
     first = stream.mesh.get_local_rank() * most
     return first, min(most, vocabulary - first)
 
 
-class OwnWords:
+class LocalVocabLookup:
     """Before an embedding's class: it looks up the words that this rank has; the others' are zero until ranks are summed.
 
     (torch's own style would make the gradient of all words on every rank.)
     """
 
     _parameters: dict[str, Any]
-    stream: Stream
+    stream: ResidualStream
 
     def forward(self, tokens_bt: Tensor) -> Tensor:
         weight = self._parameters["weight"]
         own_vd = weight.to_local()
-        words_bt = tokens_bt - own_words(self.stream, weight.shape[0])[0]
+        words_bt = tokens_bt - vocab_shard(self.stream, weight.shape[0])[0]
         elsewhere_bt = (words_bt < 0) | (words_bt >= own_vd.shape[0])
         found_btd = F.embedding(words_bt.masked_fill(elsewhere_bt, 0), own_vd)
-        return self.stream.summed(found_btd.masked_fill(elsewhere_bt[..., None], 0.0))
+        return self.stream.reduce(found_btd.masked_fill(elsewhere_bt[..., None], 0.0))
 
 
 @dataclass
-class Words(ParallelStyle):
+class VocabParallelEmbedding(ParallelStyle):
     """An embedding of which each rank has some of the words."""
 
-    stream: Stream
+    stream: ResidualStream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _divide(module, device_mesh, OwnWords, weight=Shard(0))
+        _divide(module, device_mesh, LocalVocabLookup, weight=Shard(0))
         module.stream = self.stream  # type: ignore[assignment]
         return module
 
 
-class OwnWordsLossHead(nn.Module):
+class VocabShardLossHead(nn.Module):
     """Around a loss head that computes on plain tensors and settles with the other ranks what they must know of each other:
     it gets all of the stream and the words of this rank."""
 
-    def __init__(self, stream: Stream, head: nn.Module) -> None:
+    def __init__(self, stream: ResidualStream, head: nn.Module) -> None:
         super().__init__()
         self.stream = stream
         self.head = head
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Any, labels_bt: Tensor) -> Tensor:
-        loss: Tensor = self.head(self.stream.gathered(hidden_btd), head_weight_vd.to_local(), labels_bt)
+        loss: Tensor = self.head(self.stream.all_gather(hidden_btd), head_weight_vd.to_local(), labels_bt)
         return loss
 
 
-class VocabularyLossHead(nn.Module):
+class VocabParallelLossHead(nn.Module):
     """Around a loss head of plain torch: its logits are cut by words, and torch's `loss_parallel` does the rest.
 
     Forward and backward belong inside that context.
     """
 
-    def __init__(self, stream: Stream, head: nn.Module) -> None:
+    def __init__(self, stream: ResidualStream, head: nn.Module) -> None:
         super().__init__()
         self.stream = stream
         self.head = head

@@ -46,7 +46,7 @@ class Note:
     """What a rank writes down about itself."""
 
     beat: int
-    place: str
+    phase: str
     inside: str
     """The function of ours that it is in."""
     waits_in: str
@@ -61,11 +61,11 @@ class Note:
     pid: int = 0
 
 
-class Watch:
+class Watchdog:
     """This rank's thread that writes and looks; runs as long as the block lasts."""
 
     def __init__(self, store: Store, rank: int, world: int, limit_s: float) -> None:
-        self.place = "the start"
+        self.phase = "the start"
         self.told = False
         """Whether this rank has named a late one, and is about to leave."""
         self._store, self._rank, self._world, self._limit_s = store, rank, world, limit_s
@@ -77,7 +77,7 @@ class Watch:
         """When the store was asked that has not answered yet."""
         self._thread = threading.Thread(target=self._run, name="rush-watch", daemon=True)
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> Watchdog:
         self._write()  # whoever is stopped before its first beat is known, too
         self._thread.start()
         return self
@@ -92,7 +92,7 @@ class Watch:
         """Whether the store has not answered for as long as ranks wait for each other."""
         return time.monotonic() - self._asked > self._limit_s - LOOK_BEATS * self._beat_s
 
-    def leave_if_told(self) -> None:
+    def exit_if_reported(self) -> None:
         """Say nothing more where a late rank was named already, by this one, whose thread is about to end the process, or by
         another, whose leaving is what was noticed."""
         if self.told:
@@ -101,7 +101,7 @@ class Watch:
             if not self.store_is_silent and self._store.check(["teller"]):
                 os._exit(RankLost.exit_code)
 
-    def will_speak(self) -> None:
+    def claim_report(self) -> None:
         """This rank has failed and says why: the others, who will lose it, leave without a word."""
         with suppress(RuntimeError):
             self._store.compare_set("teller", "", str(self._rank))
@@ -139,7 +139,7 @@ class Watch:
         return f"{note.group}/{note.number}" if note.waits_in else note.inside * self._at_store()
 
     def _note(self) -> Note:
-        note = Note(self._beat, self.place, self._inside(), "", host=socket.gethostname(), pid=os.getpid())
+        note = Note(self._beat, self.phase, self._inside(), "", host=socket.gethostname(), pid=os.getpid())
         entries, status = _flight_records()
         for group, counts in status.items():
             note.entered[group] = int(counts["last_enqueued_collective"])
@@ -201,7 +201,7 @@ class Watch:
             ]
         waited = mine.waits_in or "what rank 0 has to say"
         message = (
-            f"rank {self._rank} has waited {self._limit_s:g} s (run.timeout_s) at {mine.place} for {waited}, in {mine.inside}: "
+            f"rank {self._rank} has waited {self._limit_s:g} s (run.timeout_s) at {mine.phase} for {waited}, in {mine.inside}: "
             + "; ".join(says[:4])
             + (f"; and {len(says) - 4} more" if len(says) > 4 else "")
             + ". All ranks end here; the run goes on from its last checkpoint."
@@ -225,10 +225,10 @@ class Watch:
 
     def _describe(self, rank: int, note: Note, *, silent: bool) -> str:
         if not silent:
-            return f"rank {rank} did not come to it, it is at {note.place} in {note.inside}"
+            return f"rank {rank} did not come to it, it is at {note.phase} in {note.inside}"
         state = _state(note.pid) if note.host == socket.gethostname() else ""
         return (
-            f"rank {rank} did not come to it and gives no sign of life{state}, it was last seen at {note.place} in "
+            f"rank {rank} did not come to it and gives no sign of life{state}, it was last seen at {note.phase} in "
             f"{note.inside}"
         )
 

@@ -306,7 +306,7 @@ def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_p
     )
     saved = int(run.facts.get("products_saved", 0))
     # A rank's stages are passed one by one.
-    num_passes //= len(run.parts)
+    num_passes //= len(run.stages)
     forward = count / num_passes - (backward - 2 * saved) if num_passes else 0.0
     return max(0.0, forward) / (len(linears) - saved)
 

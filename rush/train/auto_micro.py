@@ -36,7 +36,7 @@ from rush.techniques import check
 from rush.train.build import Run, build
 from rush.train.corpus import Corpus
 from rush.train.reference import set_live_reference, wants_cached
-from rush.train.sample import sample_ids, whole_run
+from rush.train.sample import gathered_run, sample_ids
 from rush.train.schedule import learning_rate
 from rush.train.step import train_step, validate
 
@@ -51,7 +51,7 @@ PASSES = 2
 
 
 @dataclass(frozen=True)
-class Settling:
+class MicroBatchSearch:
     """What a micro batch is tried with."""
 
     machine: Machine
@@ -61,13 +61,13 @@ class Settling:
     folder: Path
     note: Callable[[str], None]
 
-    def settle(self, recipe: Recipe) -> Recipe:
+    def choose(self, recipe: Recipe) -> Recipe:
         """The recipe with a micro batch that fits, as a number: the same on all ranks."""
         possible = candidates(recipe, lambda one: check(one, self.machine))
-        room = min(self.ranks.gathered(self._room(possible[0])))
+        room = min(self.ranks.all_gather_object(self._room(possible[0])))
         give_back_freed()
         before = 0 if self.machine.device == "cuda" else memory_in_use("cpu")
-        failed = self.ranks.once(self._failed_before)
+        failed = self.ranks.on_rank0(self._failed_before)
         if failed is not None:
             self.note(
                 f"The last start here ended while it tried batch.micro {failed}; trying no more than half."
@@ -75,10 +75,10 @@ class Settling:
             possible = _half(possible, failed)
         one = best(possible, rates_of(self.machine), room) if possible else None
         while one is not None:
-            self.ranks.once(lambda micro=one.micro: self._write(micro))  # type: ignore[misc]
+            self.ranks.on_rank0(lambda micro=one.micro: self._write(micro))  # type: ignore[misc]
             took = self._try(one, before, room)
             if took is not None:
-                self.ranks.once(self._remove)
+                self.ranks.on_rank0(self._remove)
                 self.note(
                     f"batch.micro is {one.micro}: planned {_gib(needed(one, self.machine.device))}, took {_gib(took)} of "
                     f"{_gib(room)} GiB; {one.accumulation} to a step of {one.step_tokens:,} tokens."
@@ -90,7 +90,7 @@ class Settling:
                     f"Out of memory with batch.micro {one.micro} ({_gib(room)} GiB); trying {possible[-1].micro}."
                 )
             one = possible[-1] if possible else None
-        self.ranks.once(self._remove)
+        self.ranks.on_rank0(self._remove)
         raise MachineError(
             f"out of memory with the smallest micro batch that batch.micro=auto may take, on {self.machine.summary()} with "
             f"{_gib(room)} GiB free for it; shorten batch.sequence, or add checkpoint_full."
@@ -124,7 +124,7 @@ class Settling:
         _forget()
         if device == "cpu" and took is not None and took > (1 - SPARE) * room:
             took = None
-        told = self.ranks.gathered(took)
+        told = self.ranks.all_gather_object(took)
         return None if None in told else max(each for each in told if each is not None)
 
     def _life(self, recipe: Recipe) -> int:
@@ -135,7 +135,7 @@ class Settling:
         held_out = _answered(run, self.corpus.largest(recipe, run.loader_options, "validation"))
         validate(run, [held_out])
         peaks.append(peak_memory_bytes(self.machine.device))
-        whole = whole_run(run) if recipe.run.sample_tokens else None
+        whole = gathered_run(run) if recipe.run.sample_tokens else None
         if whole is not None and self.ranks.main:
             with run.held():
                 next(iter(sample_ids(whole, self.corpus)[1]), None)  # which takes the memory of all

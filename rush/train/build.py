@@ -26,7 +26,7 @@ from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
 from rush.models.quantized import stored_values
 from rush.parallel import Ranks, check_world
-from rush.parallel.sharded import NormOf, fill_model, is_sharded, plain_norm
+from rush.parallel.sharded import NormFn, fill_model, is_sharded, local_norm
 from rush.recipe import Recipe
 from rush.techniques import Build, Pass, Stage, Use, check, put_on
 from rush.techniques.api.contract import Passes
@@ -61,21 +61,21 @@ class Run:
     averaged_over: int = 1
     """Over how many ranks the gradients come averaged."""
     before_pass: list[Callable[[bool], None]] = field(default_factory=list)
-    copies: list[str] = field(default_factory=list)
+    tied_replicas: list[str] = field(default_factory=list)
     """Parameters here that another rank of the pipeline counts."""
-    cut: Callable[[Batch], Batch] | None = None
+    shard_batch: Callable[[Batch], Batch] | None = None
     """Gives of a micro batch the part that this rank works on."""
-    norm_of: NormOf = plain_norm
+    norm_fn: NormFn = local_norm
     """How the norm of gradients is computed."""
-    spoiled: Tensor | None = None
+    non_finite: Tensor | None = None
     """On the device: whether a step so far had a loss or gradient that was not finite."""
     limit: Limit | None = None
     """On a CPU: what this process is held to."""
 
     def __post_init__(self) -> None:
-        self.parts: list[nn.Module] = [self.model]
+        self.stages: list[nn.Module] = [self.model]
         """What passes call: the model, or the stages that this rank has of it."""
-        self.passes: Passes = OneByOne(self)
+        self.passes: Passes = SequentialPasses(self)
         self.pass_through(self.forward_backward)
 
     def pass_through(self, innermost: Pass) -> None:
@@ -84,16 +84,16 @@ class Run:
         for wrap in self.pass_wrappers:
             self.micro_pass = wrap(self.micro_pass)
 
-    def forward_backward(self, batch: Batch, share: Tensor) -> Tensor:
+    def forward_backward(self, batch: Batch, loss_scale: Tensor) -> Tensor:
         """The plain pass over a micro batch; `micro_pass` is it with what techniques put around it."""
         with record_function(FORWARD), self.autocast():
             loss = self.objective.loss(self.outer or self.model, batch)
-        (loss * share).backward()  # type: ignore[no-untyped-call]
+        (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
     def own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
         """What this rank works on: the micro batches it was given, or its part of each."""
-        return iter(batches) if self.cut is None else map(self.cut, batches)
+        return iter(batches) if self.shard_batch is None else map(self.shard_batch, batches)
 
     @property
     def pass_rows(self) -> int:
@@ -129,7 +129,7 @@ class Run:
         with self._surroundings():
             if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
                 return "tf32"
-        return str(self.facts.get("factor_dtype", dtype))
+        return str(self.facts.get("operand_dtype", dtype))
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -154,17 +154,17 @@ class Run:
 
 
 @dataclass
-class OneByOne:
+class SequentialPasses:
     """Micro batches one after another, each forward and backward through the whole model."""
 
     run: Run
 
-    def train(self, batches: Sequence[Batch], share: Tensor) -> Tensor:
+    def train(self, batches: Sequence[Batch], loss_scale: Tensor) -> Tensor:
         total = torch.zeros((), device=self.run.device)
         for place, batch in enumerate(batches, 1):
             for tell in self.run.before_pass:
                 tell(place == len(batches))
-            total += self.run.micro_pass(batch.to(self.run.device), share)
+            total += self.run.micro_pass(batch.to(self.run.device), loss_scale)
         return total
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -190,7 +190,7 @@ def build(
         # cuBLAS reads this when it is first used, which is after this line in every process that builds a run: with another
         # workspace it chooses other algorithms, which round otherwise.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    uses = put_on(check(recipe, machine), ranks.put_on)
+    uses = put_on(check(recipe, machine), ranks.forced_axes)
     check_world(recipe.layout.model_dump(), ranks.world)
     device = torch.device(machine.device)
     limit = _limit_memory(recipe, device)
@@ -224,17 +224,17 @@ def build(
         pass_wrappers=half_made.pass_wrappers,
         facts=half_made.facts,
         ranks=ranks,
-        outer=None if half_made.wrap is None or half_made.parts else half_made.wrap(half_made.model),
+        outer=None if half_made.wrap is None or half_made.stages else half_made.wrap(half_made.model),
         averaged_over=half_made.averaged_over,
         before_pass=half_made.before_pass,
-        copies=half_made.copies,
-        cut=half_made.cut,
-        norm_of=half_made.norm_of,
+        tied_replicas=half_made.tied_replicas,
+        shard_batch=half_made.shard_batch,
+        norm_fn=half_made.norm_fn,
     )
     if half_made.make_passes is not None:
-        run.parts = list(half_made.parts)
+        run.stages = list(half_made.stages)
         around: Any = half_made.wrap or (lambda part: part)
-        run.passes = half_made.make_passes(run, [around(part) for part in run.parts])
+        run.passes = half_made.make_passes(run, [around(part) for part in run.stages])
     run.limit = limit
     if recipe.run.deterministic:
         run.step_contexts.append(deterministic)
@@ -285,7 +285,7 @@ def _materialize(half_made: Build, weights: dict[str, torch.Tensor] | None) -> N
             f"the weights of {half_made.recipe.model.name} do not fit into {half_made.machine.summary()}; "
             "take a smaller model or a larger device."
         ) from None
-    if half_made.parts or any(is_sharded(parameter) for parameter in model.parameters()):
+    if half_made.stages or any(is_sharded(parameter) for parameter in model.parameters()):
         _fill(model, stored_values(model, _values(half_made, weights)))
     elif weights is None:
         model.init_weights(half_made.recipe.run.seed)

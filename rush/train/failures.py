@@ -1,6 +1,6 @@
 """What to tell when a run breaks off: where it was, whose code stands on the stack, what to do, where the log lies.
 
-A run is always at something (`Doing`). Whatever is raised that is no message for people yet becomes one here: the
+A run is always at something (`RunStatus`). Whatever is raised that is no message for people yet becomes one here: the
 traceback goes to `failure.log` in the run's folder, and one sentence after another says what failed, which technique to
 take out, and how the run goes on from its last checkpoint, which a failure never touches. An error for which nobody but this
 package can be blamed asks to be reported.
@@ -26,7 +26,7 @@ from rush.errors import Outage, OwnFault, RunFailed, RushError
 from rush.files import append_log
 from rush.hardware import Machine, in_gaps, out_of_memory
 from rush.parallel import AXES, Ranks, started_rank
-from rush.parallel.ranks import SAID
+from rush.parallel.ranks import FROM_RANK_0
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.run_folder import RunFolder
@@ -64,7 +64,7 @@ class Phase(Enum):
 
 
 @dataclass
-class Doing:
+class RunStatus:
     """What a run is at now, for the watch over its ranks, and for the message if it fails there."""
 
     folder: RunFolder | None
@@ -77,7 +77,7 @@ class Doing:
 
     def at(self, phase: Phase, step: int) -> None:
         self.phase, self.step = phase, step
-        self.ranks.at(str(self))
+        self.ranks.set_phase(str(self))
 
     def __str__(self) -> str:
         return self.phase.value.format(step=self.step)
@@ -90,30 +90,30 @@ class Doing:
 
 
 @contextmanager
-def explained(doing: Doing) -> Iterator[None]:
+def explained(doing: RunStatus) -> Iterator[None]:
     """Make a message of whatever is raised in the block and is none yet."""
     try:
         yield
     except RushError:
         raise
     except (Exception, SystemExit) as error:
-        if doing.ranks.watch is not None:
-            doing.ranks.watch.will_speak()
+        if doing.ranks.watchdog is not None:
+            doing.ranks.watchdog.claim_report()
         raise explain(error, doing) from error
 
 
-def explain(error: BaseException, doing: Doing) -> RushError:
+def explain(error: BaseException, doing: RunStatus) -> RushError:
     """The message for a run that broke off with this error, once the log is written."""
     uses = doing.uses()
     found, where = _look_into(error, doing, str(doing), uses)
     kind, says = _diagnosis(error, doing, uses, found)
     failed = kind(f"{says} {where} {_how_to_go_on(doing)}".rstrip())
-    if SAID in getattr(error, "__notes__", ()):
-        failed.add_note(SAID)
+    if FROM_RANK_0 in getattr(error, "__notes__", ()):
+        failed.add_note(FROM_RANK_0)
     return failed
 
 
-def tell_late(doing: Doing, uses: list[Use], error: BaseException, at: str) -> None:
+def report_late(doing: RunStatus, uses: list[Use], error: BaseException, at: str) -> None:
     """Say in one sentence what was raised where nobody could catch it (a callback at exit, a thread); of ranks, the first."""
     found, where = _look_into(error, doing, at, uses)
     whose = f" {_say_suspects(found)}" if found else ""
@@ -122,7 +122,7 @@ def tell_late(doing: Doing, uses: list[Use], error: BaseException, at: str) -> N
         print(f"rush: {says}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _look_into(error: BaseException, doing: Doing, at: str, uses: list[Use]) -> tuple[list[Suspect], str]:
+def _look_into(error: BaseException, doing: RunStatus, at: str, uses: list[Use]) -> tuple[list[Suspect], str]:
     """Whose code stands on the stack, and where the log of it lies, in words."""
     try:
         found, trouble = suspects(error, uses), ""
@@ -153,7 +153,7 @@ def _line(error: BaseException) -> str:
 
 
 def _diagnosis(
-    error: BaseException, doing: Doing, uses: list[Use], found: list[Suspect]
+    error: BaseException, doing: RunStatus, uses: list[Use], found: list[Suspect]
 ) -> tuple[type[RushError], str]:
     """The kind of failure, and what failed and what to do, in words."""
     memory = next((one for one in chain(error) if out_of_memory(one)), None)
@@ -188,7 +188,7 @@ def _of_device(error: BaseException) -> bool:
     )
 
 
-def _say_memory(error: BaseException, doing: Doing) -> str:
+def _say_memory(error: BaseException, doing: RunStatus) -> str:
     advice = {
         Phase.SAMPLE: "Set run.sample_tokens=0, which a resumed run may do.",
         Phase.SAVE: "Set run.save_async=false, so that no copy of the state is made; a resumed run may do that.",
@@ -221,7 +221,7 @@ def _without(suspect: Suspect) -> str:
     return f"layout.{name}=1" if name in AXES else f"techniques-={name}"
 
 
-def _how_to_go_on(doing: Doing) -> str:
+def _how_to_go_on(doing: RunStatus) -> str:
     folder = doing.folder
     if folder is None:
         return ""
@@ -235,7 +235,7 @@ def _how_to_go_on(doing: Doing) -> str:
     )
 
 
-def _resume_command(folder: RunFolder, doing: Doing) -> str:
+def _resume_command(folder: RunFolder, doing: RunStatus) -> str:
     used = [name for name, _ in doing.recipe.technique_uses()] if doing.recipe is not None else []
     files = [str(file) for name, file in given().items() if name in used]
     many = ["--nproc", str(doing.ranks.world)] if doing.ranks.world > 1 else []
@@ -243,7 +243,7 @@ def _resume_command(folder: RunFolder, doing: Doing) -> str:
     return shlex.join([*line, *(word for file in files for word in ("--technique", file))])
 
 
-def _entry(error: BaseException, doing: Doing, at: str, uses: list[Use], found: list[Suspect]) -> str:
+def _entry(error: BaseException, doing: RunStatus, at: str, uses: list[Use], found: list[Suspect]) -> str:
     """What is written down about a failure: enough to look into it elsewhere."""
     rank = "" if doing.ranks.alone else f" on rank {doing.ranks.rank} of {doing.ranks.world}"
     facts = {

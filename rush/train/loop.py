@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from rush.checkpoint import restore
-from rush.checkpoint.saver import Saved, Saver, room_for_copies
+from rush.checkpoint.saver import Saver, SaveResult, room_for_copies
 from rush.errors import DataError, RecipeError
 from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, probe
@@ -35,11 +35,11 @@ from rush.records.metrics import MetricsWriter, truncate_after
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 from rush.techniques import check
 from rush.techniques.api.own_files import check_remembered, digests, remember
-from rush.train.auto_micro import Settling
+from rush.train.auto_micro import MicroBatchSearch
 from rush.train.build import build
 from rush.train.corpus import Corpus, open_corpus
-from rush.train.failures import Doing, explained
-from rush.train.lost_updates import say_lost
+from rush.train.failures import RunStatus, explained
+from rush.train.lost_updates import lost_updates_warning
 from rush.train.metric_sinks import open_sinks
 from rush.train.objectives import objective_of
 from rush.train.session import Session, Summary
@@ -53,13 +53,13 @@ def train_recipe(
     recipe: Recipe | None, out: Path | str, *, resume: bool = False, view: View | None = None
 ) -> Summary:
     """Train as the recipe says, in the folder `out`; `resume` goes on with the run that is there."""
-    doing = Doing(RunFolder(Path(out)))
+    doing = RunStatus(RunFolder(Path(out)))
     with explained(doing):
         return _train_recipe(recipe, RunFolder(Path(out)), doing, resume=resume, view=view or Silent())
 
 
 def _train_recipe(
-    recipe: Recipe | None, folder: RunFolder, doing: Doing, *, resume: bool, view: View
+    recipe: Recipe | None, folder: RunFolder, doing: RunStatus, *, resume: bool, view: View
 ) -> Summary:
     if resume and not folder.holds_run() and recipe is not None:
         view.note(f"{folder.path} holds no run yet: starting from the beginning.")
@@ -81,9 +81,9 @@ def _train_recipe(
         ExitStack() as stack,
     ):
         doing.ranks = ranks
-        doing.folder = folder = RunFolder(Path(ranks.once(lambda: str(folder.path))))
+        doing.folder = folder = RunFolder(Path(ranks.on_rank0(lambda: str(folder.path))))
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
-        ranks.once(lambda: _open(stack, opened))
+        ranks.on_rank0(lambda: _open(stack, opened))
         return _train(recipe, machine, folder, doing, view if ranks.main else Silent(), ranks)
 
 
@@ -117,7 +117,7 @@ def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:
 
 
 def _train(
-    recipe: Recipe, machine: Machine, folder: RunFolder, doing: Doing, view: View, ranks: Ranks
+    recipe: Recipe, machine: Machine, folder: RunFolder, doing: RunStatus, view: View, ranks: Ranks
 ) -> Summary:
     store = folder.checkpoints
     resumed = _newest_good(store, ranks, view)
@@ -130,13 +130,13 @@ def _train(
     needs_base = resumed is None or restore.base_record(resumed) is not None
     weights = starting_weights(recipe) if needs_base else None
     tokenizer = folder.tokenizer if ranks.main else None
-    corpus = ranks.in_turn(lambda: open_corpus(recipe, tokenizer, view.note))
+    corpus = ranks.rank0_first(lambda: open_corpus(recipe, tokenizer, view.note))
     if recipe.auto:
-        recipe = Settling(machine, corpus, weights, ranks, folder.path, view.note).settle(recipe)
+        recipe = MicroBatchSearch(machine, corpus, weights, ranks, folder.path, view.note).choose(recipe)
     doing.recipe = recipe
     _check_held_out(corpus, recipe)
     run = build(recipe, machine, weights, ranks)
-    if (lost := say_lost(run)) is not None:
+    if (lost := lost_updates_warning(run)) is not None:
         view.note(lost)
     corpus = corpus.ready_for(run, weights, folder.path, resumed=resumed is not None)
     loader = corpus.loader(recipe, run.loader_options)
@@ -186,13 +186,13 @@ def _train(
 
 def _newest_good(store: CheckpointStore, ranks: Ranks, view: View) -> Checkpoint | None:
     """The newest checkpoint that verifies. Every rank reads some of its files; what one finds damaged is so for all."""
-    for step in reversed(ranks.once(store.steps)):
+    for step in reversed(ranks.on_rank0(store.steps)):
         found, problem = None, ""
         try:
             found = verify(store.path(step), share=(ranks.rank, ranks.world))
         except CheckpointDamaged as error:
             problem = str(error)
-        problems = [told for told in ranks.gathered(problem) if told]
+        problems = [told for told in ranks.all_gather_object(problem) if told]
         if not problems:
             return found
         view.note(f"DAMAGED checkpoint, not used: {problems[0]}")
@@ -206,7 +206,7 @@ def _seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _record_save(saved: Saved, saves: MetricsWriter, store: CheckpointStore, keep: int) -> None:
+def _record_save(saved: SaveResult, saves: MetricsWriter, store: CheckpointStore, keep: int) -> None:
     store.retain(keep, committed=saved.step)
     saves.write({name: value for name, value in asdict(saved).items() if name != "path"})
 

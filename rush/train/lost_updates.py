@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rush.parallel.sharded import own_part
+from rush.parallel.sharded import local_tensor
 from rush.train.build import Run
 
 ENOUGH = 0.5
@@ -19,12 +19,12 @@ SAMPLED = 1 << 16
 """Values looked at of each tensor."""
 
 
-def say_lost(run: Run) -> str | None:
+def lost_updates_warning(run: Run) -> str | None:
     """What to tell where most weights cannot move at the recipe's highest learning rate; None where they can."""
     if getattr(run.optimizer, "keeps_small_updates", False):
         return None
     lr = run.recipe.optimizer.lr
-    trained = [own_part(p.detach()).flatten() for p in run.model.parameters() if p.requires_grad]
+    trained = [local_tensor(p.detach()).flatten() for p in run.model.parameters() if p.requires_grad]
     counts = [values.numel() for values in trained]
     if not sum(counts):
         return None

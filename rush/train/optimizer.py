@@ -51,11 +51,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
             group["lr"] = lr
 
 
-def holds_back(optimizer: torch.optim.Optimizer) -> bool:
+def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer obeys what stands on the device in its attributes `found_inf` (not zero: change nothing) and
     `grad_scale` (divide gradients by it). Such an update can be launched before anyone knows that it may happen.
 
     torch's fused updates do, for the sake of loss scaling, and mark it.
     """
     torchs = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(getattr(optimizer, "holds_back", torchs))
+    return bool(getattr(optimizer, "supports_found_inf", torchs))

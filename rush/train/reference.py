@@ -32,7 +32,7 @@ from rush.hardware.ceilings import cache_folder
 from rush.hub.folders import starting_weights
 from rush.models.adapters import is_adapted
 from rush.models.fingerprints import fingerprint
-from rush.parallel.sharded import reshard, whole
+from rush.parallel.sharded import full_tensor, reshard
 from rush.train.build import Run, build
 from rush.train.objectives import Preference
 from rush.train.objectives.preference import log_probabilities, needs_reference
@@ -94,7 +94,7 @@ def references(
 def reference_key(run: Run, data: str) -> str:
     """Names a pass: the base's values, the data, and whatever changes how the numbers are rounded."""
     weights = {
-        name: fingerprint(whole(tensor))
+        name: fingerprint(full_tensor(tensor))
         for name, tensor in run.model.state_dict().items()
         if isinstance(tensor, torch.Tensor) and ".adapter." not in name
     }
@@ -119,7 +119,7 @@ def compute(
     Several ranks ask for every n-th batch each, all of them in every round, and add up what they found.
     """
     ranks = run.ranks
-    if ranks.once(path.is_file):
+    if ranks.on_rank0(path.is_file):
         return _read(path, count)
     if count == 0:
         return np.zeros(0, np.float32)
@@ -137,7 +137,7 @@ def compute(
         values = _open_partial(partial, count)
         missing = [bool(np.isnan(values[_answers(rows)]).any()) for rows in own]
         # What one rank has to ask for, all ask for: a model in parts answers to all at once.
-        asked = ranks.sum(torch.tensor(missing, dtype=torch.float32, device=run.device)).tolist()
+        asked = ranks.all_reduce(torch.tensor(missing, dtype=torch.float32, device=run.device)).tolist()
         for index, rows in enumerate(own):
             if asked[index]:
                 values[_answers(rows)] = _of_batch(run, layout, rows)
@@ -145,12 +145,12 @@ def compute(
                     values.flush()
             show(index + 1, len(own))
         values.flush()
-        for model in run.parts:
+        for model in run.stages:
             reshard(model)
         assert not any(np.isnan(values[_answers(rows)]).any() for rows in own), "an answer was left out"
-        found = ranks.sum(torch.from_numpy(np.nan_to_num(values)).to(run.device))
+        found = ranks.all_reduce(torch.from_numpy(np.nan_to_num(values)).to(run.device))
         result: Values = found.cpu().numpy()
-        ranks.once(lambda: _write(path, result))
+        ranks.on_rank0(lambda: _write(path, result))
         partial.unlink()
     return result
 

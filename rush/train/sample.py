@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from rush.checkpoint.frozen_base import whole_model, whole_place
+from rush.checkpoint.frozen_base import gather_device, gathered_model
 from rush.data import Tokenizer
 from rush.data.conversations import find_template, read_document_manifest
 from rush.errors import DataError
@@ -42,7 +42,7 @@ class Sampler:
     _told: set[str] = field(default_factory=set)
 
     def row(self, run: Run | None, corpus: Corpus, recipe: Recipe, step: int) -> dict[str, Any]:
-        """A sample of the whole model (see `whole_run`); None where it was not put together."""
+        """A sample of the whole model (see `gathered_run`); None where it was not put together."""
         found: dict[str, Any] = {"step": step, "prompt": recipe.run.sample_prompt}
         if run is None:
             return found | self._without("the host of rank 0 has no memory to put the model together")
@@ -95,7 +95,7 @@ def sample_ids(
     if room == 0:
         return prompt, ()
     return prompt, generate(
-        plain_twin(run.model),
+        plain_model(run.model),
         prompt,
         max_new_tokens=min(settings.sample_tokens if tokens is None else tokens, room),
         temperature=0.8,
@@ -106,15 +106,15 @@ def sample_ids(
     )
 
 
-def whole_run(run: Run) -> Run | None:
+def gathered_run(run: Run) -> Run | None:
     """The run with its whole model on rank 0, for what only rank 0 does; None where its host has no room for that. Of a model
     in parts all ranks must ask for it."""
     if run.ranks.stages is None and not any(is_sharded(parameter) for parameter in run.model.parameters()):
         return run
-    place = run.ranks.once(lambda: str(whole_place(run.model) or ""))
+    place = run.ranks.on_rank0(lambda: str(gather_device(run.model) or ""))
     if not place:
         return None
-    whole = whole_model(run.model, run.ranks, torch.device(place) if run.ranks.main else None)
+    whole = gathered_model(run.model, run.ranks, torch.device(place) if run.ranks.main else None)
     return run if whole is None else replace(run, model=whole)
 
 
@@ -149,7 +149,7 @@ def _written_out(text: str, tokenizer: Tokenizer) -> bool:
     return any(name in text for name in tokenizer.special_ids)
 
 
-def plain_twin(model: Decoder) -> Decoder:
+def plain_model(model: Decoder) -> Decoder:
     """The plain model over the same weights, without what techniques changed.
 
     Techniques shape the training step (whole sequences, compiled graphs); decoding with a cache is

@@ -22,18 +22,18 @@ from rush.checkpoint.saver import Saver
 from rush.errors import Diverged, Drifted, RushError
 from rush.hardware import memory_in_use
 from rush.parallel.process_group import lost
-from rush.parallel.replica_check import check_drift
+from rush.parallel.replica_check import check_replicas
 from rush.recipe import Recipe
 from rush.records.metrics import MetricsWriter, read_rows
 from rush.records.run_folder import RunFolder
 from rush.train.build import Run
 from rush.train.corpus import Corpus
-from rush.train.failures import Doing, Phase
+from rush.train.failures import Phase, RunStatus
 from rush.train.metric_sinks import Sink
-from rush.train.sample import Sampler, whole_run
+from rush.train.sample import Sampler, gathered_run
 from rush.train.schedule import learning_rate
 from rush.train.step import LaunchedStep, launch_step
-from rush.train.utilization import Yardstick, yardstick
+from rush.train.utilization import UtilizationMetric, utilization_metric
 from rush.train.validation import Validation, rows_before
 from rush.train.view import View
 
@@ -86,7 +86,7 @@ class Session:
     sinks: list[Sink]
     view: View
     saver: Saver
-    doing: Doing
+    doing: RunStatus
     prepared: bool = False
     """Whether there is memory for copies of the state."""
     last_step: float = math.inf
@@ -99,9 +99,9 @@ class Session:
     def go(self, done: int, tokens: int) -> Summary:
         recipe, total = self.recipe, self.recipe.schedule.steps
         self.view.start(_title(recipe, self.run), total, done)
-        gauge = Yardstick(**self.run.ranks.once(lambda: asdict(yardstick(self.run))))
+        gauge = UtilizationMetric(**self.run.ranks.on_rank0(lambda: asdict(utilization_metric(self.run))))
         gauge = replace(gauge, rate=gauge.rate and gauge.rate * self.run.ranks.world)
-        self.validation.rows = self.run.ranks.once(lambda: rows_before(read_rows(self.folder.metrics)))
+        self.validation.rows = self.run.ranks.on_rank0(lambda: rows_before(read_rows(self.folder.metrics)))
         row: dict[str, Any] = {}
         began, first_tokens = time.perf_counter(), tokens
         try:
@@ -164,7 +164,7 @@ class Session:
         if every and not ranks.alone and (saving or _due(every, step)):
             self.doing.at(Phase.COPIES, step)
             with self._explained():
-                check_drift(ranks, self.run.model.named_parameters(), step)
+                check_replicas(ranks, self.run.model.named_parameters(), step)
 
     def _start(self, step: int, asked: bool, before: _Started | None) -> _Started:
         """Launch a step, on a device perhaps while it is at work on the one before; it may be when this returns."""
@@ -181,7 +181,7 @@ class Session:
             self.saver.prepare(self.run.model, self.run.optimizer)
         return _Started(launched, lr, began, opened, data_s)
 
-    def _finish(self, started: _Started, tokens: int, gauge: Yardstick) -> dict[str, Any]:
+    def _finish(self, started: _Started, tokens: int, gauge: UtilizationMetric) -> dict[str, Any]:
         """Wait for a step and make its row."""
         self.doing.at(Phase.STEP, started.launched.step)
         with self._explained():
@@ -241,11 +241,11 @@ class Session:
                 held_out = partial(self.corpus.validation, self.recipe, self.run.loader_options)
                 row["val_loss"] = self.validation.loss(held_out)
                 row |= {"val_rows": self.validation.rows} if self.validation.rows else {}
-            figures = self.run.objective.figures(self.run.ranks.sum)
+            figures = self.run.objective.figures(self.run.ranks.all_reduce)
             row |= {f"val_{name}": value for name, value in figures.items()}
         sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
         self.doing.at(Phase.SAMPLE if sampled else Phase.RECORD, step)
-        run = whole_run(self.run) if sampled else self.run
+        run = gathered_run(self.run) if sampled else self.run
         if self.rows is None:
             return
         metrics, samples = self.rows
@@ -279,7 +279,7 @@ class Session:
             self.saver.wait()
 
     def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
-        return Summary(**self.run.ranks.once(lambda: asdict(self._own_summary(row, done, tokens, speed))))
+        return Summary(**self.run.ranks.on_rank0(lambda: asdict(self._own_summary(row, done, tokens, speed))))
 
     def _own_summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
         rows = list(read_rows(self.folder.metrics))

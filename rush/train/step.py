@@ -29,7 +29,7 @@ from rush.data import Batch
 from rush.errors import DataError, Diverged
 from rush.parallel.sharded import is_sharded, reshard, scale, total_norm
 from rush.train.build import Run
-from rush.train.optimizer import holds_back, set_learning_rate
+from rush.train.optimizer import set_learning_rate, supports_found_inf
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class StepResult:
 
 
 @dataclass(frozen=True)
-class Counts:
+class StepCounts:
     """What a step holds, over all its micro batches (and all ranks, once they are summed)."""
 
     units: int
@@ -65,7 +65,7 @@ class LaunchedStep:
 
     step: int
     batches: list[Batch]
-    counts: Counts
+    counts: StepCounts
     """Of this rank."""
     figures: Mapping[str, float]
     numbers: Tensor
@@ -97,7 +97,7 @@ class LaunchedStep:
         if self.arrived is not None:
             self.arrived.synchronize()
         summed_loss, norm, *summed = self.numbers.tolist()
-        counts = Counts(*map(int, summed)) if summed else self.counts
+        counts = StepCounts(*map(int, summed)) if summed else self.counts
         _check_labels(self.step, counts)
         loss = summed_loss / counts.units
         if not (math.isfinite(loss) and (math.isfinite(norm) or self.skipped)):
@@ -131,7 +131,7 @@ def launch_step(
 
 
 def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool) -> LaunchedStep:
-    counts = Counts(
+    counts = StepCounts(
         units=sum(run.objective.units(batch) for batch in batches),
         labels=sum(batch.num_labels for batch in batches),
         tokens=sum(batch.tokens_bt.numel() for batch in batches),
@@ -139,34 +139,34 @@ def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool
         stopping=int(stopping),
     )
     summed = _sum_counts(run, step, counts)
-    share = run.scaler.scale(_share(run, counts, summed))
-    total = run.passes.train(batches, share)
+    loss_scale = run.scaler.scale(_loss_scale(run, counts, summed))
+    total = run.passes.train(batches, loss_scale)
     if summed is not None:
         # Whether there was any label is known on the device only: without one nothing may be updated.
-        total = run.ranks.sum(total).masked_fill(summed[0] == 0, torch.nan)
+        total = run.ranks.all_reduce(total).masked_fill(summed[0] == 0, torch.nan)
     run.scaler.unscale_(run.optimizer)
     grad_norm = gradient_norm(run)
     on_device = torch.stack([total, grad_norm.to(total.device)])
     set_learning_rate(run.optimizer, lr)
-    if waits_for_nothing(run):
+    if update_is_async(run):
         numbers, arrived, skipped = *_fetch(_with(on_device, summed)), False
-        _update_unless_spoiled(run, on_device)
+        _update_on_device(run, on_device)
     else:
         numbers, arrived = _with(on_device, summed).cpu(), None
-        skipped = _update_if_sound(run, numbers[:2], grad_norm)
+        skipped = _update_on_host(run, numbers[:2], grad_norm)
     run.optimizer.zero_grad(set_to_none=True)
     return LaunchedStep(
         step,
         batches,
         counts,
-        figures=run.objective.figures(run.ranks.sum),
+        figures=run.objective.figures(run.ranks.all_reduce),
         numbers=numbers,
         arrived=arrived,
         skipped=skipped,
     )
 
 
-def _sum_counts(run: Run, step: int, counts: Counts) -> Tensor | None:
+def _sum_counts(run: Run, step: int, counts: StepCounts) -> Tensor | None:
     """The counts of all ranks, on the device; None for a rank that is alone, which knows its own."""
     if run.ranks.alone:
         _check_labels(step, counts)
@@ -176,18 +176,18 @@ def _sum_counts(run: Run, step: int, counts: Counts) -> Tensor | None:
         dtype=torch.float64,  # which counts to 2⁵³ and travels with the loss
         pin_memory=run.device.type == "cuda",
     )
-    summed = run.ranks.sum(numbers.to(run.device, non_blocking=True))
+    summed = run.ranks.all_reduce(numbers.to(run.device, non_blocking=True))
     # Ranks with the same samples are counted once, but each may have been asked to stop.
-    run.ranks.any_of_all(summed[4:])
+    run.ranks.all_reduce_any(summed[4:])
     return summed
 
 
-def _check_labels(step: int, counts: Counts) -> None:
+def _check_labels(step: int, counts: StepCounts) -> None:
     if counts.labels == 0 or counts.units == 0:
         raise DataError(f"step {step} has no label to learn from; every target in its batches is masked.")
 
 
-def _share(run: Run, counts: Counts, summed: Tensor | None) -> Tensor:
+def _loss_scale(run: Run, counts: StepCounts, summed: Tensor | None) -> Tensor:
     """What each unit's loss counts: one over the units of the step."""
     if summed is None:
         return torch.full((), 1 / counts.units, device=run.device)
@@ -198,14 +198,14 @@ def _with(loss_and_norm: Tensor, summed: Tensor | None) -> Tensor:
     return loss_and_norm if summed is None else torch.cat([loss_and_norm.double(), summed])
 
 
-def waits_for_nothing(run: Run) -> bool:
+def update_is_async(run: Run) -> bool:
     """Whether a step's update is launched before its loss and gradient are known. (Loss scaling decides on the host, and
     an update of weights that lie there is the host's own.)
 
     Then clipping is part of the update as well, which divides the gradients where it reads them.
     """
     here: bool = run.optimizer.param_groups[0]["params"][0].device.type == run.device.type
-    return here and holds_back(run.optimizer) and not run.scaler.is_enabled()
+    return here and supports_found_inf(run.optimizer) and not run.scaler.is_enabled()
 
 
 def _fetch(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
@@ -219,13 +219,13 @@ def _fetch(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     return host, arrived
 
 
-def _update_unless_spoiled(run: Run, loss_and_norm: Tensor) -> None:
+def _update_on_device(run: Run, loss_and_norm: Tensor) -> None:
     """Clip and update on the device, which does neither if a number is not finite or was not at an earlier step."""
-    spoiled = (~torch.isfinite(loss_and_norm)).any()
-    run.spoiled = spoiled if run.spoiled is None else run.spoiled | spoiled
+    non_finite = (~torch.isfinite(loss_and_norm)).any()
+    run.non_finite = non_finite if run.non_finite is None else run.non_finite | non_finite
     limit = run.recipe.optimizer.clip
     scaled = {} if not limit else {"grad_scale": ((loss_and_norm[1] + 1e-6) / limit).clamp_min(1.0)}
-    told = {"found_inf": run.spoiled.float(), **scaled}
+    told = {"found_inf": run.non_finite.float(), **scaled}
     for name, value in told.items():
         setattr(run.optimizer, name, value)
     try:
@@ -235,7 +235,7 @@ def _update_unless_spoiled(run: Run, loss_and_norm: Tensor) -> None:
             delattr(run.optimizer, name)
 
 
-def _update_if_sound(run: Run, numbers: Tensor, grad_norm: Tensor) -> bool:
+def _update_on_host(run: Run, numbers: Tensor, grad_norm: Tensor) -> bool:
     """Clip and update, now that the numbers are known to be finite; whether loss scaling had to leave the update out."""
     loss, norm = numbers.tolist()
     skipped = _overflowed(run, norm)
@@ -256,14 +256,14 @@ def _overflowed(run: Run, norm: float) -> bool:
 
 def gradient_norm(run: Run) -> torch.Tensor:
     """The Euclidean norm of all gradients together."""
-    counted = (p for name, p in run.model.named_parameters() if name not in run.copies)
+    counted = (p for name, p in run.model.named_parameters() if name not in run.tied_replicas)
     gradients = [p.grad for p in counted if p.grad is not None]
     if not run.ranks.alone:
-        own = total_norm(gradients, run.norm_of) if gradients else torch.zeros((), device=run.device)
-        return own if run.ranks.stages is None else run.ranks.sum_stages(own.square()).sqrt()
+        own = total_norm(gradients, run.norm_fn) if gradients else torch.zeros((), device=run.device)
+        return own if run.ranks.stages is None else run.ranks.all_reduce_stages(own.square()).sqrt()
     if not gradients:
         return torch.zeros((), device=run.device)
-    return run.norm_of(gradients)
+    return run.norm_fn(gradients)
 
 
 def clip(run: Run, grad_norm: torch.Tensor) -> None:
@@ -276,10 +276,10 @@ def clip(run: Run, grad_norm: torch.Tensor) -> None:
         torch.nn.utils.clip_grads_with_norm_(run.model.parameters(), limit, grad_norm)
 
 
-def clipped_by(run: Run, norm: float) -> float:
+def clip_factor(run: Run, norm: float) -> float:
     """What gradients of this norm have been multiplied by when the optimizer is called: nothing, where the update clips."""
     limit = run.recipe.optimizer.clip
-    return min(1.0, limit / (norm + 1e-6)) if limit and not waits_for_nothing(run) else 1.0
+    return min(1.0, limit / (norm + 1e-6)) if limit and not update_is_async(run) else 1.0
 
 
 def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> str:
@@ -294,12 +294,12 @@ def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> 
 def validate(run: Run, batches: Iterable[Batch], rows: int | None = None) -> float:
     """Mean loss per unit over held-out batches, with several ranks over those of all; `rows` go through the model at once, and
     without it as many as in training."""
-    total, units, _ = sum_validation(run, *validate_own(run, batches, rows))
+    total, units, _ = reduce_validation(run, *validate_local(run, batches, rows))
     return total / units
 
 
 @torch.no_grad()
-def validate_own(run: Run, batches: Iterable[Batch], rows: int | None = None) -> tuple[float, float]:
+def validate_local(run: Run, batches: Iterable[Batch], rows: int | None = None) -> tuple[float, float]:
     """The summed loss and the units of what this rank has of the held-out batches."""
     units, rows = 0.0, rows or run.pass_rows
 
@@ -307,7 +307,7 @@ def validate_own(run: Run, batches: Iterable[Batch], rows: int | None = None) ->
         nonlocal units
         for batch in run.own(batches):
             units += run.objective.units(batch)
-            for piece in in_pieces(batch, rows):
+            for piece in split_rows(batch, rows):
                 yield piece.to(run.device)
 
     with run.in_step():
@@ -315,20 +315,24 @@ def validate_own(run: Run, batches: Iterable[Batch], rows: int | None = None) ->
     return total, units
 
 
-def sum_validation(run: Run, total: float, units: float, failed: bool = False) -> tuple[float, float, bool]:
+def reduce_validation(
+    run: Run, total: float, units: float, failed: bool = False
+) -> tuple[float, float, bool]:
     """The sums over all ranks, and whether some rank failed."""
     if run.ranks.alone:
         return total, units, failed
-    for part in run.parts:
+    for part in run.stages:
         reshard(part)
-    summed = run.ranks.sum(torch.tensor([total, units, failed], dtype=torch.float64, device=run.device))
+    summed = run.ranks.all_reduce(
+        torch.tensor([total, units, failed], dtype=torch.float64, device=run.device)
+    )
     # Ranks with the same samples are counted once, but each may have failed.
-    run.ranks.any_of_all(summed[2:])
+    run.ranks.all_reduce_any(summed[2:])
     total, units, failures = summed.tolist()
     return total, units, failures > 0
 
 
-def in_pieces(batch: Batch, rows: int) -> list[Batch]:
+def split_rows(batch: Batch, rows: int) -> list[Batch]:
     """The batch in pieces of at most so many rows; of preferences, pairs."""
     held = batch.tokens_bt.shape[0] // (2 if batch.paired else 1)
     return [batch] if held <= rows else batch.split(-(-held // rows))

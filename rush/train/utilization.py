@@ -14,7 +14,7 @@ from rush.train.build import Run
 
 
 @dataclass(frozen=True)
-class Yardstick:
+class UtilizationMetric:
     name: str
     flops_per_token: float
     rate: float | None
@@ -24,14 +24,14 @@ class Yardstick:
         return {self.name: tokens_per_s * self.flops_per_token / self.rate} if self.rate else {}
 
 
-def yardstick(run: Run) -> Yardstick:
+def utilization_metric(run: Run) -> UtilizationMetric:
     """MFU where the datasheet is known, else the fraction of the measured ceiling."""
     work = run.flops_per_token()
     dtype = run.facts.get("matmul_dtype", run.matmul_dtype())
     peak = datasheet_peak(run.machine, dtype)
     if peak is not None:
-        return Yardstick("mfu", work, peak)
+        return UtilizationMetric("mfu", work, peak)
     # A machine that only emulates a dtype, as a CPU does fp8, has no rate of it: the run has no such figure then.
-    return Yardstick(
+    return UtilizationMetric(
         "ceiling_fraction", work, ceilings(run.machine, (dtype,), bandwidth=False).matmul_rate(dtype)
     )

@@ -28,7 +28,7 @@ from rush.parallel.sharded import is_sharded
 from rush.plan.run_peak import life_of
 from rush.plan.spec import spec_of, with_batch
 from rush.train.build import Run
-from rush.train.step import sum_validation, validate_own
+from rush.train.step import reduce_validation, validate_local
 
 HeldOut = Callable[[], Iterable[Batch]]
 """The held-out batches, from the first one each time it is asked."""
@@ -79,7 +79,7 @@ class Validation:
             passed = True
 
         try:
-            total, units = validate_own(self.run, watched(), rows)
+            total, units = validate_local(self.run, watched(), rows)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
@@ -90,7 +90,7 @@ class Validation:
                 f"{self._place}{why}, in a pass inside of which the ranks wait for each other, so that they cannot agree on smaller "
                 "pieces; lower batch.micro, or take chunked_loss or fused_loss, which never hold all logits."
             )
-        return *sum_validation(self.run, total, units, failed), why
+        return *reduce_validation(self.run, total, units, failed), why
 
     def _keep(self, rows: int) -> None:
         if rows < (self.rows or self.run.pass_rows):
@@ -121,7 +121,7 @@ def planned_rows(run: Run) -> int:
         return rows
     limit, kind = run.recipe.run.memory_limit_gb, run.device.type
     whole = torch.cuda.get_device_properties(run.device).total_memory if kind == "cuda" else math.inf
-    room = min(run.ranks.gathered(whole if limit is None else limit * 1e9))
+    room = min(run.ranks.all_gather_object(whole if limit is None else limit * 1e9))
     spec = spec_of(run.recipe, kind)
 
     def needs(rows: int) -> float:

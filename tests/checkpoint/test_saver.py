@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rush.checkpoint import restore
-from rush.checkpoint.saver import Saved, Saver
+from rush.checkpoint.saver import Saver, SaveResult
 from rush.checkpoint.snapshot import Copy
 from rush.errors import Diverged, MachineError
 from rush.recipe_io import load_recipe
@@ -68,7 +68,7 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile
     expected = restore.save(CheckpointStore(tmp_path / "expected"), 1, *run, {"position": 1})
     plain = Copy.finish
     monkeypatch.setattr(Copy, "finish", lambda copy: (time.sleep(0.5), plain(copy)))
-    saver, saved = Saver(store), list[Saved]()
+    saver, saved = Saver(store), list[SaveResult]()
     saver.after = saved.append
     saver.save(1, *run, {"position": 1})
     assert not store.path(1).exists()
@@ -87,7 +87,7 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile
 def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path: Path) -> None:
     """On a CPU the copy is no small part of a save to a fast disk. So the disk is made slow, and what must not depend on it
     does not: the time that training waits is at most that of a copy of the same bytes, here well below 5 %."""
-    run, saved = state(64 * MB), list[Saved]()
+    run, saved = state(64 * MB), list[SaveResult]()
     saver = Saver(SlowDisk(tmp_path / "checkpoints"), after=saved.append)
     saver.prepare(*run)
     saver._ready()
@@ -103,7 +103,7 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path: Path) -> Non
 
 
 def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path: Path) -> None:
-    run, saved = state(), list[Saved]()
+    run, saved = state(), list[SaveResult]()
     saver = Saver(SlowDisk(tmp_path / "checkpoints"), after=saved.append)
     saver.save(1, *run, {})
     saver.save(2, *run, {})
@@ -148,7 +148,7 @@ def test_without_room_for_a_copy_it_is_written_at_once(
         available = 100
 
     monkeypatch.setattr("psutil.virtual_memory", Full)
-    saved = list[Saved]()
+    saved = list[SaveResult]()
     saver = Saver(CheckpointStore(tmp_path / "checkpoints"), after=saved.append)
     saver.prepare(*state())
     saver.save(1, *state(), {})

@@ -218,11 +218,11 @@ def test_a_long_stack() -> None:
 def test_a_recording_follows_the_weights_and_other_shapes() -> None:
     """Replays read the weights as they are now, and another batch size gets a recording of its own."""
     recorded, eager = on_gpu("cuda_graph"), on_gpu()
-    share = torch.full((), 1 / 512, device="cuda")
+    loss_scale = torch.full((), 1 / 512, device="cuda")
     generator = torch.Generator().manual_seed(0)
     for rows in (4, 2, 4):
         tokens, labels = (torch.randint(0, 257, (rows, 256), generator=generator).cuda() for _ in range(2))
-        losses = [run.micro_pass(Batch(tokens, labels), share) for run in (recorded, eager)]
+        losses = [run.micro_pass(Batch(tokens, labels), loss_scale) for run in (recorded, eager)]
         torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=0)
         with torch.no_grad():
             for run in (recorded, eager):

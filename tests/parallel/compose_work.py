@@ -26,7 +26,7 @@ def lose_in_parts(tokens_at_once: int) -> Result:
     """The fused loss of which each rank has some of the words: loss, gradients, and what an unknown label gives."""
     from torch.distributed import all_reduce
 
-    from rush.kernels.linear_cross_entropy import Words, linear_cross_entropy
+    from rush.kernels.linear_cross_entropy import VocabParallelEmbedding, linear_cross_entropy
     from rush.parallel import AXES, join
 
     sizes = dict.fromkeys(AXES, 1) | {"tp": 2}
@@ -34,7 +34,7 @@ def lose_in_parts(tokens_at_once: int) -> Result:
         assert ranks.mesh is not None
         mesh = ranks.mesh["tp"]
         first = 0 if ranks.rank == 0 else 6
-        words = Words(first, WORDS, 2, mesh.get_group().group_name)
+        words = VocabParallelEmbedding(first, WORDS, 2, mesh.get_group().group_name)
         hidden_nd, weight_vd, labels_n = given_loss()
         own_vd = weight_vd[first : first + 6].clone().requires_grad_()
         hidden_nd.requires_grad_()
@@ -60,7 +60,7 @@ def overflow(layout: Mapping[str, int], more: Iterable[str]) -> Result:
     """Three steps in fp16; at the second one the gradients that rank 1 holds are not finite, and no others."""
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.parallel.sharded import own_part
+    from rush.parallel.sharded import local_tensor
     from rush.train.build import build
     from rush.train.step import launch_step
 
@@ -69,12 +69,12 @@ def overflow(layout: Mapping[str, int], more: Iterable[str]) -> Result:
         run = build(chosen, probe("cpu"), None, ranks)
         plain, step = run.passes.train, 0
 
-        def train(batches: Any, share: torch.Tensor) -> torch.Tensor:
-            total = plain(batches, share)
+        def train(batches: Any, loss_scale: torch.Tensor) -> torch.Tensor:
+            total = plain(batches, loss_scale)
             if step == 2 and ranks.rank == 1:
                 gradient = next(p.grad for p in run.model.blocks.parameters() if p.dim() == 2)
                 assert gradient is not None
-                own_part(gradient).fill_(torch.inf)
+                local_tensor(gradient).fill_(torch.inf)
             return total
 
         run.passes.train = train  # type: ignore[method-assign]
@@ -83,6 +83,6 @@ def overflow(layout: Mapping[str, int], more: Iterable[str]) -> Result:
             for step in (1, 2, 3):
                 skipped.append(launch_step(run, step, 1e-3, list(given.next_step())).result().skipped)
                 scales.append(run.scaler.get_scale())
-                held = [own_part(p).detach().numpy().tobytes() for p in run.model.parameters()]
+                held = [local_tensor(p).detach().numpy().tobytes() for p in run.model.parameters()]
                 weights.append(hash(tuple(held)))
         return {"skipped": skipped, "scales": scales, "weights": weights}

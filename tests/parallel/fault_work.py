@@ -131,8 +131,8 @@ def _strike(kind: str, run: Any) -> None:
     elif kind == "asleep":
         time.sleep(LIMIT_S)
     elif kind == "flipped bit":
-        from rush.parallel.sharded import own_part
+        from rush.parallel.sharded import local_tensor
 
-        own_part(run.model.blocks[1].mlp.up.weight.detach()).view(torch.int32)[3, 5] ^= 1
+        local_tensor(run.model.blocks[1].mlp.up.weight.detach()).view(torch.int32)[3, 5] ^= 1
     else:
         assert kind == "", kind

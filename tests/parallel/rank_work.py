@@ -165,11 +165,11 @@ def learn(
     """Losses and norms of the steps, the whole gradients of the first, what each technique proved, what this rank holds."""
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.parallel.sharded import own_part, whole
+    from rush.parallel.sharded import full_tensor, local_tensor
     from rush.profiling.observe import observe
     from rush.techniques.api.proofs import prove
     from rush.train.build import build
-    from rush.train.step import clipped_by, launch_step, validate
+    from rush.train.step import clip_factor, launch_step, validate
 
     chosen = recipe(family, layout, techniques, *more)
     with join(chosen.layout.model_dump(), device) as ranks:
@@ -182,7 +182,7 @@ def learn(
                 for name, parameter in run.model.named_parameters():
                     assert (parameter.grad is not None) == parameter.requires_grad
                     if parameter.grad is not None:
-                        gradients[name] = whole(parameter.grad).float().cpu().numpy().copy()
+                        gradients[name] = full_tensor(parameter.grad).float().cpu().numpy().copy()
 
         run.optimizer.register_step_pre_hook(keep)
         losses, norms, labels, own_labels = [], [], [], []
@@ -207,16 +207,16 @@ def learn(
         if not ranks.alone:
             torch.distributed.barrier()  # looking takes one longer than another, and rank 0 keeps the store
         parameters = list(run.model.parameters())
-        state = [own_part(value) for held in run.optimizer.state.values() for value in held.values()]
+        state = [local_tensor(value) for held in run.optimizer.state.values() for value in held.values()]
         return {
             "losses": losses,
             "norms": norms,
             "labels": labels,
             "own_labels": own_labels,
             "held_out": held_out,
-            "gradients": {name: value / clipped_by(run, norms[0]) for name, value in gradients.items()},
+            "gradients": {name: value / clip_factor(run, norms[0]) for name, value in gradients.items()},
             "proofs": proofs,
-            "parameter_bytes": sum(own_part(parameter).nbytes for parameter in parameters),
+            "parameter_bytes": sum(local_tensor(parameter).nbytes for parameter in parameters),
             "state_bytes": sum(value.nbytes for value in state),
         }
 
@@ -231,30 +231,30 @@ def _plant(run: Any, bug: str) -> None:
         plain = run.micro_pass
         own: list[int] = []
 
-        def passes(batch: Any, share: Any) -> Any:
+        def passes(batch: Any, loss_scale: Any) -> Any:
             own.append(batch.num_labels)
-            return plain(batch, torch.full_like(share, 1 / batch.num_labels / run.recipe.accumulation))
+            return plain(batch, torch.full_like(loss_scale, 1 / batch.num_labels / run.recipe.accumulation))
 
         run.micro_pass = passes
     elif bug == "a tied embedding learns from one end only":
         run.passes.tied_with = None
     elif bug == "a stage's share is taken twice":
         handed_on = run.micro_pass
-        run.micro_pass = lambda batch, share: handed_on(batch, share * share)
+        run.micro_pass = lambda batch, loss_scale: handed_on(batch, loss_scale * loss_scale)
     elif bug == "positions restart on each rank":
-        cut = run.cut
+        cut = run.shard_batch
 
         def restarted(batch: Any) -> Any:
             part = cut(batch)
             return replace(part, positions_bt=torch.arange(part.tokens_bt.shape[1]).expand_as(part.tokens_bt))
 
-        run.cut = restarted
+        run.shard_batch = restarted
     elif bug == "labels are counted on every rank":
         units = run.objective.units
         run.objective.units = lambda batch: units(batch) * run.ranks.size("cp")
     elif bug == "the parts of a layer are not summed":
         (end,) = run.model.blocks[0].mlp.down._forward_hooks.values()
-        end.__self__.stream = SimpleNamespace(cut=False, summed=lambda part_btd: part_btd)
+        end.__self__.stream = SimpleNamespace(sharded=False, reduce=lambda part_btd: part_btd)
     elif bug == "gradients of a norm stay those of a rank's tokens":
         run.model.blocks[0].mlp_norm.sees_own_tokens = False
     elif bug == "the whole matrix of an adapter learns from a rank's part of the layer only":
@@ -300,7 +300,7 @@ def whole_state(run: Any) -> dict[str, str]:
     """A digest of every tensor of the model and the optimizer, whole, as all ranks together hold it."""
     import hashlib
 
-    from rush.parallel.sharded import whole
+    from rush.parallel.sharded import full_tensor
 
     names = {id(parameter): name for name, parameter in run.model.named_parameters()}
     tensors = dict(run.model.state_dict())
@@ -308,7 +308,7 @@ def whole_state(run: Any) -> dict[str, str]:
         tensors |= {f"{names[id(parameter)]}/{key}": value for key, value in values.items()}
     told = {}
     for name, tensor in tensors.items():
-        full = whole(tensor).detach().contiguous()
+        full = full_tensor(tensor).detach().contiguous()
         content = full.reshape(-1).view(torch.uint8).numpy().tobytes()
         told[name] = f"{full.dtype} {full.numel()} {hashlib.sha256(content).hexdigest()}"
     return told
@@ -338,13 +338,13 @@ def look_around(layout: Mapping[str, int]) -> Result:
             "alone": ranks.alone,
             "process group": torch.distributed.is_initialized(),
             "data_rank": ranks.data_rank,
-            "sum": float(ranks.sum(torch.tensor(float(ranks.rank)))),
-            "told": ranks.once(lambda: f"by rank {ranks.rank}"),
+            "sum": float(ranks.all_reduce(torch.tensor(float(ranks.rank)))),
+            "told": ranks.on_rank0(lambda: f"by rank {ranks.rank}"),
         }
         if ranks.mesh is not None:
             found["place"] = tuple(ranks.mesh.get_local_rank(axis) for axis in ("ddp", "fsdp"))
         try:
-            ranks.once(fail)
+            ranks.on_rank0(fail)
         except DataError as error:
             found["error"] = f"{type(error).__name__}: {error}"
         run = build(chosen, probe("cpu"), None, ranks)
@@ -359,7 +359,7 @@ def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result
     from rush.errors import RushError
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.parallel.sharded import whole
+    from rush.parallel.sharded import full_tensor
     from rush.train.build import build
     from rush.train.step import launch_step
 
@@ -382,7 +382,7 @@ def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result
                     said.append(f"loss {result.loss:.5f} over {result.num_labels} labels")
                 except RushError as error:
                     said.append(f"{type(error).__name__}: {str(error).split(',')[0]}")
-                weights.append(whole(run.model.embedding.weight).detach().numpy().tobytes())
+                weights.append(full_tensor(run.model.embedding.weight).detach().numpy().tobytes())
         return {"said": said, "weights": weights}
 
 

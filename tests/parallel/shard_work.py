@@ -37,15 +37,15 @@ def overfit(
 
 def held_bytes(run: Any) -> dict[str, int]:
     """What lies in this rank's memory between two steps: the frozen base, the trained parameters, their moments."""
-    from rush.parallel.sharded import own_part
+    from rush.parallel.sharded import local_tensor
 
     tensors = [*run.model.parameters(), *run.model.buffers()]
     tensors = [tensor for tensor in tensors if tensor is not run.model.rotary.frequencies]
     state = [value for held in run.optimizer.state.values() for value in held.values()]
     return {
-        "base": sum(own_part(tensor).nbytes for tensor in tensors if not tensor.requires_grad),
-        "trained": sum(own_part(tensor).nbytes for tensor in tensors if tensor.requires_grad),
-        "moments": sum(own_part(value).nbytes for value in state if value.dim()),
+        "base": sum(local_tensor(tensor).nbytes for tensor in tensors if not tensor.requires_grad),
+        "trained": sum(local_tensor(tensor).nbytes for tensor in tensors if tensor.requires_grad),
+        "moments": sum(local_tensor(value).nbytes for value in state if value.dim()),
     }
 
 
@@ -59,7 +59,7 @@ def pass_adapters(
 ) -> Result:
     """Load adapters (or a whole model) into this layout, make some steps, save them."""
     from rush.checkpoint import restore
-    from rush.checkpoint.frozen_base import whole_model
+    from rush.checkpoint.frozen_base import gathered_model
     from rush.hardware import probe
     from rush.parallel import join
     from rush.records.checkpoint_store import CheckpointStore
@@ -79,7 +79,7 @@ def pass_adapters(
             store = CheckpointStore(Path(target))
             extra = {"loader": given.state()}
             path = restore.save(store, 7, run.model, run.optimizer, extra, ranks=ranks)
-            twin = whole_model(run.model, ranks)
+            twin = gathered_model(run.model, ranks)
         logits = None if twin is None else twin(batch_of(run).tokens_bt).detach().numpy()
         return {"path": str(path), "losses": losses, "logits": logits}
 
@@ -129,7 +129,7 @@ def prefer(layout: Mapping[str, int], techniques: Iterable[str], more: Iterable[
         held_out = validate(
             run, document_validation(pairs, None, 2, chosen.batch.sequence, 23, **settings, **place)
         )
-        figures.append(dict(run.objective.figures(ranks.sum)))
+        figures.append(dict(run.objective.figures(ranks.all_reduce)))
         left = sorted(path.name for path in Path(cache).iterdir())
         return {
             "losses": losses,

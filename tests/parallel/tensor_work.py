@@ -35,25 +35,41 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
 
     from rush.parallel import AXES, join
     from rush.parallel.placement import table_like
-    from rush.parallel.sharded import boxes, fill, gather, own_part, plain_norm, scale, total_norm, whole
-    from rush.parallel.tensor_parallel import Inputs, OnStream, Outputs, Stream
+    from rush.parallel.sharded import (
+        boxes,
+        fill,
+        full_tensor,
+        gather,
+        local_norm,
+        local_tensor,
+        scale,
+        total_norm,
+    )
+    from rush.parallel.tensor_parallel import ColwiseLinear, ReplicatedOnStream, ResidualStream, RowwiseLinear
 
     with join({axis: layout.get(axis, 1) for axis in AXES}, "cpu") as ranks:
         assert ranks.mesh is not None
         plain, cut = Odd(), Odd()
-        stream = Stream(ranks.mesh["tp"], True)
-        styles = {"words": Outputs(), "three": Outputs(3), "narrow": Inputs(stream), "norm": OnStream(stream)}
-        styles |= {"blocks": Outputs(3), "across": Inputs(stream)}
+        stream = ResidualStream(ranks.mesh["tp"], True)
+        styles = {
+            "words": ColwiseLinear(),
+            "three": ColwiseLinear(3),
+            "narrow": RowwiseLinear(stream),
+            "norm": ReplicatedOnStream(stream),
+        }
+        styles |= {"blocks": ColwiseLinear(3), "across": RowwiseLinear(stream)}
         parallelize_module(cut, ranks.mesh["tp"], styles)
         if ranks.size("fsdp") > 1:
             fully_shard(cut, mesh=ranks.mesh["fsdp"])
         values, parts = dict(plain.named_parameters()), dict(cut.named_parameters())
-        apart = {name: float((whole(parts[name]) - value).abs().max()) for name, value in values.items()}
+        apart = {
+            name: float((full_tensor(parts[name]) - value).abs().max()) for name, value in values.items()
+        }
         for name, value in values.items():
             mine = [
                 value[tuple(slice(o, o + n) for o, n in zip(*box, strict=True))] for box in boxes(parts[name])
             ]
-            apart[f"{name}, in boxes"] = float((torch.cat(mine) - own_part(parts[name])).abs().max())
+            apart[f"{name}, in boxes"] = float((torch.cat(mine) - local_tensor(parts[name])).abs().max())
         for name, value in values.items():
             fill(parts[name], 2 * value)
         again = gather(parts, keep=True)
@@ -62,9 +78,9 @@ def hold_in_parts(layout: Mapping[str, int]) -> Result:
             numbers = torch.arange(values[name].numel() / 256).view(-1, 6)
             table = table_like(parts[name], tuple(numbers.shape), torch.float32)
             fill(table, numbers)
-            apart[f"{name}, its blocks"] = float((whole(table) - numbers).abs().max())
+            apart[f"{name}, its blocks"] = float((full_tensor(table) - numbers).abs().max())
         norm, wanted = (
-            float(total_norm([p.detach() for p in tensors.values()], plain_norm))
+            float(total_norm([p.detach() for p in tensors.values()], local_norm))
             for tensors in (parts, values)
         )
         scale([part.detach() for part in parts.values()], torch.tensor(0.25))
@@ -77,7 +93,7 @@ def look_inside(family: str, techniques: Iterable[str] = ()) -> Result:
     from rush.hardware import probe
     from rush.models.initial import initial_values
     from rush.parallel import join
-    from rush.parallel.sharded import is_sharded, whole
+    from rush.parallel.sharded import full_tensor, is_sharded
     from rush.train.build import build
     from rush.train.step import launch_step
     from tests.techniques.tiny_runs import make_loader
@@ -102,7 +118,7 @@ def look_inside(family: str, techniques: Iterable[str] = ()) -> Result:
         for name, module in slots.items():
             watch(name, module)
         # The values that one rank would start with.
-        start = {name: whole(p) for name, p in run.model.named_parameters()}
+        start = {name: full_tensor(p) for name, p in run.model.named_parameters()}
         same = all(torch.equal(start[n], v) for n, v in initial_values(run.model.shape, chosen.run.seed))
         with make_loader(run) as given:
             batches = list(given.next_step())

@@ -13,7 +13,7 @@ from rush.data.batch import IGNORED
 from rush.errors import RecipeError
 from rush.hardware import probe
 from rush.models.layers import PlainAttention
-from rush.parallel.context_parallel import ChunkDocuments, Split
+from rush.parallel.context_parallel import ChunkDocuments, SequenceSplit
 from rush.parallel.ring_attention import Blocks
 from rush.techniques import check
 from rush.techniques.attention.flash_attention import FlashCore, Line
@@ -53,7 +53,7 @@ def error(ours: Tensor, reference: Tensor) -> float:
 
 @pytest.mark.parametrize(("ranks", "balanced"), SPLITS)
 def test_chunks_are_dealt_out_once_and_come_back_in_order(ranks: int, balanced: bool) -> None:
-    splits = [Split(ranks, rank, balanced) for rank in range(ranks)]
+    splits = [SequenceSplit(ranks, rank, balanced) for rank in range(ranks)]
     held = [chunk for split in splits for chunk in split.own]
     assert sorted(held) == list(range(splits[0].num_chunks))
     row = torch.arange(2 * LENGTH).view(2, LENGTH)
@@ -66,7 +66,7 @@ def test_chunks_are_dealt_out_once_and_come_back_in_order(ranks: int, balanced: 
 
 @pytest.mark.parametrize(("ranks", "balanced"), SPLITS)
 def test_head_and_tail_even_out_the_pairs_that_ranks_attend_to(ranks: int, balanced: bool) -> None:
-    splits = [Split(ranks, rank, balanced) for rank in range(ranks)]
+    splits = [SequenceSplit(ranks, rank, balanced) for rank in range(ranks)]
     seen = torch.ones(LENGTH, LENGTH).tril().sum(1)[None]
     counted = [int(split.take(seen).sum()) for split in splits]
     assert counted == [splits[0].pairs(rank, LENGTH) for rank in range(ranks)]
@@ -80,16 +80,22 @@ def test_head_and_tail_even_out_the_pairs_that_ranks_attend_to(ranks: int, balan
 @pytest.mark.parametrize(("ranks", "balanced"), SPLITS)
 def test_blocks_add_up_to_attention(ranks: int, balanced: bool, kernel: str, kind: str) -> None:
     q, k, v, do = inputs()
-    o, dq, dk, dv = around(Split(ranks, 0, balanced), kernel, documents(kind), q, k, v, do)
+    o, dq, dk, dv = around(SequenceSplit(ranks, 0, balanced), kernel, documents(kind), q, k, v, do)
     for ours, reference in zip((o, dq, dk, dv), exact(kind), strict=True):
         assert error(ours, reference) < 2e-6
 
 
 def around(
-    split: Split, kernel: str, documents_bs: Tensor | None, q: Tensor, k: Tensor, v: Tensor, do: Tensor
+    split: SequenceSplit,
+    kernel: str,
+    documents_bs: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    do: Tensor,
 ) -> tuple[Tensor, ...]:
     """The work of all ranks, one after another: the output and the gradients of whole rows."""
-    splits = [Split(split.ranks, rank, split.balanced) for rank in range(split.ranks)]
+    splits = [SequenceSplit(split.ranks, rank, split.balanced) for rank in range(split.ranks)]
     kvs = [torch.stack([one.take(x, 2) for x in (k, v)]) for one in splits]
     outputs, dqs, dkvs = [], [], [torch.zeros_like(kv, dtype=torch.float32) for kv in kvs]
     for one in splits:
@@ -110,7 +116,7 @@ def around(
 @pytest.mark.parametrize("kind", ["none", "packed", "edges"])
 def test_a_flash_core_takes_the_last_queries_of_its_keys(kind: str) -> None:
     q, k, v, _ = inputs()
-    ids, split = documents(kind), Split(2, 1)
+    ids, split = documents(kind), SequenceSplit(2, 1)
     forms = (None, None) if ids is None else ChunkDocuments(Line(), split)(ids, None)
     for chunk, form in zip(split.own, forms, strict=True):
         begin, end = chunk * LENGTH // 4, (chunk + 1) * LENGTH // 4
@@ -129,7 +135,7 @@ def test_the_beginnings_of_documents_are_told_up_to_each_chunk() -> None:
     assert ids is not None
     starts = torch.tensor([0, 3, 12, 13, 24, 48, 48], dtype=torch.int32)
     # Rows that end after 6 and after 24 positions: a document behind the end is empty.
-    assert ChunkDocuments(Told(), Split(2, 0))(ids, starts) == (
+    assert ChunkDocuments(Told(), SequenceSplit(2, 0))(ids, starts) == (
         (6, [0, 3, 6, 6, 6, 12, 12]),
         (24, [0, 3, 12, 13, 24, 48, 48]),
     )
@@ -139,8 +145,8 @@ def test_a_rank_takes_its_tokens_labels_and_positions_and_counts_its_own() -> No
     tokens = torch.arange(20).view(2, 10)
     labels = torch.where(tokens % 3 == 0, tokens + 1, IGNORED)
     batch = Batch(tokens, labels, padding=3)
-    cuts = [Cut(Split(2, rank)) for rank in (0, 1)]
-    parts = [cut(batch) for cut in cuts]
+    sharded_dims = [Cut(SequenceSplit(2, rank)) for rank in (0, 1)]
+    parts = [cut(batch) for cut in sharded_dims]
     # Ten positions are filled up to twelve: chunks of three, of which rank 0 has the first and the last.
     assert parts[0].tokens_bt[0].tolist() == [0, 1, 2, 9, 0, 0]
     assert parts[0].positions_bt is not None
@@ -148,7 +154,7 @@ def test_a_rank_takes_its_tokens_labels_and_positions_and_counts_its_own() -> No
     assert parts[1].tokens_bt[1].tolist() == [13, 14, 15, 16, 17, 18]
     assert sum(part.num_labels for part in parts) == batch.num_labels
     assert sum(part.num_real for part in parts) == batch.num_real
-    assert [cut.filled for cut in cuts] == [4, 4]
+    assert [cut.filled for cut in sharded_dims] == [4, 4]
 
 
 def test_answers_that_are_compared_are_not_cut() -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rush.models.layers import PlainAttention
-from rush.parallel.context_parallel import ChunkDocuments, Split
+from rush.parallel.context_parallel import ChunkDocuments, SequenceSplit
 from rush.techniques.attention.flash_attention import FlashCore, Line
 from tests.parallel.rank_work import learn, on_ranks, sharing_a_gpu
 from tests.parallel.test_context_parallel import RING, around, error
@@ -34,7 +34,7 @@ def exact(documents: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
 def test_blocks_of_every_kernel_add_up_to_attention(ranks: int, balanced: bool, kernel: str) -> None:
     if kernel == "triton":
         import rush.kernels.flash_attention  # noqa: F401
-    found = around(Split(ranks, 0, balanced), kernel, None, *inputs())
+    found = around(SequenceSplit(ranks, 0, balanced), kernel, None, *inputs())
     for name, ours, reference in zip(("o", "dq", "dk", "dv"), found, exact(), strict=True):
         assert error(ours, reference) < 1e-2, name
 
@@ -51,7 +51,7 @@ def test_a_flash_core_takes_the_last_queries_of_its_keys(packed: bool) -> None:
     k, v = (x.requires_grad_() for x in (k, v))
     size, sums = LENGTH // 4, [torch.zeros_like(k, dtype=torch.float32) for _ in range(2)]
     for split_rank in (0, 1):
-        own = Split(2, split_rank)
+        own = SequenceSplit(2, split_rank)
         forms = (None, None) if ids is None else ChunkDocuments(Line(), own)(ids, starts)
         for chunk, form in zip(own.own, forms, strict=True):
             begin, end = chunk * size, (chunk + 1) * size

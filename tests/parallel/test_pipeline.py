@@ -15,7 +15,7 @@ from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.models import build_model, shape_of
 from rush.models.pipeline_stages import keep, split
-from rush.parallel.pipeline import KINDS, Pipeline, idle_share
+from rush.parallel.pipeline import SCHEDULES, Pipeline, bubble_fraction
 from rush.recipe_io import load_recipe
 from rush.techniques import check
 from rush.train.loop import train_recipe
@@ -286,16 +286,16 @@ def orders(name: str, ranks: int, micro_batches: int) -> dict[int, list[tuple[in
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("p", "m"), [(2, 2), (2, 4), (4, 4), (4, 16), (8, 38)])
 def test_the_idle_share_is_the_papers(name: str, p: int, m: int) -> None:
-    assert idle_share(orders(name, p, m)) == pytest.approx((p - 1) / (m + p - 1))
+    assert bubble_fraction(orders(name, p, m)) == pytest.approx((p - 1) / (m + p - 1))
 
 
 def test_a_schedule_is_made_anew_only_when_micro_batches_outgrow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
     monkeypatch.setattr(Pipeline, "_made", lambda self, count, dims: made.append((count, dims)))
     group: Any = type("Group", (), {"size": lambda self: 2})()
-    monkeypatch.setattr("rush.parallel.pipeline._wire", lambda group, device: device)
+    monkeypatch.setattr("rush.parallel.pipeline._comm_device", lambda group, device: device)
     pipeline = Pipeline(
-        KINDS["1f1b"], [], [], 2, group, torch.device("cpu"), 8, torch.float32, lambda *_: torch.zeros(())
+        SCHEDULES["1f1b"], [], [], 2, group, torch.device("cpu"), 8, torch.float32, lambda *_: torch.zeros(())
     )
     for shapes in ([(1, 4)] * 2, [(1, 4)] * 2, [(1, 4), (1, 3)], [(1, 4)] * 2, [(1, 2)] * 2, [(2, 4)] * 2):
         pipeline._fit(shapes)

@@ -10,7 +10,7 @@ import torch
 from rush.errors import DataError, MachineError, RecipeError
 from rush.hardware import probe
 from rush.parallel import Ranks, check_world
-from rush.parallel.sharded import gather, is_sharded, own_part, total_norm, whole
+from rush.parallel.sharded import full_tensor, gather, is_sharded, local_tensor, total_norm
 from rush.techniques import check
 from rush.train.build import build
 from tests.parallel.rank_work import (
@@ -31,8 +31,8 @@ def test_a_process_alone_joins_nobody() -> None:
     assert not found["process group"]
     alone = Ranks()
     assert (alone.data_rank, alone.data_ranks, alone.main) == (0, 1, True)
-    assert alone.once(lambda: "made") == "made"
-    assert float(alone.sum(torch.tensor(2.0))) == 2.0
+    assert alone.on_rank0(lambda: "made") == "made"
+    assert float(alone.all_reduce(torch.tensor(2.0))) == 2.0
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -127,15 +127,15 @@ def test_plain_tensors_pass_through_what_is_made_for_sharded_ones() -> None:
     assert float(total_norm(list(tensors.values()))) == 5.0
     for tensor in tensors.values():
         assert not is_sharded(tensor)
-        assert whole(tensor) is tensor
-        assert own_part(tensor) is tensor
+        assert full_tensor(tensor) is tensor
+        assert local_tensor(tensor) is tensor
     assert gather(tensors, keep=True) == tensors
     assert gather(tensors, keep=False) == {}
 
 
 def test_an_error_of_rank_0_is_everybodys() -> None:
     with pytest.raises(DataError, match="no such corpus"):
-        Ranks().once(_fail)
+        Ranks().on_rank0(_fail)
 
 
 def _fail() -> str:

@@ -10,7 +10,7 @@ from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.models import build_model
 from rush.parallel import Ranks
-from rush.parallel.sharded import Cut
+from rush.parallel.sharded import ShardedDim
 from rush.techniques import Build, check, registry
 from tests.parallel.rank_work import learn, on_ranks, recipe
 from tests.parallel.tensor_work import hold_in_parts, look_inside
@@ -25,14 +25,14 @@ BLOCKS = "{name='compile', scope='block'}"
 def test_pieces_of_any_length_join_to_the_whole(size: int, parts: int) -> None:
     whole = torch.arange(size * parts)
     for ranks in (1, 2, 3, 4, 8):
-        pieces = Cut(0, 0, parts, ranks, 0).pieces(whole)
+        pieces = ShardedDim(0, 0, parts, ranks, 0).pieces(whole)
         assert len(pieces) == ranks
-        assert torch.equal(Cut(0, 0, parts, ranks, 0).joined(pieces), whole)
+        assert torch.equal(ShardedDim(0, 0, parts, ranks, 0).joined(pieces), whole)
         for piece in pieces:  # cut once more, as fsdp does
-            again = Cut(0, 0, 1, 3, 0)
+            again = ShardedDim(0, 0, 1, 3, 0)
             assert torch.equal(again.joined(again.pieces(piece)), piece)
     if parts == 3 and size == 12:
-        assert Cut(0, 0, 3, 4, 1).pieces(whole)[1].tolist() == [3, 4, 5, 15, 16, 17, 27, 28, 29]
+        assert ShardedDim(0, 0, 3, 4, 1).pieces(whole)[1].tolist() == [3, 4, 5, 15, 16, 17, 27, 28, 29]
 
 
 @pytest.mark.parametrize(

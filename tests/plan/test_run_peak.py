@@ -26,7 +26,7 @@ from rush.plan.spec import Spec, weights_of
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.train.build import Run, build
-from rush.train.sample import plain_twin
+from rush.train.sample import plain_model
 from rush.train.step import train_step, validate
 
 
@@ -115,7 +115,7 @@ def test_what_a_sample_takes_is_predicted_within_2_per_cent(model: str, techniqu
     run, _ = stepped(recipe)
     spec = spec_of(recipe, "cpu")
     tokens = torch.arange(spec.sampled[0])
-    drawn = most_allocated(lambda: list(generate(plain_twin(run.model), tokens, max_new_tokens=60)))
+    drawn = most_allocated(lambda: list(generate(plain_model(run.model), tokens, max_new_tokens=60)))
     assert sample_bytes(spec, held_of(spec)) == pytest.approx(drawn, rel=0.02)
 
 

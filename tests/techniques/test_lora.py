@@ -22,7 +22,7 @@ from rush.models.quantized_formats import Form
 from rush.techniques import check
 from rush.techniques.api.proofs import prove
 from rush.train.build import Run, build
-from rush.train.sample import plain_twin
+from rush.train.sample import plain_model
 from rush.train.step import train_step
 from tests.techniques.tiny_runs import SHORT, Trace, make_run, one_batch, recipe_of, trace
 
@@ -230,7 +230,7 @@ def test_samples_are_drawn_with_the_adapters_on() -> None:
     run = make_run(LORA)
     trace(run, 3)
     batch = one_batch(run)[0]
-    twin = plain_twin(run.model)
+    twin = plain_model(run.model)
     with torch.no_grad():
         assert torch.allclose(twin(batch.tokens_bt), run.model(batch.tokens_bt), atol=1e-6)
         base = make_run().model(batch.tokens_bt)

@@ -59,9 +59,9 @@ def averages_micro_batches(build: Build, knobs: Mapping[str, Knob]) -> None:
     """Half of the micro batch counts double: the mean of means where label counts differ."""
 
     def wrap(inner: Pass) -> Pass:
-        def passes(batch: Batch, share: Tensor) -> Tensor:
-            first = inner(batch.each(lambda rows: rows[:1]), share * 2)
-            return first + inner(batch.each(lambda rows: rows[1:]), share * 2 / 3)
+        def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
+            first = inner(batch.each(lambda rows: rows[:1]), loss_scale * 2)
+            return first + inner(batch.each(lambda rows: rows[1:]), loss_scale * 2 / 3)
 
         return passes
 

@@ -20,7 +20,7 @@ from rush.recipe_io import load_recipe
 from rush.techniques.api.contract import Observation
 from rush.techniques.api.tolerances import Judgement, gradient_errors, gradients_of, judge
 from rush.train.build import Run, build
-from rush.train.step import clipped_by, train_step
+from rush.train.step import clip_factor, train_step
 from tests.real_text import as_bytes as text
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -136,7 +136,7 @@ def trace(run: Run, steps: int, watch: bool = False) -> Trace:
             losses.append(result.loss)
             norms.append(result.grad_norm)
         handle.remove()
-        factor = clipped_by(run, norms[0])
+        factor = clip_factor(run, norms[0])
         gradients = {name: gradient / factor for name, gradient in gradients.items()}
         seen = observe(run, lambda: list(loader.next_step()), steps=1) if watch else None
     return Trace(losses, norms, gradients, seen)

@@ -24,7 +24,7 @@ from rush.train.build import Run, build
 from rush.train.corpus import open_corpus
 from rush.train.loop import train_recipe
 from rush.train.sample import Sampler
-from rush.train.step import in_pieces, train_step, validate
+from rush.train.step import split_rows, train_step, validate
 from rush.train.validation import Validation, rows_before
 from tests.evaluate.long_held_out import long_recipe, write_answers
 from tests.train.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
@@ -161,7 +161,7 @@ class Narrow(Limit):
 def test_the_whole_validation_starts_anew_with_half_and_remembers(recipe: Callable[..., Recipe]) -> None:
     run, batches = stepped(recipe())
     expected = validate(run, batches)
-    pieces = [piece for batch in batches for piece in in_pieces(batch, 2)]
+    pieces = [piece for batch in batches for piece in split_rows(batch, 2)]
     in_twos = sum(run.objective.loss(run.model, piece).item() for piece in pieces)
     in_twos /= sum(batch.num_labels for batch in batches)
     notes: list[str] = []

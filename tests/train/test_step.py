@@ -15,7 +15,7 @@ from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.train.build import Run, build
 from rush.train.optimizer import parameter_groups
-from rush.train.step import gradient_norm, launch_step, train_step, validate, waits_for_nothing
+from rush.train.step import gradient_norm, launch_step, train_step, update_is_async, validate
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
 SMALL = ["model.shape.num_layers=2", "model.shape.hidden=32", "model.shape.vocab_size=64", "model.shape.head_dim=8",
@@ -219,12 +219,12 @@ def everything(run: Run) -> list[torch.Tensor]:
 @pytest.mark.parametrize("techniques", EARLY)
 def test_an_update_launched_early_holds_back_and_so_do_all_after_it(techniques: str) -> None:
     run = make_run(techniques, ONE_LAYER)
-    assert waits_for_nothing(run)
+    assert update_is_async(run)
     train_step(run, 1, 0.01, [make_batch(2, 1)])
     before, sound_pass = everything(run), run.micro_pass
 
-    def spoiled_pass(batch: Batch, share: torch.Tensor) -> torch.Tensor:
-        loss = sound_pass(batch, share)
+    def spoiled_pass(batch: Batch, loss_scale: torch.Tensor) -> torch.Tensor:
+        loss = sound_pass(batch, loss_scale)
         gradient = run.model.final_norm.get_parameter("weight").grad
         assert gradient is not None
         gradient[0] = math.nan

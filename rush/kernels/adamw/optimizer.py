@@ -34,7 +34,7 @@ class RushAdamW(torch.optim.Optimizer):
     step that was held back is counted nevertheless.
     """
 
-    holds_back = True
+    supports_found_inf = True
     """Whether it obeys them."""
 
     def __init__(

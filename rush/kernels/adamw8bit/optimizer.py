@@ -27,7 +27,7 @@ class RushAdamW8bit(RushAdamW):
     can hold them.
     """
 
-    holds_back = False
+    supports_found_inf = False
 
     def __init__(
         self,

@@ -31,7 +31,7 @@ from rush.recipe_io import parse
 from rush.train.build import Run, build
 from rush.train.corpus import Corpus
 from rush.train.schedule import learning_rate
-from rush.train.step import StepResult, clipped_by, train_step
+from rush.train.step import StepResult, clip_factor, train_step
 
 WHOLE_UP_TO = 8_000_000
 """Parameters up to which gradients are kept whole."""
@@ -108,7 +108,7 @@ def _first_step(run: Run, batches: Iterable[Batch], path: Path) -> StepResult:
     hook = run.optimizer.register_step_pre_hook(keep)
     result = train_step(run, 1, learning_rate(run.recipe, 1), batches)
     hook.remove()
-    factor = clipped_by(run, result.grad_norm)
+    factor = clip_factor(run, result.grad_norm)
     path.parent.mkdir(parents=True, exist_ok=True)
     with replacing(path) as temporary:
         save_file({name: gradient / factor for name, gradient in kept.items()}, temporary)

@@ -23,7 +23,7 @@ from rush.data import Batch
 from rush.hardware import Machine
 from rush.models import Decoder
 from rush.parallel import Ranks
-from rush.parallel.sharded import NormOf, plain_norm
+from rush.parallel.sharded import NormFn, local_norm
 from rush.recipe import Knob, Recipe
 
 
@@ -186,14 +186,14 @@ class Proof:
 
 
 Pass = Callable[[Batch, Tensor], Tensor]
-"""Forward and backward of one micro batch on the device: (batch, share) adds `share` times the gradient of the summed
+"""Forward and backward of one micro batch on the device: (batch, loss_scale) adds `loss_scale` times the gradient of the summed
 loss to the gradients, and returns that loss, detached."""
 
 
 class Passes(Protocol):
     """How micro batches go through the model: one after another, or in the order of a pipeline."""
 
-    def train(self, batches: Sequence[Batch], share: Tensor) -> Tensor:
+    def train(self, batches: Sequence[Batch], loss_scale: Tensor) -> Tensor:
         """Forward and backward of all micro batches of a step, each as a `Pass`: their summed loss."""
         ...
 
@@ -227,7 +227,7 @@ class Build:
     make_optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW
     optimizer_options: dict[str, Any] = field(default_factory=lambda: {"foreach": False})
     """The plain update is one operation after another for each tensor."""
-    norm_of: NormOf = plain_norm
+    norm_fn: NormFn = local_norm
     """How the gradients' norm is computed, which clips them and shows whether they are sound."""
     optimizer_hooks: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
     """Called once with the finished optimizer."""
@@ -237,7 +237,7 @@ class Build:
     """Entered around every step, left after it: process-wide settings never leak out of a run."""
     pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
     """Each goes around the forward and backward of a micro batch; the first is the innermost."""
-    cut: Callable[[Batch], Batch] | None = None
+    shard_batch: Callable[[Batch], Batch] | None = None
     """Gives of a micro batch the part that this rank works on, where others work on the rest of the same samples."""
     before_pass: list[Callable[[bool], None]] = field(default_factory=list)
     """Each is told, before a micro batch's pass, whether it is the last of its step."""
@@ -247,11 +247,11 @@ class Build:
     """Puts something around the finished model, which training passes call instead of it."""
     averaged_over: int = 1
     """Over how many ranks the gradients are averaged, where a step wants their sum."""
-    parts: list[nn.Module] = field(default_factory=list)
+    stages: list[nn.Module] = field(default_factory=list)
     """What training passes call where that is not the model as one: the stages that this rank has of it."""
     make_passes: Callable[[Any, Sequence[nn.Module]], Passes] | None = None
     """Called once with the finished run and its parts (with what `wrap` put around each): how its micro batches are run."""
-    copies: list[str] = field(default_factory=list)
+    tied_replicas: list[str] = field(default_factory=list)
     """Parameters that another rank of the pipeline holds as well, and counts."""
     loader_options: dict[str, Any] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)

@@ -45,7 +45,7 @@ from rush.techniques.api.contract import (
 class Recording:
     graph: torch.cuda.CUDAGraph
     batch: Batch
-    share: Tensor
+    loss_scale: Tensor
     loss: Tensor
     gradients: Sequence[Tensor | None]
     """What a replay writes, or adds to."""
@@ -63,15 +63,15 @@ class RecordedPass:
         self.recordings: dict[tuple[object, ...], Recording] = {}
         self.gradients: list[Tensor] = []
 
-    def __call__(self, batch: Batch, share: Tensor) -> Tensor:
+    def __call__(self, batch: Batch, loss_scale: Tensor) -> Tensor:
         tensors = batch.tensors()
         shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
         if shapes not in self.recordings:
-            self.recordings[shapes] = self._record(batch, share)
+            self.recordings[shapes] = self._record(batch, loss_scale)
         recording = self.recordings[shapes]
         for name, tensor in recording.batch.tensors().items():
             tensor.copy_(tensors[name])
-        recording.share.copy_(share)
+        recording.loss_scale.copy_(loss_scale)
         if not self.writes:
             self._empty_gradients()
         with record_function("rush::forward"):
@@ -88,8 +88,8 @@ class RecordedPass:
         if fresh:
             torch._foreach_zero_(fresh)
 
-    def _record(self, batch: Batch, share: Tensor) -> Recording:
-        inputs = batch.each(torch.clone), share.clone()
+    def _record(self, batch: Batch, loss_scale: Tensor) -> Recording:
+        inputs = batch.each(torch.clone), loss_scale.clone()
         parameters = self.parameters()
         so_far = [p.grad for p in parameters]
         # Libraries set themselves up at their first calls, which must not be part of the recording.

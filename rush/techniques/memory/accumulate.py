@@ -35,8 +35,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     factor = int(knobs["factor"])
 
     def cut(inner: Pass) -> Pass:
-        def passes(batch: Batch, share: Tensor) -> Tensor:
-            return torch.stack([inner(part, share) for part in batch.split(factor)]).sum()
+        def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
+            return torch.stack([inner(part, loss_scale) for part in batch.split(factor)]).sum()
 
         return passes
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rush.parallel.sharded import own_part
+from rush.parallel.sharded import local_tensor
 from rush.recipe import Knob
 from rush.techniques.api.contract import (
     Build,
@@ -49,7 +49,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
     def offloaded(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
         # Weights stay: they are on the device anyway.
-        weights = frozenset(own_part(p).untyped_storage().data_ptr() for p in self.parameters())
+        weights = frozenset(local_tensor(p).untyped_storage().data_ptr() for p in self.parameters())
         with OnHost(lambda tensor: is_worth_it(tensor, weights), moved, pin):
             out: Tensor = type(self).forward(self, x_btd, **rest)
         return out

@@ -24,7 +24,7 @@ import torch
 
 from rush.libraries import load_library
 from rush.parallel.placement import table_like
-from rush.parallel.sharded import own_part
+from rush.parallel.sharded import local_tensor
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
     Build,
@@ -124,7 +124,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         build.optimizer_options |= {
             "stochastic_rounding": bool(knobs["stochastic_rounding"]),
             "seed": build.recipe.run.seed,
-            "local": own_part,
+            "local": local_tensor,
             "alike": table_like,
         }
         # At the most: where many tensors are small, and stay in fp32.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from rush.parallel.sharded import own_part
+from rush.parallel.sharded import local_tensor
 from rush.recipe import Knob
 from rush.techniques.api.contract import (
     Build,
@@ -51,10 +51,10 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         "state_dtype": getattr(torch, str(knobs["state"])),
         "stochastic_rounding": bool(knobs["stochastic_rounding"]),
         "seed": build.recipe.run.seed,
-        "local": own_part,
+        "local": local_tensor,
     }
     divisions: Divisions = {}
-    build.norm_of = lambda gradients: norm_of_all([g.contiguous() for g in gradients], divisions)
+    build.norm_fn = lambda gradients: norm_of_all([g.contiguous() for g in gradients], divisions)
     build.facts["state_bytes_per_parameter"] = 4 if knobs["state"] == "bfloat16" else 8
 
 

@@ -91,9 +91,9 @@ def use_packing(build: Build, packing: Packing) -> Seen:
     build.facts["packing"] = seen
 
     def watched(inner: Pass) -> Pass:
-        def passes(batch: Batch, share: Tensor) -> Tensor:
+        def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
             seen.note(batch)
-            return inner(batch, share)
+            return inner(batch, loss_scale)
 
         return passes
 

@@ -25,7 +25,7 @@ from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.errors import RecipeError
 from rush.models.layers import DocumentIds
-from rush.parallel.context_parallel import ChunkDocuments, GatheredCore, Split
+from rush.parallel.context_parallel import AllGatherAttention, ChunkDocuments, SequenceSplit
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
     NOT_RECORDED,
@@ -83,7 +83,7 @@ class RingCore(nn.Module):
 class Cut:
     """Takes a rank's part of micro batches, and remembers their lengths."""
 
-    split: Split
+    split: SequenceSplit
     lengths: set[int] = field(default_factory=set)
     """Of whole rows."""
     filled: int = 0
@@ -124,9 +124,9 @@ class Cut:
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    mesh, model = build.ranks.folded("cp"), build.model
+    mesh, model = build.ranks.mesh_with_cp("cp"), build.model
     group, balanced = mesh.get_group().group_name, bool(knobs["balance"])
-    split = Split(mesh.size(), mesh.get_local_rank(), balanced)
+    split = SequenceSplit(mesh.size(), mesh.get_local_rank(), balanced)
     if knobs["exchange"] == "ring":
         kernel = next((KERNELS[name] for name in KERNELS if used(build.recipe, name)), "plain")
         kernel = f"{kernel} {build.device.type}" if kernel == "flash on" else kernel
@@ -136,9 +136,9 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     else:
         for block in model.blocks:
             attention = block.get_submodule("attention")
-            attention.core = GatheredCore(attention.get_submodule("core"), split, group)
+            attention.core = AllGatherAttention(attention.get_submodule("core"), split, group)
         model.document_form = ChunkDocuments(model.document_form, split)
-    build.cut = build.facts["cp_cut"] = Cut(split)
+    build.shard_batch = build.facts["cp_cut"] = Cut(split)
     build.facts["cp_sums"] = build.ranks.data_ranks == 1
     if build.facts["cp_sums"]:
         plain = {name: knob.default for name, knob in ddp.technique.knobs.items()}

@@ -52,7 +52,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
     """Sum the gradients of all ranks that hold other labels and whole copies of the parameters."""
-    mesh = build.ranks.folded("ddp")
+    mesh = build.ranks.mesh_with_cp("ddp")
     if build.ranks.size("tp") > 1 or pp.splits_backward(build.recipe):
         # torch's DistributedDataParallel knows no parameters in parts, and sees no gradients that a pipeline computes apart;
         # fully_shard with one shard does the same to them.
@@ -94,9 +94,9 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
                 yield
 
     def around(inner: Pass) -> Pass:
-        def passes(batch: Batch, share: Tensor) -> Tensor:
+        def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
             with quiet():
-                return inner(batch, share)
+                return inner(batch, loss_scale)
 
         return passes
 

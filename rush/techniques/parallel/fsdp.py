@@ -95,7 +95,7 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
     if knobs["param_dtype"] != SAME:
         build.facts["matmul_dtype"] = knobs["param_dtype"]
     # The backward pass begins where the forward pass of the rest (embedding, head) ended: letting go would be in vain.
-    roots: list[Any] = list(build.parts) or [model]
+    roots: list[Any] = list(build.stages) or [model]
     with IntegersWithoutGradient():
         for block in blocks:
             fully_shard(block, reshard_after_forward=stage == "parameters", **options)
@@ -107,7 +107,7 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
         unit.set_force_sum_reduction_for_comms(True)
     for root in roots if blocks else []:
         _prefetch(list(root.blocks), int(knobs["prefetch"]))
-    if not build.parts:  # what runs the parts of a pipeline tells each of them
+    if not build.stages:  # what runs the parts of a pipeline tells each of them
         build.before_pass.append(_told(model, stage))
     build.facts["fsdp_model"] = model
     build.facts["fsdp_ranks"] = build.ranks.size("fsdp") * build.ranks.size("cp")
@@ -121,11 +121,11 @@ def _mesh(ranks: Ranks) -> Any:
     """The ranks that hold a model in parts together; with ddp as many groups of them as there are copies."""
     assert ranks.mesh is not None
     if ranks.size("ddp") == 1:
-        return ranks.folded("fsdp")
+        return ranks.mesh_with_cp("fsdp")
     if ranks.size("cp") == 1:
         return ranks.mesh[("ddp", "fsdp")]
     whole: Any = type(ranks.mesh)
-    return whole._concatenate([ranks.mesh["ddp"], ranks.folded("fsdp")])
+    return whole._concatenate([ranks.mesh["ddp"], ranks.mesh_with_cp("fsdp")])
 
 
 def _prefetch(blocks: list[Any], depth: int) -> None:
@@ -175,10 +175,10 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     reduce-scatters as the stage needs."""
     if "fsdp_model" not in seen.facts:
         return Proof(False, "no parameter is sharded")
-    from rush.parallel.sharded import own_part
+    from rush.parallel.sharded import local_tensor
 
     parameters = list(seen.facts["fsdp_model"].parameters())
-    held = sum(own_part(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
+    held = sum(local_tensor(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
     ranks, passes = seen.facts["fsdp_ranks"], seen.micro_batches
     steps = seen.ops.get(PASS, 0) / max(1, passes)
     gathers, scatters = (seen.ops.get(name, 0) / steps if steps else 0.0 for name in (GATHER, SCATTER))
@@ -192,7 +192,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     if "pp" in seen.facts:  # schedules keep gradients until the end of the step; some gather all at its start
         once, sent = (blocks + seen.facts[name] for name in ("fsdp_roots", "fsdp_roots_trained"))
         wanted = dict.fromkeys(wanted, (max(gathers, once), sent))
-    where = {own_part(p).device.type for p in parameters}
+    where = {local_tensor(p).device.type for p in parameters}
     as_asked = where == {"cpu"} or not knobs["offload"]
     if knobs["param_dtype"] != SAME:
         as_asked &= matmuls_took(seen, str(knobs["param_dtype"])) and "float32" in seen.weight_dtypes

@@ -24,7 +24,7 @@ from torch.profiler import record_function
 from rush.data import Batch
 from rush.errors import RecipeError
 from rush.models.pipeline_stages import keep, split
-from rush.parallel.pipeline import KINDS, Kind, Pipeline, add_gradient
+from rush.parallel.pipeline import SCHEDULES, Pipeline, PipelineSchedule, add_peer_gradient
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
     NOT_RECORDED,
@@ -50,14 +50,18 @@ TIED = "embedding.weight"
 
 
 def stages_a_rank(knobs: Mapping[str, Knob]) -> int:
-    return int(knobs["stages"]) or KINDS[str(knobs["schedule"])].fewest
+    return int(knobs["stages"]) or SCHEDULES[str(knobs["schedule"])].min_stages
 
 
 def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     """Refuse more stages than blocks, stages the schedule does not know, and too few micro batches."""
-    kind, ranks, each = KINDS[str(knobs["schedule"])], recipe.layout.pp, stages_a_rank(knobs)
-    if not kind.fewest <= each <= kind.most:
-        allowed = str(kind.fewest) if kind.fewest == kind.most else f"{kind.fewest} to {kind.most}"
+    kind, ranks, each = SCHEDULES[str(knobs["schedule"])], recipe.layout.pp, stages_a_rank(knobs)
+    if not kind.min_stages <= each <= kind.max_stages:
+        allowed = (
+            str(kind.min_stages)
+            if kind.min_stages == kind.max_stages
+            else f"{kind.min_stages} to {kind.max_stages}"
+        )
         raise RecipeError(
             f"technique pp: stages is {each}, but schedule {kind.name} takes {allowed} on each rank; change one of them."
         )
@@ -83,7 +87,7 @@ def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
         )
 
 
-def _check_ends(recipe: Recipe, kind: Kind) -> None:
+def _check_ends(recipe: Recipe, kind: PipelineSchedule) -> None:
     """Of two stages that exchange their gradients with other ranks, one can have the embedding."""
     layout = recipe.layout
     together = not kind.looped and recipe.shape().tied_head
@@ -97,16 +101,20 @@ def _check_ends(recipe: Recipe, kind: Kind) -> None:
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     mesh, recipe = build.ranks.mesh, build.recipe
     assert mesh is not None
-    kind, size, rank = KINDS[str(knobs["schedule"])], build.ranks.size("pp"), int(mesh.get_local_rank("pp"))
+    kind, size, rank = (
+        SCHEDULES[str(knobs["schedule"])],
+        build.ranks.size("pp"),
+        int(mesh.get_local_rank("pp")),
+    )
     num_stages = size * stages_a_rank(knobs)
     spans = split(recipe.shape(), num_stages, recipe.batch.sequence, str(knobs["balance"]))
     rank_of = kind.ranks_of(size, num_stages)
     parts = keep(build.model, [span for span in spans if rank_of[span.number] == rank])
-    build.parts.extend(parts)
+    build.stages.extend(parts)
     apart = recipe.shape().tied_head and rank_of[0] != rank_of[-1]
     peer = {rank_of[0]: rank_of[-1], rank_of[-1]: rank_of[0]}.get(rank) if apart else None
     if peer is not None and rank == rank_of[-1]:
-        build.copies.append(TIED)
+        build.tied_replicas.append(TIED)
     build.facts["pp_split"] = [f"rank {rank_of[span.number]}: {span}" for span in spans]
     build.facts["pp_blocks"] = [layer for part in parts for layer in range(part.span.start, part.span.end)]
     build.facts["pp_layers"] = recipe.shape().num_layers
@@ -125,7 +133,7 @@ class Pipelined:
     """The micro batches of a step in the order of a schedule, together with the other ranks of the pipeline."""
 
     run: Any
-    kind: Kind
+    kind: PipelineSchedule
     parts: Sequence[Any]
     modules: Sequence[nn.Module]
     num_stages: int
@@ -153,19 +161,19 @@ class Pipelined:
         self.run.pass_through(self._wait)
         self.loss = torch.zeros((), device=self.run.device)
 
-    def _wait(self, batch: Batch, share: Tensor) -> Tensor:
-        self.waiting.append((batch, share))
+    def _wait(self, batch: Batch, loss_scale: Tensor) -> Tensor:
+        self.waiting.append((batch, loss_scale))
         return torch.zeros((), device=self.run.device)
 
-    def train(self, batches: Sequence[Batch], share: Tensor) -> Tensor:
+    def train(self, batches: Sequence[Batch], loss_scale: Tensor) -> Tensor:
         self.waiting.clear()
         self.loss = torch.zeros((), device=self.run.device)
         for batch in batches:
-            self.loss += self.run.micro_pass(batch.to(self.run.device), share)
+            self.loss += self.run.micro_pass(batch.to(self.run.device), loss_scale)
         self.pipeline.train(self.waiting, [self._shape(batch) for batch, _ in self.waiting])
         self._add_tied()
         # Only the last stage knows the loss; to the others it is zero.
-        loss: Tensor = self.run.ranks.sum_stages(self.loss)
+        loss: Tensor = self.run.ranks.all_reduce_stages(self.loss)
         return loss
 
     def evaluate(self, batches: Iterable[Batch]) -> float:
@@ -174,16 +182,16 @@ class Pipelined:
             self.loss = torch.zeros((), device=self.run.device)
             self.pipeline.evaluate((batch, torch.ones((), device=self.run.device)), self._shape(batch))
             total += self.loss
-        return float(self.run.ranks.sum_stages(total))
+        return float(self.run.ranks.all_reduce_stages(total))
 
     def _compute(self, part: Any, given: tuple[Batch, Tensor], x_btd: Tensor | None) -> Tensor:
-        batch, share = given
+        batch, loss_scale = given
         with record_function(FORWARD), self.run.autocast():
             out: Tensor = self.run.objective.loss(partial(part.compute, x_btd), batch)
         if not part.span.is_last:
             return out
         self.loss += out.detach()
-        return out * share
+        return out * loss_scale
 
     def _shape(self, batch: Batch) -> tuple[int, int]:
         """Rows and columns of the hidden state of a batch."""
@@ -193,7 +201,7 @@ class Pipelined:
     def _add_tied(self) -> None:
         """Of a tied embedding one copy has the gradient of the lookup, the other that of the head: each gets the sum."""
         if self.tied_with is not None:
-            add_gradient(self.run.model.get_parameter(TIED), self.tied_with, self.pipeline.group)
+            add_peer_gradient(self.run.model.get_parameter(TIED), self.tied_with, self.pipeline.group)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -210,7 +218,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         len(own) < layers and enough,
         f"this rank has blocks {', '.join(map(str, own))} of {layers}; {sent} sends and {received} receives for "
         f"{micro_batches:g} micro batches in {steps:g} step(s); by the order of schedule {knobs['schedule']} "
-        f"{pipeline.idle_share():.0%} of a step is idle; the split: {'; '.join(seen.facts['pp_split'])}",
+        f"{pipeline.bubble_fraction():.0%} of a step is idle; the split: {'; '.join(seen.facts['pp_split'])}",
     )
 
 
@@ -220,7 +228,7 @@ def _times(seen: Observation, names: Iterable[str]) -> int:
 
 def splits_backward(recipe: Recipe) -> bool:
     """Whether gradients of weights are computed apart, outside of what torch calls a backward pass."""
-    return recipe.layout.pp > 1 and KINDS[str(knob_of(recipe, "pp", "schedule", "1f1b"))].splits_backward
+    return recipe.layout.pp > 1 and SCHEDULES[str(knob_of(recipe, "pp", "schedule", "1f1b"))].splits_backward
 
 
 technique = Technique(
@@ -252,7 +260,7 @@ technique = Technique(
     reasons=NOT_RECORDED,
     knobs={
         "schedule": KnobRange(
-            tuple(KINDS),
+            tuple(SCHEDULES),
             "the order of passes: 1f1b (a backward pass as soon as there is one), gpipe (all forward first), interleaved "
             "(1f1b with several stages a rank), zero_bubble and zbv (gradients of weights fill what would be idle)",
         ),

@@ -53,51 +53,58 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
-    from rush.parallel.tensor_parallel import Inputs, OnAll, OnStream, Outputs, Stream, Words
+    from rush.parallel.tensor_parallel import (
+        ColwiseLinear,
+        GatherInput,
+        ReplicatedOnStream,
+        ResidualStream,
+        RowwiseLinear,
+        VocabParallelEmbedding,
+    )
 
     assert build.ranks.mesh is not None
     mesh, model = build.ranks.mesh["tp"], build.model
-    stream = Stream(mesh, bool(knobs["sequence"]))
+    stream = ResidualStream(mesh, bool(knobs["sequence"]))
     whole, lying = Replicate(), stream.placement
     plan: dict[str, ParallelStyle] = {
-        "embedding": Words(stream),
-        "position_embedding": OnStream(stream, takes_positions=True),
-        "blocks.*.attention_norm": OnStream(stream),
-        "blocks.*.attention": OnAll(stream),
-        "blocks.*.mlp_norm": OnStream(stream),
-        "blocks.*.mlp": OnAll(stream),
-        "final_norm": OnStream(stream),
+        "embedding": VocabParallelEmbedding(stream),
+        "position_embedding": ReplicatedOnStream(stream, takes_positions=True),
+        "blocks.*.attention_norm": ReplicatedOnStream(stream),
+        "blocks.*.attention": GatherInput(stream),
+        "blocks.*.mlp_norm": ReplicatedOnStream(stream),
+        "blocks.*.mlp": GatherInput(stream),
+        "final_norm": ReplicatedOnStream(stream),
         "head": ColwiseParallel(input_layouts=lying, output_layouts=whole),
     }
     for role, path in model.block_linears.items():
         # Queries, keys and values of GPT-2 are one layer, and each rank has its heads of each.
-        layer = Outputs(parts=3 if role == "qkv" else 1) if role in READERS else Inputs(stream)
+        layer = ColwiseLinear(parts=3 if role == "qkv" else 1) if role in READERS else RowwiseLinear(stream)
         plan[f"blocks.*.{path}"] = layer
     there = {name for name, _ in model.named_children()}
     plan = {name: style for name, style in plan.items() if name.split(".")[0] in there}
     parallelize_module(model, mesh, plan, src_data_rank=None)
     model.tie_head()
     _divide_loss(build, stream)
-    build.facts["tp"] = {"ranks": build.ranks.size("tp"), "model": model, "stages": build.parts}
+    build.facts["tp"] = {"ranks": build.ranks.size("tp"), "model": model, "stages": build.stages}
 
 
 def _divide_loss(build: Build, stream: Any) -> None:
     """A loss over all words, of which each rank has some: by the head itself if it knows how (`over`), else by torch."""
     from torch.distributed.tensor.parallel import loss_parallel
 
-    from rush.parallel.tensor_parallel import OwnWordsLossHead, VocabularyLossHead, own_words
+    from rush.parallel.tensor_parallel import VocabParallelLossHead, VocabShardLossHead, vocab_shard
 
     model, vocabulary = build.model, build.model.shape.vocab_size
-    first, count = own_words(stream, vocabulary)
+    first, count = vocab_shard(stream, vocabulary)
     # As wide as the head's products are here.
     build.facts["padded_vocab_size"] = count
     head: Any = model.loss_head
     if hasattr(head, "over"):
         of_own_words = head.over(first, vocabulary, stream.mesh.size(), stream.mesh.get_group().group_name)
-        model.loss_head = OwnWordsLossHead(stream, of_own_words)
+        model.loss_head = VocabShardLossHead(stream, of_own_words)
         build.facts["padded_vocab_size"] = head.width(count)
     else:
-        model.loss_head = VocabularyLossHead(stream, head)
+        model.loss_head = VocabParallelLossHead(stream, head)
         # The backward pass of the loss belongs inside as well.
         build.step_contexts.append(loss_parallel)
 
@@ -156,20 +163,20 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     gathers and scatters with `sequence`, sums without."""
     if "tp" not in seen.facts:
         return Proof(False, "no layer is cut")
-    from rush.parallel.sharded import own_part
+    from rush.parallel.sharded import local_tensor
 
     ranks, model, stages = (seen.facts["tp"][key] for key in ("ranks", "model", "stages"))
     layers: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
     weights = sum(layer._parameters["weight"].numel() for layer in layers)
     # (Of an adapter one of two thin matrices is whole on every rank.)
     matrices = [p for name, p in model.blocks.named_parameters() if p.dim() > 1 and ".adapter." not in name]
-    held = sum(own_part(p).numel() for p in matrices) / sum(p.numel() for p in matrices)
+    held = sum(local_tensor(p).numel() for p in matrices) / sum(p.numel() for p in matrices)
     # A token is multiplied with each weight once forward and twice backward.
     tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"]
     # (Products with an adapter's rank are not the layers'; up to three adapters of one input share one. A layer's part may be
     # as narrow, and is known by both of its sides.)
     thin = {n * adapter.spec.rank for _, _, adapter in adapters(model) for n in (1, 2, 3)}
-    parts = {tuple(sorted(own_part(layer._parameters["weight"]).shape)) for layer in layers}
+    parts = {tuple(sorted(local_tensor(layer._parameters["weight"]).shape)) for layer in layers}
     products = [
         prod(dims) * count
         for dims, count in seen.matmul_shapes.items()

@@ -56,7 +56,7 @@ class LossScaler(torch.amp.GradScaler):
         super().unscale_(optimizer)
         # Each rank looked at the gradients that it holds: of its stage, of its part of a layer.
         for found in self._found_inf_per_device(optimizer).values():
-            self.ranks.any_of_all(found)
+            self.ranks.all_reduce_any(found)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         super().update(new_scale)

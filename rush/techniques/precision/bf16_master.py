@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from rush.parallel.sharded import own_part
+from rush.parallel.sharded import local_tensor
 from rush.recipe import Knob
 from rush.techniques.api.contract import (
     Build,
@@ -50,7 +50,7 @@ class MasterAdamW(torch.optim.Optimizer):
     ) -> None:
         assert not foreach, "tensors are updated one by one, so that one fp32 gradient exists at a time"
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "fused": fused})
-        self.holds_back = fused
+        self.supports_found_inf = fused
         """Whether `found_inf` and `grad_scale` are obeyed, as torch's fused update does."""
 
     @torch.no_grad()
@@ -73,12 +73,12 @@ class MasterAdamW(torch.optim.Optimizer):
             state["exp_avg_sq"] = torch.zeros_like(state["master"])
             state["step"] = torch.zeros((), device=parameter.device if group["fused"] else "cpu")
         assert parameter.grad is not None
-        master = own_part(state["master"])
+        master = local_tensor(state["master"])
         adamw(
             [master],
-            [own_part(parameter.grad).float()],
-            [own_part(state["exp_avg"])],
-            [own_part(state["exp_avg_sq"])],
+            [local_tensor(parameter.grad).float()],
+            [local_tensor(state["exp_avg"])],
+            [local_tensor(state["exp_avg_sq"])],
             [],
             [state["step"]],
             foreach=False,
@@ -93,7 +93,7 @@ class MasterAdamW(torch.optim.Optimizer):
             found_inf=getattr(self, "found_inf", None),
             grad_scale=getattr(self, "grad_scale", None),
         )
-        own_part(parameter).copy_(master)
+        local_tensor(parameter).copy_(master)
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:

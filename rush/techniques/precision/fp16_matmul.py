@@ -98,7 +98,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             build.model.loss_head = ProjectedLossHead(projection)
         layers += 1
     # What speeds are held against, what rounding is judged by, and how many layers must show up.
-    build.facts |= {"matmul_dtype": RATE, "factor_dtype": "float16", "half_layers": layers}
+    build.facts |= {"matmul_dtype": RATE, "operand_dtype": "float16", "half_layers": layers}
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
