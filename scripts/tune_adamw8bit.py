@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from rush.kernels.adamw8bit import adamw8bit_, code_values, packed_zeros
+from rush.kernels.adamw8bit import adamw8bit_, dynamic_map, quantized_zeros
 from rush.kernels.adamw8bit import triton as kernel
 from rush.kernels.adamw8bit.reference import adamw8bit_ as reference_
 
@@ -56,8 +56,8 @@ def check(values: tuple[Tensor, Tensor], dtype: torch.dtype, shape: tuple[int, i
 
     ours = draw()
     theirs = ours.clone()
-    moments = [packed_zeros(ours, signed) for signed in (True, False)]
-    truths = [packed_zeros(ours, signed) for signed in (True, False)]
+    moments = [quantized_zeros(ours, signed) for signed in (True, False)]
+    truths = [quantized_zeros(ours, signed) for signed in (True, False)]
     share, apart = 0.0, 0
     for step in range(1, 5):
         gradient = draw()
@@ -79,7 +79,7 @@ def check(values: tuple[Tensor, Tensor], dtype: torch.dtype, shape: tuple[int, i
 def sweep(values: tuple[Tensor, Tensor], copy_bytes_per_s: float, fused_ms: float) -> None:
     p = (torch.randn(SIZE // 4096, 4096, device="cuda") * 0.02).bfloat16()
     g = torch.randn_like(p)
-    m, v = packed_zeros(p, True), packed_zeros(p, False)
+    m, v = quantized_zeros(p, True), quantized_zeros(p, False)
     for chance, rows, warps in product((False, True), (4, 8, 16), (4, 8)):
         kernel.ROWS, kernel.PIECE, kernel.NUM_WARPS = rows, rows * kernel.BLOCK, warps
         steps, divisions = count(1), {}  # type: ignore[var-annotated]
@@ -103,7 +103,7 @@ def sweep(values: tuple[Tensor, Tensor], copy_bytes_per_s: float, fused_ms: floa
 
 
 def main() -> None:
-    values = (code_values(True).cuda(), code_values(False).cuda())
+    values = (dynamic_map(True).cuda(), dynamic_map(False).cuda())
     for dtype, shape in product((torch.bfloat16, torch.float32), ((64, 512), (300, 256), (499, 101))):
         check(values, dtype, shape)
     source = torch.empty(2**31, device="cuda", dtype=torch.uint8)

@@ -40,7 +40,7 @@ from rush.bench import kernel_check as check
 from rush.bench.kernel_clock import CaseFailed, Effort, TimedCase, take_turns
 from rush.bench.kernel_measure import sentence
 from rush.kernels import partials, study
-from rush.kernels.biased import triton as biased
+from rush.kernels.bias_grad import triton as bias_grad
 from rush.kernels.gelu import triton as gelu
 from rush.kernels.layernorm import triton as layernorm
 from rush.kernels.rmsnorm import triton as rmsnorm
@@ -49,7 +49,7 @@ from rush.kernels.study import Inputs, Size, Study
 from rush.kernels.support import RowTile, RowWalk, next_power_of_2
 from rush.kernels.swiglu import triton as swiglu
 
-OPS = ("rmsnorm", "layernorm", "rope", "swiglu", "biased", "gelu")
+OPS = ("rmsnorm", "layernorm", "rope", "swiglu", "bias_grad", "gelu")
 ROWS = 16384
 NOW, LIGER, COPY = "as it is", "Liger", "copy"
 TARGETS = (2048, 8192)
@@ -95,9 +95,9 @@ def variants(group: Group) -> dict[str, list[Variant]]:
         return {"forward": tried, "backward": tried}
     if op == "rope":
         return {"forward": _turns()}
-    module = {"rmsnorm": rmsnorm, "layernorm": layernorm, "biased": biased}[op]
+    module = {"rmsnorm": rmsnorm, "layernorm": layernorm, "bias_grad": bias_grad}[op]
     sums = _sums() if width in TARGETS and not group.add else []
-    if op == "biased":
+    if op == "bias_grad":
         return {"backward": _stretches() + sums}
     walks = _walks(module, width, group.add)
     if group.add:
@@ -136,8 +136,8 @@ def _stretches() -> list[Variant]:
         Variant(
             f"{shape[0]} × {shape[1]}, {shape[2]} warps, {shape[3]} stages, {shape[4]} rows a program",
             (
-                *((biased, name, value) for name, value in zip(names, shape[:4], strict=True)),
-                (biased, "stretch", lambda *_, rows=shape[4]: rows),
+                *((bias_grad, name, value) for name, value in zip(names, shape[:4], strict=True)),
+                (bias_grad, "stretch", lambda *_, rows=shape[4]: rows),
             ),
         )
         for shape in shapes
@@ -248,7 +248,7 @@ def compile_all(pool: ProcessPoolExecutor, groups: list[Group], rows: int) -> No
     own = [
         (group, rows, step, variant.name)
         for group in groups
-        if group.op not in ("swiglu", "gelu", "biased") or first_of[group.op] is group
+        if group.op not in ("swiglu", "gelu", "bias_grad") or first_of[group.op] is group
         for step, tried in variants(group).items()
         for variant in tried
     ]

@@ -26,7 +26,7 @@ from rush.errors import MachineError, RecipeError, nearest
 from rush.files import write_json_atomic
 from rush.kernels.study import names
 from rush.lab.trial.starter import end_session, environment
-from rush.records.kernels import FILE, FORMAT, KernelRecord, Op, read_kernels, write_kernels
+from rush.records.kernels import FILE, FORMAT, RENAMED_OPS, KernelRecord, Op, read_kernels, write_kernels
 from rush.records.lock import FolderLock
 
 MARK = "@bench "
@@ -66,7 +66,7 @@ Watch = Callable[[KernelProgress], None]
 
 def choose(asked: Sequence[str]) -> list[str]:
     """The ops to measure: those asked for, or all; a RecipeError for a name that is none."""
-    known = names()
+    known, asked = names(), [RENAMED_OPS.get(name, name) for name in asked]
     for name in asked:
         if name not in known:
             raise RecipeError(f"there is no kernel named {name!r}; {nearest(name, known)}")

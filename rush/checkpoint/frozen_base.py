@@ -20,7 +20,7 @@ from rush.hardware import free_memory
 from rush.models import Decoder, Shape, build_model, count_parameters
 from rush.models.adapters import AdapterSpec, adapt, adapters, fill_adapters
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantized import QuantisedLinear, form_of, quantize_linears
+from rush.models.quantized import QuantizedLinear, form_of, quantize_linears
 from rush.models.quantized_formats import Form
 from rush.parallel import Ranks
 from rush.parallel.pipeline import gather_stages
@@ -69,7 +69,7 @@ def _exact_names(model: nn.Module) -> dict[str, str]:
         if not parameter.requires_grad and parameter.is_floating_point()
     }
     told |= {
-        name: layer.source for name, layer in model.named_modules() if isinstance(layer, QuantisedLinear)
+        name: layer.source for name, layer in model.named_modules() if isinstance(layer, QuantizedLinear)
     }
     return told
 
@@ -88,7 +88,7 @@ def _rounded_names(base: nn.Module | Mapping[str, Tensor]) -> dict[str, str]:
         if ".adapter." not in name and value.is_floating_point()
     }
     if isinstance(base, nn.Module):
-        quantized = {n: layer for n, layer in base.named_modules() if isinstance(layer, QuantisedLinear)}
+        quantized = {n: layer for n, layer in base.named_modules() if isinstance(layer, QuantizedLinear)}
         told |= {f"{name}.weight": layer.base_source for name, layer in quantized.items()}
     return told
 

@@ -22,7 +22,7 @@ from rush.hardware.samples import Sample
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 HALF_KERNEL = "half_kernel"
-"""fp32 matrices multiplied with fp16 factors by an operator of ours, `rush::half_product`. It is built on the spot, which takes
+"""fp32 matrices multiplied with fp16 factors by an operator of ours, `rush::fp16_matmul`. It is built on the spot, which takes
 longer than measuring, so it is measured only where it is asked for by name, by somebody who has loaded it."""
 
 _TORCH_DTYPES = {
@@ -127,8 +127,8 @@ def _unsupported(device: str, dtype: str) -> str | None:
             return "float8 matmuls need compute capability 8.9"
     if dtype == HALF_KERNEL:
         if device != "cpu":
-            return "rush::half_product runs on ARM CPUs"
-        assert hasattr(torch.ops.rush, "half_product"), "load rush.kernels.half_linear before measuring it"
+            return "rush::fp16_matmul runs on ARM CPUs"
+        assert hasattr(torch.ops.rush, "fp16_matmul"), "load rush.kernels.fp16_linear before measuring it"
     return None
 
 
@@ -142,7 +142,7 @@ def _product(device: str, dtype: str, rows: int, inner: int, columns: int) -> Ca
         one = torch.ones((), device=device)
         return lambda: torch._scaled_mm(left, right, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
     if dtype == HALF_KERNEL:
-        return lambda: torch.ops.rush.half_product(left, right, None)
+        return lambda: torch.ops.rush.fp16_matmul(left, right, None)
     out = torch.empty(rows, columns, device=device, dtype=target)
     return lambda: torch.mm(left, right, out=out)
 

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.support import starts_early
+from rush.kernels.support import supports_pdl
 
 PARTIALS, COLUMNS = 256, 16
 """Narrow and tall tiles: the work is small, so it must be spread over many programs to be quick."""
@@ -54,7 +54,7 @@ def sum_partials(partial_psd: Tensor, dtype: torch.dtype) -> list[Tensor]:
     num_partials, quantities, width = partial_psd.shape
     assert quantities in (1, 2)
     sums = [torch.empty(width, dtype=dtype, device=partial_psd.device) for _ in range(quantities)]
-    early = starts_early(partial_psd.device)
+    early = supports_pdl(partial_psd.device)
     sum_partials_kernel[(triton.cdiv(width, COLUMNS), quantities)](
         partial_psd,
         sums[0],

@@ -24,13 +24,13 @@ _INTERPRETED_SMS = 4
 """As many programs as a small GPU would run at once: more than one, so that sums over programs are exercised."""
 
 
-def need(condition: bool, sentence: str) -> None:
+def require(condition: bool, sentence: str) -> None:
     """Refuse with this sentence unless the condition holds."""
     if not condition:
         raise KernelRefusal(sentence)
 
 
-def need_device(op: str, *tensors: Tensor, has_cpu: bool = False) -> None:
+def require_device(op: str, *tensors: Tensor, has_cpu: bool = False) -> None:
     """All on one device, and one that can run the kernel: CUDA, or the CPU when interpreted or where it `has_cpu`, a
     kernel for one."""
     # Only comparisons, and messages made when they are needed: a compiler traces through this.
@@ -51,7 +51,7 @@ CPP_FIRST = False
 """Whether a kernel's side in C++ is taken even where Triton interprets: set by the bench, which needs both in one process."""
 
 
-def by_cpp(tensor: Tensor) -> bool:
+def uses_cpp(tensor: Tensor) -> bool:
     """Whether the kernel for a CPU, in C++, is to be taken: on a CPU, unless Triton interprets its own there."""
     return tensor.device.type == "cpu" and (CPP_FIRST or not INTERPRETED)
 
@@ -68,7 +68,7 @@ def num_sms(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
-def starts_early(device: torch.device) -> bool:
+def supports_pdl(device: torch.device) -> bool:
     """Whether a kernel can be launched while the one before it ends, to wait on the device instead of behind the host."""
     return (
         device.type == "cuda"
@@ -154,7 +154,7 @@ def as_rows(x: Tensor) -> Tensor:
     return flat if flat.stride(-1) == 1 else flat.contiguous()
 
 
-def heads_side_by_side(like_bhtd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+def empty_bthd(like_bhtd: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """An empty tensor of this shape whose memory is [b, t, h, d]: the layer after attention reads it without a copy."""
     batch, num_heads, length, head_dim = like_bhtd.shape
     return like_bhtd.new_empty(batch, length, num_heads, head_dim, dtype=dtype).transpose(1, 2)

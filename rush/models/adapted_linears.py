@@ -33,10 +33,10 @@ PLAIN = ""
 
 @dataclass(frozen=True)
 class Frozen:
-    """What is not trained of layers with one input: weights as they are stored (`unpacker` is PLAIN for plain matrices), all
+    """What is not trained of layers with one input: weights as they are stored (`dequantizer` is PLAIN for plain matrices), all
     in the same form, and all or none with a bias."""
 
-    unpacker: str
+    dequantizer: str
     weights: Sequence[Sequence[Tensor]]
     biases: Sequence[Tensor]
 
@@ -45,25 +45,25 @@ def adapted_linears(
     x: Tensor, frozen: Frozen, a_ri: Tensor, bs: Sequence[Tensor], scales: Sequence[float]
 ) -> Sequence[Tensor]:
     """What each layer makes of the input, its adapter's part included."""
-    operator = _plain if frozen.unpacker == PLAIN else _quantized
+    operator = _plain if frozen.dequantizer == PLAIN else _quantized
     flat = [part for parts in frozen.weights for part in parts]
     # Apart from the wide products, because of a last layer computed again the backward pass needs only this.
     down_nr = x.detach().flatten(0, -2) @ a_ri.detach().t()
     outs: list[Tensor] = operator(
-        x, down_nr, a_ri, list(bs), list(scales), flat, list(frozen.biases), frozen.unpacker
+        x, down_nr, a_ri, list(bs), list(scales), flat, list(frozen.biases), frozen.dequantizer
     )
     return outs
 
 
 def _weight(
-    unpacker: str, weights: Sequence[Tensor], a_ri: Tensor, bs: Sequence[Tensor], layer: int
+    dequantizer: str, weights: Sequence[Tensor], a_ri: Tensor, bs: Sequence[Tensor], layer: int
 ) -> Tensor:
     """The matrix of one layer. Nobody gives it a name, so that an unpacked one is gone after its product."""
-    if unpacker == PLAIN:
+    if dequantizer == PLAIN:
         return weights[layer]
     count = len(weights) // len(bs)
     parts = weights[layer * count : (layer + 1) * count]
-    return unpack(unpacker, parts, (bs[layer].shape[0], a_ri.shape[1]), a_ri.dtype)
+    return unpack(dequantizer, parts, (bs[layer].shape[0], a_ri.shape[1]), a_ri.dtype)
 
 
 def _columns(of_all_nr: Tensor, bs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -78,7 +78,7 @@ def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
 
 def _forward(
     x: Tensor, down_nr: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor],
-    biases: list[Tensor], unpacker: str,
+    biases: list[Tensor], dequantizer: str,
 ) -> list[Tensor]:  # fmt: skip
     x_ni = x.flatten(0, -2)
     outs = []
@@ -87,21 +87,21 @@ def _forward(
             out_no = torch.addmm(biases[layer], own_nr, b_or.t(), alpha=scale)
         else:
             out_no = _product(own_nr, b_or.t(), scale)
-        out_no.addmm_(x_ni, _weight(unpacker, weights, a_ri, bs, layer).t())
+        out_no.addmm_(x_ni, _weight(dequantizer, weights, a_ri, bs, layer).t())
         outs.append(out_no.view(*x.shape[:-1], b_or.shape[0]))
     return outs
 
 
 def _forward_shapes(
     x: Tensor, down_nr: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float], weights: list[Tensor],
-    biases: list[Tensor], unpacker: str,
+    biases: list[Tensor], dequantizer: str,
 ) -> list[Tensor]:  # fmt: skip
     return [x.new_empty((*x.shape[:-1], b_or.shape[0])) for b_or in bs]
 
 
 def _backward(
     d_outs: list[Tensor], x: Tensor, down_nr: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float],
-    weights: list[Tensor], unpacker: str, with_input: bool,
+    weights: list[Tensor], dequantizer: str, with_input: bool,
 ) -> list[Tensor]:  # fmt: skip
     d_flat = [d_out.reshape(-1, d_out.shape[-1]) for d_out in d_outs]
     d_down_nr = torch.empty_like(down_nr)
@@ -115,21 +115,21 @@ def _backward(
     if with_input:
         dx_ni = d_down_nr @ a_ri
         for layer, d_no in enumerate(d_flat):
-            dx_ni.addmm_(d_no, _weight(unpacker, weights, a_ri, bs, layer))
+            dx_ni.addmm_(d_no, _weight(dequantizer, weights, a_ri, bs, layer))
         gradients.append(dx_ni.view(x.shape))
     return gradients
 
 
 def _backward_shapes(
     d_outs: list[Tensor], x: Tensor, down_nr: Tensor, a_ri: Tensor, bs: list[Tensor], scales: list[float],
-    weights: list[Tensor], unpacker: str, with_input: bool,
+    weights: list[Tensor], dequantizer: str, with_input: bool,
 ) -> list[Tensor]:  # fmt: skip
     likes = [a_ri, *bs, *([x] if with_input else [])]
     return [like.new_empty(like.shape) for like in likes]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
-    x, down_nr, a_ri, bs, ctx.scales, weights, biases, ctx.unpacker = inputs
+    x, down_nr, a_ri, bs, ctx.scales, weights, biases, ctx.dequantizer = inputs
     ctx.num_layers, ctx.num_biases = len(bs), len(biases)
     # Weights are there anyway; no layer's output is kept, and no unpacked weight.
     ctx.save_for_backward(x, down_nr, a_ri, *bs, *weights)
@@ -146,7 +146,7 @@ def _define(name: str) -> Any:
         x, down_nr, a_ri, *rest = ctx.saved_tensors
         bs, weights = rest[: ctx.num_layers], rest[ctx.num_layers :]
         asked = bool(ctx.needs_input_grad[0])
-        d_a, *d_rest = backward(d_outs, x, down_nr, a_ri, bs, ctx.scales, weights, ctx.unpacker, asked)
+        d_a, *d_rest = backward(d_outs, x, down_nr, a_ri, bs, ctx.scales, weights, ctx.dequantizer, asked)
         d_bs, d_x = d_rest[: ctx.num_layers], d_rest[-1] if asked else None
         return d_x, None, d_a, d_bs, None, [None] * len(weights), [None] * ctx.num_biases, None
 

@@ -191,18 +191,20 @@ def frozen_parts(x: Tensor, *adapted: tuple[nn.Linear, Adapter]) -> Frozen | Non
     """What the operator that adds in place is told of layers with this input; None for layers that multiply in a way of
     their own (8-bit factors, a part on each rank, a cast of the weight), are trained, or have DoRA's lengths."""
     stored = [_stored(layer, x) for layer, _ in adapted]
-    unpackers = {one[0] for one in stored if one is not None}
+    dequantizers = {one[0] for one in stored if one is not None}
     biases = [layer.bias for layer, _ in adapted if layer.bias is not None]
     if (
         None in stored
-        or len(unpackers) > 1
+        or len(dequantizers) > 1
         or len(biases) not in (0, len(adapted))
         or not all(_is_frozen(bias) for bias in biases)
         or any(adapter.magnitude is not None for _, adapter in adapted)
     ):
         return None
     return Frozen(
-        unpackers.pop(), [one[1] for one in stored if one is not None], [bias.to(x.dtype) for bias in biases]
+        dequantizers.pop(),
+        [one[1] for one in stored if one is not None],
+        [bias.to(x.dtype) for bias in biases],
     )
 
 
@@ -212,7 +214,7 @@ def _stored(layer: nn.Linear, x: Tensor) -> tuple[str, Sequence[Tensor]] | None:
         usable = _is_frozen(layer.weight) and layer.weight.dtype == x.dtype
         return (PLAIN, [layer.weight]) if usable else None
     parts: Any = getattr(layer, "parts", None)
-    return None if parts is None else (str(layer.unpacker), parts)
+    return None if parts is None else (str(layer.dequantizer), parts)
 
 
 def _is_frozen(tensor: Tensor) -> bool:

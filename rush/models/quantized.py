@@ -23,29 +23,29 @@ from rush.models.quantized_formats import Form, Parts, pack, stored_parts, unpac
 
 
 @torch.library.custom_op("rush::quantized_linear", mutates_args=())
-def _product(x: Tensor, parts: list[Tensor], unpacker: str, out_features: int) -> Tensor:
-    weight_oi = unpack(unpacker, parts, (out_features, x.shape[-1]), x.dtype)
+def _product(x: Tensor, parts: list[Tensor], dequantizer: str, out_features: int) -> Tensor:
+    weight_oi = unpack(dequantizer, parts, (out_features, x.shape[-1]), x.dtype)
     return F.linear(x, weight_oi)
 
 
 @_product.register_fake
-def _(x: Tensor, parts: list[Tensor], unpacker: str, out_features: int) -> Tensor:
+def _(x: Tensor, parts: list[Tensor], dequantizer: str, out_features: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 @torch.library.custom_op("rush::quantized_linear_backward", mutates_args=())
-def _input_gradient(d_out: Tensor, parts: list[Tensor], unpacker: str, in_features: int) -> Tensor:
-    weight_oi = unpack(unpacker, parts, (d_out.shape[-1], in_features), d_out.dtype)
+def _input_gradient(d_out: Tensor, parts: list[Tensor], dequantizer: str, in_features: int) -> Tensor:
+    weight_oi = unpack(dequantizer, parts, (d_out.shape[-1], in_features), d_out.dtype)
     return d_out @ weight_oi
 
 
 @_input_gradient.register_fake
-def _(d_out: Tensor, parts: list[Tensor], unpacker: str, in_features: int) -> Tensor:
+def _(d_out: Tensor, parts: list[Tensor], dequantizer: str, in_features: int) -> Tensor:
     return d_out.new_empty((*d_out.shape[:-1], in_features))
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, parts, ctx.unpacker, _ = inputs
+    x, parts, ctx.dequantizer, _ = inputs
     ctx.in_features = x.shape[-1]
     # The codes are there anyway; neither the input nor the unpacked weight is kept.
     ctx.save_for_backward(*parts)
@@ -54,7 +54,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
     parts = list(ctx.saved_tensors)
     return (
-        _input_gradient(d_out.contiguous(), parts, ctx.unpacker, ctx.in_features),
+        _input_gradient(d_out.contiguous(), parts, ctx.dequantizer, ctx.in_features),
         [None] * len(parts),
         None,
         None,
@@ -64,15 +64,15 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
 _product.register_autograd(_gradient, setup_context=_keep)
 
 
-class QuantisedLinear(nn.Linear):
+class QuantizedLinear(nn.Linear):
     """A linear layer whose frozen weight is stored in codes. It takes weights in full precision, one layer at a time."""
 
     def __init__(self, plain: nn.Linear, form: Form) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.form = form
-        self.unpacker = str(form)
-        """Who unpacks it in products: the form's library, or who offered it (`offer_unpacker`)."""
+        self.dequantizer = str(form)
+        """Who unpacks it in products: the form's library, or who offered it (`register_dequantizer`)."""
         self.bias = plain.bias
         self.source = ""
         self.base_source = ""
@@ -96,7 +96,7 @@ class QuantisedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = autocast_input(x)
-        out: Tensor = _product(x, self.parts, self.unpacker, self.out_features)
+        out: Tensor = _product(x, self.parts, self.dequantizer, self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def set_weight(self, weight_oi: Tensor) -> None:
@@ -149,7 +149,7 @@ def quantize_linears(model: Decoder, form: Form) -> None:
     for role, layers in model.linears().items():
         for name, plain in layers if role != "head" else []:
             parent, _, own = name.rpartition(".")
-            setattr(model.get_submodule(parent), own, QuantisedLinear(plain, form))
+            setattr(model.get_submodule(parent), own, QuantizedLinear(plain, form))
 
 
 def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -157,7 +157,7 @@ def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Ite
     for name, value in values:
         owner, _, own = name.rpartition(".")
         layer = model.get_submodule(owner)
-        if own == "weight" and isinstance(layer, QuantisedLinear):
+        if own == "weight" and isinstance(layer, QuantizedLinear):
             yield from ((f"{owner}.{part}", tensor) for part, tensor in layer.stored(value).items())
         else:
             yield name, value
@@ -165,4 +165,4 @@ def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Ite
 
 def form_of(model: nn.Module) -> Form | None:
     """How the linear layers of this model are stored; None for plain ones."""
-    return next((module.form for module in model.modules() if isinstance(module, QuantisedLinear)), None)
+    return next((module.form for module in model.modules() if isinstance(module, QuantizedLinear)), None)

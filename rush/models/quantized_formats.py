@@ -194,14 +194,14 @@ def pack(form: Form, weight: Tensor) -> Parts:
     return _WAYS[str(form)].pack(weight)
 
 
-_UNPACKERS: dict[str, Unpack] = {form: way.unpack for form, way in _WAYS.items()}
+_DEQUANTIZERS: dict[str, Unpack] = {form: way.unpack for form, way in _WAYS.items()}
 
 
-def offer_unpacker(name: str, unpack: Unpack) -> None:
+def register_dequantizer(name: str, unpack: Unpack) -> None:
     """Let layers name another way to unpack what they store. A name means the same for good."""
-    assert _UNPACKERS.setdefault(name, unpack) is unpack, f"{name} is taken"
+    assert _DEQUANTIZERS.setdefault(name, unpack) is unpack, f"{name} is taken"
 
 
-def unpack(unpacker: str, parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def unpack(dequantizer: str, parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The weight that codes stand for, as a matrix of its own; a form's name is its library's way."""
-    return _UNPACKERS[unpacker](parts, dims, dtype)
+    return _DEQUANTIZERS[dequantizer](parts, dims, dtype)

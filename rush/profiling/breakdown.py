@@ -28,7 +28,7 @@ _RULES = tuple(
     for kind, pattern in (
         (
             "optimizer",
-            r"Optimizer\.(step|zero_grad)|[Aa]dam|multi_tensor_apply|lpnorm|_foreach_norm|vector_norm|norm_of_all",
+            r"Optimizer\.(step|zero_grad)|[Aa]dam|multi_tensor_apply|lpnorm|_foreach_norm|vector_norm|rush::grad_norm",
         ),
         ("loss", r"[Ll]og_?[Ss]oft[Mm]ax|[Nn]ll_?[Ll]oss|cross_entropy|CrossEntropy"),
         (
@@ -40,7 +40,7 @@ _RULES = tuple(
         (
             "matmul",
             r"aten::(mm|addmm_?|linear|matmul|_scaled_mm|_int_mm)\b|MmBackward|gemm|nvjet|cutlass|xmma|splitK|"
-            r"triton_tem\w*mm|half_product",
+            r"triton_tem\w*mm|fp16_matmul",
         ),
         ("other", r"embedding|Embedding|Memcpy|Memset"),
     )

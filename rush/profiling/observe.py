@@ -40,10 +40,10 @@ DATA = "rush::data"
 # Where the two factors stand among an operator's inputs.
 _MATMULS = {
     "aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0, "aten::_int_mm": 0,
-    "rush::half_product": 0, "rush::half_product_and_sums": 0,
+    "rush::fp16_matmul": 0, "rush::fp16_matmul_with_row_sums": 0,
 }  # fmt: skip
 # Operators that cast their factors themselves, and to what.
-_CAST_INSIDE = {"rush::half_product": "float16", "rush::half_product_and_sums": "float16"}
+_CAST_INSIDE = {"rush::fp16_matmul": "float16", "rush::fp16_matmul_with_row_sums": "float16"}
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
 _DTYPES = {
     "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",

@@ -23,6 +23,8 @@ KINDS = ("ours", "plain", "compiled", "rival")
 PASSES = ("forward", "backward", "both")
 CORRECTNESS = ("equal", "different", "not judged")
 TARGET_VERDICTS = ("reached", "missed", "not measured")
+RENAMED_OPS = {"biased": "bias_grad", "norm_of_all": "grad_norm"}
+"""Op names in older records, and what they are called now."""
 
 
 class Time(TypedDict):
@@ -98,6 +100,8 @@ def read_kernels(path: Path) -> KernelRecord:
     tree, file = read_json(path, FILE, "kernel bench", "rush bench kernels")
     check_kernels(tree, str(file))
     record: KernelRecord = tree
+    for op in record["ops"]:
+        op["op"] = RENAMED_OPS.get(op["op"], op["op"])
     return record
 
 

@@ -16,7 +16,7 @@ from rush.hub.weights import save_hf_folder
 from rush.models import SIZES, build_model
 from rush.models.adapters import adapters, adapters_off
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantized import QuantisedLinear
+from rush.models.quantized import QuantizedLinear
 from rush.models.quantized_formats import Form
 from rush.techniques.api.proofs import prove
 from rush.train.build import Run
@@ -114,7 +114,7 @@ def test_codes_are_the_same_as_on_a_cpu_and_unpack_to_the_same(form: Form, dtype
     made: list[Tensor] = []
     for device in ("cpu", "cuda"):
         with torch.device("meta"):
-            layer = QuantisedLinear(nn.Linear(1024, 512, bias=False), form)
+            layer = QuantizedLinear(nn.Linear(1024, 512, bias=False), form)
         layer.to_empty(device=device)
         layer.set_weight(weight)
         made.append(layer.dense_weight(dtype).float().cpu())
@@ -130,7 +130,7 @@ def test_nf4_is_bitsandbytes_own_dequantization_exactly() -> None:
     weight = torch.randn(768, 512, device="cuda") * 0.02
     codes, state = functional.quantize_4bit(weight, quant_type="nf4", compress_statistics=True)
     with torch.device("meta"):
-        layer = QuantisedLinear(nn.Linear(512, 768, bias=False), Form("nf4", "bitsandbytes"))
+        layer = QuantizedLinear(nn.Linear(512, 768, bias=False), Form("nf4", "bitsandbytes"))
     layer.to_empty(device="cuda")
     layer.set_weight(weight)
     for dtype in (torch.float32, torch.bfloat16):

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 
 from rush.kernels.adamw import adamw_
-from rush.kernels.adamw8bit import adamw8bit_, code_values, packed_zeros
-from rush.kernels.biased import gelu_of_sum, parts_of_sum
+from rush.kernels.adamw8bit import adamw8bit_, dynamic_map, quantized_zeros
+from rush.kernels.bias_grad import gelu_bias_grad, split_bias_grad
 from rush.kernels.cross_entropy import cross_entropy, cross_entropy_
 from rush.kernels.flash_attention import flash_attention
 from rush.kernels.fp8_linear import fp8_linear
 from rush.kernels.fp8_mlp import fp8_mlp
 from rush.kernels.gelu import gelu
+from rush.kernels.grad_norm import grad_norm
 from rush.kernels.layernorm import add_layernorm, layernorm
 from rush.kernels.linear_cross_entropy import linear_cross_entropy
-from rush.kernels.nf4 import unpack_nf4
-from rush.kernels.norm_of_all import norm_of_all
+from rush.kernels.nf4 import dequantize_nf4
 from rush.kernels.rmsnorm import add_rmsnorm, rmsnorm
 from rush.kernels.rope import rope
 from rush.kernels.swiglu import swiglu
@@ -83,8 +83,8 @@ def gaussian(dtype: torch.dtype) -> None:
 
 def after_bias(dtype: torch.dtype) -> None:
     total, bias = zeros(ROWS, 3 * WIDTH, dtype=dtype), zeros(3 * WIDTH, dtype=dtype)
-    both_ways(gelu_of_sum, total, bias)
-    both_ways(lambda total, bias: torch.cat(parts_of_sum(total, bias)), total, bias)
+    both_ways(gelu_bias_grad, total, bias)
+    both_ways(lambda total, bias: torch.cat(split_bias_grad(total, bias)), total, bias)
 
 
 def loss(dtype: torch.dtype, vocabulary: int, smoothing: float = 0.0) -> None:
@@ -151,20 +151,20 @@ def update(
 
 
 def norm(dtype: torch.dtype, size: int = 8192) -> None:
-    norm_of_all([zeros(size, dtype=dtype)])
+    grad_norm([zeros(size, dtype=dtype)])
 
 
 def nf4(dtype: torch.dtype) -> None:
     count = ROWS * WIDTH
     codes, scales = zeros(count // 2, dtype=torch.uint8), zeros(count // 64, dtype=torch.uint8)
     tables = zeros(count // 64 // 256, dtype=FP32), zeros(256, dtype=FP32), zeros(1, dtype=FP32)
-    unpack_nf4(codes, scales, *tables, (ROWS, WIDTH), dtype)
+    dequantize_nf4(codes, scales, *tables, (ROWS, WIDTH), dtype)
 
 
 def update_8bit(dtype: torch.dtype, by_chance: bool, size: int = 8192) -> None:
     p = zeros(size, dtype=dtype)
-    moments = [packed_zeros(p, signed=True)], [packed_zeros(p, signed=False)]
-    values = (code_values(True), code_values(False))
+    moments = [quantized_zeros(p, signed=True)], [quantized_zeros(p, signed=False)]
+    values = (dynamic_map(True), dynamic_map(False))
     adamw8bit_([p], [p], *moments, values, lr=1e-3, stochastic_rounding=by_chance, **UPDATE)  # type: ignore[arg-type]
 
 
@@ -188,8 +188,8 @@ STREAMING: dict[str, Callable[[], None]] = {
     "swiglu fp32": partial(swi, FP32),
     "gelu bf16": partial(gaussian, BF16),
     "gelu fp32": partial(gaussian, FP32),
-    "biased bf16": partial(after_bias, BF16),
-    "biased fp32": partial(after_bias, FP32),
+    "bias_grad bf16": partial(after_bias, BF16),
+    "bias_grad fp32": partial(after_bias, FP32),
     "fp8_linear bf16": eight_bit_linear,
     "fp8_mlp bf16": eight_bit_mlp,
     "linear_cross_entropy fp8": eight_bit_head,
@@ -201,8 +201,8 @@ STREAMING: dict[str, Callable[[], None]] = {
     "adamw fp32": partial(update, FP32, FP32, False),
     "adamw bf16 by chance": partial(update, BF16, BF16, True),
     "adamw bf16 told": partial(update, BF16, BF16, True, told=("found_inf", "grad_scale")),
-    "norm_of_all fp32": partial(norm, FP32),
-    "norm_of_all bf16": partial(norm, BF16),
+    "grad_norm fp32": partial(norm, FP32),
+    "grad_norm bf16": partial(norm, BF16),
     "nf4 bf16": partial(nf4, BF16),
     "nf4 fp32": partial(nf4, FP32),
     "adamw8bit fp32": partial(update_8bit, FP32, False),
@@ -236,7 +236,7 @@ RARE: dict[str, Callable[[], None]] = {
     "linear_cross_entropy fp16": partial(head_and_loss, FP16),
     "adamw bf16, moments fp32": partial(update, BF16, FP32, True),
     "adamw bf16, odd size": partial(update, BF16, BF16, False, size=8191),
-    "norm_of_all bf16, odd size": partial(norm, BF16, size=8191),
+    "grad_norm bf16, odd size": partial(norm, BF16, size=8191),
     "adamw8bit bf16, odd size": partial(update_8bit, BF16, False, size=8191),
 }
 

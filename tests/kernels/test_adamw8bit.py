@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from rush.errors import KernelRefusal
-from rush.kernels.adamw8bit import Packed, RushAdamW8bit, adamw8bit_, code_values, packed_zeros
-from rush.kernels.adamw8bit.codes import code_of_zero
+from rush.kernels.adamw8bit import Packed, RushAdamW8bit, adamw8bit_, dynamic_map, quantized_zeros
+from rush.kernels.adamw8bit.quantization_map import code_of_zero
 from rush.kernels.adamw8bit.reference import adamw8bit_ as reference_
 from rush.kernels.adamw8bit.reference import dequantize, quantize
 from rush.kernels.adamw8bit.study import STUDY
@@ -20,12 +20,12 @@ SETTINGS: dict[str, Any] = {"lr": 3e-3, "betas": (0.9, 0.999), "eps": 1e-8, "wei
 
 
 def values(device: str) -> tuple[Tensor, Tensor]:
-    return code_values(True).to(device), code_values(False).to(device)
+    return dynamic_map(True).to(device), dynamic_map(False).to(device)
 
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_the_code_has_256_different_values_that_reach_over_seven_decades(signed: bool) -> None:
-    found = code_values(signed)
+    found = dynamic_map(signed)
     assert len(found.unique()) == 256
     assert torch.equal(found, found.sort().values)
     assert found[code_of_zero(signed)] == 0
@@ -43,14 +43,14 @@ def test_the_code_is_that_of_the_library_that_introduced_it() -> None:
     functional = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
     for signed in (True, False):
         torch.testing.assert_close(
-            code_values(signed), functional.create_dynamic_map(signed=signed).float(), rtol=1e-5, atol=1e-9
+            dynamic_map(signed), functional.create_dynamic_map(signed=signed).float(), rtol=1e-5, atol=1e-9
         )
 
 
 def updated(moment: Tensor, device: str, signed: bool) -> Packed:
     """What the kernel packs when an update makes exactly this the new moment (its square root, unsigned)."""
     parameter = torch.zeros_like(moment)
-    packed = [packed_zeros(parameter, kind) for kind in (True, False)]
+    packed = [quantized_zeros(parameter, kind) for kind in (True, False)]
     gradient = moment if signed else moment.sqrt()
     adamw8bit_(
         [parameter], [gradient], [packed[0]], [packed[1]], values(device),
@@ -61,7 +61,7 @@ def updated(moment: Tensor, device: str, signed: bool) -> Packed:
 
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_number_gets_the_nearest_code(signed: bool, device: str) -> None:
-    table = code_values(signed)
+    table = dynamic_map(signed)
     middles = (table[1:] + table[:-1]) / 2
     generator = torch.Generator().manual_seed(0)
     # The codes themselves, both sides of every border between two, numbers of all sizes, and the ends.
@@ -113,7 +113,9 @@ def test_updates_follow_the_plain_definition(dtype: torch.dtype, device: str) ->
     ]
     ours = [draw.to(device, dtype) for draw in draws[0]]
     theirs = [p.clone() for p in ours]
-    m, v, m_true, v_true = ([packed_zeros(p, signed) for p in ours] for signed in (True, False, True, False))
+    m, v, m_true, v_true = (
+        [quantized_zeros(p, signed) for p in ours] for signed in (True, False, True, False)
+    )
     for step in range(1, 5):
         gradients = [draw.to(device, dtype) for draw in draws[step]]
         adamw8bit_(ours, gradients, m, v, values(device), **SETTINGS, step=step)
@@ -223,7 +225,7 @@ def test_chances_are_the_remainders_and_every_element_has_its_own(remainder: flo
     notch, shape = 2**-7, (256, 256)
     parameter = torch.full(shape, -1.0, device=device, dtype=torch.bfloat16)
     gradient = torch.ones_like(parameter)
-    m, v = packed_zeros(parameter, True), packed_zeros(parameter, False)
+    m, v = quantized_zeros(parameter, True), quantized_zeros(parameter, False)
     settings = {**SETTINGS, "lr": notch * remainder, "weight_decay": 0.0}
     adamw8bit_(
         [parameter], [gradient], [m], [v], values(device), **settings, step=1, stochastic_rounding=True
@@ -261,14 +263,14 @@ def test_the_study_measures_packed_moments() -> None:
 
 def test_what_it_does_not_support_is_refused_with_a_sentence(device: str) -> None:
     parameter = torch.zeros(300, device=device)
-    m, v = packed_zeros(parameter, True), packed_zeros(parameter, False)
+    m, v = quantized_zeros(parameter, True), quantized_zeros(parameter, False)
 
     def update(p: Tensor = parameter, m: Packed = m) -> None:
         adamw8bit_([p], [torch.zeros_like(p)], [m], [v], values(device), **SETTINGS, step=1)
 
     with pytest.raises(KernelRefusal, match="takes fp32 and bf16"):
         update(parameter.half())
-    with pytest.raises(KernelRefusal, match="as made by packed_zeros"):
+    with pytest.raises(KernelRefusal, match="as made by quantized_zeros"):
         update(m=Packed(m.codes, m.scales[:1]))
-    with pytest.raises(KernelRefusal, match="as made by packed_zeros"):
+    with pytest.raises(KernelRefusal, match="as made by quantized_zeros"):
         update(m=Packed(m.codes.int(), m.scales))

@@ -50,8 +50,8 @@ NARROW_LOADS = {
     "swiglu_backward_kernel": 0,
     "gelu_forward_kernel": 0,
     "gelu_backward_kernel": 0,
-    "gelu_of_sum_backward_kernel": 0,
-    "join_kernel": 0,
+    "gelu_bias_grad_backward_kernel": 0,
+    "concat_bias_grad_kernel": 0,
     "fp8_cast_both_kernel": 2,
     "fp8_logits_gradient_kernel": 12,  # a 1, and of rows: labels and normalizers of four at a time, then those of one with its logit
     "fp8_swiglu_largest_kernel": 0,

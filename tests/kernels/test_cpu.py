@@ -27,7 +27,7 @@ Check = Callable[..., None]
 
 
 @pytest.fixture
-def by_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+def uses_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     if reason := cpu.cannot_run():
         pytest.skip(f"kernels for a CPU cannot run here: {reason}")
     monkeypatch.setattr(support, "INTERPRETED", False)
@@ -54,7 +54,7 @@ def with_gradients(
 @pytest.mark.parametrize("length", [2, 15, 16, 17, 517])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "all"])
 def test_attention_over_long_rows_is_as_exact_as_plain_torch(
-    head_dim: int, length: int, causal: bool, by_cpp: None, check_errors: Check
+    head_dim: int, length: int, causal: bool, uses_cpp: None, check_errors: Check
 ) -> None:
     q, dout = heads(2, 4, length, head_dim, 0), random(2, 4, length, head_dim, seed=3)
     k, v = heads(2, 2, length, head_dim, 1), heads(2, 2, length, head_dim, 2)
@@ -68,7 +68,7 @@ def test_attention_over_long_rows_is_as_exact_as_plain_torch(
             check_errors(mine, theirs, truth, 2 if name == "o" else 3, name)
 
 
-def test_what_a_query_must_not_see_changes_no_bit(by_cpp: None) -> None:
+def test_what_a_query_must_not_see_changes_no_bit(uses_cpp: None) -> None:
     q, k, v = (heads(1, 1, 40, 16, seed) for seed in range(3))
     documents = torch.tensor([[0] * 13 + [1] * 27])
     before = flash_attention(q, k, v, documents=documents)
@@ -81,7 +81,7 @@ def test_what_a_query_must_not_see_changes_no_bit(by_cpp: None) -> None:
 
 @pytest.mark.parametrize("columns", [1, 3, 4, 5, 4097])
 def test_a_large_vocabulary_and_rows_that_end_within_a_vector(
-    columns: int, by_cpp: None, check_errors: Check
+    columns: int, uses_cpp: None, check_errors: Check
 ) -> None:
     logits, labels = 10 * random(9, columns), torch.arange(9) % columns
     exact = plain_loss(logits.double(), labels)
@@ -89,7 +89,7 @@ def test_a_large_vocabulary_and_rows_that_end_within_a_vector(
         check_errors(form(logits, labels, reduction="none"), plain_loss(logits, labels), exact, 2)
 
 
-def test_powers_are_right_to_the_last_place_or_two_over_all_their_range(by_cpp: None) -> None:
+def test_powers_are_right_to_the_last_place_or_two_over_all_their_range(uses_cpp: None) -> None:
     """The sum over one logit x and one of zero is 1 + e^x, so that its logarithm shows the power."""
     x = torch.linspace(-80, 0, 4001)
     rows = torch.stack((x, torch.zeros_like(x)), 1)
@@ -102,7 +102,7 @@ def test_powers_are_right_to_the_last_place_or_two_over_all_their_range(by_cpp: 
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_other_numbers_of_threads_give_the_same_bits(threads: int, by_cpp: None) -> None:
+def test_other_numbers_of_threads_give_the_same_bits(threads: int, uses_cpp: None) -> None:
     x, dout = random(3000, 33), random(3000, 33, seed=1)
     q, k, v, do = (heads(3, 2, 100, 32, seed) for seed in range(4))
     logits, labels = random(500, 77), torch.arange(500) % 77
@@ -124,7 +124,7 @@ def test_other_numbers_of_threads_give_the_same_bits(threads: int, by_cpp: None)
         torch.set_num_threads(before)
 
 
-def test_16_bits_are_widened_and_rounded_once(by_cpp: None) -> None:
+def test_16_bits_are_widened_and_rounded_once(uses_cpp: None) -> None:
     x = random(7, 65).bfloat16()
     assert torch.equal(gelu(x), cpu.gelu_forward(x.float()).bfloat16())
     torch.testing.assert_close(gelu(x), reference.gelu(x), rtol=1e-2, atol=1e-3)
@@ -143,7 +143,7 @@ def test_without_a_compiler_or_another_system_it_says_so(
     assert cpu.cannot_run() == "they are built on Linux, and this is darwin"
 
 
-def test_a_script_takes_them_without_being_told(by_cpp: None) -> None:
+def test_a_script_takes_them_without_being_told(uses_cpp: None) -> None:
     """No TRITON_INTERPRET, as a user has it: compiled code finds the kernel in C++ by itself."""
     script = """
 import torch

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
 from rush.kernels.fp8_linear import fp8_linear, reference
-from rush.kernels.fp8_linear.factors import cast_both
+from rush.kernels.fp8_linear.operands import cast_both
 from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize, scale_for
 
 RECIPES = ["tensorwise", "rowwise"]
@@ -250,7 +250,7 @@ def test_a_gpu_takes_bf16_only_and_multiplies_in_8_bits(device: str) -> None:
         results(x, weight, dout)
     names = [event.name for event in profile.events() or []]
     assert names.count("aten::_scaled_mm") >= 3
-    assert "rush::fp8_emulated_product" not in names
+    assert "rush::fp8_emulated_matmul" not in names
 
 
 def test_emulated_products_are_seen_in_a_profile(device: str) -> None:
@@ -258,7 +258,7 @@ def test_emulated_products_are_seen_in_a_profile(device: str) -> None:
         pytest.skip("about CPUs")
     with torch.profiler.profile(acc_events=True) as profile:
         results(*inputs(device, (16, 16, 16)))
-    assert [event.name for event in profile.events() or []].count("rush::fp8_emulated_product") == 3
+    assert [event.name for event in profile.events() or []].count("rush::fp8_emulated_matmul") == 3
 
 
 def test_the_reference_multiplies_what_it_says(device: str) -> None:

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rush.errors import KernelRefusal
-from rush.kernels.fp8_linear.factors import product
+from rush.kernels.fp8_linear.operands import product
 from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize
-from rush.kernels.linear_cross_entropy import eight_bits, linear_cross_entropy
-from rush.kernels.linear_cross_entropy.eight_bits import SCALE, logits_gradient
+from rush.kernels.linear_cross_entropy import fp8, linear_cross_entropy
+from rush.kernels.linear_cross_entropy.fp8 import SCALE, logits_gradient
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 # tokens, width, vocabulary, tokens of a chunk: one chunk and less than a tile; odd words, several chunks, a shorter last one
@@ -55,19 +55,19 @@ def by_hand(
     logits a little smaller (`test_what_the_short_accumulator_cuts`).
     """
 
-    def eight_bits(x: Tensor) -> Scaled:
+    def fp8(x: Tensor) -> Scaled:
         return Scaled(*quantize(x.detach(), E4M3, rowwise=False))
 
     def wide(x: Scaled) -> Tensor:
         return x.values.double() * x.unit.double()
 
-    narrow = eight_bits(F.pad(weight, (0, 0, 0, -len(weight) % 64)))
+    narrow = fp8(F.pad(weight, (0, 0, 0, -len(weight) % 64)))
     w, losses, d_hidden = wide(narrow)[: len(weight)], 0.0, []
     d_weight = torch.zeros_like(w)
     for x_bf16, label in zip(
         hidden.split(chunk or len(hidden)), labels.split(chunk or len(hidden)), strict=True
     ):
-        narrow_x = eight_bits(x_bf16)
+        narrow_x = fp8(x_bf16)
         x = wide(narrow_x)
         if x.is_cuda:
             made = product(narrow_x, narrow, torch.bfloat16, fast=True)[:, : len(weight)]
@@ -219,6 +219,6 @@ def test_a_chunk_is_let_go_before_the_next_is_made(device: str, monkeypatch: pyt
         kept.extend(weakref.ref(each) for each in made)
         return made
 
-    monkeypatch.setattr(eight_bits, "logits_gradient", watched)
+    monkeypatch.setattr(fp8, "logits_gradient", watched)
     ours(hidden, weight, labels, chunk_tokens=16)
     assert alive == [0, 0, 0, 0]

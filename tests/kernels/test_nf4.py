@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rush.errors import KernelRefusal
-from rush.kernels.nf4 import _unpack, reference, unpack_nf4
+from rush.kernels.nf4 import _unpack, dequantize_nf4, reference
 from rush.kernels.nf4.study import bitsandbytes
 from rush.models.quantized_formats import Form, pack, unpack
 
@@ -47,7 +47,7 @@ def test_it_is_what_bitsandbytes_unpacks_to_the_bit(device: str, dtype: torch.dt
     for dims in [*DIMS, *LARGE] if device == "cuda" else DIMS:
         parts = parts_of(dims, device)
         theirs = bitsandbytes(*parts, like=torch.empty(dims[0], 0, dtype=dtype, device=device))
-        ours = unpack_nf4(*parts, dims, dtype)
+        ours = dequantize_nf4(*parts, dims, dtype)
         assert ours.shape == dims
         assert ours.dtype == dtype
         assert torch.equal(ours, theirs)
@@ -60,16 +60,16 @@ def test_the_plain_model_takes_what_bitsandbytes_stored_for_what_it_is(
     """Rows that end inside a block too: the library's own kernel for x86 reads those with another block's scale."""
     parts = parts_of(dims, device)
     weight = unpack(str(Form("nf4", "bitsandbytes")), parts, dims, torch.float32)
-    assert torch.equal(weight, reference.unpack_nf4(*parts, dims, torch.float32))
+    assert torch.equal(weight, reference.dequantize_nf4(*parts, dims, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code_is_unpacked_as_the_definition_says(device: str, dtype: torch.dtype) -> None:
     parts = all_codes(device)
-    ours, plain = (unpack(*parts, (512, 64), dtype) for unpack in (unpack_nf4, reference.unpack_nf4))
+    ours, plain = (unpack(*parts, (512, 64), dtype) for unpack in (dequantize_nf4, reference.dequantize_nf4))
     assert torch.equal(ours, plain)
     wide = [part.double() if part.is_floating_point() else part for part in parts]
-    exact = reference.unpack_nf4(*wide, (512, 64), torch.float64)
+    exact = reference.dequantize_nf4(*wide, (512, 64), torch.float64)
     off = (ours.double() - exact).abs().max() / exact.abs().max()
     assert float(off) < torch.finfo(dtype).eps
 
@@ -78,16 +78,16 @@ def test_codes_that_begin_anywhere_in_memory_are_taken(device: str) -> None:
     codes, *rest = all_codes(device)
     held = torch.zeros(codes.numel() + 1, dtype=torch.uint8, device=device)
     held[1:] = codes
-    ours = unpack_nf4(held[1:], *rest, (512, 64), torch.bfloat16)
-    assert torch.equal(ours, unpack_nf4(codes, *rest, (512, 64), torch.bfloat16))
+    ours = dequantize_nf4(held[1:], *rest, (512, 64), torch.bfloat16)
+    assert torch.equal(ours, dequantize_nf4(codes, *rest, (512, 64), torch.bfloat16))
 
 
 def test_it_compiles_without_a_graph_break(device: str, backend: str) -> None:
     parts = all_codes(device)
     compiled = torch.compile(
-        lambda *parts: unpack_nf4(*parts, (512, 64), torch.bfloat16) * 2, fullgraph=True, backend=backend
+        lambda *parts: dequantize_nf4(*parts, (512, 64), torch.bfloat16) * 2, fullgraph=True, backend=backend
     )
-    assert torch.equal(compiled(*parts), reference.unpack_nf4(*parts, (512, 64), torch.bfloat16) * 2)
+    assert torch.equal(compiled(*parts), reference.dequantize_nf4(*parts, (512, 64), torch.bfloat16) * 2)
 
 
 def test_torch_finds_the_operator_well_formed(device: str) -> None:
@@ -102,7 +102,7 @@ def test_what_it_does_not_support_is_refused(device: str) -> None:
 
     def refused(sentence: str, *given: Any) -> None:
         with pytest.raises(KernelRefusal, match=sentence):
-            unpack_nf4(*given)
+            dequantize_nf4(*given)
 
     refused("writes fp32, bf16 and fp16", codes, scales, *rest, dims, torch.float64)
     refused("whole blocks of 64; found 3 × 5", codes, scales, *rest, (3, 5), torch.float32)
@@ -118,8 +118,8 @@ def test_more_weights_than_32_bits_can_count() -> None:
     many = codes.repeat(rows // 512 + 1)[: 32 * rows]
     all_scales = scales.repeat(rows // 512 + 1)[:rows]
     of_scales = torch.ones(-(-rows // 256), device="cuda")
-    last = unpack_nf4(many, all_scales, of_scales, *tables, (rows, 64), torch.bfloat16)[-256:]
-    wanted = reference.unpack_nf4(
+    last = dequantize_nf4(many, all_scales, of_scales, *tables, (rows, 64), torch.bfloat16)[-256:]
+    wanted = reference.dequantize_nf4(
         many[-256 * 32 :], all_scales[-256:], of_scales[:1], *tables, (256, 64), torch.bfloat16
     )
     assert torch.equal(last, wanted)

@@ -12,21 +12,21 @@ from rush.errors import KernelRefusal, RecipeError
 from rush.kernels import support
 
 
-def test_need_refuses_with_its_sentence() -> None:
-    support.need(True, "never said")
+def test_require_refuses_with_its_sentence() -> None:
+    support.require(True, "never said")
     with pytest.raises(KernelRefusal, match="a sentence"):
-        support.need(False, "a sentence")
+        support.require(False, "a sentence")
     assert issubclass(KernelRefusal, RecipeError)
 
 
 def test_a_device_that_cannot_run_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(support, "INTERPRETED", False)
     with pytest.raises(KernelRefusal, match=r"norm runs on a CUDA device, found cpu; .*TRITON_INTERPRET=1"):
-        support.need_device("norm", torch.zeros(1))
+        support.require_device("norm", torch.zeros(1))
     monkeypatch.setattr(support, "INTERPRETED", True)
-    support.need_device("norm", torch.zeros(1), torch.zeros(2))
+    support.require_device("norm", torch.zeros(1), torch.zeros(2))
     with pytest.raises(KernelRefusal, match="on one device, found cpu and meta"):
-        support.need_device("norm", torch.zeros(1), torch.zeros(1, device="meta"))
+        support.require_device("norm", torch.zeros(1), torch.zeros(1, device="meta"))
 
 
 @pytest.mark.parametrize(("n", "power"), [(0, 1), (1, 1), (2, 2), (3, 4), (1024, 1024), (1025, 2048)])

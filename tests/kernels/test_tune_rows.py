@@ -42,7 +42,7 @@ def results(sweep: ModuleType, group: Any, step: str, variant: Any) -> dict[str,
     return check.judge(ours, found, yardstick)
 
 
-@pytest.mark.parametrize("op", ["rope", "swiglu", "biased", "layernorm"])
+@pytest.mark.parametrize("op", ["rope", "swiglu", "bias_grad", "layernorm"])
 def test_every_kernel_has_variants_and_their_names_differ(sweep: ModuleType, op: str) -> None:
     tried = sweep.variants(sweep.Group(op, 2048))
     assert tried

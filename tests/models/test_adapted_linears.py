@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rush.models.adapted_linears import OPERATORS
 from rush.models.adapters import Adapter, AdapterSpec, SharedDown, attach
-from rush.models.quantized import QuantisedLinear
+from rush.models.quantized import QuantizedLinear
 from rush.models.quantized_formats import Form
 
 TOKENS, INPUTS, OUTPUTS, RANKS = 40, 128, (192, 64, 64), (4, 8, 4)
@@ -33,7 +33,7 @@ def layers_of(
         layer = plain
         if form is not None:
             pytest.importorskip(form.backend)
-            layer = QuantisedLinear(plain, form)
+            layer = QuantizedLinear(plain, form)
             weight = plain.weight.detach()
             layer.to_empty(device="cpu")
             layer.set_weight(weight)
@@ -62,7 +62,7 @@ def out_of_place(x: Tensor, layers: Sequence[nn.Linear]) -> list[Tensor]:
     outs = []
     for layer in layers:
         adapter: Any = layer.adapter
-        if isinstance(layer, QuantisedLinear):
+        if isinstance(layer, QuantizedLinear):
             base = F.linear(x, layer.dense_weight(x.dtype))
             base = base if layer.bias is None else base + layer.bias
         else:

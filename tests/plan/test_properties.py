@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rush.errors import RecipeError
-from rush.kernels import half_linear
+from rush.kernels import fp16_linear
 from rush.parallel import AXES
 from rush.plan.effects import WORK
 from rush.plan.memory import memory_of
@@ -164,7 +164,7 @@ def _spec(recipe: Recipe, device: str = "cuda") -> Spec | None:
 
 
 def test_every_technique_is_planned_wherever_it_can_stand(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_linear, "is_built", lambda: True)
+    monkeypatch.setattr(fp16_linear, "is_built", lambda: True)
     gpus, arm = target_of("h200-sxm", 2), replace(target_of("cpu", 1), features=("neon", "fp16"))
     planned: dict[str, list[str]] = {name: [] for name in registry()}
     refused: list[str] = []

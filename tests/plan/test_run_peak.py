@@ -31,7 +31,7 @@ from rush.train.step import train_step, validate
 
 
 @pytest.fixture(autouse=True)
-def by_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
+def uses_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of a CPU, not Triton's interpreter, which holds copies."""
     if reason := cpu.cannot_run():
         pytest.skip(f"kernels for a CPU cannot run here: {reason}")

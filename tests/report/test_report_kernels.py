@@ -171,6 +171,14 @@ def test_what_is_no_bench_is_refused_with_what_to_do(tmp_path: Path) -> None:
         read_kernels(tmp_path)
 
 
+def test_ops_of_older_records_have_todays_names(tmp_path: Path) -> None:
+    record = made.kernels()
+    record["ops"][0]["op"] = "norm_of_all"
+    (tmp_path / "kernels.json").write_text(json.dumps(record))
+    assert read_kernels(tmp_path)["ops"][0]["op"] == "grad_norm"
+    assert "biased" not in str([op["op"] for op in read_kernels(Path("results/kernels-h200"))["ops"]])
+
+
 def test_ours_without_a_target_is_refused() -> None:
     record = made.models()
     del record["workloads"][0]["ours"][0]["target"]

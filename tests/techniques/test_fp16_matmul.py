@@ -11,7 +11,7 @@ import torch
 from rush.errors import MachineError
 from rush.hardware import probe
 from rush.hardware.measure import DTYPES, HALF_KERNEL
-from rush.kernels import half_linear
+from rush.kernels import fp16_linear
 from rush.plan import plan, spec_of, target_here
 from rush.techniques import check
 from rush.techniques.api.proofs import prove
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )
 runs_here = pytest.mark.skipif(
-    half_linear.cannot_run() is not None, reason=f"its kernel cannot run here: {half_linear.cannot_run()}"
+    fp16_linear.cannot_run() is not None, reason=f"its kernel cannot run here: {fp16_linear.cannot_run()}"
 )
 SMALL = ["model.shape.num_layers=1", "batch.micro=2", "batch.total_tokens=64"]
 BLOCKS = "fp16_matmul"
@@ -70,7 +70,7 @@ def test_every_product_of_its_scope_is_made_by_the_kernel_and_none_besides() -> 
         seen = trace(run, 1, watch=True).seen
         assert seen is not None
         made = seen.facts["products_by"]
-        ours = sum(count for name, count in made.items() if name.startswith("rush::half_product"))
+        ours = sum(count for name, count in made.items() if name.startswith("rush::fp16_matmul"))
         layers = 4 + (others == 0)
         assert (ours, sum(made.values()) - ours) == (3 * layers, others)
         assert "float16" in seen.matmul_dtypes
@@ -103,7 +103,7 @@ def test_what_it_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(MachineError, match=r"technique fp16_matmul cannot run here: .*ARM CPU with fp16"):
         check(recipe_of("fp16_matmul"), other)
     arm = replace(cpu, cpu=replace(cpu.cpu, features=("neon", "fp16")))
-    monkeypatch.setattr(half_linear, "cannot_build", lambda: None)
+    monkeypatch.setattr(fp16_linear, "cannot_build", lambda: None)
     with pytest.raises(MachineError, match="take out fused_loss and liger, or set scope to blocks"):
         check(recipe_of(WHOLE, "fused_loss"), arm)
 
@@ -134,10 +134,10 @@ def test_a_rate_that_nobody_measured_is_told_of() -> None:
 
 
 def test_a_look_at_the_machine_builds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(half_linear, "cannot_run", lambda: None)
-    monkeypatch.setattr(half_linear, "is_built", lambda: False)
-    monkeypatch.setattr(half_linear, "load", lambda: pytest.fail("it was built"))
+    monkeypatch.setattr(fp16_linear, "cannot_run", lambda: None)
+    monkeypatch.setattr(fp16_linear, "is_built", lambda: False)
+    monkeypatch.setattr(fp16_linear, "load", lambda: pytest.fail("it was built"))
     assert rates_to_measure(probe("cpu"), build=False) == DTYPES
-    monkeypatch.setattr(half_linear, "load", lambda: Path("built"))
+    monkeypatch.setattr(fp16_linear, "load", lambda: Path("built"))
     assert rates_to_measure(probe("cpu"), build=True) == (*DTYPES, HALF_KERNEL)
     assert rates_to_measure(replace(probe("cpu"), device="cuda"), build=True) == DTYPES

@@ -77,7 +77,7 @@ def test_every_linear_layer_of_the_blocks_is_changed_and_the_head_only_when_aske
     for techniques, more in ((("fp8",), 0), ((HEAD, "vocab_pad"), 3)):
         seen = trace(make_run(*techniques, overrides=SMALL), 1, watch=True).seen
         assert seen is not None
-        assert seen.ops["rush::fp8_emulated_product"] == products + more
+        assert seen.ops["rush::fp8_emulated_matmul"] == products + more
 
 
 @pytest.mark.parametrize("techniques", [("fp8",), (ONE_MLP, JOINED)], ids=str)

@@ -49,7 +49,7 @@ def test_gpt2_s_widest_biases_get_their_gradients_on_the_way() -> None:
     assert_equal_and_proved("fused_bias", "fused_norm", "checkpoint_full", name="tiny")
     seen = trace(make_run("fused_bias", name="tiny", overrides=SMALL), 1, watch=True).seen
     assert seen is not None
-    assert {"rush::gelu_of_sum_backward": 1, "rush::join_gradients": 1}.items() <= seen.ops.items()
+    assert {"rush::gelu_bias_grad_backward": 1, "rush::concat_bias_grad": 1}.items() <= seen.ops.items()
 
 
 def test_bias_gradients_stand_beside_mixed_precision_and_8_bit_products() -> None:

@@ -256,7 +256,7 @@ def test_in_8_bits_a_group_is_one_scaled_product(recipe: str) -> None:
     _, ours = assert_equal_and_proved(f"{{name='fp8', recipe='{recipe}'}}")
     assert ours.seen is not None
     # qkv, out, gate and up, down: forward and both gradients.
-    assert ours.seen.ops["rush::fp8_emulated_product"] == 3 * 4
+    assert ours.seen.ops["rush::fp8_emulated_matmul"] == 3 * 4
 
 
 def test_names_values_and_groups_of_the_optimizer_are_the_plain_ones(tmp_path: Path) -> None:

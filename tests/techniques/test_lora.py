@@ -16,7 +16,7 @@ from rush.kernels.nf4.reference import VALUES
 from rush.models import matmul_parameters
 from rush.models.adapters import adapters, adapters_off
 from rush.models.fingerprints import fingerprint
-from rush.models.quantized import QuantisedLinear, quantize_linears
+from rush.models.quantized import QuantizedLinear, quantize_linears
 from rush.models.quantized_formats import BLOCK as NF4_BLOCK
 from rush.models.quantized_formats import Form
 from rush.techniques import check
@@ -167,9 +167,9 @@ def test_a_planted_other_kernel_is_found_by_the_evidence(unpack: str) -> None:
     run = make_run(f"{{name='qlora', rank=4, unpack='{unpack}'}}", overrides=SHORT)
     other = make_run("{name='qlora', rank=4, unpack='rush'}", overrides=SHORT)
     for mine, theirs in zip(run.model.modules(), other.model.modules(), strict=True):
-        if isinstance(mine, QuantisedLinear):
-            assert isinstance(theirs, QuantisedLinear)
-            mine.unpacker = str(mine.form) if unpack == "rush" else theirs.unpacker
+        if isinstance(mine, QuantizedLinear):
+            assert isinstance(theirs, QuantizedLinear)
+            mine.dequantizer = str(mine.form) if unpack == "rush" else theirs.dequantizer
     seen = trace(run, 1, watch=True).seen
     assert seen is not None
     assert not prove(run.uses, seen)["qlora"].took_effect
@@ -245,10 +245,10 @@ def test_samples_are_drawn_with_the_adapters_on() -> None:
 # --- quantized weights -----------------------------------------------------------------------------------------
 
 
-def layer_of(form: Form, weight: Tensor) -> QuantisedLinear:
+def layer_of(form: Form, weight: Tensor) -> QuantizedLinear:
     pytest.importorskip(form.backend)
     with torch.device("meta"):
-        layer = QuantisedLinear(nn.Linear(weight.shape[1], weight.shape[0], bias=False), form)
+        layer = QuantizedLinear(nn.Linear(weight.shape[1], weight.shape[0], bias=False), form)
     layer.to(torch.bfloat16).to_empty(device="cpu")  # as a model in bf16 is made
     layer.set_weight(weight)
     return layer
@@ -364,16 +364,16 @@ def test_the_model_never_exists_in_full_precision(given: bool, monkeypatch: pyte
         if type(thing) in (Tensor, nn.Parameter) and not thing.is_meta
     }
     at_arrival: list[int] = []
-    original = QuantisedLinear.set_weight
+    original = QuantizedLinear.set_weight
 
-    def counting(self: QuantisedLinear, weight_oi: Tensor) -> None:
+    def counting(self: QuantizedLinear, weight_oi: Tensor) -> None:
         if (
             self.in_features == 256
         ):  # the widest, once in a block: looking at every object there is takes long
             at_arrival.append(floats_alive(before))
         original(self, weight_oi)
 
-    monkeypatch.setattr(QuantisedLinear, "set_weight", counting)
+    monkeypatch.setattr(QuantizedLinear, "set_weight", counting)
     model = build(recipe_of("{name='qlora', rank=1}", overrides=wide), probe("cpu"), weights).model
     resident = sum(p.numel() * 4 for p in model.parameters())
     resident += sum(b.numel() * 4 for b in model.buffers() if b.is_floating_point())
@@ -386,7 +386,7 @@ def test_a_quantized_model_takes_weights_and_says_which_are_missing() -> None:
     pytest.importorskip("bitsandbytes")
     run = make_run("{name='qlora', rank=2}")
     layer = run.model.get_submodule("blocks.0.mlp.up")
-    assert isinstance(layer, QuantisedLinear)
+    assert isinstance(layer, QuantizedLinear)
     assert layer.source
     state = make_run().model.state_dict()
     state.pop("blocks.0.mlp.up.weight")

@@ -14,7 +14,7 @@ import pytest
 
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, Machine, probe
-from rush.kernels import half_linear
+from rush.kernels import fp16_linear
 from rush.parallel import AXES
 from rush.recipe import Recipe
 from rush.techniques import check, registry
@@ -252,8 +252,8 @@ def test_every_requirement_can_be_unmet_and_then_raises(name: str, monkeypatch: 
     monkeypatch.setattr("rush.techniques.optimizer.adam8bit.find_spec", lambda library: None)
     monkeypatch.setattr("rush.techniques.kernels.liger.find_spec", lambda library: None)
     monkeypatch.setattr("rush.techniques.adapters.qlora.find_spec", lambda library: None)
-    monkeypatch.setattr(half_linear, "cannot_build", lambda: "there is no C++ compiler")
-    monkeypatch.setattr(half_linear, "is_built", lambda: False)
+    monkeypatch.setattr(fp16_linear, "cannot_build", lambda: "there is no C++ compiler")
+    monkeypatch.setattr(fp16_linear, "is_built", lambda: False)
     for requirement in registry()[name].requires:
         unmet = [(m, r) for m in machines() for r in recipes(name) if not requirement.met(m, r)]
         assert unmet, f"no situation here is without what is needed: {requirement.sentence}"
@@ -273,7 +273,7 @@ def needs(name: str) -> None:
         pytest.importorskip("torchao", reason="torchao is not installed")
     if name in ADAPTERS - {"lora"}:
         pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
-    if name == "fp16_matmul" and (reason := half_linear.cannot_run()):
+    if name == "fp16_matmul" and (reason := fp16_linear.cannot_run()):
         pytest.skip(f"its kernel cannot run here: {reason}")
 
 

@@ -68,9 +68,9 @@ def test_a_techniques_own_file_names_it_and_nobody_else() -> None:
         ("linear_cross_entropy", "fused_loss"),
         ("fp8_linear", "fp8"),
         ("adamw8bit", "adam8bit"),
-        ("norm_of_all", "fused_update"),
+        ("grad_norm", "fused_update"),
         ("flash_attention", "triton_attention"),
-        ("half_linear", "fp16_matmul"),
+        ("fp16_linear", "fp16_matmul"),
     ],
 )
 def test_a_kernel_names_the_technique_that_imports_it(kernel: str, technique: str) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rush.kernels.adamw.table import Divisions
 from rush.kernels.adamw.update import DTYPES, adamw_
-from rush.kernels.support import need
+from rush.kernels.support import require
 
 Local = Callable[[Tensor], Tensor]
 """Gives the memory that this process holds of a tensor."""
@@ -50,14 +50,14 @@ class RushAdamW(torch.optim.Optimizer):
         seed: int = 0,
         local: Local = Tensor.detach,
     ) -> None:
-        need(
+        require(
             isinstance(lr, Tensor) or lr >= 0, f"{type(self).__name__}: lr must not be negative; found {lr}."
         )
-        need(
+        require(
             all(0 <= beta < 1 for beta in betas),
             f"{type(self).__name__}: betas must be at least 0 and below 1; found {betas}.",
         )
-        need(
+        require(
             state_dtype in (None, *DTYPES),
             f"{type(self).__name__}: state_dtype must be torch.float32 or torch.bfloat16; found {state_dtype}.",
         )

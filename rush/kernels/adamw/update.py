@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from rush.kernels.adamw import triton as kernels
 from rush.kernels.adamw.table import Division, Divisions, aligned, division_of, table_of
-from rush.kernels.support import need, need_device, op
+from rush.kernels.support import op, require, require_device
 
 DTYPES = (torch.float32, torch.bfloat16)
 BY_CHANCE = "rush::stochastic_rounding"
@@ -54,8 +54,8 @@ def adamw_(
         kinds.setdefault((*(tensor.dtype for tensor in tensors[:3]), whole), []).append(index)
     for name, told in (("found_inf", found_inf), ("grad_scale", grad_scale)):
         if told is not None and parameters:
-            need_device("adamw", parameters[0], told)
-            need(
+            require_device("adamw", parameters[0], told)
+            require(
                 told.dtype == torch.float32 and told.numel() == 1,
                 f"adamw's {name} is one number in fp32; found {told.numel()} in {told.dtype}.",
             )
@@ -88,16 +88,16 @@ def adamw_(
 
 def _check(parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor) -> None:
     tensors = (parameter, gradient, exp_avg, exp_avg_sq)
-    need_device("adamw", *tensors)
-    need(
+    require_device("adamw", *tensors)
+    require(
         all(tensor.dtype in DTYPES for tensor in tensors) and exp_avg.dtype == exp_avg_sq.dtype,
         f"adamw takes fp32 and bf16, both moments alike; found {', '.join(str(t.dtype) for t in tensors)}.",
     )
-    need(
+    require(
         all(tensor.shape == parameter.shape for tensor in tensors),
         "adamw needs a gradient and moments of the parameter's own shape.",
     )
-    need(
+    require(
         all(tensor.is_contiguous() for tensor in tensors),
         "adamw walks through memory from end to end: it needs contiguous tensors.",
     )

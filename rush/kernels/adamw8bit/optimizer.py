@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rush.kernels.adamw.optimizer import Local, Member, RushAdamW
-from rush.kernels.adamw8bit.codes import code_of_zero, code_values
+from rush.kernels.adamw8bit.quantization_map import code_of_zero, dynamic_map
 from rush.kernels.adamw8bit.triton import BLOCK
-from rush.kernels.adamw8bit.update import Packed, adamw8bit_, in_rows, is_cut, packed_zeros
+from rush.kernels.adamw8bit.update import Packed, adamw8bit_, in_rows, is_cut, quantized_zeros
 
 SMALLEST = 4096
 """Elements from which on a matrix's moments are packed: gains and biases are few, and matter more than most."""
@@ -73,7 +73,7 @@ class RushAdamW8bit(RushAdamW):
     def _packed_zeros(self, parameter: Tensor, signed: bool) -> Packed:
         """Scales by rows, where blocks lie within them: so they look the same however rows are dealt out."""
         if not in_rows(parameter):
-            return packed_zeros(parameter, signed)
+            return quantized_zeros(parameter, signed)
         shape = (parameter.shape[0], parameter.shape[1] // BLOCK)
         codes = torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8)
         return Packed(codes, self.alike(parameter, shape, torch.float32).zero_())
@@ -87,7 +87,7 @@ class RushAdamW8bit(RushAdamW):
             return
         device = large[0].parameter.device
         if device not in self._values:
-            self._values[device] = (code_values(True).to(device), code_values(False).to(device))
+            self._values[device] = (dynamic_map(True).to(device), dynamic_map(False).to(device))
         adamw8bit_(
             [member.parameter for member in large],
             [member.gradient for member in large],

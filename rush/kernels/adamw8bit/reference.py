@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.adamw.reference import adamw_
-from rush.kernels.adamw8bit.codes import code_values
+from rush.kernels.adamw8bit.quantization_map import dynamic_map
 
 BLOCK = 256
 
@@ -16,14 +16,14 @@ def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     blocks = _blocks(x.float())
     scales = blocks.abs().amax(1)
     normal = torch.where(scales[:, None] > 0, blocks / scales[:, None], 0.0)
-    values = code_values(signed).to(x.device)
+    values = dynamic_map(signed).to(x.device)
     # The nearest value: as many middles between neighbours lie below it as values do.
     codes = torch.searchsorted((values[1:] + values[:-1]) / 2, normal, right=True)
     return codes.flatten()[: x.numel()].view(x.shape).to(torch.uint8), scales
 
 
 def dequantize(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    values = code_values(signed).to(codes.device)
+    values = dynamic_map(signed).to(codes.device)
     blocks = values[_blocks(codes).long()] * scales[:, None]
     return blocks.flatten()[: codes.numel()].view(codes.shape)
 

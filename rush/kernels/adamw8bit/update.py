@@ -14,8 +14,8 @@ from torch.profiler import record_function
 from rush.kernels.adamw.table import Division, Divisions, aligned, division_of, table_of
 from rush.kernels.adamw.update import BY_CHANCE, DTYPES
 from rush.kernels.adamw8bit import triton as kernels
-from rush.kernels.adamw8bit.codes import code_of_zero
-from rush.kernels.support import need, need_device, op
+from rush.kernels.adamw8bit.quantization_map import code_of_zero
+from rush.kernels.support import op, require, require_device
 
 
 class Packed(NamedTuple):
@@ -25,7 +25,7 @@ class Packed(NamedTuple):
     scales: Tensor
 
 
-def packed_zeros(parameter: Tensor, signed: bool) -> Packed:
+def quantized_zeros(parameter: Tensor, signed: bool) -> Packed:
     """The moment of a parameter that has had no step."""
     codes = torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8)
     blocks = -(-parameter.numel() // kernels.BLOCK)
@@ -61,7 +61,7 @@ def adamw8bit_(
 ) -> None:
     """Step number `step` (the first is 1) for all parameters, in place.
 
-    `values` are `code_values(True)` and `code_values(False)` on the parameters' device. `numbers` tells the
+    `values` are `dynamic_map(True)` and `dynamic_map(False)` on the parameters' device. `numbers` tells the
     parameters apart for the random generator; by default their place in the list. Only weights in bf16 are ever
     rounded by chance.
     """
@@ -104,20 +104,20 @@ def adamw8bit_(
 
 
 def _check(parameter: Tensor, gradient: Tensor, m: Packed, v: Packed) -> None:
-    need_device("adamw8bit", parameter, gradient, *m, *v)
-    need(
+    require_device("adamw8bit", parameter, gradient, *m, *v)
+    require(
         parameter.dtype in DTYPES and gradient.dtype in DTYPES,
         f"adamw8bit takes fp32 and bf16; found {parameter.dtype} and {gradient.dtype}.",
     )
     blocks = -(-parameter.numel() // kernels.BLOCK)
-    need(
+    require(
         gradient.shape == m.codes.shape == v.codes.shape == parameter.shape
         and m.scales.shape == v.scales.shape == (blocks,)
         and {m.codes.dtype, v.codes.dtype} == {torch.uint8}
         and {m.scales.dtype, v.scales.dtype} == {torch.float32},
-        "adamw8bit needs moments as made by packed_zeros: codes of the parameter's shape, an fp32 scale a block.",
+        "adamw8bit needs moments as made by quantized_zeros: codes of the parameter's shape, an fp32 scale a block.",
     )
-    need(
+    require(
         all(tensor.is_contiguous() for tensor in (parameter, gradient, *m, *v)),
         "adamw8bit walks through memory from end to end: it needs contiguous tensors.",
     )

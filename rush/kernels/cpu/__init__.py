@@ -22,13 +22,13 @@ from torch import Tensor
 
 from rush.errors import MachineError
 from rush.kernels.building import build, cannot_build, library_of
-from rush.kernels.support import heads_side_by_side
+from rush.kernels.support import empty_bthd
 
 _FOLDER = Path(__file__).parent
 _NAME = "rush_cpu"
 _SOURCES = (_FOLDER / "operators.cpp",)
 _HEADERS = tuple(
-    _FOLDER / name for name in ("vectors.h", "activations.h", "softmax_loss.h", "products.h", "attention.h")
+    _FOLDER / name for name in ("vectors.h", "activations.h", "softmax_loss.h", "matmul.h", "attention.h")
 )
 _ARM, _X86 = ("aarch64", "arm64"), ("x86_64", "AMD64")
 _loaded = False
@@ -146,7 +146,7 @@ def attention_forward(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """The output, in memory [b, t, h, d], and the softmax's denominators as logs to base 2."""
-    o_bhtd = heads_side_by_side(q_bhtd, torch.float32)
+    o_bhtd = empty_bthd(q_bhtd, torch.float32)
     lse2_bht = q_bhtd.new_empty(q_bhtd.shape[:3], dtype=torch.float32)
     inputs = (_dense(x) for x in (q_bhtd, k_bktd, v_bktd))
     _ops().attention_forward(*inputs, first_bt, last_bt, causal, scale, o_bhtd, lse2_bht)
@@ -164,7 +164,7 @@ def attention_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    gradients = [heads_side_by_side(x, torch.float32) for x in (q_bhtd, k_bktd, v_bktd)]
+    gradients = [empty_bthd(x, torch.float32) for x in (q_bhtd, k_bktd, v_bktd)]
     inputs = (_dense(x) for x in (do_bhtd, q_bhtd, k_bktd, v_bktd))
     _ops().attention_backward(*inputs, lse2_bht, first_bt, last_bt, causal, scale, *gradients)
     dq, dk, dv = (gradient.to(q_bhtd.dtype) for gradient in gradients)

@@ -10,7 +10,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "products.h"
+#include "matmul.h"
 
 namespace rush::cpu {
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.cross_entropy import passes
-from rush.kernels.support import need, need_device, op
+from rush.kernels.support import op, require, require_device
 
 __all__ = ["cross_entropy", "cross_entropy_"]
 
@@ -60,11 +60,11 @@ def cross_entropy_(
 ) -> Tensor:
     """As `cross_entropy`, but afterwards the logits hold the gradient of their row's loss. They must be dense."""
     _check(logits, labels, label_smoothing, z_loss, reduction)
-    need(
+    require(
         logits.is_contiguous(),
         "cross_entropy_ writes over its logits, so they must be contiguous; use cross_entropy for others.",
     )
-    need(
+    require(
         not (logits.requires_grad and logits.is_leaf and torch.is_grad_enabled()),
         "cross_entropy_ writes over its logits, which must not be a leaf that asks for a gradient; use cross_entropy.",
     )
@@ -75,22 +75,22 @@ def cross_entropy_(
 
 
 def _check(logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, reduction: str) -> None:
-    need_device("cross_entropy", logits, labels, has_cpu=True)
-    need(
+    require_device("cross_entropy", logits, labels, has_cpu=True)
+    require(
         logits.dtype in FLOATS,
         "cross_entropy takes logits in fp32, bf16 and fp16; convert other dtypes first.",
     )
-    need(
+    require(
         labels.dtype in (torch.int64, torch.int32),
         "cross_entropy takes labels as whole numbers, int64 or int32.",
     )
-    need(
+    require(
         logits.dim() > 1 and logits.shape[:-1] == labels.shape and logits.shape[-1] > 0,
         "cross_entropy needs logits [..., vocabulary] and a label for each row of them.",
     )
-    need(0 <= label_smoothing < 1, "label_smoothing must be at least 0 and below 1.")
-    need(z_loss >= 0, "z_loss must not be negative.")
-    need(reduction in ("sum", "none"), 'reduction must be "sum" or "none".')
+    require(0 <= label_smoothing < 1, "label_smoothing must be at least 0 and below 1.")
+    require(z_loss >= 0, "z_loss must not be negative.")
+    require(reduction in ("sum", "none"), 'reduction must be "sum" or "none".')
 
 
 def _reduce(losses_n: Tensor, labels: Tensor, reduction: str) -> Tensor:

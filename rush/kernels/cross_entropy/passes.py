@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from rush.kernels import cpu
-from rush.kernels.support import by_cpp
+from rush.kernels.support import uses_cpp
 
 
 def forward(
@@ -32,7 +32,7 @@ def forward(
     assert logits_nv.stride(1) == 1
     assert labels_n.is_contiguous()
     settings = (num_columns, ignore_index, label_smoothing, z_loss, gradient_scale)
-    if by_cpp(logits_nv):
+    if uses_cpp(logits_nv):
         cpu.cross_entropy_forward(logits_nv, labels_n, losses_n, lse_n, *settings)
     else:
         from rush.kernels.cross_entropy import triton as kernels
@@ -57,7 +57,7 @@ def backward(
         return
     assert logits_nv.stride(1) == out_nv.stride(1) == 1
     settings = (ignore_index, label_smoothing, z_loss)
-    if by_cpp(logits_nv):
+    if uses_cpp(logits_nv):
         cpu.cross_entropy_backward(logits_nv, labels_n, lse_n, upstream_n, out_nv, *settings)
     else:
         from rush.kernels.cross_entropy import triton as kernels
@@ -73,7 +73,7 @@ def scale_rows(x_nd: Tensor, scales_n: Tensor, factor: float) -> None:
     if x_nd.shape[0] == 0:
         return
     assert x_nd.stride(1) == 1
-    if by_cpp(x_nd):
+    if uses_cpp(x_nd):
         x_nd.mul_((scales_n * factor)[:, None])
     else:
         from rush.kernels.cross_entropy import triton as kernels

@@ -28,7 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.quick_math import LOG2_E, exp2
+from rush.kernels.fast_math import LOG2_E, exp2
 from rush.kernels.support import next_power_of_2
 
 # Shapes: n rows, v columns (the vocabulary), perhaps with columns of padding after them.

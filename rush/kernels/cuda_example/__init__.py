@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.building import build, cannot_build, cannot_build_cuda
-from rush.kernels.support import need
+from rush.kernels.support import require
 
 __all__ = ["cannot_build", "cannot_build_cuda", "load", "squared_relu"]
 
@@ -28,13 +28,13 @@ def squared_relu(x: Tensor) -> Tensor:
 
     The first call builds the extension (half a minute); in compiled code call `load` before.
     """
-    need(x.is_floating_point(), f"squared_relu takes floating-point tensors; found {x.dtype}.")
-    need(
+    require(x.is_floating_point(), f"squared_relu takes floating-point tensors; found {x.dtype}.")
+    require(
         x.device.type in ("cpu", "cuda"),
         f"squared_relu runs on the CPU or a CUDA device; found {x.device.type}.",
     )
     if _library is None:
-        need(
+        require(
             not torch.compiler.is_compiling(), "squared_relu is not built yet: call load() before compiling."
         )
         load()

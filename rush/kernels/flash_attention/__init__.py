@@ -17,7 +17,7 @@ from rush.errors import KernelRefusal
 from rush.kernels import cpu
 from rush.kernels.flash_attention.documents import document_bounds
 from rush.kernels.flash_attention.tiles import HEAD_DIMS
-from rush.kernels.support import by_cpp, heads_side_by_side, need_device, op
+from rush.kernels.support import empty_bthd, op, require_device, uses_cpp
 
 __all__ = ["document_bounds", "flash_attention"]
 
@@ -64,7 +64,7 @@ def flash_attention(
 
 def _check(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> None:
     # Sentences are made only when they are needed: a compiler traces through this.
-    need_device("flash_attention", q_bhtd, k_bktd, v_bktd, has_cpu=True)
+    require_device("flash_attention", q_bhtd, k_bktd, v_bktd, has_cpu=True)
     if wrong := _wrong_shapes(q_bhtd, k_bktd, v_bktd):
         raise KernelRefusal(
             f"flash_attention {wrong}; found queries {tuple(q_bhtd.shape)}, keys {tuple(k_bktd.shape)}, values "
@@ -96,7 +96,7 @@ def _wrong_shapes(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> str | None:
 
 def _check_documents(documents: Tensor, q_bhtd: Tensor) -> None:
     batch, _, length, _ = q_bhtd.shape
-    need_device("flash_attention", q_bhtd, documents, has_cpu=True)
+    require_device("flash_attention", q_bhtd, documents, has_cpu=True)
     if documents.is_floating_point() or documents.dtype == torch.bool:
         raise KernelRefusal(f"flash_attention takes documents as whole numbers; found {documents.dtype}.")
     of_ids = documents.dim() == 2 and tuple(documents.shape) == (batch, length)
@@ -110,7 +110,7 @@ def _check_documents(documents: Tensor, q_bhtd: Tensor) -> None:
 
 def _check_bounds(first_bt: Tensor, last_bt: Tensor, q_bhtd: Tensor) -> None:
     batch, _, length, _ = q_bhtd.shape
-    need_device("flash_attention", q_bhtd, first_bt, last_bt, has_cpu=True)
+    require_device("flash_attention", q_bhtd, first_bt, last_bt, has_cpu=True)
     for bound in (first_bt, last_bt):
         if bound.dtype != torch.int32 or tuple(bound.shape) != (batch, length) or not bound.is_contiguous():
             raise KernelRefusal(
@@ -129,7 +129,7 @@ def _forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    if by_cpp(q):
+    if uses_cpp(q):
         return cpu.attention_forward(q, k, v, first, last, causal, scale)
     from rush.kernels.flash_attention import triton as kernels
 
@@ -149,7 +149,7 @@ def _backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if by_cpp(q):
+    if uses_cpp(q):
         return cpu.attention_backward(do, q, k, v, lse2, first, last, causal, scale)
     from rush.kernels.flash_attention import triton as kernels
 
@@ -158,12 +158,12 @@ def _backward(
 
 @_forward.register_fake  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return heads_side_by_side(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_bthd(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 @_backward.register_fake  # type: ignore[untyped-decorator]
 def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return heads_side_by_side(q), heads_side_by_side(k), heads_side_by_side(v)
+    return empty_bthd(q), empty_bthd(k), empty_bthd(v)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -33,7 +33,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from rush.kernels.flash_attention.tiles import Tiles, choose
-from rush.kernels.support import INTERPRETED, heads_side_by_side
+from rush.kernels.support import INTERPRETED, empty_bthd
 
 LOG2E = math.log2(math.e)
 # The interpreter multiplies the bit patterns of bf16 instead of its values; in fp32 the products are the same.
@@ -427,7 +427,7 @@ def forward(
     batch, num_heads, length, head_dim = q_bhtd.shape
     tiles = tiles or choose("forward", head_dim, q_bhtd.dtype, q_bhtd.device)
     q_bhtd, k_bktd, v_bktd = (_ready(tensor, tiles) for tensor in (q_bhtd, k_bktd, v_bktd))
-    o_bhtd = heads_side_by_side(q_bhtd)
+    o_bhtd = empty_bthd(q_bhtd)
     lse2_bht = q_bhtd.new_empty(batch, num_heads, length, dtype=torch.float32)
     group = num_heads // k_bktd.shape[1]
     grid = (triton.cdiv(length, tiles.rows) * batch * num_heads,)
@@ -484,7 +484,7 @@ def backward_dq(
     do_bhtd, q_bhtd, k_bktd, v_bktd, o_bhtd = (
         _ready(tensor, tiles) for tensor in (do_bhtd, q_bhtd, k_bktd, v_bktd, o_bhtd)
     )
-    dq_bhtd = heads_side_by_side(q_bhtd)
+    dq_bhtd = empty_bthd(q_bhtd)
     delta_bht = torch.empty_like(lse2_bht)
     group = num_heads // k_bktd.shape[1]
     grid = (triton.cdiv(length, tiles.rows) * batch * num_heads,)
@@ -516,7 +516,7 @@ def backward_dkdv(
     batch, num_kv_heads, length, head_dim = k_bktd.shape
     tiles = tiles or choose("dkdv", head_dim, q_bhtd.dtype, q_bhtd.device)
     do_bhtd, q_bhtd, k_bktd, v_bktd = (_ready(tensor, tiles) for tensor in (do_bhtd, q_bhtd, k_bktd, v_bktd))
-    dk_bktd, dv_bktd = heads_side_by_side(k_bktd), heads_side_by_side(v_bktd)
+    dk_bktd, dv_bktd = empty_bthd(k_bktd), empty_bthd(v_bktd)
     group = q_bhtd.shape[1] // num_kv_heads
     grid = (triton.cdiv(length, tiles.columns) * batch * num_kv_heads,)
     flash_dkdv_tiles[grid](

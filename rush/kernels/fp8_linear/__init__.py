@@ -10,7 +10,7 @@ are plain operators by default, for a compiler to fuse with what stands before a
 torch.compile, where it shines; eager it launches a dozen small kernels. `casts="kernel"` makes both layouts
 of a factor in one Triton kernel instead.
 
-On a CPU with TRITON_INTERPRET=1 the products are emulated (operator `rush::fp8_emulated_product`), for tests.
+On a CPU with TRITON_INTERPRET=1 the products are emulated (operator `rush::fp8_emulated_matmul`), for tests.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rush.kernels.fp8_linear.factors import cast, cast_by_kernel, product, turned, turned_weight
+from rush.kernels.fp8_linear.operands import cast, cast_by_kernel, product, turned, turned_weight
 from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize
-from rush.kernels.support import need, need_device
+from rush.kernels.support import require, require_device
 
-__all__ = ["ALIGNMENT", "fp8_linear", "need_factors", "need_units"]
+__all__ = ["ALIGNMENT", "fp8_linear", "require_fp8_gpu", "require_operands"]
 
 ALIGNMENT = 16
 """Bytes that every row of a factor must be a multiple of: the hardware loads that many at a time."""
@@ -48,9 +48,9 @@ def fp8_linear(
     everything in e4m3. `fast`: which products may add up with a short accumulator. `casts`: who makes the 8-bit
     factors (the kernel only knows one scale for a tensor).
     """
-    need_factors("fp8_linear", x, weight)
-    need(recipe in ("tensorwise", "rowwise"), "fp8_linear knows the recipes tensorwise and rowwise.")
-    need(
+    require_operands("fp8_linear", x, weight)
+    require(recipe in ("tensorwise", "rowwise"), "fp8_linear knows the recipes tensorwise and rowwise.")
+    require(
         casts == "compiler" or recipe == "tensorwise", "fp8_linear's casting kernel is for tensorwise scales."
     )
     x_mk = x.reshape(-1, x.shape[-1])
@@ -59,9 +59,9 @@ def fp8_linear(
     return out_mn.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def need_units(name: str, x: Tensor) -> None:
+def require_fp8_gpu(name: str, x: Tensor) -> None:
     """Refuse a GPU without 8-bit matmuls."""
-    need(
+    require(
         not x.is_cuda
         or torch.compiler.is_compiling()
         or torch.cuda.get_device_capability(x.device) >= CAPABILITY,
@@ -69,25 +69,25 @@ def need_units(name: str, x: Tensor) -> None:
     )
 
 
-def need_factors(name: str, x: Tensor, *weights: Tensor) -> None:
+def require_operands(name: str, x: Tensor, *weights: Tensor) -> None:
     """Refuse what 8-bit products cannot be made of: an input of the first of these weights [outputs, inputs]."""
-    need_device(name, x, *weights)
-    need(
+    require_device(name, x, *weights)
+    require(
         x.dtype in FLOATS and all(weight.dtype in FLOATS for weight in weights),
         f"{name} takes fp32, bf16 and fp16 and makes the 8-bit factors itself.",
     )
     if x.is_cuda:
-        need(
+        require(
             x.dtype == torch.bfloat16,
             f"{name} takes bf16 activations on a GPU; convert them, or run under autocast in bf16.",
         )
-        need_units(name, x)
-    need(
+        require_fp8_gpu(name, x)
+    require(
         all(weight.dim() == 2 for weight in weights) and x.shape[-1] == weights[0].shape[1],
         f"{name} needs a weight of [outputs, inputs].",
     )
     sizes = [x.numel() // x.shape[-1], *(size for weight in weights for size in weight.shape)]
-    need(
+    require(
         all(size % ALIGNMENT == 0 for size in sizes),
         f"{name} needs tokens, inputs and outputs in multiples of {ALIGNMENT}; pad them, or leave this layer out.",
     )

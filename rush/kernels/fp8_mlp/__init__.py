@@ -19,11 +19,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rush.kernels.fp8_linear import need_factors
-from rush.kernels.fp8_linear.factors import cast, cast_by_kernel, product, turned, turned_weight
+from rush.kernels.fp8_linear import require_operands
+from rush.kernels.fp8_linear.operands import cast, cast_by_kernel, product, turned, turned_weight
 from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize, scale_for
 from rush.kernels.fp8_mlp import triton as kernels
-from rush.kernels.support import need, op
+from rush.kernels.support import op, require
 
 __all__ = ["fp8_mlp"]
 
@@ -42,8 +42,8 @@ def fp8_mlp(
 
     The weight holds the rows of gate, then those of up. `fast` and `casts` as in `fp8_linear`.
     """
-    need_factors("fp8_mlp", x, weight_jd, down_di)
-    need(
+    require_operands("fp8_mlp", x, weight_jd, down_di)
+    require(
         weight_jd.shape[0] == 2 * down_di.shape[1] and down_di.shape[0] == x.shape[-1],
         "fp8_mlp needs the weights of gate and up one below another [2 × width, hidden], and down's [hidden, width].",
     )

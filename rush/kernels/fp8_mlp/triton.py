@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.quick_math import LOG2_E, exp2, reciprocal
+from rush.kernels.fast_math import LOG2_E, exp2, reciprocal
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 

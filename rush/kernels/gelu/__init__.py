@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels import cpu
-from rush.kernels.support import by_cpp, need, need_device, op
+from rush.kernels.support import op, require, require_device, uses_cpp
 
 __all__ = ["gelu"]
 
@@ -22,15 +22,15 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def gelu(x: Tensor) -> Tensor:
     """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))), element by element."""
-    need_device("gelu", x, has_cpu=True)
-    need(x.dtype in FLOATS, "gelu takes fp32, bf16 and fp16; convert other dtypes first.")
+    require_device("gelu", x, has_cpu=True)
+    require(x.dtype in FLOATS, "gelu takes fp32, bf16 and fp16; convert other dtypes first.")
     out: Tensor = _gelu(x)
     return out
 
 
 @op("gelu")
 def _gelu(x: Tensor) -> Tensor:
-    if by_cpp(x):
+    if uses_cpp(x):
         return cpu.gelu_forward(x)
     from rush.kernels.gelu import triton as kernels
 
@@ -39,7 +39,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 @op("gelu_backward")
 def _gelu_backward(dout: Tensor, x: Tensor) -> Tensor:
-    if by_cpp(x):
+    if uses_cpp(x):
         return cpu.gelu_backward(dout, x)
     from rush.kernels.gelu import triton as kernels
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.layernorm import triton as kernels
-from rush.kernels.support import MAX_WIDTH, need, need_device, op
+from rush.kernels.support import MAX_WIDTH, op, require, require_device
 
 __all__ = ["add_layernorm", "layernorm"]
 
@@ -44,18 +44,20 @@ def add_layernorm(
 
 def _check(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> None:
     tensors = (x, weight, bias) if residual is None else (x, weight, bias, residual)
-    need_device("layernorm", *tensors)
-    need(
+    require_device("layernorm", *tensors)
+    require(
         all(tensor.dtype in FLOATS for tensor in tensors),
         "layernorm takes fp32, bf16 and fp16; convert other dtypes first.",
     )
-    need(weight.dtype == bias.dtype, "layernorm needs its weight and bias in one dtype.")
-    need(
+    require(weight.dtype == bias.dtype, "layernorm needs its weight and bias in one dtype.")
+    require(
         x.dim() > 0 and weight.shape == x.shape[-1:] and bias.shape == weight.shape,
         "layernorm needs a weight and a bias as long as the last dim of its input.",
     )
-    need(residual is None or residual.shape == x.shape, "layernorm adds a residual of the input's own shape.")
-    need(0 < x.shape[-1] <= MAX_WIDTH, f"layernorm holds whole rows on chip: at most {MAX_WIDTH} wide.")
+    require(
+        residual is None or residual.shape == x.shape, "layernorm adds a residual of the input's own shape."
+    )
+    require(0 < x.shape[-1] <= MAX_WIDTH, f"layernorm holds whole rows on chip: at most {MAX_WIDTH} wide.")
 
 
 @op("layernorm")

@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 
 from rush.kernels.cross_entropy import FLOATS, scaled_gradient
-from rush.kernels.fp8_linear import ALIGNMENT, need_units
+from rush.kernels.fp8_linear import ALIGNMENT, require_fp8_gpu
 from rush.kernels.linear_cross_entropy import chunks
-from rush.kernels.linear_cross_entropy.words import Words
-from rush.kernels.support import need, need_device, op
+from rush.kernels.linear_cross_entropy.vocab_shard import Words
+from rush.kernels.support import op, require, require_device
 
 __all__ = ["Words", "linear_cross_entropy"]
 
@@ -50,38 +50,38 @@ def linear_cross_entropy(
     `words`: the weight has some of a vocabulary's words, other processes the others. All call this with the same hidden
     vectors and labels, and get the loss over all words; the gradient of `hidden` is what the own words add to it.
 
-    `products`: fp8 makes all three with 8-bit factors (see `eight_bits.py`), fp8_fast those of the gradients with the short
+    `products`: fp8 makes all three with 8-bit factors (see `fp8.py`), fp8_fast those of the gradients with the short
     accumulator too; on a GPU hidden vectors are bf16 then.
     """
     kind = hidden.device.type
     autocast = torch.is_autocast_enabled(kind)
     dtype = torch.get_autocast_dtype(kind) if autocast else hidden.dtype
-    need_device("linear_cross_entropy", hidden, weight_vd, labels, has_cpu=products == "dtype")
-    need(
+    require_device("linear_cross_entropy", hidden, weight_vd, labels, has_cpu=products == "dtype")
+    require(
         dtype in FLOATS and hidden.dtype in FLOATS and weight_vd.dtype in FLOATS,
         "linear_cross_entropy takes fp32, bf16 and fp16; convert other dtypes first.",
     )
-    need(
+    require(
         autocast or hidden.dtype == weight_vd.dtype,
         "linear_cross_entropy needs hidden vectors and weight in one dtype, or autocast to choose one.",
     )
-    need(
+    require(
         hidden.dim() > 1 and weight_vd.dim() == 2 and hidden.shape[-1] == weight_vd.shape[1] > 0,
         "linear_cross_entropy needs hidden vectors [..., width] and a weight [vocabulary, width].",
     )
-    need(
+    require(
         labels.shape == hidden.shape[:-1] and labels.dtype in (torch.int64, torch.int32),
         "linear_cross_entropy needs a label, int64 or int32, for each hidden vector.",
     )
-    need(weight_vd.shape[0] > 0, "linear_cross_entropy needs a vocabulary.")
-    need(0 <= label_smoothing < 1, "label_smoothing must be at least 0 and below 1.")
-    need(z_loss >= 0, "z_loss must not be negative.")
-    need(chunk_tokens is None or chunk_tokens > 0, "chunk_tokens must be positive.")
-    need(
+    require(weight_vd.shape[0] > 0, "linear_cross_entropy needs a vocabulary.")
+    require(0 <= label_smoothing < 1, "label_smoothing must be at least 0 and below 1.")
+    require(z_loss >= 0, "z_loss must not be negative.")
+    require(chunk_tokens is None or chunk_tokens > 0, "chunk_tokens must be positive.")
+    require(
         words is None or not (label_smoothing or z_loss),
         "linear_cross_entropy over parts of a vocabulary knows neither label_smoothing nor z_loss.",
     )
-    need(
+    require(
         products in ("dtype", "fp8", "fp8_fast"),
         "linear_cross_entropy makes its products in dtype, fp8 or fp8_fast.",
     )
@@ -110,15 +110,15 @@ def linear_cross_entropy(
 
 def _need_8_bits(hidden_nd: Tensor, dtype: torch.dtype, chunk_tokens: int, words: Words | None) -> None:
     """Refuse what the 8-bit products cannot be made of."""
-    need(words is None, "linear_cross_entropy in fp8 needs all of the vocabulary in one place.")
-    need(
+    require(words is None, "linear_cross_entropy in fp8 needs all of the vocabulary in one place.")
+    require(
         dtype == torch.bfloat16 or (dtype == torch.float32 and not hidden_nd.is_cuda),
         "linear_cross_entropy in fp8 takes bf16 (on a CPU fp32 too); convert hidden vectors, or run under autocast in bf16.",
     )
-    need_units("linear_cross_entropy in fp8", hidden_nd)
+    require_fp8_gpu("linear_cross_entropy in fp8", hidden_nd)
     tokens, width = hidden_nd.shape
     parts = () if chunk_tokens >= tokens else (chunk_tokens,)
-    need(
+    require(
         all(size % ALIGNMENT == 0 for size in (tokens, width, *parts)),
         f"linear_cross_entropy in fp8 needs tokens, those of a chunk and the width in multiples of {ALIGNMENT}.",
     )

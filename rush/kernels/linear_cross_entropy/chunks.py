@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.cross_entropy import passes
-from rush.kernels.linear_cross_entropy.words import Words, losses_among
+from rush.kernels.linear_cross_entropy.vocab_shard import Words, losses_among
 
 # Shapes: n tokens, d hidden, v vocabulary (padded to a multiple of ALIGNED inside), c tokens of a chunk.
 
@@ -93,9 +93,9 @@ def loss_and_gradients(
     chunk_tokens = max(1, min(chunk_tokens, num_tokens))
     hidden_dtype, weight_dtype = gradient_dtypes(dtype, num_tokens, chunk_tokens)
     if products != "dtype":
-        from rush.kernels.linear_cross_entropy import eight_bits
+        from rush.kernels.linear_cross_entropy import fp8
 
-        losses_n, d_hidden_nd, d_weight_vd = eight_bits.loss_and_gradients(
+        losses_n, d_hidden_nd, d_weight_vd = fp8.loss_and_gradients(
             hidden_nd.to(dtype),
             weight_pd,
             labels_n,

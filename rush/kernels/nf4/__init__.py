@@ -18,14 +18,14 @@ from torch.profiler import record_function
 
 from rush.kernels.nf4 import triton as kernels
 from rush.kernels.nf4.reference import BLOCK, SCALE_BLOCK, VALUES
-from rush.kernels.support import need, need_device, op
+from rush.kernels.support import op, require, require_device
 
-__all__ = ["unpack_nf4", "unpack_nf4_unchecked"]
+__all__ = ["dequantize_nf4", "dequantize_nf4_unchecked"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def unpack_nf4(
+def dequantize_nf4(
     codes: Tensor,
     scales: Tensor,
     scale_scales: Tensor,
@@ -36,13 +36,13 @@ def unpack_nf4(
 ) -> Tensor:
     """The weight of this size that the codes stand for; `reference.py` is the formula."""
     parts = (codes, scales, scale_scales, scale_table, offset)
-    need_device("unpack_nf4", *parts)
-    need(dtype in FLOATS, "unpack_nf4 writes fp32, bf16 and fp16.")
-    need(all(part.is_contiguous() for part in parts), "unpack_nf4 takes contiguous tensors.")
+    require_device("dequantize_nf4", *parts)
+    require(dtype in FLOATS, "dequantize_nf4 writes fp32, bf16 and fp16.")
+    require(all(part.is_contiguous() for part in parts), "dequantize_nf4 takes contiguous tensors.")
     count = dims[0] * dims[1]
-    need(
+    require(
         count % BLOCK == 0,
-        f"unpack_nf4 takes weights in whole blocks of {BLOCK}; found {dims[0]} × {dims[1]}.",
+        f"dequantize_nf4 takes weights in whole blocks of {BLOCK}; found {dims[0]} × {dims[1]}.",
     )
     blocks = count // BLOCK
     expected = (
@@ -53,21 +53,21 @@ def unpack_nf4(
         (offset, 1, torch.float32, "one fp32 offset"),
     )
     for part, size, kind, what in expected:
-        need(part.numel() == size and part.dtype == kind, f"unpack_nf4 needs {what}.")
+        require(part.numel() == size and part.dtype == kind, f"dequantize_nf4 needs {what}.")
     weight: Tensor = _unpack(*parts, dims[0], dims[1], dtype)
     return weight
 
 
-def unpack_nf4_unchecked(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
+def dequantize_nf4_unchecked(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """The same for callers that are operators themselves, and know what they hold: a step asks for hundreds of weights, and
     checking and registering takes longer than launching. A profile still shows it by name."""
     codes, scales, scale_scales, scale_table, offset = parts
-    with record_function("rush::unpack_nf4") if torch._C._autograd._profiler_enabled() else nullcontext():
+    with record_function("rush::dequantize_nf4") if torch._C._autograd._profiler_enabled() else nullcontext():
         values = _values(codes.device)
         return kernels.unpack(codes, scales, scale_scales, scale_table, offset, values, dtype).view(dims)
 
 
-@op("unpack_nf4")
+@op("dequantize_nf4")
 def _unpack(
     codes: Tensor,
     scales: Tensor,
@@ -79,7 +79,7 @@ def _unpack(
     dtype: torch.dtype,
 ) -> Tensor:
     parts = (codes, scales, scale_scales, scale_table, offset)
-    return unpack_nf4_unchecked(parts, (rows, columns), dtype)
+    return dequantize_nf4_unchecked(parts, (rows, columns), dtype)
 
 
 @_unpack.register_fake

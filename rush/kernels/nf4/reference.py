@@ -17,7 +17,7 @@ VALUES = (
 )  # fmt: skip
 
 
-def unpack_nf4(
+def dequantize_nf4(
     codes: Tensor,
     scales: Tensor,
     scale_scales: Tensor,

@@ -40,11 +40,11 @@ def _dims(like: Tensor, codes: Tensor) -> tuple[int, int]:
 
 
 def ours(like: Tensor, codes: Tensor, **rest: Tensor) -> Tensor:
-    return nf4.unpack_nf4(codes, **rest, dims=_dims(like, codes), dtype=like.dtype)
+    return nf4.dequantize_nf4(codes, **rest, dims=_dims(like, codes), dtype=like.dtype)
 
 
 def plain(like: Tensor, codes: Tensor, **rest: Tensor) -> Tensor:
-    return reference.unpack_nf4(codes, **rest, dims=_dims(like, codes), dtype=like.dtype)
+    return reference.dequantize_nf4(codes, **rest, dims=_dims(like, codes), dtype=like.dtype)
 
 
 def bitsandbytes(

@@ -42,7 +42,7 @@ def write_word(
 
 
 @triton.jit
-def unpack_nf4_kernel(
+def dequantize_nf4_kernel(
     words_ptr: tl.tensor,
     scales_ptr: tl.tensor,
     scale_scales_ptr: tl.tensor,
@@ -87,7 +87,7 @@ def unpack(
     out = torch.empty(2 * codes.numel(), dtype=dtype, device=codes.device)
     if count := words.numel():
         grid = (triton.cdiv(count, TILES * WORDS),)
-        unpack_nf4_kernel[grid](
+        dequantize_nf4_kernel[grid](
             words, scales, scale_scales, scale_table, offset, values, out, count,
             WORDS=WORDS, num_warps=NUM_WARPS, enable_fp_fusion=False,
         )  # fmt: skip

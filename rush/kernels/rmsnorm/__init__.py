@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.rmsnorm import triton as kernels
-from rush.kernels.support import MAX_WIDTH, need, need_device, op
+from rush.kernels.support import MAX_WIDTH, op, require, require_device
 
 __all__ = ["add_rmsnorm", "rmsnorm"]
 
@@ -43,17 +43,19 @@ def add_rmsnorm(
 
 def _check(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
     tensors = (x, weight) if residual is None else (x, weight, residual)
-    need_device("rmsnorm", *tensors)
-    need(
+    require_device("rmsnorm", *tensors)
+    require(
         all(tensor.dtype in FLOATS for tensor in tensors),
         "rmsnorm takes fp32, bf16 and fp16; convert other dtypes first.",
     )
-    need(
+    require(
         x.dim() > 0 and weight.shape == x.shape[-1:],
         "rmsnorm needs a weight as long as the last dim of its input.",
     )
-    need(residual is None or residual.shape == x.shape, "rmsnorm adds a residual of the input's own shape.")
-    need(0 < x.shape[-1] <= MAX_WIDTH, f"rmsnorm holds whole rows on chip: at most {MAX_WIDTH} wide.")
+    require(
+        residual is None or residual.shape == x.shape, "rmsnorm adds a residual of the input's own shape."
+    )
+    require(0 < x.shape[-1] <= MAX_WIDTH, f"rmsnorm holds whole rows on chip: at most {MAX_WIDTH} wide.")
 
 
 @op("rmsnorm")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels.rope import triton as kernels
-from rush.kernels.support import need, need_device, op
+from rush.kernels.support import op, require, require_device
 
 __all__ = ["rope"]
 
@@ -31,27 +31,27 @@ def rope(q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tu
     Cosines and sines are given for the full head dim, the second half repeating the first, for each row or once for
     all (a batch of 1).
     """
-    need_device("rope", q_bhtd, k_bktd, cos_btd, sin_btd)
-    need(
+    require_device("rope", q_bhtd, k_bktd, cos_btd, sin_btd)
+    require(
         q_bhtd.dtype in FLOATS and k_bktd.dtype == q_bhtd.dtype,
         "rope takes queries and keys in one dtype: fp32, bf16 or fp16.",
     )
-    need(
+    require(
         q_bhtd.dim() == 4 and k_bktd.dim() == 4 and q_bhtd.shape[0] == k_bktd.shape[0],
         "rope takes queries and keys as [batch, heads, positions, head dim] of one batch.",
     )
-    need(
+    require(
         q_bhtd.shape[2:] == k_bktd.shape[2:] and q_bhtd.shape[-1] % 2 == 0,
         "rope needs queries and keys of as many positions and one even head dim.",
     )
-    need(
+    require(
         cos_btd.shape == sin_btd.shape
         and cos_btd.dim() == 3
         and cos_btd.shape[1:] == q_bhtd.shape[2:]
         and cos_btd.shape[0] in (1, q_bhtd.shape[0]),
         "rope needs cosines and sines of [batch or 1, positions, head dim].",
     )
-    need(
+    require(
         q_bhtd.shape[1] * q_bhtd.shape[3] <= MAX_ELEMENTS
         and k_bktd.shape[1] * k_bktd.shape[3] <= MAX_ELEMENTS,
         f"rope holds all heads of a token on chip: at most {MAX_ELEMENTS} elements.",

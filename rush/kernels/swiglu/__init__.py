@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels import cpu
-from rush.kernels.support import by_cpp, need, need_device, op
+from rush.kernels.support import op, require, require_device, uses_cpp
 
 __all__ = ["swiglu"]
 
@@ -22,19 +22,19 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) · up, element by element."""
-    need_device("swiglu", gate, up, has_cpu=True)
-    need(
+    require_device("swiglu", gate, up, has_cpu=True)
+    require(
         gate.dtype in FLOATS and up.dtype == gate.dtype,
         "swiglu takes gate and up in one dtype: fp32, bf16 or fp16.",
     )
-    need(gate.shape == up.shape, "swiglu takes gate and up of one shape.")
+    require(gate.shape == up.shape, "swiglu takes gate and up of one shape.")
     out: Tensor = _swiglu(gate, up)
     return out
 
 
 @op("swiglu")
 def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    if by_cpp(gate):
+    if uses_cpp(gate):
         return cpu.swiglu_forward(gate, up)
     from rush.kernels.swiglu import triton as kernels
 
@@ -43,7 +43,7 @@ def _swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 @op("swiglu_backward")
 def _swiglu_backward(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
-    if by_cpp(gate):
+    if uses_cpp(gate):
         return cpu.swiglu_backward(dout, gate, up)
     from rush.kernels.swiglu import triton as kernels
 

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.quick_math import LOG2_E, exp2, reciprocal
+from rush.kernels.fast_math import LOG2_E, exp2, reciprocal
 
 BLOCK = 2048
 """Elements of a program: with 8 warps each thread moves one vector of 16 bytes of every tensor in bf16."""

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from rush.hardware import Machine
-from rush.models.quantized import QuantisedLinear, quantize_linears
-from rush.models.quantized_formats import BLOCK, Form, offer_unpacker
+from rush.models.quantized import QuantizedLinear, quantize_linears
+from rush.models.quantized_formats import BLOCK, Form, register_dequantizer
 from rush.recipe import Knob, Recipe
 from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, lengths_in_fp32
 from rush.techniques.adapters.lora import evidence as adapters_trained
@@ -45,21 +45,21 @@ BACKENDS = ("bitsandbytes", "torchao")
 # With an adapter and without.
 FORWARD = ("rush::adapted_quantized_linears", "rush::quantized_linear")
 BACKWARD = ("rush::adapted_quantized_linears_backward", "rush::quantized_linear_backward")
-OPERATORS = {"rush": "rush::unpack_nf4", "bitsandbytes": "bitsandbytes::dequantize_4bit"}
-KERNELS = {"rush": "unpack_nf4_kernel", "bitsandbytes": "Dequantize", "torchao": "triton_"}
+OPERATORS = {"rush": "rush::dequantize_nf4", "bitsandbytes": "bitsandbytes::dequantize_4bit"}
+KERNELS = {"rush": "dequantize_nf4_kernel", "bitsandbytes": "Dequantize", "torchao": "triton_"}
 """How who unpacks shows in a profile; torchao's formula has no operator of its own."""
 OURS = "nf4/bitsandbytes, by rush"
 
 
-def quantize(build: Build, form: Form, unpacker: str | None = None) -> None:
+def quantize(build: Build, form: Form, dequantizer: str | None = None) -> None:
     """Codes in place of the blocks' weights; what they come to is noted for the evidence."""
     quantize_linears(build.model, form)
     layers = [
         layer for role, layers in build.model.linears().items() if role != "head" for _, layer in layers
     ]
     for layer in layers:
-        assert isinstance(layer, QuantisedLinear)
-        layer.unpacker = unpacker or str(form)
+        assert isinstance(layer, QuantizedLinear)
+        layer.dequantizer = dequantizer or str(form)
     # The tables of values are the same for all layers and do not grow with them.
     stored = sum(
         buffer.numel() * buffer.element_size()
@@ -70,7 +70,7 @@ def quantize(build: Build, form: Form, unpacker: str | None = None) -> None:
     build.facts["quantized"] = {
         "bits": 8 * stored / sum(layer.in_features * layer.out_features for layer in layers),
         "layers": len(layers),
-        "unpacked_by": "rush" if unpacker == OURS else form.backend,
+        "unpacked_by": "rush" if dequantizer == OURS else form.backend,
     }
 
 
@@ -79,15 +79,15 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         knobs["unpack"] == "auto" and _can_be_ours(build.machine, build.recipe)
     )
     if ours:
-        offer_unpacker(OURS, _by_rush)
+        register_dequantizer(OURS, _by_rush)
     quantize(build, Form("nf4", str(knobs["backend"])), OURS if ours else None)
     add_adapters(build, knobs)
 
 
 def _by_rush(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    from rush.kernels.nf4 import unpack_nf4_unchecked  # needs Triton
+    from rush.kernels.nf4 import dequantize_nf4_unchecked  # needs Triton
 
-    return unpack_nf4_unchecked(parts, dims, dtype)
+    return dequantize_nf4_unchecked(parts, dims, dtype)
 
 
 def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rush.kernels.support import heads_side_by_side, op
+from rush.kernels.support import empty_bthd, op
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
     Build,
@@ -58,7 +58,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 @_forward.register_fake  # type: ignore[untyped-decorator]
 def _(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    return heads_side_by_side(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    return empty_bthd(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
 def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -38,10 +38,10 @@ class BiasSplit(Split):
     """Queries, keys and values, whose gradients are joined and summed in one kernel."""
 
     def __init__(self) -> None:
-        from rush.kernels.biased import parts_of_sum
+        from rush.kernels.bias_grad import split_bias_grad
 
         super().__init__()
-        self.parts = parts_of_sum
+        self.parts = split_bias_grad
 
     def forward(self, x_btd: Tensor, layer: nn.Module) -> tuple[Tensor, ...]:
         return self.parts(*_total_and_bias(x_btd, layer))
@@ -51,10 +51,10 @@ class BiasGelu(Widen):
     """A layer and its GELU, whose gradient is made and summed in one kernel."""
 
     def __init__(self) -> None:
-        from rush.kernels.biased import gelu_of_sum
+        from rush.kernels.bias_grad import gelu_bias_grad
 
         super().__init__()
-        self.gelu = gelu_of_sum
+        self.gelu = gelu_bias_grad
 
     def forward(self, x_btd: Tensor, layer: nn.Module, activation: nn.Module) -> Tensor:
         assert isinstance(activation, GeluTanh), type(activation)
@@ -104,8 +104,8 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=our_kernels_ran(
-        kernels=("gelu_of_sum_backward_kernel", "join_kernel"),
-        ops=("rush::gelu_of_sum_backward", "rush::join_gradients"),
+        kernels=("gelu_bias_grad_backward_kernel", "concat_bias_grad_kernel"),
+        ops=("rush::gelu_bias_grad_backward", "rush::concat_bias_grad"),
     ),
     memory=(MemoryEffect("mlp.opaque", 1.0, "beside fp8: a cast of what GELU writes is kept"),),
     work=(

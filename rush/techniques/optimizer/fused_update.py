@@ -36,14 +36,14 @@ from rush.techniques.api.contract import (
 from rush.techniques.api.evidence import state_per_parameter
 from rush.techniques.api.seams import needs_triton
 
-OPS, KERNELS = ("rush::adamw", "rush::norm_of_all"), ("adamw_kernel", "squares_kernel")
+OPS, KERNELS = ("rush::adamw", "rush::grad_norm"), ("adamw_kernel", "sum_of_squares_kernel")
 BY_CHANCE = "rush::stochastic_rounding"
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     from rush.kernels.adamw import RushAdamW
     from rush.kernels.adamw.table import Divisions
-    from rush.kernels.norm_of_all import norm_of_all
+    from rush.kernels.grad_norm import grad_norm
 
     build.make_optimizer = RushAdamW
     build.optimizer_options.clear()
@@ -54,7 +54,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         "local": local_tensor,
     }
     divisions: Divisions = {}
-    build.norm_fn = lambda gradients: norm_of_all([g.contiguous() for g in gradients], divisions)
+    build.norm_fn = lambda gradients: grad_norm([g.contiguous() for g in gradients], divisions)
     build.facts["state_bytes_per_parameter"] = 4 if knobs["state"] == "bfloat16" else 8
 
 

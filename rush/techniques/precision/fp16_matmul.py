@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from rush.hardware import Machine
-from rush.kernels import half_linear as kernel
+from rush.kernels import fp16_linear as kernel
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
     Build,
@@ -45,7 +45,7 @@ SCOPES = ("blocks", "blocks_and_head")
 RATE = "half_kernel"
 """What the ceilings call the rate of a large product by our kernel."""
 OTHER_HEADS = ("fused_loss", "liger")
-OPERATORS = ("rush::half_product", "rush::half_product_and_sums")
+OPERATORS = ("rush::fp16_matmul", "rush::fp16_matmul_with_row_sums")
 
 # Shapes: n tokens, d hidden, v vocabulary.
 
@@ -59,11 +59,11 @@ class Fp16Linear(nn.Linear):
         self.weight, self.bias = plain.weight, plain.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        return kernel.half_linear(x, self.weight, self.bias)
+        return kernel.fp16_linear(x, self.weight, self.bias)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         """The product alone, with a weight of its own or one that several layers share."""
-        return kernel.half_linear(x, weight)
+        return kernel.fp16_linear(x, weight)
 
 
 class Fp16Projection(Projection):
@@ -76,9 +76,9 @@ class Fp16Projection(Projection):
     def forward(self, hidden_nd: Tensor, head_weight_vd: Tensor) -> Tensor:
         vocab_size = head_weight_vd.shape[0]
         if self.padded == vocab_size:
-            return kernel.half_linear(hidden_nd, head_weight_vd)
+            return kernel.fp16_linear(hidden_nd, head_weight_vd)
         weight = F.pad(head_weight_vd, (0, 0, 0, self.padded - vocab_size))
-        return kernel.half_linear(hidden_nd, weight)[..., :vocab_size]
+        return kernel.fp16_linear(hidden_nd, weight)[..., :vocab_size]
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -102,7 +102,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Our operators `rush::half_product…` made three products a step and micro batch for each layer: forward, and both
+    """Our operators `rush::fp16_matmul…` made three products a step and micro batch for each layer: forward, and both
     gradients (at least the forward one, where weights are frozen). Layers that another technique makes one product of are one."""
     layers = int(seen.facts.get("half_layers", 0)) - int(seen.facts.get("products_saved", 0))
     made = sum(seen.facts["products_by"].get(name, 0.0) for name in OPERATORS)
@@ -111,7 +111,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     wanted = each * layers * max(1, seen.micro_batches)
     return Proof(
         0 < wanted <= made,
-        f"{made:.0f} products a step by `rush::half_product…`, where {layers} layers need {wanted}; {others:.0f} other "
+        f"{made:.0f} products a step by `rush::fp16_matmul…`, where {layers} layers need {wanted}; {others:.0f} other "
         "products of matrices",
     )
 

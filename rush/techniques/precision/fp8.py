@@ -86,7 +86,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Matrix products took 8-bit inputs (or 8-bit kernels of a compiled graph ran); on a CPU the emulation
-    `rush::fp8_emulated_product` ran, which proves the arithmetic and nothing about speed. With `mlp` kernel also our
+    `rush::fp8_emulated_matmul` ran, which proves the arithmetic and nothing about speed. With `mlp` kernel also our
     kernels `fp8_swiglu…`, forward and backward (on a CPU the operators `rush::fp8_swiglu…`), and where the head is fused with
     its loss the kernel `fp8_logits_gradient`."""
     proofs = [_products_ran(seen)]
@@ -102,7 +102,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 
 def _products_ran(seen: Observation) -> Proof:
-    if emulated := seen.ops.get("rush::fp8_emulated_product", 0):
+    if emulated := seen.ops.get("rush::fp8_emulated_matmul", 0):
         return Proof(not seen.kernels, f"emulated on a CPU: {emulated} products of dequantized 8-bit factors")
     kernels = [name for name in seen.kernels if "e4m3" in name or "_scaled_mm" in name]
     eight_bits = any(dtype.startswith("float8") for dtype in seen.matmul_dtypes)

@@ -16,22 +16,22 @@ from torch import Tensor
 
 from rush.kernels.adamw.table import Division, Divisions, aligned, division_of, table_of
 from rush.kernels.adamw.update import DTYPES
-from rush.kernels.norm_of_all import triton as kernels
-from rush.kernels.support import need, need_device, op
+from rush.kernels.grad_norm import triton as kernels
+from rush.kernels.support import op, require, require_device
 
-__all__ = ["norm_of_all"]
+__all__ = ["grad_norm"]
 
 
-def norm_of_all(tensors: Sequence[Tensor], divisions: Divisions | None = None) -> Tensor:
+def grad_norm(tensors: Sequence[Tensor], divisions: Divisions | None = None) -> Tensor:
     """√Σ x² over all elements of all tensors: a number in fp32, on their device. `divisions`: see `adamw_`."""
-    need(len(tensors) > 0, "norm_of_all needs at least one tensor.")
-    need_device("norm_of_all", *tensors)
+    require(len(tensors) > 0, "grad_norm needs at least one tensor.")
+    require_device("grad_norm", *tensors)
     kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
     for tensor in tensors:
-        need(tensor.dtype in DTYPES, f"norm_of_all takes fp32 and bf16; found {tensor.dtype}.")
-        need(
+        require(tensor.dtype in DTYPES, f"grad_norm takes fp32 and bf16; found {tensor.dtype}.")
+        require(
             tensor.is_contiguous(),
-            "norm_of_all walks through memory from end to end: it needs contiguous tensors.",
+            "grad_norm walks through memory from end to end: it needs contiguous tensors.",
         )
         if tensor.numel():
             kind = tensor.dtype, aligned([tensor.data_ptr()], tensor.numel())
@@ -51,7 +51,7 @@ def cut(tensors: list[Tensor], divisions: Divisions | None) -> tuple[Tensor, Ten
     return division.rows, division.starts
 
 
-@op("norm_of_all")
+@op("grad_norm")
 def _squares(tensors: list[Tensor], rows: Tensor, starts: Tensor, is_aligned: bool) -> Tensor:
     table = table_of([[tensor.data_ptr(), tensor.numel()] for tensor in tensors], tensors[0].device)
     return kernels.squares(table, Division(rows, starts), tensors[0].dtype, is_aligned)

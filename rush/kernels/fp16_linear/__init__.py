@@ -24,13 +24,13 @@ import torch
 from torch import Tensor
 
 from rush.kernels.building import build, cannot_build, library_of
-from rush.kernels.support import need
+from rush.kernels.support import require
 
-__all__ = ["cannot_build", "cannot_run", "half_linear", "is_built", "load"]
+__all__ = ["cannot_build", "cannot_run", "fp16_linear", "is_built", "load"]
 
 _FOLDER = Path(__file__).parent
-_NAME = "rush_half_product"
-_SOURCES, _HEADERS = (_FOLDER / "half_product.cpp",), (_FOLDER / "half_product.h",)
+_NAME = "rush_fp16_matmul"
+_SOURCES, _HEADERS = (_FOLDER / "fp16_matmul.cpp",), (_FOLDER / "fp16_matmul.h",)
 # OpenMP for torch's parallel loops; its library is not linked but found among torch's own, or threads would be made twice.
 _FLAGS = ("-O3", "-march=armv8.2-a+fp16", "-fopenmp")
 _HARDWARE_CAPABILITIES, _FP16_VECTORS = 16, 1 << 10  # AT_HWCAP and HWCAP_ASIMDHP of Linux on ARM
@@ -39,31 +39,33 @@ _library: Path | None = None
 # Shapes: m tokens, n outputs, k inputs.
 
 
-def half_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def fp16_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias in fp32, by products with fp16 factors forward and backward.
 
     The first call builds the kernel (ten seconds); in compiled code call `load` before.
     """
     tensors = (x, weight) if bias is None else (x, weight, bias)
     for tensor in tensors:
-        need(
+        require(
             tensor.device.type in ("cpu", "meta"),
-            f"half_linear runs on the CPU; found {tensor.device.type}. Move the tensors, or use torch's own linear.",
+            f"fp16_linear runs on the CPU; found {tensor.device.type}. Move the tensors, or use torch's own linear.",
         )
-        need(
+        require(
             tensor.dtype == torch.float32,
-            f"half_linear takes fp32 and makes the fp16 factors itself; found {tensor.dtype}.",
+            f"fp16_linear takes fp32 and makes the fp16 factors itself; found {tensor.dtype}.",
         )
-    need(
+    require(
         weight.dim() == 2 and x.dim() >= 1 and x.shape[-1] == weight.shape[1],
-        "half_linear needs an input of [..., inputs] and a weight of [outputs, inputs].",
+        "fp16_linear needs an input of [..., inputs] and a weight of [outputs, inputs].",
     )
-    need(bias is None or bias.shape == weight.shape[:1], "half_linear needs a bias of [outputs].")
+    require(bias is None or bias.shape == weight.shape[:1], "fp16_linear needs a bias of [outputs].")
     if _library is None:
-        need(not torch.compiler.is_compiling(), "half_linear is not built yet: call load() before compiling.")
+        require(
+            not torch.compiler.is_compiling(), "fp16_linear is not built yet: call load() before compiling."
+        )
         load()
     x_mk = x.reshape(-1, x.shape[-1])
-    out_mn: Tensor = torch.ops.rush.half_product(x_mk, weight.t(), bias)
+    out_mn: Tensor = torch.ops.rush.fp16_matmul(x_mk, weight.t(), bias)
     return out_mn.reshape(*x.shape[:-1], weight.shape[0])
 
 
@@ -93,7 +95,7 @@ def load() -> Path:
     global _library
     if _library is None:
         reason = cannot_run()
-        need(reason is None, f"half_linear cannot run here: {reason}.")
+        require(reason is None, f"fp16_linear cannot run here: {reason}.")
         _library = build(_NAME, _SOURCES, _HEADERS, _FLAGS)
         _tell_torch()
     return _library
@@ -101,12 +103,12 @@ def load() -> Path:
 
 def _tell_torch() -> None:
     """What C++ did not say: shapes without data, for the compiler; and the gradient, for autograd."""
-    torch.library.register_fake("rush::half_product", lambda left, right, bias: _shaped(left, right))
+    torch.library.register_fake("rush::fp16_matmul", lambda left, right, bias: _shaped(left, right))
     torch.library.register_fake(
-        "rush::half_product_and_sums",
+        "rush::fp16_matmul_with_row_sums",
         lambda left, right: (_shaped(left, right), left.new_empty(left.shape[0])),
     )
-    torch.library.register_autograd("rush::half_product", _gradients, setup_context=_keep)
+    torch.library.register_autograd("rush::fp16_matmul", _gradients, setup_context=_keep)
 
 
 def _shaped(left_mk: Tensor, right_kn: Tensor) -> Tensor:
@@ -123,12 +125,12 @@ def _gradients(ctx: Any, dout_mn: Tensor) -> tuple[Tensor | None, Tensor | None,
     left_mk, right_kn = ctx.saved_tensors
     dleft = dright = dbias = None
     if ctx.needs_input_grad[0]:
-        dleft = torch.ops.rush.half_product(dout_mn, right_kn.t(), None)
+        dleft = torch.ops.rush.fp16_matmul(dout_mn, right_kn.t(), None)
     if ctx.needs_input_grad[1] and ctx.needs_input_grad[2]:
-        turned, dbias = torch.ops.rush.half_product_and_sums(dout_mn.t(), left_mk)
+        turned, dbias = torch.ops.rush.fp16_matmul_with_row_sums(dout_mn.t(), left_mk)
         dright = turned.t()
     elif ctx.needs_input_grad[1]:
-        dright = torch.ops.rush.half_product(dout_mn.t(), left_mk, None).t()
+        dright = torch.ops.rush.fp16_matmul(dout_mn.t(), left_mk, None).t()
     elif ctx.needs_input_grad[2]:
         dbias = dout_mn.sum(0)
     return dleft, dright, dbias

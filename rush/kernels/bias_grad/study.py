@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels import study
-from rush.kernels.biased import gelu_of_sum
+from rush.kernels.bias_grad import gelu_bias_grad
 from rush.kernels.gelu import reference
 from rush.kernels.study import Inputs, Pass, Size, Study, Target, Work
 
@@ -24,7 +24,7 @@ def plain(total: Tensor, bias: Tensor) -> Tensor:
 
 
 def ours(total: Tensor, bias: Tensor) -> Tensor:
-    return gelu_of_sum(total, bias)
+    return gelu_bias_grad(total, bias)
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
@@ -34,7 +34,7 @@ def work(size: Size, element: int, step: Pass) -> Work:
 
 
 STUDY = Study(
-    op="biased",
+    op="bias_grad",
     about="GELU of a layer's output with the gradient of the layer's bias; elementwise and a sum over rows, so memory bounds it.",
     bound="memory",
     axis="columns",

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from rush.errors import KernelRefusal
-from rush.kernels import half_linear as kernel
-from rush.kernels.half_linear import half_linear, reference
-from rush.kernels.half_linear.reference import INNER, scaled
+from rush.kernels import fp16_linear as kernel
+from rush.kernels.fp16_linear import fp16_linear, reference
+from rush.kernels.fp16_linear.reference import INNER, scaled
 
 UNIT = 2.0**-11
 """Half a unit in the last place of fp16, relative to the number."""
@@ -31,7 +31,7 @@ def random(*dims: int, seed: int = 0) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, bias: Tensor | None = None) -> Tensor:
-    out: Tensor = torch.ops.rush.half_product(left, right, bias)
+    out: Tensor = torch.ops.rush.fp16_matmul(left, right, bias)
     return out
 
 
@@ -97,7 +97,7 @@ def test_forward_and_gradients_are_as_near_as_a_random_walk_allows(
 ) -> None:
     x, weight = random(tokens, inputs).requires_grad_(), random(outputs, inputs, seed=1).requires_grad_()
     bias, above = random(outputs, seed=2).requires_grad_(), random(tokens, outputs, seed=3)
-    out = half_linear(x, weight, bias)
+    out = fp16_linear(x, weight, bias)
     dx, dweight, dbias = torch.autograd.grad(out, (x, weight, bias), above)
     wide = [tensor.detach().double() for tensor in (x, weight, bias, above)]
     exact = torch.nn.functional.linear(*wide[:3])
@@ -113,9 +113,9 @@ def test_forward_and_gradients_are_as_near_as_a_random_walk_allows(
 def test_what_the_definition_in_torch_leaves_out_is_the_rounding_of_sums(built: None) -> None:
     x, weight, bias, above = random(70, 200), random(50, 200, seed=1), random(50, seed=2), random(70, 50)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-    out = half_linear(*leaves)
+    out = fp16_linear(*leaves)
     gradients = torch.autograd.grad(out, leaves, above)
-    expected = reference.half_linear(x, weight, bias), *reference.half_linear_gradients(above, x, weight)
+    expected = reference.fp16_linear(x, weight, bias), *reference.fp16_linear_gradients(above, x, weight)
     for ours, theirs, inner in zip((out.detach(), *gradients), expected, (200, 50, 70, 70), strict=True):
         assert relative(ours, theirs.double()) < 1.5 * expected_error(inner)
 
@@ -134,14 +134,14 @@ def test_it_reads_any_strides_and_offsets(built: None) -> None:
 
 def test_no_tokens_give_no_results(built: None) -> None:
     x, weight = torch.empty(0, 8, requires_grad=True), random(5, 8).requires_grad_()
-    out = half_linear(x, weight)
+    out = fp16_linear(x, weight)
     assert out.shape == (0, 5)
 
 
 def test_what_is_not_finite_stays_where_it_is(built: None) -> None:
     x, weight = random(4, 32), random(6, 32, seed=1)
     x[1, 3], x[2, 5] = math.nan, math.inf
-    out = half_linear(x, weight)
+    out = fp16_linear(x, weight)
     assert bool(out[1].isnan().all())
     assert not bool(out[2].isfinite().any())
     assert bool(out[[0, 3]].isfinite().all())
@@ -151,7 +151,7 @@ def test_repeats_and_other_numbers_of_threads_give_the_same_bits(built: None) ->
     def made() -> tuple[Tensor, ...]:
         x, weight = random(300, 160).requires_grad_(), random(200, 160, seed=1).requires_grad_()
         bias = random(200, seed=2).requires_grad_()
-        out = half_linear(x, weight, bias)
+        out = fp16_linear(x, weight, bias)
         return out.detach(), *torch.autograd.grad(out, (x, weight, bias), random(300, 200, seed=3))
 
     first, threads = made(), torch.get_num_threads()
@@ -167,12 +167,12 @@ def test_only_the_gradients_that_are_wanted_are_made(built: None) -> None:
     x, weight, bias = random(9, 20), random(7, 20, seed=1), random(7, seed=2)
     above = random(9, 7, seed=3)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
-    every = torch.autograd.grad(half_linear(*leaves), leaves, above)
+    every = torch.autograd.grad(fp16_linear(*leaves), leaves, above)
     for wanted in range(3):
         own = [
             tensor.clone().requires_grad_(which == wanted) for which, tensor in enumerate((x, weight, bias))
         ]
-        (found,) = torch.autograd.grad(half_linear(*own), [own[wanted]], above)
+        (found,) = torch.autograd.grad(fp16_linear(*own), [own[wanted]], above)
         torch.testing.assert_close(found, every[wanted], rtol=1e-6, atol=1e-6)
 
 
@@ -181,8 +181,8 @@ def test_torch_finds_no_fault_with_the_operators(built: None) -> None:
     left, right, bias = (
         tensor.requires_grad_() for tensor in (random(5, 9), random(9, 4, seed=1), random(4, seed=2))
     )
-    torch.library.opcheck(torch.ops.rush.half_product, (left, right, bias))
-    torch.library.opcheck(torch.ops.rush.half_product_and_sums, (left.detach(), right.detach()))
+    torch.library.opcheck(torch.ops.rush.fp16_matmul, (left, right, bias))
+    torch.library.opcheck(torch.ops.rush.fp16_matmul_with_row_sums, (left.detach(), right.detach()))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -190,7 +190,7 @@ def test_compiled_it_is_one_graph_and_the_same_bits_also_when_computed_again(bui
     weight, bias = random(24, 16).requires_grad_(), random(24, seed=1).requires_grad_()
 
     def model(x: Tensor) -> Tensor:
-        return half_linear(x, weight, bias).relu()
+        return fp16_linear(x, weight, bias).relu()
 
     def again(x: Tensor) -> Tensor:
         out: Tensor = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
@@ -210,11 +210,11 @@ def test_compiled_it_is_one_graph_and_the_same_bits_also_when_computed_again(bui
 def test_what_it_does_not_support_it_refuses(built: None) -> None:
     x, weight = random(3, 8), random(5, 8)
     with pytest.raises(KernelRefusal, match=r"takes fp32 .* found torch\.bfloat16"):
-        half_linear(x.bfloat16(), weight)
+        fp16_linear(x.bfloat16(), weight)
     with pytest.raises(KernelRefusal, match="a weight of"):
-        half_linear(x, random(5, 9))
+        fp16_linear(x, random(5, 9))
     with pytest.raises(KernelRefusal, match=r"a bias of \[outputs\]"):
-        half_linear(x, weight, random(4))
+        fp16_linear(x, weight, random(4))
 
 
 def test_where_it_cannot_run_it_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_where_it_cannot_run_it_says_why(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert kernel.cannot_run() == "it needs an ARM CPU, and this is x86_64"
     with pytest.raises(KernelRefusal, match="cannot run here: it needs an ARM CPU"):
-        half_linear(random(2, 3), random(4, 3))
+        fp16_linear(random(2, 3), random(4, 3))
 
 
 def test_without_a_compiler_it_says_so(

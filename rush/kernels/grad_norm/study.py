@@ -7,7 +7,7 @@ from torch import Tensor
 
 from rush.kernels import study
 from rush.kernels.adamw.table import Divisions
-from rush.kernels.norm_of_all import norm_of_all, reference
+from rush.kernels.grad_norm import grad_norm, reference
 from rush.kernels.study import Contender, Inputs, Pass, Size, Study, Target, Work
 
 TENSORS = 8
@@ -19,7 +19,7 @@ def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
 
 
 def defined(**inputs: Tensor) -> Tensor:
-    return reference.norm_of_all(list(inputs.values()))
+    return reference.grad_norm(list(inputs.values()))
 
 
 class Ours:
@@ -29,7 +29,7 @@ class Ours:
         self.divisions: Divisions = {}
 
     def __call__(self, **inputs: Tensor) -> Tensor:
-        return norm_of_all(list(inputs.values()), self.divisions)
+        return grad_norm(list(inputs.values()), self.divisions)
 
 
 def foreach(**inputs: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ def work(size: Size, element: int, step: Pass) -> Work:
 
 
 STUDY = Study(
-    op="norm_of_all",
+    op="grad_norm",
     about="The norm of many tensors together, by which gradients are clipped; they are read once, so memory bounds it.",
     bound="memory",
     axis="elements",

@@ -13,7 +13,7 @@
 #include <cstdint>
 #include <cstring>
 
-namespace rush::half {
+namespace rush::fp16 {
 
 using half_t = float16_t;
 
@@ -166,4 +166,4 @@ template <bool add>
   }
 }
 
-}  // namespace rush::half
+}  // namespace rush::fp16

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.biased import _gelu_of_sum, _join_gradients, gelu_of_sum, parts_of_sum, reference
-from rush.kernels.biased import triton as kernels
+from rush.kernels.bias_grad import _concat_bias_grad, _gelu_of_sum, gelu_bias_grad, reference, split_bias_grad
+from rush.kernels.bias_grad import triton as kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -27,7 +27,7 @@ def values(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Ten
 
 def gelu(product: Tensor, bias_o: Tensor) -> Tensor:
     """As it is used: the sum is made with a bias that takes no gradient from it."""
-    return gelu_of_sum(product + bias_o.detach(), bias_o)
+    return gelu_bias_grad(product + bias_o.detach(), bias_o)
 
 
 def weighted(parts: tuple[Tensor, ...]) -> Tensor:
@@ -36,11 +36,11 @@ def weighted(parts: tuple[Tensor, ...]) -> Tensor:
 
 
 def parts(product: Tensor, bias_o: Tensor) -> Tensor:
-    return weighted(parts_of_sum(product + bias_o.detach(), bias_o))
+    return weighted(split_bias_grad(product + bias_o.detach(), bias_o))
 
 
 def plain_parts(product: Tensor, bias_o: Tensor) -> Tensor:
-    return weighted(reference.parts_of_sum(product, bias_o, 3))
+    return weighted(reference.split_bias_grad(product, bias_o, 3))
 
 
 @pytest.mark.parametrize("width", [768, 2048, 3072, 8192])
@@ -58,19 +58,19 @@ def test_values_and_gradients_are_as_near_to_float64_as_plain_torch(
     device: str, dtype: torch.dtype, compare: Callable[..., None]
 ) -> None:
     for shape in [*SHAPES, *LARGE] if device == "cuda" else SHAPES:
-        compare(gelu, reference.gelu_of_sum, *values(device, shape, dtype))
+        compare(gelu, reference.gelu_bias_grad, *values(device, shape, dtype))
         compare(parts, plain_parts, *values(device, shape, dtype))
 
 
 def test_a_bias_may_have_another_dtype_and_its_gradient_has_it(device: str) -> None:
     product, bias_o = values(device, (700, 96), torch.bfloat16)
     wide_o = bias_o.float().requires_grad_()
-    for function in (gelu_of_sum, lambda total, bias: weighted(parts_of_sum(total, bias))):
+    for function in (gelu_bias_grad, lambda total, bias: weighted(split_bias_grad(total, bias))):
         (found,) = torch.autograd.grad(function(product, wide_o).float().sum(), wide_o)
         exact = product.double().requires_grad_()
         made = (
             torch.nn.functional.gelu(exact, approximate="tanh")
-            if function is gelu_of_sum
+            if function is gelu_bias_grad
             else weighted(torch.chunk(exact, 3, dim=-1))
         )
         (expected,) = torch.autograd.grad(made.sum(), exact)
@@ -82,7 +82,7 @@ def test_a_bias_may_have_another_dtype_and_its_gradient_has_it(device: str) -> N
 def test_parts_are_views_and_gradients_of_any_strides_are_joined(device: str) -> None:
     product, bias_o = values(device, (2, 5, 24), torch.float32)
     total = product.requires_grad_()
-    first, second, third = parts_of_sum(total, bias_o.requires_grad_())
+    first, second, third = split_bias_grad(total, bias_o.requires_grad_())
     assert first.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
     # As attention gives them back: heads before positions.
     turned = [part.unflatten(-1, (2, 4)).transpose(1, 2) for part in (first, second, third)]
@@ -94,7 +94,7 @@ def test_parts_are_views_and_gradients_of_any_strides_are_joined(device: str) ->
 
 
 def test_they_compile_without_a_graph_break(device: str, backend: str, compare: Callable[..., None]) -> None:
-    for mine, theirs in ((gelu, reference.gelu_of_sum), (parts, plain_parts)):
+    for mine, theirs in ((gelu, reference.gelu_bias_grad), (parts, plain_parts)):
         compiled = torch.compile(mine, fullgraph=True, backend=backend)
         compare(compiled, theirs, *values(device, (5, 48), torch.float32))
 
@@ -118,25 +118,25 @@ def test_torch_finds_the_operators_well_formed(device: str) -> None:
     torch.library.opcheck(_gelu_of_sum, (total, bias_o), test_utils=checks)
     three = [total.detach().clone() for _ in range(3)]
     torch.library.opcheck(
-        _join_gradients, (*three, torch.float32), test_utils=("test_schema", "test_faketensor")
+        _concat_bias_grad, (*three, torch.float32), test_utils=("test_schema", "test_faketensor")
     )
 
 
 def test_what_they_do_not_support_is_refused(device: str) -> None:
     total, bias_o = values(device, (4, 8), torch.float32)
     with pytest.raises(KernelRefusal, match="takes fp32, bf16 and fp16"):
-        gelu_of_sum(total.double(), bias_o)
+        gelu_bias_grad(total.double(), bias_o)
     with pytest.raises(KernelRefusal, match="a bias as long as the last dim"):
-        gelu_of_sum(total, bias_o[:4])
+        gelu_bias_grad(total, bias_o[:4])
     with pytest.raises(KernelRefusal, match="a multiple of three"):
-        parts_of_sum(total, bias_o)
+        split_bias_grad(total, bias_o)
 
 
 @pytest.mark.gpu
 def test_more_elements_than_32_bits_can_count() -> None:
     total = torch.randn(2**31 // 3072 + 7, 3072, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     bias_o = torch.zeros(3072, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    (d_total,) = torch.autograd.grad(gelu_of_sum(total, bias_o).sum(), total)
+    (d_total,) = torch.autograd.grad(gelu_bias_grad(total, bias_o).sum(), total)
     tail = total[-3:].detach().float().requires_grad_()
-    (expected,) = torch.autograd.grad(reference.gelu_of_sum(tail, bias_o.float()).sum(), tail)
+    (expected,) = torch.autograd.grad(reference.gelu_bias_grad(tail, bias_o.float()).sum(), tail)
     torch.testing.assert_close(d_total[-3:].float(), expected, rtol=2e-2, atol=1e-2)

@@ -25,7 +25,7 @@ COLUMNS = 2
 
 
 @triton.jit
-def squares_kernel(
+def sum_of_squares_kernel(
     table_ptr,
     rows_ptr,
     starts_ptr,
@@ -55,7 +55,7 @@ def squares_kernel(
 def squares(table: Tensor, division: Division, dtype: torch.dtype, is_aligned: bool) -> Tensor:
     """Σ x² of each piece, over the tensors of a table, all of one dtype."""
     out = torch.empty(division.rows.shape, dtype=torch.float32, device=table.device)
-    squares_kernel[(len(division.rows),)](
+    sum_of_squares_kernel[(len(division.rows),)](
         table,
         division.rows,
         division.starts,

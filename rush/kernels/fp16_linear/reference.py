@@ -42,7 +42,7 @@ def scale_for(largest: Tensor) -> Tensor:
     return torch.where((largest == 0) | ~largest.isfinite(), 1.0, scale)
 
 
-def half_product(left_mk: Tensor, right_kn: Tensor) -> Tensor:
+def fp16_matmul(left_mk: Tensor, right_kn: Tensor) -> Tensor:
     """left · right with both factors rounded as above, rounded once to fp32."""
     left, right = (
         values.double() * units.double() for values, units in (scaled(left_mk), scaled(right_kn.t()))
@@ -50,12 +50,12 @@ def half_product(left_mk: Tensor, right_kn: Tensor) -> Tensor:
     return (left @ right.t()).float()
 
 
-def half_linear(x_mk: Tensor, weight_nk: Tensor, bias_n: Tensor | None = None) -> Tensor:
+def fp16_linear(x_mk: Tensor, weight_nk: Tensor, bias_n: Tensor | None = None) -> Tensor:
     """x · weightᵀ + bias."""
-    out_mn = half_product(x_mk, weight_nk.t())
+    out_mn = fp16_matmul(x_mk, weight_nk.t())
     return out_mn if bias_n is None else out_mn + bias_n
 
 
-def half_linear_gradients(dout_mn: Tensor, x_mk: Tensor, weight_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def fp16_linear_gradients(dout_mn: Tensor, x_mk: Tensor, weight_nk: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of x, weight and bias."""
-    return half_product(dout_mn, weight_nk), half_product(dout_mn.t(), x_mk), dout_mn.sum(0)
+    return fp16_matmul(dout_mn, weight_nk), fp16_matmul(dout_mn.t(), x_mk), dout_mn.sum(0)

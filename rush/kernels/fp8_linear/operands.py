@@ -52,7 +52,7 @@ def product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool) -> Tens
     return out
 
 
-@op("fp8_emulated_product")
+@op("fp8_emulated_matmul")
 def _emulated_product(
     left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype: torch.dtype
 ) -> Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 DECADES = 7
 
 
-def code_values(signed: bool) -> Tensor:
+def dynamic_map(signed: bool) -> Tensor:
     """The values of the codes 0 to 255, ascending, in fp32 on the CPU: 0, 1 and the middles of the steps."""
     positive = []
     for decade in range(DECADES):

@@ -13,55 +13,55 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rush.kernels.biased import triton as kernels
+from rush.kernels.bias_grad import triton as kernels
 from rush.kernels.gelu import triton as gelu
-from rush.kernels.support import need, need_device, op
+from rush.kernels.support import op, require, require_device
 
-__all__ = ["gelu_of_sum", "parts_of_sum"]
+__all__ = ["gelu_bias_grad", "split_bias_grad"]
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 PARTS = 3
 
 
-def gelu_of_sum(total: Tensor, bias_o: Tensor) -> Tensor:
+def gelu_bias_grad(total: Tensor, bias_o: Tensor) -> Tensor:
     """GELU (tanh form) of a layer's output, which has the bias in it."""
-    _check("gelu_of_sum", total, bias_o)
+    _check("gelu_bias_grad", total, bias_o)
     out: Tensor = _gelu_of_sum(total, bias_o)
     return out
 
 
-def parts_of_sum(total: Tensor, bias_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def split_bias_grad(total: Tensor, bias_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """A layer's output, which has the bias in it, cut into three equal parts along its last dim: views."""
-    _check("parts_of_sum", total, bias_o)
-    need(total.shape[-1] % PARTS == 0, "parts_of_sum cuts a last dim that is a multiple of three.")
+    _check("split_bias_grad", total, bias_o)
+    require(total.shape[-1] % PARTS == 0, "split_bias_grad cuts a last dim that is a multiple of three.")
     first, second, third = _Parts.apply(total, bias_o)  # type: ignore[no-untyped-call]
     return first, second, third
 
 
 def _check(name: str, total: Tensor, bias_o: Tensor) -> None:
-    need_device(name, total, bias_o)
-    need(
+    require_device(name, total, bias_o)
+    require(
         total.dtype in FLOATS and bias_o.dtype in FLOATS,
         f"{name} takes fp32, bf16 and fp16; convert other dtypes first.",
     )
-    need(
+    require(
         total.dim() > 0 and bias_o.shape == total.shape[-1:],
         f"{name} needs a bias as long as the last dim of the sum it is in.",
     )
 
 
-@op("gelu_of_sum")
+@op("gelu_bias_grad")
 def _gelu_of_sum(total: Tensor, bias_o: Tensor) -> Tensor:
     return gelu.forward(total)
 
 
-@op("gelu_of_sum_backward")
+@op("gelu_bias_grad_backward")
 def _gelu_of_sum_backward(dout: Tensor, total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return kernels.gelu_of_sum_backward(dout, total, dtype)
+    return kernels.gelu_bias_grad_backward(dout, total, dtype)
 
 
-@op("join_gradients")
-def _join_gradients(
+@op("concat_bias_grad")
+def _concat_bias_grad(
     first: Tensor, second: Tensor, third: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     return kernels.joined([first, second, third], dtype)
@@ -77,7 +77,7 @@ def _(dout: Tensor, total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return total.new_empty(total.shape), total.new_empty(total.shape[-1], dtype=dtype)
 
 
-@_join_gradients.register_fake
+@_concat_bias_grad.register_fake
 def _(first: Tensor, second: Tensor, third: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     width = PARTS * first.shape[-1]
     return first.new_empty(*first.shape[:-1], width), first.new_empty(width, dtype=dtype)
@@ -108,5 +108,5 @@ class _Parts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor]:
-        d_total, d_bias_o = _join_gradients(first, second, third, ctx.dtype)
+        d_total, d_bias_o = _concat_bias_grad(first, second, third, ctx.dtype)
         return d_total, d_bias_o

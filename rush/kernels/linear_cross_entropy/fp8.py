@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from rush.kernels.cross_entropy import passes
-from rush.kernels.fp8_linear.factors import cast_by_kernel, product
+from rush.kernels.fast_math import LOG2_E, exp2
+from rush.kernels.fp8_linear.operands import cast_by_kernel, product
 from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled
-from rush.kernels.quick_math import LOG2_E, exp2
 from rush.kernels.support import op
 
 # Shapes: n tokens, d hidden, v vocabulary, p the vocabulary padded, c tokens of a chunk.

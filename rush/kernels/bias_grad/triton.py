@@ -32,7 +32,7 @@ STAGES = 3
 
 
 @triton.jit
-def gelu_of_sum_backward_kernel(
+def gelu_bias_grad_backward_kernel(
     dout_ptr,
     x_ptr,
     dx_ptr,
@@ -67,7 +67,7 @@ def gelu_of_sum_backward_kernel(
 
 
 @triton.jit
-def join_kernel(
+def concat_bias_grad_kernel(
     first_ptr,
     second_ptr,
     third_ptr,
@@ -110,7 +110,7 @@ def join_kernel(
     tl.store(partial_ptr + place, sums, mask=column < width)
 
 
-def gelu_of_sum_backward(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def gelu_bias_grad_backward(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The gradient of GELU's input, and its sum over all rows in `dtype`."""
     dout, x = dout.contiguous(), x.contiguous()
     width = x.shape[-1]
@@ -119,7 +119,7 @@ def gelu_of_sum_backward(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[T
     dx, partial_pso = torch.empty_like(x), _partials(x, triton.cdiv(num_rows, rows), width)
     if num_rows:
         grid = (triton.cdiv(width, COLUMNS), len(partial_pso))
-        gelu_of_sum_backward_kernel[grid](
+        gelu_bias_grad_backward_kernel[grid](
             dout,
             x,
             dx,
@@ -144,7 +144,7 @@ def joined(parts: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     partial_pso = _partials(out, triton.cdiv(num_rows, rows), 3 * width)
     if num_rows:
         grid = (triton.cdiv(width, COLUMNS), len(partial_pso), 3)
-        join_kernel[grid](
+        concat_bias_grad_kernel[grid](
             first_nd,
             second_nd,
             third_nd,

@@ -8,11 +8,11 @@
 #include <optional>
 #include <tuple>
 
-#include "half_product.h"
+#include "fp16_matmul.h"
 
 namespace {
 
-using namespace rush::half;
+using namespace rush::fp16;
 
 constexpr int64_t kChunk = 512;  // steps along the inner dim whose left panels a thread holds at once: 64 KB in fp16
 constexpr int64_t kChunkBlocks = kChunk / kInner;
@@ -106,9 +106,9 @@ void multiply_part(const Factor& left, const Packed& right, const Part& part, co
 }
 
 void check(const at::Tensor& left, const at::Tensor& right) {
-  TORCH_CHECK(left.dim() == 2 && right.dim() == 2 && left.size(1) == right.size(0), "half_product needs [m, k] and [k, n]");
-  TORCH_CHECK(left.scalar_type() == at::kFloat && right.scalar_type() == at::kFloat, "half_product takes fp32");
-  TORCH_CHECK(left.size(1) > 0, "half_product needs an inner dim of at least 1");
+  TORCH_CHECK(left.dim() == 2 && right.dim() == 2 && left.size(1) == right.size(0), "fp16_matmul needs [m, k] and [k, n]");
+  TORCH_CHECK(left.scalar_type() == at::kFloat && right.scalar_type() == at::kFloat, "fp16_matmul takes fp32");
+  TORCH_CHECK(left.size(1) > 0, "fp16_matmul needs an inner dim of at least 1");
 }
 
 at::Tensor multiplied(const at::Tensor& left, const at::Tensor& right, const float* bias, float* sums) {
@@ -138,10 +138,10 @@ at::Tensor multiplied(const at::Tensor& left, const at::Tensor& right, const flo
   return out;
 }
 
-at::Tensor half_product(const at::Tensor& left, const at::Tensor& right, const std::optional<at::Tensor>& bias) {
+at::Tensor fp16_matmul(const at::Tensor& left, const at::Tensor& right, const std::optional<at::Tensor>& bias) {
   if (!bias.has_value()) return multiplied(left, right, nullptr, nullptr);
   TORCH_CHECK(bias->dim() == 1 && bias->size(0) == right.size(1) && bias->scalar_type() == at::kFloat,
-              "half_product needs a bias of [n] in fp32");
+              "fp16_matmul needs a bias of [n] in fp32");
   const at::Tensor whole = bias->contiguous();
   const float* values = whole.const_data_ptr<float>();
   at::Tensor padded = at::zeros({rounded_up(whole.size(0), kColumns)}, whole.options());  // tiles read it by whole rows
@@ -149,7 +149,7 @@ at::Tensor half_product(const at::Tensor& left, const at::Tensor& right, const s
   return multiplied(left, right, padded.const_data_ptr<float>(), nullptr);
 }
 
-std::tuple<at::Tensor, at::Tensor> half_product_and_sums(const at::Tensor& left, const at::Tensor& right) {
+std::tuple<at::Tensor, at::Tensor> fp16_matmul_with_row_sums(const at::Tensor& left, const at::Tensor& right) {
   at::Tensor sums = at::zeros({left.size(0)}, left.options());
   at::Tensor out = multiplied(left, right, nullptr, sums.mutable_data_ptr<float>());
   return {out, sums};
@@ -158,11 +158,11 @@ std::tuple<at::Tensor, at::Tensor> half_product_and_sums(const at::Tensor& left,
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(rush, library) {
-  library.def("half_product(Tensor left, Tensor right, Tensor? bias) -> Tensor");
-  library.def("half_product_and_sums(Tensor left, Tensor right) -> (Tensor, Tensor)");
+  library.def("fp16_matmul(Tensor left, Tensor right, Tensor? bias) -> Tensor");
+  library.def("fp16_matmul_with_row_sums(Tensor left, Tensor right) -> (Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(rush, CPU, library) {
-  library.impl("half_product", half_product);
-  library.impl("half_product_and_sums", half_product_and_sums);
+  library.impl("fp16_matmul", fp16_matmul);
+  library.impl("fp16_matmul_with_row_sums", fp16_matmul_with_row_sums);
 }
