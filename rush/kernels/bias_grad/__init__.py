@@ -26,7 +26,7 @@ PARTS = 3
 def gelu_bias_grad(total: Tensor, bias_o: Tensor) -> Tensor:
     """GELU (tanh form) of a layer's output, which has the bias in it."""
     _check("gelu_bias_grad", total, bias_o)
-    out: Tensor = _gelu_of_sum(total, bias_o)
+    out: Tensor = _gelu_bias_grad(total, bias_o)
     return out
 
 
@@ -51,12 +51,12 @@ def _check(name: str, total: Tensor, bias_o: Tensor) -> None:
 
 
 @op("gelu_bias_grad")
-def _gelu_of_sum(total: Tensor, bias_o: Tensor) -> Tensor:
+def _gelu_bias_grad(total: Tensor, bias_o: Tensor) -> Tensor:
     return gelu.forward(total)
 
 
 @op("gelu_bias_grad_backward")
-def _gelu_of_sum_backward(dout: Tensor, total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _gelu_bias_grad_backward(dout: Tensor, total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return kernels.gelu_bias_grad_backward(dout, total, dtype)
 
 
@@ -67,12 +67,12 @@ def _concat_bias_grad(
     return kernels.joined([first, second, third], dtype)
 
 
-@_gelu_of_sum.register_fake
+@_gelu_bias_grad.register_fake
 def _(total: Tensor, bias_o: Tensor) -> Tensor:
     return total.new_empty(total.shape)
 
 
-@_gelu_of_sum_backward.register_fake
+@_gelu_bias_grad_backward.register_fake
 def _(dout: Tensor, total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return total.new_empty(total.shape), total.new_empty(total.shape[-1], dtype=dtype)
 
@@ -91,11 +91,11 @@ def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
 
 def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
     (total,) = ctx.saved_tensors
-    d_total, d_bias_o = _gelu_of_sum_backward(dout, total, ctx.dtype)
+    d_total, d_bias_o = _gelu_bias_grad_backward(dout, total, ctx.dtype)
     return d_total, d_bias_o
 
 
-_gelu_of_sum.register_autograd(_gradients, setup_context=_keep)
+_gelu_bias_grad.register_autograd(_gradients, setup_context=_keep)
 
 
 class _Parts(torch.autograd.Function):
