@@ -10,7 +10,13 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.bias_grad import _concat_bias_grad, _gelu_bias_grad, gelu_bias_grad, reference, split_bias_grad
+from rush.kernels.bias_grad import (
+    _concat_bias_grad,
+    _gelu_bias_grad,
+    gelu_bias_grad,
+    reference,
+    split_bias_grad,
+)
 from rush.kernels.bias_grad import triton as kernels
 
 pytestmark = pytest.mark.filterwarnings("ignore:overflow encountered in exp:RuntimeWarning")
