@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-from rush.explain import Settings, topics
+from rush.explain import ExplainSettings, topics
 from rush.explain.markdown import index, page
 from rush.explain.page import picture
 from rush.explain.records import Explanation, explain, make, read
@@ -45,7 +45,7 @@ def measure(folder: Path) -> None:
     machine = probe("cpu")
     cores = machine.cpu.num_threads
     for topic in topics().values():
-        record = make(topic, Settings(machine, "cpu"))
+        record = make(topic, ExplainSettings(machine, "cpu"))
         # Whose machine it was is nobody's business; what kind is.
         record["machine"]["summary"] = f"a {NUMBERS.get(cores, cores)}-core CPU machine"
         (folder / "records").mkdir(exist_ok=True)

@@ -23,7 +23,7 @@ from rush.bench.workloads import FILE, load_workloads  # noqa: E402
 from rush.records.kernels import read_kernels  # noqa: E402
 from rush.records.models import ModelRecord, read_models  # noqa: E402
 from rush.report import headlines  # noqa: E402
-from rush.report.baseline_picture import Pair, beside_picture  # noqa: E402
+from rush.report.baseline_picture import BaselinePair, beside_picture  # noqa: E402
 from rush.report.kernels import PASS_WORDS, reached_words  # noqa: E402
 from rush.report.models import lengths, table  # noqa: E402
 from rush.techniques import Parity  # noqa: E402
@@ -164,9 +164,9 @@ def _kernels(results: Path) -> list[str]:
     return parts
 
 
-def pairs(results: Path) -> dict[str, list[Pair]]:
+def pairs(results: Path) -> dict[str, list[BaselinePair]]:
     """By machine, what was asked for and measured, for the picture."""
-    found: dict[str, list[Pair]] = {}
+    found: dict[str, list[BaselinePair]] = {}
     for _, record in _measured(results):
         for work in record["workloads"]:
             for ours in work["ours"]:
@@ -176,7 +176,7 @@ def pairs(results: Path) -> dict[str, list[Pair]]:
                 peaks = [side.get("peak_memory_bytes") for side in (rung, work["rival"])]
                 memory = peaks[0] / peaks[1] if all(peaks) else None
                 found.setdefault(_machine(record["machine"]), []).append(
-                    Pair(
+                    BaselinePair(
                         _title(work["name"], rung["name"]),
                         work["rival"]["title"],
                         target["reached"],

@@ -30,7 +30,7 @@ from rush.lab.parity.judge import hold_against_plain
 from rush.lab.trial.runner import TIMING, Bench, open_bench
 from rush.lab.trial.trial import Outcome, execute
 from rush.recipe_io import write_toml
-from rush.records.ladder import Rung
+from rush.records.ladder import RungRecord
 from rush.records.life import broken
 from rush.records.lock import FolderLock
 from rush.records.models import (
@@ -38,8 +38,8 @@ from rush.records.models import (
     FORMAT,
     MemoryTarget,
     ModelRecord,
-    Target,
-    Workload,
+    SpeedTarget,
+    WorkloadRecord,
     read_models,
     write_models,
 )
@@ -156,7 +156,7 @@ class Match:
         write_json_atomic(path, outcome.to_dict())
         return outcome
 
-    def record(self) -> Workload:
+    def record(self) -> WorkloadRecord:
         """Everything known so far."""
         states = [state for state in (self.baseline, *self.ours) if state.outcomes]
         floors = floors_of([state.timed for state in states], self.workload.measure.noise_floor)
@@ -193,12 +193,12 @@ CLOSE_CALL = "a close call: the interval reaches below the target"
 
 
 def target_of(
-    at_least: float, rung: Rung, memory_at_most: float | None = None, baseline: Rung | None = None
-) -> Target:
+    at_least: float, rung: RungRecord, memory_at_most: float | None = None, baseline: RungRecord | None = None
+) -> SpeedTarget:
     """Reached only with the ratio, an equal parity verdict, every technique of the recipe seen at work, and a recipe that can be
     trained with."""
     gain = rung.get("gain")
-    memory: Target = {}
+    memory: SpeedTarget = {}
     if memory_at_most is not None:
         memory = {"memory": memory_target_of(memory_at_most, rung, baseline or {})}
     if gain is None:
@@ -225,7 +225,7 @@ def target_of(
     }
 
 
-def memory_target_of(at_most: float, rung: Rung, baseline: Rung) -> MemoryTarget:
+def memory_target_of(at_most: float, rung: RungRecord, baseline: RungRecord) -> MemoryTarget:
     """Peak memory over the baseline's; a small run that learns something else has saved nothing."""
     ours, theirs = rung.get("peak_memory_bytes"), baseline.get("peak_memory_bytes")
     if not ours or not theirs:
@@ -243,7 +243,7 @@ def memory_target_of(at_most: float, rung: Rung, baseline: Rung) -> MemoryTarget
     }
 
 
-def _unproved(rung: Rung) -> list[str]:
+def _unproved(rung: RungRecord) -> list[str]:
     """What keeps a figure from being a finding."""
     parity, problems = rung.get("parity") or {}, []
     if parity.get("verdict") != "equal":
@@ -283,7 +283,7 @@ def _start(folder: Path, bench: Bench) -> ModelRecord:
     }
 
 
-def _put(record: ModelRecord, workload: Workload) -> None:
+def _put(record: ModelRecord, workload: WorkloadRecord) -> None:
     names = [there["name"] for there in record["workloads"]]
     if workload["name"] in names:
         record["workloads"][names.index(workload["name"])] = workload

@@ -26,7 +26,15 @@ from rush.errors import MachineError, RecipeError, nearest
 from rush.files import write_json_atomic
 from rush.kernels.study import names
 from rush.lab.trial.starter import end_session, environment
-from rush.records.kernels import FILE, FORMAT, RENAMED_OPS, KernelRecord, Op, read_kernels, write_kernels
+from rush.records.kernels import (
+    FILE,
+    FORMAT,
+    RENAMED_OPS,
+    KernelOp,
+    KernelRecord,
+    read_kernels,
+    write_kernels,
+)
 from rush.records.lock import FolderLock
 
 MARK = "@bench "
@@ -106,7 +114,7 @@ def assemble(folder: Path, ops: Sequence[str], started: str, quick: bool) -> Ker
     told = json.loads((folder / "machine.json").read_text())
     around = folder / "environment.json"
     order = sorted({*ops, *(path.stem for path in (folder / "ops").glob("*.json"))})
-    found: list[Op] = [json.loads((folder / "ops" / f"{name}.json").read_text()) for name in order]
+    found: list[KernelOp] = [json.loads((folder / "ops" / f"{name}.json").read_text()) for name in order]
     return {
         "format": FORMAT,
         "started": started,

@@ -22,7 +22,7 @@ from rush.bench.kernel_clock import CaseFailed, Effort, TimedCase, take_turns
 from rush.errors import RushError
 from rush.kernels.study import Call, Contender, Inputs, Pass, Size, Study
 from rush.lab.statistics import median_interval
-from rush.records.kernels import Row, Time
+from rush.records.kernels import KernelRow, KernelTime
 
 INTERPRETED = "interpreted: not a speed"
 Ceilings = dict[str, Any]
@@ -74,7 +74,7 @@ class BenchDevice:
         return study.dtype if self.device.type == "cuda" else torch.float32
 
 
-def measure_size(study: Study, size: Size, place: BenchDevice, tell: Tell) -> list[Row]:
+def measure_size(study: Study, size: Size, place: BenchDevice, tell: Tell) -> list[KernelRow]:
     """The rows of one size, all contenders and passes."""
     dtype = place.dtype(study)
     torch.compiler.reset()  # every size is compiled for itself, and none counts against the limit of recompiles
@@ -235,9 +235,9 @@ def _case(step: Pass, entry: ContenderEntry, flowing: Sequence[Tensor] | None) -
     return TimedCase(lambda: None, lambda _: backward(forward()))
 
 
-def _row(study: Study, size: Size, step: Pass, entry: ContenderEntry, place: BenchDevice) -> Row:
+def _row(study: Study, size: Size, step: Pass, entry: ContenderEntry, place: BenchDevice) -> KernelRow:
     samples = entry.times.get(step)
-    row: Row = {
+    row: KernelRow = {
         "size": size.label,
         "dims": dict(size.dims),
         "series": study.series(size),
@@ -255,16 +255,16 @@ def _row(study: Study, size: Size, step: Pass, entry: ContenderEntry, place: Ben
     return row | _rates(study, size, step, row["time_ms"], place)
 
 
-def _time_of(samples: list[float]) -> Time:
+def _time_of(samples: list[float]) -> KernelTime:
     middle = median_interval([samples])
     return {"median": middle.median, "ci95": [middle.low, middle.high], "n": middle.n, "samples": samples}
 
 
-def _rates(study: Study, size: Size, step: Pass, time_ms: Time | None, place: BenchDevice) -> Row:
+def _rates(study: Study, size: Size, step: Pass, time_ms: KernelTime | None, place: BenchDevice) -> KernelRow:
     """What was moved and computed, over the time; and over the ceiling that bounds this op."""
     dtype = place.dtype(study)
     work = study.work(size, dtype.itemsize, step)
-    row: Row = {"bytes": work.bytes, "flops": work.flops, "bytes_per_s": None, "flops_per_s": None,
+    row: KernelRow = {"bytes": work.bytes, "flops": work.flops, "bytes_per_s": None, "flops_per_s": None,
                 "ceiling_fraction": None}  # fmt: skip
     if time_ms is None:
         return row

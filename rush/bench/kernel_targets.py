@@ -11,10 +11,10 @@ from typing import Any
 
 from rush.kernels.study import Pass, Size, Study, Target
 from rush.lab.statistics import Floor, ratio_of_medians
-from rush.records.kernels import Row
+from rush.records.kernels import KernelRow
 
 
-def targets_of(study: Study, sizes: Sequence[Size], rows: Sequence[Row]) -> list[dict[str, Any]]:
+def targets_of(study: Study, sizes: Sequence[Size], rows: Sequence[KernelRow]) -> list[dict[str, Any]]:
     """Every target of a study at every size marked for it."""
     found = {(row["size"], row["contender"], row["step"]): row for row in rows}
     ours = next(contender.name for contender in study.contenders if contender.kind == "ours")
@@ -28,7 +28,7 @@ def targets_of(study: Study, sizes: Sequence[Size], rows: Sequence[Row]) -> list
 
 
 def _judged(
-    target: Target, size: Size, step: Pass, rows: Mapping[tuple[str, str, str], Row], ours: str
+    target: Target, size: Size, step: Pass, rows: Mapping[tuple[str, str, str], KernelRow], ours: str
 ) -> dict[str, Any]:
     row = rows.get((size.label, ours, step))
     other = rows.get((size.label, target.against, step)) if target.against else None
@@ -64,7 +64,7 @@ def _clear(target: Target, interval: Sequence[float]) -> bool:
 
 
 def _reached(
-    target: Target, size: Size, row: Row | None, other: Row | None
+    target: Target, size: Size, row: KernelRow | None, other: KernelRow | None
 ) -> tuple[float | None, list[float] | None, str | None]:
     if row is None or row["status"] != "ok":
         return None, None, (row or {}).get("reason") or "our kernel was not measured at this size"

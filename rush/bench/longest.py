@@ -23,7 +23,7 @@ from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import parse, write_toml
 from rush.records.life import LifeRecord
-from rush.records.models import Length, Took, Workload
+from rush.records.models import LengthRecord, ProcessTime, WorkloadRecord
 
 GRAIN = 1024
 """Lengths are multiples of this, where they are longer than it."""
@@ -95,7 +95,7 @@ class LongestSequence:
         size = second + (ROOM * self.limit_bytes - high) / slope
         return max(second, self._rounded(min(size, self.wanted.up_to or size)))
 
-    def record(self) -> Workload:
+    def record(self) -> WorkloadRecord:
         """Everything known so far."""
         recipe, first = self.ours.recipe, self.wanted.probes[0]
         tried = [self._point(size) for size in sorted(self.tried)]
@@ -138,7 +138,7 @@ class LongestSequence:
     def _rounded(self, size: float) -> int:
         return int(size) // GRAIN * GRAIN if size > GRAIN else int(size)
 
-    def _point(self, size: int) -> Length:
+    def _point(self, size: int) -> LengthRecord:
         outcome = self.tried[size]
         timing = outcome.found.get("timing")
         return {
@@ -152,12 +152,12 @@ class LongestSequence:
         }
 
 
-def took(who: str, outcome: Outcome) -> Took:
+def took(who: str, outcome: Outcome) -> ProcessTime:
     """How long a trial ran, and what it spent its time on."""
     return {"who": who, "wall_s": round(outcome.wall_s, 1), "parts": dict(outcome.found.get("seconds", {}))}
 
 
-def life_took(who: str, life: LifeRecord) -> Took:
+def life_took(who: str, life: LifeRecord) -> ProcessTime:
     """How long a life took."""
     parts = {part["name"]: part["seconds"] for part in life["parts"]}
     return {"who": who, "wall_s": round(sum(parts.values()), 1), "parts": parts}

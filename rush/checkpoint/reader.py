@@ -18,9 +18,9 @@ from rush.parallel.placement import local_shards
 from rush.records.checkpoint_pieces import (
     PIECES,
     Box,
-    Piece,
-    Pieces,
     PieceTable,
+    TensorPiece,
+    TensorPieces,
     full_box,
     overlap,
     read_pieces,
@@ -103,7 +103,7 @@ class SavedTensors(Mapping[str, Tensor]):
             values = file.piece(key, _slices(begin, shape, piece.offset))
             into[_slices(begin, shape, box[0])] = values.to(into.device)
 
-    def _overlapping(self, name: str, box: Box) -> Iterator[tuple[Piece, Box]]:
+    def _overlapping(self, name: str, box: Box) -> Iterator[tuple[TensorPiece, Box]]:
         for piece in self._pieces(name).pieces:
             if (shared := overlap(box, (piece.offset, piece.shape))) is not None:
                 yield piece, shared
@@ -111,10 +111,10 @@ class SavedTensors(Mapping[str, Tensor]):
     def _stored(self, name: str) -> str:
         return self._table.tied.get(name, name)
 
-    def _pieces(self, name: str) -> Pieces:
+    def _pieces(self, name: str) -> TensorPieces:
         return self._table.tensors[self._stored(name)]
 
-    def _piece(self, name: str, piece: Piece) -> TensorFile:
+    def _piece(self, name: str, piece: TensorPiece) -> TensorFile:
         """The open file of a piece, which holds what the table says."""
         file, stored = self._file(piece.file), piece.key or self._stored(name)
         said = torch.Size(piece.shape), DTYPES[self._pieces(name).dtype]
@@ -174,7 +174,7 @@ def _whole(file: TensorFile) -> PieceTable:
     for name in sorted(file.names):
         shape, dtype = file.header(name)
         offset, size = full_box(tuple(shape))
-        tensors[name] = Pieces(dtype_name(dtype), size, (Piece(file.path.name, offset, size),))
+        tensors[name] = TensorPieces(dtype_name(dtype), size, (TensorPiece(file.path.name, offset, size),))
     return PieceTable(tensors, file.tied)
 
 

@@ -25,9 +25,9 @@ from rush.records.checkpoint_manifest import FileEntry
 from rush.records.checkpoint_pieces import (
     KINDS,
     PIECES,
-    Piece,
-    Pieces,
     PieceTable,
+    TensorPiece,
+    TensorPieces,
     file_name,
     join_tables,
     problem_with,
@@ -174,5 +174,5 @@ class Writer:
 
 def _described(key: str, part: TensorShard, file: str) -> PieceTable:
     name, nth, _ = key.partition(NTH)
-    piece = Piece(file, part.offset, tuple(part.values.shape), key if nth else "")
-    return PieceTable({name: Pieces(dtype_name(part.values.dtype), part.whole, (piece,))})
+    piece = TensorPiece(file, part.offset, tuple(part.values.shape), key if nth else "")
+    return PieceTable({name: TensorPieces(dtype_name(part.values.dtype), part.whole, (piece,))})

@@ -12,9 +12,9 @@ import typer
 from rush.cli.output import Json, note, print_json, print_table
 
 if TYPE_CHECKING:
-    from rush.records.kernels import KernelRecord, Row
-    from rush.records.ladder import Rung
-    from rush.records.models import Longest, ModelRecord
+    from rush.records.kernels import KernelRecord, KernelRow
+    from rush.records.ladder import RungRecord
+    from rush.records.models import LongestRecord, ModelRecord
 
 app = typer.Typer(
     no_args_is_help=True, help="Kernels and whole runs against the best there is, on this machine."
@@ -126,7 +126,7 @@ def _show_kernels(record: KernelRecord) -> None:
         print_table(["kernel", "size", "pass", "target", "reached", ""], targets, title="Targets")
 
 
-def _kernel_row(rows: list[Row]) -> list[str]:
+def _kernel_row(rows: list[KernelRow]) -> list[str]:
     """One contender at one size: its passes side by side, with their part of the ceiling."""
     first, right, extra = rows[0], rows[0]["correctness"], rows[0].get("beyond_results_bytes")
     verdict = right["verdict"] if right else ""
@@ -142,7 +142,7 @@ def _kernel_row(rows: list[Row]) -> list[str]:
     ]
 
 
-def _time_cell(row: Row) -> str:
+def _time_cell(row: KernelRow) -> str:
     time, fraction = row["time_ms"], row.get("ceiling_fraction")
     if time is None:
         return "-"
@@ -226,7 +226,7 @@ def _show_models(record: ModelRecord) -> None:
             note(f"  {took['who']} took {took['wall_s']:.0f} s{f': {parts}' if parts else ''}")
 
 
-def _model_row(rung: Rung, target: dict[str, Any] | None, *, primary: bool = True) -> list[str]:
+def _model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool = True) -> list[str]:
     speed, memory = rung.get("tokens_per_s"), rung.get("peak_memory_bytes")
     parity = rung.get("parity")
     row = [
@@ -252,7 +252,7 @@ def _verdict(target: dict[str, Any]) -> str:
     return f"{target['verdict']}{': ' + target['why'] if target['why'] else ''}"[:90]
 
 
-def _show_longest(longest: Longest, title: str) -> None:
+def _show_longest(longest: LongestRecord, title: str) -> None:
     from rush.report.models import longest_words
 
     rows = [

@@ -14,7 +14,7 @@ from rush.cli.output import Json, note, print_json
 from rush.errors import RecipeError, nearest
 
 if TYPE_CHECKING:
-    from rush.explain import Settings, Topic
+    from rush.explain import ExplainSettings, Topic
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -126,9 +126,9 @@ def _measure(topic: Topic, device: str, quick: bool, options: dict[str, str | in
 
 def _settings(
     device: str, quick: bool, options: dict[str, str | int]
-) -> Callable[[Callable[[str, int, int], None]], Settings]:
+) -> Callable[[Callable[[str, int, int], None]], ExplainSettings]:
     """Everything that can be refused is refused here, before anything is measured."""
-    from rush.explain import Settings
+    from rush.explain import ExplainSettings
     from rush.hardware import probe
 
     if device not in DEVICES:
@@ -137,7 +137,7 @@ def _settings(
         "cuda" if device == "cuda" or (device == "auto" and _cuda_here()) else "cpu"
     )
     machine = probe(kind)
-    return lambda tell: Settings(machine, kind, quick, options, tell)
+    return lambda tell: ExplainSettings(machine, kind, quick, options, tell)
 
 
 def _cuda_here() -> bool:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rush.lab.ladder.climb import LadderProgress
-    from rush.records.ladder import LadderRecord, Rung
+    from rush.records.ladder import LadderRecord, RungRecord
 
 VIEWS = ("cumulative", "alone", "left_out", "all")
 
@@ -122,7 +122,7 @@ def compare(
     )
 
 
-def _cell(rung: Rung | None) -> str:
+def _cell(rung: RungRecord | None) -> str:
     if rung is None:
         return "-"
     speed = rung["tokens_per_s"]
@@ -183,7 +183,7 @@ def ladder_table(progress: LadderProgress) -> Table:
     return table
 
 
-def _row(rung: Rung) -> list[str]:
+def _row(rung: RungRecord) -> list[str]:
     speed, gain, total = rung["tokens_per_s"], rung["gain"], rung["total_gain"]
     memory = rung["peak_memory_bytes"]
     spread = (speed["ci95"][1] - speed["ci95"][0]) / 2 if speed else 0.0

@@ -15,7 +15,7 @@ from rush.cli.output import ExtraTechniques, Json, note, print_json
 
 if TYPE_CHECKING:
     from rush.lab.scaling.study import ScalingProgress
-    from rush.records.scaling import Link, Point, ScaleRecord
+    from rush.records.scaling import LinkRecord, PointRecord, ScaleRecord
 
 
 def scale(
@@ -185,7 +185,7 @@ def tables(progress: ScalingProgress) -> list[Any]:
     return found
 
 
-def row_of(point: Point) -> list[str]:
+def row_of(point: PointRecord) -> list[str]:
     """A point as words; what is no finding has no efficiency."""
     speed, exposed, memory = point["tokens_per_s"], point["exposed"], point["memory_bytes"]
     spread = (speed["ci95"][1] - speed["ci95"][0]) / 2 if speed else 0.0
@@ -200,7 +200,7 @@ def row_of(point: Point) -> list[str]:
     ]
 
 
-def _why(point: Point) -> str | None:
+def _why(point: PointRecord) -> str | None:
     """What stands behind a verdict that is no finding."""
     reason = point["reason"] or (point["parity"] or {}).get("why")
     if point["verdict"] in ("equal", "baseline") or not reason:
@@ -208,7 +208,7 @@ def _why(point: Point) -> str | None:
     return f"{point['layout']} on {point['devices']}: {point['verdict']}: {reason}"
 
 
-def _efficiency(point: Point, scaling: str) -> str:
+def _efficiency(point: PointRecord, scaling: str) -> str:
     found = point["efficiency"].get(scaling)
     if found is None:
         return ""
@@ -221,7 +221,7 @@ def _memory(ranks: list[int]) -> str:
     return f"{high:,.0f} MiB" if high < 1.02 * low else f"{low:,.0f}–{high:,.0f} MiB"
 
 
-def _link_row(link: Link) -> list[str]:
+def _link_row(link: LinkRecord) -> list[str]:
     from rush.cli.probe import quantity
 
     best = max(link["sizes"], key=lambda size: size["bytes_per_s"])

@@ -12,9 +12,9 @@ from functools import cache
 from importlib import import_module
 
 from rush.errors import RecipeError, nearest
-from rush.explain.topic import Data, Settings, Table, Topic
+from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
-__all__ = ["Data", "Settings", "Table", "Topic", "find", "topics"]
+__all__ = ["Data", "ExplainSettings", "Topic", "TopicTable", "find", "topics"]
 
 
 @cache

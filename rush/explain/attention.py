@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from rush.explain import say
-from rush.explain.chart import Curves, Dot, Line, Mark, Panel, dot
+from rush.explain.chart import Curve, Curves, Dot, Mark, Panel, dot
 from rush.explain.clock import timed
-from rush.explain.topic import Data, Settings, Table, Topic
+from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ TOO_LONG_S = 2.5
 """A call longer than this is not made: one more doubling would take four times as long."""
 
 
-def measure(settings: Settings) -> Data:
+def measure(settings: ExplainSettings) -> Data:
     cuda = settings.device == "cuda"
     heads = 16 if cuda else 4
     if settings.quick:
@@ -52,7 +52,7 @@ def measure(settings: Settings) -> Data:
     }
 
 
-def _row(way: str, length: int, heads: int, settings: Settings) -> Data:
+def _row(way: str, length: int, heads: int, settings: ExplainSettings) -> Data:
     """One length: status, seconds and peak bytes of a forward and backward pass."""
     import torch
 
@@ -273,7 +273,7 @@ def _at(rows: list[Data], length: int) -> Any:
 
 def picture(data: Data) -> list[Panel]:
     speed = [
-        Line(NAMES[way], [dot(row["length"], row["seconds"]) for row in rows], COLOURS[way])
+        Curve(NAMES[way], [dot(row["length"], row["seconds"]) for row in rows], COLOURS[way])
         for way in NAMES
         if (rows := _measured(data, way))
     ]
@@ -289,7 +289,7 @@ def picture(data: Data) -> list[Panel]:
         )
     ]
     memory = [
-        Line(NAMES[way], [Dot(row["length"], row["peak_bytes"]) for row in rows], COLOURS[way])
+        Curve(NAMES[way], [Dot(row["length"], row["peak_bytes"]) for row in rows], COLOURS[way])
         for way in NAMES
         if (rows := [row for row in _measured(data, way) if row["peak_bytes"]])
     ]
@@ -297,7 +297,7 @@ def picture(data: Data) -> list[Panel]:
         length, measured = limit(data)
         if length is not None and not measured:
             memory.append(_beyond(data, length))
-        room = Line(
+        room = Curve(
             "memory of this machine", [Dot(x, data["memory_bytes"]) for x in _ends(memory)], 6, "formula"
         )
         panels.append(
@@ -322,22 +322,22 @@ def _failed(data: Data) -> list[Mark]:
     ]
 
 
-def _beyond(data: Data, length: int) -> Line:
+def _beyond(data: Data, length: int) -> Curve:
     """Plain's memory beyond what was measured, up to the first length that no longer fits."""
     last = _measured(data, "plain")[-1]
     dots, at = [], last["length"]
     while at <= 2 * length:
         dots.append(Dot(at, last["peak_bytes"] * (at / last["length"]) ** 2))
         at *= 2
-    return Line("plain, extrapolated by the square", dots, COLOURS["plain"], "extrapolated")
+    return Curve("plain, extrapolated by the square", dots, COLOURS["plain"], "extrapolated")
 
 
-def _ends(lines: list[Line]) -> tuple[float, float]:
+def _ends(lines: list[Curve]) -> tuple[float, float]:
     xs = [point.x for line in lines for point in line.dots]
     return min(xs), max(xs)
 
 
-def table(data: Data) -> Table:
+def table(data: Data) -> TopicTable:
     rows = [
         [
             row["way"],
@@ -347,7 +347,7 @@ def table(data: Data) -> Table:
         ]
         for row in data["rows"]
     ]
-    return Table(("attention", "tokens", "time (95 % interval)", "peak memory"), rows)
+    return TopicTable(("attention", "tokens", "time (95 % interval)", "peak memory"), rows)
 
 
 topic = Topic(

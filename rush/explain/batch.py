@@ -14,15 +14,15 @@ from itertools import pairwise
 from typing import Any
 
 from rush.explain import say
-from rush.explain.chart import Curves, Dot, Line, Mark, Panel, dot
+from rush.explain.chart import Curve, Curves, Dot, Mark, Panel, dot
 from rush.explain.clock import stat, timed
-from rush.explain.topic import Data, Settings, Table, Topic
+from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
 FREE = 1.5
 """A batch that takes no longer than this times a smaller one is called nearly free."""
 
 
-def measure(settings: Settings) -> Data:
+def measure(settings: ExplainSettings) -> Data:
     import torch
 
     cuda = settings.device == "cuda"
@@ -56,7 +56,7 @@ def measure(settings: Settings) -> Data:
     return data
 
 
-def _read_rate(weight: Any, settings: Settings) -> float:
+def _read_rate(weight: Any, settings: ExplainSettings) -> float:
     """How fast the weight alone can be read, looking for its largest number."""
     import torch
 
@@ -201,7 +201,7 @@ def picture(data: Data) -> list[Panel]:
             "FLOP per second",
             "",
             "FLOP/s",
-            [Line("measured", speed, 1), Line("roof: memory, then the best rate", slope, 6, "formula")],
+            [Curve("measured", speed, 1), Curve("roof: memory, then the best rate", slope, 6, "formula")],
             marks=marks,
         ),
         Curves(
@@ -210,13 +210,13 @@ def picture(data: Data) -> list[Panel]:
             "time",
             "",
             "s",
-            [Line("measured", [dot(row["batch"], row["seconds"]) for row in rows], 2)],
+            [Curve("measured", [dot(row["batch"], row["seconds"]) for row in rows], 2)],
             marks=marks,
         ),
     ]
 
 
-def table(data: Data) -> Table:
+def table(data: Data) -> TopicTable:
     rows = [
         [
             say.plain_number(row["batch"]),
@@ -227,7 +227,7 @@ def table(data: Data) -> Table:
         ]
         for row in data["rows"]
     ]
-    return Table(("rows", "FLOP per byte", "time (95 % interval)", "rate", "bandwidth"), rows)
+    return TopicTable(("rows", "FLOP per byte", "time (95 % interval)", "rate", "bandwidth"), rows)
 
 
 topic = Topic(

@@ -29,7 +29,7 @@ class Dot:
 
 
 @dataclass(frozen=True)
-class Line:
+class Curve:
     """A series. Measured ones are solid with marks, formulas and extrapolations dashed, dots not joined."""
 
     name: str
@@ -53,7 +53,7 @@ class Curves:
     y_title: str
     x_unit: Unit
     y_unit: Unit
-    lines: Sequence[Line]
+    lines: Sequence[Curve]
     x_log: bool = True
     y_log: bool = True
     marks: Sequence[Mark] = ()

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from markupsafe import Markup
 
-from rush.explain.chart import Bar, Bars, Curves, Dot, Line, Mark, Panel, Unit, label, tick_values
+from rush.explain.chart import Bar, Bars, Curve, Curves, Dot, Mark, Panel, Unit, label, tick_values
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.svg import Scale, number, path, picture, tag, tooltip
@@ -138,7 +138,7 @@ def _x_ticks(panel: Curves) -> list[float]:
     return tick_values(x_low, x_high, panel.x_log, panel.x_unit)
 
 
-def _line(line: Line, panel: Curves, x: Scale, y: Scale) -> list[Markup]:
+def _line(line: Curve, panel: Curves, x: Scale, y: Scale) -> list[Markup]:
     marks = []
     if line.style != "dots" and len(line.dots) > 1:
         points = [(x(dot.x), y(dot.y)) for dot in line.dots]
@@ -148,7 +148,7 @@ def _line(line: Line, panel: Curves, x: Scale, y: Scale) -> list[Markup]:
     return marks + [_dot(line, dot, panel, x(dot.x), y) for dot in line.dots]
 
 
-def _dot(line: Line, dot: Dot, panel: Curves, cx: float, y: Scale) -> Markup:
+def _dot(line: Curve, dot: Dot, panel: Curves, cx: float, y: Scale) -> Markup:
     said = f"{line.name}, {label(dot.x, panel.x_unit)}: {label(dot.y, panel.y_unit)}"
     parts = [tooltip(f"{said}. {dot.note}" if dot.note else said)]
     if dot.low is not None and dot.high is not None:
@@ -176,7 +176,7 @@ def shape(colour: int, cx: float, cy: float, class_: str) -> Markup:
     return tag("path", class_=class_, d=at + forms[kind])
 
 
-def _legend(lines: Sequence[Line], width: float) -> tuple[list[Markup], float]:
+def _legend(lines: Sequence[Curve], width: float) -> tuple[list[Markup], float]:
     """The names of the series over the plot, in as many rows as they need."""
     marks, x, y = [], 4.0, 12.0
     for line in lines:
@@ -194,7 +194,7 @@ def _legend(lines: Sequence[Line], width: float) -> tuple[list[Markup], float]:
     return marks, y + 8
 
 
-def _labels(lines: Sequence[Line], frame: Frame, x: Scale, y: Scale) -> list[Markup]:
+def _labels(lines: Sequence[Curve], frame: Frame, x: Scale, y: Scale) -> list[Markup]:
     """The short labels of single dots, each on the first side that is free."""
     taken = [(x(dot.x), y(dot.y)) for line in lines if line.style == "dots" for dot in line.dots]
     marks = []

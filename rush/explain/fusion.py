@@ -13,9 +13,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from rush.explain import say
-from rush.explain.chart import Bar, Bars, Curves, Line, Panel, dot
+from rush.explain.chart import Bar, Bars, Curve, Curves, Panel, dot
 from rush.explain.clock import timed
-from rush.explain.topic import Data, Settings, Table, Topic
+from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ NAMES = {
 COLOURS = {"separate": 2, "fused": 1, "sliced": 3}
 
 
-def measure(settings: Settings) -> Data:
+def measure(settings: ExplainSettings) -> Data:
     import torch
 
     # Chains compiled earlier in this process must not count against the limit of recompiles.
@@ -248,7 +248,7 @@ def _rate(row: Data) -> float:
 def picture(data: Data) -> list[Panel]:
     ways = [way for way in NAMES if _of(data, way)]
     lines = [
-        Line(NAMES[way], [dot(r["length"], r["seconds"]) for r in _of(data, way)], COLOURS[way])
+        Curve(NAMES[way], [dot(r["length"], r["seconds"]) for r in _of(data, way)], COLOURS[way])
         for way in ways
     ]
     bars = []
@@ -273,7 +273,7 @@ def picture(data: Data) -> list[Panel]:
     ]
 
 
-def table(data: Data) -> Table:
+def table(data: Data) -> TopicTable:
     rows = [
         [
             NAMES[row["way"]],
@@ -284,7 +284,7 @@ def table(data: Data) -> Table:
         ]
         for row in data["rows"]
     ]
-    return Table(("how", "operations", "bytes moved", "time (95 % interval)", "bandwidth"), rows)
+    return TopicTable(("how", "operations", "bytes moved", "time (95 % interval)", "bandwidth"), rows)
 
 
 topic = Topic(

@@ -18,19 +18,19 @@ from typing import Any
 
 from rush.errors import MachineError
 from rush.explain import say
-from rush.explain.chart import Bar, Bars, Curves, Line, Mark, Panel, dot
+from rush.explain.chart import Bar, Bars, Curve, Curves, Mark, Panel, dot
 from rush.explain.clock import stat, timed
-from rush.explain.topic import Data, Settings, Table, Topic
+from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
 SAMPLE_S = 2e-3
 
 
-def measure(settings: Settings) -> Data:
+def measure(settings: ExplainSettings) -> Data:
     return _on_device(settings) if settings.device == "cuda" else _on_host(settings)
 
 
-def _on_host(settings: Settings) -> Data:
+def _on_host(settings: ExplainSettings) -> Data:
     from rush.explain.native.host import compile_walks
 
     levels = caches()
@@ -71,7 +71,7 @@ def _sizes(first: int, last: int, quick: bool) -> list[int]:
     return [size for size in sizes if size <= last]
 
 
-def _largest(levels: Sequence[dict[str, Any]], settings: Settings) -> int:
+def _largest(levels: Sequence[dict[str, Any]], settings: ExplainSettings) -> int:
     """Well beyond the last cache, but never more than a sixteenth of the memory."""
     beyond = 4 * max([level["bytes"] for level in levels], default=16 * MIB)
     wanted = min(max(64 * MIB, beyond), 256 * MIB if not settings.quick else 64 * MIB)
@@ -136,7 +136,7 @@ def _all_cores(walks: Any, size: int, workers: int, samples: int) -> Data | None
     return {"workers": workers, "moved": part * workers, "seconds": stat(times)}
 
 
-def _bandwidth_by_calls(sizes: Sequence[int], settings: Settings) -> list[Data]:
+def _bandwidth_by_calls(sizes: Sequence[int], settings: ExplainSettings) -> list[Data]:
     """Without a C compiler: torch adds up tensors; below some size the call itself is what takes the time."""
     import torch
 
@@ -175,11 +175,11 @@ def caches() -> list[dict[str, Any]]:
     ]
 
 
-def _on_device(settings: Settings) -> Data:
+def _on_device(settings: ExplainSettings) -> Data:
     import torch
 
     try:
-        from rush.explain.native.device import Chase, Stream
+        from rush.explain.native.device import Chase, DeviceStream
     except ImportError as error:
         raise MachineError(
             f"the walks through a GPU's memory are Triton kernels, and Triton is not here ({error}); install it with pip install triton."
@@ -214,7 +214,7 @@ def _on_device(settings: Settings) -> Data:
         data["latency"].append({"bytes": size, "seconds": per_hop})
     for done, size in enumerate(streams, start=len(chases)):
         settings.tell(f"bandwidth, {say.size(size)} in use", done, parts)
-        stream = Stream(size, properties.multi_processor_count, max(size, GIB))
+        stream = DeviceStream(size, properties.multi_processor_count, max(size, GIB))
         found = timed(stream, "cuda", budget_s=budget, most=11)
         data["bandwidth"].append({"bytes": size, "moved": stream.moved_bytes, "seconds": found})
         del stream
@@ -224,7 +224,7 @@ def _on_device(settings: Settings) -> Data:
     return data
 
 
-def _links(settings: Settings, parts: int, budget: float) -> list[Data]:
+def _links(settings: ExplainSettings, parts: int, budget: float) -> list[Data]:
     """Copies between host and device, from ordinary and from page-locked memory."""
     import torch
 
@@ -378,11 +378,13 @@ def picture(data: Data) -> list[Panel]:
     marks = [Mark(level["bytes"], f"{level['name']} {say.size(level['bytes'])}") for level in data["levels"]]
     panels: list[Panel] = []
     if data["latency"]:
-        line = Line(
+        line = Curve(
             "random visits, one after another", [dot(r["bytes"], r["seconds"]) for r in data["latency"]], 2
         )
         panels.append(Curves("Latency", "bytes in use", "time of one visit", "B", "s", [line], marks=marks))
-    line = Line("reading in order", [dot(r["bytes"], r["seconds"], r["moved"]) for r in data["bandwidth"]], 1)
+    line = Curve(
+        "reading in order", [dot(r["bytes"], r["seconds"], r["moved"]) for r in data["bandwidth"]], 1
+    )
     panels.append(Curves("Bandwidth", "bytes in use", "bytes per second", "B", "B/s", [line], marks=marks))
     if data["links"]:
         rows = [_bar(row["name"], row, 3) for row in data["links"]]
@@ -396,14 +398,14 @@ def _bar(name: str, row: Data, colour: int) -> Bar:
     return Bar(name, _rate(row), moved / seconds["high"], moved / seconds["low"], colour)
 
 
-def table(data: Data) -> Table:
+def table(data: Data) -> TopicTable:
     visits = {row["bytes"]: say.span(row["seconds"]) for row in data["latency"]}
     speed = {row["bytes"]: say.bandwidth(_rate(row)) for row in data["bandwidth"]}
     rows = [
         [say.size(size), visits.get(size, "–"), speed.get(size, "–")] for size in sorted({*visits, *speed})
     ]
     rows += [[row["name"], "–", say.bandwidth(_rate(row))] for row in data["links"]]
-    return Table(("bytes in use", "one random visit (95 % interval)", "in order"), rows)
+    return TopicTable(("bytes in use", "one random visit (95 % interval)", "in order"), rows)
 
 
 topic = Topic(

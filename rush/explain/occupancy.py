@@ -18,16 +18,16 @@ from typing import Any
 
 from rush.errors import MachineError
 from rush.explain import say
-from rush.explain.chart import Bar, Bars, Curves, Line, Mark, Panel, dot
+from rush.explain.chart import Bar, Bars, Curve, Curves, Mark, Panel, dot
 from rush.explain.clock import timed
-from rush.explain.topic import Data, Settings, Table, Topic
+from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
 VOCABULARIES = (50257, 50304)
 """GPT-2's vocabulary, and the next multiple of 128."""
 PRODUCTS = ("logits", "gradient of the input", "gradient of the weight")
 
 
-def measure(settings: Settings) -> Data:
+def measure(settings: ExplainSettings) -> Data:
     import torch
 
     cuda = settings.device == "cuda"
@@ -55,7 +55,7 @@ def measure(settings: Settings) -> Data:
 Run = Callable[[int], object]
 
 
-def _host_tasks(settings: Settings) -> tuple[int, list[int], Run]:
+def _host_tasks(settings: ExplainSettings) -> tuple[int, list[int], Run]:
     """Tasks on the CPU: running sums, which torch cannot divide among threads; one Python thread per core."""
     import torch
 
@@ -110,7 +110,7 @@ def _around(workers: int, quick: bool) -> list[int]:
     return sorted({count for count in halves if count > 0})
 
 
-def _device_tasks(settings: Settings) -> tuple[int, list[int], Run]:
+def _device_tasks(settings: ExplainSettings) -> tuple[int, list[int], Run]:
     """Tasks on the GPU: programs of 1024 threads, each of which keeps a multiprocessor's units busy."""
     import torch
 
@@ -126,7 +126,7 @@ def _device_tasks(settings: Settings) -> tuple[int, list[int], Run]:
     return workers, counts, tasks
 
 
-def _sizes(settings: Settings, dtype: Any, done: int, parts: int) -> list[Data]:
+def _sizes(settings: ExplainSettings, dtype: Any, done: int, parts: int) -> list[Data]:
     """Square products at a power of two, beside it, and at multiples of smaller powers."""
     import torch
 
@@ -147,7 +147,7 @@ def _sizes(settings: Settings, dtype: Any, done: int, parts: int) -> list[Data]:
     return rows
 
 
-def _vocabulary(settings: Settings, dtype: Any, done: int, parts: int) -> Data:
+def _vocabulary(settings: ExplainSettings, dtype: Any, done: int, parts: int) -> Data:
     """The head of GPT-2 with its own vocabulary and with a padded one: the product and its two gradients."""
     import torch
 
@@ -286,7 +286,7 @@ def _advice(data: Data) -> str:
 def picture(data: Data) -> list[Panel]:
     workers = data["workers"]
     waves = [Mark(workers * k, f"{k} wave{'s' if k > 1 else ''}") for k in range(1, 5)]
-    line = Line("equal tasks", [dot(row["tasks"], row["seconds"]) for row in data["tasks"]], 1)
+    line = Curve("equal tasks", [dot(row["tasks"], row["seconds"]) for row in data["tasks"]], 1)
     last = max(row["tasks"] for row in data["tasks"])
     marks = [mark for mark in waves if mark.x <= last]
     vocabulary = [
@@ -329,7 +329,7 @@ def picture(data: Data) -> list[Panel]:
     ]
 
 
-def table(data: Data) -> Table:
+def table(data: Data) -> TopicTable:
     rows = [
         [f"{row['tasks']} task{'s' if row['tasks'] > 1 else ''}", say.span(row["seconds"]), "–"]
         for row in data["tasks"]
@@ -346,7 +346,7 @@ def table(data: Data) -> Table:
         [f"product of size {row['size']}", say.span(row["seconds"]), say.flops(_rate(row))]
         for row in data["sizes"]
     ]
-    return Table(("what", "time (95 % interval)", "rate"), rows)
+    return TopicTable(("what", "time (95 % interval)", "rate"), rows)
 
 
 def _head_flops(data: Data, row: Data) -> float:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rush.explain import say
-from rush.explain.chart import Bar, Bars, Curves, Dot, Line, Panel
-from rush.explain.topic import Data, Settings, Table, Topic
+from rush.explain.chart import Bar, Bars, Curve, Curves, Dot, Panel
+from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ UPDATES = [10.0 ** (-k / 2) for k in range(2, 15)]
 """Sizes of an update relative to the weight: from a tenth to a ten-millionth."""
 
 
-def measure(settings: Settings) -> Data:
+def measure(settings: ExplainSettings) -> Data:
     import torch
 
     from rush.hardware import measure as rates
@@ -222,7 +222,7 @@ def picture(data: Data) -> list[Panel]:
             Bar(row["name"], rate, ends[0], ends[1], 1, note="" if rate is not None else str(row["why"]))
         )
     lines = [
-        Line(
+        Curve(
             row["name"],
             [Dot(step, share) for step, share in zip(data["updates"], row["moved"], strict=True)],
             colour,
@@ -245,7 +245,7 @@ def picture(data: Data) -> list[Panel]:
     ]
 
 
-def table(data: Data) -> Table:
+def table(data: Data) -> TopicTable:
     rows = []
     for row in data["rows"]:
         rate: Any = _rate(row)
@@ -269,7 +269,7 @@ def table(data: Data) -> Table:
         f"1 added {data['added']} times",
         "matrix products",
     )
-    return Table(head, rows)
+    return TopicTable(head, rows)
 
 
 topic = Topic(

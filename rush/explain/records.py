@@ -17,7 +17,7 @@ from typing import Any
 from rush.errors import DataError, RecipeError
 from rush.explain import find
 from rush.explain.chart import Panel
-from rush.explain.topic import Data, Settings, Table, Topic
+from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 from rush.hardware.conditions import load_now
 
 FORMAT, VERSION = "rush explain", 1
@@ -37,7 +37,7 @@ class Explanation:
     topic: Topic
     words: list[str]
     panels: list[Panel]
-    table: Table
+    table: TopicTable
 
     @property
     def where(self) -> str:
@@ -53,7 +53,7 @@ class Explanation:
         return None
 
 
-def make(topic: Topic, settings: Settings) -> Record:
+def make(topic: Topic, settings: ExplainSettings) -> Record:
     """Measure a topic now."""
     machine, load = settings.machine, load_now(settings.machine)
     began, clock = datetime.now(UTC), time.perf_counter()

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from rush.errors import MachineError, RecipeError
 from rush.explain import say
-from rush.explain.chart import Curves, Dot, Line, Panel
+from rush.explain.chart import Curve, Curves, Dot, Panel
 from rush.explain.clock import timed
-from rush.explain.topic import Data, Settings, Table, Topic
+from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ Case = tuple[str, str, int, float, float, Callable[[], object]]
 """Name, kind, copies in the model, FLOPs, least bytes, and the work itself."""
 
 
-def measure(settings: Settings) -> Data:
+def measure(settings: ExplainSettings) -> Data:
     import torch
 
     from rush.hardware import measure as rates
@@ -358,7 +358,7 @@ def picture(data: Data) -> list[Panel]:
             if op["kind"] == kind
         ]
         if dots:
-            lines.append(Line(kind, dots, colour, "dots"))
+            lines.append(Curve(kind, dots, colour, "dots"))
     places = [intensity(op) for op in data["ops"]]
     turn = data["matmul_flops"] / data["copy_bytes_per_s"]
     start, end = min([*places, turn]) / 2, max([*places, turn]) * 2
@@ -368,7 +368,7 @@ def picture(data: Data) -> list[Panel]:
         Dot(end, data["matmul_flops"]),
     ]
     lines.append(
-        Line(
+        Curve(
             f"roof: {say.bandwidth(data['copy_bytes_per_s'])}, then {say.flops(data['matmul_flops'])}",
             corners,
             6,
@@ -384,7 +384,7 @@ def picture(data: Data) -> list[Panel]:
     ]
 
 
-def table(data: Data) -> Table:
+def table(data: Data) -> TopicTable:
     rows = [
         [
             f"{index} {op['name']}",
@@ -396,7 +396,7 @@ def table(data: Data) -> Table:
         ]
         for index, op in enumerate(data["ops"], start=1)
     ]
-    return Table(
+    return TopicTable(
         ("operation", "in the model", "time of one (95 % interval)", "FLOP per byte", "rate", "of its roof"),
         rows,
     )

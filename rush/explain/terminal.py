@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 from rich.padding import Padding
-from rich.table import Table as RichTable
+from rich.table import Table
 from rich.text import Text
 
 from rush.explain.chart import Bars, Curves, Panel, tick_values
 from rush.explain.drawing import bar_label, bar_scale, short
-from rush.explain.topic import Table
+from rush.explain.topic import TopicTable
 
 SIGNS = "●■▲◆○▬"
 COLOURS = ("blue", "red", "green", "magenta", "yellow", "white")
@@ -21,7 +21,7 @@ ROWS = 11
 
 
 def show(
-    console: Console, title: str, where: str, panels: Sequence[Panel], table: Table, words: Sequence[str]
+    console: Console, title: str, where: str, panels: Sequence[Panel], table: TopicTable, words: Sequence[str]
 ) -> None:
     console.print(Text(title, style="bold"), Text(where, style="dim"), sep="\n")
     for panel in panels:
@@ -38,8 +38,8 @@ def show(
         console.print(Padding(Text(sentence), (0, 0, 1, 0)))
 
 
-def numbers(table: Table) -> RichTable:
-    drawn = RichTable(box=None, pad_edge=False, header_style="bold")
+def numbers(table: TopicTable) -> Table:
+    drawn = Table(box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(table.columns):
         left = index == 0 or any(len(row[index]) > 34 for row in table.rows)
         drawn.add_column(name, justify="left" if left else "right", overflow="fold")

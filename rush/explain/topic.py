@@ -20,7 +20,7 @@ Data = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Settings:
+class ExplainSettings:
     """How to measure."""
 
     machine: Machine
@@ -34,7 +34,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Table:
+class TopicTable:
     """All numbers, for those who want them."""
 
     columns: Sequence[str]
@@ -52,10 +52,10 @@ class Topic:
     """Paragraphs that teach what is behind it."""
     method: Sequence[tuple[str, str]]
     """How each figure came about: its name and the formula or the way it was measured."""
-    measure: Callable[[Settings], Data]
+    measure: Callable[[ExplainSettings], Data]
     words: Callable[[Data], list[str]]
     """Three to six sentences about what was measured, the most important first."""
     picture: Callable[[Data], list[Panel]]
-    table: Callable[[Data], Table]
+    table: Callable[[Data], TopicTable]
     options: Sequence[str] = ()
     """Which of the command's options (`model`, `batch`, `sequence`) this topic takes."""

@@ -35,7 +35,7 @@ class FileEntry:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """What a checkpoint says of itself; `meta` is free (metrics, recipe hash, versions)."""
 
     step: int
@@ -78,7 +78,7 @@ def describe_files(folder: Path, known: Mapping[str, FileEntry]) -> dict[str, Fi
     return entries
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of a checkpoint folder, or say in CheckpointDamaged why it cannot be trusted."""
     path = folder / MANIFEST_NAME
     if not folder.is_dir():
@@ -107,7 +107,7 @@ def read_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_sizes(folder: Path, manifest: Manifest) -> None:
+def check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
     """The quick half of verification: the right files under the right name, with the right lengths."""
     # The name of the folder says the step as well, because that is how the newest one is found.
     if folder.resolve().name != folder_name(manifest.step):
@@ -129,7 +129,7 @@ def check_sizes(folder: Path, manifest: Manifest) -> None:
             raise _damaged(folder, name, f"has {status.st_size} bytes, the manifest says {entry.size_bytes}")
 
 
-def check_contents(folder: Path, manifest: Manifest, share: tuple[int, int] = (0, 1)) -> None:
+def check_contents(folder: Path, manifest: CheckpointManifest, share: tuple[int, int] = (0, 1)) -> None:
     """The thorough half: every byte, through SHA-256. Of several readers (`share`: number, count) each takes some files."""
     number, count = share
     by_size = sorted(manifest.files.items(), key=lambda item: -item[1].size_bytes)
@@ -157,7 +157,7 @@ def _digest(body: Mapping[str, Any]) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def _from_body(folder: Path, body: Mapping[str, Any]) -> Manifest:
+def _from_body(folder: Path, body: Mapping[str, Any]) -> CheckpointManifest:
     try:
         files = {
             str(name): FileEntry(int(row["size_bytes"]), str(row["sha256"]))
@@ -166,7 +166,7 @@ def _from_body(folder: Path, body: Mapping[str, Any]) -> Manifest:
         step = int(body["step"])
         if step < 0:
             raise ValueError(f"step {step}")
-        return Manifest(step=step, files=files, meta=dict(body["meta"]))
+        return CheckpointManifest(step=step, files=files, meta=dict(body["meta"]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise _damaged(folder, MANIFEST_NAME, f"lacks or misspells a field ({error!r})") from None
 

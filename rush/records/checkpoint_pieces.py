@@ -34,7 +34,7 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A box of a tensor, and the file that holds it, under the tensor's name or another."""
 
     file: str
@@ -45,19 +45,19 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Pieces:
+class TensorPieces:
     """A whole tensor: what it is, and the pieces that fill it."""
 
     dtype: str
     shape: tuple[int, ...]
-    pieces: tuple[Piece, ...]
+    pieces: tuple[TensorPiece, ...]
 
 
 @dataclass(frozen=True)
 class PieceTable:
     """The tensors of a kind (model or optimizer), and the other names of tied ones."""
 
-    tensors: Mapping[str, Pieces] = field(default_factory=dict)
+    tensors: Mapping[str, TensorPieces] = field(default_factory=dict)
     tied: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -69,7 +69,7 @@ def overlap(a: Box, b: Box) -> Box | None:
     return (begin, shape) if all(size > 0 for size in shape) else None
 
 
-def problem_with(tensor: Pieces) -> str | None:
+def problem_with(tensor: TensorPieces) -> str | None:
     """Why the pieces do not fill the tensor exactly; None if they do.
 
     Ranks cut a tensor like a grid, so the pieces must be all the cells of one: along every dim the cuts fill the dim, and
@@ -148,7 +148,7 @@ def table_from_json(body: Mapping[str, Any]) -> PieceTable:
     for name, cell in body["tensors"].items():
         shape = _numbers(cell["shape"])
         pieces = tuple(
-            Piece(
+            TensorPiece(
                 _text(piece["file"]),
                 _numbers(piece["offset"]),
                 _numbers(piece["shape"]),
@@ -160,7 +160,7 @@ def table_from_json(body: Mapping[str, Any]) -> PieceTable:
             raise ValueError(f"a piece of {name} has another number of dims than {list(shape)}")
         if not pieces or cell["dtype"] not in ITEM_BYTES:
             raise ValueError(f"{name} has {len(pieces)} pieces of dtype {cell['dtype']!r}")
-        tensors[name] = Pieces(cell["dtype"], shape, pieces)
+        tensors[name] = TensorPieces(cell["dtype"], shape, pieces)
     return PieceTable(tensors, {_text(alias): _text(name) for alias, name in body["tied"].items()})
 
 
@@ -180,24 +180,24 @@ def _text(value: Any) -> str:
 
 def join_tables(parts: Iterable[PieceTable]) -> PieceTable:
     """One table of what several ranks wrote. What two of them wrote alike counts once, as the first has it."""
-    tensors: dict[str, Pieces] = {}
+    tensors: dict[str, TensorPieces] = {}
     tied: dict[str, str] = {}
     for part in parts:
         tied |= part.tied
         for name, tensor in part.tensors.items():
-            known = tensors.setdefault(name, Pieces(tensor.dtype, tensor.shape, ()))
+            known = tensors.setdefault(name, TensorPieces(tensor.dtype, tensor.shape, ()))
             assert (known.dtype, known.shape) == (tensor.dtype, tensor.shape), f"{name}: {known} {tensor}"
-            tensors[name] = Pieces(known.dtype, known.shape, known.pieces + tensor.pieces)
+            tensors[name] = TensorPieces(known.dtype, known.shape, known.pieces + tensor.pieces)
     for name in tied:
         tensors.pop(name, None)  # a rank that holds only the other end of a tie wrote it under that name
     return PieceTable({name: _once(tensor) for name, tensor in tensors.items()}, tied)
 
 
-def _once(tensor: Pieces) -> Pieces:
-    boxes: dict[Box, Piece] = {}
+def _once(tensor: TensorPieces) -> TensorPieces:
+    boxes: dict[Box, TensorPiece] = {}
     for piece in tensor.pieces:
         boxes.setdefault((piece.offset, piece.shape), piece)
-    return Pieces(tensor.dtype, tensor.shape, tuple(boxes.values()))
+    return TensorPieces(tensor.dtype, tensor.shape, tuple(boxes.values()))
 
 
 def file_name(kind: str, rank: int, world: int) -> str:

@@ -23,8 +23,8 @@ from rush.files import fsync_file, fsync_folder, write_atomic, writing
 from rush.records.checkpoint_manifest import (
     MANIFEST_NAME,
     CheckpointDamaged,
+    CheckpointManifest,
     FileEntry,
-    Manifest,
     check_contents,
     check_sizes,
     describe_files,
@@ -42,7 +42,7 @@ class Checkpoint:
     """A checkpoint folder that was verified to the last byte."""
 
     path: Path
-    manifest: Manifest
+    manifest: CheckpointManifest
 
     @property
     def step(self) -> int:
@@ -93,7 +93,7 @@ class CheckpointStore:
             files = describe_files(temporary, known or {})
             for name in files.keys() - (known or {}).keys():
                 fsync_file(temporary / name)
-        write_atomic(temporary / MANIFEST_NAME, Manifest(step, files, meta).render())
+        write_atomic(temporary / MANIFEST_NAME, CheckpointManifest(step, files, meta).render())
         with writing(final):
             old = self._hidden(_REPLACED, step)
             if final.exists():
@@ -207,7 +207,7 @@ def _step_of(name: str) -> int | None:
     return step if step is not None and folder_name(step) == name else None
 
 
-def _validation_loss(manifest: Manifest) -> float | None:
+def _validation_loss(manifest: CheckpointManifest) -> float | None:
     metrics = manifest.meta.get("metrics")
     loss = metrics.get("val_loss") if isinstance(metrics, dict) else None
     return float(loss) if isinstance(loss, int | float) else None

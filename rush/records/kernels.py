@@ -27,14 +27,14 @@ RENAMED_OPS = {"biased": "bias_grad", "norm_of_all": "grad_norm"}
 """Op names in older records, and what they are called now."""
 
 
-class Time(TypedDict):
+class KernelTime(TypedDict):
     median: float
     ci95: list[float]
     n: int
     samples: list[float]
 
 
-class Row(TypedDict, total=False):
+class KernelRow(TypedDict, total=False):
     """One contender at one size in one pass. Figures are None unless it was timed."""
 
     size: str
@@ -46,7 +46,7 @@ class Row(TypedDict, total=False):
     """The pass: forward, backward or both."""
     status: str
     reason: str | None
-    time_ms: Time | None
+    time_ms: KernelTime | None
     bytes: float | None
     flops: float | None
     bytes_per_s: float | None
@@ -60,7 +60,7 @@ class Row(TypedDict, total=False):
     first_call_s: float | None
 
 
-class Op(TypedDict, total=False):
+class KernelOp(TypedDict, total=False):
     op: str
     key: str
     about: str
@@ -71,7 +71,7 @@ class Op(TypedDict, total=False):
     reason: str | None
     complete: bool
     seconds: float
-    rows: list[Row]
+    rows: list[KernelRow]
     targets: list[dict[str, Any]]
 
 
@@ -86,7 +86,7 @@ class KernelRecord(TypedDict, total=False):
     packages: dict[str, str]
     environment: dict[str, Any]
     formulas: dict[str, str]
-    ops: list[Op]
+    ops: list[KernelOp]
 
 
 def write_kernels(folder: Path, record: KernelRecord) -> None:

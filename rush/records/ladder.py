@@ -35,7 +35,7 @@ class Measured(TypedDict, total=False):
     processes: list[list[float]]
 
 
-class Gain(TypedDict, total=False):
+class GainRecord(TypedDict, total=False):
     over: str
     ratio: float
     ci95: list[float]
@@ -44,7 +44,7 @@ class Gain(TypedDict, total=False):
     """On how many batches the two were compared one by one; None (or missing) where by their medians."""
 
 
-class Rung(TypedDict, total=False):
+class RungRecord(TypedDict, total=False):
     """One rung. `tokens_per_s` and what follows from it are None unless steps were timed."""
 
     name: str
@@ -75,8 +75,8 @@ class Rung(TypedDict, total=False):
     parity: dict[str, Any] | None
     life: LifeRecord | None
     """None (or missing) where no life was tried."""
-    gain: Gain | None
-    total_gain: Gain | None
+    gain: GainRecord | None
+    total_gain: GainRecord | None
     claim: dict[str, Any] | None
     verdict: str
     breakdown_ms: dict[str, float] | None
@@ -95,7 +95,7 @@ class LadderRecord(TypedDict, total=False):
     peaks: dict[str, float] | None
     base: dict[str, str]
     formulas: dict[str, str]
-    rungs: list[Rung]
+    rungs: list[RungRecord]
     counted: str
     drift: dict[str, Any] | None
     batch_curve: list[dict[str, Any]] | None

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from rush.errors import DataError
 from rush.files import write_json_atomic
 from rush.records.checked import check_head, check_in, check_of, read_json
-from rush.records.ladder import STATUSES, Rung, check_rung
+from rush.records.ladder import STATUSES, RungRecord, check_rung
 from rush.records.life import LifeRecord, check_life
 
 FORMAT = 1
@@ -31,7 +31,7 @@ class MemoryTarget(TypedDict, total=False):
     why: str | None
 
 
-class Target(TypedDict, total=False):
+class SpeedTarget(TypedDict, total=False):
     at_least: float
     reached: float | None
     ci95: list[float] | None
@@ -41,14 +41,14 @@ class Target(TypedDict, total=False):
     """There only where a workload asks for it."""
 
 
-class Ours(TypedDict, total=False):
-    rung: Rung
-    target: Target
+class OursRecord(TypedDict, total=False):
+    rung: RungRecord
+    target: SpeedTarget
     primary: bool
     """Whether the workload's target is for this one; others were measured beside it. True where it is not said."""
 
 
-class Length(TypedDict, total=False):
+class LengthRecord(TypedDict, total=False):
     """One length that was tried."""
 
     sequence: int
@@ -61,17 +61,17 @@ class Length(TypedDict, total=False):
     peak_memory_bytes: int | None
 
 
-class Longest(TypedDict, total=False):
+class LongestRecord(TypedDict, total=False):
     techniques: list[str]
     recipe: str
     limit_bytes: int
     published: int
     source: str
-    found: Length | None
+    found: LengthRecord | None
     """The longest that fitted."""
     fails_at: int | None
     """The shortest that was seen not to fit."""
-    tried: list[Length]
+    tried: list[LengthRecord]
     evidence: list[dict[str, Any]]
     """What the techniques left in a profile, at the shortest length."""
     parity: dict[str, Any] | None
@@ -80,7 +80,7 @@ class Longest(TypedDict, total=False):
     """At the shortest length; None (or missing) where none was tried."""
 
 
-class Took(TypedDict, total=False):
+class ProcessTime(TypedDict, total=False):
     """How long one process of a workload ran, and its parts."""
 
     who: str
@@ -88,7 +88,7 @@ class Took(TypedDict, total=False):
     parts: dict[str, float]
 
 
-class Workload(TypedDict, total=False):
+class WorkloadRecord(TypedDict, total=False):
     name: str
     about: str
     micro: int
@@ -97,11 +97,11 @@ class Workload(TypedDict, total=False):
     rival_versions: dict[str, str]
     rival_weights: str | None
     """What the rival trains and what it leaves frozen, in which dtypes."""
-    rival: Rung
-    ours: list[Ours]
-    longest: Longest
+    rival: RungRecord
+    ours: list[OursRecord]
+    longest: LongestRecord
     """In place of rival and ours."""
-    took: list[Took]
+    took: list[ProcessTime]
 
 
 class ModelRecord(TypedDict, total=False):
@@ -112,7 +112,7 @@ class ModelRecord(TypedDict, total=False):
     ceilings: dict[str, Any] | None
     peaks: dict[str, float] | None
     formulas: dict[str, str]
-    workloads: list[Workload]
+    workloads: list[WorkloadRecord]
 
 
 def write_models(folder: Path, record: ModelRecord) -> None:
@@ -165,7 +165,7 @@ def _check_longest(longest: Any, here: str) -> None:
         check_in(tried, "status", STATUSES, f"{here}.tried[{place}]")
 
 
-def targets_of(record: ModelRecord) -> list[Target]:
+def targets_of(record: ModelRecord) -> list[SpeedTarget]:
     """The targets that count: those of the primary recipe of each workload."""
     return [
         ours["target"]

@@ -25,7 +25,7 @@ VERDICTS = (
 )  # fmt: skip
 
 
-class Efficiency(TypedDict, total=False):
+class ScalingEfficiency(TypedDict, total=False):
     """Tokens per second and device over those of what it is compared with."""
 
     ratio: float
@@ -35,7 +35,7 @@ class Efficiency(TypedDict, total=False):
     """On how many batches they were compared one by one; None (or missing) where by their medians."""
 
 
-class Exposed(TypedDict, total=False):
+class ExposedCommunication(TypedDict, total=False):
     """Of the rank that waits longest; `ranks` has the share of each."""
 
     share: float
@@ -45,7 +45,7 @@ class Exposed(TypedDict, total=False):
     ranks: list[float]
 
 
-class Point(TypedDict, total=False):
+class PointRecord(TypedDict, total=False):
     """`tokens_per_s` and what follows from it are None unless steps were timed."""
 
     layout: str
@@ -65,8 +65,8 @@ class Point(TypedDict, total=False):
     step_tokens: int
     tokens_per_s: Measured | None
     step_ms: Measured | None
-    efficiency: dict[str, Efficiency]
-    exposed: Exposed | None
+    efficiency: dict[str, ScalingEfficiency]
+    exposed: ExposedCommunication | None
     memory_bytes: list[int] | None
     """The peak of each rank."""
     evidence: list[dict[str, Any]]
@@ -78,7 +78,7 @@ class Point(TypedDict, total=False):
     environment: dict[str, Any]
 
 
-class Comparison(TypedDict, total=False):
+class PointComparison(TypedDict, total=False):
     """Two points that differ in one thing; the quotients are the second's over the first's."""
 
     what: str
@@ -86,26 +86,26 @@ class Comparison(TypedDict, total=False):
     second: str
     devices: int
     scalings: list[str]
-    speed: Efficiency | None
+    speed: ScalingEfficiency | None
     real: bool
     memory: float | None
 
 
-class Size(TypedDict, total=False):
+class MessageSize(TypedDict, total=False):
     bytes: float
     seconds: list[float]
     bytes_per_s: float
     bus_bytes_per_s: float
 
 
-class Link(TypedDict, total=False):
+class LinkRecord(TypedDict, total=False):
     """One operation between so many ranks over message sizes; `reason` says why there are none."""
 
     operation: str
     backend: str
     ranks: int
     peer_to_peer: bool
-    sizes: list[Size]
+    sizes: list[MessageSize]
     reason: str | None
 
 
@@ -123,9 +123,9 @@ class ScaleRecord(TypedDict, total=False):
     threads_per_rank: int | None
     counted: str
     formulas: dict[str, str]
-    points: list[Point]
-    comparisons: list[Comparison]
-    links: list[Link]
+    points: list[PointRecord]
+    comparisons: list[PointComparison]
+    links: list[LinkRecord]
     drift: dict[str, Any] | None
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from rush.report import formatting
-from rush.report.ladder import Measure, Rung
+from rush.report.ladder import MeasureView, RungView
 from rush.report.svg import Scale, percent, picture, tag, tooltip
 
 SPEED_FULL = 64.0
@@ -42,13 +42,18 @@ class Segment:
     share: float
 
 
-def top_speed(measures: Sequence[Measure | None]) -> float | None:
+def top_speed(measures: Sequence[MeasureView | None]) -> float | None:
     """The largest value that has to fit: the upper end of the longest whisker."""
     return max((max(m.median, m.high or 0.0) for m in measures if m is not None), default=None)
 
 
 def speed_bar(
-    measure: Measure | None, top: float | None, who: str, *, kind: str = "speed", total: float | None = None
+    measure: MeasureView | None,
+    top: float | None,
+    who: str,
+    *,
+    kind: str = "speed",
+    total: float | None = None,
 ) -> Markup | None:
     """One bar with its whisker, its number and the gain in all; None when nothing was measured."""
     if measure is None or top is None:
@@ -108,14 +113,14 @@ def segments(breakdown: Mapping[str, float]) -> list[Segment]:
     return [Segment(kind, ms, ms / total) for kind, ms in sums.items() if ms > 0]
 
 
-def ms_per_thousand(rung: Rung) -> float | None:
+def ms_per_thousand(rung: RungView) -> float | None:
     """Profiled milliseconds for a thousand tokens: comparable between rungs of different batch."""
     if not rung.breakdown or not rung.step_tokens or rung.step_tokens < 0:
         return None
     return sum(rung.breakdown.values()) / rung.step_tokens * 1000
 
 
-def breakdown_bar(rung: Rung, full: float) -> Markup | None:
+def breakdown_bar(rung: RungView, full: float) -> Markup | None:
     """A step's time stacked by class, `full` per cent wide in all."""
     parts = segments(rung.breakdown)
     if not parts:

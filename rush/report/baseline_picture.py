@@ -23,7 +23,7 @@ OWN_STYLE = """
 
 
 @dataclass(frozen=True)
-class Pair:
+class BaselinePair:
     """One of our recipes and its rival."""
 
     ours: str
@@ -37,7 +37,7 @@ class Pair:
     verdict: str
 
 
-def beside_picture(title: str, pairs: Sequence[Pair]) -> str:
+def beside_picture(title: str, pairs: Sequence[BaselinePair]) -> str:
     """All pairs, one row each."""
     height = HEAD + ROW * len(pairs) + 20
     scale = Scale(0, max(max(pair.high, pair.wanted) for pair in pairs), BAR_X, BAR_END)
@@ -65,7 +65,7 @@ def beside_picture(title: str, pairs: Sequence[Pair]) -> str:
     return str(picture(alt, *marks, xmlns=xmlns, viewBox=box, width=WIDTH, height=height))
 
 
-def _row(pair: Pair, top: float, scale: Scale) -> list[Markup]:
+def _row(pair: BaselinePair, top: float, scale: Scale) -> list[Markup]:
     middle, reached = top + 12, pair.verdict.startswith("reached")
     low, high, wanted = scale(pair.low), scale(pair.high), scale(pair.wanted)
     return [

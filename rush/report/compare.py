@@ -16,28 +16,28 @@ from markupsafe import Markup
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.report import bars, formatting
-from rush.report.ladder import Ladder, Measure, Rung
+from rush.report.ladder import LadderView, MeasureView, RungView
 from rush.report.page import flattened, render
 from rush.report.read_ladder import read_ladder
 
 
 @dataclass(frozen=True)
-class Entry:
+class ComparedRung:
     """One ladder's rung inside a group of the same name."""
 
     letter: str
     series: int
-    rung: Rung | None
+    rung: RungView | None
     bar: Markup | None
     memory: Markup | None
     against_first: str
 
 
 @dataclass(frozen=True)
-class Group:
+class RungGroup:
     name: str
     title: str
-    entries: tuple[Entry, ...]
+    entries: tuple[ComparedRung, ...]
 
 
 def write_comparison(ladders: list[Path], html: Path) -> None:
@@ -49,7 +49,7 @@ def write_comparison(ladders: list[Path], html: Path) -> None:
     write_atomic(html, comparison_page([(path, read_ladder(path)) for path in ladders]))
 
 
-def comparison_page(ladders: Sequence[tuple[Path, Ladder]]) -> str:
+def comparison_page(ladders: Sequence[tuple[Path, LadderView]]) -> str:
     read = [ladder for _, ladder in ladders]
     return render(
         "comparison.html",
@@ -84,7 +84,7 @@ def series_of(index: int) -> int:
     return index % 6 + 1
 
 
-def groups(ladders: Sequence[Ladder]) -> list[Group]:
+def groups(ladders: Sequence[LadderView]) -> list[RungGroup]:
     """All rung names in the order they first appear, each with what every ladder has under it."""
     names = dict.fromkeys(rung.name for ladder in ladders for rung in ladder.rungs)
     every = [rung for ladder in ladders for rung in ladder.rungs]
@@ -99,19 +99,21 @@ def groups(ladders: Sequence[Ladder]) -> list[Group]:
             who = f"{letter_of(at)}, {title}"
             bar = bars.speed_bar(rung.speed, top, who, kind=f"series-{series_of(at)}") if rung else None
             used = bars.memory_bar(rung.peak_memory_bytes, memory, who) if rung else None
-            entries.append(Entry(letter_of(at), series_of(at), rung, bar, used, _against(row[0], rung, at)))
-        found.append(Group(name, title, tuple(entries)))
+            entries.append(
+                ComparedRung(letter_of(at), series_of(at), rung, bar, used, _against(row[0], rung, at))
+            )
+        found.append(RungGroup(name, title, tuple(entries)))
     return found
 
 
-def careful_ratio(value: Measure, base: Measure) -> tuple[float, float | None, float | None]:
+def careful_ratio(value: MeasureView, base: MeasureView) -> tuple[float, float | None, float | None]:
     """value / base with the widest interval that the two intervals allow."""
     low = value.low / base.high if value.low is not None and base.high else None
     high = value.high / base.low if value.high is not None and base.low else None
     return value.median / base.median, low, high
 
 
-def _against(base: Rung | None, rung: Rung | None, at: int) -> str:
+def _against(base: RungView | None, rung: RungView | None, at: int) -> str:
     if at == 0 or base is None or rung is None or base.speed is None or rung.speed is None:
         return ""
     ratio, low, high = careful_ratio(rung.speed, base.speed)
@@ -121,7 +123,7 @@ def _against(base: Rung | None, rung: Rung | None, at: int) -> str:
     return f"{formatting.ratio(ratio)} of A ({formatting.digits(low)} to {formatting.digits(high)}{tail})"
 
 
-def _differences(ladders: Sequence[Ladder]) -> list[tuple[str, list[str], bool]]:
+def _differences(ladders: Sequence[LadderView]) -> list[tuple[str, list[str], bool]]:
     """The machines row by row, and whether a row differs."""
     tables = [dict(flattened(ladder.machine)) for ladder in ladders]
     names = dict.fromkeys(name for table in tables for name in table)

@@ -14,18 +14,18 @@ from markupsafe import Markup
 
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
-from rush.report.ladder import BatchPoint, Measure, Parity
+from rush.report.ladder import BatchPointView, MeasureView, ParityView
 from rush.report.svg import Scale, number, path, picture, tag, ticks, tooltip, widened
 
 
-def batch_curves(points: Sequence[BatchPoint], stops_at: int | None) -> tuple[Markup, Markup] | None:
+def batch_curves(points: Sequence[BatchPointView], stops_at: int | None) -> tuple[Markup, Markup] | None:
     """The batch curve for a wide and for a narrow column; None when no batch size was measured."""
     if not any(point.speed for point in points):
         return None
     return _batch_curve(WIDE, points, stops_at), _batch_curve(NARROW, points, stops_at)
 
 
-def _batch_curve(frame: Frame, points: Sequence[BatchPoint], stops_at: int | None) -> Markup:
+def _batch_curve(frame: Frame, points: Sequence[BatchPointView], stops_at: int | None) -> Markup:
     measured = [(point, point.speed) for point in points if point.speed]
     top = max(max(m.median, m.high or 0.0) for _, m in measured) * 1.06
     has_memory = any(point.peak_memory_bytes for point, _ in measured)
@@ -71,7 +71,7 @@ def _stop_mark(frame: Frame, x: float, bottom: float, stops_at: int) -> list[Mar
     ]  # fmt: skip
 
 
-def _batch_dot(x: float, y: Scale, point: BatchPoint, m: Measure) -> Markup:
+def _batch_dot(x: float, y: Scale, point: BatchPointView, m: MeasureView) -> Markup:
     marks = [
         tooltip(f"{point.micro} rows: {formatting.speed(m.median)} ({formatting.interval(m.low, m.high)})")
     ]
@@ -84,7 +84,7 @@ def _batch_dot(x: float, y: Scale, point: BatchPoint, m: Measure) -> Markup:
     return tag("g", *marks)
 
 
-def _cross(x: float, y: float, point: BatchPoint) -> list[Markup]:
+def _cross(x: float, y: float, point: BatchPointView) -> list[Markup]:
     word = point.status.replace("_", " ")
     shape = f"M{number(x - 5)} {number(y - 5)}l10 10m0 -10l-10 10"
     return [
@@ -93,7 +93,7 @@ def _cross(x: float, y: float, point: BatchPoint) -> list[Markup]:
     ]
 
 
-def _memory_panel(frame: Frame, upper: Frame, x: Scale, points: Sequence[BatchPoint]) -> list[Markup]:
+def _memory_panel(frame: Frame, upper: Frame, x: Scale, points: Sequence[BatchPointView]) -> list[Markup]:
     lower = Frame(frame.width, frame.height, frame.left, frame.right, upper.y_end + 30, frame.bottom)
     sizes = [point.peak_memory_bytes or 0.0 for point in points]
     top = max(sizes) * 1.1
@@ -111,7 +111,7 @@ def _memory_panel(frame: Frame, upper: Frame, x: Scale, points: Sequence[BatchPo
 LOSS_FRAME = Frame(340, 256, left=46, right=10, top=20, bottom=116)
 
 
-def loss_overlay(parity: Parity, who: str) -> Markup | None:
+def loss_overlay(parity: ParityView, who: str) -> Markup | None:
     """The rung's loss over the reference's, and their difference under it; None when there is no pair."""
     pairs = list(zip(parity.reference_losses, parity.losses, strict=False))
     both = [(step, a, b) for step, (a, b) in enumerate(pairs) if a is not None and b is not None]
@@ -172,14 +172,14 @@ def _broken(x: Scale, y: Scale, values: Sequence[float | None], length: int) -> 
     return text
 
 
-def gradient_gap(parity: Parity) -> float | None:
+def gradient_gap(parity: ParityView) -> float | None:
     """The largest relative difference of the gradient norms, step by step."""
     pairs = zip(parity.reference_grad_norms, parity.grad_norms, strict=False)
     gaps = [abs(b - a) / abs(a) for a, b in pairs if a is not None and b is not None and abs(a) > 1e-30]
     return max(gaps, default=None)
 
 
-def sample_strip(measure: Measure, who: str) -> Markup | None:
+def sample_strip(measure: MeasureView, who: str) -> Markup | None:
     """Every raw sample as a dot, a line per process, with the median and the interval behind them."""
     rows = [row for row in measure.processes if row] or ([measure.samples] if measure.samples else [])
     values = [value for row in rows for value in row]

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rush.report import formatting
-from rush.report.ladder import Json, Ladder, Rung
+from rush.report.ladder import Json, LadderView, RungView
 from rush.report.read_ladder import shown, text, whole
 
 VIEWS = {
@@ -22,7 +22,7 @@ VIEWS = {
 
 
 @dataclass(frozen=True)
-class Verdict:
+class VerdictStyle:
     """How a verdict is shown: `tone` picks the colour, `sign` the drawn sign, `meaning` explains it."""
 
     tone: str
@@ -31,49 +31,49 @@ class Verdict:
 
 
 VERDICTS = {
-    "baseline": Verdict("plain", "dot", "where the comparison begins"),
-    "equal and faster": Verdict("good", "up", "learns the same, and the gain's interval excludes chance"),
-    "equal and smaller": Verdict("good", "shrink", "learns the same in less memory"),
-    "faster but different": Verdict("caution", "unequal", "faster, but what it learns differs from the reference"),
-    "smaller but different": Verdict("caution", "unequal", "less memory, but what it learns differs from the reference"),
-    "no gain": Verdict("plain", "level", "took effect and learns the same; the difference is within chance"),
-    "slower": Verdict("caution", "down", "took effect, and costs speed here"),
-    "no effect": Verdict("caution", "ring", "was switched on but left no trace in the profile"),
-    "unsupported": Verdict("plain", "barred", "cannot run on this machine or with this recipe"),
-    "out of memory": Verdict("bad", "cross", "did not fit"),
-    "crashed": Verdict("bad", "cross", "the process died"),
-    "timed out": Verdict("bad", "clock", "did not finish in its time"),
-    "diverged": Verdict("bad", "unequal", "the loss stopped being a finite number"),
-    "different": Verdict("caution", "unequal", "what it learns differs from the reference"),
-    "unusable": Verdict("bad", "barred", "was measured, but cannot validate, sample, save or resume"),
+    "baseline": VerdictStyle("plain", "dot", "where the comparison begins"),
+    "equal and faster": VerdictStyle("good", "up", "learns the same, and the gain's interval excludes chance"),
+    "equal and smaller": VerdictStyle("good", "shrink", "learns the same in less memory"),
+    "faster but different": VerdictStyle("caution", "unequal", "faster, but what it learns differs from the reference"),
+    "smaller but different": VerdictStyle("caution", "unequal", "less memory, but what it learns differs from the reference"),
+    "no gain": VerdictStyle("plain", "level", "took effect and learns the same; the difference is within chance"),
+    "slower": VerdictStyle("caution", "down", "took effect, and costs speed here"),
+    "no effect": VerdictStyle("caution", "ring", "was switched on but left no trace in the profile"),
+    "unsupported": VerdictStyle("plain", "barred", "cannot run on this machine or with this recipe"),
+    "out of memory": VerdictStyle("bad", "cross", "did not fit"),
+    "crashed": VerdictStyle("bad", "cross", "the process died"),
+    "timed out": VerdictStyle("bad", "clock", "did not finish in its time"),
+    "diverged": VerdictStyle("bad", "unequal", "the loss stopped being a finite number"),
+    "different": VerdictStyle("caution", "unequal", "what it learns differs from the reference"),
+    "unusable": VerdictStyle("bad", "barred", "was measured, but cannot validate, sample, save or resume"),
 }  # fmt: skip
-_UNKNOWN = Verdict("plain", "dot", "")
+_UNKNOWN = VerdictStyle("plain", "dot", "")
 
 
-def verdict_of(rung: Rung) -> Verdict:
+def verdict_of(rung: RungView) -> VerdictStyle:
     return VERDICTS.get(rung.verdict, _UNKNOWN)
 
 
-def learns_the_same(rung: Rung) -> bool:
+def learns_the_same(rung: RungView) -> bool:
     return rung.verdict == "baseline" or (rung.parity is not None and rung.parity.verdict == "equal")
 
 
-def fastest(rungs: tuple[Rung, ...], *, equal: bool) -> Rung | None:
+def fastest(rungs: tuple[RungView, ...], *, equal: bool) -> RungView | None:
     """The fastest measured rung that can be trained with; with `equal`, among those that learn the same."""
     able = [r for r in rungs if r.status == "ok" and r.usable and (learns_the_same(r) or not equal)]
     return _fastest(able)
 
 
-def _fastest(rungs: Iterable[Rung]) -> Rung | None:
+def _fastest(rungs: Iterable[RungView]) -> RungView | None:
     return max((r for r in rungs if r.speed), key=lambda r: r.speed.median if r.speed else 0.0, default=None)
 
 
-def first_measured(ladder: Ladder) -> Rung | None:
+def first_measured(ladder: LadderView) -> RungView | None:
     return next((rung for rung in ladder.rungs if rung.speed), None)
 
 
 @dataclass(frozen=True)
-class Figure:
+class HeadlineFigure:
     """One of the few large numbers at the top."""
 
     value: str
@@ -81,7 +81,7 @@ class Figure:
     note: str = ""
 
 
-def headline(ladder: Ladder) -> str:
+def headline(ladder: LadderView) -> str:
     """One or two sentences: from where to where, and whether the result stayed the same."""
     first, best = first_measured(ladder), fastest(ladder.rungs, equal=True)
     if first is None or first.speed is None:
@@ -113,37 +113,41 @@ def headline(ladder: Ladder) -> str:
     return sentence
 
 
-def figures(ladder: Ladder) -> list[Figure]:
+def figures(ladder: LadderView) -> list[HeadlineFigure]:
     first, best = first_measured(ladder), fastest(ladder.rungs, equal=True)
-    found: list[Figure] = []
+    found: list[HeadlineFigure] = []
     if first and first.speed and best and best.speed:
         if best is not first:
             found.append(_gain_figure(best, _in_all(best, best.speed.median / first.speed.median)))
-        found.append(Figure(formatting.si(best.speed.median), ladder.rate, best.title))
+        found.append(HeadlineFigure(formatting.si(best.speed.median), ladder.rate, best.title))
         if best.mfu is not None:
-            found.append(Figure(formatting.share(best.mfu), "of the datasheet peak (MFU)", best.title))
+            found.append(
+                HeadlineFigure(formatting.share(best.mfu), "of the datasheet peak (MFU)", best.title)
+            )
         elif best.ceiling_fraction is not None:
             found.append(
-                Figure(formatting.share(best.ceiling_fraction), "of the measured matmul ceiling", best.title)
+                HeadlineFigure(
+                    formatting.share(best.ceiling_fraction), "of the measured matmul ceiling", best.title
+                )
             )
         if best.peak_memory_bytes:
-            found.append(Figure(formatting.size(best.peak_memory_bytes), "peak memory", best.title))
+            found.append(HeadlineFigure(formatting.size(best.peak_memory_bytes), "peak memory", best.title))
     done = sum(rung.status == "ok" for rung in ladder.rungs)
-    found.append(Figure(f"{done} of {len(ladder.rungs)}", "rungs measured", ""))
+    found.append(HeadlineFigure(f"{done} of {len(ladder.rungs)}", "rungs measured", ""))
     return found
 
 
-def _in_all(best: Rung, by_medians: float) -> float:
+def _in_all(best: RungView, by_medians: float) -> float:
     """The gain over the first rung; told batch by batch it is not the quotient of the two medians."""
     total = best.total_gain
     return total.ratio if total and total.paired else by_medians
 
 
-def _gain_figure(best: Rung, ratio: float) -> Figure:
+def _gain_figure(best: RungView, ratio: float) -> HeadlineFigure:
     total = best.total_gain
     known = total is not None and total.low is not None and total.high is not None
     bounds = f"{formatting.ratio(total.low)} to {formatting.ratio(total.high)}" if total and known else ""
-    return Figure(formatting.ratio(ratio), "faster, learning the same", bounds)
+    return HeadlineFigure(formatting.ratio(ratio), "faster, learning the same", bounds)
 
 
 def machine_name(machine: Mapping[str, Json]) -> str:
@@ -168,10 +172,10 @@ def machine_name(machine: Mapping[str, Json]) -> str:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ClaimCheck:
     """A claim beside its finding, both as ratios of the same quantity."""
 
-    rung: Rung
+    rung: RungView
     claimed: float | None
     found: float | None
     low: float | None
@@ -182,7 +186,7 @@ class Comparison:
     what: str
 
 
-def compare_claim(ladder: Ladder, rung: Rung) -> Comparison | None:
+def compare_claim(ladder: LadderView, rung: RungView) -> ClaimCheck | None:
     """What the authors say against what was measured; None when there is no claim."""
     claim = rung.claim
     if claim is None:
@@ -193,14 +197,14 @@ def compare_claim(ladder: Ladder, rung: Rung) -> Comparison | None:
     if found is None:
         measurable = claim.metric in ("tokens_per_s", "peak_memory_bytes")
         outcome = "not measured" if measurable else "not measured as such"
-        return Comparison(rung, claimed, None, None, None, outcome, "ring", "plain", what)
+        return ClaimCheck(rung, claimed, None, None, None, outcome, "ring", "plain", what)
     outcome, sign, tone = _outcome(
         claimed, found, low, high, less_is_better=claim.metric == "peak_memory_bytes"
     )
-    return Comparison(rung, claimed, found, low, high, outcome, sign, tone, what)
+    return ClaimCheck(rung, claimed, found, low, high, outcome, sign, tone, what)
 
 
-def effects(ladder: Ladder, rung: Rung) -> str:
+def effects(ladder: LadderView, rung: RungView) -> str:
     """What the rung changed here, whatever its claim speaks of: speed, memory, waiting for data."""
     before = ladder.rung(rung.gain.over) if rung.gain else None
     said = []
@@ -215,7 +219,9 @@ def effects(ladder: Ladder, rung: Rung) -> str:
     return f"Here: {'; '.join(said)}." if said else ""
 
 
-def _finding(ladder: Ladder, rung: Rung, metric: str) -> tuple[float | None, float | None, float | None]:
+def _finding(
+    ladder: LadderView, rung: RungView, metric: str
+) -> tuple[float | None, float | None, float | None]:
     """The measured ratio of the claim's quantity against the rung it is compared with."""
     if metric == "tokens_per_s" and rung.gain:
         return rung.gain.ratio, rung.gain.low, rung.gain.high
@@ -245,7 +251,7 @@ def _outcome(
     )
 
 
-def warnings(ladder: Ladder) -> list[str]:
+def warnings(ladder: LadderView) -> list[str]:
     """What a reader should know before trusting the numbers."""
     notes = []
     if ladder.finished is None:
@@ -288,7 +294,7 @@ def warnings(ladder: Ladder) -> list[str]:
     return notes
 
 
-def environment(rung: Rung) -> list[tuple[str, str]]:
+def environment(rung: RungView) -> list[tuple[str, str]]:
     """The surroundings of a measurement as name and value, for the table of raw samples."""
     names = {"clock_mhz": "clock (MHz)", "temperature_c": "temperature (°C)", "throttle": "throttling",
              "foreign_processes": "foreign processes", "load": "load", "steady": "steady"}  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any
 from markupsafe import Markup
 
 from rush.files import write_atomic
-from rush.records.kernels import KernelRecord, Op, Row, read_kernels
+from rush.records.kernels import KernelOp, KernelRecord, KernelRow, read_kernels
 from rush.report import formatting, headlines
 from rush.report.axes import NARROW, Frame, x_axis, y_axis
 from rush.report.compare import letter_of, series_of
@@ -36,7 +36,7 @@ TONES = {
 
 
 @dataclass(frozen=True)
-class Point:
+class ChartPoint:
     """One contender at one size, as the picture shows it."""
 
     x: float
@@ -47,29 +47,29 @@ class Point:
 
 
 @dataclass(frozen=True)
-class Line:
+class ChartLine:
     letter: str
     series: int
     name: str
     ours: bool
-    points: tuple[Point, ...]
+    points: tuple[ChartPoint, ...]
 
 
 @dataclass(frozen=True)
-class Figure:
+class Chart:
     """A picture, small enough that two or three stand side by side, and its legend."""
 
     title: str
     picture: Markup
-    lines: tuple[Line, ...]
+    lines: tuple[ChartLine, ...]
 
 
 @dataclass(frozen=True)
-class Part:
+class KernelSection:
     """An op's part of the page."""
 
-    op: Op
-    figures: tuple[Figure, ...]
+    op: KernelOp
+    figures: tuple[Chart, ...]
     away: tuple[str, ...]
     """Contenders that were not here, with the reason."""
 
@@ -103,11 +103,11 @@ def kernel_page(record: KernelRecord) -> str:
     )
 
 
-def _who(op: Op, row: Row) -> str:
+def _who(op: KernelOp, row: KernelRow) -> str:
     return f"{row['contender']} ({op['op']}, {row['size']})"
 
 
-def _verdict(row: Row) -> str | None:
+def _verdict(row: KernelRow) -> str | None:
     right = row.get("correctness")
     return right["verdict"] if right else None
 
@@ -124,7 +124,7 @@ def reached_words(target: dict[str, Any]) -> str:
     return formatting.ratio(value) + tail
 
 
-def part_of(op: Op) -> Part:
+def part_of(op: KernelOp) -> KernelSection:
     """The pictures of an op: one for each series and pass in which something was timed."""
     names = list(dict.fromkeys(row["contender"] for row in op["rows"]))
     reached = [row.get("ceiling_fraction") or 0.0 for row in op["rows"] if row.get("time_ms")]
@@ -137,12 +137,12 @@ def part_of(op: Op) -> Part:
             if (figure := _figure(op, rows, names, series, step, fractions)) is not None:
                 figures.append(figure)
     away = {row["contender"]: row["reason"] for row in op["rows"] if row["status"] == "absent"}
-    return Part(op, tuple(figures), tuple(f"{name}: {why}" for name, why in away.items()))
+    return KernelSection(op, tuple(figures), tuple(f"{name}: {why}" for name, why in away.items()))
 
 
 def _figure(
-    op: Op, rows: Sequence[Row], names: Sequence[str], series: str, step: str, fractions: bool
-) -> Figure | None:
+    op: KernelOp, rows: Sequence[KernelRow], names: Sequence[str], series: str, step: str, fractions: bool
+) -> Chart | None:
     timed = [row for row in rows if row.get("time_ms")]
     if not timed:
         return None
@@ -151,23 +151,25 @@ def _figure(
         own = [row for row in timed if row["contender"] == name]
         if own:
             points = tuple(sorted((_point(op, row, fractions) for row in own), key=lambda point: point.x))
-            lines.append(Line(letter_of(place), series_of(place), name, own[0]["kind"] == "ours", points))
+            lines.append(
+                ChartLine(letter_of(place), series_of(place), name, own[0]["kind"] == "ours", points)
+            )
     title = PASS_WORDS[step] + (f", {series}" if series else "")
-    return Figure(title, _picture(op, lines, title, fractions), tuple(lines))
+    return Chart(title, _picture(op, lines, title, fractions), tuple(lines))
 
 
 def _finite(value: object) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-def _point(op: Op, row: Row, fractions: bool) -> Point:
+def _point(op: KernelOp, row: KernelRow, fractions: bool) -> ChartPoint:
     time = row["time_ms"]
     assert time is not None
     x = float(row["dims"].get(op["axis"], 1))
     low, high = time["ci95"]
     said = f"{row['contender']}, {row['size']}: {formatting.milliseconds(time['median'])}"
     if not fractions:
-        return Point(x, time["median"], low, high, said)
+        return ChartPoint(x, time["median"], low, high, said)
     y = row["ceiling_fraction"]
     assert y is not None
     rate = (
@@ -176,10 +178,10 @@ def _point(op: Op, row: Row, fractions: bool) -> Point:
         else formatting.si(row["flops_per_s"], "FLOP/s")
     )
     said += f", {rate}, {formatting.share(y)} of the ceiling"
-    return Point(x, y, y * time["median"] / high, y * time["median"] / low, said)
+    return ChartPoint(x, y, y * time["median"] / high, y * time["median"] / low, said)
 
 
-def _picture(op: Op, lines: Sequence[Line], title: str, fractions: bool) -> Markup:
+def _picture(op: KernelOp, lines: Sequence[ChartLine], title: str, fractions: bool) -> Markup:
     frame = Frame(NARROW.width, 300, NARROW.left, 34, 26, NARROW.bottom)
     points = [point for line in lines for point in line.points]
     xs = sorted({point.x for point in points})
@@ -209,7 +211,7 @@ def _share_tick(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def draw_line(line: Line, x: Scale, y: Scale) -> list[Markup]:
+def draw_line(line: ChartLine, x: Scale, y: Scale) -> list[Markup]:
     """A curve with a dot and a whisker at every point."""
     kind = f"series-{line.series}" + (" ours" if line.ours else "")
     marks = [tag("path", class_=f"curve {kind}", d=path([(x(p.x), y(p.y)) for p in line.points]))]
@@ -223,7 +225,7 @@ def draw_line(line: Line, x: Scale, y: Scale) -> list[Markup]:
     return marks
 
 
-def place_letters(frame: Frame, lines: Sequence[Line], x: Scale, y: Scale) -> list[Markup]:
+def place_letters(frame: Frame, lines: Sequence[ChartLine], x: Scale, y: Scale) -> list[Markup]:
     """Each line's letter beside its last point, pushed apart where they would touch."""
     ends = sorted((y(line.points[-1].y), x(line.points[-1].x), line.letter) for line in lines)
     places: list[float] = []

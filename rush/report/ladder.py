@@ -13,7 +13,7 @@ Json = Any
 
 
 @dataclass(frozen=True)
-class Measure:
+class MeasureView:
     """A median with its 95 % interval and the samples behind it."""
 
     median: float
@@ -25,7 +25,7 @@ class Measure:
 
 
 @dataclass(frozen=True)
-class Gain:
+class GainView:
     ratio: float
     low: float | None
     high: float | None
@@ -36,7 +36,7 @@ class Gain:
 
 
 @dataclass(frozen=True)
-class Parity:
+class ParityView:
     verdict: str
     promise: str | None
     tolerance: float | None
@@ -52,7 +52,7 @@ class Parity:
 
 
 @dataclass(frozen=True)
-class Life:
+class LifeView:
     """Whether a rung could be trained with: `ok`, `broken` or `not known`, and the sentence to it."""
 
     verdict: str
@@ -60,7 +60,7 @@ class Life:
 
 
 @dataclass(frozen=True)
-class Claim:
+class ClaimView:
     metric: str
     gain: float | None
     regime: str | None
@@ -68,14 +68,14 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Evidence:
+class EvidenceView:
     technique: str
     took_effect: bool
     what: str
 
 
 @dataclass(frozen=True)
-class Kernel:
+class KernelView:
     """A kernel (on a CPU an operator) of a profiled step, all its calls together."""
 
     name: str
@@ -85,7 +85,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Rung:
+class RungView:
     index: int
     name: str
     title: str
@@ -98,8 +98,8 @@ class Rung:
     status: str
     reason: str | None
     verdict: str
-    speed: Measure | None = None
-    step: Measure | None = None
+    speed: MeasureView | None = None
+    step: MeasureView | None = None
     kinds: Mapping[str, float] = field(default_factory=dict)
     mfu: float | None = None
     hfu: float | None = None
@@ -114,15 +114,15 @@ class Rung:
     warmup_s: float | None = None
     warmup_steps: int | None = None
     data_wait_ms: float | None = None
-    evidence: tuple[Evidence, ...] = ()
-    parity: Parity | None = None
-    life: Life | None = None
+    evidence: tuple[EvidenceView, ...] = ()
+    parity: ParityView | None = None
+    life: LifeView | None = None
     """None where it was not tried, as in records of earlier versions."""
-    gain: Gain | None = None
-    total_gain: Gain | None = None
-    claim: Claim | None = None
+    gain: GainView | None = None
+    total_gain: GainView | None = None
+    claim: ClaimView | None = None
     breakdown: Mapping[str, float] = field(default_factory=dict)
-    longest: tuple[Kernel, ...] = ()
+    longest: tuple[KernelView, ...] = ()
     environment: Mapping[str, Json] = field(default_factory=dict)
 
     @property
@@ -132,15 +132,15 @@ class Rung:
 
 
 @dataclass(frozen=True)
-class BatchPoint:
+class BatchPointView:
     micro: int
     status: str
-    speed: Measure | None
+    speed: MeasureView | None
     peak_memory_bytes: float | None
 
 
 @dataclass(frozen=True)
-class Drift:
+class DriftView:
     first: float | None
     again: float | None
     ratio: float | None
@@ -169,7 +169,7 @@ class Drift:
 
 
 @dataclass(frozen=True)
-class Interaction:
+class InteractionView:
     technique: str
     alone: float | None
     in_ladder: float | None
@@ -178,7 +178,7 @@ class Interaction:
 
 
 @dataclass(frozen=True)
-class Ladder:
+class LadderView:
     name: str
     view: str
     started: str | None
@@ -192,12 +192,12 @@ class Ladder:
     peaks: Mapping[str, float]
     base_recipe: str | None
     formulas: Mapping[str, str]
-    rungs: tuple[Rung, ...]
-    drift: Drift | None
-    batch_curve: tuple[BatchPoint, ...]
+    rungs: tuple[RungView, ...]
+    drift: DriftView | None
+    batch_curve: tuple[BatchPointView, ...]
     batch_stops_paying_at: int | None
     sequence_limits: tuple[Mapping[str, Json], ...]
-    interactions: tuple[Interaction, ...]
+    interactions: tuple[InteractionView, ...]
     trained: bool = False
     """Whether speeds count the tokens learned from, as in fine-tuning, instead of all."""
 
@@ -206,5 +206,5 @@ class Ladder:
         """What a speed is."""
         return "trained tokens per second" if self.trained else "tokens per second"
 
-    def rung(self, name: str | None) -> Rung | None:
+    def rung(self, name: str | None) -> RungView | None:
         return next((rung for rung in self.rungs if rung.name == name), None)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 from rush.files import write_atomic
 from rush.report import formatting, headlines
 from rush.report.bars import top_speed
-from rush.report.ladder import Ladder, Rung
+from rush.report.ladder import LadderView, RungView
 from rush.report.read_ladder import read_ladder
 from rush.report.svg import Scale, picture, tag
 from rush.report.symbols import SIGNS
@@ -41,7 +41,7 @@ def write_picture(ladder_json: Path, svg: Path) -> None:
     write_atomic(svg, ladder_picture(read_ladder(ladder_json)) + "\n")
 
 
-def ladder_picture(ladder: Ladder) -> str:
+def ladder_picture(ladder: LadderView) -> str:
     top = top_speed([rung.speed for rung in ladder.rungs])
     memory = max((rung.peak_memory_bytes or 0.0 for rung in ladder.rungs), default=0.0) or None
     height = HEAD + ROW * len(ladder.rungs) + 16
@@ -77,7 +77,7 @@ def ladder_picture(ladder: Ladder) -> str:
     )
 
 
-def _row(rung: Rung, y: float, top: float | None, memory: float | None) -> list[Markup]:
+def _row(rung: RungView, y: float, top: float | None, memory: float | None) -> list[Markup]:
     base = y + 20
     marks = [
         tag("line", class_="line", x1=20, x2=WIDTH - 20, y1=y, y2=y),
@@ -107,7 +107,7 @@ def _row(rung: Rung, y: float, top: float | None, memory: float | None) -> list[
     return marks
 
 
-def _speed(rung: Rung, y: float, top: float) -> list[Markup]:
+def _speed(rung: RungView, y: float, top: float) -> list[Markup]:
     assert rung.speed is not None
     scale = Scale(0, top, SPEED_X, SPEED_END)
     end = scale(rung.speed.median)
@@ -132,7 +132,7 @@ def _speed(rung: Rung, y: float, top: float) -> list[Markup]:
     return marks
 
 
-def _pale(kind: str, rung: Rung) -> str:
+def _pale(kind: str, rung: RungView) -> str:
     """What was only tried is drawn pale, so that the eye follows what was built upon."""
     return kind if rung.kept else f"{kind} tried"
 

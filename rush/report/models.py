@@ -10,12 +10,12 @@ from typing import Any
 from markupsafe import Markup
 
 from rush.files import write_atomic
-from rush.records.ladder import Rung
+from rush.records.ladder import RungRecord
 from rush.records.life import life_words
-from rush.records.models import Longest, ModelRecord, Workload, read_models, verdicts_of
+from rush.records.models import LongestRecord, ModelRecord, WorkloadRecord, read_models, verdicts_of
 from rush.report import bars, formatting, headlines
 from rush.report.kernels import TONES
-from rush.report.ladder import Measure
+from rush.report.ladder import MeasureView
 from rush.report.page import flattened, render
 
 
@@ -24,7 +24,7 @@ class Side:
     """The rival, or one of ours, as a row of the picture."""
 
     title: str
-    rung: Rung
+    rung: RungRecord
     target: dict[str, Any] | None
     bar: Markup | None
     memory: Markup | None
@@ -54,11 +54,11 @@ def model_page(record: ModelRecord) -> str:
     )
 
 
-def sides(workload: Workload) -> list[Side]:
+def sides(workload: WorkloadRecord) -> list[Side]:
     """The rival first, then ours, on one scale; none where only lengths were tried."""
     if "longest" in workload:
         return []
-    every: list[tuple[Rung, dict[str, Any] | None, bool]] = [(workload["rival"], None, True)]
+    every: list[tuple[RungRecord, dict[str, Any] | None, bool]] = [(workload["rival"], None, True)]
     every += [(o["rung"], dict(o["target"]), o.get("primary", True)) for o in workload["ours"]]
     speeds = [measure_of(rung) for rung, _, _ in every]
     top = bars.top_speed(speeds)
@@ -69,19 +69,19 @@ def sides(workload: Workload) -> list[Side]:
     ]
 
 
-def measure_of(rung: Rung) -> Measure | None:
+def measure_of(rung: RungRecord) -> MeasureView | None:
     speed = rung.get("tokens_per_s")
     if speed is None:
         return None
     low, high = speed["ci95"]
-    return Measure(speed["median"], low, high, len(speed["samples"]), tuple(speed["samples"]))
+    return MeasureView(speed["median"], low, high, len(speed["samples"]), tuple(speed["samples"]))
 
 
 def _side(
-    rung: Rung,
+    rung: RungRecord,
     target: dict[str, Any] | None,
     primary: bool,
-    speed: Measure | None,
+    speed: MeasureView | None,
     top: float | None,
     memory: float | None,
 ) -> Side:
@@ -166,7 +166,7 @@ def memory_ratio(target: dict[str, Any]) -> str:
     return f": {reached:.3f}×" if reached is not None else ""
 
 
-def longest_words(longest: Longest) -> str:
+def longest_words(longest: LongestRecord) -> str:
     """In one sentence what was reached, and where it ended."""
     found, fails = longest.get("found"), longest.get("fails_at")
     limit = f"{longest['limit_bytes'] / 1e9:.0f} GB"
@@ -178,7 +178,7 @@ def longest_words(longest: Longest) -> str:
     return f"{found['sequence']:,} tokens ran in {limit}{speed}{end}{_proved(longest)}"
 
 
-def _proved(longest: Longest) -> str:
+def _proved(longest: LongestRecord) -> str:
     """Of the recipe: what it learns, and which techniques left no trace."""
     parity, idle = longest.get("parity"), [
         each["technique"] for each in longest.get("evidence", []) if not each["took_effect"]
@@ -190,6 +190,6 @@ def _proved(longest: Longest) -> str:
     return learns + lived + (f"; no trace of {', '.join(idle)}" if idle else "")
 
 
-def _rate(rung: Rung) -> str:
+def _rate(rung: RungRecord) -> str:
     speed = rung.get("tokens_per_s")
     return f"{formatting.si(speed['median'])} tokens/s" if speed else rung["verdict"]

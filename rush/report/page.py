@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.report import bars, curves, formatting, headlines, roofline
-from rush.report.ladder import Json, Ladder, Rung
+from rush.report.ladder import Json, LadderView, RungView
 from rush.report.read_ladder import read_ladder, real, shown, text
 from rush.report.svg import tag
 from rush.report.symbols import SIGNS
@@ -35,7 +35,7 @@ def write_report(ladder_json: Path, html: Path) -> None:
     write_atomic(html, report_page(read_ladder(ladder_json)))
 
 
-def report_page(ladder: Ladder) -> str:
+def report_page(ladder: LadderView) -> str:
     top = bars.top_speed([rung.speed for rung in ladder.rungs])
     memory = max((rung.peak_memory_bytes or 0.0 for rung in ladder.rungs), default=0.0) or None
     slowest = max((bars.ms_per_thousand(rung) or 0.0 for rung in ladder.rungs), default=0.0)
@@ -83,7 +83,7 @@ def report_page(ladder: Ladder) -> str:
     )
 
 
-def _absolute(rung: Rung, slowest: float) -> Markup | None:
+def _absolute(rung: RungView, slowest: float) -> Markup | None:
     """The same stacked bar, as long as a thousand tokens take."""
     per_thousand = bars.ms_per_thousand(rung)
     if per_thousand is None or slowest <= 0:
@@ -91,7 +91,7 @@ def _absolute(rung: Rung, slowest: float) -> Markup | None:
     return bars.breakdown_bar(rung, 100 * per_thousand / slowest)
 
 
-def _claims(ladder: Ladder) -> tuple[Markup, list[tuple[headlines.Comparison, Markup]]]:
+def _claims(ladder: LadderView) -> tuple[Markup, list[tuple[headlines.ClaimCheck, Markup]]]:
     """The common axis, and every claim beside its finding."""
     found = [row for rung in ladder.rungs if (row := headlines.compare_claim(ladder, rung))]
     ratios = [
@@ -104,7 +104,7 @@ def _claims(ladder: Ladder) -> tuple[Markup, list[tuple[headlines.Comparison, Ma
     ]
 
 
-def _recipe_lines(ladder: Ladder) -> dict[int, list[tuple[str, bool]]]:
+def _recipe_lines(ladder: LadderView) -> dict[int, list[tuple[str, bool]]]:
     """Every rung's recipe by line, with a mark on the lines the recipe before it does not have."""
     before = set((ladder.base_recipe or "").splitlines())
     found = {}

@@ -19,25 +19,25 @@ from pathlib import Path
 from rush.records import ladder
 from rush.records.life import life_words
 from rush.report.ladder import (
-    BatchPoint,
-    Claim,
-    Drift,
-    Evidence,
-    Gain,
-    Interaction,
+    BatchPointView,
+    ClaimView,
+    DriftView,
+    EvidenceView,
+    GainView,
+    InteractionView,
     Json,
-    Kernel,
-    Ladder,
-    Life,
-    Measure,
-    Parity,
-    Rung,
+    KernelView,
+    LadderView,
+    LifeView,
+    MeasureView,
+    ParityView,
+    RungView,
 )
 
 _DRAWN = ("matmul", "copy_bytes_per_s", "transfers_bytes_per_s")
 
 
-def read_ladder(path: Path) -> Ladder:
+def read_ladder(path: Path) -> LadderView:
     """The ladder in a file or in a ladder's folder; a DataError when it is something else."""
     return _ladder(ladder.read_ladder(path))
 
@@ -68,7 +68,7 @@ def whole(value: Json) -> int | None:
     return int(found) if found is not None else None
 
 
-def measure(raw: Json) -> Measure | None:
+def measure(raw: Json) -> MeasureView | None:
     """None unless there is a positive median."""
     row = _table(raw)
     median = positive(row.get("median"))
@@ -79,7 +79,7 @@ def measure(raw: Json) -> Measure | None:
     processes = tuple(
         tuple(v for v in map(real, _list(part)) if v is not None) for part in _list(row.get("processes"))
     )
-    return Measure(median, low, high, whole(row.get("n")), samples, processes)
+    return MeasureView(median, low, high, whole(row.get("n")), samples, processes)
 
 
 def shown(value: Json) -> str:
@@ -89,9 +89,9 @@ def shown(value: Json) -> str:
     return text(json.dumps(value, ensure_ascii=False)) or ""
 
 
-def _ladder(raw: Mapping[str, Json]) -> Ladder:
+def _ladder(raw: Mapping[str, Json]) -> LadderView:
     ceilings, drift = _table(raw.get("ceilings")), _table(raw.get("drift"))
-    return Ladder(
+    return LadderView(
         name=text(raw.get("name")) or "unnamed",
         view=text(raw.get("view")) or "cumulative",
         started=text(raw.get("started")),
@@ -105,7 +105,7 @@ def _ladder(raw: Mapping[str, Json]) -> Ladder:
         base_recipe=text(_table(raw.get("base")).get("recipe")),
         formulas={text(k) or "": shown(v) for k, v in _table(raw.get("formulas")).items()},
         rungs=tuple(_rung(i, _table(row)) for i, row in enumerate(raw["rungs"], start=1)),
-        drift=Drift(
+        drift=DriftView(
             positive(drift.get("first")),
             positive(drift.get("again")),
             positive(drift.get("ratio")),
@@ -124,10 +124,10 @@ def _ladder(raw: Mapping[str, Json]) -> Ladder:
     )
 
 
-def _rung(index: int, row: Mapping[str, Json]) -> Rung:
+def _rung(index: int, row: Mapping[str, Json]) -> RungView:
     name = text(row.get("name")) or f"rung {index}"
     status = text(row.get("status")) or "unknown"
-    return Rung(
+    return RungView(
         index=index,
         name=name,
         title=text(row.get("title")) or name,
@@ -156,7 +156,9 @@ def _rung(index: int, row: Mapping[str, Json]) -> Rung:
         warmup_steps=whole(row.get("warmup_steps")),
         data_wait_ms=real(row.get("data_wait_ms")),
         evidence=tuple(
-            Evidence(text(e.get("technique")) or "?", e.get("took_effect") is True, text(e.get("what")) or "")
+            EvidenceView(
+                text(e.get("technique")) or "?", e.get("took_effect") is True, text(e.get("what")) or ""
+            )
             for e in map(_table, _list(row.get("evidence")))
         ),
         parity=parity(_table(row.get("parity"))),
@@ -166,7 +168,7 @@ def _rung(index: int, row: Mapping[str, Json]) -> Rung:
         claim=_claim(_table(row.get("claim"))),
         breakdown=_rates(row.get("breakdown_ms")),
         longest=tuple(
-            Kernel(
+            KernelView(
                 text(k.get("name")) or "?", text(k.get("kind")) or "other", ms, real(k.get("calls")) or 0.0
             )
             for k in map(_table, _list(row.get("longest")))
@@ -176,12 +178,12 @@ def _rung(index: int, row: Mapping[str, Json]) -> Rung:
     )
 
 
-def parity(row: Mapping[str, Json]) -> Parity | None:
+def parity(row: Mapping[str, Json]) -> ParityView | None:
     """None where nothing was judged."""
     if not row:
         return None
     tensor = _table(row.get("worst_tensor"))
-    return Parity(
+    return ParityView(
         verdict=text(row.get("verdict")) or "not judged",
         promise=text(row.get("class")),
         tolerance=real(row.get("tolerance")),
@@ -197,30 +199,30 @@ def parity(row: Mapping[str, Json]) -> Parity | None:
     )
 
 
-def _life(row: Mapping[str, Json]) -> Life | None:
+def _life(row: Mapping[str, Json]) -> LifeView | None:
     verdict = text(row.get("verdict"))
-    return Life(verdict, (text(life_words(row)) or "").rstrip(".")) if verdict is not None else None
+    return LifeView(verdict, (text(life_words(row)) or "").rstrip(".")) if verdict is not None else None
 
 
-def _gain(row: Mapping[str, Json]) -> Gain | None:
+def _gain(row: Mapping[str, Json]) -> GainView | None:
     ratio = positive(row.get("ratio"))
     if ratio is None:
         return None
     low, high = _pair(row.get("ci95"))
     judged = row.get("real")
     known = judged if isinstance(judged, bool) else None
-    return Gain(ratio, low, high, text(row.get("over")), known, whole(row.get("paired")))
+    return GainView(ratio, low, high, text(row.get("over")), known, whole(row.get("paired")))
 
 
-def _claim(row: Mapping[str, Json]) -> Claim | None:
+def _claim(row: Mapping[str, Json]) -> ClaimView | None:
     metric = text(row.get("metric"))
     if metric is None:
         return None
-    return Claim(metric, real(row.get("gain")), text(row.get("regime")), text(row.get("source")))
+    return ClaimView(metric, real(row.get("gain")), text(row.get("regime")), text(row.get("source")))
 
 
-def _interaction(row: Mapping[str, Json]) -> Interaction:
-    return Interaction(
+def _interaction(row: Mapping[str, Json]) -> InteractionView:
+    return InteractionView(
         text(row.get("technique")) or "?",
         positive(row.get("alone")),
         positive(row.get("in_ladder")),
@@ -229,14 +231,14 @@ def _interaction(row: Mapping[str, Json]) -> Interaction:
     )
 
 
-def _batch_curve(raw: Json) -> tuple[BatchPoint, ...]:
+def _batch_curve(raw: Json) -> tuple[BatchPointView, ...]:
     points = []
     for row in map(_table, _list(raw)):
         micro = whole(row.get("micro"))
         if micro is not None and micro > 0:
             status = text(row.get("status")) or "ok"
             points.append(
-                BatchPoint(
+                BatchPointView(
                     micro, status, measure(row.get("tokens_per_s")), positive(row.get("peak_memory_bytes"))
                 )
             )

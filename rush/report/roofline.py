@@ -20,7 +20,7 @@ from markupsafe import Markup
 
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
-from rush.report.ladder import Ladder, Rung
+from rush.report.ladder import LadderView, RungView
 from rush.report.svg import Scale, decades, path, picture, tag, tooltip
 
 Box = tuple[float, float, float, float]
@@ -31,13 +31,13 @@ Box = tuple[float, float, float, float]
 class Position:
     """Where a rung stands: operations per byte, and operations per second."""
 
-    rung: Rung
+    rung: RungView
     intensity: float
     flops: float
     estimated: bool
 
 
-def positions(ladder: Ladder) -> list[Position]:
+def positions(ladder: LadderView) -> list[Position]:
     found = []
     for rung in ladder.rungs:
         traffic, estimated = _traffic(rung)
@@ -49,7 +49,7 @@ def positions(ladder: Ladder) -> list[Position]:
     return found
 
 
-def _traffic(rung: Rung) -> tuple[float | None, bool]:
+def _traffic(rung: RungView) -> tuple[float | None, bool]:
     """Bytes of one step, and whether that is the estimate."""
     if rung.bytes_per_step:
         return rung.bytes_per_step, False
@@ -59,7 +59,7 @@ def _traffic(rung: Rung) -> tuple[float | None, bool]:
     return 2 * rung.peak_memory_bytes * micro_batches, True
 
 
-def rooflines(ladder: Ladder) -> tuple[Markup, Markup] | None:
+def rooflines(ladder: LadderView) -> tuple[Markup, Markup] | None:
     """The roofline for a wide and a narrow column; None without a measured roof or a rung to place."""
     places = positions(ladder)
     if not places or not (ladder.matmul or ladder.copy_bytes_per_s):
@@ -67,7 +67,7 @@ def rooflines(ladder: Ladder) -> tuple[Markup, Markup] | None:
     return _roofline(WIDE, ladder, places), _roofline(NARROW, ladder, places)
 
 
-def _roofline(frame: Frame, ladder: Ladder, places: Sequence[Position]) -> Markup:
+def _roofline(frame: Frame, ladder: LadderView, places: Sequence[Position]) -> Markup:
     frame = Frame(frame.width, frame.height + 40, frame.left, frame.right, 26, frame.bottom)
     roofs = sorted(ladder.matmul.items(), key=lambda item: item[1])
     x, y = _scales(frame, ladder, places)
@@ -86,7 +86,7 @@ def _roofline(frame: Frame, ladder: Ladder, places: Sequence[Position]) -> Marku
     return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
 
 
-def _scales(frame: Frame, ladder: Ladder, places: Sequence[Position]) -> tuple[Scale, Scale]:
+def _scales(frame: Frame, ladder: LadderView, places: Sequence[Position]) -> tuple[Scale, Scale]:
     rates = [place.flops for place in places] + list(ladder.matmul.values())
     intensities = [place.intensity for place in places]
     if ladder.copy_bytes_per_s:

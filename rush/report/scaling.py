@@ -14,13 +14,12 @@ from pathlib import Path
 from markupsafe import Markup
 
 from rush.files import write_atomic
-from rush.records.scaling import Link, Point, ScaleRecord, read_scale
+from rush.records.scaling import LinkRecord, PointRecord, ScaleRecord, read_scale
 from rush.report import bars, curves, formatting, headlines
 from rush.report.axes import NARROW, Frame, x_axis, y_axis
 from rush.report.compare import letter_of, series_of
-from rush.report.kernels import Figure, Line, draw_line, place_letters
-from rush.report.kernels import Point as Dot
-from rush.report.ladder import Measure, Parity
+from rush.report.kernels import Chart, ChartLine, ChartPoint, draw_line, place_letters
+from rush.report.ladder import MeasureView, ParityView
 from rush.report.page import flattened, render
 from rush.report.read_ladder import measure, parity, text
 from rush.report.svg import Scale, path, picture, tag, ticks, tooltip
@@ -51,15 +50,15 @@ MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Row:
+class LayoutRow:
     """A point as a line of the page."""
 
-    point: Point
+    point: PointRecord
     title: str
     bar: Markup | None
     memory: Markup | None
     efficiency: tuple[str, ...]
-    parity: Parity | None
+    parity: ParityView | None
     overlay: Markup | None
 
 
@@ -120,13 +119,13 @@ def headline(record: ScaleRecord) -> str:
     )
 
 
-def _interval(point: Point) -> tuple[float, float]:
+def _interval(point: PointRecord) -> tuple[float, float]:
     assert point["tokens_per_s"] is not None
     low, high = point["tokens_per_s"]["ci95"]
     return low, high
 
 
-def _speed(point: Point) -> float:
+def _speed(point: PointRecord) -> float:
     speed = point["tokens_per_s"]
     return speed["median"] if speed else 0.0
 
@@ -157,7 +156,7 @@ def warnings(record: ScaleRecord) -> list[str]:
     return said
 
 
-def rows_of(record: ScaleRecord) -> list[Row]:
+def rows_of(record: ScaleRecord) -> list[LayoutRow]:
     speeds = [measure(point["tokens_per_s"]) for point in record["points"]]
     top = bars.top_speed(speeds)
     memory = (
@@ -167,12 +166,12 @@ def rows_of(record: ScaleRecord) -> list[Row]:
     return [_row(point, speed, top, memory) for point, speed in zip(record["points"], speeds, strict=True)]
 
 
-def _row(point: Point, speed: Measure | None, top: float | None, memory: float | None) -> Row:
+def _row(point: PointRecord, speed: MeasureView | None, top: float | None, memory: float | None) -> LayoutRow:
     peers = "" if point["peer_to_peer"] else ", no peer-to-peer"
     title = f"{text(point['layout'])}{peers}"
     held = float(max(point["memory_bytes"])) if point["memory_bytes"] else None
     same = parity(point["parity"] or {})
-    return Row(
+    return LayoutRow(
         point,
         title,
         bars.speed_bar(speed, top, title),
@@ -186,7 +185,7 @@ def _row(point: Point, speed: Measure | None, top: float | None, memory: float |
     )
 
 
-def memory_words(point: Point) -> str:
+def memory_words(point: PointRecord) -> str:
     """The peak of the ranks: one figure where they are alike."""
     ranks = point["memory_bytes"]
     if not ranks:
@@ -204,7 +203,7 @@ def ratio_words(ratio: float | None, interval: Sequence[float] | None = None) ->
     return formatting.ratio(ratio) + tail
 
 
-def figures_of(record: ScaleRecord, scaling: str) -> list[Figure]:
+def figures_of(record: ScaleRecord, scaling: str) -> list[Chart]:
     """Speed and efficiency over devices, of one kind of scaling; none where nothing was found. (A rank that was a group of its
     own stands in the table.)"""
     equal = [p for p in record["points"] if p["verdict"] == "equal" and p["devices"] > 1]
@@ -224,14 +223,14 @@ def figures_of(record: ScaleRecord, scaling: str) -> list[Figure]:
     first = ones[0] if ones else min(found, key=lambda point: point["devices"])
     predicted = [p for p in found if p.get("predicted_tokens_per_s")]
     return [
-        Figure(
+        Chart(
             f"{scaling} scaling, tokens per second",
             _picture(
                 record["devices"], speed, f"{scaling} scaling", _speed(first) / first["devices"], predicted
             ),
             tuple(speed),
         ),
-        Figure(
+        Chart(
             f"{scaling} scaling, efficiency",
             _picture(record["devices"], share, f"{scaling} scaling, efficiency", None, []),
             tuple(share),
@@ -239,37 +238,45 @@ def figures_of(record: ScaleRecord, scaling: str) -> list[Figure]:
     ]
 
 
-def _name(point: Point) -> str:
+def _name(point: PointRecord) -> str:
     return f"{text(point['layout'])}{'' if point['peer_to_peer'] else ', no peer-to-peer'}"
 
 
 def _line(
-    place: int, name: str, first: Sequence[Point], points: Sequence[Point], dot: Callable[[Point], Dot]
-) -> Line:
+    place: int,
+    name: str,
+    first: Sequence[PointRecord],
+    points: Sequence[PointRecord],
+    dot: Callable[[PointRecord], ChartPoint],
+) -> ChartLine:
     own = [*first, *(point for point in points if _name(point) == name)]
     dots = tuple(sorted(map(dot, own), key=lambda one: one.x))
-    return Line(letter_of(place), series_of(place), name, False, dots)
+    return ChartLine(letter_of(place), series_of(place), name, False, dots)
 
 
-def _speed_dot(point: Point) -> Dot:
+def _speed_dot(point: PointRecord) -> ChartPoint:
     speed = point["tokens_per_s"]
     assert speed is not None
     low, high = speed["ci95"]
     said = f"{_name(point)}, {formatting.plural(point['devices'], 'device')}: {formatting.speed(speed['median'])}"
-    return Dot(float(point["devices"]), speed["median"], low, high, said)
+    return ChartPoint(float(point["devices"]), speed["median"], low, high, said)
 
 
-def _share_dot(point: Point, scaling: str) -> Dot:
+def _share_dot(point: PointRecord, scaling: str) -> ChartPoint:
     found = point["efficiency"][scaling]
     low, high = found["ci95"]
     said = (
         f"{_name(point)}, {formatting.plural(point['devices'], 'device')}: {formatting.share(found['ratio'])}"
     )
-    return Dot(float(point["devices"]), found["ratio"], low, high, said)
+    return ChartPoint(float(point["devices"]), found["ratio"], low, high, said)
 
 
 def _picture(
-    devices: Sequence[int], lines: Sequence[Line], title: str, each: float | None, predicted: Sequence[Point]
+    devices: Sequence[int],
+    lines: Sequence[ChartLine],
+    title: str,
+    each: float | None,
+    predicted: Sequence[PointRecord],
 ) -> Markup:
     """Curves over the number of devices; `each` is what one device of the ideal line does, None for shares of it."""
     frame = Frame(NARROW.width, 300, NARROW.left, 34, 26, NARROW.bottom)
@@ -310,17 +317,17 @@ def _picture(
     return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
 
 
-def _within(line: Line, top: float) -> Line:
+def _within(line: ChartLine, top: float) -> ChartLine:
     """The line with whiskers that end where the picture does."""
-    dots = tuple(Dot(d.x, d.y, max(0.0, d.low), min(d.high, top), d.said) for d in line.points)
-    return Line(line.letter, line.series, line.name, line.ours, dots)
+    dots = tuple(ChartPoint(d.x, d.y, max(0.0, d.low), min(d.high, top), d.said) for d in line.points)
+    return ChartLine(line.letter, line.series, line.name, line.ours, dots)
 
 
 def _share_tick(value: float) -> str:
     return f"{100 * value:.0f} %"
 
 
-def link_figures(links: Sequence[Link]) -> list[Figure]:
+def link_figures(links: Sequence[LinkRecord]) -> list[Chart]:
     """What each link carries over message sizes: a picture for each number of ranks, with and without peer-to-peer."""
     figures = []
     groups = dict.fromkeys(
@@ -329,7 +336,7 @@ def link_figures(links: Sequence[Link]) -> list[Figure]:
     for ranks, peers, backend in groups:
         own = [lk for lk in links if lk["sizes"] and (lk["ranks"], lk["peer_to_peer"]) == (ranks, peers)]
         lines = [
-            Line(
+            ChartLine(
                 letter_of(place),
                 series_of(place),
                 link["operation"].replace("_", "-"),
@@ -339,21 +346,21 @@ def link_figures(links: Sequence[Link]) -> list[Figure]:
             for place, link in enumerate(own)
         ]
         title = f"{ranks} ranks over {text(backend)}" + ("" if peers else ", no peer-to-peer")
-        figures.append(Figure(title, _link_picture(lines, title), tuple(lines)))
+        figures.append(Chart(title, _link_picture(lines, title), tuple(lines)))
     return figures
 
 
-def _link_dots(link: Link) -> tuple[Dot, ...]:
+def _link_dots(link: LinkRecord) -> tuple[ChartPoint, ...]:
     dots = []
     for size in link["sizes"]:
         rate, each = size["bus_bytes_per_s"], sorted(size["seconds"])
         middle = each[len(each) // 2]
         said = f"{link['operation'].replace('_', '-')} of {formatting.size(size['bytes'])}: {formatting.si(rate, 'B/s')}"
-        dots.append(Dot(size["bytes"], rate, rate * middle / each[-1], rate * middle / each[0], said))
+        dots.append(ChartPoint(size["bytes"], rate, rate * middle / each[-1], rate * middle / each[0], said))
     return tuple(sorted(dots, key=lambda dot: dot.x))
 
 
-def _link_picture(lines: Sequence[Line], title: str) -> Markup:
+def _link_picture(lines: Sequence[ChartLine], title: str) -> Markup:
     frame = Frame(NARROW.width, 300, NARROW.left, 34, 26, NARROW.bottom)
     dots = [dot for line in lines for dot in line.points]
     sizes = sorted({dot.x for dot in dots})

@@ -12,7 +12,7 @@ from rush.files import write_atomic
 from rush.records.tune import CandidateRow, TuneRecord, read_tune, short_names
 from rush.report import formatting, headlines
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
-from rush.report.headlines import Figure
+from rush.report.headlines import HeadlineFigure
 from rush.report.page import flattened, render
 from rush.report.svg import Scale, path, picture, tag, ticks, tooltip, widened
 
@@ -86,24 +86,26 @@ def headline(record: TuneRecord) -> str:
     return f"{formatting.ratio(winner['gain']['ratio'])} the speed of the recipe as it stood; {proof}."
 
 
-def _figures(record: TuneRecord) -> list[Figure]:
+def _figures(record: TuneRecord) -> list[HeadlineFigure]:
     rows, winner = record["candidates"], record["winner"]
     found = []
     if winner is not None:
-        found.append(Figure(formatting.speed(winner["tokens_per_s"]), "of the winner"))
-        found.append(Figure(formatting.size(winner["peak_memory_bytes"]), "its peak memory"))
+        found.append(HeadlineFigure(formatting.speed(winner["tokens_per_s"]), "of the winner"))
+        found.append(HeadlineFigure(formatting.size(winner["peak_memory_bytes"]), "its peak memory"))
     if winner is not None and "cost_per_million_tokens" in winner:
-        found.append(Figure(formatting.digits(winner["cost_per_million_tokens"]), "money per million tokens"))
+        found.append(
+            HeadlineFigure(formatting.digits(winner["cost_per_million_tokens"]), "money per million tokens")
+        )
     tried = sum(event["kind"] != "reference" for event in record["events"])
     found.append(
-        Figure(
+        HeadlineFigure(
             str(tried),
             "trials",
             f"{formatting.seconds(record['spent_s'])} of {formatting.seconds(record['budget_s'])}",
         )
     )
     pruned = sum(row["state"] == "pruned" for row in rows)
-    found.append(Figure(str(pruned), "changes pruned by prediction"))
+    found.append(HeadlineFigure(str(pruned), "changes pruned by prediction"))
     return found
 
 

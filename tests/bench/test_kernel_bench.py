@@ -23,7 +23,7 @@ from rush.hardware.measure import bandwidth
 from rush.kernels import cpu
 from rush.kernels import study as studies
 from rush.kernels.study import Contender, Pass, Size, Study, Target, Work
-from rush.records.kernels import Row, read_kernels
+from rush.records.kernels import KernelRow, read_kernels
 
 CPU = torch.device("cpu")
 LITTLE = Effort(least=3, most=3, budget_s=0.0)
@@ -101,13 +101,13 @@ def a_study(*rivals: Contender, passes: tuple[Pass, ...] = ("forward", "both")) 
 
 def measured(
     *rivals: Contender, passes: tuple[Pass, ...] = ("forward", "both")
-) -> dict[tuple[str, str], Row]:
+) -> dict[tuple[str, str], KernelRow]:
     place = BenchDevice(CPU, {"copy_bytes_per_s": 1e9}, LITTLE)
     rows = measure_size(a_study(*rivals, passes=passes), SIZE, place, lambda text: None)
     return {(row["contender"], row["step"]): row for row in rows}
 
 
-def verdict(row: Row) -> str:
+def verdict(row: KernelRow) -> str:
     assert row["correctness"] is not None
     word: str = row["correctness"]["verdict"]
     return word
@@ -234,7 +234,7 @@ def test_a_sixteen_bit_contender_may_be_off_by_what_plain_torch_is_and_no_more()
 # Targets.
 
 
-def row(contender: str, milliseconds: float, fraction: float | None = None, **rest: Any) -> Row:
+def row(contender: str, milliseconds: float, fraction: float | None = None, **rest: Any) -> KernelRow:
     samples = [milliseconds * factor for factor in (0.99, 1.0, 1.01)]
     base: dict[str, Any] = {
         "size": SIZE.label,
@@ -247,11 +247,11 @@ def row(contender: str, milliseconds: float, fraction: float | None = None, **re
         "beyond_results_bytes": 60,
         "correctness": {"verdict": "equal", "why": ""},
     }
-    found: Row = {**base, **rest}  # type: ignore[typeddict-item]
+    found: KernelRow = {**base, **rest}  # type: ignore[typeddict-item]
     return found
 
 
-def judged(target: Target, *rows: Row) -> dict[str, Any]:
+def judged(target: Target, *rows: KernelRow) -> dict[str, Any]:
     (line,) = targets_of(replace(a_study(), targets=(target,)), [SIZE], rows)
     return line
 

@@ -11,7 +11,15 @@ from torch import Tensor
 
 from rush.checkpoint.reader import SavedTensors
 from rush.checkpoint.tensor_names import dtype_name, save_tensors
-from rush.records.checkpoint_pieces import KINDS, PIECES, Piece, Pieces, PieceTable, file_name, write_pieces
+from rush.records.checkpoint_pieces import (
+    KINDS,
+    PIECES,
+    PieceTable,
+    TensorPiece,
+    TensorPieces,
+    file_name,
+    write_pieces,
+)
 from rush.records.checkpoint_store import CheckpointStore, verify
 
 Table = dict[str, Any]
@@ -36,8 +44,8 @@ def cut_in_two(
                     part = value[begin:end].contiguous() if rows else value
                     files[rank][name] = part
                     offset = (begin, *[0] * (value.dim() - 1))[: value.dim()]
-                    pieces.append(Piece(file_name(kind, rank, 2), offset, tuple(part.shape)))
-                tensors[name] = Pieces(dtype_name(value.dtype), tuple(value.shape), tuple(pieces))
+                    pieces.append(TensorPiece(file_name(kind, rank, 2), offset, tuple(part.shape)))
+                tensors[name] = TensorPieces(dtype_name(value.dtype), tuple(value.shape), tuple(pieces))
             tables[kind] = PieceTable(tensors, saved.tied)
         for rank, held in enumerate(files):
             save_tensors(folder / file_name(kind, rank, 2), held, {"format": "pt"})

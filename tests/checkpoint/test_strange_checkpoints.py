@@ -21,7 +21,7 @@ from rush.checkpoint import restore
 from rush.checkpoint.reader import SavedTensors
 from rush.checkpoint.tensor_names import save_tensors
 from rush.errors import DataError
-from rush.records.checkpoint_manifest import FileEntry, Manifest, describe_files
+from rush.records.checkpoint_manifest import CheckpointManifest, FileEntry, describe_files
 from rush.records.checkpoint_store import CheckpointStore, verify
 from tests.checkpoint.pieces import Table, cut_in_two
 
@@ -147,7 +147,7 @@ def test_a_hostile_table_is_refused_and_changes_nothing(
 
 def seal(folder: Path, step: int, files: dict[str, FileEntry] | None = None) -> None:
     entries = describe_files(folder, {}) if files is None else files
-    (folder / "manifest.json").write_text(Manifest(step, entries, {}).render())
+    (folder / "manifest.json").write_text(CheckpointManifest(step, entries, {}).render())
 
 
 def copy_of(path: Path, to: Path) -> Path:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from rush.explain import Settings, find
+from rush.explain import ExplainSettings, find
 from rush.explain.records import Explanation, explain, make
 from rush.hardware import probe
 
@@ -21,7 +21,7 @@ pytestmark = [
 
 @cache
 def measured(name: str) -> Explanation:
-    return explain(make(find(name), Settings(probe("cuda"), "cuda", quick=True)))
+    return explain(make(find(name), ExplainSettings(probe("cuda"), "cuda", quick=True)))
 
 
 def data(name: str) -> Any:
@@ -68,7 +68,7 @@ def test_both_attentions_ran_and_memory_was_counted() -> None:
 def test_plain_attention_that_does_not_fit_is_a_result() -> None:
     from rush.explain.attention import _row
 
-    settings = Settings(probe("cuda"), "cuda", quick=True)
+    settings = ExplainSettings(probe("cuda"), "cuda", quick=True)
     row = _row("plain", 2**19, 16, settings)  # a score matrix of 8 TiB
     assert row["status"] == "out of memory", row
     assert torch.cuda.memory_allocated() < 2**33

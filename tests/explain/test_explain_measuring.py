@@ -38,9 +38,9 @@ def test_the_walk_on_the_device_goes_once_around_and_comes_back(device: str) -> 
 
 
 def test_the_stream_on_the_device_reads_the_whole_working_set(device: str) -> None:
-    from rush.explain.native.device import BLOCK, Stream
+    from rush.explain.native.device import BLOCK, DeviceStream
 
-    stream = Stream(4 * BLOCK * 16, num_sms=1, moved_bytes=4 * BLOCK * 16, device=device)
+    stream = DeviceStream(4 * BLOCK * 16, num_sms=1, moved_bytes=4 * BLOCK * 16, device=device)
     stream()  # eight programs, two rounds: sixteen blocks, each once
     assert (stream.rounds, stream.moved_bytes) == (2, 4 * BLOCK * 16)
     assert stream.out.sum(dtype=torch.int64).item() == stream.source.sum(dtype=torch.int64).item()

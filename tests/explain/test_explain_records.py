@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rush.errors import DataError, RecipeError
-from rush.explain import Settings, find, say, topics
+from rush.explain import ExplainSettings, find, say, topics
 from rush.explain.drawing import draw
 from rush.explain.page import page, picture, write
 from rush.explain.records import explain, make, read
@@ -30,7 +30,9 @@ SVG = "{http://www.w3.org/2000/svg}"
 def measured(name: str) -> dict[str, Any]:
     """A real, quick measurement; once for all tests of a process."""
     told: list[tuple[str, int, int]] = []
-    record = make(find(name), Settings(probe("cpu"), "cpu", quick=True, tell=lambda *said: told.append(said)))
+    record = make(
+        find(name), ExplainSettings(probe("cpu"), "cpu", quick=True, tell=lambda *said: told.append(said))
+    )
     assert told, "progress is told"
     assert all(done < total for _, done, total in told)
     return record
@@ -80,7 +82,7 @@ def test_the_words_contain_the_numbers_of_the_record() -> None:
 
 
 def test_the_measured_shapes_are_the_recipes() -> None:
-    record = make(find("roofline"), Settings(probe("cpu"), "cpu", quick=True, options={"model": "llama-tiny", "batch": 2, "sequence": 64}))  # fmt: skip
+    record = make(find("roofline"), ExplainSettings(probe("cpu"), "cpu", quick=True, options={"model": "llama-tiny", "batch": 2, "sequence": 64}))  # fmt: skip
     data = record["data"]
     assert (data["model"], data["batch"], data["sequence"]) == ("llama-tiny", 2, 64)
     ops = {op["name"]: op for op in data["ops"]}
@@ -94,7 +96,7 @@ def test_the_measured_shapes_are_the_recipes() -> None:
 
 def test_a_sequence_longer_than_the_model_reads_is_refused() -> None:
     with pytest.raises(RecipeError, match="256 tokens"):
-        find("roofline").measure(Settings(probe("cpu"), "cpu", options={"sequence": 100_000}))
+        find("roofline").measure(ExplainSettings(probe("cpu"), "cpu", options={"sequence": 100_000}))
 
 
 @pytest.mark.parametrize(
@@ -109,7 +111,7 @@ def test_what_would_take_minutes_or_does_not_fit_is_refused_beforehand(
 ) -> None:
     small = replace(probe("cpu"), devices=(Device("small", 2**33),))
     with pytest.raises(RecipeError, match=f"{reason} .*use a smaller --batch"):
-        find("roofline").measure(Settings(small, "cpu", quick=True, options=changes))
+        find("roofline").measure(ExplainSettings(small, "cpu", quick=True, options=changes))
 
 
 def test_fusion_compiles_or_says_why_not_and_computes_the_chain() -> None:
@@ -159,9 +161,9 @@ def test_bars_are_as_long_as_their_numbers() -> None:
 
 
 def test_points_stand_where_their_numbers_say() -> None:
-    from rush.explain.chart import Curves, Dot, Line
+    from rush.explain.chart import Curve, Curves, Dot
 
-    panel = Curves("t", "x", "y", "", "", [Line("l", [Dot(1, 10), Dot(10, 100), Dot(100, 1000)], 1)])
+    panel = Curves("t", "x", "y", "", "", [Curve("l", [Dot(1, 10), Dot(10, 100), Dot(100, 1000)], 1)])
     marks = [
         str(mark) for mark in draw(panel, 1040).marks if 'class="dot series-1"' in mark and "<title" in mark
     ]

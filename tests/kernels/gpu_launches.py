@@ -169,10 +169,10 @@ def update_8bit(dtype: torch.dtype, by_chance: bool, size: int = 8192) -> None:
 
 
 def walks() -> None:
-    from rush.explain.native.device import Chase, Stream, Tasks
+    from rush.explain.native.device import Chase, DeviceStream, Tasks
 
     Chase(2**16, 128, hops=64, device="cpu")()
-    Stream(2**16, num_sms=4, moved_bytes=2**20, device="cpu")()
+    DeviceStream(2**16, num_sms=4, moved_bytes=2**20, device="cpu")()
     Tasks(8, rounds=64, device="cpu")(8)
 
 

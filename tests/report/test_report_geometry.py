@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rush.report import bars, curves, roofline, svg
-from rush.report.ladder import BatchPoint, Ladder, Measure, Parity, Rung
+from rush.report.ladder import BatchPointView, LadderView, MeasureView, ParityView, RungView
 from rush.report.read_ladder import read_ladder
 from tests.report import made_up
 
@@ -34,11 +34,11 @@ def per_cent(element: ET.Element, attribute: str) -> float:
 
 
 @pytest.fixture(scope="module")
-def ladder(tmp_path_factory: pytest.TempPathFactory) -> Ladder:
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> LadderView:
     return read_ladder(made_up.write(tmp_path_factory.mktemp("ladder"), made_up.made_up_ladder()))
 
 
-def test_bars_are_as_long_as_their_values_and_begin_at_zero(ladder: Ladder) -> None:
+def test_bars_are_as_long_as_their_values_and_begin_at_zero(ladder: LadderView) -> None:
     top = bars.top_speed([rung.speed for rung in ladder.rungs])
     assert top is not None
     measured = [rung.speed for rung in ladder.rungs if rung.speed]
@@ -48,8 +48,8 @@ def test_bars_are_as_long_as_their_values_and_begin_at_zero(ladder: Ladder) -> N
         assert per_cent(bar, "width") == pytest.approx(speed.median / top * bars.SPEED_FULL, abs=0.006)
 
 
-def test_whiskers_end_at_the_interval(ladder: Ladder) -> None:
-    measure = Measure(100.0, 80.0, 130.0, 5)
+def test_whiskers_end_at_the_interval(ladder: LadderView) -> None:
+    measure = MeasureView(100.0, 80.0, 130.0, 5)
     lines = pick(drawn(bars.speed_bar(measure, 130.0, "x")), "line", "whisker")
     unit = bars.SPEED_FULL / 130
     across, low_cap, high_cap = lines
@@ -60,7 +60,7 @@ def test_whiskers_end_at_the_interval(ladder: Ladder) -> None:
 
 
 def test_the_longest_whisker_decides_the_scale_so_that_nothing_is_cut() -> None:
-    assert bars.top_speed([Measure(10.0), None, Measure(9.0, 8.0, 14.0)]) == 14.0
+    assert bars.top_speed([MeasureView(10.0), None, MeasureView(9.0, 8.0, 14.0)]) == 14.0
     assert bars.top_speed([None]) is None
     assert bars.speed_bar(None, None, "x") is None
 
@@ -70,7 +70,7 @@ def test_memory_bars_are_as_long_as_their_bytes() -> None:
     assert per_cent(pick(half, "rect", "memory")[0], "width") == pytest.approx(bars.MEMORY_FULL / 2)
 
 
-def test_the_stacked_bar_fills_its_length_with_shares_in_order(ladder: Ladder) -> None:
+def test_the_stacked_bar_fills_its_length_with_shares_in_order(ladder: LadderView) -> None:
     rung = ladder.rungs[0]
     total = sum(rung.breakdown.values())
     for full in (100.0, 37.0):
@@ -84,13 +84,13 @@ def test_the_stacked_bar_fills_its_length_with_shares_in_order(ladder: Ladder) -
             x += rung.breakdown[kind] / total * full
 
 
-def test_time_of_an_unknown_class_counts_as_other(ladder: Ladder) -> None:
+def test_time_of_an_unknown_class_counts_as_other(ladder: LadderView) -> None:
     parts = bars.segments({"matmul": 3.0, "telepathy": 1.0})
     assert [(part.kind, part.share) for part in parts] == [("matmul", 0.75), ("other", 0.25)]
     assert bars.segments({}) == []
 
 
-def test_time_per_token_compares_steps_of_different_size(ladder: Ladder) -> None:
+def test_time_per_token_compares_steps_of_different_size(ladder: LadderView) -> None:
     rung = replace(ladder.rungs[0], breakdown={"matmul": 50.0, "idle": 50.0}, step_tokens=2000)
     assert bars.ms_per_thousand(rung) == pytest.approx(50.0)
     assert bars.ms_per_thousand(replace(rung, step_tokens=None)) is None
@@ -108,9 +108,9 @@ def test_claim_and_finding_stand_at_their_ratios_on_a_logarithmic_axis() -> None
 
 def test_the_batch_curve_goes_through_its_medians_and_marks_what_did_not_run() -> None:
     points = [
-        BatchPoint(1, "ok", Measure(100.0, 90.0, 110.0), 2.0**30),
-        BatchPoint(4, "ok", Measure(200.0, 190.0, 210.0), 2.0**31),
-        BatchPoint(16, "out_of_memory", None, None),
+        BatchPointView(1, "ok", MeasureView(100.0, 90.0, 110.0), 2.0**30),
+        BatchPointView(4, "ok", MeasureView(200.0, 190.0, 210.0), 2.0**31),
+        BatchPointView(16, "out_of_memory", None, None),
     ]
     pictures = curves.batch_curves(points, 4)
     assert pictures is not None
@@ -130,8 +130,8 @@ def test_the_batch_curve_goes_through_its_medians_and_marks_what_did_not_run() -
     assert curves.batch_curves([], None) is None
 
 
-def _parity(losses: tuple[float | None, ...], reference: tuple[float | None, ...]) -> Parity:
-    return Parity("equal", None, None, None, None, losses, reference, (), (), None, None, None)
+def _parity(losses: tuple[float | None, ...], reference: tuple[float | None, ...]) -> ParityView:
+    return ParityView("equal", None, None, None, None, losses, reference, (), (), None, None, None)
 
 
 def _points(d: str) -> list[tuple[float, float]]:
@@ -166,9 +166,9 @@ def test_a_loss_that_is_no_number_breaks_the_line_instead_of_bending_it() -> Non
     assert curves.loss_overlay(_parity((), ()), "x") is None
 
 
-def test_a_rung_on_the_roofline_stands_where_its_numbers_put_it(ladder: Ladder) -> None:
+def test_a_rung_on_the_roofline_stands_where_its_numbers_put_it(ladder: LadderView) -> None:
     rung = replace(
-        ladder.rungs[0], speed=Measure(1000.0), flops_per_token=1e9, step_tokens=4096, micro=1, sequence=2048,
+        ladder.rungs[0], speed=MeasureView(1000.0), flops_per_token=1e9, step_tokens=4096, micro=1, sequence=2048,
         peak_memory_bytes=1e9,
     )  # fmt: skip
     (place,) = roofline.positions(replace(ladder, rungs=(rung,)))
@@ -181,7 +181,7 @@ def test_a_rung_on_the_roofline_stands_where_its_numbers_put_it(ladder: Ladder) 
     assert not known.estimated
 
 
-def test_the_roofs_are_at_the_measured_rates_and_the_slope_at_the_bandwidth(ladder: Ladder) -> None:
+def test_the_roofs_are_at_the_measured_rates_and_the_slope_at_the_bandwidth(ladder: LadderView) -> None:
     simple = replace(ladder, matmul={"float32": 1e12, "bfloat16": 1e13}, copy_bytes_per_s=1e11)
     pictures = roofline.rooflines(simple)
     assert pictures is not None
@@ -195,20 +195,20 @@ def test_the_roofs_are_at_the_measured_rates_and_the_slope_at_the_bandwidth(ladd
     assert slope[0][1] + part * (slope[1][1] - slope[0][1]) == pytest.approx(low[0][1], abs=0.1)
 
 
-def test_there_is_no_roofline_without_a_roof_or_without_a_rung(ladder: Ladder) -> None:
+def test_there_is_no_roofline_without_a_roof_or_without_a_rung(ladder: LadderView) -> None:
     assert roofline.rooflines(replace(ladder, matmul={}, copy_bytes_per_s=None)) is None
     assert roofline.rooflines(replace(ladder, rungs=())) is None
 
 
-def test_every_sample_is_a_dot_in_the_line_of_its_process(ladder: Ladder) -> None:
-    measure = Measure(2.0, 1.5, 2.5, 4, (1.0, 2.0, 2.0, 3.0), ((1.0, 2.0), (2.0, 3.0)))
+def test_every_sample_is_a_dot_in_the_line_of_its_process(ladder: LadderView) -> None:
+    measure = MeasureView(2.0, 1.5, 2.5, 4, (1.0, 2.0, 2.0, 3.0), ((1.0, 2.0), (2.0, 3.0)))
     dots = pick(drawn(curves.sample_strip(measure, "x")), "circle", "sample")
     places = [(float(dot.get("cx", "nan")), float(dot.get("cy", "nan"))) for dot in dots]
     assert len(places) == 4
     assert places[1][0] == places[2][0]
     assert places[0][1] == places[1][1] != places[2][1]
     assert places[3][0] - places[2][0] == pytest.approx(places[1][0] - places[0][0], abs=0.02)
-    assert curves.sample_strip(Measure(2.0), "x") is None
+    assert curves.sample_strip(MeasureView(2.0), "x") is None
 
 
 @given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9), st.integers(1, 10))
@@ -241,11 +241,11 @@ def test_text_in_a_picture_is_text() -> None:
 
 
 @pytest.mark.parametrize("scale", [1e-250, 1e-3, 1.0, 1e12, 1e280])
-def test_pictures_of_huge_and_tiny_numbers_have_finite_coordinates(ladder: Ladder, scale: float) -> None:
-    rungs: tuple[Rung, ...] = tuple(
+def test_pictures_of_huge_and_tiny_numbers_have_finite_coordinates(ladder: LadderView, scale: float) -> None:
+    rungs: tuple[RungView, ...] = tuple(
         replace(
             rung,
-            speed=Measure(rung.speed.median * scale, rung.speed.median * scale * 0.9, None, 1, (scale,)),
+            speed=MeasureView(rung.speed.median * scale, rung.speed.median * scale * 0.9, None, 1, (scale,)),
             peak_memory_bytes=scale,
         )
         for rung in ladder.rungs
@@ -259,6 +259,6 @@ def test_pictures_of_huge_and_tiny_numbers_have_finite_coordinates(ladder: Ladde
         drawn(curves.sample_strip(rung.speed, rung.title))
     for picture in roofline.rooflines(replace(ladder, rungs=rungs)) or ():
         drawn(picture)
-    points = [BatchPoint(at, "ok", Measure(scale * at), scale) for at in (1, 2, 4)]
+    points = [BatchPointView(at, "ok", MeasureView(scale * at), scale) for at in (1, 2, 4)]
     for picture in curves.batch_curves(points, None) or ():
         drawn(picture)

@@ -10,7 +10,7 @@ import pytest
 from rush.errors import DataError, RecipeError
 from rush.records import ladder as record
 from rush.report import compare, headlines, write_comparison
-from rush.report.ladder import Claim, Gain, Ladder, Measure, Rung
+from rush.report.ladder import ClaimView, GainView, LadderView, MeasureView, RungView
 from rush.report.read_ladder import read_ladder
 from rush.report.symbols import SIGNS
 from tests.report import made_up
@@ -22,7 +22,7 @@ def _plain(text: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def ladder(tmp_path_factory: pytest.TempPathFactory) -> Ladder:
+def ladder(tmp_path_factory: pytest.TempPathFactory) -> LadderView:
     return read_ladder(made_up.write(tmp_path_factory.mktemp("ladder"), made_up.made_up_ladder()))
 
 
@@ -31,14 +31,16 @@ def test_every_verdict_of_the_record_has_its_own_words_and_a_sign_that_is_drawn(
     assert {verdict.sign for verdict in headlines.VERDICTS.values()} <= set(SIGNS)
 
 
-def test_the_headline_names_the_fastest_equal_rung_and_what_was_faster_but_different(ladder: Ladder) -> None:
+def test_the_headline_names_the_fastest_equal_rung_and_what_was_faster_but_different(
+    ladder: LadderView,
+) -> None:
     said = _plain(headlines.headline(ladder))
     assert said.startswith("From Plain fp32 at 5.12k tok/s to Batch of 8 rows at 71.4k tok/s: ×13.9")
     assert "Pure bf16 weights reached 83.5k tok/s but learns differently." in said
 
 
-def test_a_rung_without_a_parity_verdict_never_becomes_the_headline(ladder: Ladder) -> None:
-    unproven = replace(ladder.rungs[6], parity=None, title="Unproven", speed=Measure(9e9))
+def test_a_rung_without_a_parity_verdict_never_becomes_the_headline(ladder: LadderView) -> None:
+    unproven = replace(ladder.rungs[6], parity=None, title="Unproven", speed=MeasureView(9e9))
     found = headlines.fastest((*ladder.rungs, unproven), equal=True)
     assert found is not None
     assert found.title == "Batch of 8 rows"
@@ -47,8 +49,8 @@ def test_a_rung_without_a_parity_verdict_never_becomes_the_headline(ladder: Ladd
     assert "is not proven equal" in said
 
 
-def test_a_rung_that_took_no_effect_is_not_the_fastest_either(ladder: Ladder) -> None:
-    idle = replace(ladder.rungs[6], status="no_effect", speed=Measure(9e9))
+def test_a_rung_that_took_no_effect_is_not_the_fastest_either(ladder: LadderView) -> None:
+    idle = replace(ladder.rungs[6], status="no_effect", speed=MeasureView(9e9))
     assert headlines.fastest((idle,), equal=False) is None
 
 
@@ -69,11 +71,11 @@ def test_a_rung_that_took_no_effect_is_not_the_fastest_either(ladder: Ladder) ->
     ],
 )
 def test_a_claim_is_compared_with_the_interval_of_its_own_quantity(
-    ladder: Ladder, metric: str, claimed: float, ratio: float, ci: tuple[float, float], outcome: str
+    ladder: LadderView, metric: str, claimed: float, ratio: float, ci: tuple[float, float], outcome: str
 ) -> None:
     base = replace(ladder.rungs[0], name="before", peak_memory_bytes=100.0)
     rung = replace(
-        ladder.rungs[1], claim=Claim(metric, claimed, None, None), gain=Gain(ratio, *ci, "before", True),
+        ladder.rungs[1], claim=ClaimView(metric, claimed, None, None), gain=GainView(ratio, *ci, "before", True),
         peak_memory_bytes=50.0,
     )  # fmt: skip
     found = headlines.compare_claim(replace(ladder, rungs=(base, rung)), rung)
@@ -81,7 +83,7 @@ def test_a_claim_is_compared_with_the_interval_of_its_own_quantity(
     assert found.outcome == outcome
 
 
-def test_drift_throttling_and_company_are_told(ladder: Ladder) -> None:
+def test_drift_throttling_and_company_are_told(ladder: LadderView) -> None:
     assert headlines.warnings(ladder) == []
     assert ladder.drift is not None
     around = {"throttle": ["power"], "foreign_processes": 2, "steady": False}
@@ -101,7 +103,7 @@ def test_drift_throttling_and_company_are_told(ladder: Ladder) -> None:
         assert word in told
 
 
-def test_a_machine_too_busy_to_measure_on_is_told(ladder: Ladder) -> None:
+def test_a_machine_too_busy_to_measure_on_is_told(ladder: LadderView) -> None:
     assert ladder.drift is not None
     busy = replace(ladder, drift=replace(ladder.drift, restless=True))
     (told,) = headlines.warnings(busy)
@@ -109,7 +111,7 @@ def test_a_machine_too_busy_to_measure_on_is_told(ladder: Ladder) -> None:
     assert "Run it again when nothing else runs" in told
 
 
-def test_batches_that_differ_are_not_called_a_busy_machine(ladder: Ladder) -> None:
+def test_batches_that_differ_are_not_called_a_busy_machine(ladder: LadderView) -> None:
     assert ladder.drift is not None
     uneven = replace(ladder.drift, restless=True, uneven=True)
     (told,) = headlines.warnings(replace(ladder, drift=uneven))
@@ -119,7 +121,7 @@ def test_batches_that_differ_are_not_called_a_busy_machine(ladder: Ladder) -> No
     assert replace(ladder.drift, paired=14).verdict == "within its interval, on 14 batches one by one"
 
 
-def test_the_headline_takes_the_gain_that_was_told_batch_by_batch(ladder: Ladder) -> None:
+def test_the_headline_takes_the_gain_that_was_told_batch_by_batch(ladder: LadderView) -> None:
     best = headlines.fastest(ladder.rungs, equal=True)
     assert best is not None
     assert best.total_gain is not None
@@ -141,11 +143,11 @@ def test_machines_are_named_by_what_computes() -> None:
     assert headlines.machine_name({}) == "an unknown machine"
 
 
-def _rung(ladder: Ladder, median: float, low: float, high: float) -> Rung:
-    return replace(ladder.rungs[0], speed=Measure(median, low, high))
+def _rung(ladder: LadderView, median: float, low: float, high: float) -> RungView:
+    return replace(ladder.rungs[0], speed=MeasureView(median, low, high))
 
 
-def test_a_comparison_calls_a_difference_only_when_the_intervals_are_apart(ladder: Ladder) -> None:
+def test_a_comparison_calls_a_difference_only_when_the_intervals_are_apart(ladder: LadderView) -> None:
     a, near, far = (
         replace(ladder, rungs=(_rung(ladder, *numbers),))
         for numbers in ((100.0, 98.0, 102.0), (101.0, 99.0, 103.0), (150.0, 147.0, 153.0))
@@ -155,13 +157,13 @@ def test_a_comparison_calls_a_difference_only_when_the_intervals_are_apart(ladde
     assert first.against_first == ""
     assert "cannot tell" in second.against_first
     assert third.against_first == "×1.50 of A (1.44 to 1.56)"
-    assert compare.careful_ratio(Measure(150.0, 147.0, 153.0), Measure(100.0, 98.0, 102.0))[1:] == (
+    assert compare.careful_ratio(MeasureView(150.0, 147.0, 153.0), MeasureView(100.0, 98.0, 102.0))[1:] == (
         147 / 102,
         153 / 98,
     )
 
 
-def test_ladders_with_different_rungs_are_matched_by_name(ladder: Ladder) -> None:
+def test_ladders_with_different_rungs_are_matched_by_name(ladder: LadderView) -> None:
     first = replace(ladder, rungs=ladder.rungs[:2])
     second = replace(ladder, rungs=ladder.rungs[1:3])
     found = compare.groups([first, second])

@@ -66,7 +66,7 @@ class Chase:
         chase_kernel[(1,)](self.table, self.place, self.place, hops or self.hops, num_warps=1)
 
 
-class Stream:
+class DeviceStream:
     """Reads a working set over and over in one launch; `moved_bytes` is what one call reads."""
 
     def __init__(self, size_bytes: int, num_sms: int, moved_bytes: int, device: str = "cuda") -> None:

@@ -21,7 +21,7 @@ from rush.lab.trial.trial import Outcome
 from rush.models import Shape, flops_per_token
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
-from rush.records.ladder import Gain, Measured, Rung
+from rush.records.ladder import GainRecord, Measured, RungRecord
 from rush.records.life import LifeRecord, broken, life_words
 
 RESTLESS = 1.5
@@ -138,10 +138,10 @@ class Baselines:
     smaller: float
 
 
-def rung_of(state: RungState, base: RungState, baselines: Baselines) -> Rung:
+def rung_of(state: RungState, base: RungState, baselines: Baselines) -> RungRecord:
     """The record of a rung, from what is known so far."""
     techniques = [name for name, _ in state.recipe.technique_uses()] if state.recipe else []
-    rung: Rung = {
+    rung: RungRecord = {
         "name": state.name,
         "title": state.title,
         "adds": state.addition.adds if state.addition else [],
@@ -204,16 +204,16 @@ def _is_smaller(state: RungState, smaller: float) -> bool:
     return max(state.peak_memory) < (1 - smaller) * min(state.over.peak_memory)
 
 
-def _nothing() -> Rung:
+def _nothing() -> RungRecord:
     keys = (
         "tokens_per_s", "step_ms", "tokens_kind", "mfu", "hfu", "ceiling_fraction", "peak_memory_bytes", "compile_s",
         "warmup_s", "warmup_steps", "data_wait_ms", "gain", "total_gain", "breakdown_ms", "longest",
     )  # fmt: skip
     empty: dict[str, Any] = {**dict.fromkeys(keys), "environment": {}}
-    return cast(Rung, empty)
+    return cast(RungRecord, empty)
 
 
-def _figures(state: RungState, baselines: Baselines) -> Rung:
+def _figures(state: RungState, baselines: Baselines) -> RungRecord:
     assert state.recipe is not None
     timings, first = state.timings, state.timings[0]
     speed = median_interval(state.processes)
@@ -269,7 +269,7 @@ def measured(interval: Interval, processes: Sequence[Sequence[float]]) -> Measur
     }
 
 
-def _gain(ratio: Ratio, over: str) -> Gain:
+def _gain(ratio: Ratio, over: str) -> GainRecord:
     return {
         "over": over,
         "ratio": ratio.ratio,

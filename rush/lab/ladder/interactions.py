@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rush.records.ladder import LadderRecord, Rung
+from rush.records.ladder import LadderRecord, RungRecord
 
 
 def interactions(
@@ -41,16 +41,16 @@ def interactions(
     return rows
 
 
-def _by_name(record: LadderRecord) -> dict[str, Rung]:
+def _by_name(record: LadderRecord) -> dict[str, RungRecord]:
     return {rung["name"]: rung for rung in record["rungs"]}
 
 
-def _ratio(rung: Rung | None) -> float | None:
+def _ratio(rung: RungRecord | None) -> float | None:
     gain = rung["gain"] if rung else None
     return gain["ratio"] if gain else None
 
 
-def _spread(*rungs: Rung | None) -> float:
+def _spread(*rungs: RungRecord | None) -> float:
     """Half the widest interval among the gains: differences below it are not told apart."""
     gains = [rung["gain"] for rung in rungs if rung and rung["gain"]]
     return max((gain["ci95"][1] - gain["ci95"][0]) / 2 for gain in gains)

@@ -24,7 +24,7 @@ from rush.plan import plan, spec_of, target_here
 from rush.profiling.comm_overlap import HOW
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
-from rush.records.scaling import Comparison, Efficiency, Exposed, Point
+from rush.records.scaling import ExposedCommunication, PointComparison, PointRecord, ScalingEfficiency
 from rush.techniques.api.tolerances import CLOSE, Tolerance
 
 SAME: Mapping[str, Tolerance] = {**CLOSE, "float32": Tolerance(loss=1e-5, grad_norm=1e-4, gradient=1e-5)}
@@ -167,10 +167,10 @@ def predicted(recipe: Recipe, machine: Machine, ceilings: Mapping[str, Any] | No
         return None
 
 
-def point_of(point: ScalingPoint, points: Sequence[ScalingPoint], floors: Floors) -> Point:
+def point_of(point: ScalingPoint, points: Sequence[ScalingPoint], floors: Floors) -> PointRecord:
     """The record of a point, from what is known so far."""
     timing, recipe = next(iter(point.timings), None), point.recipe
-    record: Point = {
+    record: PointRecord = {
         "layout": point.layout,
         "sizes": point.sizes,
         "devices": point.devices,
@@ -208,7 +208,7 @@ def point_of(point: ScalingPoint, points: Sequence[ScalingPoint], floors: Floors
 
 def _efficiencies(
     point: ScalingPoint, points: Sequence[ScalingPoint], floors: Floors
-) -> Iterator[tuple[str, Efficiency]]:
+) -> Iterator[tuple[str, ScalingEfficiency]]:
     for scaling in point.scalings:
         base = _base(point, points, scaling)
         if base is not None and point.processes:
@@ -238,7 +238,7 @@ def _base(point: ScalingPoint, points: Sequence[ScalingPoint], scaling: str) -> 
     return one or min(own, key=lambda s: s.devices, default=None)
 
 
-def exposed_of(point: ScalingPoint) -> Exposed | None:
+def exposed_of(point: ScalingPoint) -> ExposedCommunication | None:
     told = [rank for rank in point.ranks if rank.get("profiled_step_ms")]
     if point.layout == ONE or point.shared or not told or len(told) < len(point.ranks):
         return None
@@ -253,7 +253,7 @@ def exposed_of(point: ScalingPoint) -> Exposed | None:
     }
 
 
-def comparisons_of(points: Sequence[ScalingPoint], floors: Floors) -> list[Comparison]:
+def comparisons_of(points: Sequence[ScalingPoint], floors: Floors) -> list[PointComparison]:
     """ZeRO-2 against ZeRO-3, and each layout with against without peer-to-peer, where both were measured and learn the same."""
     found = []
     for first in points:
@@ -267,7 +267,7 @@ def comparisons_of(points: Sequence[ScalingPoint], floors: Floors) -> list[Compa
     return found
 
 
-def _compare(what: str, first: ScalingPoint, second: ScalingPoint, floors: Floors) -> Comparison:
+def _compare(what: str, first: ScalingPoint, second: ScalingPoint, floors: Floors) -> PointComparison:
     ratio = compare(first.timed, second.timed, floors)
     return {
         "what": what,

@@ -29,7 +29,7 @@ from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.lock import FolderLock
-from rush.records.scaling import FILE, FORMAT, SCALINGS, Link, ScaleRecord, read_scale, write_scale
+from rush.records.scaling import FILE, FORMAT, SCALINGS, LinkRecord, ScaleRecord, read_scale, write_scale
 from rush.train.corpus import open_corpus
 
 
@@ -89,7 +89,7 @@ class ScalingStudy:
         self.points = list(self._points())
         self.traces: dict[tuple[str, int, bool], dict[str, Any]] = {}
         self.again: list[Outcome] = []
-        self.links: list[Link] = []
+        self.links: list[LinkRecord] = []
         self.done = 0
 
     def _points(self) -> Iterator[ScalingPoint]:
@@ -269,7 +269,7 @@ class ScalingStudy:
         }
 
 
-def _links_of(outcome: Outcome, ranks: int, peers: bool) -> list[Link]:
+def _links_of(outcome: Outcome, ranks: int, peers: bool) -> list[LinkRecord]:
     if "spectrum" not in outcome.found:
         return [_no_link(ranks, peers, outcome.reason or outcome.status.replace("_", " "))]
     return [
@@ -293,7 +293,7 @@ def _links_of(outcome: Outcome, ranks: int, peers: bool) -> list[Link]:
     ]
 
 
-def _no_link(ranks: int, peers: bool, why: str) -> Link:
+def _no_link(ranks: int, peers: bool, why: str) -> LinkRecord:
     return {
         "operation": "none",
         "backend": "none",
