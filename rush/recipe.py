@@ -28,11 +28,11 @@ NotNegative = Annotated[int, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1, allow_inf_nan=False)]
 
 
-class Part(BaseModel):
+class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, use_attribute_docstrings=True)
 
 
-class Model(Part):
+class ModelSection(Section):
     name: str
     """A published size (see `rush recipes`); `shape` may change parts of it."""
     init_from: str | None = None
@@ -41,7 +41,7 @@ class Model(Part):
     """Fields of the shape to change, as in `model.shape.num_layers = 2`."""
 
 
-class Data(Part):
+class DataSection(Section):
     source: str = "python-stdlib"
     """`python-stdlib`, `files`, `fineweb-edu`, `redpajama`, or `hub:OWNER/NAME[:CONFIG[:SPLIT]]` for any dataset on the hub.
     For fine-tuning also `python-docstrings`, `python-docstring-pairs`, `python-readings`, `ultrachat` and `ultrafeedback`."""
@@ -73,7 +73,7 @@ class Data(Part):
     """What becomes of a conversation longer than `batch.sequence`; what is dropped or cut is counted."""
 
 
-class Objective(Part):
+class ObjectiveSection(Section):
     kind: Literal["lm", "sft", "dpo"] = "lm"
     """`lm`: predict the next token of a corpus. `sft`: of the answers in conversations. `dpo`: prefer one answer."""
     train_on: Literal["completion", "all"] = "completion"
@@ -90,7 +90,7 @@ class Objective(Part):
     """With dpo, the reference's log-probabilities: computed once before training, or beside every step."""
 
 
-class Batch(Part):
+class BatchSection(Section):
     micro: Positive | Literal["auto"]
     """Sequences per forward pass. `auto`: what the planner finds best of all that fits, tried with a real step when a run
     starts (see docs/plan.md)."""
@@ -109,7 +109,7 @@ class Batch(Part):
         )
 
 
-class Optimizer(Part):
+class OptimizerSection(Section):
     kind: Literal["adamw"] = "adamw"
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)]
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
@@ -121,7 +121,7 @@ class Optimizer(Part):
     """Largest gradient norm; 0 switches clipping off."""
 
 
-class Schedule(Part):
+class ScheduleSection(Section):
     kind: Literal["cosine", "constant"] = "cosine"
     steps: Positive
     """Optimizer steps in the whole run."""
@@ -131,7 +131,7 @@ class Schedule(Part):
     """Share of the learning rate that is left at the last step."""
 
 
-class Layout(Part):
+class LayoutSection(Section):
     """How ranks divide the work; their number is the product of the sizes (see docs/scale.md)."""
 
     ddp: Positive = 1
@@ -146,7 +146,7 @@ class Layout(Part):
     """Parts that every sequence is cut into."""
 
 
-class Run(Part):
+class RunSection(Section):
     seed: NotNegative = 1337
     deterministic: bool = False
     """The same bits in every run and after every resume, on a GPU too, where it takes slower kernels; a technique that cannot
@@ -182,21 +182,21 @@ class Run(Part):
     """A Weights & Biases project to log to; the key comes from the environment, never from a recipe."""
 
 
-class Recipe(Part):
+class Recipe(Section):
     """A complete description of a run."""
 
     about: str = ""
     """One line for people."""
-    model: Model
-    data: Data = Data()
-    objective: Objective = Objective()
-    batch: Batch
-    optimizer: Optimizer
-    schedule: Schedule
+    model: ModelSection
+    data: DataSection = DataSection()
+    objective: ObjectiveSection = ObjectiveSection()
+    batch: BatchSection
+    optimizer: OptimizerSection
+    schedule: ScheduleSection
     techniques: list[str | dict[str, Knob]] = []
     """Names, or tables of a name with knobs: `{name = "compile", mode = "max-autotune"}`. Order does not matter."""
-    layout: Layout = Layout()
-    run: Run = Run()
+    layout: LayoutSection = LayoutSection()
+    run: RunSection = RunSection()
 
     @field_validator("techniques")
     @classmethod

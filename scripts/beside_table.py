@@ -21,7 +21,7 @@ from rush.plan.planning import unmet  # noqa: E402
 from rush.plan.target import target_of  # noqa: E402
 from rush.recipe import Knob, Recipe  # noqa: E402
 from rush.recipe_io import load_recipe  # noqa: E402
-from rush.techniques import Technique, registry, settle_uses, why_not  # noqa: E402
+from rush.techniques import Technique, conflict_reason, registry, resolve_uses  # noqa: E402
 
 PAGE = ROOT / "docs" / "scale.md"
 BEGIN, END = "<!-- beside: begin, by scripts/beside_table.py -->", "<!-- beside: end -->"
@@ -45,7 +45,7 @@ def table() -> str:
         rows.append(f"| `{name}` | {' | '.join(cells)} |")
         for axis in ORDER:
             if axis in technique.conflicts:
-                sentence = why_not(technique, registry()[axis])
+                sentence = conflict_reason(technique, registry()[axis])
                 reasons.setdefault((name, sentence), []).append(f"`{axis}`")
     said = [f"- `{name}` beside {_listed(axes)}: {sentence}." for (name, sentence), axes in reasons.items()]
     head = ["technique", *(f"`{axis}`" for axis in ORDER)]
@@ -106,9 +106,9 @@ def _stands(
 def refused(recipe: Recipe) -> list[str]:
     """Why this recipe would not run on an H200, libraries apart."""
     try:
-        for use in settle_uses(recipe):
-            if use.technique.fits is not None:
-                use.technique.fits(recipe, use.knobs)
+        for use in resolve_uses(recipe):
+            if use.technique.check_sizes is not None:
+                use.technique.check_sizes(recipe, use.knobs)
     except RecipeError as error:
         return [str(error)]
     return list(unmet(recipe, target_of("h200-sxm", 2)))

@@ -11,7 +11,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from rush.techniques import Technique, registry, why_not
+from rush.techniques import Technique, conflict_reason, registry
 from rush.techniques.api.contract import MemoryEffect, Parity, Setting
 from rush.techniques.api.tolerances import CLOSE, STATISTICAL_END, STATISTICAL_LEARNED
 from rush.tune.moves import named
@@ -50,12 +50,12 @@ def page(technique: Technique) -> str:
                 ["| knob | values (the first is the default) | meaning |", "| --- | --- | --- |", *rows]
             )
         )
-    if technique.worth:
-        tried = "; ".join(f"`{_words(technique.name, setting)}`" for setting in technique.worth)
+    if technique.settings:
+        tried = "; ".join(f"`{_words(technique.name, setting)}`" for setting in technique.settings)
         parts.append(f"Tried by `rush tune`, where its class is allowed: {tried}.")
     parts += [
         "## Requirements and conflicts",
-        "\n".join(f"- {requirement.sentence}." for requirement in technique.requires)
+        "\n".join(f"- {requirement.message}." for requirement in technique.requires)
         or "It runs on every machine.",
         "Cannot stand beside: "
         + (", ".join(f"[{n}]({n}.md)" for n in technique.conflicts) or "nothing")
@@ -63,7 +63,7 @@ def page(technique: Technique) -> str:
         "\n".join(
             f"- `{name}`: {reason}."
             for name in technique.conflicts
-            if (reason := why_not(technique, registry()[name]))
+            if (reason := conflict_reason(technique, registry()[name]))
         ),
         "## Claim",
         f"{claim.metric}: {claim.gain:+.0%} ({claim.regime}). Source: {claim.source}. A claim is what its authors "
@@ -112,7 +112,9 @@ def index() -> str:
 
 def _words(name: str, setting: Setting) -> str:
     """A setting as the tuner's tables name it."""
-    return " with ".join(named(one, knobs) for one, knobs in {name: setting.knobs, **setting.beside}.items())
+    return " with ".join(
+        named(one, knobs) for one, knobs in {name: setting.knobs, **setting.together_with}.items()
+    )
 
 
 def _example(technique: Technique) -> str:

@@ -15,7 +15,7 @@ from rush.cli.plan_view import show_plan
 from rush.errors import MachineError, RecipeError
 
 if TYPE_CHECKING:
-    from rush.plan import Plan, Target
+    from rush.plan import Plan, TargetMachine
     from rush.recipe import Recipe
 
 
@@ -107,10 +107,10 @@ def plan(
     from rush.recipe_io import load_recipe
 
     chosen = load_recipe(recipe, overrides or [], auto=True)
-    from rush.plan.target import held_to
+    from rush.plan.target import with_memory_limit
 
     target = _target(machine, devices, nodes, link, network, network_cards)
-    target = held_to(target, chosen.run.memory_limit_gb)
+    target = with_memory_limit(target, chosen.run.memory_limit_gb)
     if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides or []):
         recipe = f"{chosen.model.name} as {recipe}"
     if search:
@@ -155,7 +155,7 @@ def _target(
     link: str | None,
     network: str | None,
     cards: int | None,
-) -> Target:
+) -> TargetMachine:
     from rush.plan import target_here, target_of
 
     if machine is not None:
@@ -177,7 +177,7 @@ def _target(
     return replace(target, devices=total)
 
 
-def _plan(recipe: Recipe, target: Target, asked: bool) -> Plan:
+def _plan(recipe: Recipe, target: TargetMachine, asked: bool) -> Plan:
     from rush.plan import plan as plan_spec
     from rush.plan import spec_of
     from rush.plan.micro_batch import settled
@@ -197,7 +197,7 @@ def _plan(recipe: Recipe, target: Target, asked: bool) -> Plan:
 def _search(
     name: str,
     recipe: Recipe,
-    target: Target,
+    target: TargetMachine,
     best: int,
     beyond: bool,
     tokens: float | None,
@@ -244,12 +244,12 @@ def _search(
 
 
 def _check(results: Path, json: bool) -> None:
-    from rush.plan.check import as_json, check, other_thirds, overflows
+    from rush.plan.check import as_json, check, other_splits, overflows
 
     if not results.is_dir():
         raise RecipeError(f"there is no folder {results} with findings; give one with --results.")
     rows, summaries, _ = check(results)
-    drawn = other_thirds(results) if any(one.kind == "time" for one in summaries) else []
+    drawn = other_splits(results) if any(one.kind == "time" for one in summaries) else []
     rooms = overflows(results)
     if json:
         print_json(as_json(rows, summaries, drawn, rooms))

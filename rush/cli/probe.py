@@ -105,7 +105,7 @@ def judge(recipe: Recipe, machine: Machine) -> list[dict[str, Any]]:
     for name, technique in sorted(registry().items(), key=lambda item: (item[1].stage, item[0])):
         others = present - {name}
         with_it = recipe if name in present else changed(recipe, {"techniques": [*recipe.techniques, name]})
-        reasons = [need.sentence for need in technique.requires if not need.met(machine, with_it)]
+        reasons = [need.message for need in technique.requires if not need.met(machine, with_it)]
         clashes = {other for other in others if other in technique.conflicts}
         clashes |= {other for other in others if name in registry()[other].conflicts}
         reasons += [f"it cannot stand beside {other}, which the recipe has" for other in sorted(clashes)]

@@ -8,6 +8,6 @@ from rush.plan.check import check
 from rush.plan.layout_search import search
 from rush.plan.planning import Plan, plan
 from rush.plan.spec import spec_of
-from rush.plan.target import Target, target_here, target_of
+from rush.plan.target import TargetMachine, target_here, target_of
 
-__all__ = ["Plan", "Target", "check", "plan", "search", "spec_of", "target_here", "target_of"]
+__all__ = ["Plan", "TargetMachine", "check", "plan", "search", "spec_of", "target_here", "target_of"]

@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections import Counter
 
-from rush.plan.efficiencies import Efficiency
+from rush.plan.efficiencies import Efficiencies
 from rush.plan.spec import Spec, Weights, adapted, adapting
-from rush.plan.target import Target
+from rush.plan.target import TargetMachine
 
 SHARED = {"k": "q", "v": "q", "mlp_up": "mlp_gate"}
 """Layers that have their input from the layer named: it is read once for all of them."""
 
 
-def again_of(spec: Spec, weights: Weights) -> float:
+def recomputed_share(spec: Spec, weights: Weights) -> float:
     """The share of a block's products that its backward pass makes again: of all, not the last one's, whose result nobody
     needs again."""
     again = spec.work.number("blocks.again")
@@ -35,7 +35,7 @@ def joined(spec: Spec) -> float:
     return spec.effects.size("compute", 4) * numbers
 
 
-def adapters_time(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights) -> float:
+def adapters_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies, weights: Weights) -> float:
     """Seconds of one block's thin products, bound by what they move.
 
     Forward the input of each group of layers is read, and the adapter's part added to each output, which is read and
@@ -51,16 +51,16 @@ def adapters_time(spec: Spec, target: Target, efficiency: Efficiency, weights: W
     forward = wide_in + 2 * wide_out
     backward = 2 * wide_out + wide_in + 2 * wide_in
     thin = 2 * rank * len(layers)
-    numbers = (1 + again_of(spec, weights)) * (forward + thin) + backward + 2 * thin
+    numbers = (1 + recomputed_share(spec, weights)) * (forward + thin) + backward + 2 * thin
     moved = spec.effects.size("compute", 4) * spec.tokens * numbers / spec.size("tp")
     return moved / (target.bytes_per_s * efficiency.fused)
 
 
-def unpacking_time(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights) -> float:
+def dequantize_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies, weights: Weights) -> float:
     """Seconds in which one block's codes are read and its weights written, each time that a product needs them."""
     codes = spec.effects.size("blocks", 4)
     if codes >= 2:
         return 0.0
     moved = (codes + spec.effects.size("compute", 4)) * weights.block_linear / spec.size("tp")
     reached = spec.work.number("unpack.reaches", efficiency.eager)
-    return (2 + again_of(spec, weights)) * moved / (target.bytes_per_s * reached)
+    return (2 + recomputed_share(spec, weights)) * moved / (target.bytes_per_s * reached)

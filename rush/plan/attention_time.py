@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rush.plan.communication import exchanged_width
-from rush.plan.efficiencies import Efficiency
+from rush.plan.communication import kv_width
+from rush.plan.efficiencies import Efficiencies
 from rush.plan.spec import Spec, matmul_dtype
-from rush.plan.target import Target
+from rush.plan.target import TargetMachine
 
 FULL_PRECISION = 0.4
 """What is left of a kernel's share where no matrix unit helps it, of the rate of products that have none either: flex_attention
@@ -26,25 +26,25 @@ their sums by row, and the queries' gradient, added up in fp32, is emptied, read
 
 
 @dataclass(frozen=True)
-class Scores:
+class ScoreTraffic:
     """Bytes that operations other than products move for each score, forward and backward."""
 
     forward: float
     backward: float
 
 
-EAGER = Scores(32, 36)
+EAGER = ScoreTraffic(32, 36)
 """In fp32: scaled (read, written: 8), copied and masked (16), softmax (8); backward softmax (12), masked (16), scaled (8). In 16 bits
 scaling and masking move half of it, and casts to fp32 and back as much again."""
 
 
-def compiled_scores(size: float) -> Scores:
+def compiled_scores(size: float) -> ScoreTraffic:
     """Scaled, masked and made weights in one kernel; backward another reads weights and gradient twice, for their sums by row
     and for the result."""
-    return Scores(2 * size, 5 * size)
+    return ScoreTraffic(2 * size, 5 * size)
 
 
-def attention_time(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+def attention_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
     """Seconds of one block's attention. A causal query meets half the keys; plain attention multiplies with all of them."""
     work = spec.work
     if not work.number("attention"):
@@ -64,7 +64,7 @@ def attention_time(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     return arithmetic / (target.rate(dtype) * reached) + beside
 
 
-def _plain(spec: Spec, target: Target, efficiency: Efficiency, forwards: float) -> float:
+def _plain(spec: Spec, target: TargetMachine, efficiency: Efficiencies, forwards: float) -> float:
     shape, dtype, size = spec.shape, matmul_dtype(spec), spec.effects.size("compute", 4)
     scores = spec.tokens * shape.num_heads / spec.size("tp") * spec.sequence
     # Two products forward and four backward write or read the scores once each, and are bound by that or by arithmetic.
@@ -77,7 +77,7 @@ def _plain(spec: Spec, target: Target, efficiency: Efficiency, forwards: float) 
     return scores * (forwards * forward + backward)
 
 
-def ring_time(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+def ring_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
     """One block's work besides attention where keys and values go round: with each part that comes, results are merged in
     fp32, keys and values laid together to be sent on, and backward all three gradients added up.
 
@@ -86,7 +86,7 @@ def ring_time(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     """
     if spec.knob("cp", "exchange", "all_gather") != "ring":
         return 0.0
-    results, sent = spec.shape.num_heads * spec.shape.head_dim / spec.size("tp"), exchanged_width(spec)
+    results, sent = spec.shape.num_heads * spec.shape.head_dim / spec.size("tp"), kv_width(spec)
     forward, backward = 32 * results + 4 * sent, 12 * results + 24 * sent
     moved = (1 + spec.work.number("attention.again")) * forward + backward
     return (spec.size("cp") - 1) * spec.tokens * moved / (target.bytes_per_s * efficiency.eager)

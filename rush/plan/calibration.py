@@ -13,10 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from rush.plan.effects import kernels
-from rush.plan.efficiencies import DEFAULT, Efficiency
-from rush.plan.measured_cases import Case
+from rush.plan.efficiencies import DEFAULT, Efficiencies
+from rush.plan.measured_cases import MeasuredCase
 from rush.plan.spec import matmul_dtype
-from rush.plan.time import Time, time_of
+from rush.plan.time import StepTime, time_of
 
 PARTS = {
     "matmul": "matmul",
@@ -28,10 +28,12 @@ PARTS = {
 """Our parts and the breakdown's names for them."""
 
 
-def third(cases: Sequence[Case], draw: str = "") -> tuple[list[Case], list[Case]]:
+def calibration_split(
+    cases: Sequence[MeasuredCase], draw: str = ""
+) -> tuple[list[MeasuredCase], list[MeasuredCase]]:
     """A third to calibrate on and the rest to judge by, chosen by a hash of the cases' names; another `draw` gives another."""
 
-    def lot(case: Case) -> str:
+    def lot(case: MeasuredCase) -> str:
         return hashlib.sha256(f"{case.study}/{case.name}/{case.spec.micro}{draw}".encode()).hexdigest()
 
     ordered = sorted((case for case in cases if case.breakdown_s), key=lot)
@@ -39,7 +41,7 @@ def third(cases: Sequence[Case], draw: str = "") -> tuple[list[Case], list[Case]
     return [c for c in cases if c.digest in chosen], [c for c in cases if c.digest not in chosen]
 
 
-def calibrate(cases: Iterable[Case], start: Efficiency = DEFAULT) -> Efficiency:
+def calibrate(cases: Iterable[MeasuredCase], start: Efficiencies = DEFAULT) -> Efficiencies:
     """The efficiencies that these cases show."""
     planned = ((case, time_of(case.spec, case.target, start)) for case in cases if case.breakdown_s)
     timed = [(_as_timed(case, time), time) for case, time in planned]
@@ -72,7 +74,7 @@ def calibrate(cases: Iterable[Case], start: Efficiency = DEFAULT) -> Efficiency:
     return replace(found, launching=found.launching * share, launch_s=found.launch_s * call)
 
 
-def _as_timed(case: Case, time: Time) -> Case:
+def _as_timed(case: MeasuredCase, time: StepTime) -> MeasuredCase:
     """The case with its profile's parts stretched to what its steps took, where these wait for nothing but the device.
 
     Profiled steps are few, with pauses between them: the device is cooler and clocks higher than in the steps that were
@@ -90,15 +92,15 @@ def _as_timed(case: Case, time: Time) -> Case:
     return replace(case, breakdown_s={part: factor * s for part, s in case.breakdown_s.items()})
 
 
-def _main_dtype(case: Case) -> str:
+def _main_dtype(case: MeasuredCase) -> str:
     return case.spec.work.name("blocks.dtype", matmul_dtype(case.spec))
 
 
-def _work(case: Case, term: str) -> float:
+def _work(case: MeasuredCase, term: str) -> float:
     return case.spec.work.number(term)
 
 
-def _ratio(timed: Sequence[tuple[Case, Time]], part: str) -> float:
+def _ratio(timed: Sequence[tuple[MeasuredCase, StepTime]], part: str) -> float:
     """Planned over measured seconds of a part: what its efficiency has to be multiplied by.
 
     The median by weight: a second is a second. Long steps say more about what users run than short ones, between which
@@ -125,7 +127,7 @@ def _weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
     return 1.0
 
 
-def _launching(cases: Sequence[Case], found: Efficiency) -> float:
+def _launching(cases: Sequence[MeasuredCase], found: Efficiencies) -> float:
     """How many times as long a host must take to call an operator for these steps to come out best; 1 where none depends on it.
 
     Steps that wait for their host say how long it takes, all others that it does not take longer.

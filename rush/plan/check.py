@@ -13,12 +13,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from rush.plan.calibration import calibrate, third
-from rush.plan.efficiencies import DEFAULT, Efficiency
-from rush.plan.measured_cases import Case, read_findings, read_overflows
+from rush.plan.calibration import calibrate, calibration_split
+from rush.plan.efficiencies import DEFAULT, Efficiencies
+from rush.plan.measured_cases import MeasuredCase, read_findings, read_overflows
 from rush.plan.memory import memory_of
 from rush.plan.planning import plan
-from rush.plan.published_runs import Published, read_published
+from rush.plan.published_runs import PublishedRun, read_published
 from rush.plan.time import time_of, tokens_per_s
 
 TARGETS = {
@@ -34,7 +34,7 @@ ON_CPU = "time on a CPU"
 
 
 @dataclass(frozen=True)
-class Row:
+class ErrorRow:
     """One comparison. Errors are planned over measured, less one."""
 
     study: str
@@ -54,7 +54,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Room:
+class OverflowCheck:
     """One recipe that ran out of memory, and what its plan says."""
 
     study: str
@@ -70,7 +70,7 @@ class Room:
 
 
 @dataclass(frozen=True)
-class Summary:
+class ErrorSummary:
     kind: str
     cases: int
     median: float
@@ -85,10 +85,10 @@ class Summary:
         return all(limit is None or found <= limit for found, limit in wanted)
 
 
-def check(folder: Path) -> tuple[list[Row], list[Summary], Efficiency]:
+def check(folder: Path) -> tuple[list[ErrorRow], list[ErrorSummary], Efficiencies]:
     """All comparisons, their summaries (of what was held out), and the efficiencies that the third gave."""
     cases = read_findings(folder)
-    learned, _ = third(cases)
+    learned, _ = calibration_split(cases)
     efficiency = calibrate(learned)
     seen = {case.digest for case in learned}
     rows = [row for case in cases for row in _rows(case, efficiency, case.digest not in seen)]
@@ -101,48 +101,52 @@ def check(folder: Path) -> tuple[list[Row], list[Summary], Efficiency]:
     return rows, [summarize(kind, some) for kind, some in judged.items()], efficiency
 
 
-def overflows(folder: Path) -> list[Room]:
+def overflows(folder: Path) -> list[OverflowCheck]:
     """What the plans say of everything that ran out of memory."""
     return [
-        Room(one.study, one.name, memory_of(one.spec).total, one.target.memory_bytes, not found.host_fits)
+        OverflowCheck(
+            one.study, one.name, memory_of(one.spec).total, one.target.memory_bytes, not found.host_fits
+        )
         for one in read_overflows(folder)
         for found in [plan(one.spec, one.target, limits=False)]
     ]
 
 
-def other_thirds(folder: Path, draws: int = 20) -> list[Summary]:
+def other_splits(folder: Path, draws: int = 20) -> list[ErrorSummary]:
     """The times judged with other thirds: how much of the answer is the luck of the draw."""
     cases = read_findings(folder)
     found = []
     for draw in range(draws):
-        learned, judged = third(cases, f", draw {draw}")
+        learned, judged = calibration_split(cases, f", draw {draw}")
         efficiency = calibrate(learned)
         rows = [row for case in judged for row in _rows(case, efficiency, True) if row.kind == "time"]
         found.append(summarize("time", rows))
     return found
 
 
-def _rows(case: Case, efficiency: Efficiency, held_out: bool) -> list[Row]:
+def _rows(case: MeasuredCase, efficiency: Efficiencies, held_out: bool) -> list[ErrorRow]:
     found = []
     if case.memory_bytes:
         planned = memory_of(case.spec).tensors
         # What a compiled graph and offloading keep was read off findings, so those cases describe more than they test.
         out = not (case.spec.work.number("stream.fused") or case.spec.work.number("offloaded"))
-        found.append(Row(case.study, case.name, "memory", case.memory_bytes, planned, out, "bytes"))
+        found.append(ErrorRow(case.study, case.name, "memory", case.memory_bytes, planned, out, "bytes"))
     seconds = time_of(case.spec, case.target, efficiency).step
     waits = case.waits if case.breakdown_s else None
     kind = "time" if case.target.kind == "cuda" else ON_CPU
-    found.append(Row(case.study, case.name, kind, case.step_s, seconds, held_out, "s", waits))
+    found.append(ErrorRow(case.study, case.name, kind, case.step_s, seconds, held_out, "s", waits))
     return found
 
 
-def _published(item: Published) -> list[Row]:
+def _published(item: PublishedRun) -> list[ErrorRow]:
     time = time_of(item.spec, item.target, DEFAULT)
     planned = tokens_per_s(item.spec, time) / item.spec.world
-    rows = [Row(item.source, item.name, "published", item.tokens_per_s, planned, True, "tokens/s/device")]
+    rows = [
+        ErrorRow(item.source, item.name, "published", item.tokens_per_s, planned, True, "tokens/s/device")
+    ]
     if item.memory_bytes:
         rows.append(
-            Row(
+            ErrorRow(
                 item.source,
                 item.name,
                 "published memory",
@@ -155,11 +159,11 @@ def _published(item: Published) -> list[Row]:
     return rows
 
 
-def summarize(kind: str, rows: Sequence[Row]) -> Summary:
+def summarize(kind: str, rows: Sequence[ErrorRow]) -> ErrorSummary:
     """Over what was held out."""
     errors = sorted(abs(row.error) for row in rows if row.held_out)
     median, p95 = TARGETS.get(kind, (None, None))
-    return Summary(
+    return ErrorSummary(
         kind,
         len(errors),
         statistics.median(errors),
@@ -171,10 +175,10 @@ def summarize(kind: str, rows: Sequence[Row]) -> Summary:
 
 
 def as_json(
-    rows: Sequence[Row],
-    summaries: Sequence[Summary],
-    drawn: Sequence[Summary] = (),
-    rooms: Sequence[Room] = (),
+    rows: Sequence[ErrorRow],
+    summaries: Sequence[ErrorSummary],
+    drawn: Sequence[ErrorSummary] = (),
+    rooms: Sequence[OverflowCheck] = (),
 ) -> dict[str, Any]:
     told = {
         "rows": [asdict(row) | {"error": row.error} for row in rows],

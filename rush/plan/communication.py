@@ -12,20 +12,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rush.plan.spec import Spec, weights_of
-from rush.plan.target import Target
+from rush.plan.target import TargetMachine
 
 INNER_TO_OUTER = ("tp", "cp", "fsdp", "ddp", "pp")
 NETWORK = 0.65
 """Of the rate of the cards between servers: what collectives of a layer's size reach among many. An assumption."""
 STRAGGLING = 0.008
-"""Of a step, for each doubling of servers: all wait for the slowest. Published: 2.5 % from 1 to 16 servers, 1.7 % from 4
+"""Of a step, for each doubling of servers: all wait for the slowest. PublishedRun: 2.5 % from 1 to 16 servers, 1.7 % from 4
 to 8."""
 LATENCY_S = 12e-6
 """Of one step around a ring inside a server or between two."""
 
 
 @dataclass(frozen=True)
-class Sent:
+class CommunicationTime:
     """Seconds of a step's sending."""
 
     behind: float = 0.0
@@ -35,11 +35,13 @@ class Sent:
     waiting: float = 0.0
     """That computing waits for."""
 
-    def __add__(self, other: Sent) -> Sent:
-        return Sent(self.behind + other.behind, self.late + other.late, self.waiting + other.waiting)
+    def __add__(self, other: CommunicationTime) -> CommunicationTime:
+        return CommunicationTime(
+            self.behind + other.behind, self.late + other.late, self.waiting + other.waiting
+        )
 
 
-def bandwidth(spec: Spec, target: Target, axis: str, reached: float) -> float:
+def bandwidth(spec: Spec, target: TargetMachine, axis: str, reached: float) -> float:
     """Bytes per second that a ring over this axis moves past every rank."""
     inside = 1
     for name in INNER_TO_OUTER[: INNER_TO_OUTER.index(axis)]:
@@ -60,17 +62,17 @@ def ring(bytes_: float, size: int, rate: float, trips: int = 1) -> float:
     return trips * ((size - 1) / size * bytes_ / rate + min(size - 1, 32) * LATENCY_S)
 
 
-def sent_by(spec: Spec, target: Target, reached: float) -> Sent:
+def communication_time(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
     """All that one rank takes part in."""
-    return _weights(spec, target, reached) + sent_in_passes(spec, target, reached)
+    return _weights(spec, target, reached) + communication_per_pass(spec, target, reached)
 
 
-def sent_in_passes(spec: Spec, target: Target, reached: float) -> Sent:
+def communication_per_pass(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
     """What belongs to each pass, so that the ranks of a pipeline wait for each other's."""
     return _tensor(spec, target, reached) + _context(spec, target, reached) + _stages(spec, target, reached)
 
 
-def _weights(spec: Spec, target: Target, reached: float) -> Sent:
+def _weights(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
     """Gradients between copies, weights and gradients of shards. Context ranks hold the same weights: they are folded in."""
     weights, effects = weights_of(spec), spec.effects
     share = spec.size("tp") * spec.size("pp")
@@ -84,7 +86,7 @@ def _weights(spec: Spec, target: Target, reached: float) -> Sent:
             + weights.head
         ) / share
     shards, copies, cp = spec.size("fsdp"), spec.size("ddp"), spec.size("cp")
-    total = Sent()
+    total = CommunicationTime()
     if shards > 1 or (cp > 1 and spec.uses("fsdp")):
         group, rate = shards * cp, bandwidth(spec, target, "fsdp", reached)
         held = (
@@ -103,58 +105,58 @@ def _weights(spec: Spec, target: Target, reached: float) -> Sent:
         seconds = gathers * ring(gathered, group, rate) + scatters * ring(each * learned, group, rate)
         seconds += (gathers + scatters) * (units - 1) * min(group - 1, 32) * LATENCY_S
         first = ring(gathered / units, group, rate) + ring(each * learned / units, group, rate)
-        total += Sent(behind=max(0.0, seconds - first), waiting=first)
+        total += CommunicationTime(behind=max(0.0, seconds - first), waiting=first)
     elif cp > 1:
         rate = bandwidth(spec, target, "cp", reached)
-        total += Sent(late=ring(each * learned, cp, rate, 2))
+        total += CommunicationTime(late=ring(each * learned, cp, rate, 2))
     if copies > 1:
         rate = bandwidth(spec, target, "ddp", reached)
         seconds = ring(each * learned / shards, copies, rate, 2)
         # Nothing hides the last bucket.
-        total += Sent(late=0.95 * seconds, waiting=0.05 * seconds)
+        total += CommunicationTime(late=0.95 * seconds, waiting=0.05 * seconds)
     return total
 
 
-def _tensor(spec: Spec, target: Target, reached: float) -> Sent:
+def _tensor(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
     """Per block two gathers and two scatters of the stream forward, as many backward, and what is computed again."""
     size = spec.size("tp")
     if size == 1:
-        return Sent()
+        return CommunicationTime()
     rate = bandwidth(spec, target, "tp", reached)
     stream = spec.tokens * spec.shape.hidden * spec.effects.size("compute", 4)
     blocks = spec.shape.num_layers / spec.size("pp")
     times = 10 + spec.work.number("attention.again")
     seconds = spec.passes * blocks * times * ring(stream, size, rate)
     hides = 0.5 if spec.knob("tp", "async", False) else 0.0
-    return Sent(behind=hides * seconds, waiting=(1 - hides) * seconds)
+    return CommunicationTime(behind=hides * seconds, waiting=(1 - hides) * seconds)
 
 
-def _context(spec: Spec, target: Target, reached: float) -> Sent:
+def _context(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
     """Keys and values of the whole row in every block, and their gradients back."""
     size = spec.size("cp")
     if size == 1:
-        return Sent()
+        return CommunicationTime()
     rate = bandwidth(spec, target, "cp", reached)
-    width = exchanged_width(spec)
+    width = kv_width(spec)
     row = spec.micro * spec.sequence * width
     compute = spec.effects.size("compute", 4)
     blocks = spec.shape.num_layers / spec.size("pp")
     trips = 2 + spec.work.number("attention.again")
     seconds = spec.passes * blocks * (trips * ring(compute * row, size, rate) + ring(4 * row, size, rate))
-    return Sent(behind=0.5 * seconds, waiting=0.5 * seconds)
+    return CommunicationTime(behind=0.5 * seconds, waiting=0.5 * seconds)
 
 
-def exchanged_width(spec: Spec) -> float:
+def kv_width(spec: Spec) -> float:
     """Numbers of keys and values that context ranks exchange for each token; some trainers copy them for every query head before."""
     heads = spec.shape.num_heads if spec.knob("cp", "repeated", False) else spec.shape.num_kv_heads
     return 2 * heads * spec.shape.head_dim / spec.size("tp")
 
 
-def _stages(spec: Spec, target: Target, reached: float) -> Sent:
+def _stages(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
     size = spec.size("pp")
     if size == 1:
-        return Sent()
+        return CommunicationTime()
     rate = bandwidth(spec, target, "pp", reached)
     stream = spec.tokens * spec.shape.hidden * spec.effects.size("stream", 4) / spec.size("tp")
     seconds = 2 * spec.passes * stream / rate
-    return Sent(behind=0.5 * seconds, waiting=0.5 * seconds)
+    return CommunicationTime(behind=0.5 * seconds, waiting=0.5 * seconds)

@@ -105,7 +105,7 @@ WORK = {
 
 
 @dataclass(frozen=True)
-class Work:
+class StepWork:
     """What the techniques of a recipe do together to the work of a step."""
 
     values: Mapping[str, float | str]
@@ -121,10 +121,10 @@ class Work:
         return str(self.values.get(term, plain))
 
 
-NO_WORK = Work({}, {})
+NO_WORK = StepWork({}, {})
 
 
-def settle_work(uses: Iterable[Use]) -> Work:
+def work_of(uses: Iterable[Use]) -> StepWork:
     values: dict[str, float | str] = {}
     by: dict[str, str] = {}
     for use in uses:
@@ -136,7 +136,7 @@ def settle_work(uses: Iterable[Use]) -> Work:
             if isinstance(value, float) and isinstance(before, float) and before >= value:
                 continue
             values[effect.term], by[effect.term] = value, use.technique.name
-    return Work(values, by)
+    return StepWork(values, by)
 
 
 def kernels() -> dict[str, float]:
@@ -150,7 +150,7 @@ def kernels() -> dict[str, float]:
 
 
 @dataclass(frozen=True)
-class Effects:
+class MemoryEffects:
     """What the techniques of a recipe do together to the terms."""
 
     factors: Mapping[str, float]
@@ -166,7 +166,7 @@ class Effects:
         return self.sizes.get(term, plain)
 
 
-def settle(uses: Iterable[Use], axes: Iterable[str] = ()) -> Effects:
+def effects_of(uses: Iterable[Use], axes: Iterable[str] = ()) -> MemoryEffects:
     """All effects together. Those of the layout's axes count only where they add a term: the planner divides."""
     factors: dict[str, float] = {}
     sizes: dict[str, float] = {}
@@ -183,4 +183,4 @@ def settle(uses: Iterable[Use], axes: Iterable[str] = ()) -> Effects:
                 sizes[effect.term] = effect.size  # the later stage decides
             if effect.keeps is not None:
                 keeps = frozenset(effect.keeps) if keeps is None else keeps & frozenset(effect.keeps)
-    return Effects(factors, sizes, keeps)
+    return MemoryEffects(factors, sizes, keeps)

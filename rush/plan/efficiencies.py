@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
-class Efficiency:
+class Efficiencies:
     """What parts reach of the rates they are bound by. Fitted to findings; `rush plan --check` says how well."""
 
     matmul: Mapping[str, float] = field(
@@ -48,4 +48,4 @@ class Efficiency:
     """Of the time of sending that hides behind computing: what computing loses by it."""
 
 
-DEFAULT = Efficiency()
+DEFAULT = Efficiencies()

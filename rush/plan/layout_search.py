@@ -17,14 +17,14 @@ from typing import Any
 from rush.errors import RecipeError
 from rush.parallel import AXES
 from rush.plan.describe import CHECKPOINTS, HALF, describe, distinct, lost_to
-from rush.plan.efficiencies import DEFAULT, Efficiency
+from rush.plan.efficiencies import DEFAULT, Efficiencies
 from rush.plan.planning import Plan, plan, unmet
-from rush.plan.run_peak import life_of
+from rush.plan.run_peak import run_peak_of
 from rush.plan.spec import Spec, spec_of
-from rush.plan.target import Target
+from rush.plan.target import TargetMachine
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import changed
-from rush.techniques import registry, why_not
+from rush.techniques import conflict_reason, registry
 from rush.techniques.api.contract import Parity
 
 STAGES = ("parameters", "gradients", "optimizer", "")
@@ -41,7 +41,7 @@ TOKENS_PER_DEVICE = 8192
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search came to."""
 
     best: tuple[Plan, ...]
@@ -52,8 +52,13 @@ class Found:
 
 
 def search(
-    recipe: Recipe, target: Target, efficiency: Efficiency = DEFAULT, *, best: int = 3, beyond: bool = False
-) -> Found:
+    recipe: Recipe,
+    target: TargetMachine,
+    efficiency: Efficiencies = DEFAULT,
+    *,
+    best: int = 3,
+    beyond: bool = False,
+) -> SearchResult:
     """The best few plans for all devices of the target; RecipeError where nothing fits at all.
 
     All layouts are tried with the recipe's own precision; other precisions where that came near the best, or everywhere
@@ -74,7 +79,7 @@ def search(
     plans = sorted(looked.plans, key=_rank)
     chosen = [plan(one.spec, target, efficiency) for one in distinct(plans, best)]
     lost = [*lost_to(plans, chosen[0]), *looked.left_out()]
-    return Found(tuple(chosen), tuple(lost), looked.tried, len(plans))
+    return SearchResult(tuple(chosen), tuple(lost), looked.tried, len(plans))
 
 
 Techniques = Sequence[tuple[str, Mapping[str, Knob]]]
@@ -84,7 +89,7 @@ Layout = frozenset[tuple[str, int]]
 class _Search:
     """Every combination that was planned so far."""
 
-    def __init__(self, recipe: Recipe, target: Target, efficiency: Efficiency, beyond: bool) -> None:
+    def __init__(self, recipe: Recipe, target: TargetMachine, efficiency: Efficiencies, beyond: bool) -> None:
         self.recipe, self.target, self.efficiency, self.beyond = recipe, target, efficiency, beyond
         self.total = recipe.batch.total_tokens or target.devices * max(
             TOKENS_PER_DEVICE, recipe.batch.sequence
@@ -114,7 +119,7 @@ class _Search:
         target = self.target
         for spec in self._specs(base, precision, offload, only):
             self.tried += 1
-            life = life_of(spec)
+            life = run_peak_of(spec)
             if life.total > target.memory_bytes:
                 if self.least is None or life.total < self.least[0]:
                     self.least = life.total, describe(spec)
@@ -167,7 +172,7 @@ class _Search:
         for axis in ("tp", "pp", "cp"):
             for name, _ in self.recipe.technique_uses():
                 if name in registry() and axis in registry() and not _may({name}, axis):
-                    reason = why_not(registry()[name], registry()[axis])
+                    reason = conflict_reason(registry()[name], registry()[axis])
                     yield f"{axis}: not tried, {name} and {axis} cannot stand together{reason and f': {reason}'}"
 
     def _specs(
@@ -254,7 +259,7 @@ def _mended(entries: list[Any], problems: Sequence[str]) -> Iterator[list[Any]]:
     names = [entry if isinstance(entry, str) else str(entry["name"]) for entry in entries]
     known = [(place, registry()[name]) for place, name in enumerate(names) if name in registry()]
     for place, technique in known:
-        for setting in technique.worth:
+        for setting in technique.settings:
             yield [*entries[:place], {"name": technique.name, **setting.knobs}, *entries[place + 1 :]]
     for place, technique in known:
         speeds = technique.parity in (Parity.EXACT, Parity.CLOSE) and technique.name not in (*HALF, *AXES)
@@ -272,8 +277,11 @@ def _in_precision(base: Techniques, name: str) -> Techniques | None:
     own = {each for each, _ in base}
     if name in own or not own.intersection(HALF):
         return None
-    setting = registry()[name].worth[0]
-    added = {name: dict(setting.knobs), **{each: dict(knobs) for each, knobs in setting.beside.items()}}
+    setting = registry()[name].settings[0]
+    added = {
+        name: dict(setting.knobs),
+        **{each: dict(knobs) for each, knobs in setting.together_with.items()},
+    }
     kept = [
         (each, knobs)
         for each, knobs in base
@@ -292,7 +300,9 @@ def _may(names: set[str], name: str) -> bool:
     return name not in known or not names.intersection(known[name].conflicts)
 
 
-def _layouts(recipe: Recipe, target: Target, named: set[str], sharded: bool) -> Iterator[dict[str, int]]:
+def _layouts(
+    recipe: Recipe, target: TargetMachine, named: set[str], sharded: bool
+) -> Iterator[dict[str, int]]:
     """Ways to divide all devices: tensors inside a server, few stages, shards over all, a server or four."""
     shape, devices, per_node = recipe.shape(), target.devices, target.devices_per_node
     sequence = recipe.batch.sequence

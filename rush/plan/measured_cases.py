@@ -14,7 +14,7 @@ from rush.errors import RushError
 from rush.hardware.catalog import find
 from rush.hardware.machine import Machine
 from rush.plan.spec import Spec, spec_of
-from rush.plan.target import Target, held_to, target_here, target_of
+from rush.plan.target import TargetMachine, target_here, target_of, with_memory_limit
 from rush.recipe import Recipe
 from rush.recipe_io import changed, parse
 from rush.records.ladder import read_ladder
@@ -23,13 +23,13 @@ from rush.records.tune import read_tune
 
 
 @dataclass(frozen=True)
-class Case:
+class MeasuredCase:
     """One measured recipe on one machine."""
 
     name: str
     recipe: Recipe
     spec: Spec
-    target: Target
+    target: TargetMachine
     step_s: float
     memory_bytes: float | None
     """The most that tensors took; None where that was not recorded, or not in full."""
@@ -47,10 +47,10 @@ class Case:
         return self.breakdown_s.get("idle", 0.0) > 0.15 * self.step_s
 
 
-def read_findings(folder: Path) -> list[Case]:
+def read_findings(folder: Path) -> list[MeasuredCase]:
     """Every distinct recipe that was measured, in all views of a ladder, beside rivals, in searches and in runs; of one measured twice the
     better record counts."""
-    found: dict[str, Case] = {}
+    found: dict[str, MeasuredCase] = {}
     records = [(path, read_ladder(path)) for path in sorted(folder.glob("**/ladder*.json"))]
     for path, record in sorted(records, key=lambda item: _worth(item[1]), reverse=True):
         for case in _ladder(record, path.parent.relative_to(folder).as_posix()):
@@ -75,7 +75,7 @@ class Overflow:
 
     name: str
     spec: Spec
-    target: Target
+    target: TargetMachine
     study: str
 
 
@@ -99,7 +99,7 @@ def read_overflows(folder: Path) -> list[Overflow]:
 
 def _overflow(name: str, recipe: Recipe, record: Any, study: str) -> Overflow:
     machine = Machine.from_dict(record["machine"])
-    target = held_to(target_here(machine, record["ceilings"]), recipe.run.memory_limit_gb)
+    target = with_memory_limit(target_here(machine, record["ceilings"]), recipe.run.memory_limit_gb)
     return Overflow(name, spec_of(recipe, machine.device), target, study)
 
 
@@ -121,7 +121,7 @@ def _worth(record: Any) -> tuple[bool, int, str]:
     return record.get("finished") is not None, processes, record["started"]
 
 
-def _ladder(record: Any, study: str) -> Iterator[Case]:
+def _ladder(record: Any, study: str) -> Iterator[MeasuredCase]:
     if not record.get("ceilings"):
         return
     machine = Machine.from_dict(record["machine"])
@@ -136,7 +136,7 @@ def _ladder(record: Any, study: str) -> Iterator[Case]:
             continue
         recipe = changed(top, {"batch.micro": point["micro"]})
         spec = spec_of(recipe, machine.device)
-        yield Case(
+        yield MeasuredCase(
             name=f"batch {point['micro']} of the curve",
             recipe=recipe,
             spec=spec,
@@ -147,12 +147,12 @@ def _ladder(record: Any, study: str) -> Iterator[Case]:
         )
 
 
-def _rung(rung: Any, machine: Machine, target: Target, study: str) -> Case | None:
+def _rung(rung: Any, machine: Machine, target: TargetMachine, study: str) -> MeasuredCase | None:
     recipe = _recipe(rung["recipe"])
     if rung["status"] != "ok" or recipe is None or not rung.get("step_ms"):
         return None
     spec = spec_of(recipe, machine.device)
-    return Case(
+    return MeasuredCase(
         name=rung["name"],
         recipe=recipe,
         spec=spec,
@@ -171,7 +171,7 @@ def _full_step_s(rung: Any, step_tokens: float) -> float:
     return float(step_tokens / processed if processed else rung["step_ms"]["median"] / 1e3)
 
 
-def _beside_rivals(record: Any, study: str) -> Iterator[Case]:
+def _beside_rivals(record: Any, study: str) -> Iterator[MeasuredCase]:
     """Our recipes of `rush bench models`, and rivals that are recipes of ours; another library's model is not ours to plan."""
     if not record.get("ceilings"):
         return
@@ -180,7 +180,7 @@ def _beside_rivals(record: Any, study: str) -> Iterator[Case]:
     for workload in record["workloads"]:
         for point, recipe in _lengths(workload):
             if point["status"] == "ok":
-                yield Case(
+                yield MeasuredCase(
                     name=f"{workload['name']}, {point['sequence']:,} tokens",
                     recipe=recipe,
                     spec=spec_of(recipe, machine.device),
@@ -197,7 +197,7 @@ def _beside_rivals(record: Any, study: str) -> Iterator[Case]:
                 yield case
 
 
-def _searched(record: Any, study: str) -> Iterator[Case]:
+def _searched(record: Any, study: str) -> Iterator[MeasuredCase]:
     """What a search timed, with steps as short as it made them."""
     machine, tokens = Machine.from_dict(record["machine"]), record["settings"]["tokens"]
     sheet = find(machine.devices[0]) if machine.devices else None
@@ -215,7 +215,7 @@ def _searched(record: Any, study: str) -> Iterator[Case]:
             continue
         recipe = changed(recipe, {"batch.total_tokens": tokens})
         spec = spec_of(recipe, machine.device)
-        yield Case(
+        yield MeasuredCase(
             name=_short(row["key"]),
             recipe=recipe,
             spec=spec,
@@ -237,7 +237,7 @@ def _memory(machine: Machine, recipe: Recipe, found: float | None) -> float | No
     return None if machine.device != "cuda" or recorded else found
 
 
-def _run(folder: Path) -> Iterator[Case]:
+def _run(folder: Path) -> Iterator[MeasuredCase]:
     machine = Machine.from_dict(json.loads((folder / "machine.json").read_text()))
     recipe = _recipe((folder / "recipe.toml").read_text())
     sheet = find(machine.devices[0])
@@ -245,7 +245,7 @@ def _run(folder: Path) -> Iterator[Case]:
         return
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     seconds = statistics.median(row["step_s"] for row in rows[5:] if "val_loss" not in row)
-    yield Case(
+    yield MeasuredCase(
         name="the run",
         recipe=recipe,
         spec=spec_of(recipe, machine.device),

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rush.plan.adapter_time import joined
-from rush.plan.model_state import Held, Stage
+from rush.plan.model_state import PipelineStage, RankState
 from rush.plan.spec import Spec, adapted, adapting, weights_of
 
 CONTEXT = 600 * 2**20
@@ -37,7 +37,7 @@ ROUND_HEIGHT = 64
 
 
 @dataclass(frozen=True)
-class Memory:
+class StepMemory:
     """Bytes of one device at the fullest moment; of the fullest pipeline stage."""
 
     parts: Mapping[str, float]
@@ -140,7 +140,7 @@ def saved_again(spec: Spec) -> float:
     return again
 
 
-def taken_away(spec: Spec, blocks: float) -> float:
+def offloaded_bytes(spec: Spec, blocks: float) -> float:
     """Bytes of so many blocks that go to the host: their inputs, or all that a hook on what is kept is handed, casts of
     weights among them."""
     if spec.work.number("inputs.offloaded"):
@@ -190,18 +190,18 @@ def _scores(spec: Spec) -> float:
     return shape.num_heads / spec.size("tp") * spec.sequence * each + spec.sequence / spec.micro
 
 
-def memory_of(spec: Spec) -> Memory:
+def memory_of(spec: Spec) -> StepMemory:
     """The memory of a step, on the fullest rank."""
     return max((_stage_memory(spec, stage) for stage in stages_of(spec)), key=lambda found: found.total)
 
 
-def stages_of(spec: Spec) -> list[Stage]:
+def stages_of(spec: Spec) -> list[PipelineStage]:
     """The ranks of the pipeline that may be the fullest: the first holds most micro batches, the second nearly as many and both
     kinds of buffers, the last the head."""
     depth = spec.size("pp")
     blocks = -(-spec.shape.num_layers // depth)
     ranks = sorted({0, min(1, depth - 1), depth - 1})
-    return [Stage(blocks, rank == 0, rank == depth - 1, _in_flight(spec, rank)) for rank in ranks]
+    return [PipelineStage(blocks, rank == 0, rank == depth - 1, _in_flight(spec, rank)) for rank in ranks]
 
 
 def _in_flight(spec: Spec, rank: int) -> float:
@@ -217,9 +217,9 @@ def _in_flight(spec: Spec, rank: int) -> float:
     return min(ahead, spec.passes)
 
 
-def _stage_memory(spec: Spec, stage: Stage) -> Memory:
+def _stage_memory(spec: Spec, stage: PipelineStage) -> StepMemory:
     effects, weights, tokens = spec.effects, weights_of(spec), spec.tokens
-    held = Held(spec, stage, weights)
+    held = RankState(spec, stage, weights)
     each = block_tensors(spec)
     kept = {term: size * tokens * stage.blocks * stage.in_flight for term, size in each.items()}
     again = block_tensors(spec, whole=True) if effects.keeps is not None else {}
@@ -257,13 +257,13 @@ def _stage_memory(spec: Spec, stage: Stage) -> Memory:
     parts["context"] = context_of(spec.device) + communication_of(spec)
     at_peak = {} if moment == "update" else kept
     moved = spec.work.number("offloaded") or spec.work.number("inputs.offloaded")
-    host = held.on_host() + (taken_away(spec, stage.blocks) if moved else 0.0)
-    return Memory(
+    host = held.on_host() + (offloaded_bytes(spec, stage.blocks) if moved else 0.0)
+    return StepMemory(
         {k: v for k, v in parts.items() if v}, {k: v for k, v in at_peak.items() if v}, moment, host
     )
 
 
-def _pipes(spec: Spec, stage: Stage) -> float:
+def _pipes(spec: Spec, stage: PipelineStage) -> float:
     """What a pipeline sends and receives, which torch's stages keep: of every micro batch of a step a place for what arrives
     (activations, gradients), and of those under way what was sent."""
     if stage.first and stage.last:
@@ -298,7 +298,7 @@ def _final(spec: Spec) -> float:
     return shape.hidden * ((wide + scaled) / spec.stream_parts + head)
 
 
-def _loss(spec: Spec, stage: Stage) -> tuple[float, float, float]:
+def _loss(spec: Spec, stage: PipelineStage) -> tuple[float, float, float]:
     """Bytes of logits forward and backward, and of the head's gradient and cast that are there with them."""
     if not stage.last:
         return 0.0, 0.0, 0.0

@@ -14,9 +14,9 @@ from rush.hardware import Machine
 from rush.hardware.catalog import find
 from rush.hardware.ceilings import known_ceilings
 from rush.plan.memory import context_of
-from rush.plan.run_peak import life_of
+from rush.plan.run_peak import run_peak_of
 from rush.plan.spec import spec_of
-from rush.plan.target import Target, target_here, target_of
+from rush.plan.target import TargetMachine, target_here, target_of
 from rush.plan.time import time_of
 from rush.recipe import Recipe
 from rush.recipe_io import changed
@@ -46,11 +46,11 @@ def candidates(recipe: Recipe, check: Callable[[Recipe], object]) -> list[Recipe
 
 def needed(recipe: Recipe, device: str) -> float:
     """Bytes that a run takes of a device, in a step or besides; on a GPU, beyond what the driver has taken already."""
-    total = life_of(spec_of(recipe, device)).total
+    total = run_peak_of(spec_of(recipe, device)).total
     return total - context_of(device) if device == "cuda" else total
 
 
-def best(of: Sequence[Recipe], target: Target, room: float) -> Recipe:
+def best(of: Sequence[Recipe], target: TargetMachine, room: float) -> Recipe:
     """The one to try: the fastest by plan of those that fit into `room` bytes; the smallest where none does."""
     fitting = [one for one in of if needed(one, target.kind) <= room]
     if not fitting:
@@ -59,7 +59,7 @@ def best(of: Sequence[Recipe], target: Target, room: float) -> Recipe:
     return [one for one, each in zip(fitting, seconds, strict=True) if each <= (1 + ALIKE) * min(seconds)][-1]
 
 
-def settled(recipe: Recipe, target: Target) -> Recipe:
+def settled(recipe: Recipe, target: TargetMachine) -> Recipe:
     """The recipe with its micro batch as a number, by plan alone."""
     if not recipe.auto:
         return recipe
@@ -69,7 +69,7 @@ def settled(recipe: Recipe, target: Target) -> Recipe:
     )
 
 
-def rates_of(machine: Machine) -> Target:
+def rates_of(machine: Machine) -> TargetMachine:
     """What is known of this machine's rates: measured, of its datasheet, or assumed. For comparing, not for telling."""
     known = known_ceilings(machine)
     if known is not None and known.matmul and known.bandwidth:

@@ -14,7 +14,7 @@ WORKSPACE = 64 * 2**20
 
 
 @dataclass(frozen=True)
-class Stage:
+class PipelineStage:
     """One rank of the pipeline: its blocks and which ends of the model it has."""
 
     blocks: int
@@ -25,11 +25,11 @@ class Stage:
 
 
 @dataclass(frozen=True)
-class Held:
+class RankState:
     """Weights, gradients and moments of one rank, with what sharding and sending adds."""
 
     spec: Spec
-    stage: Stage
+    stage: PipelineStage
     weights: Weights
 
     def _local(self, count: float, *, linear: bool = True) -> float:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rush.plan.efficiencies import Efficiency
+from rush.plan.efficiencies import Efficiencies
 from rush.plan.spec import Spec, weights_of
-from rush.plan.target import Target
+from rush.plan.target import TargetMachine
 
 KERNEL_S = 0.65e-6
 """Of each operation of an update on the device, besides its bytes: its start and its end, when most units have nothing to do."""
@@ -23,7 +23,7 @@ def trained_weights(spec: Spec) -> float:
     return blocks * (weights.block_linear + weights.block_other) + weights.embedding + weights.head
 
 
-def update_time(spec: Spec, target: Target, efficiency: Efficiency) -> tuple[float, float]:
+def update_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> tuple[float, float]:
     """Seconds of an update on the device, and of launching it."""
     effects, blocks = spec.effects, spec.shape.num_layers
     tensors = 14 * blocks

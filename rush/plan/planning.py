@@ -8,14 +8,14 @@ from typing import Any
 
 from rush.errors import RecipeError
 from rush.models import count_parameters
-from rush.plan.efficiencies import DEFAULT, Efficiency
-from rush.plan.memory import Memory
-from rush.plan.run_peak import Life, life_of, staged_bytes
-from rush.plan.spec import Spec, check_divides, matmul_dtype, product_dtypes, with_batch
-from rush.plan.target import Target
-from rush.plan.time import Time, model_flops_per_token, time_of, tokens_per_s
+from rush.plan.efficiencies import DEFAULT, Efficiencies
+from rush.plan.memory import StepMemory
+from rush.plan.run_peak import RunPeak, run_peak_of, staged_bytes
+from rush.plan.spec import Spec, check_divides, matmul_dtype, matmul_dtypes_of, with_batch
+from rush.plan.target import TargetMachine
+from rush.plan.time import StepTime, model_flops_per_token, time_of, tokens_per_s
 from rush.recipe import Recipe
-from rush.techniques import registry, settle_uses, why_not
+from rush.techniques import conflict_reason, registry, resolve_uses
 
 ERRORS = {
     ("measured here", False): (0.03, 0.10),
@@ -39,9 +39,9 @@ POWER = 0.85
 @dataclass(frozen=True)
 class Plan:
     spec: Spec
-    target: Target
-    life: Life
-    time: Time
+    target: TargetMachine
+    life: RunPeak
+    time: StepTime
     largest_micro: int
     """The largest micro batch that fits; 0: none."""
     longest_sequence: int
@@ -49,7 +49,7 @@ class Plan:
     """Why this recipe cannot run there, besides memory."""
 
     @property
-    def memory(self) -> Memory:
+    def memory(self) -> StepMemory:
         """Of a step."""
         return self.life.step
 
@@ -113,7 +113,7 @@ class Plan:
             launching = f"a call of an operator is taken to need {1e6 * DEFAULT.launch_s:.1f} µs of the host, as on H200s"
         else:
             launching = "calls of operators are not counted; `rush probe` measures them"
-        unknown = [dtype for dtype in product_dtypes(self.spec) if dtype not in self.target.matmul]
+        unknown = [dtype for dtype in matmul_dtypes_of(self.spec) if dtype not in self.target.matmul]
         taken = [f"of {dtype} products no rate is known here, and fp32's is taken" for dtype in unknown]
         return (*self.target.sources, launching, *taken)
 
@@ -187,12 +187,12 @@ class Plan:
 
 def plan(
     spec: Spec,
-    target: Target,
-    efficiency: Efficiency = DEFAULT,
+    target: TargetMachine,
+    efficiency: Efficiencies = DEFAULT,
     *,
     limits: bool = True,
     problems: tuple[str, ...] = (),
-    life: Life | None = None,
+    life: RunPeak | None = None,
 ) -> Plan:
     """Memory (where it is not given) and time of a spec on a machine; with `limits` also the largest batch and the longest
     sequence."""
@@ -207,15 +207,15 @@ def plan(
         sequence = unit * _largest(
             lambda n: with_batch(spec, rows, n * unit), target, max(1, context // unit)
         )
-    found = life_of(spec) if life is None else life
+    found = run_peak_of(spec) if life is None else life
     return Plan(spec, target, found, time_of(spec, target, efficiency), micro, sequence, problems)
 
 
-def _largest(spec_at: Callable[[int], Spec], target: Target, most: int) -> int:
+def _largest(spec_at: Callable[[int], Spec], target: TargetMachine, most: int) -> int:
     """The largest number whose spec fits: memory only grows with it."""
 
     def fits(number: int) -> bool:
-        return life_of(spec_at(number)).total <= target.memory_bytes
+        return run_peak_of(spec_at(number)).total <= target.memory_bytes
 
     if not fits(1):
         return 0
@@ -229,23 +229,23 @@ def _largest(spec_at: Callable[[int], Spec], target: Target, most: int) -> int:
     return low
 
 
-def unmet(recipe: Recipe, target: Target) -> tuple[str, ...]:
+def unmet(recipe: Recipe, target: TargetMachine) -> tuple[str, ...]:
     """Why the recipe's techniques cannot run on such a machine, in their own words."""
     machine = target.machine()
-    uses = settle_uses(recipe)
+    uses = resolve_uses(recipe)
     names = {use.technique.name for use in uses}
     found = []
     for use in uses:
         found += [
-            f"{use.technique.name}: {requirement.sentence}"
+            f"{use.technique.name}: {requirement.message}"
             for requirement in use.technique.requires
-            if "pip install" not in requirement.sentence and not requirement.met(machine, recipe)
+            if "pip install" not in requirement.message and not requirement.met(machine, recipe)
         ]
         found += [
             f"{use.technique.name} and {other} cannot stand together{reason and f': {reason}'}"
             for other in sorted(names.intersection(use.technique.conflicts))
             if use.technique.name < other
-            for reason in [why_not(use.technique, registry()[other])]
+            for reason in [conflict_reason(use.technique, registry()[other])]
         ]
     if "bfloat16" not in target.matmul and any(
         name in names for name in ("amp_bf16", "pure_bf16", "bf16_master")

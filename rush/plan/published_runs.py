@@ -13,31 +13,31 @@ from typing import Any
 
 from rush.models import SIZES
 from rush.parallel import AXES
-from rush.plan.effects import settle, settle_work
+from rush.plan.effects import effects_of, work_of
 from rush.plan.spec import Spec
-from rush.plan.target import Target, target_of
+from rush.plan.target import TargetMachine, target_of
 from rush.recipe import Knob
 from rush.techniques import Use, registry
 
 
 @dataclass(frozen=True)
-class Published:
+class PublishedRun:
     name: str
     source: str
     spec: Spec
-    target: Target
+    target: TargetMachine
     tokens_per_s: float
     """Of one device."""
     memory_bytes: float | None
 
 
-def read_published() -> list[Published]:
+def read_published() -> list[PublishedRun]:
     text = resources.files("rush.plan").joinpath("published_runs.json").read_text(encoding="utf-8")
     data = json.loads(text)
     return [_row(row, data["studies"][row["study"]]) for row in data["rows"]]
 
 
-def _row(row: dict[str, Any], study: dict[str, Any]) -> Published:
+def _row(row: dict[str, Any], study: dict[str, Any]) -> PublishedRun:
     layout = {**dict.fromkeys(AXES, 1), **row["layout"]}
     names: dict[str, dict[str, Knob]] = {}
     for entry in row["techniques"]:
@@ -48,7 +48,7 @@ def _row(row: dict[str, Any], study: dict[str, Any]) -> Published:
         Use(known[name], {key: knob.default for key, knob in known[name].knobs.items()} | knobs)
         for name, knobs in names.items()
     ]
-    effects = settle(uses, AXES)
+    effects = effects_of(uses, AXES)
     sizes = {**effects.sizes, "stream": 2, "compute": 2, "gathered": 2, "parameters": 4, "gradients": 4}
     factors = {**effects.factors, **({"logits.copies": 1.0} if study.get("eager_loss") else {})}
     shape = SIZES[row["model"]]
@@ -75,9 +75,9 @@ def _row(row: dict[str, Any], study: dict[str, Any]) -> Published:
             **({"cp": study["cp"]} if layout["cp"] > 1 else {}),
             **({"pp": {"stages": row["stages"]}} if "stages" in row else {}),
         },
-        work=settle_work(uses),
+        work=work_of(uses),
     )
-    return Published(
+    return PublishedRun(
         row["name"], study["source"], spec, target, row["tokens_per_s"],
         row["memory_gib"] * 2**30 if row.get("memory_gib") else None,
     )  # fmt: skip

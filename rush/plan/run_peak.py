@@ -17,7 +17,7 @@ from rush.models.counts import list_parameters
 from rush.plan.memory import (
     ROUND_HEIGHT,
     UNFILLED,
-    Memory,
+    StepMemory,
     communication_of,
     context_of,
     logits_tokens,
@@ -25,17 +25,17 @@ from rush.plan.memory import (
     stages_of,
     unpacked,
 )
-from rush.plan.model_state import Held, Stage
+from rush.plan.model_state import PipelineStage, RankState
 from rush.plan.spec import Spec, weights_of
 
 STEP = "step"
 
 
 @dataclass(frozen=True)
-class Life:
+class RunPeak:
     """Bytes of one device in all that a run does; of the fullest pipeline stage."""
 
-    step: Memory
+    step: StepMemory
     besides: Mapping[str, float]
     """What the device must offer for a validation, a sample, a save."""
 
@@ -54,20 +54,20 @@ class Life:
         return max(self.phases.values())
 
 
-def life_of(spec: Spec) -> Life:
+def run_peak_of(spec: Spec) -> RunPeak:
     """The memory of a run by phase, each on its fullest rank."""
     step, stages, weights = memory_of(spec), stages_of(spec), weights_of(spec)
     besides: dict[str, float] = {}
     for stage in stages:
-        held = Held(spec, stage, weights)
+        held = RankState(spec, stage, weights)
         state = sum(held.between_steps().values())
         found = {"validation": validation_bytes(spec, held), "sample": sample_bytes(spec, held), "save": 0.0}
         for phase, more in found.items():
             besides[phase] = max(besides.get(phase, 0.0), _offered(spec, held, step, state, more))
-    return Life(step, besides)
+    return RunPeak(step, besides)
 
 
-def _offered(spec: Spec, held: Held, step: Memory, state: float, more: float) -> float:
+def _offered(spec: Spec, held: RankState, step: StepMemory, state: float, more: float) -> float:
     """What a device must offer for so many bytes beside the state."""
     unfilled = 1 + spec.effects.factor("gaps") * UNFILLED
     if spec.effects.factor("pool"):
@@ -75,7 +75,7 @@ def _offered(spec: Spec, held: Held, step: Memory, state: float, more: float) ->
     return unfilled * (state + more + held.buffers()) + context_of(spec.device) + communication_of(spec)
 
 
-def validation_bytes(spec: Spec, held: Held) -> float:
+def validation_bytes(spec: Spec, held: RankState) -> float:
     """Bytes of a forward pass without gradients over one pass's rows, beside the state."""
     effects = spec.effects
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
@@ -115,7 +115,7 @@ def _angles(spec: Spec, positions: float) -> float:
     return 8 * spec.shape.head_dim * positions if spec.shape.family == "llama" else 0.0
 
 
-def _logits(spec: Spec, stage: Stage) -> float:
+def _logits(spec: Spec, stage: PipelineStage) -> float:
     """Bytes of a loss without gradients."""
     if not stage.last:
         return 0.0
@@ -135,7 +135,7 @@ def _logits(spec: Spec, stage: Stage) -> float:
     return logits * (1 + (effects.factor("logits.padded") if compute < 4 and shape.vocab_size % 8 else 0.0))
 
 
-def sample_bytes(spec: Spec, held: Held) -> float:
+def sample_bytes(spec: Spec, held: RankState) -> float:
     """Bytes of a sample beside the state: keys and values, the prompt's way through a block, its logits. It computes in the
     dtype of the weights. A model that is cut is sampled on the host, and passes the device one tensor at a time."""
     prompt, drawn = spec.sampled

@@ -14,9 +14,9 @@ from rush.models import Shape
 from rush.models.adapters import ROLE_GROUPS
 from rush.models.counts import ParameterSpec, list_parameters
 from rush.parallel import AXES
-from rush.plan.effects import NO_WORK, Effects, Work, settle, settle_work
+from rush.plan.effects import NO_WORK, MemoryEffects, StepWork, effects_of, work_of
 from rush.recipe import Knob, Recipe
-from rush.techniques import registry, settle_uses
+from rush.techniques import registry, resolve_uses
 
 HALF = ("float16", "bfloat16")
 TEMPLATE_TOKENS = 32
@@ -33,10 +33,10 @@ class Spec:
     passes: int
     """Micro batches of a step on each data rank."""
     layout: Mapping[str, int]
-    effects: Effects
+    effects: MemoryEffects
     techniques: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
     device: str = "cuda"
-    work: Work = NO_WORK
+    work: StepWork = NO_WORK
     rows: float = 1.0
     """Rows of a pass for each of `batch.micro`: 2 of a pair of answers, less where a micro batch is cut into passes."""
     reference: bool = False
@@ -90,11 +90,11 @@ class Spec:
 def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Spec:
     """The spec of a recipe; RecipeError where its layout does not divide the model or the batch, or (unless `beyond` is
     asked for) is one that this trainer does not run."""
-    uses = settle_uses(recipe)
+    uses = resolve_uses(recipe)
     for use in uses:
-        if use.technique.fits is not None and not beyond:
-            use.technique.fits(recipe, use.knobs)
-    effects = settle(uses, AXES)
+        if use.technique.check_sizes is not None and not beyond:
+            use.technique.check_sizes(recipe, use.knobs)
+    effects = effects_of(uses, AXES)
     cut = round(effects.factor("passes")) or 1
     rows = 2 if recipe.objective.kind == "dpo" else 1  # a pair is two rows
     spec = Spec(
@@ -106,7 +106,7 @@ def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Sp
         effects=effects,
         techniques={use.technique.name: dict(use.knobs) for use in uses},
         device=device,
-        work=settle_work(uses),
+        work=work_of(uses),
         rows=rows / cut,
         reference=_asks_reference(recipe),
         sampled=(len(recipe.run.sample_prompt.encode()) + TEMPLATE_TOKENS, recipe.run.sample_tokens)
@@ -219,7 +219,7 @@ def matmul_dtype(spec: Spec) -> str:
     return spec.work.name("products.dtype", "float32")
 
 
-def product_dtypes(spec: Spec) -> tuple[str, ...]:
+def matmul_dtypes_of(spec: Spec) -> tuple[str, ...]:
     """Those of all its products, as rates are named."""
     usual = matmul_dtype(spec)
     return tuple(dict.fromkeys(spec.work.name(term, usual) for term in ("blocks.dtype", "head.dtype")))

@@ -50,7 +50,7 @@ found 691 to 793 TFLOP/s in bf16, where the speeds of one recipe differed by 2 t
 
 
 @dataclass(frozen=True)
-class Target:
+class TargetMachine:
     """One kind of device, many times."""
 
     key: str
@@ -75,7 +75,7 @@ class Target:
     network_cards: int = 1
     """Of a server, which all rings between servers share."""
     host_bytes: float | None = None
-    """Memory of a server beside its GPUs; None where it is not known."""
+    """Host memory of a server; None where it is not known."""
     features: tuple[str, ...] = ()
     """Instruction sets of its CPU, as the probe names them; empty where nobody looked."""
 
@@ -120,7 +120,7 @@ def target_of(
     link: str | None = None,
     network: str | None = None,
     cards: int | None = None,
-) -> Target:
+) -> TargetMachine:
     """A machine of the catalogue by its key; RecipeError names the nearest."""
     key = name.lower()
     if key != "cpu" and key not in CATALOG:
@@ -157,7 +157,7 @@ def _known(link: str) -> str:
     return link
 
 
-def _from_sheet(sheet: Datasheet) -> Target:
+def _from_sheet(sheet: Datasheet) -> TargetMachine:
     if sheet.key in MEASURED:
         rates: dict[str, float] = dict(MEASURED[sheet.key])
         copy, how = rates.pop("copy"), "calibrated"
@@ -173,18 +173,18 @@ def _from_sheet(sheet: Datasheet) -> Target:
         source = f"{sheet.source}, derated"
     reserved = 0.985  # the driver keeps a little: an H200 of 141 GB shows 139.8 GiB
     memory = 150_109_880_320 if sheet.key == "h200-sxm" else sheet.memory_bytes * reserved
-    return Target(
+    return TargetMachine(
         sheet.key, sheet.key, memory, rates, sheet.peak_flops, copy, 0, 0, 1, 1, 0, how, (source,)
     )  # fmt: skip
 
 
-def _cpu() -> Target:
+def _cpu() -> TargetMachine:
     rates = {"float32": 1.5e12, "bfloat16": 1.5e12}
-    return Target("cpu", "a server's CPU", 256 * 2**30, rates, {}, 100e9, 0, 0, 1, 1, 0, "assumed",
+    return TargetMachine("cpu", "a server's CPU", 256 * 2**30, rates, {}, 100e9, 0, 0, 1, 1, 0, "assumed",
                   ("a server CPU of 32 cores at 1.5 TFLOP/s and 100 GB/s; probe your own",), "cpu")  # fmt: skip
 
 
-def held_to(target: Target, limit_gb: float | None) -> Target:
+def with_memory_limit(target: TargetMachine, limit_gb: float | None) -> TargetMachine:
     """The machine with no more memory for a process than `run.memory_limit_gb` gives it."""
     if limit_gb is None:
         return target
@@ -197,7 +197,7 @@ def held_to(target: Target, limit_gb: float | None) -> Target:
     return replace(target, memory_bytes=limit_gb * 1e9, sources=(*target.sources, said))
 
 
-def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
+def target_here(machine: Machine, rates: Mapping[str, Any]) -> TargetMachine:
     """This machine, from its probe and its measured ceilings (`Ceilings.rates()`); of a kind of card that findings were made on,
     theirs, unless this one's differ by more than cards of a kind do."""
     from rush.hardware.catalog import find
@@ -214,7 +214,7 @@ def target_here(machine: Machine, rates: Mapping[str, Any]) -> Target:
     as_usual = matmul != found
     server = SERVERS[sheet.key if sheet else "cpu"]
     buses = [row["bus_bytes_per_s"] for row in rates.get("collectives", ())]
-    return Target(
+    return TargetMachine(
         key=sheet.key if sheet else "here",
         name=machine.name,
         memory_bytes=machine.memory_bytes,

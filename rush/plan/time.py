@@ -15,16 +15,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from rush.models import flops_per_token
-from rush.plan.adapter_time import adapters_time, again_of, unpacking_time
+from rush.plan.adapter_time import adapters_time, dequantize_time, recomputed_share
 from rush.plan.attention_time import attention_time, ring_time
-from rush.plan.communication import STRAGGLING, Sent, sent_by, sent_in_passes
-from rush.plan.efficiencies import DEFAULT, Efficiency
-from rush.plan.memory import taken_away
-from rush.plan.model_state import Held, Stage
+from rush.plan.communication import STRAGGLING, CommunicationTime, communication_per_pass, communication_time
+from rush.plan.efficiencies import DEFAULT, Efficiencies
+from rush.plan.memory import offloaded_bytes
+from rush.plan.model_state import PipelineStage, RankState
 from rush.plan.optimizer_time import launches, trained_weights, update_time
 from rush.plan.spec import Spec, Weights, weights_of
 from rush.plan.spec import matmul_dtype as matmul_dtype
-from rush.plan.target import Target
+from rush.plan.target import TargetMachine
 
 PCIE_BYTES_PER_S = 55e9
 """Between host and device: pinned copies as measured on the H200s' PCIe 5; less where PCIe is the link between devices."""
@@ -48,7 +48,7 @@ FULL_UNIT = 64
 
 
 @dataclass(frozen=True)
-class Time:
+class StepTime:
     """Seconds of one step on one device."""
 
     parts: Mapping[str, float]
@@ -60,7 +60,7 @@ class Time:
         return sum(self.parts.values())
 
 
-def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Time:
+def time_of(spec: Spec, target: TargetMachine, efficiency: Efficiencies = DEFAULT) -> StepTime:
     """The time of one step, everything of it counted once."""
     if target.launch_s:
         efficiency = replace(efficiency, launch_s=efficiency.launching * target.launch_s)
@@ -70,7 +70,7 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     parts = {name: seconds * passes for name, seconds in one.items()}
     parts["elementwise"] += _adding(spec, target, efficiency)
     computing = sum(parts.values())
-    sent = sent_by(spec, target, efficiency.link)
+    sent = communication_time(spec, target, efficiency.link)
     servers = max(1, -(-spec.world // target.devices_per_node))
     parts["communication"] = _exposed(sent, computing, passes, efficiency.contention) + (
         STRAGGLING * math.log2(servers) * computing
@@ -78,11 +78,13 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     # Several stages a rank fill the pipeline in smaller portions; a backward pass cut in two fills most of the rest.
     idle = (depth - 1) / passes / spec.stages
     idle *= 1 / 3 if str(spec.knob("pp", "schedule", "1f1b")) in ("zero_bubble", "zbv") else 1
-    parts["bubble"] = idle * (computing + sent_in_passes(spec, target, efficiency.link).waiting)
+    parts["bubble"] = idle * (computing + communication_per_pass(spec, target, efficiency.link).waiting)
     update, update_host = update_time(spec, target, efficiency)
     if spec.effects.factor("on_host"):
         # Weights come over PCIe for each gather, gradients go back after each pass; the update runs at the rate of host memory.
-        held = Held(spec, Stage(-(-spec.shape.num_layers // depth), True, True, 1), weights_of(spec))
+        held = RankState(
+            spec, PipelineStage(-(-spec.shape.num_layers // depth), True, True, 1), weights_of(spec)
+        )
         whole = held.parameters / spec.shards
         learned = spec.effects.size("gradients", 4) * held.trained() / spec.shards
         parts["offload"] = passes * (2 * whole + learned) / _to_host(target)
@@ -113,7 +115,7 @@ def time_of(spec: Spec, target: Target, efficiency: Efficiency = DEFAULT) -> Tim
     parts["data"] = data
     if target.kind == "cuda":
         parts["other"] = efficiency.step_s + efficiency.block_s * passes * spec.shape.num_layers / depth
-    return Time({name: seconds for name, seconds in parts.items() if seconds}, host)
+    return StepTime({name: seconds for name, seconds in parts.items() if seconds}, host)
 
 
 def _side_by_side(host: float, device: float) -> float:
@@ -122,12 +124,12 @@ def _side_by_side(host: float, device: float) -> float:
     return longer * (1 + (shorter / longer) ** TURNS) ** (1 / TURNS) if longer else 0.0
 
 
-def _to_host(target: Target) -> float:
+def _to_host(target: TargetMachine) -> float:
     """Bytes per second over PCIe."""
     return min(PCIE_BYTES_PER_S, target.link_bytes_per_s)
 
 
-def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str, float]:
+def _pass_parts(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> dict[str, float]:
     """Seconds of one pass (forward, backward, what is computed again) on one rank, by part."""
     weights = weights_of(spec)
     depth = spec.size("pp")
@@ -137,7 +139,7 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
         "attention": blocks
         * (attention_time(spec, target, efficiency) + ring_time(spec, target, efficiency)),
         "elementwise": blocks
-        * (_elementwise(spec, target, efficiency) + unpacking_time(spec, target, efficiency, weights))
+        * (_elementwise(spec, target, efficiency) + dequantize_time(spec, target, efficiency, weights))
         + _casts(spec, target, efficiency, weights, blocks),
         "loss": _loss(spec, target, efficiency) / spec.size("pp"),
         "embedding": _embedding(spec, target, efficiency),
@@ -151,7 +153,7 @@ def _pass_parts(spec: Spec, target: Target, efficiency: Efficiency) -> dict[str,
         } | {"embedding": parts["embedding"]}
     if spec.work.number("offloaded") or spec.work.number("inputs.offloaded"):
         # Over PCIe, there and back, and not hidden: as measured.
-        parts["offload"] = 2 * taken_away(spec, blocks) / _to_host(target)
+        parts["offload"] = 2 * offloaded_bytes(spec, blocks) / _to_host(target)
     return parts
 
 
@@ -166,11 +168,13 @@ def _full(side: float) -> float:
     return side / (side + FULL_UNIT)
 
 
-def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights, blocks: float) -> float:
+def _matmul(
+    spec: Spec, target: TargetMachine, efficiency: Efficiencies, weights: Weights, blocks: float
+) -> float:
     shape, tp, tokens = spec.shape, spec.size("tp"), spec.tokens
     dtype = matmul_dtype(spec)
     products = 4.0 if spec.effects.factor("frozen") else 6.0
-    again = 2 * again_of(spec, weights)
+    again = 2 * recomputed_share(spec, weights)
     inside = spec.work.name("blocks.dtype", dtype)
     narrow = min(shape.hidden, shape.intermediate / tp, shape.num_heads * shape.head_dim / tp, tokens)
     rate = target.rate(inside) * efficiency.matmul.get(inside, 1.0) * _full(narrow)
@@ -186,7 +190,7 @@ def _matmul(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights
     return blocks * (block + adapters) + head
 
 
-def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+def _elementwise(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
     """One block's norms, turns, activations, sums and casts: bytes over the rate of eager or of fused operations."""
     shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
@@ -238,7 +242,7 @@ def _elementwise(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     return spec.tokens * seconds / target.bytes_per_s
 
 
-def _adding(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+def _adding(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
     """A step's adding up of gradients: from the second pass on they are added to those that are there (two read, one written).
     A recorded pass finds them emptied and adds from the first on."""
     recorded = bool(spec.effects.factor("recording"))
@@ -248,7 +252,9 @@ def _adding(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     return times * spec.effects.size("gradients", 4) * count / (target.bytes_per_s * efficiency.fused)
 
 
-def _casts(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights, blocks: float) -> float:
+def _casts(
+    spec: Spec, target: TargetMachine, efficiency: Efficiencies, weights: Weights, blocks: float
+) -> float:
     """Under autocast weights are cast for every pass, and their gradients back."""
     if not spec.effects.size("casts", 0):
         return 0.0
@@ -259,7 +265,7 @@ def _casts(spec: Spec, target: Target, efficiency: Efficiency, weights: Weights,
     return moved * count / (target.bytes_per_s * efficiency.fused)
 
 
-def _loss(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+def _loss(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
     """Log-softmax, its gradient and the casts between them, over tokens × vocabulary."""
     # Generated kernels read rows that begin anywhere number by number.
     compiled = 18.0 if spec.shape.vocab_size % 8 else 11.0
@@ -268,7 +274,7 @@ def _loss(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     return moved / (target.bytes_per_s * efficiency.loss)
 
 
-def _embedding(spec: Spec, target: Target, efficiency: Efficiency) -> float:
+def _embedding(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
     """The gradient of the embedding: emptied, filled, added to the head's."""
     if spec.effects.factor("frozen"):
         return 0.0
@@ -284,14 +290,14 @@ def _embedding(spec: Spec, target: Target, efficiency: Efficiency) -> float:
     )
 
 
-def _exposed(sent: Sent, computing: float, passes: int, contention: float) -> float:
+def _exposed(sent: CommunicationTime, computing: float, passes: int, contention: float) -> float:
     """Seconds of sending that a step waits for: what nothing hides, and of the rest what computing does not cover."""
     late = min(sent.late, 0.9 * BACKWARD * computing / passes)
     behind = min(sent.behind, 0.9 * computing - late)
     return sent.waiting + (sent.late - late) + (sent.behind - behind) + contention * (late + behind)
 
 
-def tokens_per_s(spec: Spec, time: Time) -> float:
+def tokens_per_s(spec: Spec, time: StepTime) -> float:
     """Of all devices together."""
     return spec.step_tokens / time.step
 

@@ -27,12 +27,12 @@ __all__ = [
     "Stage",
     "Technique",
     "Use",
+    "add_axes",
     "check",
     "check_recipe",
-    "put_on",
+    "conflict_reason",
     "registry",
-    "settle_uses",
-    "why_not",
+    "resolve_uses",
 ]
 
 
@@ -58,7 +58,7 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
         for requirement in use.technique.requires:
             if not requirement.met(machine, recipe):
                 raise MachineError(
-                    f"technique {use.technique.name} cannot run here: {requirement.sentence}; found {recipe.model.name} on "
+                    f"technique {use.technique.name} cannot run here: {requirement.message}; found {recipe.model.name} on "
                     f"{machine.summary()}. Take it out with techniques-={use.technique.name}, or change what it needs."
                 )
     return uses
@@ -67,10 +67,10 @@ def check(recipe: Recipe, machine: Machine) -> list[Use]:
 def check_recipe(recipe: Recipe) -> list[Use]:
     """The same as far as no machine is needed for it, so that nobody has to be started to hear it."""
     _check_layout(recipe)
-    uses = settle_uses(recipe)
+    uses = resolve_uses(recipe)
     for use in uses:
-        if use.technique.fits is not None:
-            use.technique.fits(recipe, use.knobs)
+        if use.technique.check_sizes is not None:
+            use.technique.check_sizes(recipe, use.knobs)
         if recipe.run.deterministic and (why := use.technique.nondeterministic(recipe, use.knobs)):
             raise RecipeError(
                 f"run.deterministic is true, and technique {use.technique.name} cannot give the same bits in every run: {why}. "
@@ -84,19 +84,19 @@ def _check_conflicts(uses: Sequence[Use]) -> None:
     names = {use.technique.name for use in uses}
     for technique in (use.technique for use in uses):
         if clash := sorted(names.intersection(technique.conflicts)):
-            reason = why_not(technique, registry()[clash[0]])
+            reason = conflict_reason(technique, registry()[clash[0]])
             raise RecipeError(
                 f"techniques {technique.name} and {clash[0]} cannot stand together{reason and f': {reason}'}; take one of "
                 "them out."
             )
 
 
-def why_not(one: Technique, other: Technique) -> str:
+def conflict_reason(one: Technique, other: Technique) -> str:
     """Why two techniques conflict, as one of them says; nothing where it goes without saying."""
     return one.reasons.get(other.name) or other.reasons.get(one.name) or ""
 
 
-def settle_uses(recipe: Recipe) -> list[Use]:
+def resolve_uses(recipe: Recipe) -> list[Use]:
     """The techniques a recipe names and those its layout puts on, knobs settled, in the order of the build; no more is
     checked. An axis that is no technique yet is left out."""
     named = dict(recipe.technique_uses())
@@ -104,7 +104,7 @@ def settle_uses(recipe: Recipe) -> list[Use]:
     return in_order(_settle(name, knobs) for name, knobs in {**named, **layout}.items())
 
 
-def put_on(uses: Sequence[Use], axes: Iterable[str]) -> list[Use]:
+def add_axes(uses: Sequence[Use], axes: Iterable[str]) -> list[Use]:
     """These techniques, and those of axes that divide nothing: of a rank that is a group of its own."""
     more = in_order([*uses, *(_settle(axis, {}) for axis in axes)])
     _check_conflicts(more)

@@ -28,7 +28,7 @@ from rush.models.quantized import stored_values
 from rush.parallel import Ranks, check_world
 from rush.parallel.sharded import NormFn, fill_model, is_sharded, local_norm
 from rush.recipe import Recipe
-from rush.techniques import Build, Pass, Stage, Use, check, put_on
+from rush.techniques import Build, Pass, Stage, Use, add_axes, check
 from rush.techniques.api.contract import Passes
 from rush.train.objectives import NextToken, Objective, objective_of
 from rush.train.optimizer import build_optimizer
@@ -190,7 +190,7 @@ def build(
         # cuBLAS reads this when it is first used, which is after this line in every process that builds a run: with another
         # workspace it chooses other algorithms, which round otherwise.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    uses = put_on(check(recipe, machine), ranks.forced_axes)
+    uses = add_axes(check(recipe, machine), ranks.forced_axes)
     check_world(recipe.layout.model_dump(), ranks.world)
     device = torch.device(machine.device)
     limit = _limit_memory(recipe, device)

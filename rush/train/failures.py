@@ -30,7 +30,7 @@ from rush.parallel.ranks import FROM_RANK_0
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.run_folder import RunFolder
-from rush.techniques import Use, settle_uses
+from rush.techniques import Use, resolve_uses
 from rush.techniques.api.own_files import given
 from rush.techniques.api.stacks import Suspect, chain, compiler_failed, suspects
 from rush.version import __version__
@@ -85,7 +85,7 @@ class RunStatus:
     def uses(self) -> list[Use]:
         """The techniques that are on."""
         with suppress(RushError):
-            return settle_uses(self.recipe) if self.recipe is not None else []
+            return resolve_uses(self.recipe) if self.recipe is not None else []
         return []
 
 

@@ -25,7 +25,7 @@ from rush.errors import MachineError
 from rush.hardware import in_gaps, out_of_memory
 from rush.hardware.memory_use import free_unused
 from rush.parallel.sharded import is_sharded
-from rush.plan.run_peak import life_of
+from rush.plan.run_peak import run_peak_of
 from rush.plan.spec import spec_of, with_batch
 from rush.train.build import Run
 from rush.train.step import reduce_validation, validate_local
@@ -125,7 +125,7 @@ def planned_rows(run: Run) -> int:
     spec = spec_of(run.recipe, kind)
 
     def needs(rows: int) -> float:
-        return life_of(with_batch(spec, -(-rows * spec.micro // run.pass_rows))).besides["validation"]
+        return run_peak_of(with_batch(spec, -(-rows * spec.micro // run.pass_rows))).besides["validation"]
 
     while rows > 1 and needs(rows) > room:
         rows //= 2

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from rush.errors import RushError
 from rush.plan.planning import plan
-from rush.plan.spec import product_dtypes, spec_of
-from rush.plan.target import Target
+from rush.plan.spec import matmul_dtypes_of, spec_of
+from rush.plan.target import TargetMachine
 from rush.recipe import Recipe
 
 
@@ -28,7 +28,7 @@ class Prediction:
 class Planner:
     """Predictions for one machine, each made once."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: TargetMachine) -> None:
         self.target = target
         self._known: dict[tuple[str, bool], Prediction | str] = {}
 
@@ -50,5 +50,5 @@ class Planner:
             return f"predicted {found.on_host / 2**30:.3g} GiB on the host, which has {there:.3g}"
         own = recipe.run.memory_limit_gb
         limit = self.target.memory_bytes if own is None else min(own * 1e9, self.target.memory_bytes)
-        doubtful = not set(product_dtypes(spec)) <= set(self.target.matmul)
+        doubtful = not set(matmul_dtypes_of(spec)) <= set(self.target.matmul)
         return Prediction(found.tokens_per_s, found.memory.total, limit, found.longest_sequence, doubtful)

@@ -15,7 +15,7 @@ from rush.errors import RushError
 from rush.hardware import Machine
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import changed
-from rush.techniques import Parity, Stage, Technique, check, registry, settle_uses
+from rush.techniques import Parity, Stage, Technique, check, registry, resolve_uses
 
 Entry = str | dict[str, Knob]
 Uses = Mapping[str, Mapping[str, Knob]]
@@ -100,7 +100,7 @@ def runnable(recipe: Recipe, rules: Rules) -> tuple[Recipe, list[Refusal]]:
 def promise(recipe: Recipe, kept: frozenset[str]) -> frozenset[str]:
     """What decides whether it learns the same: techniques that promise no more than the same curve, and the update they
     stand beside, with its settings. Empty where rounding is all that differs."""
-    uses = [use for use in settle_uses(recipe) if use.technique.name not in kept]
+    uses = [use for use in resolve_uses(recipe) if use.technique.name not in kept]
     loose = [use for use in uses if use.technique.parity not in (Parity.EXACT, Parity.CLOSE)]
     updates = [use for use in uses if use.technique.stage is Stage.UPDATE] if loose else []
     return frozenset(
@@ -115,7 +115,7 @@ def compiled(recipe: Recipe) -> frozenset[str]:
     """What makes the first step of a trial long."""
     return frozenset(
         named(use.technique.name, use.knobs)
-        for use in settle_uses(recipe)
+        for use in resolve_uses(recipe)
         if use.technique.compiles(use.knobs)
     )
 
@@ -169,10 +169,10 @@ def without(recipe: Recipe, names: Sequence[str], rules: Rules) -> Move | Refusa
 
 def _settings(recipe: Recipe, technique: Technique, rules: Rules) -> Iterator[Move | Refusal]:
     known, now = registry(), dict(recipe.technique_uses())
-    for setting in technique.worth:
+    for setting in technique.settings:
         if not setting.when(recipe):
             continue
-        added: dict[str, Mapping[str, Knob]] = {technique.name: setting.knobs, **setting.beside}
+        added: dict[str, Mapping[str, Knob]] = {technique.name: setting.knobs, **setting.together_with}
         if any(known[name].parity not in rules.allowed for name in added):
             continue
         if all(
@@ -210,10 +210,10 @@ def _made(key: str, recipe: Recipe, added: Uses, gone: set[str], rules: Rules) -
 
 
 def _unmet(recipe: Recipe, rules: Rules) -> Iterator[tuple[str, str]]:
-    for use in settle_uses(recipe):
+    for use in resolve_uses(recipe):
         for requirement in use.technique.requires:
             if not requirement.met(rules.machine, recipe):
-                yield use.technique.name, requirement.sentence
+                yield use.technique.name, requirement.message
 
 
 def _entries(recipe: Recipe, gone: set[str]) -> list[Entry]:

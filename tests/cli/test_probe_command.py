@@ -128,7 +128,7 @@ def test_a_busy_processor_is_mentioned() -> None:
 
 def test_a_technique_that_cannot_run_here_has_the_sentence_of_its_requirement() -> None:
     judged = rows(command.judge(load_recipe("tiny"), probe("cpu")))
-    sentences = {need.sentence for need in registry()["tf32"].requires}
+    sentences = {need.message for need in registry()["tf32"].requires}
     assert not judged["tf32"]["runs"]
     assert set(judged["tf32"]["reasons"]) <= sentences
     assert judged["compile"] == {"name": "compile", "stage": "COMPILE", "runs": True, "reasons": []}

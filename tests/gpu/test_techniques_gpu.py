@@ -15,7 +15,7 @@ from rush.recipe_io import load_recipe
 from rush.techniques import registry
 from rush.techniques.api.proofs import prove
 from rush.techniques.attention.cudnn_attention import CudnnCore
-from rush.techniques.memory.expandable_segments import Growing
+from rush.techniques.memory.expandable_segments import ExpandableSegments
 from rush.train.build import Run, build
 from tests.techniques.tiny_runs import Trace, compare, make_run, trace
 
@@ -153,7 +153,7 @@ def test_segments_that_grow_leave_no_gap_where_others_do() -> None:
         torch.cuda.empty_cache()
         torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 5 * unit) / whole)
         try:
-            with Growing().segments() if growing else nullcontext():
+            with ExpandableSegments().segments() if growing else nullcontext():
                 large = torch.empty(4 * unit, dtype=torch.uint8, device="cuda")
                 del large
                 # It lies where the large one lay, and holds the rest of its segment.

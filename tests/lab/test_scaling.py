@@ -30,7 +30,7 @@ from rush.lab.trial.trial import Outcome
 from rush.plan import target_of
 from rush.recipe_io import load_recipe
 from rush.records.scaling import read_scale
-from rush.techniques import put_on, settle_uses
+from rush.techniques import add_axes, resolve_uses
 
 ROOT = Path(__file__).resolve().parents[2]
 FLOORS = Floors(Floor(0.0, 0, 0.01), Floor(0.0, 0, 0.01))
@@ -303,9 +303,9 @@ def test_a_study_of_real_ranks_is_recorded_and_repeats_nothing(small_recipe: Pat
 def test_a_group_of_one_that_cannot_be_measured_is_refused(small_recipe: Path) -> None:
     with pytest.raises(RecipeError, match="--devices is 2; add 1 to it"):
         plan_of(small_recipe, devices="2", group_of_one=True)
-    recorded = settle_uses(load_recipe("tiny", ["techniques=['cuda_graph']"]))
+    recorded = resolve_uses(load_recipe("tiny", ["techniques=['cuda_graph']"]))
     with pytest.raises(RecipeError, match="ddp and cuda_graph cannot stand together: a recording"):
-        put_on(recorded, ["ddp"])
+        add_axes(recorded, ["ddp"])
 
 
 @pytest.mark.slow

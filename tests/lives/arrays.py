@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 from rush.hardware import Machine
 from rush.parallel import AXES
-from rush.techniques import settle_uses
+from rush.techniques import resolve_uses
 from tests.lives.covering import Items, allowed_pairs, covering, smallest
 from tests.lives.small import FAMILIES, INSTEAD, OBJECTIVES, Checked, Item, Setting, apart, items
 
@@ -117,4 +117,4 @@ def _share(
 
 def compiles(checked: Checked, chosen: Items) -> bool:
     """Whether the recipe waits for a compiler."""
-    return any(use.technique.compiles(use.knobs) for use in settle_uses(checked.setting.recipe(chosen)))
+    return any(use.technique.compiles(use.knobs) for use in resolve_uses(checked.setting.recipe(chosen)))

@@ -13,7 +13,7 @@ from rush.hardware import probe
 from rush.kernels.fp8_linear.reference import E4M3, quantize
 from rush.kernels.linear_cross_entropy import reference
 from rush.parallel import AXES
-from rush.techniques import check, registry, why_not
+from rush.techniques import check, conflict_reason, registry
 from tests.parallel.compose_work import given_loss, lose_in_parts, overflow
 from tests.parallel.rank_work import Result, learn, on_ranks, recipe
 from tests.parallel.shard_work import wait_on_host
@@ -219,7 +219,7 @@ def test_what_does_not_stand_beside_an_axis_is_refused_with_what_does(
 def test_every_conflict_with_an_axis_has_a_reason() -> None:
     for axis in AXES:
         for other in registry()[axis].conflicts:
-            assert why_not(registry()[axis], registry()[other]), f"{axis} and {other}"
+            assert conflict_reason(registry()[axis], registry()[other]), f"{axis} and {other}"
 
 
 def test_the_page_says_what_stands_beside_what() -> None:

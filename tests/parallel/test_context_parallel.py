@@ -16,8 +16,8 @@ from rush.models.layers import PlainAttention
 from rush.parallel.context_parallel import ChunkDocuments, SequenceSplit
 from rush.parallel.ring_attention import Blocks
 from rush.techniques import check
-from rush.techniques.attention.flash_attention import FlashCore, Line
-from rush.techniques.parallel.cp import Cut
+from rush.techniques.attention.flash_attention import DocumentOffsets, FlashCore
+from rush.techniques.parallel.cp import BatchShard
 from tests.parallel.rank_work import Result, learn, on_ranks, recipe
 from tests.parallel.test_sameness import RING, furthest
 
@@ -117,7 +117,7 @@ def around(
 def test_a_flash_core_takes_the_last_queries_of_its_keys(kind: str) -> None:
     q, k, v, _ = inputs()
     ids, split = documents(kind), SequenceSplit(2, 1)
-    forms = (None, None) if ids is None else ChunkDocuments(Line(), split)(ids, None)
+    forms = (None, None) if ids is None else ChunkDocuments(DocumentOffsets(), split)(ids, None)
     for chunk, form in zip(split.own, forms, strict=True):
         begin, end = chunk * LENGTH // 4, (chunk + 1) * LENGTH // 4
         keys = k[:, :, :end], v[:, :, :end]
@@ -145,7 +145,7 @@ def test_a_rank_takes_its_tokens_labels_and_positions_and_counts_its_own() -> No
     tokens = torch.arange(20).view(2, 10)
     labels = torch.where(tokens % 3 == 0, tokens + 1, IGNORED)
     batch = Batch(tokens, labels, padding=3)
-    sharded_dims = [Cut(SequenceSplit(2, rank)) for rank in (0, 1)]
+    sharded_dims = [BatchShard(SequenceSplit(2, rank)) for rank in (0, 1)]
     parts = [cut(batch) for cut in sharded_dims]
     # Ten positions are filled up to twelve: chunks of three, of which rank 0 has the first and the last.
     assert parts[0].tokens_bt[0].tolist() == [0, 1, 2, 9, 0, 0]

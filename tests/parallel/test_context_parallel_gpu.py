@@ -7,7 +7,7 @@ import torch
 
 from rush.models.layers import PlainAttention
 from rush.parallel.context_parallel import ChunkDocuments, SequenceSplit
-from rush.techniques.attention.flash_attention import FlashCore, Line
+from rush.techniques.attention.flash_attention import DocumentOffsets, FlashCore
 from tests.parallel.rank_work import learn, on_ranks, sharing_a_gpu
 from tests.parallel.test_context_parallel import RING, around, error
 from tests.parallel.test_sameness import furthest
@@ -52,7 +52,7 @@ def test_a_flash_core_takes_the_last_queries_of_its_keys(packed: bool) -> None:
     size, sums = LENGTH // 4, [torch.zeros_like(k, dtype=torch.float32) for _ in range(2)]
     for split_rank in (0, 1):
         own = SequenceSplit(2, split_rank)
-        forms = (None, None) if ids is None else ChunkDocuments(Line(), own)(ids, starts)
+        forms = (None, None) if ids is None else ChunkDocuments(DocumentOffsets(), own)(ids, starts)
         for chunk, form in zip(own.own, forms, strict=True):
             begin, end = chunk * size, (chunk + 1) * size
             part = q[:, :, begin:end].clone().requires_grad_()

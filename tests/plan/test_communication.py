@@ -8,7 +8,7 @@ import pytest
 
 from rush.hardware.links import LINKS, SERVERS
 from rush.plan import spec_of, target_of
-from rush.plan.communication import NETWORK, bandwidth, sent_by
+from rush.plan.communication import NETWORK, bandwidth, communication_time
 from rush.plan.time import time_of
 from rush.recipe_io import load_recipe
 
@@ -27,7 +27,9 @@ def test_what_is_sent_once_a_step_hides_behind_the_last_backward_pass_alone() ->
         for passes in (1, 4)
     )
     assert (one.passes, four.passes) == (1, 4)
-    assert sent_by(one, SLOW, 0.8) == sent_by(four, SLOW, 0.8), "as much, however many passes"
+    assert communication_time(one, SLOW, 0.8) == communication_time(four, SLOW, 0.8), (
+        "as much, however many passes"
+    )
     exposed = [time_of(spec, SLOW).parts["communication"] for spec in (one, four)]
     # All waiting for the slowest grows with what is computed; what is left of the exchange does not.
     assert exposed[1] == pytest.approx(exposed[0], rel=0.1)
@@ -43,7 +45,7 @@ def test_copies_of_shards_exchange_once_a_step(stage: str) -> None:
         spec_of(load_recipe("llama-3.1-8b", [*shards, f"batch.total_tokens={n * 131072}"])) for n in (1, 16)
     )
     target = target_of("a100-80-sxm", 8, 4, network="ethernet-25")
-    assert sent_by(once, target, 0.8).late == sent_by(often, target, 0.8).late > 1.0
+    assert communication_time(once, target, 0.8).late == communication_time(often, target, 0.8).late > 1.0
 
 
 def test_rings_between_servers_share_the_cards_of_a_server() -> None:

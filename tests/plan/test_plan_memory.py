@@ -18,7 +18,7 @@ from rush.plan.memory import (
     _working,
     block_tensors,
     memory_of,
-    taken_away,
+    offloaded_bytes,
 )
 from rush.plan.spec import Spec, spec_of
 from rush.recipe import Recipe
@@ -244,7 +244,7 @@ def test_what_goes_to_the_host_is_all_that_is_kept_as_often_as_it_is_kept(
     tokens = torch.randint(0, run.model.shape.vocab_size, (recipe.batch.micro, recipe.batch.sequence))
     with run.in_step(), run.autocast():
         run.model(tokens, tokens)
-    assert taken_away(spec, 1) == pytest.approx(moved[0], rel=0.01)
+    assert offloaded_bytes(spec, 1) == pytest.approx(moved[0], rel=0.01)
 
 
 def test_a_compiled_block_that_is_computed_again_holds_its_gradients_beside_its_tensors() -> None:

@@ -22,7 +22,7 @@ from rush.hardware.links import LINKS, SERVERS
 from rush.hardware.samples import Sample
 from rush.models import SIZES, flops_per_token
 from rush.parallel import AXES
-from rush.plan import Target, plan, search, spec_of, target_here, target_of
+from rush.plan import TargetMachine, plan, search, spec_of, target_here, target_of
 from rush.plan.check import overflows
 from rush.plan.describe import describe
 from rush.plan.layout_search import HOST_DOUBT
@@ -353,7 +353,7 @@ def test_a_step_that_waits_for_a_host_nobody_measured_is_said_to_be_less_certain
     assert "is taken to need" in plan(short, unknown, limits=False).to_dict()["machine"]["sources"][-1]
 
 
-def probed(target: Target, name: str) -> Machine:
+def probed(target: TargetMachine, name: str) -> Machine:
     """Such a machine as its probe would describe it."""
     machine = target.machine()
     return replace(machine, devices=tuple(replace(device, name=name) for device in machine.devices))

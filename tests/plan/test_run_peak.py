@@ -20,8 +20,8 @@ from rush.kernels import cpu, support
 from rush.plan import plan, spec_of, target_of
 from rush.plan.memory import memory_of, stages_of
 from rush.plan.micro_batch import needed
-from rush.plan.model_state import Held
-from rush.plan.run_peak import life_of, sample_bytes, staged_bytes, validation_bytes
+from rush.plan.model_state import RankState
+from rush.plan.run_peak import run_peak_of, sample_bytes, staged_bytes, validation_bytes
 from rush.plan.spec import Spec, weights_of
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
@@ -48,8 +48,8 @@ def recipe_of(model: str, *techniques: str, more: tuple[str, ...] = ()) -> Recip
     return load_recipe(model, [*SMALL, f"techniques={named}", *more])
 
 
-def held_of(spec: Spec) -> Held:
-    return Held(spec, stages_of(spec)[-1], weights_of(spec))
+def held_of(spec: Spec) -> RankState:
+    return RankState(spec, stages_of(spec)[-1], weights_of(spec))
 
 
 def stepped(recipe: Recipe) -> tuple[Run, Batch]:
@@ -146,17 +146,17 @@ def test_validation_goes_as_far_as_a_pass_of_training() -> None:
 def test_a_captured_graph_leaves_its_memory_to_nothing_else() -> None:
     plain = spec_of(load_recipe("gpt2-124m-fast"))
     graph = spec_of(load_recipe("gpt2-124m-fast", ["techniques+=cuda_graph"]))
-    assert life_of(plain).fullest == "step"
-    found = life_of(graph)
+    assert run_peak_of(plain).fullest == "step"
+    found = run_peak_of(graph)
     assert found.fullest == "validation"
     assert found.total > memory_of(graph).total + validation_bytes(graph, held_of(graph))
-    assert life_of(plain).besides["validation"] < memory_of(plain).total
+    assert run_peak_of(plain).besides["validation"] < memory_of(plain).total
 
 
 def test_a_run_fits_only_if_all_of_it_does() -> None:
     recipe = load_recipe("gpt2-124m-fast", ["techniques+=cuda_graph"])
     target, spec = target_of("h200-sxm"), spec_of(recipe)
-    step, life = memory_of(spec).total, life_of(spec).total
+    step, life = memory_of(spec).total, run_peak_of(spec).total
     between = plan(spec, type(target)(**{**vars(target), "memory_bytes": (step + life) / 2}), limits=False)
     assert step < between.target.memory_bytes < life
     assert not between.fits

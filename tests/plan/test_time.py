@@ -12,10 +12,10 @@ import torch
 from rush.data import Batch
 from rush.hardware import probe
 from rush.hardware.launch_rate import OperationCount
-from rush.plan.adapter_time import adapters_time, unpacking_time
+from rush.plan.adapter_time import adapters_time, dequantize_time
 from rush.plan.attention_time import FORWARD, attention_time
-from rush.plan.calibration import _as_timed, _launching, calibrate, third
-from rush.plan.check import check, other_thirds
+from rush.plan.calibration import _as_timed, _launching, calibrate, calibration_split
+from rush.plan.check import check, other_splits
 from rush.plan.communication import NETWORK, bandwidth, ring
 from rush.plan.effects import kernels
 from rush.plan.efficiencies import DEFAULT
@@ -160,7 +160,7 @@ def test_a_calibration_learns_what_the_cases_show() -> None:
 
 def test_the_third_is_a_third_and_does_not_change() -> None:
     cases = read_findings(RESULTS)
-    learned, judged = third(cases)
+    learned, judged = calibration_split(cases)
     profiled = [case for case in cases if case.breakdown_s]
     assert len(learned) == pytest.approx(len(profiled) / 3, abs=2)
     assert not {case.digest for case in learned} & {case.digest for case in judged}
@@ -288,7 +288,7 @@ def test_steps_of_the_host_alone_come_out_as_they_were_measured(
 
 
 def test_errors_are_as_wanted_whichever_third_is_drawn() -> None:
-    drawn = other_thirds(RESULTS)
+    drawn = other_splits(RESULTS)
     assert sum(one.reached for one in drawn) >= 18, [(one.median, one.p95) for one in drawn]
 
 
@@ -333,11 +333,11 @@ def test_codes_are_unpacked_for_each_product_and_once_more_where_blocks_are_comp
         frozen("checkpoint_full", base="qlora"),
     )
     weights = weights_of(coded)
-    twice, thrice = (unpacking_time(one, target, DEFAULT, weights) for one in (coded, again))
+    twice, thrice = (dequantize_time(one, target, DEFAULT, weights) for one in (coded, again))
     assert twice > 2 * (0.5 + 2) * weights.block_linear / target.bytes_per_s
     last = coded.shape.hidden * coded.shape.intermediate / weights.block_linear
     assert thrice / twice == pytest.approx((3 - last) / 2)
-    assert unpacking_time(frozen(), target, DEFAULT, weights) == 0
+    assert dequantize_time(frozen(), target, DEFAULT, weights) == 0
     assert time_of(coded, target).host > time_of(frozen(), target).host, "unpacking is the host's work too"
 
 

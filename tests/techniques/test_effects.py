@@ -20,8 +20,8 @@ from rush.records.checkpoint_store import CheckpointStore
 from rush.techniques import Parity
 from rush.techniques.api.proofs import prove
 from rush.techniques.memory import on_host
-from rush.techniques.memory.offload_activations import is_worth_it
-from rush.techniques.memory.on_host import OnHost
+from rush.techniques.memory.offload_activations import is_offloaded
+from rush.techniques.memory.on_host import OffloadToHost
 from rush.train.build import Run
 from rush.train.loop import train_recipe
 from rush.train.step import train_step, validate
@@ -164,7 +164,7 @@ def test_offloaded_activations_give_the_same_bits_and_weights_stay() -> None:
             out = block(start, rotary=rotary)
         else:
             stay = frozenset(p.untyped_storage().data_ptr() for p in block.parameters())
-            with OnHost(lambda tensor: is_worth_it(tensor, stay), moved, pin=False):
+            with OffloadToHost(lambda tensor: is_offloaded(tensor, stay), moved, pin=False):
                 out = block(start, rotary=rotary)
         return list(torch.autograd.grad(out.square().sum(), [start, *block.parameters()]))
 
@@ -194,7 +194,7 @@ def test_inputs_of_blocks_that_wait_on_the_host_come_back_as_they_were(
     for waits in (False, True):
         run = make_run("checkpoint_full", *compiled, overrides=SHORT)
         if waits:  # by hand: on a CPU the technique refuses, since the host's memory is its own
-            run.step_contexts.append(lambda: OnHost(is_input, moved, pin=False))
+            run.step_contexts.append(lambda: OffloadToHost(is_input, moved, pin=False))
         batches = one_batch(run)
         results.append([train_step(run, step, 1e-2, batches) for step in (1, 2, 3)])
     assert results[0] == results[1]

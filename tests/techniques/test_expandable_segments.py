@@ -12,7 +12,7 @@ from rush.hardware import in_gaps, probe
 from rush.recipe_io import load_recipe
 from rush.techniques import check
 from rush.techniques.api.contract import Observation
-from rush.techniques.memory.expandable_segments import VARIABLES, Growing, evidence, settings
+from rush.techniques.memory.expandable_segments import VARIABLES, ExpandableSegments, evidence, settings
 
 RAN_OUT = (
     "CUDA out of memory. Tried to allocate 9.49 GiB. GPU 0 has a total capacity of 139.80 GiB of which 71.86 GiB is free. "
@@ -49,7 +49,7 @@ def test_a_step_that_fails_leaves_the_setting_as_it_was(monkeypatch: pytest.Monk
     told: list[str] = []
     monkeypatch.setattr("rush.techniques.memory.expandable_segments.tell", told.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
-    growing = Growing()
+    growing = ExpandableSegments()
 
     def step() -> None:
         with growing.segments():
@@ -64,7 +64,7 @@ def test_a_step_that_fails_leaves_the_setting_as_it_was(monkeypatch: pytest.Monk
 
 def seen(segments: list[dict[str, Any]] | None) -> Observation:
     nothing: dict[str, Any] = dict.fromkeys(Observation.__dataclass_fields__)
-    growing = Growing()
+    growing = ExpandableSegments()
     growing.seen = lambda: segments or []  # type: ignore[method-assign]
     return Observation(**{**nothing, "facts": {} if segments is None else {"growing": growing}})
 

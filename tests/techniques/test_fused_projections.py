@@ -20,7 +20,7 @@ from rush.records.checkpoint_store import CheckpointStore
 from rush.techniques import check
 from rush.techniques.api.contract import Proof
 from rush.techniques.api.proofs import prove
-from rush.techniques.kernels.fused_projections import JoinedFanOut, products_by_weight
+from rush.techniques.kernels.fused_projections import JoinedFanOut, matmuls_by_weight
 from rush.train.build import Run
 from rush.train.step import train_step, validate
 from tests.techniques.tiny_runs import SHORT, Trace, compare, make_run, one_batch, recipe_of, trace
@@ -220,7 +220,7 @@ def test_one_group_alone_is_joined_when_asked_for(part: str) -> None:
         for name in PARTS:
             assert isinstance(block.get_submodule(f"{name}.fan_out"), JoinedFanOut) == (name == part)
     assert ours.seen is not None
-    ran, at_most = products_by_weight(ours.seen, {(64, 128), (32, 64), (64, 192), (64, 96)})
+    ran, at_most = matmuls_by_weight(ours.seen, {(64, 128), (32, 64), (64, 192), (64, 96)})
     assert ran == at_most, "all batches have one length"
     # Three products of each: of the wide weight, or of keys and values; of gate, up and down, or of the wide and down.
     expected = {"attention": (3, 0, 0, 9), "mlp": (0, 6, 3, 3)}[part]

@@ -182,7 +182,7 @@ def test_its_loss_is_left_out_of_compiled_parts_and_refused_in_a_whole_graph(
     assert all("forward" in part.__dict__ for part in [*model.blocks, model.final_norm])
     monkeypatch.setattr("rush.techniques.kernels.liger.find_spec", lambda library: object())
     sentences = [
-        requirement.sentence
+        requirement.message
         for requirement in liger.technique.requires
         if not requirement.met(probe("cpu"), recipe_of("liger", "compile"))
     ]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rush.techniques.memory.on_host import PIECE, OnHost
+from rush.techniques.memory.on_host import PIECE, OffloadToHost
 
 MAKE = {
     "dense": lambda whole: whole,
@@ -22,7 +22,7 @@ MAKE = {
 def test_a_saved_activation_comes_back_with_its_values_and_its_strides(how: str) -> None:
     whole = torch.randn(2, 7, 4, 8, requires_grad=True)
     moved: Counter[str] = Counter()
-    with OnHost(lambda tensor: True, moved, pin=False):
+    with OffloadToHost(lambda tensor: True, moved, pin=False):
         view: Tensor = MAKE[how](whole)
         out = view * view
     back = out.grad_fn._saved_self  # type: ignore[union-attr]
@@ -35,7 +35,7 @@ def test_a_saved_activation_comes_back_with_its_values_and_its_strides(how: str)
 
 def test_an_activation_of_several_pieces_comes_back_whole() -> None:
     large = torch.arange(PIECE // 4 + 3, dtype=torch.float32).requires_grad_()
-    with OnHost(lambda tensor: True, Counter(), pin=False):
+    with OffloadToHost(lambda tensor: True, Counter(), pin=False):
         out = large * large
     out.sum().backward()  # type: ignore[no-untyped-call]
     torch.testing.assert_close(large.grad, 2 * large.detach(), rtol=0, atol=0)

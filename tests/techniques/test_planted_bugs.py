@@ -18,9 +18,9 @@ from rush.techniques.api.proofs import prove
 from rush.techniques.api.tolerances import (
     CLOSE,
     CLOSE_STEPS,
-    TIMES_TWIN,
-    Judgement,
-    Twin,
+    TIMES_PERTURBED,
+    ParityVerdict,
+    PerturbedRun,
     gradient_errors,
     judge,
 )
@@ -154,14 +154,14 @@ def test_each_class_and_dtype_has_its_own_tolerance() -> None:
 
 def test_what_one_rounding_grows_to_is_allowed_and_no_more() -> None:
     reference, plain_norms = [5.0, 4.0, 3.0, 2.0], [1.0, 1.0, 1.0, 1.0]
-    twin = Twin([5.0, 4.0, 3.0, 2.0], [1.0, 1.0, 1.02, 1.1])
+    twin = PerturbedRun([5.0, 4.0, 3.0, 2.0], [1.0, 1.0, 1.02, 1.1])
 
     def norms(*found: float) -> str:
         given = Parity.CLOSE, "bfloat16", reference, reference, found, plain_norms, {"w": 0.0}
         assert judge(*given).verdict == "different"  # without the twin none of these would pass
         return judge(*given, twin).verdict
 
-    edge = 0.05 + TIMES_TWIN * 0.1
+    edge = 0.05 + TIMES_PERTURBED * 0.1
     assert norms(1.0, 1.0, 1.1, 1 + 0.95 * edge) == "equal"
     assert norms(1.0, 1.06, 1.0, 1.0) == "different"  # the twin was not off yet: rounding does not explain it
     assert norms(1.0, 1.0, 1.0, 1 + 1.05 * edge) == "different"
@@ -170,18 +170,18 @@ def test_what_one_rounding_grows_to_is_allowed_and_no_more() -> None:
     late = [5.0, 4.0, 3.3, 2.3]
     given = Parity.STATISTICAL, "bfloat16", late, reference, plain_norms, plain_norms, {"w": 0.0}
     assert judge(*given).verdict == "different"
-    assert judge(*given, Twin([5.0, 4.0, 3.1, 2.1], plain_norms)).verdict == "equal"
+    assert judge(*given, PerturbedRun([5.0, 4.0, 3.1, 2.1], plain_norms)).verdict == "equal"
 
 
 def test_a_run_that_falls_behind_is_not_called_equal_for_what_it_learned_at_first() -> None:
     """Every 25th step and mean of Llama 3.2 1B on an H200 over 200 steps, with the head's 8-bit gradients summed in short
     accumulators and with a head in bf16, as traced. Both are within 5 % of what was learned, most of it in the first 50 steps."""
     plain = [12.176, 10.820, 8.150, 6.815, 6.516, 6.210, 5.997, 6.096, 5.811]
-    twin = Twin([12.176, 10.820, 8.150, 6.815, 6.516, 6.210, 5.995, 6.084, 5.802], [1.0] * 9)
+    twin = PerturbedRun([12.176, 10.820, 8.150, 6.815, 6.516, 6.210, 5.995, 6.084, 5.802], [1.0] * 9)
     short = [12.173, 10.829, 8.203, 6.830, 6.532, 6.285, 6.174, 6.426, 6.339]
     sound = [12.175, 10.828, 8.151, 6.821, 6.523, 6.222, 5.997, 6.064, 5.765]
 
-    def told(losses: list[float]) -> Judgement:
+    def told(losses: list[float]) -> ParityVerdict:
         return judge(Parity.STATISTICAL, "float8", losses, plain, [1.0] * 9, [1.0] * 9, {}, twin)
 
     assert told(short).verdict == "different"
@@ -197,7 +197,7 @@ def test_a_run_that_loses_its_warm_up_and_comes_near_again_is_not_called_equal()
     plain = [12.193, 10.727, 7.952, 6.989, 6.638, 6.34, 6.177, 6.203, 6.242]
     nearest = [12.193, 11.908, 9.178, 7.459, 6.836, 6.492, 6.306, 6.357, 6.233]
     norms = [1.0] * len(plain)
-    told = judge(Parity.STATISTICAL, "bfloat16", nearest, plain, norms, norms, {}, Twin(plain, norms))
+    told = judge(Parity.STATISTICAL, "bfloat16", nearest, plain, norms, norms, {}, PerturbedRun(plain, norms))
     assert told.verdict == "different"
     assert told.why.startswith("in the first quarter of the steps")
 
@@ -205,7 +205,7 @@ def test_a_run_that_loses_its_warm_up_and_comes_near_again_is_not_called_equal()
 def test_rounding_is_held_to_its_first_steps_and_to_the_curve_of_a_long_run() -> None:
     plain = [10.0 - 0.04 * step for step in range(100)]
 
-    def told(losses: list[float]) -> Judgement:
+    def told(losses: list[float]) -> ParityVerdict:
         norms = [1.0] * len(losses)
         return judge(Parity.CLOSE, "float32", losses, plain[: len(losses)], norms, norms, {"w": 0.0})
 
@@ -226,9 +226,11 @@ def test_where_plain_training_jumps_nothing_is_called_equal_for_its_twins_sake()
     twin = [7.645] * 10 + [6.630, 6.636, 6.518, 6.368, 9.660, 6.404, 7.909, 6.442, 6.451, 6.473]
     ours = [7.645] * 10 + [6.630, 6.636, 6.519, 6.369, 6.518, 6.400, 6.995, 6.455, 6.468, 6.414]
 
-    def told(losses: list[float]) -> Judgement:
+    def told(losses: list[float]) -> ParityVerdict:
         norms = [1.0] * len(plain)
-        return judge(Parity.STATISTICAL, "float16", losses, plain, norms, norms, {}, Twin(twin, norms))
+        return judge(
+            Parity.STATISTICAL, "float16", losses, plain, norms, norms, {}, PerturbedRun(twin, norms)
+        )
 
     assert told(ours).verdict == "not judged"
     assert "too unsteady to tell" in told(ours).why

@@ -117,7 +117,7 @@ def test_every_field_is_filled_in(name: str) -> None:
         assert knob.meaning
         assert len(set(knob.values)) == len(knob.values) > 1
         assert len({type(value) for value in knob.values}) == 1
-    assert all(requirement.sentence for requirement in technique.requires)
+    assert all(requirement.message for requirement in technique.requires)
     assert all(effect.factor >= 0 for effect in technique.memory)
 
 
@@ -256,10 +256,10 @@ def test_every_requirement_can_be_unmet_and_then_raises(name: str, monkeypatch: 
     monkeypatch.setattr(fp16_linear, "is_built", lambda: False)
     for requirement in registry()[name].requires:
         unmet = [(m, r) for m in machines() for r in recipes(name) if not requirement.met(m, r)]
-        assert unmet, f"no situation here is without what is needed: {requirement.sentence}"
+        assert unmet, f"no situation here is without what is needed: {requirement.message}"
         with pytest.raises(MachineError, match=f"technique {name} cannot run here: .*; found") as caught:
             check(unmet[-1][1], unmet[-1][0])
-        assert any(other.sentence in str(caught.value) for other in registry()[name].requires)
+        assert any(other.message in str(caught.value) for other in registry()[name].requires)
 
 
 @pytest.mark.parametrize("name", sorted(GPU_ONLY))

@@ -18,7 +18,7 @@ from rush.profiling.observe import observe
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.techniques.api.contract import Observation
-from rush.techniques.api.tolerances import Judgement, gradient_errors, gradients_of, judge
+from rush.techniques.api.tolerances import ParityVerdict, gradient_errors, gradients_of, judge
 from rush.train.build import Run, build
 from rush.train.step import clip_factor, train_step
 from tests.real_text import as_bytes as text
@@ -142,7 +142,7 @@ def trace(run: Run, steps: int, watch: bool = False) -> Trace:
     return Trace(losses, norms, gradients, seen)
 
 
-def compare(run: Run, dtype: str, ours: Trace, reference: Trace) -> Judgement:
+def compare(run: Run, dtype: str, ours: Trace, reference: Trace) -> ParityVerdict:
     """The verdict on a run by the loosest class its techniques declare."""
     classes = [use.technique.parity for use in run.uses]
     loosest = max(classes, key=list(type(classes[0])).index)

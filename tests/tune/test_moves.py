@@ -7,7 +7,7 @@ import pytest
 from rush.plan.target import target_of
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
-from rush.techniques import Parity, registry, settle_uses
+from rush.techniques import Parity, registry, resolve_uses
 from rush.tune.moves import Move, Refusal, Rules, moves, promise, together
 from rush.tune.trials import kept_of, plain_of
 
@@ -56,7 +56,7 @@ def test_weights_in_bf16_come_with_an_update_that_rounds_by_chance() -> None:
 def test_a_refusal_is_in_the_techniques_own_words() -> None:
     refusal = made(load_recipe("tiny"), "tf32", machine="cpu")
     assert isinstance(refusal, Refusal)
-    assert refusal.reason in [requirement.sentence for requirement in registry()["tf32"].requires]
+    assert refusal.reason in [requirement.message for requirement in registry()["tf32"].requires]
 
 
 def test_nothing_that_changes_what_is_learned_unless_it_is_allowed(llama: Recipe) -> None:
@@ -99,12 +99,12 @@ def test_micro_batches_divide_the_tokens_of_a_step(llama: Recipe) -> None:
 
 def test_every_setting_that_is_declared_can_be_settled() -> None:
     for technique in registry().values():
-        for setting in technique.worth:
-            entries = {technique.name: setting.knobs, **setting.beside}
+        for setting in technique.settings:
+            entries = {technique.name: setting.knobs, **setting.together_with}
             recipe = load_recipe("tiny").model_copy(
                 update={"techniques": [{"name": name, **knobs} for name, knobs in entries.items()]}
             )
-            assert len(settle_uses(recipe)) == len(entries)
+            assert len(resolve_uses(recipe)) == len(entries)
 
 
 def test_a_promise_is_what_is_loose_and_the_update_beside_it(llama: Recipe) -> None:

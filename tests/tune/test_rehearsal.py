@@ -13,7 +13,7 @@ from rush.cli.tune import said
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe, parse
 from rush.report.tune import tune_page
-from rush.techniques import settle_uses
+from rush.techniques import resolve_uses
 from tests.tune import h200
 from tests.tune.rehearsal import Clock, Player, Rehearsal, rehearse, rounds_by_rule
 
@@ -88,7 +88,7 @@ def test_the_first_leap_is_most_of_the_way(done: Rehearsal) -> None:
     assert {event["candidate"] for event in events[:place]} == {"as it stands", "plain fp32"}
     assert events[place]["began_s"] < 330  # a fifth of the time goes into plain fp32
     fast = load_recipe(f"{done.winner.model.name}-fast")
-    wanted = {use.technique.name for use in settle_uses(fast)}
+    wanted = {use.technique.name for use in resolve_uses(fast)}
     assert wanted <= set(leap["techniques"])
 
 

@@ -17,7 +17,7 @@ from rush.lab.trial.runner import Bench
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.techniques import Parity, registry
-from rush.techniques.api.tolerances import Twin, gradient_errors, judge
+from rush.techniques.api.tolerances import PerturbedRun, gradient_errors, judge
 
 LOOSER = [Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL, Parity.CHANGES]
 
@@ -83,7 +83,7 @@ def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome)
         tried["grad_norms"],
         plain["grad_norms"],
         errors,
-        Twin(twin["losses"], twin["grad_norms"]) if twin else None,
+        PerturbedRun(twin["losses"], twin["grad_norms"]) if twin else None,
     )
     worst = max(errors, key=lambda name: errors[name])
     finite = math.isfinite(errors[worst])

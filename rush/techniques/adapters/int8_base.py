@@ -12,8 +12,8 @@ from collections.abc import Mapping
 
 from rush.models.quantized_formats import Form
 from rush.recipe import Knob
-from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, lengths_in_fp32
-from rush.techniques.adapters.qlora import BACKENDS, has_library, quantize, unpacked_twice
+from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, dora_in_fp32
+from rush.techniques.adapters.qlora import BACKENDS, dequantized_twice, has_library, quantize
 from rush.techniques.api.contract import (
     Build,
     Claim,
@@ -36,7 +36,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The linear layers' weights come to 8 to 10 bits each, products from their codes ran forward and backward, and only
     adapters were trained."""
-    proof = unpacked_twice(seen, knobs)
+    proof = dequantized_twice(seen, knobs)
     bits = seen.facts.get("quantized", {}).get("bits", 32)
     return Proof(proof.took_effect and 8 <= bits < 10, proof.what)
 
@@ -45,7 +45,7 @@ technique = Technique(
     name="int8_base",
     stage=Stage.ADAPT,
     apply=apply,
-    requires=(has_library("int8_base"), lengths_in_fp32),
+    requires=(has_library("int8_base"), dora_in_fp32),
     conflicts=("fp8", "fused_projections", "fp16_matmul", "lora", "qlora", "tp"),
     knobs={"backend": KnobRange(BACKENDS, "whose quantizing"), **KNOBS},
     claim=Claim(

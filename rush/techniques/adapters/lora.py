@@ -101,7 +101,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     )
 
 
-lengths_in_fp32 = Requirement(
+dora_in_fp32 = Requirement(
     "variant dora compares lengths, which bf16 is too coarse for: use amp_bf16 in place of pure_bf16 or bf16_master, or "
     "variant lora",
     lambda machine, recipe: (
@@ -110,7 +110,7 @@ lengths_in_fp32 = Requirement(
     ),
 )
 
-lengths_of_whole_rows = Requirement(
+dora_unsharded = Requirement(
     "variant dora measures whole rows of a weight, of which layout.tp gives each rank a part; use variant lora, or set "
     "layout.tp to 1",
     lambda machine, recipe: (
@@ -129,7 +129,7 @@ technique = Technique(
     name="lora",
     stage=Stage.ADAPT,
     apply=apply,
-    requires=(lengths_in_fp32, lengths_of_whole_rows),
+    requires=(dora_in_fp32, dora_unsharded),
     conflicts=("fused_projections", "int8_base", "qlora"),
     knobs=KNOBS,
     claim=Claim(

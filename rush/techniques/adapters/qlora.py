@@ -23,7 +23,7 @@ from rush.hardware import Machine
 from rush.models.quantized import QuantizedLinear, quantize_linears
 from rush.models.quantized_formats import BLOCK, Form, register_dequantizer
 from rush.recipe import Knob, Recipe
-from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, lengths_in_fp32
+from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, dora_in_fp32
 from rush.techniques.adapters.lora import evidence as adapters_trained
 from rush.techniques.api.contract import (
     Build,
@@ -96,7 +96,7 @@ def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:
     return machine.device == "cuda" and machine.triton is not None and stored_by == "bitsandbytes"
 
 
-def unpacked_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def dequantized_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Layers were multiplied from their codes, forward and backward, on top of what adapters show."""
     noted = seen.facts.get("quantized")
     if noted is None:
@@ -125,7 +125,7 @@ def _unpacked_by(seen: Observation) -> set[str]:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The linear layers' weights come to less than 5 bits each, products from their codes ran forward and backward, unpacked
     by our kernel or the library's as the knobs say, and only adapters were trained."""
-    proof = unpacked_twice(seen, knobs)
+    proof = dequantized_twice(seen, knobs)
     noted, found = seen.facts.get("quantized", {}), _unpacked_by(seen)
     by = str(noted.get("unpacked_by"))
     # (The library also unpacks for DoRA's lengths, whoever does for products.)
@@ -167,7 +167,7 @@ technique = Technique(
     requires=(
         has_library("qlora"),
         Requirement(f"it needs linear layers whose weights come in blocks of {BLOCK}", _whole_blocks),
-        lengths_in_fp32,
+        dora_in_fp32,
         Requirement(
             "unpack = rush is for codes that bitsandbytes stored; set backend bitsandbytes, or unpack auto or library",
             lambda machine, recipe: (
@@ -176,7 +176,7 @@ technique = Technique(
             ),
         ),
         Requirement(
-            f"with unpack = rush {needs_triton.sentence}",
+            f"with unpack = rush {needs_triton.message}",
             lambda machine, recipe: not _asks_for_ours(recipe) or needs_triton.met(machine, recipe),
         ),
     ),

@@ -69,9 +69,9 @@ class Claim:
 
 @dataclass(frozen=True)
 class Requirement:
-    """A condition on machine and recipe, with the sentence a person reads when it is not met."""
+    """A condition on machine and recipe, with the message a person reads when it is not met."""
 
-    sentence: str
+    message: str
     met: Callable[[Machine, Recipe], bool]
 
 
@@ -263,7 +263,7 @@ class Setting:
     """One way to use a technique that is worth a trial: its knobs, and what belongs beside it."""
 
     knobs: Mapping[str, Knob] = field(default_factory=dict)
-    beside: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
+    together_with: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
     """Techniques (by name, with their knobs) that it is put on together with, because it learns or pays only so."""
     when: Callable[[Recipe], bool] = lambda recipe: True
     """Whether it can do anything in such a recipe."""
@@ -286,16 +286,16 @@ class Technique:
     after: tuple[str, ...] = ()
     """Techniques of the same stage that are applied before it."""
     knobs: Mapping[str, KnobRange] = field(default_factory=dict)
-    on_head: bool = False
+    head_only: bool = False
     """Whether it acts on the head alone, which of a pipeline the last rank has: the others have nothing to prove."""
-    fits: Callable[[Recipe, Mapping[str, Knob]], None] | None = None
+    check_sizes: Callable[[Recipe, Mapping[str, Knob]], None] | None = None
     """Raises RecipeError, with the legal values, for sizes of the recipe that it cannot divide."""
     nondeterministic: Callable[[Recipe, Mapping[str, Knob]], str | None] = lambda recipe, knobs: None
     """Why its results can differ in their last bits from run to run, and what to take instead: `run.deterministic` refuses it
     with that. None where it gives the same bits, if need be by other kernels under that key."""
     compiles: Callable[[Mapping[str, Knob]], bool] = lambda knobs: False
     """Whether, with these knobs, its first step waits long for a compiler: such a trial takes longer than others."""
-    worth: tuple[Setting, ...] = (Setting(),)
+    settings: tuple[Setting, ...] = (Setting(),)
     """What `rush tune` tries of it, the likeliest first; nothing where something else decides that it is on (a layout) or
     the tuner has another way to the same (the micro batch)."""
 
@@ -308,7 +308,7 @@ class Use:
     knobs: Mapping[str, Knob]
 
 
-def put_on_by_layout(axis: str) -> Requirement:
+def enabled_by_layout(axis: str) -> Requirement:
     """An axis of the layout is a technique of the same name: its size puts it on, naming it only sets its knobs."""
     return Requirement(
         f"it is put on by a layout of several ranks; set layout.{axis} to 2 or more",
@@ -316,7 +316,7 @@ def put_on_by_layout(axis: str) -> Requirement:
     )
 
 
-NOT_RECORDED = {
+NO_CUDA_GRAPH = {
     "cuda_graph": "a recording holds the work of one device, and ranks talk to each other within a step; compile makes "
     "steps with fewer launches beside any layout"
 }

@@ -56,7 +56,7 @@ def matmuls_in(dtype: str, weights: str) -> Evidence:
 
     def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         held = matmuls_took(seen, dtype) and seen.weight_dtypes == {weights}
-        return Proof(held, f"{say_dtypes(seen)}; weights are {', '.join(sorted(seen.weight_dtypes))}")
+        return Proof(held, f"{describe_dtypes(seen)}; weights are {', '.join(sorted(seen.weight_dtypes))}")
 
     evidence.__doc__ = f"All matmuls took their inputs in {dtype}, and the weights are {weights}."
     return evidence
@@ -72,7 +72,7 @@ def matmuls_took(seen: Observation, dtype: str) -> bool:
     return found and not others
 
 
-def say_dtypes(seen: Observation) -> str:
+def describe_dtypes(seen: Observation) -> str:
     listed = ", ".join(sorted(seen.matmul_dtypes)) or "not seen"
     twin = " (seen in a step without recording or compiler)"
     return f"matmul inputs were {listed}{twin if seen.facts.get('matmuls_told_by') == 'eager twin' else ''}"

@@ -44,7 +44,7 @@ needs_kernels = Requirement(
 )
 
 
-def our_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:
+def rush_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:
     """On a GPU kernels with names that begin so ran (a replayed recording shows no operators); on a CPU the `ops`."""
 
     def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -59,7 +59,7 @@ def our_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:
     return evidence
 
 
-def give_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
+def override_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Let this instance run `forward(self, ...)`; inside, `type(self).forward` is the original.
 
     One function for all blocks, with the block as its argument: a compiler that has seen one block has

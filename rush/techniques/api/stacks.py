@@ -31,7 +31,7 @@ _PLACE = re.compile(r'File "([^"\n]+)", line (\d+)(?:, in (\S+))?')
 
 
 @dataclass(frozen=True)
-class Place:
+class CodeLine:
     """A line of code that an error went through."""
 
     file: Path
@@ -48,7 +48,7 @@ class Suspect:
     """A technique whose code stands on the stack, and where, the innermost line."""
 
     technique: Technique
-    place: Place
+    place: CodeLine
     compiles: bool
     """Whether it stands there only because it compiles the code that the error came through."""
 
@@ -82,14 +82,14 @@ def suspects(error: BaseException, uses: Sequence[Use]) -> list[Suspect]:
     return sorted(found.values(), key=lambda suspect: suspect.compiles)
 
 
-def places(error: BaseException) -> list[Place]:
+def places(error: BaseException) -> list[CodeLine]:
     """Every line the error and its causes went through, the innermost first."""
-    found: list[Place] = []
+    found: list[CodeLine] = []
     for one in reversed(chain(error)):
         found += reversed(list(_named_in(str(one))))
         frames = traceback.walk_tb(one.__traceback__)
         found += [
-            Place(Path(frame.f_code.co_filename), line, frame.f_code.co_name)
+            CodeLine(Path(frame.f_code.co_filename), line, frame.f_code.co_name)
             for frame, line in reversed(list(frames))
             # What switches the compiler off for a call is no compiled code.
             if "DisableContext" not in frame.f_code.co_qualname
@@ -102,9 +102,9 @@ def compiler_failed(error: BaseException) -> bool:
     return any(type(one).__module__.startswith(("torch._dynamo", "torch._inductor")) for one in chain(error))
 
 
-def _named_in(message: str) -> Iterator[Place]:
+def _named_in(message: str) -> Iterator[CodeLine]:
     for file, line, function in _PLACE.findall(message):
-        yield Place(Path(file), int(line), function or "a module")
+        yield CodeLine(Path(file), int(line), function or "a module")
 
 
 def _owners(file: Path, uses: Sequence[Use]) -> list[Technique]:

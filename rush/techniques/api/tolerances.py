@@ -64,25 +64,25 @@ STATISTICAL_END = 0.02
 """Of the loss, in the mean of the last quarter of the steps: a run that falls behind shows there first, while a share of what was
 learned from random weights, most of it how often words occur, hides it. Seen over 200 steps on an H200: sound recipes were off by 0.03
 to 0.8 %; one whose head summed its 8-bit gradients in short accumulators by 7.2 %, growing, and was within 5 % of what was learned."""
-MOST_ALLOWED = 0.5
+MAX_ALLOWED = 0.5
 """Of what was learned: a run that is off by more than its class allows is not called equal for the twin's sake where the twin
 gives more room than this. Seen with the `tiny` recipe, whose loss jumps at single steps: 0.63 of 0.79 were allowed, and what was
 called equal over 20 steps had learned less after 200."""
-TIMES_TWIN = 6.0
+TIMES_PERTURBED = 6.0
 """A technique rounds in every product, the twin once, and where training is chaotic both are single draws. Seen in the
 gradient norm of step 10 of Llama 3.2 1B on an H200, eleven correct bf16 rungs: 1.0 to 4.2 times the twin's."""
 # Half a unit in the last place, over that of bfloat16, which the twin's weights were rounded to.
 _ROUNDING = {"float32": 2.0**-16, "tf32": 2.0**-3, "float16": 2.0**-3, "bfloat16": 1.0}
 
 
-class Twin(NamedTuple):
+class PerturbedRun(NamedTuple):
     """The plain run from weights that were rounded to bf16 once."""
 
     losses: Sequence[float]
     grad_norms: Sequence[float]
 
 
-class Judgement(NamedTuple):
+class ParityVerdict(NamedTuple):
     verdict: str
     """equal, different, or not judged."""
     worst: float | None
@@ -122,20 +122,20 @@ def judge(
     grad_norms: Sequence[float],
     reference_grad_norms: Sequence[float],
     gradient_errors: Mapping[str, float],
-    twin: Twin | None = None,
-) -> Judgement:
+    twin: PerturbedRun | None = None,
+) -> ParityVerdict:
     """Hold a run against the plain one. `dtype` is that of the matmuls: float32, tf32, bfloat16 or float16."""
     assert len(losses) == len(reference_losses) == len(grad_norms) == len(reference_grad_norms) > 0
     if parity is Parity.CHANGES:
-        return Judgement("not judged", None, None, "what is learned differs by design")
+        return ParityVerdict("not judged", None, None, "what is learned differs by design")
     if not all(map(math.isfinite, [*losses, *grad_norms])):
-        return Judgement("different", None, None, "a loss or gradient norm is not finite")
+        return ParityVerdict("different", None, None, "a loss or gradient norm is not finite")
     if parity is Parity.STATISTICAL:
         return _judge_curve(losses, reference_losses, twin)
     exact = parity is Parity.EXACT
     first = len(losses) if exact else CLOSE_STEPS
     allowed = Tolerance(0.0, 0.0, 0.0) if exact else CLOSE[dtype]
-    grown = 0.0 if exact else TIMES_TWIN * _ROUNDING[dtype]
+    grown = 0.0 if exact else TIMES_PERTURBED * _ROUNDING[dtype]
     found = [
         *_steps("loss", allowed.loss, grown, losses[:first], reference_losses[:first], twin and twin.losses),
         *_steps(
@@ -151,7 +151,7 @@ def judge(
     worst, tolerance, what = max(found, key=lambda item: item[0] / item[1] if item[1] else item[0])
     equal = worst <= tolerance
     if exact and equal:
-        return Judgement("equal", worst, tolerance, f"the same bits over {len(losses)} steps")
+        return ParityVerdict("equal", worst, tolerance, f"the same bits over {len(losses)} steps")
     relation = "within" if equal else "beyond"
     kind = "the same bits" if exact else f"rounding in {dtype}"
     told = f"{what} is off by {worst:.1e}, {relation} the {tolerance:.1e} of {kind}"
@@ -160,7 +160,7 @@ def judge(
         if curve.verdict != "equal":
             return curve
         told += f" in the first {first} steps; over all {curve.why}"
-    return Judgement("equal" if equal else "different", worst, tolerance, told)
+    return ParityVerdict("equal" if equal else "different", worst, tolerance, told)
 
 
 def _steps(
@@ -177,7 +177,7 @@ def _steps(
         yield _relative(own, plain), tolerance + more, f"the {what} of step {step + 1}"
 
 
-class _Room(NamedTuple):
+class _Allowance(NamedTuple):
     """How far a run may be off, as the loss that it learns."""
 
     learned: float
@@ -189,12 +189,12 @@ class _Room(NamedTuple):
 
     @property
     def allowed(self) -> float:
-        return self.own + TIMES_TWIN * self.twin
+        return self.own + TIMES_PERTURBED * self.twin
 
     @property
     def unsteady(self) -> bool:
         """Whether the twin's part is what allows, and covers most of what was learned."""
-        return TIMES_TWIN * self.twin > self.own and self.allowed > MOST_ALLOWED * self.learned
+        return TIMES_PERTURBED * self.twin > self.own and self.allowed > MAX_ALLOWED * self.learned
 
 
 def _later(curve: Sequence[float]) -> float:
@@ -211,11 +211,11 @@ def _quarters(*curves: Sequence[float]) -> Iterator[tuple[str, list[float]]]:
             yield name, [sum(curve[start:stop]) / (stop - start) for curve in curves]
 
 
-def _room(reference: Sequence[float], twin: Sequence[float] | None) -> _Room:
+def _room(reference: Sequence[float], twin: Sequence[float] | None) -> _Allowance:
     """What was learned goes from the first loss of the plain run to the mean over the second half."""
     learned = abs(reference[0] - _later(reference))
     own = max(STATISTICAL_LEARNED * learned, STATISTICAL_LOSS * _later(reference))
-    return _Room(learned, own, abs(_later(twin) - _later(reference)) if twin else 0.0)
+    return _Allowance(learned, own, abs(_later(twin) - _later(reference)) if twin else 0.0)
 
 
 def unsteady(reference: Sequence[float], twin: Sequence[float]) -> bool:
@@ -223,7 +223,9 @@ def unsteady(reference: Sequence[float], twin: Sequence[float]) -> bool:
     return _room(reference, twin).unsteady
 
 
-def _judge_curve(losses: Sequence[float], reference: Sequence[float], twin: Twin | None) -> Judgement:
+def _judge_curve(
+    losses: Sequence[float], reference: Sequence[float], twin: PerturbedRun | None
+) -> ParityVerdict:
     """How much was learned."""
     room = _room(reference, twin.losses if twin else None)
     off = abs(_later(losses) - _later(reference))
@@ -234,17 +236,17 @@ def _judge_curve(losses: Sequence[float], reference: Sequence[float], twin: Twin
     )
     for name, (ours, plain, rounded) in _quarters(losses, reference, twin.losses if twin else reference):
         own = room.own if name != "last" else min(room.own, STATISTICAL_END * plain)
-        behind, allowed = abs(ours - plain), own + TIMES_TWIN * abs(rounded - plain)
+        behind, allowed = abs(ours - plain), own + TIMES_PERTURBED * abs(rounded - plain)
         if equal and behind > allowed:
             told = (
                 f"in the {name} quarter of the steps the loss is {ours:.3f} against {plain:.3f}: off by {behind:.1e}, beyond the "
                 f"{allowed:.1e} of learning the same"
             )
-            return Judgement("different", behind, allowed, told)
+            return ParityVerdict("different", behind, allowed, told)
     if equal and off > room.own and room.unsteady:
         told += f", but only because plain fp32 from rounded weights is off by {room.twin:.1e} itself: too unsteady to tell"
-        return Judgement("not judged", off, room.allowed, told)
-    return Judgement("equal" if equal else "different", off, room.allowed, told)
+        return ParityVerdict("not judged", off, room.allowed, told)
+    return ParityVerdict("equal" if equal else "different", off, room.allowed, told)
 
 
 def _relative(value: float, reference: float) -> float:

@@ -25,11 +25,11 @@ from rush.techniques.api.contract import (
 )
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import needs_kernels, set_attention_core
-from rush.techniques.attention.triton_attention import HEAD_DIMS, Bounds, TritonCore
+from rush.techniques.attention.triton_attention import HEAD_DIMS, DocumentBounds, TritonCore
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    set_attention_core(build.model, TritonCore, Bounds())
+    set_attention_core(build.model, TritonCore, DocumentBounds())
 
 
 technique = Technique(

@@ -170,6 +170,6 @@ technique = Technique(
             by_knob=lambda knobs: float(knobs["heads"] == "repeated"),
         ),
     ),
-    worth=(Setting(), Setting({"heads": "grouped"})),
+    settings=(Setting(), Setting({"heads": "grouped"})),
     work=(WorkEffect("attention", 0.38, "as measured on an H200"),),
 )

@@ -39,7 +39,7 @@ from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autoc
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim, n documents + 1.
 
 
-class Line(nn.Module):
+class DocumentOffsets(nn.Module):
     """Packed documents for the flash operators: where they begin in the flattened batch; on a CPU, a mask of scores."""
 
     def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> Tensor:
@@ -106,7 +106,7 @@ class FlashCore(nn.Module):
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     longest = build.recipe.batch.sequence
-    set_attention_core(build.model, lambda: FlashCore(longest), Line())
+    set_attention_core(build.model, lambda: FlashCore(longest), DocumentOffsets())
 
 
 technique = Technique(

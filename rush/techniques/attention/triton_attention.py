@@ -37,7 +37,7 @@ KERNELS = ("flash_forward_tiles", "flash_dq_tiles", "flash_dkdv_tiles")
 OTHERS = ("flash_fwd", "flash_bwd", "fmha", "cudnn_generated", "scaled_dot_product", "flex_attention")
 
 
-class Bounds(nn.Module):
+class DocumentBounds(nn.Module):
     """Packed documents for our kernel: where the document of each position begins and ends."""
 
     def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -66,7 +66,7 @@ class TritonCore(nn.Module):
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    set_attention_core(build.model, TritonCore, Bounds())
+    set_attention_core(build.model, TritonCore, DocumentBounds())
 
 
 _ours_ran = attention_ran(

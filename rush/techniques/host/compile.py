@@ -116,7 +116,7 @@ technique = Technique(
         MemoryEffect("logits.padded", 2.0, "an odd vocabulary's, forward and backward"),
         MemoryEffect("seams", 0.75, "chunks of a loss, as measured twice"),
     ),
-    worth=(Setting({"scope": "block"}), Setting({"scope": "model"})),
+    settings=(Setting({"scope": "block"}), Setting({"scope": "model"})),
     work=(
         WorkEffect("norms.fused", 1.0),
         WorkEffect("rotations.fused", 1.0),

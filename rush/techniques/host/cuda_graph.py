@@ -42,7 +42,7 @@ from rush.techniques.api.contract import (
 
 
 @dataclass(frozen=True)
-class Recording:
+class CapturedGraph:
     graph: torch.cuda.CUDAGraph
     batch: Batch
     loss_scale: Tensor
@@ -51,7 +51,7 @@ class Recording:
     """What a replay writes, or adds to."""
 
 
-class RecordedPass:
+class GraphedPass:
     """A pass that is recorded at its first call for each shape, and replayed from then on."""
 
     def __init__(
@@ -60,7 +60,7 @@ class RecordedPass:
         self.inner = inner
         self.parameters = parameters
         self.writes = writes
-        self.recordings: dict[tuple[object, ...], Recording] = {}
+        self.recordings: dict[tuple[object, ...], CapturedGraph] = {}
         self.gradients: list[Tensor] = []
 
     def __call__(self, batch: Batch, loss_scale: Tensor) -> Tensor:
@@ -88,7 +88,7 @@ class RecordedPass:
         if fresh:
             torch._foreach_zero_(fresh)
 
-    def _record(self, batch: Batch, loss_scale: Tensor) -> Recording:
+    def _record(self, batch: Batch, loss_scale: Tensor) -> CapturedGraph:
         inputs = batch.each(torch.clone), loss_scale.clone()
         parameters = self.parameters()
         so_far = [p.grad for p in parameters]
@@ -112,7 +112,7 @@ class RecordedPass:
         gradients = [p.grad for p in parameters] if self.writes else list(self.gradients)
         for parameter, gradient_so_far in zip(parameters, so_far, strict=True):
             parameter.grad = gradient_so_far
-        return Recording(graph, *inputs, loss, gradients)
+        return CapturedGraph(graph, *inputs, loss, gradients)
 
 
 @contextmanager
@@ -131,10 +131,10 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     def trained() -> list[nn.Parameter]:
         return [p for p in model.parameters() if p.requires_grad]
 
-    build.pass_wrappers.append(lambda inner: RecordedPass(inner, trained, writes=writes))
+    build.pass_wrappers.append(lambda inner: GraphedPass(inner, trained, writes=writes))
 
 
-def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     """Refuse to write over gradients that should add up."""
     if knobs["gradients"] == "written" and recipe.accumulation > 1:
         raise RecipeError(
@@ -167,7 +167,7 @@ technique = Technique(
             ),
         ),
     ),
-    fits=fits,
+    check_sizes=check_sizes,
     knobs={
         "gradients": KnobRange(
             ("added", "written"),
@@ -192,6 +192,6 @@ technique = Technique(
         ),
         MemoryEffect("pool", 1.0, "what a recording used stays its own, beside validation and samples too"),
     ),
-    worth=(Setting(), Setting({"gradients": "written"})),
+    settings=(Setting(), Setting({"gradients": "written"})),
     work=(WorkEffect("launches.pass", 10.0),),
 )

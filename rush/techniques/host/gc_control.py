@@ -16,7 +16,7 @@ from rush.recipe import Knob
 from rush.techniques.api.contract import Build, Claim, KnobRange, Observation, Parity, Proof, Stage, Technique
 
 
-class Collector:
+class ManualCollection:
     """The surroundings of a step in which Python collects only when told to."""
 
     def __init__(self, every: int) -> None:
@@ -38,7 +38,7 @@ class Collector:
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    build.step_contexts.append(Collector(int(knobs["every"])).resting)
+    build.step_contexts.append(ManualCollection(int(knobs["every"])).resting)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:

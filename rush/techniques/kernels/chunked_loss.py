@@ -104,13 +104,13 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    on_head=True,
+    head_only=True,
     memory=(
         MemoryEffect(
             "logits.tokens", 1024.0, "those of a chunk", by_knob=lambda knobs: float(knobs["chunk_tokens"])
         ),
     ),
-    worth=(
+    settings=(
         Setting({"chunk_tokens": 4096}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 4096),
         Setting(when=lambda recipe: recipe.micro * recipe.batch.sequence > 1024),
     ),

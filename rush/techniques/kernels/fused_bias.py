@@ -29,7 +29,7 @@ from rush.techniques.api.contract import (
     WorkEffect,
     used,
 )
-from rush.techniques.api.seams import needs_triton, our_kernels_ran
+from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 # Shapes: b batch, t position, d input width, o output width.
 
@@ -103,7 +103,7 @@ technique = Technique(
         source="arithmetic over the kernels that torch's compiler makes",
     ),
     parity=Parity.CLOSE,
-    evidence=our_kernels_ran(
+    evidence=rush_kernels_ran(
         kernels=("gelu_bias_grad_backward_kernel", "concat_bias_grad_kernel"),
         ops=("rush::gelu_bias_grad_backward", "rush::concat_bias_grad"),
     ),

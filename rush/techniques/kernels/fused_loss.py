@@ -125,7 +125,7 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    on_head=True,
+    head_only=True,
     memory=(
         MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
         MemoryEffect(
@@ -137,7 +137,7 @@ technique = Technique(
         MemoryEffect("logits.padded", 0.0, "chunks are padded"),
         MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
     ),
-    worth=(
+    settings=(
         Setting({"chunk_tokens": 16384}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 16384),
         Setting(),
     ),

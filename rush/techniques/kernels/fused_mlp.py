@@ -28,7 +28,7 @@ from rush.techniques.api.contract import (
     Technique,
     WorkEffect,
 )
-from rush.techniques.api.seams import needs_kernels, our_kernels_ran
+from rush.techniques.api.seams import needs_kernels, rush_kernels_ran
 
 
 class FusedSwiGLU(nn.Module):
@@ -69,7 +69,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """In the profile: our kernels `swiglu_` or `gelu_`, forward and backward (on a CPU the operators `rush::swiglu` or
     `rush::gelu` and their backward)."""
     proofs = [
-        our_kernels_ran(
+        rush_kernels_ran(
             kernels=(f"{name}_forward_kernel", f"{name}_backward_kernel"),
             ops=(f"rush::{name}", f"rush::{name}_backward"),
         )(seen, knobs)

@@ -31,7 +31,7 @@ from rush.techniques.api.contract import (
     Technique,
     WorkEffect,
 )
-from rush.techniques.api.seams import needs_triton, our_kernels_ran
+from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 
 def _matmul_dtype(x: Tensor) -> torch.dtype | None:
@@ -112,7 +112,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 
 def _ran_for(norm: str) -> Evidence:
-    return our_kernels_ran(
+    return rush_kernels_ran(
         kernels=(f"{norm}_forward_kernel", f"{norm}_backward_kernel"),
         ops=(f"rush::{norm}", f"rush::add_{norm}", f"rush::add_{norm}_backward"),
     )

@@ -103,7 +103,7 @@ class JoinedFanOut(FanOut):
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """The layers of one input in one block, looked up anew each time: a module may have been replaced."""
 
     owner: nn.Module
@@ -135,7 +135,7 @@ def lay_out(layers: Sequence[nn.Linear]) -> Tensor:
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     chosen = [part for part in LAYERS if knobs["groups"] in ("all", part)]
     groups = [
-        Group(block.get_submodule(part), LAYERS[part]) for block in build.model.blocks for part in chosen
+        LayerGroup(block.get_submodule(part), LAYERS[part]) for block in build.model.blocks for part in chosen
     ]
     fused: Counter[Weight] = Counter()
     plain = Counter(
@@ -172,7 +172,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     if noted is None:
         return Proof(False, "no layers were joined")
     fused, others = noted["fused"], noted["others"]
-    surely, at_most = products_by_weight(seen, {*fused, *others})
+    surely, at_most = matmuls_by_weight(seen, {*fused, *others})
     most = 4 if seen.block_forwards > 1.05 else 3  # once more forward, where blocks are recomputed
     wide_ran = all(
         at_most[weight] >= 3 * (layers + others[weight]) * seen.micro_batches
@@ -192,7 +192,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     return Proof(wide_ran and not narrow_ran, f"in a step of {seen.micro_batches} passes: {'; '.join(said)}")
 
 
-def products_by_weight(
+def matmuls_by_weight(
     seen: Observation, weights: set[Weight]
 ) -> tuple[dict[Weight, float], dict[Weight, float]]:
     """How many products, forward and backward, a step surely made with weights of these sizes, and how many at most.

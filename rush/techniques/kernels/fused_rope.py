@@ -24,7 +24,7 @@ from rush.techniques.api.contract import (
     Technique,
     WorkEffect,
 )
-from rush.techniques.api.seams import needs_triton, our_kernels_ran
+from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
 
@@ -68,7 +68,7 @@ technique = Technique(
         source="arithmetic over the operators of the plain turn",
     ),
     parity=Parity.CLOSE,
-    evidence=our_kernels_ran(kernels=("rope_kernel",), ops=("rush::rope", "rush::rope_backward")),
+    evidence=rush_kernels_ran(kernels=("rope_kernel",), ops=("rush::rope", "rush::rope_backward")),
     memory=(MemoryEffect("queries", 1.0, "as before: turning keeps nothing, fp32 copies live for a moment"),),
     work=(WorkEffect("rotations.fused", 1.0),),
 )

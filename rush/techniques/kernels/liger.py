@@ -238,7 +238,7 @@ technique = Technique(
         MemoryEffect("norm.opaque", 1.0, "beside fp8: casts of what they write are kept", when=_with("norm")),
         MemoryEffect("mlp.opaque", 1.0, "beside fp8: a cast of what it writes is kept", when=_with("mlp")),
     ),
-    worth=(Setting(), Setting({"parts": "all but loss"})),
+    settings=(Setting(), Setting({"parts": "all but loss"})),
     work=(
         WorkEffect("norms.fused", 1.0, when=_with("norm")),
         WorkEffect("rotations.fused", 1.0, when=_with("rope")),

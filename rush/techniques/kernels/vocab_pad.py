@@ -108,7 +108,7 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    on_head=True,
+    head_only=True,
     memory=(
         MemoryEffect("buffers", 1.0, "one padded copy of the head's weight during the loss"),
         MemoryEffect("logits.padded", 0.0, "nothing is left to pad"),

@@ -78,5 +78,5 @@ technique = Technique(
             "passes", 2.0, "each with its share of the tokens", by_knob=lambda knobs: float(knobs["factor"])
         ),
     ),
-    worth=(),
+    settings=(),
 )

@@ -36,8 +36,8 @@ from rush.techniques.api.contract import (
     knob_of,
     used,
 )
-from rush.techniques.api.seams import give_forward
-from rush.techniques.memory.on_host import OnHost
+from rush.techniques.api.seams import override_forward
+from rush.techniques.memory.on_host import OffloadToHost
 
 
 def _recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
@@ -50,7 +50,7 @@ def _recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     for block in build.model.blocks:
-        give_forward(block, _recomputed)
+        override_forward(block, _recomputed)
     if knobs["inputs"] == "host":
         moved: Counter[str] = Counter()
         build.facts["waited_on_host"] = moved
@@ -60,7 +60,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             return tensor.dim() == 3 and tensor.shape[-1] == hidden and tensor.is_floating_point()
 
         # Around the step: it acts on what a block hands to recomputation, and on what a compiled block keeps.
-        build.step_contexts.append(lambda: OnHost(is_input, moved, pin=True))
+        build.step_contexts.append(lambda: OffloadToHost(is_input, moved, pin=True))
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:

@@ -34,7 +34,7 @@ from rush.techniques.api.contract import (
     Technique,
     WorkEffect,
 )
-from rush.techniques.api.seams import give_forward
+from rush.techniques.api.seams import override_forward
 
 _MATMULS = (
     torch.ops.aten.mm.default,
@@ -118,7 +118,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         return out
 
     for block in build.model.blocks:
-        give_forward(block, partly_recomputed)
+        override_forward(block, partly_recomputed)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -169,7 +169,7 @@ technique = Technique(
         MemoryEffect("attention.projected", 1.0, "a result of a product"),
         MemoryEffect("casts", 0.0, "made again with the block"),
     ),
-    worth=(Setting(), Setting({"keep": "half"})),
+    settings=(Setting(), Setting({"keep": "half"})),
     work=(
         WorkEffect(
             "blocks.again", 0.0, "0.5 with keep = half", by_knob=lambda knobs: 0.5 * (knobs["keep"] == "half")

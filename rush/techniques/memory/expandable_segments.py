@@ -49,7 +49,7 @@ def settings(growing: bool | None) -> str:
     return ",".join(filter(None, [kept, f"expandable_segments:{growing}"]))
 
 
-class Growing:
+class ExpandableSegments:
     """The surroundings of a step in which what is allocated lies in segments that grow."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ def tell(words: str) -> None:
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    growing = Growing()
+    growing = ExpandableSegments()
     build.facts["growing"] = growing
     build.step_contexts.append(growing.segments)
 
@@ -117,5 +117,5 @@ technique = Technique(
     evidence=evidence,
     memory=(MemoryEffect("gaps", 0.1, "what is free is handed back by pages"),),
     # A trial tells what tensors take, which stays the same.
-    worth=(),
+    settings=(),
 )

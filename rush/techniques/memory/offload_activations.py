@@ -29,14 +29,14 @@ from rush.techniques.api.contract import (
     WorkEffect,
     needs_cuda,
 )
-from rush.techniques.api.seams import give_forward
-from rush.techniques.memory.on_host import OnHost
+from rush.techniques.api.seams import override_forward
+from rush.techniques.memory.on_host import OffloadToHost
 
 SMALLEST_BYTES = 64 * 1024
 """What is smaller than this stays: the trip would cost more than the room."""
 
 
-def is_worth_it(tensor: Tensor, stay: frozenset[int]) -> bool:
+def is_offloaded(tensor: Tensor, stay: frozenset[int]) -> bool:
     """Large enough for the trip, and not one of the weights (by the addresses of their memory)."""
     size = tensor.numel() * tensor.element_size()
     return size >= SMALLEST_BYTES and tensor.untyped_storage().data_ptr() not in stay
@@ -50,12 +50,12 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     def offloaded(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
         # Weights stay: they are on the device anyway.
         weights = frozenset(local_tensor(p).untyped_storage().data_ptr() for p in self.parameters())
-        with OnHost(lambda tensor: is_worth_it(tensor, weights), moved, pin):
+        with OffloadToHost(lambda tensor: is_offloaded(tensor, weights), moved, pin):
             out: Tensor = type(self).forward(self, x_btd, **rest)
         return out
 
     for block in build.model.blocks:
-        give_forward(block, offloaded)
+        override_forward(block, offloaded)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:

@@ -14,7 +14,7 @@ PIECE = 2**26
 
 
 @dataclass(frozen=True)
-class Away:
+class OffloadedTensor:
     """A tensor that waits on the host, in pieces."""
 
     pieces: tuple[Tensor, ...]
@@ -34,14 +34,14 @@ class Away:
         )
 
 
-class OnHost(torch.autograd.graph.saved_tensors_hooks):
+class OffloadToHost(torch.autograd.graph.saved_tensors_hooks):
     """Within this context, what is kept and `wanted` waits on the host; `moved` counts its bytes.
 
     With `pin` the device reads and writes the host's memory by itself, in the order of its stream, and nobody waits.
     """
 
     def __init__(self, wanted: Callable[[Tensor], bool], moved: Counter[str], pin: bool) -> None:
-        def pack(tensor: Tensor) -> Tensor | Away:
+        def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
             if not wanted(tensor):
                 return tensor
             pieces = []
@@ -49,9 +49,9 @@ class OnHost(torch.autograd.graph.saved_tensors_hooks):
                 piece = torch.empty(part.shape, dtype=part.dtype, pin_memory=pin)
                 pieces.append(piece.copy_(part, non_blocking=pin))
             moved["bytes"] += tensor.numel() * tensor.element_size()
-            return Away(tuple(pieces), tensor.shape, tensor.stride(), tensor.device)
+            return OffloadedTensor(tuple(pieces), tensor.shape, tensor.stride(), tensor.device)
 
-        def unpack(packed: Tensor | Away) -> Tensor:
-            return packed.back() if isinstance(packed, Away) else packed
+        def unpack(packed: Tensor | OffloadedTensor) -> Tensor:
+            return packed.back() if isinstance(packed, OffloadedTensor) else packed
 
         super().__init__(pack, unpack)

@@ -199,7 +199,7 @@ technique = Technique(
             ),
         ),
         Requirement(
-            f"with backend rush {needs_triton.sentence}",
+            f"with backend rush {needs_triton.message}",
             lambda machine, recipe: _backend(recipe) != "rush" or needs_triton.met(machine, recipe),
         ),
     ),
@@ -230,7 +230,7 @@ technique = Technique(
         ),
         MemoryEffect("update", 0.0, "one kernel"),
     ),
-    worth=(Setting({"backend": "rush"}), Setting({"backend": "bitsandbytes"}), Setting()),
+    settings=(Setting({"backend": "rush"}), Setting({"backend": "bitsandbytes"}), Setting()),
     work=(
         WorkEffect(
             "update.bytes",

@@ -114,7 +114,7 @@ technique = Technique(
         ),
         MemoryEffect("update", 0.0, "one kernel"),
     ),
-    worth=(
+    settings=(
         Setting({"stochastic_rounding": True, "state": "bfloat16"}),
         Setting({"stochastic_rounding": True}),
         Setting(),

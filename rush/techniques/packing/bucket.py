@@ -31,7 +31,7 @@ from rush.techniques.packing.packings import (
     fine_tuning,
     more_than_one_row,
     others,
-    seen_by,
+    packing_stats,
     use_packing,
 )
 
@@ -46,7 +46,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Less padding in the micro batches than the same documents in the order they came in would need."""
-    found, packing = seen_by(seen), seen.facts.get("bucket")
+    found, packing = packing_stats(seen), seen.facts.get("bucket")
     if found is None or not isinstance(packing, Bucket) or not packing.unsorted["tokens"]:
         return Proof(False, "no micro batch of documents sorted by length was seen")
     unsorted = packing.unsorted["padding"] / packing.unsorted["tokens"]
@@ -73,5 +73,5 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    worth=(Setting(), Setting({"shapes": 4})),
+    settings=(Setting(), Setting({"shapes": 4})),
 )

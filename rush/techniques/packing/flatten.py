@@ -27,7 +27,7 @@ from rush.techniques.api.contract import (
     Technique,
     used,
 )
-from rush.techniques.packing.packings import WINDOW_MEANING, fine_tuning, others, seen_by, use_packing
+from rush.techniques.packing.packings import WINDOW_MEANING, fine_tuning, others, packing_stats, use_packing
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -36,7 +36,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """All micro batches are one row of one length, made of several documents that are told apart."""
-    found = seen_by(seen)
+    found = packing_stats(seen)
     if found is None:
         return Proof(False, "no flattened micro batch was seen")
     held = found.isolated == found.micro_batches == found.rows and len(found.shapes) == 1

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from rush.data.packing import BestFit
 from rush.recipe import Knob
 from rush.techniques.api.contract import Build, Claim, KnobRange, Observation, Parity, Proof, Stage, Technique
-from rush.techniques.packing.packings import WINDOW_MEANING, fine_tuning, others, seen_by, use_packing
+from rush.techniques.packing.packings import WINDOW_MEANING, fine_tuning, others, packing_stats, use_packing
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -25,7 +25,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """All micro batches of one shape, with documents that are told apart, and more than one in a row on average."""
-    found = seen_by(seen)
+    found = packing_stats(seen)
     if found is None:
         return Proof(False, "no row of several documents was seen")
     held = found.isolated == found.micro_batches and len(found.shapes) == 1

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from rush.data.packing import Concat
 from rush.recipe import Knob
 from rush.techniques.api.contract import Build, Claim, Observation, Parity, Proof, Stage, Technique
-from rush.techniques.packing.packings import fine_tuning, others, seen_by, use_packing
+from rush.techniques.packing.packings import fine_tuning, others, packing_stats, use_packing
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -24,7 +24,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Rows of one length with more than one document on average, not told apart, and no padding but empty rows."""
-    found = seen_by(seen)
+    found = packing_stats(seen)
     if found is None:
         return Proof(False, "no row cut from concatenated documents was seen")
     length = max(length for _, length in found.shapes)

@@ -50,7 +50,7 @@ def few_shapes(name: str) -> Requirement:
 
 
 @dataclass
-class Seen:
+class PackingStats:
     """What went through the model."""
 
     micro_batches: int = 0
@@ -84,9 +84,9 @@ class Seen:
         )
 
 
-def use_packing(build: Build, packing: Packing) -> Seen:
+def use_packing(build: Build, packing: Packing) -> PackingStats:
     """Have the loader pack so, and look at what comes."""
-    seen = Seen()
+    seen = PackingStats()
     build.loader_options["packing"] = packing
     build.facts["packing"] = seen
 
@@ -113,6 +113,6 @@ def allow_shapes(build: Build, shapes: int) -> None:
         build.step_contexts.append(lambda: torch._dynamo.config.patch(recompile_limit=limit))
 
 
-def seen_by(seen: Observation) -> Seen | None:
+def packing_stats(seen: Observation) -> PackingStats | None:
     found = seen.facts.get("packing")
-    return found if isinstance(found, Seen) and found.micro_batches else None
+    return found if isinstance(found, PackingStats) and found.micro_batches else None

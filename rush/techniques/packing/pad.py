@@ -25,7 +25,14 @@ from rush.techniques.api.contract import (
     Stage,
     Technique,
 )
-from rush.techniques.packing.packings import SHAPES, allow_shapes, few_shapes, others, seen_by, use_packing
+from rush.techniques.packing.packings import (
+    SHAPES,
+    allow_shapes,
+    few_shapes,
+    others,
+    packing_stats,
+    use_packing,
+)
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -37,7 +44,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Micro batches with one document a row and, unless one shape is asked for, rows shorter than batch.sequence."""
-    found, shapes = seen_by(seen), int(knobs["shapes"])
+    found, shapes = packing_stats(seen), int(knobs["shapes"])
     if found is None:
         return Proof(False, "no padded micro batch was seen")
     lengths = {length for _, length in found.shapes}
@@ -71,5 +78,5 @@ technique = Technique(
     memory=(
         MemoryEffect("activations", 1.0, "as before where a conversation fills its row, less elsewhere"),
     ),
-    worth=(Setting(), Setting({"shapes": 4})),
+    settings=(Setting(), Setting({"shapes": 4})),
 )

@@ -28,7 +28,7 @@ from rush.models.layers import DocumentIds
 from rush.parallel.context_parallel import AllGatherAttention, ChunkDocuments, SequenceSplit
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
-    NOT_RECORDED,
+    NO_CUDA_GRAPH,
     Build,
     Claim,
     KnobRange,
@@ -39,8 +39,8 @@ from rush.techniques.api.contract import (
     Requirement,
     Stage,
     Technique,
+    enabled_by_layout,
     knob_of,
-    put_on_by_layout,
     used,
 )
 from rush.techniques.api.seams import set_attention_core, to_autocast_dtype
@@ -80,7 +80,7 @@ class RingCore(nn.Module):
 
 
 @dataclass
-class Cut:
+class BatchShard:
     """Takes a rank's part of micro batches, and remembers their lengths."""
 
     split: SequenceSplit
@@ -138,7 +138,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             attention = block.get_submodule("attention")
             attention.core = AllGatherAttention(attention.get_submodule("core"), split, group)
         model.document_form = ChunkDocuments(model.document_form, split)
-    build.shard_batch = build.facts["cp_cut"] = Cut(split)
+    build.shard_batch = build.facts["cp_cut"] = BatchShard(split)
     build.facts["cp_sums"] = build.ranks.data_ranks == 1
     if build.facts["cp_sums"]:
         plain = {name: knob.default for name, knob in ddp.technique.knobs.items()}
@@ -150,7 +150,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     that was asked for: all-gathers, or the ring's operator with its sends. Without another data axis, gradients were
     summed as `ddp` does it."""
     cut = seen.facts.get("cp_cut")
-    if not isinstance(cut, Cut) or not cut.lengths:
+    if not isinstance(cut, BatchShard) or not cut.lengths:
         return Proof(False, "no sequence was cut")
     split, passes = cut.split, max(1, seen.ops.get(PASS, 0))
     rows = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"] // max(1, seen.micro_batches)
@@ -176,7 +176,7 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(f"{number:,}" for number in numbers)
 
 
-def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     """Refuse a sequence that is not a whole number of chunks, and answers that are compared as wholes."""
     if recipe.objective.kind == "dpo":
         raise RecipeError(
@@ -204,7 +204,7 @@ technique = Technique(
     after=("tp",),
     apply=apply,
     requires=(
-        put_on_by_layout("cp"),
+        enabled_by_layout("cp"),
         Requirement(
             "cudnn_attention and triton_attention take as many queries as keys, which a ring's blocks have and gathered keys "
             "have not; set exchange = ring, or use flash_attention",
@@ -225,13 +225,13 @@ technique = Technique(
     ),
     conflicts=("cpu_attention", "cuda_graph", "flex_attention"),
     reasons={
-        **NOT_RECORDED,
+        **NO_CUDA_GRAPH,
         "cpu_attention": "it takes queries that begin where the keys do, and a rank's queries stand in the middle of them; use "
         "flash_attention",
         "flex_attention": "its mask is made for queries that begin where the keys do, and a rank's queries stand in the middle "
         "of them; use flash_attention",
     },
-    fits=fits,
+    check_sizes=check_sizes,
     knobs={
         "exchange": KnobRange(
             ("all_gather", "ring"),
@@ -255,5 +255,5 @@ technique = Technique(
         MemoryEffect("scores", 0.5, "divided by layout.cp"),
         MemoryEffect("logits", 0.5, "divided by layout.cp"),
     ),
-    worth=(),
+    settings=(),
 )

@@ -23,7 +23,7 @@ from rush.errors import RecipeError
 from rush.models import Decoder
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
-    NOT_RECORDED,
+    NO_CUDA_GRAPH,
     Build,
     Claim,
     KnobRange,
@@ -35,7 +35,7 @@ from rush.techniques.api.contract import (
     Requirement,
     Stage,
     Technique,
-    put_on_by_layout,
+    enabled_by_layout,
 )
 from rush.techniques.parallel import fsdp, pp
 
@@ -106,7 +106,7 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.pass_wrappers.append(around)
 
 
-def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     """Refuse what a pipeline's schedules do not do with copies of a stage."""
     if recipe.layout.pp > 1 and not knobs["send_once"]:
         raise RecipeError(
@@ -143,7 +143,7 @@ technique = Technique(
     stage=Stage.SHARD,
     apply=apply,
     requires=(
-        put_on_by_layout("ddp"),
+        enabled_by_layout("ddp"),
         Requirement(
             "its knobs are for copies of a whole model; beside layout.fsdp, layout.tp or a zero bubble schedule leave it out of "
             "techniques",
@@ -154,8 +154,8 @@ technique = Technique(
         ),
     ),
     conflicts=("cuda_graph",),
-    reasons=NOT_RECORDED,
-    fits=fits,
+    reasons=NO_CUDA_GRAPH,
+    check_sizes=check_sizes,
     knobs={
         "bucket_mb": KnobRange((25, 1, 5, 50, 100), "MiB of gradients that are sent together"),
         "bucket_view": KnobRange((True, False), "gradients live in the buckets, instead of being copied in"),
@@ -179,5 +179,5 @@ technique = Technique(
             by_knob=lambda knobs: float(not knobs["bucket_view"]),
         ),
     ),
-    worth=(),
+    settings=(),
 )

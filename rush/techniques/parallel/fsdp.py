@@ -24,7 +24,7 @@ from rush.errors import RecipeError
 from rush.parallel import Ranks
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
-    NOT_RECORDED,
+    NO_CUDA_GRAPH,
     Build,
     Claim,
     KnobRange,
@@ -35,11 +35,11 @@ from rush.techniques.api.contract import (
     Requirement,
     Stage,
     Technique,
+    enabled_by_layout,
     knob_of,
-    put_on_by_layout,
     used,
 )
-from rush.techniques.api.evidence import matmuls_took, say_dtypes
+from rush.techniques.api.evidence import describe_dtypes, matmuls_took
 from rush.techniques.parallel import pp
 
 # (What cuts a sequence or a layer among ranks sends by functional collectives, which have other names.)
@@ -150,7 +150,7 @@ def _told(model: nn.Module, stage: str) -> Callable[[bool], None]:
     return told
 
 
-def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     """Refuse what a pipeline's schedules do not do with shards."""
     if recipe.layout.pp == 1:
         return
@@ -200,7 +200,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         held < 1.5 / ranks and (gathers, scatters) == wanted[str(knobs["stage"])] and as_asked,
         f"this rank holds {held:.0%} of the parameters; {gathers:g} all-gathers and {scatters:g} reduce-scatters in a "
         f"step of {passes} micro batches with {blocks + 1} units; parameters lie on {', '.join(sorted(where))}, "
-        f"{say_dtypes(seen)}",
+        f"{describe_dtypes(seen)}",
     )
 
 
@@ -209,7 +209,7 @@ technique = Technique(
     stage=Stage.SHARD,
     apply=apply,
     requires=(
-        put_on_by_layout("fsdp"),
+        enabled_by_layout("fsdp"),
         Requirement(
             "param_dtype makes bf16 of fp32 weights as they are gathered; take out what gives them another form (amp_fp16, "
             "bf16_master, int8_base, pure_bf16, qlora), or leave it at same",
@@ -239,11 +239,11 @@ technique = Technique(
     ),
     conflicts=("cuda_graph", "fused_projections"),
     reasons={
-        **NOT_RECORDED,
+        **NO_CUDA_GRAPH,
         "fused_projections": "it multiplies with weights that lie one below another in memory, and each gathered weight has a "
         "place of its own; bringing them together would be the copy that it is there to save",
     },
-    fits=fits,
+    check_sizes=check_sizes,
     knobs={
         "stage": KnobRange(
             ("parameters", "gradients", "optimizer"),
@@ -303,5 +303,5 @@ technique = Technique(
             by_knob=lambda knobs: float(knobs["stage"] == "optimizer" or knobs["unit"] == "model"),
         ),
     ),
-    worth=(),
+    settings=(),
 )

@@ -27,7 +27,7 @@ from rush.models.pipeline_stages import keep, split
 from rush.parallel.pipeline import SCHEDULES, Pipeline, PipelineSchedule, add_peer_gradient
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
-    NOT_RECORDED,
+    NO_CUDA_GRAPH,
     Build,
     Claim,
     KnobRange,
@@ -38,8 +38,8 @@ from rush.techniques.api.contract import (
     Requirement,
     Stage,
     Technique,
+    enabled_by_layout,
     knob_of,
-    put_on_by_layout,
     used,
 )
 
@@ -49,13 +49,13 @@ RECEIVES = ("c10d::recv_", "nccl:recv")
 TIED = "embedding.weight"
 
 
-def stages_a_rank(knobs: Mapping[str, Knob]) -> int:
+def stages_per_rank(knobs: Mapping[str, Knob]) -> int:
     return int(knobs["stages"]) or SCHEDULES[str(knobs["schedule"])].min_stages
 
 
-def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     """Refuse more stages than blocks, stages the schedule does not know, and too few micro batches."""
-    kind, ranks, each = SCHEDULES[str(knobs["schedule"])], recipe.layout.pp, stages_a_rank(knobs)
+    kind, ranks, each = SCHEDULES[str(knobs["schedule"])], recipe.layout.pp, stages_per_rank(knobs)
     if not kind.min_stages <= each <= kind.max_stages:
         allowed = (
             str(kind.min_stages)
@@ -106,7 +106,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         build.ranks.size("pp"),
         int(mesh.get_local_rank("pp")),
     )
-    num_stages = size * stages_a_rank(knobs)
+    num_stages = size * stages_per_rank(knobs)
     spans = split(recipe.shape(), num_stages, recipe.batch.sequence, str(knobs["balance"]))
     rank_of = kind.ranks_of(size, num_stages)
     parts = keep(build.model, [span for span in spans if rank_of[span.number] == rank])
@@ -236,9 +236,9 @@ technique = Technique(
     stage=Stage.TENSOR,
     after=("cp", "tp"),
     apply=apply,
-    fits=fits,
+    check_sizes=check_sizes,
     requires=(
-        put_on_by_layout("pp"),
+        enabled_by_layout("pp"),
         Requirement(
             "a graph of the whole model cannot be cut into stages; use compile with scope block",
             lambda machine, recipe: (
@@ -257,7 +257,7 @@ technique = Technique(
         ),
     ),
     conflicts=("cuda_graph",),
-    reasons=NOT_RECORDED,
+    reasons=NO_CUDA_GRAPH,
     knobs={
         "schedule": KnobRange(
             tuple(SCHEDULES),
@@ -285,5 +285,5 @@ technique = Technique(
         MemoryEffect("optimizer", 0.5, "divided by layout.pp"),
         MemoryEffect("activations", 1.0, "1F1B: a layout.pp-th of the blocks, of layout.pp micro batches"),
     ),
-    worth=(),
+    settings=(),
 )

@@ -22,7 +22,7 @@ from rush.errors import RecipeError
 from rush.models.adapters import adapters
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
-    NOT_RECORDED,
+    NO_CUDA_GRAPH,
     Build,
     Claim,
     KnobRange,
@@ -32,8 +32,8 @@ from rush.techniques.api.contract import (
     Proof,
     Stage,
     Technique,
+    enabled_by_layout,
     knob_of,
-    put_on_by_layout,
     used,
 )
 
@@ -109,7 +109,7 @@ def _divide_loss(build: Build, stream: Any) -> None:
         build.step_contexts.append(loss_parallel)
 
 
-def fits(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
     """Refuse sizes that cannot be cut."""
     ranks, shape, cut = recipe.layout.tp, recipe.shape(), bool(knobs["sequence"])
     if ranks == 1:
@@ -208,11 +208,11 @@ technique = Technique(
     name="tp",
     stage=Stage.TENSOR,
     apply=apply,
-    fits=fits,
-    requires=(put_on_by_layout("tp"),),
+    check_sizes=check_sizes,
+    requires=(enabled_by_layout("tp"),),
     conflicts=("cuda_graph", "fused_bias", "fused_projections", "int8_base", "liger", "qlora", "vocab_pad"),
     reasons={
-        **NOT_RECORDED,
+        **NO_CUDA_GRAPH,
         "fused_bias": "it takes the outputs of layers whole, and each rank has a part of them",
         "fused_projections": "it multiplies with weights that lie one below another in memory, and each rank's part of a weight "
         "has a place of its own",
@@ -246,5 +246,5 @@ technique = Technique(
         MemoryEffect("scores", 0.5, "divided by layout.tp: each rank has its heads"),
         MemoryEffect("logits", 0.5, "divided by layout.tp: each rank has its words"),
     ),
-    worth=(),
+    settings=(),
 )

@@ -29,7 +29,7 @@ from rush.techniques.api.contract import (
     Stage,
     Technique,
 )
-from rush.techniques.api.evidence import matmuls_took, say_dtypes, state_per_parameter
+from rush.techniques.api.evidence import describe_dtypes, matmuls_took, state_per_parameter
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -113,7 +113,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     weights = ", ".join(sorted(seen.weight_dtypes))
     return Proof(
         took_effect,
-        f"weights are {weights}, {say_dtypes(seen)}, optimizer state {per_parameter:.1f} bytes per parameter "
+        f"weights are {weights}, {describe_dtypes(seen)}, optimizer state {per_parameter:.1f} bytes per parameter "
         "(12 with master weights in fp32)",
     )
 

@@ -173,7 +173,7 @@ technique = Technique(
     memory=(
         MemoryEffect("buffers", 1.0, "one factor of a product at a time in fp16, while that product is made"),
     ),
-    worth=(Setting(),),
+    settings=(Setting(),),
     work=(
         WorkEffect("blocks.dtype", RATE),
         WorkEffect("head.dtype", RATE, when=_with_head),

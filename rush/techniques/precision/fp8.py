@@ -39,8 +39,8 @@ from rush.techniques.api.contract import (
     knob_of,
     used,
 )
-from rush.techniques.api.evidence import say_dtypes
-from rush.techniques.api.seams import needs_triton, our_kernels_ran
+from rush.techniques.api.evidence import describe_dtypes
+from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 from rush.techniques.kernels.fused_loss import FusedLossHead
 from rush.techniques.kernels.vocab_pad import ProjectedLossHead
 from rush.techniques.precision.fp8_layers import ALIGNMENT, Fp8GatedMLP, Fp8Linear, Fp8Projection
@@ -94,7 +94,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     if knobs["scope"] != "blocks" and seen.facts.get("fused_head"):
         names = (*names, "fp8_logits_gradient")
     if names:
-        kernels = our_kernels_ran(
+        kernels = rush_kernels_ran(
             tuple(f"{name}_kernel" for name in names), tuple(f"rush::{name}" for name in names)
         )
         proofs.append(kernels(seen, knobs))
@@ -108,7 +108,7 @@ def _products_ran(seen: Observation) -> Proof:
     eight_bits = any(dtype.startswith("float8") for dtype in seen.matmul_dtypes)
     return Proof(
         eight_bits or bool(kernels),
-        say_dtypes(seen) + (f"; ran {', '.join(kernels)[:120]}" if kernels else ""),
+        describe_dtypes(seen) + (f"; ran {', '.join(kernels)[:120]}" if kernels else ""),
     )
 
 
@@ -273,7 +273,7 @@ technique = Technique(
         MemoryEffect("mlp.whole", 1.0, when=_with_one_mlp),
         MemoryEffect("mlp.activated", 0.0, "with mlp kernel only gate and up are kept", when=_with_one_mlp),
     ),
-    worth=(
+    settings=(
         Setting(),
         Setting({"mlp": "kernel"}, {"fused_projections": {}}),
         Setting({"mlp": "kernel", "fast": "all"}, {"fused_projections": {}}),

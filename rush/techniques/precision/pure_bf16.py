@@ -24,7 +24,7 @@ from rush.techniques.api.contract import (
     Stage,
     Technique,
 )
-from rush.techniques.api.evidence import matmuls_took, say_dtypes, state_per_parameter
+from rush.techniques.api.evidence import describe_dtypes, matmuls_took, state_per_parameter
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -43,7 +43,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     weights = ", ".join(sorted(seen.weight_dtypes))
     return Proof(
         took_effect,
-        f"weights are {weights}, {say_dtypes(seen)}, optimizer state {per_parameter:.1f} bytes per parameter",
+        f"weights are {weights}, {describe_dtypes(seen)}, optimizer state {per_parameter:.1f} bytes per parameter",
     )
 
 
@@ -67,9 +67,9 @@ technique = Technique(
         MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
         MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
     ),
-    worth=(
-        Setting(beside={"fused_update": {"stochastic_rounding": True, "state": "bfloat16"}}),
-        Setting(beside={"adam8bit": {"backend": "rush", "stochastic_rounding": True}}),
+    settings=(
+        Setting(together_with={"fused_update": {"stochastic_rounding": True, "state": "bfloat16"}}),
+        Setting(together_with={"adam8bit": {"backend": "rush", "stochastic_rounding": True}}),
         Setting(),
     ),
 )

@@ -25,7 +25,7 @@ from rush.techniques.api.contract import (
     Technique,
     WorkEffect,
 )
-from rush.techniques.api.evidence import say_dtypes
+from rush.techniques.api.evidence import describe_dtypes
 
 
 @contextmanager
@@ -49,7 +49,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     took_effect = error > 2e-5 and "float32" in seen.matmul_dtypes
     return Proof(
         took_effect,
-        f"an fp32 product made inside the step is off by {error:.0e} (plain fp32: about 1e-7); {say_dtypes(seen)}",
+        f"an fp32 product made inside the step is off by {error:.0e} (plain fp32: about 1e-7); {describe_dtypes(seen)}",
     )
 
 

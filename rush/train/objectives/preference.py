@@ -27,8 +27,7 @@ from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.errors import DataError, RecipeError
 from rush.models.adapters import adapters_off, is_adapted
-from rush.recipe import Objective as Settings
-from rush.recipe import Recipe
+from rush.recipe import ObjectiveSection, Recipe
 from rush.train.objectives.next_token import told
 
 REFERENCE_FREE = ("orpo", "simpo")
@@ -55,7 +54,7 @@ class Judged(NamedTuple):
     reward_rejected_n: Tensor
 
 
-def sigmoid_loss(pairs: Pairs, settings: Settings) -> Judged:
+def sigmoid_loss(pairs: Pairs, settings: ObjectiveSection) -> Judged:
     """−(1−ε)·log σ(β·Δ) − ε·log σ(−β·Δ), with Δ the difference of the two answers' log-ratios to the reference."""
     chosen_n, rejected_n = _log_ratios(pairs)
     margin_n = settings.beta * (chosen_n - rejected_n)
@@ -64,7 +63,7 @@ def sigmoid_loss(pairs: Pairs, settings: Settings) -> Judged:
     return Judged(loss_n, settings.beta * chosen_n, settings.beta * rejected_n)
 
 
-def ipo_loss(pairs: Pairs, settings: Settings) -> Judged:
+def ipo_loss(pairs: Pairs, settings: ObjectiveSection) -> Judged:
     """(Δ − 1/2β)², with Δ the difference of the log-ratios per token; β is the paper's τ."""
     chosen_n, rejected_n = _log_ratios(pairs)
     chosen_n, rejected_n = chosen_n / pairs.chosen_tokens_n, rejected_n / pairs.rejected_tokens_n
@@ -72,7 +71,7 @@ def ipo_loss(pairs: Pairs, settings: Settings) -> Judged:
     return Judged(loss_n, settings.beta * chosen_n, settings.beta * rejected_n)
 
 
-def orpo_loss(pairs: Pairs, settings: Settings) -> Judged:
+def orpo_loss(pairs: Pairs, settings: ObjectiveSection) -> Judged:
     """The chosen answer's loss per token, plus β·(−log σ(log odds ratio)); β is the paper's λ."""
     chosen_n = pairs.chosen_n / pairs.chosen_tokens_n
     rejected_n = pairs.rejected_n / pairs.rejected_tokens_n
@@ -81,14 +80,14 @@ def orpo_loss(pairs: Pairs, settings: Settings) -> Judged:
     return Judged(loss_n, settings.beta * chosen_n, settings.beta * rejected_n)
 
 
-def simpo_loss(pairs: Pairs, settings: Settings) -> Judged:
+def simpo_loss(pairs: Pairs, settings: ObjectiveSection) -> Judged:
     """−log σ(β·(difference of the log-probabilities per token) − γ), with γ the recipe's margin."""
     chosen_n = settings.beta * pairs.chosen_n / pairs.chosen_tokens_n
     rejected_n = settings.beta * pairs.rejected_n / pairs.rejected_tokens_n
     return Judged(-F.logsigmoid(chosen_n - rejected_n - settings.margin), chosen_n, rejected_n)
 
 
-LOSSES: Mapping[str, Callable[[Pairs, Settings], Judged]] = {
+LOSSES: Mapping[str, Callable[[Pairs, ObjectiveSection], Judged]] = {
     "sigmoid": sigmoid_loss,
     "ipo": ipo_loss,
     "orpo": orpo_loss,
@@ -108,7 +107,7 @@ def _log_odds(log_p_n: Tensor) -> Tensor:
     return log_p_n - torch.log(-torch.expm1(log_p_n))
 
 
-def needs_reference(settings: Settings) -> bool:
+def needs_reference(settings: ObjectiveSection) -> bool:
     return settings.loss not in REFERENCE_FREE
 
 
