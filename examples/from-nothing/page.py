@@ -341,7 +341,11 @@ The same after SFT alone:
 def _chat(records: Records, run: str) -> str:
     lines = records.text(f"evaluations/chat-{run}.txt").splitlines()
     said = [
-        line for line in lines if not line.startswith(("$ ", "Leave with", "The conversation is forgotten"))
+        line
+        for line in lines
+        if not line.startswith(
+            ("$ ", "Leave with", "Exit with", "The conversation is forgotten", "New conversation")
+        )
     ]
     return "\n".join(wrapped for line in said for wrapped in (textwrap.wrap(line, 118) or [""]))
 

@@ -65,7 +65,7 @@ def bench_models(
     watch: Watch = lambda progress: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> ModelRecord:
-    """MeasureConfig these workloads into `folder`, or go on with what is there. Returns the record, which is written too."""
+    """Measure these workloads into `folder`, or resume the bench there. Writes and returns the record."""
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
         for workload in workloads:
@@ -115,7 +115,7 @@ class Match:
                 yield f"{state.title} ({number + 1} of {self.workload.measure.processes})"
 
     def go(self) -> None:
-        """MeasureConfig what `rounds` has just named."""
+        """Measure what `rounds` has just named."""
         assert self._next is not None
         state, number = self._next
         if state is self.baseline:

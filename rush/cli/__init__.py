@@ -1,8 +1,8 @@
 """The command line. Each command is a thin call; one file each in this folder.
 
-Errors a user can mend end in one message and their own exit code: 2 recipe or arguments, 3 data,
-4 machine or environment, 5 the run diverged. Anything else is a mistake of ours: one message, the traceback in a
-log, and exit code 1. `--debug`, anywhere on the line, shows the traceback.
+Errors that a user can fix end in one message and an exit code: 2 recipe or arguments, 3 data, 4 machine or environment,
+5 the run diverged. Anything else is a bug: one message, the traceback in a log, and exit code 1. `--debug`, anywhere on the
+line, shows the traceback.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from rush.cli import (
     evaluate,
     explain,
     export,
+    generate,
     ladder,
     launch,
     merge,
@@ -29,11 +30,16 @@ from rush.cli import (
     probe,
     recipes,
     scale,
-    talk,
     train,
     tune,
 )
-from rush.cli.leaving import Ending, catch_the_rest, first_line, leave_surely, log_unexpected
+from rush.cli.shutdown import (
+    ExitStatus,
+    exit_before_finalization,
+    first_line,
+    install_exception_hooks,
+    log_unexpected,
+)
 from rush.errors import RushError
 from rush.version import __version__
 
@@ -57,8 +63,8 @@ app.command("train")(train.train)
 app.command("launch")(launch.launch)
 app.command("overfit")(overfit.overfit)
 app.command("evaluate")(evaluate.evaluate)
-app.command("generate")(talk.generate)
-app.command("chat")(talk.chat)
+app.command("generate")(generate.generate)
+app.command("chat")(generate.chat)
 app.command("export")(export.export)
 app.command("merge")(merge.merge)
 app.add_typer(bench.app, name="bench")
@@ -75,14 +81,14 @@ def _version(asked: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None: ...
 
 
 @cache
 def command() -> Callable[..., object]:
-    """All commands with their options read, which takes longer than some commands: a process does it once."""
+    """All commands with their options. Building it takes longer than some commands run."""
     return typer.main.get_command(app)
 
 
@@ -90,30 +96,30 @@ def main(arguments: list[str] | None = None) -> None:
     """The entry point of `rush` and `python -m rush`."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     debug = "--debug" in words
-    ending = leave_surely() if arguments is None else Ending()
+    status = exit_before_finalization() if arguments is None else ExitStatus()
     if arguments is None and not debug:
-        catch_the_rest()
+        install_exception_hooks()
     try:
         command()([word for word in words if word != "--debug"], prog_name="rush")
-        ending.code = 0
+        status.code = 0
     except SystemExit as left:
-        ending.code = left.code if isinstance(left.code, int) else 1 if left.code else 0
+        status.code = left.code if isinstance(left.code, int) else 1 if left.code else 0
         raise
     except RushError as error:
         if debug:
             raise
         typer.secho(f"error: {error}", err=True, fg="red")
-        ending.code = error.exit_code
+        status.code = error.exit_code
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         typer.secho("interrupted", err=True)
-        ending.code = 130
+        status.code = 130
         sys.exit(130)
     except Exception as error:
         if debug:
             raise
         typer.secho(
-            f"error: {first_line(error)}. This looks like a mistake in rush {__version__}: please report it, with the log. "
+            f"error: {first_line(error)}. This looks like a bug in rush {__version__}: please report it, with the log. "
             f"{log_unexpected(error, f'rush {shlex.join(words)}')}",
             err=True,
             fg="red",

@@ -1,4 +1,4 @@
-"""`rush bench`: kernels against the best there is, and whole training runs against their baselines."""
+"""`rush bench`: our kernels and recipes against the baselines people use."""
 
 from __future__ import annotations
 
@@ -17,31 +17,30 @@ if TYPE_CHECKING:
     from rush.records.models import LongestRecord, ModelRecord
 
 app = typer.Typer(
-    no_args_is_help=True, help="Kernels and whole runs against the best there is, on this machine."
+    no_args_is_help=True, help="Benchmark our kernels and recipes against the baselines people use."
 )
 
 Out = Annotated[
-    Path | None, typer.Option(help="The bench's folder; runs/bench-kernels or -models without it.")
+    Path | None, typer.Option(help="Output folder. Default: runs/bench-kernels or runs/bench-models.")
 ]
 
 
 @app.command("kernels")
 def kernels(
     ops: Annotated[
-        list[str] | None, typer.Argument(metavar="[OP]...", help="Kernels by name; all without any.")
+        list[str] | None, typer.Argument(metavar="[OP]...", help="Kernels to measure. Default: all.")
     ] = None,
     out: Out = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Only the sizes with a target, fewer samples.")
+        bool, typer.Option("--quick", help="Only sizes with a target, and fewer samples.")
     ] = False,
     device: Annotated[str, typer.Option(help="auto, cuda or cpu.")] = "auto",
     json: Json = False,
 ) -> None:
-    """Time each kernel against plain torch, compiled torch and the installed libraries, and check every result.
+    """Time each kernel against eager PyTorch, torch.compile and the installed libraries, and check every result.
 
-    On a machine without a GPU those of our kernels that have a side in C++ are timed; the others are interpreted:
-    checked, but not timed. A bench that was interrupted
-    goes on where it stopped: run the same command again.
+    Without a GPU, kernels with a C++ implementation are timed; Triton kernels run in the interpreter: checked, but not timed.
+    An interrupted benchmark resumes when you run the same command again.
 
     Examples:
 
@@ -53,13 +52,13 @@ def kernels(
     from rush.report.kernels import write_kernel_report
 
     folder = out or Path("runs") / "bench-kernels"
-    with _progress(quiet=json) as tell:
+    with _progress(quiet=json) as show:
         record = bench_kernels(
             ops or [],
             folder,
             quick=quick,
             device=device,
-            watch=lambda p: tell(p.op or "machine", p.doing, p.done, p.total),
+            watch=lambda p: show(p.op or "machine", p.doing, p.done, p.total),
         )
     write_kernel_report(folder, folder / "report.html")
     if json:
@@ -71,7 +70,7 @@ def kernels(
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Callable[[str, str, int, int], None]]:
-    """A status line that changes on a terminal; elsewhere a line whenever something new is begun."""
+    """A status line on a terminal; elsewhere one line per change."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -112,7 +111,7 @@ def _show_kernels(record: KernelRecord) -> None:
             note(title)
         away = {f"{row['contender']} ({row['reason']})" for row in op["rows"] if row["status"] == "absent"}
         if away:
-            note(f"  not here: {', '.join(sorted(away))}")
+            note(f"  not available: {', '.join(sorted(away))}")
     targets = [
         [op["op"], t["size"], t["step"], t["what"], _reached(t), t["verdict"]]
         for op in record["ops"]
@@ -120,25 +119,25 @@ def _show_kernels(record: KernelRecord) -> None:
     ]
     if record["interpreted"]:
         typer.echo(
-            "Kernels that have no side for CPUs were interpreted: not a speed, only a check of what they compute."
+            "Kernels without a CPU implementation ran in the interpreter: their results were checked, their speed was not measured."
         )
     if targets:
         print_table(["kernel", "size", "pass", "target", "reached", ""], targets, title="Targets")
 
 
 def _kernel_row(rows: list[KernelRow]) -> list[str]:
-    """One contender at one size: its passes side by side, with their part of the ceiling."""
+    """One contender at one size: its passes side by side, each with its fraction of the ceiling."""
     first, right, extra = rows[0], rows[0]["correctness"], rows[0].get("beyond_results_bytes")
     verdict = right["verdict"] if right else ""
     if right and right["error"] is not None:
         verdict += f" ({right['error']:.0e})"
-    said = f"{verdict}; {first['reason']}".strip("; ") if first["status"] != "ok" else verdict
+    outcome = f"{verdict}; {first['reason']}".strip("; ") if first["status"] != "ok" else verdict
     return [
         first["size"],
         first["contender"],
         *(_time_cell(row) for row in rows),
         f"{extra / 2**20:,.0f} MiB" if extra is not None else "",
-        said[:90],
+        outcome[:90],
     ]
 
 
@@ -166,16 +165,16 @@ def models(
         list[str] | None,
         typer.Argument(
             metavar="[WORKLOAD]... [KEY=VALUE]...",
-            help="Workloads by name (all without any), and changes of every recipe or of measure.",
+            help="Workloads by name (default: all), and overrides of every recipe or of the measure table.",
         ),
     ] = None,
     out: Out = None,
-    file: Annotated[Path | None, typer.Option(help="Another list of workloads, in TOML.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A TOML file with other workloads.")] = None,
     json: Json = False,
 ) -> None:
-    """Train our recipes beside the baselines people use: same model, batch, text and loop, in alternating processes.
+    """Train our recipes and the baselines people use, with the same model, batch, text and loop, in alternating processes.
 
-    GPU minutes are few: name the workloads you want. A bench that was interrupted goes on where it stopped.
+    Name the workloads to save GPU time. An interrupted benchmark resumes when you run the same command again.
 
     Examples:
 
@@ -195,10 +194,10 @@ def models(
     asked, overrides = [w for w in given if "=" not in w], [w for w in given if "=" in w]
     workloads = load_workloads(asked, overrides, file or FILE)
     folder = out or Path("runs") / "bench-models"
-    say: Callable[[str], None] = (lambda text: None) if json else note
-    with _progress(quiet=json) as tell:
+    notes: Callable[[str], None] = (lambda text: None) if json else note
+    with _progress(quiet=json) as show:
         record = bench_models(
-            workloads, folder, watch=lambda p: tell(p.workload, p.doing, p.done, p.total), note=say
+            workloads, folder, watch=lambda p: show(p.workload, p.doing, p.done, p.total), note=notes
         )
     write_model_report(folder, folder / "report.html")
     if json:
@@ -219,7 +218,7 @@ def _show_models(record: ModelRecord) -> None:
                 rows.append(_model_row(ours["rung"], dict(ours["target"]), primary=ours.get("primary", True)))
                 if memory := ours["target"].get("memory"):
                     rows.append(_memory_row(dict(memory)))
-            columns = ["who", "tokens/s", "memory", "parity", "ratio", "wanted", "verdict"]
+            columns = ["recipe", "tokens/s", "memory", "parity", "ratio", "target", "verdict"]
             print_table(columns, rows, title=title)
         for took in workload.get("took", []):
             parts = ", ".join(f"{part} {seconds:.0f} s" for part, seconds in took["parts"].items())
@@ -230,7 +229,7 @@ def _model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool
     speed, memory = rung.get("tokens_per_s"), rung.get("peak_memory_bytes")
     parity = rung.get("parity")
     row = [
-        rung["title"] + ("" if primary else " (beside it)"),
+        rung["title"] + ("" if primary else " (secondary)"),
         f"{speed['median']:,.0f} ± {(speed['ci95'][1] - speed['ci95'][0]) / 2:,.0f}" if speed else "-",
         f"{memory / 2**30:.1f} GiB" if memory else "-",
         parity["verdict"] if parity else "",
@@ -243,7 +242,7 @@ def _model_row(rung: RungRecord, target: dict[str, Any] | None, *, primary: bool
 
 
 def _memory_row(target: dict[str, Any]) -> list[str]:
-    """The target of memory, below that of speed."""
+    """The memory target, below the speed target."""
     reached = f"{target['reached']:.3f}×" if target["reached"] else "-"
     return ["", "", "", "", f"memory {reached}", f"≤ {target['at_most']:g}×", _verdict(target)]
 
@@ -267,5 +266,5 @@ def _show_longest(longest: LongestRecord, title: str) -> None:
         ]
         for tried in longest["tried"]
     ]
-    print_table(["sequence", "tokens/s", "a step", "memory", ""], rows, title=title)
+    print_table(["sequence", "tokens/s", "step", "memory", ""], rows, title=title)
     typer.echo(f"{longest_words(longest)}. Published: {longest['published']:,} ({longest['source']}).")

@@ -1,4 +1,4 @@
-"""`rush data clean`: filters and duplicate removal, with a table of what each stage took away."""
+"""`rush data clean`: filtering and deduplication, with a table of what each stage removed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def complete_pipeline(incomplete: str) -> list[str]:
 
 def clean(
     pipeline: Annotated[
-        str, typer.Argument(help="A pipeline's name or TOML file.", autocompletion=complete_pipeline)
+        str, typer.Argument(help="A pipeline's name or .toml file.", autocompletion=complete_pipeline)
     ],
     files: Annotated[
         list[str],
@@ -38,33 +38,34 @@ def clean(
     output: Annotated[
         Path,
         typer.Option(
-            "--output", "-o", help="A .jsonl, .jsonl.gz or .parquet file; a name without ending is a folder."
+            "--output",
+            "-o",
+            help="A .jsonl, .jsonl.gz or .parquet file; a name without extension is a folder.",
         ),
     ],
     format: Annotated[
         Literal["jsonl", "parquet"] | None,
-        typer.Option(help="For a folder: the format of its files; that of the input without it."),
+        typer.Option(help="For a folder: format of its files. Default: that of the input."),
     ] = None,
-    examples: Annotated[
-        int, typer.Option(help="Examples shown of what each stage removed.", min=0, max=5)
-    ] = 2,
+    examples: Annotated[int, typer.Option(help="Removed examples to show per stage.", min=0, max=5)] = 2,
     skip_unreadable: Annotated[
-        bool, typer.Option("--skip-unreadable", help="Count and leave out rows that cannot be read.")
+        bool, typer.Option("--skip-unreadable", help="Count and skip unreadable rows.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an output that is there.")] = False,
-    workers: Annotated[int | None, typer.Option(help="Tasks at once; all cores without it.", min=1)] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Concurrent tasks. Default: all cores.", min=1)] = None,
     executor: Annotated[
         Literal["local", "slurm", "ray"], typer.Option(help="Where the datatrove pipeline runs.")
     ] = "local",
     option: Annotated[
-        list[str] | None, typer.Option(help="For the executor, as in partition=cpu or time=04:00:00.")
+        list[str] | None,
+        typer.Option(help="Option of the executor, as in partition=cpu or time=04:00:00. May be repeated."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Clean rows by a TOML pipeline: lengths, list items, rare items, language, patterns, duplicates.
+    """Clean rows with a TOML pipeline: lengths, list items, rare items, language, patterns, duplicates.
 
-    Streams; needs little memory whatever the size of the files; goes on where it was interrupted; gives the
-    same bytes with any number of workers. Samples of what was removed and report.json are kept beside the output.
+    Streams the files in constant memory, resumes after an interruption, and writes the same bytes with any number of workers.
+    Samples of the removed rows and report.json are kept next to the output.
 
     Examples:
 
@@ -107,7 +108,7 @@ def _pairs(words: list[str]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def _bar() -> Iterator[Callable[[CleanProgress], None]]:
-    """Drawn on a copy of standard error: the engine's own talk is led into a file meanwhile."""
+    """Drawn on a copy of standard error, because datatrove's own output is redirected to a file."""
     columns = (
         TextColumn("Cleaning"),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""`rush data`: clean data, prepare a corpus, look at it, check it."""
+"""`rush data`: clean, prepare, inspect and verify training data."""
 
 from __future__ import annotations
 
@@ -12,33 +12,35 @@ from rush.cli.complete import complete_recipe
 from rush.cli.output import Json, print_json, print_table
 from rush.errors import RecipeError
 
-app = typer.Typer(help="Clean data; prepare a recipe's corpus, look at it, check it.", no_args_is_help=True)
+app = typer.Typer(help="Clean, prepare, inspect and verify training data.", no_args_is_help=True)
 app.command("clean")(clean.clean)
 app.command("inspect")(inspect.inspect)
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)]
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it.")]
-Prepared = Annotated[Path, typer.Argument(help="A prepared corpus, as `rush data prepare` names it.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")]
+Prepared = Annotated[
+    Path, typer.Argument(help="The folder of a prepared corpus, as printed by `rush data prepare`.")
+]
 
 
 @app.command()
 def prepare(
     recipe: RecipeName,
     overrides: Overrides = None,
-    workers: Annotated[int | None, typer.Option(help="Processes; all cores without it.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Prepare anew even if it is there.")] = False,
+    workers: Annotated[int | None, typer.Option(help="Worker processes. Default: all cores.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Prepare again even if it exists.")] = False,
     executor: Annotated[
         Literal["plain", "local", "slurm", "ray"],
-        typer.Option(help="plain: processes here. The others run the same work as a datatrove pipeline."),
+        typer.Option(help="plain: local processes. The others run the same work as a datatrove pipeline."),
     ] = "plain",
-    tasks: Annotated[int | None, typer.Option(help="Parts the pipeline is dealt into.", min=1)] = None,
+    tasks: Annotated[int | None, typer.Option(help="Number of datatrove tasks.", min=1)] = None,
     option: Annotated[
         list[str] | None,
-        typer.Option(help="For the pipeline's executor, as in partition=cpu or time=04:00:00."),
+        typer.Option(help="Option of the executor, as in partition=cpu or time=04:00:00. May be repeated."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Tokenize a recipe's corpus into shards, in parallel; an interrupted preparation goes on.
+    """Tokenize a recipe's corpus into shards, in parallel; resumes after an interruption.
 
     Examples:
 
@@ -53,7 +55,7 @@ def prepare(
     if loaded.objective.kind != "lm":
         if executor != "plain" or tasks is not None or option:
             raise RecipeError(
-                "--executor, --tasks and --option are for a corpus; conversations are prepared by processes here."
+                "--executor, --tasks and --option are for a corpus; conversations are prepared by local processes."
             )
         inspect.report(inspect.prepare_recipe(loaded, workers=workers, force=force), json)
         return
@@ -77,11 +79,11 @@ def prepare(
 @app.command()
 def show(
     folder: Prepared,
-    window: Annotated[int, typer.Option(help="Which window to print as text.", min=0)] = 0,
-    sequence: Annotated[int, typer.Option(help="Tokens in a window.", min=1)] = 128,
+    window: Annotated[int, typer.Option(help="Index of the window to print.", min=0)] = 0,
+    sequence: Annotated[int, typer.Option(help="Tokens per window.", min=1)] = 128,
     json: Json = False,
 ) -> None:
-    """Counts, lengths and one window of a prepared corpus, as the model gets it."""
+    """Show the counts, lengths and one window of a prepared corpus."""
     from rush.data import sample_window
 
     sample = sample_window(folder, sequence=sequence, index=window)
@@ -93,7 +95,7 @@ def show(
 
 @app.command()
 def verify(folder: Prepared, json: Json = False) -> None:
-    """Check every checksum and every token id of a prepared corpus."""
+    """Verify every checksum and every token id of a prepared corpus."""
     from rush.data import verify_shards
     from rush.data.conversations import holds_documents, verify_documents
 
@@ -103,7 +105,9 @@ def verify(folder: Prepared, json: Json = False) -> None:
     if json:
         print_json({"folder": str(folder), "ok": True, "shards": len(manifest.shards)})
         return
-    typer.echo(f"{folder}: all {len(manifest.shards)} shards are whole and every token is in the vocabulary.")
+    typer.echo(
+        f"{folder}: all {len(manifest.shards)} shards are intact and every token id is in the vocabulary."
+    )
 
 
 def _pairs(words: list[str]) -> dict[str, str]:

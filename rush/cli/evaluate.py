@@ -1,4 +1,4 @@
-"""`rush evaluate`: how good is a model, in numbers and in words?"""
+"""`rush evaluate`: held-out loss, preferences, multiple choice and sample answers of a model."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ def evaluate(
     folder: Annotated[Path, typer.Argument(help="A run folder or a Hugging Face folder.")],
     against: Annotated[
         Path | None,
-        typer.Option(help="Another model to hold it against, such as the one it was trained from."),
+        typer.Option(help="A second model to compare with, such as the one it was trained from."),
     ] = None,
     data: Annotated[
         str | None,
         typer.Option(
-            help="What to evaluate on: a recipe or run (what it holds out), or a .jsonl, .csv or .parquet file (all of it). "
-            "Without it, what the run itself holds out."
+            help="Evaluation data: a recipe or run (its held-out split), or a .jsonl, .csv or .parquet file (all of it). "
+            "Default: the run's own held-out split."
         ),
     ] = None,
     choices: Annotated[
-        Path | None, typer.Option(help="A JSONL file of multiple-choice questions in HellaSwag's format.")
+        Path | None, typer.Option(help="Multiple-choice questions: a JSONL file in HellaSwag's format.")
     ] = None,
-    prompt: Annotated[
-        list[str] | None, typer.Option(help="A question to answer; several may be given.")
-    ] = None,
-    answers: Annotated[int, typer.Option(help="Held-out prompts to answer, besides those given.", min=0)] = 3,
-    max_tokens: Annotated[int, typer.Option(help="Tokens of an answer, at most.", min=1)] = 80,
-    limit: Annotated[int | None, typer.Option(help="Documents, pairs and questions at most.", min=1)] = None,
-    batch: Annotated[int, typer.Option(help="Rows that go through a model at once.", min=1)] = 16,
-    checkpoint: Annotated[str, typer.Option(help="Of the run: last, best, or a step's number.")] = "last",
+    prompt: Annotated[list[str] | None, typer.Option(help="A prompt to answer. May be repeated.")] = None,
+    answers: Annotated[
+        int, typer.Option(help="Held-out prompts to answer, in addition to --prompt.", min=0)
+    ] = 3,
+    max_tokens: Annotated[int, typer.Option(help="Maximum tokens of an answer.", min=1)] = 80,
+    limit: Annotated[int | None, typer.Option(help="Maximum documents, pairs and questions.", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="Batch size, in rows.", min=1)] = 16,
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint of the run: last, best, or a step.")] = "last",
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
     json: Json = False,
 ) -> None:
@@ -50,7 +50,7 @@ def evaluate(
 
       rush evaluate runs/sft-tiny --prompt 'What does textwrap.wrap do?'
 
-    For the published benchmarks: rush export RUN --to FOLDER, then lm_eval --model hf --model_args pretrained=FOLDER
+    For published benchmarks: rush export RUN --to FOLDER, then lm_eval --model hf --model_args pretrained=FOLDER
     --tasks hellaswag (docs/finetuning/evaluation.md).
     """
     from rush.evaluate.results import report_card

@@ -1,4 +1,4 @@
-"""`rush explain`: small measurements made here and now, with a picture and a page of plain words."""
+"""`rush explain`: small measurements on this machine, explained with plots and text."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def complete_topic(incomplete: str) -> list[str]:
 def explain(
     topic: Annotated[
         str | None,
-        typer.Argument(help="What to explain; without it, the list.", autocompletion=complete_topic),
+        typer.Argument(help="The topic. Default: list all topics.", autocompletion=complete_topic),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="Where to write; runs/explain-TOPIC without it.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: runs/explain-TOPIC.")] = None,
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-    quick: Annotated[bool, typer.Option("--quick", help="A coarse look in a few seconds.")] = False,
+    quick: Annotated[bool, typer.Option("--quick", help="Coarse measurement in a few seconds.")] = False,
     record: Annotated[
         Path | None,
-        typer.Option("--from", help="Draw the explain.json of an earlier measurement; measure nothing."),
+        typer.Option("--from", help="Redraw the explain.json of an earlier measurement."),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="roofline: the recipe whose model is measured.")] = None,
-    batch: Annotated[int | None, typer.Option(help="roofline: sequences at once.", min=1)] = None,
+    model: Annotated[str | None, typer.Option(help="roofline: recipe of the model to measure.")] = None,
+    batch: Annotated[int | None, typer.Option(help="roofline: batch size, in sequences.", min=1)] = None,
     sequence: Annotated[int | None, typer.Option(help="roofline: tokens per sequence.", min=1)] = None,
     json: Json = False,
 ) -> None:
-    """See on your own machine why things are fast or slow: measure a little, then explain with those numbers.
+    """Explain on your own machine why things are fast or slow, with small measurements.
 
     Examples:
 
@@ -59,7 +59,7 @@ def explain(
     from rush.explain.records import explain as understand
     from rush.explain.records import read
 
-    # Before torch is loaded: its profiler, which counts memory for one topic, greets on standard error.
+    # Before torch is loaded: its profiler, used by one topic, prints to standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     options: dict[str, str | int] = {
         name: value
@@ -98,18 +98,18 @@ def _list(found: list[Topic], json: bool) -> None:
     width = max(len(topic.name) for topic in found)
     for topic in found:
         typer.echo(f"{typer.style(topic.name.ljust(width), bold=True)}  {topic.about}")
-    typer.echo("\nrush explain TOPIC measures here and now and takes less than a minute.")
+    typer.echo("\nrush explain TOPIC measures on this machine and takes less than a minute.")
 
 
 def _refuse_measuring(device: str, quick: bool, options: dict[str, Any]) -> None:
-    """Nothing is measured with --from, so what says how to measure would be ignored."""
+    """Refuse measurement options with --from, which would be ignored."""
     given = [
         *(f"--{name}" for name in options),
         *(["--quick"] if quick else []),
         *(["--device"] if device != "auto" else []),
     ]
     if given:
-        raise RecipeError(f"--from draws what was measured before; leave out {', '.join(given)}.")
+        raise RecipeError(f"--from measures nothing; leave out {', '.join(given)}.")
 
 
 def _measure(topic: Topic, device: str, quick: bool, options: dict[str, str | int]) -> dict[str, Any]:
@@ -117,17 +117,17 @@ def _measure(topic: Topic, device: str, quick: bool, options: dict[str, str | in
 
     foreign = [name for name in options if name not in topic.options]
     if foreign:
-        can = f"it takes --{', --'.join(topic.options)}" if topic.options else "it takes none of its own"
-        raise RecipeError(f"--{foreign[0]} means nothing to the topic {topic.name}: {can}.")
+        can = f"it takes --{', --'.join(topic.options)}" if topic.options else "it takes none"
+        raise RecipeError(f"--{foreign[0]} is not an option of the topic {topic.name}: {can}.")
     settings_for = _settings(device, quick, options)
-    with _progress() as tell:
-        return make(topic, settings_for(tell))
+    with _progress() as show:
+        return make(topic, settings_for(show))
 
 
 def _settings(
     device: str, quick: bool, options: dict[str, str | int]
 ) -> Callable[[Callable[[str, int, int], None]], ExplainSettings]:
-    """Everything that can be refused is refused here, before anything is measured."""
+    """Validate the options before anything is measured."""
     from rush.explain import ExplainSettings
     from rush.hardware import probe
 
@@ -137,7 +137,7 @@ def _settings(
         "cuda" if device == "cuda" or (device == "auto" and _cuda_here()) else "cpu"
     )
     machine = probe(kind)
-    return lambda tell: ExplainSettings(machine, kind, quick, options, tell)
+    return lambda show: ExplainSettings(machine, kind, quick, options, show)
 
 
 def _cuda_here() -> bool:
@@ -148,7 +148,7 @@ def _cuda_here() -> bool:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A line on standard error that says what is being measured; it disappears when all is done."""
+    """A transient progress bar on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -158,7 +158,7 @@ def _progress() -> Iterator[Callable[[str, int, int], None]]:
         MofNCompleteColumn(),
         TimeElapsedColumn(),
     )
-    # Two updates a second: the line must not compute while others are being measured.
+    # Two updates a second, so that the bar does not disturb the measurement.
     with Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2) as bar:
         task = bar.add_task("", total=None, visible=False)
 
@@ -183,4 +183,4 @@ def _show(explanation: Any, paths: dict[str, Path]) -> None:
     )
     if explanation.warning:
         note(explanation.warning)
-    typer.echo(f"The page with the pictures: {paths['report']}")
+    typer.echo(f"Report: {paths['report']}")

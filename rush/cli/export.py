@@ -1,4 +1,4 @@
-"""`rush export`: a run as a Hugging Face folder."""
+"""`rush export`: write a run as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -12,30 +12,32 @@ from rush.cli.output import Json, note, print_json
 
 def export(
     folder: Annotated[
-        Path, typer.Argument(help="A run folder (or a Hugging Face folder, to reshard or recast it).")
+        Path, typer.Argument(help="A run folder (or a Hugging Face folder, to reshard or cast it).")
     ],
-    to: Annotated[Path, typer.Option(help="The new Hugging Face folder.")],
-    checkpoint: Annotated[str, typer.Option(help="last, best, or a step's number.")] = "last",
+    to: Annotated[Path, typer.Option(help="The Hugging Face folder to write.")],
+    checkpoint: Annotated[str, typer.Option(help="Checkpoint: last, best, or a step.")] = "last",
     dtype: Annotated[
-        Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="The dtype of the weights.")
+        Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="dtype of the weights.")
     ] = "keep",
-    max_shard_gb: Annotated[float, typer.Option(help="Largest weight file, in gigabytes.", min=0.001)] = 5.0,
+    max_shard_gb: Annotated[
+        float, typer.Option(help="Maximum size of a weight file, in gigabytes.", min=0.001)
+    ] = 5.0,
     adapter: Annotated[
         bool,
-        typer.Option("--adapter", help="Only the adapters of a run that trained some, in PEFT's format."),
+        typer.Option("--adapter", help="Write only the adapters, in PEFT's format."),
     ] = False,
     base: Annotated[
         Path | None,
         typer.Option(
-            help="With --adapter: the Hugging Face folder of the base that adapter_config.json shall name; without it, what "
-            "the run started from."
+            help="With --adapter: the base model for adapter_config.json, a Hugging Face folder. Default: what the run started "
+            "from."
         ),
     ] = None,
     json: Json = False,
 ) -> None:
     """Write config, safetensors and tokenizer, ready for AutoModelForCausalLM.from_pretrained.
 
-    A run that trained adapters is written as the merged model; with --adapter, as a folder that PEFT loads.
+    A run with adapters is written as the merged model; with --adapter, as a PEFT folder.
 
     Example: rush export runs/tiny --to exported/tiny
 
@@ -61,7 +63,7 @@ def export(
             typer.echo(f"Wrote {to}: {', '.join(written)}.")
         return
     if base is not None:
-        raise RecipeError("--base names the base of adapters; it goes with --adapter (to merge: rush merge).")
+        raise RecipeError("--base names the base of adapters; use it with --adapter (to merge: rush merge).")
     chosen = None if dtype == "keep" else getattr(torch, dtype)
     shape = export_model(
         folder, to, checkpoint=checkpoint, dtype=chosen, max_shard_bytes=int(max_shard_gb * 1e9), note=note

@@ -1,4 +1,4 @@
-"""`rush data inspect`: fine-tuning data before it is trained on, so that a mask error is seen."""
+"""`rush data inspect`: fine-tuning data as the model will get it, to find mask errors before training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 Target = Annotated[
     str,
-    typer.Argument(help="A recipe's name or file, or a folder it prepared.", autocompletion=complete_recipe),
+    typer.Argument(
+        help="A recipe's name or .toml file, or a prepared folder.", autocompletion=complete_recipe
+    ),
 ]
-Overrides = Annotated[
-    list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe.")
-]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")]
 BAR = 40
-# Control characters in somebody's data are shown, not obeyed by the terminal.
+# Control characters in the data are shown, not sent to the terminal.
 _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\n\t"} | {
     0x7F: "␡",
     0x9B: "␛",
@@ -34,20 +34,16 @@ _PICTURES = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in 
 def inspect(
     target: Target,
     overrides: Overrides = None,
-    split: Annotated[
-        Literal["train", "validation"], typer.Option(help="Where the examples come from.")
-    ] = "train",
-    examples: Annotated[int, typer.Option(help="Examples to show, spread over the split.", min=0)] = 3,
-    at: Annotated[
-        int | None, typer.Option(help="Show the document (or pair) of this number instead.")
-    ] = None,
-    html: Annotated[Path | None, typer.Option(help="Write it as a page of its own as well.")] = None,
+    split: Annotated[Literal["train", "validation"], typer.Option(help="Split of the examples.")] = "train",
+    examples: Annotated[int, typer.Option(help="Number of examples, spread over the split.", min=0)] = 3,
+    at: Annotated[int | None, typer.Option(help="Show only the document (or pair) with this index.")] = None,
+    html: Annotated[Path | None, typer.Option(help="Also write an HTML page.")] = None,
     json: Json = False,
 ) -> None:
-    """Conversations or preferences as a model will get them: lengths, counts, what was left out, examples.
+    """Show conversations or preferences as the model will get them: lengths, counts, dropped rows, examples.
 
-    What is trained is coloured; where there are no colours it stands in ⟦brackets⟧. The data is prepared first
-    where it is not yet, as `rush train` would.
+    Tokens with a label are highlighted, or in ⟦brackets⟧ on a terminal without colors. The data is prepared first if
+    necessary, as by `rush train`.
 
     Examples:
 
@@ -75,7 +71,7 @@ def inspect(
 
 
 def report(folder: Path, json: bool) -> None:
-    """The numbers without the examples."""
+    """The statistics without the examples."""
     from rush.data.conversations.inspect_documents import document_statistics
 
     found = document_statistics(folder)
@@ -83,7 +79,7 @@ def report(folder: Path, json: bool) -> None:
 
 
 def prepare_recipe(recipe: Recipe, **options: Any) -> Path:
-    """Prepare what a recipe fine-tunes on, or find it prepared, where `rush train` will look for it."""
+    """Prepare a recipe's fine-tuning data where `rush train` looks for it, unless it is there."""
     from rush.data import progress_bar
     from rush.data.conversations import prepare_documents
     from rush.hardware.ceilings import cache_folder
@@ -94,7 +90,7 @@ def prepare_recipe(recipe: Recipe, **options: Any) -> Path:
 
 
 def _prepared(target: str, overrides: list[str]) -> Path:
-    """The folder meant: one that is there, or the one that a recipe's data is prepared in."""
+    """An existing folder, or the one that a recipe's data is prepared in."""
     from rush.recipe_io import load_recipe
 
     if Path(target).is_dir():
@@ -137,11 +133,11 @@ def _print_counts(found: dict[str, Any]) -> None:
     )
     typer.echo("")
     if lost := left_out(splits):
-        print_table(["left out of", "reason", "rows", "such as"], lost)
+        print_table(["split", "reason", "rows", "such as"], lost)
     else:
-        typer.echo("Nothing was dropped, nothing was cut.")
+        typer.echo("No rows were dropped or truncated.")
     if unused := unused_columns(splits):
-        typer.echo(f"Columns that were not used: {unused}.")
+        typer.echo(f"Unused columns: {unused}.")
 
 
 def _formats(found: dict[str, Any]) -> str:
@@ -156,7 +152,7 @@ def _print_lengths(split: str, counts: dict[str, Any]) -> None:
     labels = [f"{bin['from']:,}–{bin['below'] - 1:,}" for bin in bins]
     wide = max(map(len, labels))
     for label, bin in zip(labels, bins, strict=True):
-        # A bin that holds anything has a bar, however short.
+        # A bin that is not empty has a bar, however short.
         eighths = -(-8 * BAR * bin["documents"] // most)
         bar = "█" * (eighths // 8) + " ▏▎▍▌▋▊▉"[eighths % 8].strip()
         typer.echo(f"{label:>{wide}}  {bar} {bin['documents']:,}")
@@ -167,13 +163,13 @@ def _print_example(example: dict[str, Any]) -> None:
         f"\n{example['name']}: {example['tokens']:,} tokens, {example['trained']:,} trained", bold=True
     )
     console = Console(soft_wrap=True)
-    colours = console.is_terminal and not console.no_color
+    colors = console.is_terminal and not console.no_color
     text = Text()
     for piece in example["pieces"]:
         shown = piece["text"].translate(_PICTURES)
         if not piece["trained"]:
             text.append(shown)
-        elif colours:
+        elif colors:
             text.append(shown, style="black on green")  # a background shows spaces too
         else:
             text.append(f"⟦{shown}⟧")

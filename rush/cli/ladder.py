@@ -1,4 +1,4 @@
-"""`rush ladder` and `rush compare`: climb and watch, and put ladders side by side."""
+"""`rush ladder` and `rush compare`: measure a ladder, and compare ladders."""
 
 from __future__ import annotations
 
@@ -25,28 +25,24 @@ VIEWS = ("cumulative", "alone", "left_out", "all")
 
 
 def ladder(
-    name: Annotated[
-        str, typer.Argument(help="A ladder's name (tiny, gpt2-124m, …) or a .toml file.")
-    ] = "tiny",
+    name: Annotated[str, typer.Argument(help="A ladder's name (tiny, gpt2-124m, …) or .toml file.")] = "tiny",
     overrides: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[KEY=VALUE]...", help="Changes of the base recipe, or of measure., parity., search."
+            metavar="[KEY=VALUE]...", help="Overrides of the base recipe, or of measure., parity., search."
         ),
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="The ladder's folder; runs/ladder-NAME without it.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: runs/ladder-NAME.")] = None,
     view: Annotated[
         str, typer.Option(help="cumulative, alone, left_out, or all three with their interactions.")
     ] = "cumulative",
     technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
-    """MeasureConfig what every technique gains on this machine, and prove that the model still learns the same.
+    """Measure what every technique gains on this machine, and prove that the model still learns the same.
 
-    Each rung is timed in fresh processes, watched under a profile and held against plain fp32. A ladder that
-    was interrupted goes on where it stopped: run the same command again.
+    Each rung is timed in fresh processes, profiled, and compared with plain fp32. An interrupted ladder resumes when you run
+    the same command again.
 
     Examples:
 
@@ -69,13 +65,13 @@ def ladder(
 
     plan = load_ladder(name, changes)
     folder = out or Path("runs") / f"ladder-{plan.name}"
-    say = _quiet if json else note
+    notes = _quiet if json else note
     try:
         with stopped_by_sigterm(), _watching(quiet=json) as watch:
-            record = climb(plan, folder, view=view, extra_techniques=technique or [], watch=watch, note=say)
+            record = climb(plan, folder, view=view, extra_techniques=technique or [], watch=watch, note=notes)
     except KeyboardInterrupt:
         note(
-            f"Stopped; no process is left. Finished trials are kept: the same command with --out {folder} goes on."
+            f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
         )
         raise typer.Exit(130) from None
     pages = [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]
@@ -89,10 +85,10 @@ def ladder(
 
 def compare(
     folders: Annotated[list[Path], typer.Argument(help="Two or more ladder folders.")],
-    out: Annotated[Path | None, typer.Option(help="Write the comparison as a page, too.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also write the comparison as an HTML page.")] = None,
     json: Json = False,
 ) -> None:
-    """Put ladders side by side: machines, versions, or settings.
+    """Compare ladders: machines, versions or settings side by side.
 
     Example:
 
@@ -136,7 +132,7 @@ def _quiet(text: str) -> None: ...
 
 @contextmanager
 def _watching(quiet: bool) -> Iterator[Any]:
-    """Shows the ladder as a table that fills up; one line per trial where there is no terminal."""
+    """A live table; without a terminal one line per trial."""
     from rich.console import Console
     from rich.live import Live
 
@@ -152,7 +148,7 @@ def _watching(quiet: bool) -> Iterator[Any]:
 
 
 class _LadderLines:
-    """LadderProgress as plain lines, and the table at the end."""
+    """One line per trial, and the table at the end."""
 
     def __init__(self, console: Any) -> None:
         self.console = console
@@ -165,7 +161,6 @@ class _LadderLines:
 
 
 def ladder_table(progress: LadderProgress) -> Table:
-    """The ladder as it stands."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -173,7 +168,7 @@ def ladder_table(progress: LadderProgress) -> Table:
     record = progress.record
     table = Table(title=_title(progress), title_justify="left", caption=_caption(record), box=box.SIMPLE_HEAD)
     kind = "trained/s" if record.get("counted") == "trained" else "tokens/s"
-    for column in ("rung", kind, "± 95 %", "gain", "in all", "memory", "verdict"):
+    for column in ("rung", kind, "± 95 %", "gain", "cumulative", "memory", "verdict"):
         justify: Any = "left" if column in ("rung", "verdict") else "right"
         table.add_column(column, justify=justify)
     for rung in record["rungs"]:
@@ -223,10 +218,10 @@ def _length(limit: Mapping[str, Any]) -> str:
     return f"the longest sequence with {' + '.join(limit['techniques']) or 'nothing'}: {found}, ended by {limit['ended_by']}"
 
 
-BUSY = "TOO BUSY a machine to tell smaller gains; run it again when nothing else runs"
+BUSY = "MACHINE TOO BUSY to resolve smaller gains; run it again when nothing else runs"
 UNEVEN = (
-    "TOO UNEVEN to tell smaller gains: its batches differ, and the two timings had too few in common to compare them one by "
-    "one; whether the machine was quiet cannot be told from this"
+    "BATCHES TOO UNEVEN to resolve smaller gains: the two timings share too few batches to be paired, so this says nothing "
+    "about the load of the machine"
 )
 
 
@@ -241,30 +236,30 @@ def _drift(record: LadderRecord) -> list[str]:
         verdict = UNEVEN if drift.get("uneven") else BUSY
     else:
         verdict = "within its interval"
-    how = f" on {paired} batches one by one" if (paired := drift.get("paired")) else ""
+    how = f" on {paired} paired batches" if (paired := drift.get("paired")) else ""
     return [f"the first rung measured again{how}: {moved} ({low} to {high}), {verdict}"]
 
 
 def _paired(record: LadderRecord) -> list[str]:
-    """Which gains were told batch by batch."""
+    """Which gains were computed from paired batches."""
     gains = [(rung["title"], rung["gain"]) for rung in record.get("rungs", ())]
     named = [title for title, gain in gains if gain and gain.get("paired")]
     if not named:
         return []
     which = "all gains" if len(named) == sum(gain is not None for _, gain in gains) else ", ".join(named)
-    return [f"told batch by batch, both sides on the same ones: {which}"]
+    return [f"computed from paired batches: {which}"]
 
 
 def _lives(record: LadderRecord) -> list[str]:
-    """Whether the rungs can be trained with; of those that cannot, or of which it is not known, the whole sentence."""
+    """How many rungs passed their short life; the problem of every other one."""
     from rush.records.life import life_words
 
     lives = [(rung["title"], life) for rung in record.get("rungs", ()) if (life := rung.get("life"))]
     if not lives:
         return []
     well = sum(life["verdict"] == "ok" for _, life in lives)
-    told = [f"{title}: {life_words(life)}" for title, life in lives if life["verdict"] != "ok"]
-    return [f"{well} of {len(lives)} rungs validated, sampled, saved and resumed", *told]
+    problems = [f"{title}: {life_words(life)}" for title, life in lives if life["verdict"] != "ok"]
+    return [f"{well} of {len(lives)} rungs validated, sampled, saved and resumed", *problems]
 
 
 def minutes(seconds: float) -> str:
@@ -273,7 +268,7 @@ def minutes(seconds: float) -> str:
 
 @contextmanager
 def stopped_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends a ladder as Ctrl-C does: the running trial and all it started are ended first."""
+    """SIGTERM stops as Ctrl-C does, after ending the running trial and all its processes."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""`rush launch`: the batch script or the manifest that starts a recipe on a cluster."""
+"""`rush launch`: the batch script or the Kubernetes manifest of a run on a cluster."""
 
 from __future__ import annotations
 
@@ -21,53 +21,60 @@ def launch(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as in layout.ddp=2 layout.fsdp=8."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as in layout.ddp=2 layout.fsdp=8."),
     ] = None,
-    nodes: Annotated[int, typer.Option(help="Machines.")] = 1,
-    gpus_per_node: Annotated[int, typer.Option(help="GPUs of each, and ranks on it.")] = 8,
+    nodes: Annotated[int, typer.Option(help="Nodes.")] = 1,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs, and so ranks, per node.")] = 8,
     slurm: Annotated[bool, typer.Option("--slurm", help="Write a batch script for sbatch.")] = False,
     k8s: Annotated[bool, typer.Option("--k8s", help="Write a manifest with a Kubeflow TrainJob.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="The file; NAME.sbatch or NAME.yaml here without it, - for the terminal."),
+        typer.Option(help="Output file, or - for stdout. Default: NAME.sbatch or NAME.yaml."),
     ] = None,
     run: Annotated[
         str | None,
         typer.Option(
-            help="The run's folder, which all nodes see; runs/NAME here, or /shared/runs/NAME with --k8s."
+            help="Run folder on storage that all nodes share. Default: runs/NAME, or /shared/runs/NAME with --k8s."
         ),
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The job's name; the recipe's without it.")] = None,
-    time: Annotated[
-        str, typer.Option(help="Slurm: the time limit, as in 24:00:00 or 2-00:00:00.")
-    ] = "24:00:00",
-    grace: Annotated[int, typer.Option(help="Seconds for the last step and its checkpoint.", min=60)] = 300,
-    max_restarts: Annotated[
-        int, typer.Option(help="How often ranks that failed are started again.", min=0)
-    ] = 3,
+    name: Annotated[str | None, typer.Option(help="Job name. Default: the recipe's name.")] = None,
+    time: Annotated[str, typer.Option(help="Slurm: time limit, as in 24:00:00 or 2-00:00:00.")] = "24:00:00",
+    grace: Annotated[
+        int,
+        typer.Option(
+            help="Seconds before the time limit at which the run is asked to stop and save.", min=60
+        ),
+    ] = 300,
+    max_restarts: Annotated[int, typer.Option(help="Restarts of failed ranks.", min=0)] = 3,
     partition: Annotated[str | None, typer.Option(help="Slurm: the partition.")] = None,
     account: Annotated[str | None, typer.Option(help="Slurm: the account.")] = None,
-    container: Annotated[str | None, typer.Option(help="Slurm: a container image, run by pyxis.")] = None,
-    venv: Annotated[str | None, typer.Option(help="Slurm: a virtual environment to enter.")] = None,
+    container: Annotated[str | None, typer.Option(help="Slurm: container image, run by pyxis.")] = None,
+    venv: Annotated[str | None, typer.Option(help="Slurm: virtual environment to activate.")] = None,
     torchrun: Annotated[
-        bool, typer.Option(help="Slurm: let torchrun start the ranks of a node; else srun starts each rank.")
+        bool,
+        typer.Option(help="Slurm: start the ranks of a node with torchrun; otherwise srun starts each rank."),
     ] = True,
     image: Annotated[str, typer.Option(help="Kubernetes: the container image.")] = "rush:latest",
     namespace: Annotated[str | None, typer.Option(help="Kubernetes: the namespace.")] = None,
     storage: Annotated[str, typer.Option(help="Kubernetes: size of the shared volume.")] = "500Gi",
-    storage_class: Annotated[str | None, typer.Option(help="Kubernetes: its storage class.")] = None,
+    storage_class: Annotated[
+        str | None, typer.Option(help="Kubernetes: storage class of the shared volume.")
+    ] = None,
     cpus: Annotated[
-        int | None, typer.Option(help="CPU cores of a node; the whole node without it.", min=1)
+        int | None, typer.Option(help="CPU cores per node. Default: the whole node.", min=1)
     ] = None,
     memory: Annotated[
-        str | None, typer.Option(help="Memory of a node: 500G for Slurm, 500Gi for Kubernetes.")
+        str | None, typer.Option(help="Memory per node: 500G for Slurm, 500Gi for Kubernetes.")
     ] = None,
-    env: Annotated[list[str] | None, typer.Option(help="A variable for every rank, NAME=VALUE.")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option(help="Environment variable for every rank, NAME=VALUE. May be repeated."),
+    ] = None,
 ) -> None:
-    """Write what a cluster needs to train a recipe: ready to submit, stopped gracefully, going on by itself.
+    """Write a Slurm batch script or a Kubernetes manifest that trains a recipe, with requeue and resume.
 
-    The layout must multiply to nodes × GPUs. The job is asked to stop before its time limit, saves, and goes back into the
-    queue; the same command goes on from the last checkpoint.
+    The layout's sizes must multiply to nodes × GPUs. Before its time limit the job is asked to stop, saves a checkpoint and
+    is requeued; the same command resumes from the last checkpoint.
 
     Examples:
 
@@ -86,7 +93,7 @@ def launch(
     changes = list(overrides or [])
     chosen = load_recipe(recipe, changes, auto=True)
     check_nodes(chosen, nodes, gpus_per_node)
-    if not chosen.auto:  # otherwise the ranks settle the micro batch first
+    if not chosen.auto:  # otherwise the ranks choose the micro batch first
         check_recipe(chosen)
     label = name or short_name(recipe)
     file = recipe.endswith(".toml")

@@ -1,4 +1,4 @@
-"""`rush merge`: a base and its adapter as one model."""
+"""`rush merge`: merge an adapter into its base model."""
 
 from __future__ import annotations
 
@@ -11,33 +11,32 @@ from rush.cli.output import Json, note, print_json
 
 
 def merge(
-    adapter: Annotated[
-        Path, typer.Argument(help="A run that was trained with adapters, or an adapter folder of PEFT's.")
-    ],
-    to: Annotated[Path, typer.Option(help="The new Hugging Face folder.")],
+    adapter: Annotated[Path, typer.Argument(help="A run that trained adapters, or a PEFT adapter folder.")],
+    to: Annotated[Path, typer.Option(help="The Hugging Face folder to write.")],
     base: Annotated[
         Path | None,
         typer.Option(
-            help="The base: a run folder or a Hugging Face folder; without it, the one the adapter names."
+            help="Base model: a run folder or a Hugging Face folder. Default: the one the adapter names."
         ),
     ] = None,
     checkpoint: Annotated[
         str,
         typer.Option(
-            help="Of the run (the adapter's; with PEFT's adapter, the base's): last, best, or a step's number."
+            help="Checkpoint of the run (the adapter's; with a PEFT adapter, the base's): last, best, or a step."
         ),
     ] = "last",
     dtype: Annotated[
-        Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="The dtype of the weights.")
+        Literal["keep", "float32", "bfloat16", "float16"], typer.Option(help="dtype of the weights.")
     ] = "keep",
-    max_shard_gb: Annotated[float, typer.Option(help="Largest weight file, in gigabytes.", min=0.001)] = 5.0,
+    max_shard_gb: Annotated[
+        float, typer.Option(help="Maximum size of a weight file, in gigabytes.", min=0.001)
+    ] = 5.0,
     json: Json = False,
 ) -> None:
     """Merge an adapter into its base and write the whole model, ready for transformers.
 
-    The merged model gives the adapted one's logits up to rounding: each weight is added in fp32 and rounded once. Adapters
-    trained beside a quantized base (qlora, int8_base) are merged into what the codes stand for; with --base, into
-    the base you name.
+    The merged model gives the adapted model's logits up to rounding: each weight is merged in fp32 and rounded once. Adapters
+    on a quantized base (qlora, int8_base) are merged into the dequantized weights; with --base, into that base.
 
     Example: rush merge runs/sft-lora --to merged/sft
 

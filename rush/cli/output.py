@@ -1,4 +1,4 @@
-"""Small things all commands share: JSON for machines, tables for people."""
+"""Output shared by the commands: JSON, tables, notes on standard error."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on standard output, for machines.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON value on standard output.")]
 
 ExtraTechniques = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILE",
-        help="A Python file that defines a further technique, for the recipe to name; its code is executed. May be repeated.",
+        help="A Python file that defines a technique for the recipe to use; its code is executed. May be repeated.",
     ),
 ]
 
@@ -26,7 +26,7 @@ def print_json(value: Any) -> None:
 
 
 def print_table(columns: list[str], rows: list[list[str]], title: str | None = None) -> None:
-    """A table on standard output; columns of numbers stand right."""
+    """A table on standard output; columns of numbers are right-aligned."""
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
     for index, name in enumerate(columns):
         numeric = all(row[index][:1].isdigit() or row[index] in ("", "-") for row in rows)
@@ -37,5 +37,5 @@ def print_table(columns: list[str], rows: list[list[str]], title: str | None = N
 
 
 def note(text: str) -> None:
-    """A remark for the person at the terminal, on standard error."""
+    """A message to the user, on standard error."""
     typer.secho(text, err=True, fg="yellow")

@@ -1,4 +1,4 @@
-"""`rush overfit`: can this setting learn at all?"""
+"""`rush overfit`: can this configuration learn at all?"""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ def overfit(
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as in batch.micro=4 optimizer.lr=3e-4."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as in batch.micro=4 optimizer.lr=3e-4."),
     ] = None,
-    steps: Annotated[int, typer.Option(help="Steps on the one batch, at most.", min=10)] = 300,
+    steps: Annotated[int, typer.Option(help="Maximum steps on the one batch.", min=10)] = 300,
     technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
-    """Train on one batch until its loss is near zero, and say with reasons whether this setting can learn.
+    """Overfit one batch to near-zero loss, and report whether this configuration can learn, with reasons.
 
-    Looked at are the labels (masked, moved), which parameters are trained and get a gradient, whether the
-    precision rounds the updates away, and the learning rate: ten times more and less are tried where the loss does
-    not get there. The recipe's learning rate is used from the first step on; nothing is written. Near zero is a loss of
-    at most 0.05 nats, and at most 5 % of the first, above what no model gets below. Leaves with 0 if it can learn, 5 if not.
+    Checks the labels (masking, shift), which parameters are trained and get a gradient, whether the precision rounds the
+    updates away, and the learning rate: 10× higher and lower are tried where the loss does not reach the target. The peak
+    learning rate is used from the first step; nothing is written. The target is a loss of at most 0.05 nats, and at most 5 %
+    of the first, above the entropy floor of the batch. Exit code 0 if it can learn, 5 if not.
 
     Examples:
 

@@ -1,4 +1,4 @@
-"""`rush plan`: will it fit, how fast is it, what does it cost; on this machine or one that is not at hand."""
+"""`rush plan`: predicted memory, step time and cost of a recipe, on this machine or another one."""
 
 from __future__ import annotations
 
@@ -24,26 +24,30 @@ def plan(
         str | None, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)
     ] = None,
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to the recipe.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")
     ] = None,
     machine: Annotated[
         str | None,
         typer.Option(
-            help="An accelerator of the catalogue (a100-80-sxm, h100-sxm, 4090, cpu …); this machine without it."
+            help="An accelerator of the catalog (a100-80-sxm, h100-sxm, 4090, cpu …). Default: this machine."
         ),
     ] = None,
-    devices: Annotated[int | None, typer.Option(help="Devices; with --nodes, of each node.", min=1)] = None,
-    nodes: Annotated[int | None, typer.Option(help="Servers.", min=1)] = None,
+    devices: Annotated[
+        int | None, typer.Option(help="Number of devices; with --nodes, per node.", min=1)
+    ] = None,
+    nodes: Annotated[int | None, typer.Option(help="Number of nodes.", min=1)] = None,
     link: Annotated[
         str | None,
-        typer.Option(help="The link inside a server, where it is not the usual one (pcie4, nvlink3 …)."),
+        typer.Option(
+            help="Link between the devices of a node (pcie4, nvlink3 …). Default: that of the accelerator."
+        ),
     ] = None,
     network: Annotated[
-        str | None, typer.Option(help="The network between servers (ib-ndr, ethernet-100 …).")
+        str | None, typer.Option(help="Network between nodes (ib-ndr, ethernet-100 …).")
     ] = None,
     network_cards: Annotated[
         int | None,
-        typer.Option(help="Network cards of a server, where they are not as many as usual.", min=1),
+        typer.Option(help="Network cards per node. Default: that of the accelerator.", min=1),
     ] = None,
     search: Annotated[
         bool,
@@ -51,28 +55,31 @@ def plan(
     ] = False,
     beyond: Annotated[
         bool,
-        typer.Option("--beyond", help="Let the search take layouts that this trainer does not run yet."),
+        typer.Option("--beyond", help="With --search: include layouts that the trainer cannot run yet."),
     ] = False,
     best: Annotated[
-        int | None, typer.Option(help="How many plans a search shows; 3 without it.", min=1)
+        int | None, typer.Option(help="With --search: how many plans to show. Default: 3.", min=1)
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(help="A budget of tokens, as in 300B or 1e9: time, energy and cost of it.")
+        str | None, typer.Option(help="Token budget, as in 300B or 1e9: adds its time, energy and cost.")
     ] = None,
     price: Annotated[
-        float | None, typer.Option(help="What an hour of one device costs, in your money.", min=0)
+        float | None, typer.Option(help="Price of one device per hour, in any currency.", min=0)
     ] = None,
     check: Annotated[
-        bool, typer.Option("--check", help="Hold the planner against everything under --results instead.")
+        bool,
+        typer.Option("--check", help="Compare the planner with every measurement under --results instead."),
     ] = False,
-    results: Annotated[Path, typer.Option(help="Where findings are, for --check.")] = Path("results"),
-    html: Annotated[Path | None, typer.Option(help="Write the plan as a page as well.")] = None,
+    results: Annotated[Path, typer.Option(help="With --check: the folder with the records.")] = Path(
+        "results"
+    ),
+    html: Annotated[Path | None, typer.Option(help="Also write the plan as an HTML page.")] = None,
     json: Json = False,
 ) -> None:
-    """Will it fit, how fast is it, what does it cost: by arithmetic, in seconds, without the device.
+    """Predict whether a recipe fits, its step time and its cost, in seconds and without the device.
 
-    Memory and time are given by part, with how the rates were obtained (measured here, calibrated by findings, or a
-    datasheet, derated) and the error to expect. docs/plan.md says how the numbers come about.
+    Memory and time are broken down by part, with the source of the rates (measured here, calibrated by records, or a derated
+    datasheet) and the expected error. docs/plan.md explains the model.
 
     Examples:
 
@@ -96,13 +103,13 @@ def plan(
     if check:
         if recipe is not None:
             raise RecipeError(
-                f"--check holds plans against all findings, and takes no recipe; found {recipe!r}. Leave one out."
+                f"--check compares the planner with all records and takes no recipe; found {recipe!r}. Leave one of them out."
             )
         _check(results, json)
         return
     if recipe is None:
         raise RecipeError(
-            "rush plan needs a recipe's name or file, or --check; `rush recipes list` shows the names."
+            "rush plan needs a recipe's name or file, or --check; `rush recipes` lists the names."
         )
     from rush.recipe_io import load_recipe
 
@@ -142,10 +149,10 @@ def count(text: str) -> float:
 
 
 def _pointless(*asked: tuple[str, bool, str]) -> None:
-    """Refuse what would be ignored."""
+    """Refuse options that would be ignored."""
     for option, alone, wants in asked:
         if alone:
-            raise RecipeError(f"{option} says nothing without {wants}.")
+            raise RecipeError(f"{option} needs {wants}.")
 
 
 def _target(
@@ -169,8 +176,8 @@ def _target(
     known = known_ceilings(here)
     if known is None or not known.matmul or not known.bandwidth:
         raise MachineError(
-            "the rates of this machine are not known yet; measure them once with `rush probe`, or name a machine of the "
-            "catalogue with --machine."
+            "the rates of this machine are not known yet; measure them once with `rush probe`, or name an accelerator of the "
+            "catalog with --machine."
         )
     target = target_here(here, known.rates())
     total = (devices or target.devices) * (nodes or 1)
@@ -218,7 +225,7 @@ def _search(
         print_json({"best": plans, "lost": list(found.lost), "tried": found.tried, "fitting": found.fitting})
         return
     typer.secho(
-        f"{name} on {target.devices:,} × {target.name}: {found.tried:,} ways, {found.fitting:,} fit",
+        f"{name} on {target.devices:,} × {target.name}: {found.tried:,} configurations, {found.fitting:,} fit",
         bold=True,
     )
     print_table(
@@ -234,7 +241,7 @@ def _search(
             for one in found.best
         ],
     )
-    typer.secho("\nWhy not otherwise", bold=True)
+    typer.secho("\nRejected", bold=True)
     for line in found.lost:
         typer.echo(f"  {line}")
     typer.echo("")
@@ -247,7 +254,7 @@ def _check(results: Path, json: bool) -> None:
     from rush.plan.check import as_json, check, other_splits, overflows
 
     if not results.is_dir():
-        raise RecipeError(f"there is no folder {results} with findings; give one with --results.")
+        raise RecipeError(f"there is no folder {results} with records; give one with --results.")
     rows, summaries, _ = check(results)
     drawn = other_splits(results) if any(one.kind == "time" for one in summaries) else []
     rooms = overflows(results)
@@ -273,7 +280,7 @@ def _check(results: Path, json: bool) -> None:
         )
         typer.echo("")
     print_table(
-        ["of what was held out", "cases", "median", "95th", "worst", "wanted"],
+        ["held out", "cases", "median", "95th", "worst", "wanted"],
         [
             [
                 one.kind,
@@ -297,7 +304,7 @@ def _check(results: Path, json: bool) -> None:
     if rooms:
         wrong = [f"{one.study}: {one.name}" for one in rooms if one.said_to_fit]
         typer.echo(
-            f"Of {len(rooms)} recipes that ran out of memory {len(wrong)} would be said to fit"
+            f"Of {len(rooms)} recipes that ran out of memory, {len(wrong)} are predicted to fit"
             f"{' (' + '; '.join(wrong) + ')' if wrong else ''}."
         )
 

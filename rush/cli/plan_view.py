@@ -1,4 +1,4 @@
-"""One plan for a person at a terminal: memory against the device's limit, a step by part, what to do where it does not fit."""
+"""One plan in the terminal: memory against the device's limit, step time by part, and what to do where it does not fit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) 
         fullest = f"{plan.life.fullest}; a step takes {plan.memory.total / 2**30:.1f} GiB, by part:"
     typer.echo(
         f"\nMemory of one device: {plan.life.total / 2**30:.1f} of {room / 2**30:.1f} GiB, {verdict} (±{error['memory']:.0%}); "
-        f"fullest: {fullest}"
+        f"peak: {fullest}"
     )
     _bar(plan.memory.parts, max(room, plan.memory.total), limit=room)
     print_table(
@@ -56,7 +56,7 @@ def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) 
         typer.echo("activations: " + ", ".join(f"{term} {value / 2**30:.2f}" for term, value in most))
     besides = ", ".join(f"{phase} {value / 2**30:.2f} GiB" for phase, value in plan.life.besides.items())
     typer.echo(
-        f"between steps: {besides}; a copy of the state on the host while it is written: {plan.staged / 2**30:.2f} GiB"
+        f"between steps: {besides}; host copy of the state while a checkpoint is written: {plan.staged / 2**30:.2f} GiB"
     )
     if plan.memory.host_bytes:
         there = f" of {target.host_bytes / 2**30:.1f}" if target.host_bytes else ""
@@ -66,9 +66,9 @@ def show_plan(name: str, plan: Plan, tokens: float | None, price: float | None) 
     typer.echo(f"largest micro batch: {plan.largest_micro:,}; longest sequence: {plan.longest_sequence:,}")
     if not plan.fits:
         smaller = 0 < plan.largest_micro < plan.spec.micro
-        less = f" With a batch.micro of at most {plan.largest_micro} it would." if smaller else ""
+        less = f" It fits with batch.micro of at most {plan.largest_micro}." if smaller else ""
         typer.secho(
-            f"It does not fit as it is.{less} --search looks for layouts, checkpointing and precisions that do.",
+            f"It does not fit.{less} --search finds layouts, checkpointing and precisions that do.",
             fg="yellow",
         )
     mfu = f", MFU {plan.mfu:.1%}" if plan.mfu else ""

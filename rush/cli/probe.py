@@ -1,4 +1,4 @@
-"""`rush probe`: what this machine is, how fast it really is, and which techniques can run on it."""
+"""`rush probe`: the machine, its measured rates, and the techniques that run on it."""
 
 from __future__ import annotations
 
@@ -17,36 +17,38 @@ if TYPE_CHECKING:
     from rush.recipe import Recipe
 
 BUSY = 0.75
-"""Load average per core above which the processor was not ours alone while measuring."""
+"""Load average per core above which other processes disturbed the measurement."""
 
 
 def probe(
     recipe: Annotated[
         str,
         typer.Argument(
-            help="The recipe that techniques are judged for: a name or a file.",
+            help="The recipe to check techniques for: a name or a .toml file.",
             autocompletion=complete_recipe,
         ),
     ] = "tiny",
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it, as in run.device=cpu."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as in run.device=cpu."),
     ] = None,
     collectives: Annotated[
         int | None,
         typer.Option(
-            help="Time all-reduce and all-gather between this many processes; one per GPU where there "
-            "are several GPUs, none elsewhere.",
+            help="Time all-reduce and all-gather between this many processes. Default: one per GPU where there "
+            "are several GPUs, otherwise none.",
             min=2,
         ),
     ] = None,
-    refresh: Annotated[bool, typer.Option("--refresh", help="Measure again what the cache holds.")] = False,
+    refresh: Annotated[
+        bool, typer.Option("--refresh", help="Measure again instead of reading the cache.")
+    ] = False,
     json: Json = False,
 ) -> None:
-    """Look at this machine and measure it: devices, links, versions, rates; and what can run on it.
+    """Show this machine's devices, links, versions and measured rates, and which techniques run on it.
 
-    Rates are measured once (seconds) and kept; their age is shown. Every technique is judged for a recipe,
-    with the reason where it cannot run.
+    Rates are measured once (in seconds) and cached; their age is shown. Every technique is checked for a recipe, with the
+    reason where it cannot run.
 
     Examples:
 
@@ -57,14 +59,14 @@ def probe(
       rush probe --refresh --collectives 2
     """
     from rush.hardware import datasheet_peaks, packages
-    from rush.hardware import probe as look
+    from rush.hardware import probe as probe_machine
     from rush.recipe_io import load_recipe
 
     if "=" in recipe:
         recipe, overrides = "tiny", [recipe, *(overrides or [])]
     chosen = load_recipe(recipe, overrides or [])
-    machine = look(chosen.run.device)
-    verdicts = judge(chosen, machine)
+    machine = probe_machine(chosen.run.device)
+    verdicts = check_techniques(chosen, machine)
     found = _measure(machine, collectives, refresh)
     if json:
         report: dict[str, Any] = {
@@ -92,8 +94,8 @@ def probe(
     )
 
 
-def judge(recipe: Recipe, machine: Machine) -> list[dict[str, Any]]:
-    """For every technique, in the order of the build: whether this recipe could use it here, or why not."""
+def check_techniques(recipe: Recipe, machine: Machine) -> list[dict[str, Any]]:
+    """For every technique, in build order: whether this recipe can use it here, or why not."""
     from rush.recipe_io import changed
     from rush.techniques import check, registry
 
@@ -108,13 +110,13 @@ def judge(recipe: Recipe, machine: Machine) -> list[dict[str, Any]]:
         reasons = [need.message for need in technique.requires if not need.met(machine, with_it)]
         clashes = {other for other in others if other in technique.conflicts}
         clashes |= {other for other in others if name in registry()[other].conflicts}
-        reasons += [f"it cannot stand beside {other}, which the recipe has" for other in sorted(clashes)]
+        reasons += [f"it conflicts with {other}, which the recipe uses" for other in sorted(clashes)]
         rows.append({"name": name, "stage": technique.stage.name, "runs": not reasons, "reasons": reasons})
     return rows
 
 
 def _measure(machine: Machine, collectives: int | None, refresh: bool) -> Ceilings:
-    """The ceilings, from the cache or now; exchanges between several GPUs are measured unasked."""
+    """The ceilings, cached or measured now; collectives are always measured on several GPUs."""
     from rush.hardware import ceilings
     from rush.hardware.collectives import check_ranks
     from rush.techniques.api.rates import rates_to_measure
@@ -130,14 +132,14 @@ def _measure(machine: Machine, collectives: int | None, refresh: bool) -> Ceilin
             try:
                 return ceilings(machine, collectives=machine.num_devices, on_progress=show)
             except MachineError as error:
-                # The rest of the probe is worth showing; with --collectives this would have ended it.
+                # Show the rest of the probe; with an explicit --collectives this is an error.
                 note(str(error))
     return found
 
 
 @contextlib.contextmanager
 def _progress() -> Iterator[Callable[[str, int, int], None]]:
-    """A line on standard error that says what is being measured; it disappears when all is done."""
+    """A transient progress bar on standard error."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -168,7 +170,7 @@ def _show_machine(machine: Machine) -> None:
     rows = [
         ["system", machine.os],
         ["processor", f"{cpu.model}, {cpu.num_cores} cores, {cpu.num_threads} usable threads"],
-        ["features", " ".join(cpu.features) or "none of those that matter for matmuls"],
+        ["features", " ".join(cpu.features) or "none that speed up matmuls"],
         ["memory", f"{machine.ram_bytes / 2**30:.1f} GiB"],
         ["versions", ", ".join(f"{name} {version}" for name, version in versions.items() if version)],
         ["packages", ", ".join(f"{name} {version or 'absent'}" for name, version in packages().items())],
@@ -215,7 +217,7 @@ def _show_rates(found: Ceilings, peaks: dict[str, float] | None) -> None:
             f"{row.operation.replace('_', '-')}, {row.ranks} ranks",
             quantity(row.bytes_per_s, "B/s"),
             "-",
-            f"{row.backend}; each link carries {quantity(row.bus_bytes_per_s, 'B/s')}",
+            f"{row.backend}; bus bandwidth {quantity(row.bus_bytes_per_s, 'B/s')}",
         ]
         for row in found.collectives
     ]
@@ -228,11 +230,11 @@ def _show_rates(found: Ceilings, peaks: dict[str, float] | None) -> None:
         columns, rows = columns[:2] + columns[3:], [row[:2] + row[3:] for row in rows]
     print_table(columns, rows)
     if found.load is not None and found.load > BUSY:
-        note("Other programs were computing when this was measured; the rates may be too low. Try --refresh.")
+        note("Other processes were running during the measurement; the rates may be too low. Try --refresh.")
 
 
 def ago(seconds: float) -> str:
-    """An age in one unit, as people say it."""
+    """An age in its largest unit."""
     for size, unit in ((86_400, "day"), (3_600, "hour"), (60, "minute")):
         if seconds >= size:
             count = int(seconds // size)

@@ -58,11 +58,11 @@ def _list(context: typer.Context, json: Json = False) -> None:
 def show(
     name: Annotated[str, typer.Argument(help="A recipe's name or file.", autocompletion=complete_recipe)],
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes to it.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Print a recipe fully resolved, every default written out."""
+    """Print a recipe fully resolved, with every default."""
     from rush.recipe_io import load_recipe, write_toml
 
     recipe = load_recipe(name, overrides or [], auto=True)

@@ -1,4 +1,4 @@
-"""`rush scale`: what more devices give, layout by layout, and whether they still learn the same."""
+"""`rush scale`: strong and weak scaling of every layout, with parity."""
 
 from __future__ import annotations
 
@@ -27,53 +27,51 @@ def scale(
     ] = "tiny",
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the recipe, or of measure. and parity."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides of the recipe, or of measure. and parity."),
     ] = None,
-    devices: Annotated[str, typer.Option(help="Numbers of devices, with commas.")] = "1,2",
+    devices: Annotated[str, typer.Option(help="Numbers of devices, comma-separated.")] = "1,2",
     layouts: Annotated[
         str,
         typer.Option(
-            help="ddp, zero1, zero2, zero3 (or fsdp), hybrid, tp, pp, cp, with commas; products as in zero3xtp2."
+            help="ddp, zero1, zero2, zero3 (or fsdp), hybrid, tp, pp, cp, comma-separated; combinations as in zero3xtp2."
         ),
     ] = "ddp,zero2,zero3",
-    out: Annotated[
-        Path | None, typer.Option(help="The study's folder; runs/scale-RECIPE without it.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: runs/scale-RECIPE.")] = None,
     without_peers: Annotated[
         bool,
-        typer.Option("--without-peers", help="Measure again with peer-to-peer between GPUs switched off."),
+        typer.Option("--without-peers", help="Also measure with peer-to-peer access between GPUs disabled."),
     ] = False,
     share_device: Annotated[
         bool,
         typer.Option(
             "--share-device",
-            help="Let ranks share a GPU where there are too few: for correctness, not for speed.",
+            help="Let ranks share a GPU where there are too few: checks correctness, gives no speed.",
         ),
     ] = False,
     group_of_one: Annotated[
         bool,
         typer.Option(
             "--group-of-one",
-            help="Measure ddp on one device too, as a rank that averages with itself (over NCCL on a GPU): what its machinery "
-            "costs.",
+            help="Also measure ddp on one device, as a process group of size 1 (NCCL on a GPU): its overhead.",
         ),
     ] = False,
-    links: Annotated[bool, typer.Option(help="Time the exchanges between ranks over message sizes.")] = True,
+    links: Annotated[
+        bool, typer.Option(help="Time the collectives between ranks over message sizes.")
+    ] = True,
     launcher: Annotated[
         str | None,
         typer.Option(
-            help="A cluster's command that starts the ranks on its nodes, with {ranks} for their number; this machine "
-            "without it."
+            help="Command that starts the ranks on a cluster, with {ranks} for their number. Default: torchrun on this machine."
         ),
     ] = None,
     technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
-    """Measure what more devices give: strong and weak scaling of every layout, in fresh ranks.
+    """Measure strong and weak scaling of every layout, in fresh processes.
 
-    Each point carries its efficiency with an interval, the share of a step in which ranks only exchange, the memory of every
-    rank, and a verdict: ranks that do not learn what one rank learns are no finding. The recipe's step is that of
-    the largest number of devices. A study that was interrupted goes on where it stopped: run the same command again.
+    Each point has its scaling efficiency with an interval, the exposed communication time, the memory of every rank, and a
+    verdict: no efficiency without parity with one rank. The recipe's step is that of the largest number of devices. An
+    interrupted study resumes when you run the same command again.
 
     Examples:
 
@@ -106,13 +104,13 @@ def scale(
         extra_techniques=tuple(str(path.resolve()) for path in technique or []),
     )
     folder = out or Path("runs") / f"scale-{plan.name}"
-    say: Any = (lambda text: None) if json else note
+    notes: Any = (lambda text: None) if json else note
     try:
         with stopped_by_sigterm(), _watching(quiet=json) as watch:
-            record = study(plan, folder, watch=watch, note=say)
+            record = study(plan, folder, watch=watch, note=notes)
     except KeyboardInterrupt:
         note(
-            f"Stopped; no process is left. Finished trials are kept: the same command with --out {folder} goes on."
+            f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
         )
         raise typer.Exit(130) from None
     write_scale_report(folder, folder / "report.html")
@@ -124,7 +122,7 @@ def scale(
 
 @contextmanager
 def _watching(quiet: bool) -> Iterator[Any]:
-    """Shows the study as a table that fills up, under a bar; one line per trial where there is no terminal."""
+    """A live table with a progress bar; without a terminal one line per trial."""
     from rich.console import Console, Group
     from rich.live import Live
     from rich.progress_bar import ProgressBar
@@ -155,7 +153,7 @@ def _watching(quiet: bool) -> Iterator[Any]:
 
 
 def tables(progress: ScalingProgress) -> list[Any]:
-    """The study as it stands: its points, and when all is done the exchanges."""
+    """The points measured so far, and the collectives when all is done."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -175,9 +173,9 @@ def tables(progress: ScalingProgress) -> list[Any]:
         found += [Text(sentence) for point in record["points"] if (sentence := _why(point))]
     if links := [link for link in record["links"] if link["sizes"]]:
         table = Table(
-            title="Exchanges, at the size with the best rate", title_justify="left", box=box.SIMPLE_HEAD
+            title="Collectives, at the size with the best rate", title_justify="left", box=box.SIMPLE_HEAD
         )
-        for column in ("ranks", "operation", "size", "bytes/s", "each link", ""):
+        for column in ("ranks", "operation", "size", "bytes/s", "bus bytes/s", ""):
             table.add_column(column, justify="left" if column in ("operation", "") else "right")
         for link in links:
             table.add_row(*(Text(cell) for cell in _link_row(link)))
@@ -186,7 +184,7 @@ def tables(progress: ScalingProgress) -> list[Any]:
 
 
 def row_of(point: PointRecord) -> list[str]:
-    """A point as words; what is no finding has no efficiency."""
+    """The cells of a point; without parity there is no efficiency."""
     speed, exposed, memory = point["tokens_per_s"], point["exposed"], point["memory_bytes"]
     spread = (speed["ci95"][1] - speed["ci95"][0]) / 2 if speed else 0.0
     return [
@@ -201,7 +199,7 @@ def row_of(point: PointRecord) -> list[str]:
 
 
 def _why(point: PointRecord) -> str | None:
-    """What stands behind a verdict that is no finding."""
+    """The reason of a verdict other than equal."""
     reason = point["reason"] or (point["parity"] or {}).get("why")
     if point["verdict"] in ("equal", "baseline") or not reason:
         return None
@@ -245,13 +243,13 @@ def _title(progress: ScalingProgress) -> str:
 
 
 def _caption(record: ScaleRecord) -> str | None:
-    said = []
+    parts = []
     if record["threads_per_rank"] is not None:
         cores = record["threads_per_rank"]
-        said.append(f"a device is {cores} CPU core{'s' * (cores != 1)}")
+        parts.append(f"a device is {cores} CPU core{'s' * (cores != 1)}")
     if (drift := record["drift"]) is not None:
         moved, low, high = (f"{100 * (ratio - 1):+.1f} %" for ratio in (drift["ratio"], *drift["ci95"]))
-        restless = "TOO UNEVEN batches to tell" if drift.get("uneven") else "TOO BUSY a machine to tell"
+        restless = "BATCHES TOO UNEVEN" if drift.get("uneven") else "MACHINE TOO BUSY"
         busy = "DRIFT" if drift["flagged"] else restless if drift["restless"] else "within its interval"
-        said.append(f"the first point measured again: {moved} ({low} to {high}), {busy}")
-    return "; ".join(said) or None
+        parts.append(f"the first point measured again: {moved} ({low} to {high}), {busy}")
+    return "; ".join(parts) or None

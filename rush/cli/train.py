@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rush.cli.complete import complete_recipe
-from rush.cli.leaving import tell_by
 from rush.cli.output import ExtraTechniques, Json, note, print_json
+from rush.cli.shutdown import set_reporter
 from rush.errors import Diverged, Outage, RankLost, RecipeError, RushError
 from rush.ready import short_name
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from rush.train.session import Summary
 
 RESTARTS = 3
-"""In a row, without a new checkpoint: enough for bad luck, too few to burn a night on a bug."""
+"""Consecutive restarts without a new checkpoint: enough for a transient failure, too few to burn a night on a bug."""
 
 
 def train(
@@ -38,40 +38,36 @@ def train(
     ] = None,
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Changes, as in batch.micro=32 optimizer.lr=3e-4."),
+        typer.Argument(metavar="[KEY=VALUE]...", help="Overrides, as in batch.micro=32 optimizer.lr=3e-4."),
     ] = None,
-    out: Annotated[Path | None, typer.Option(help="The run's folder; runs/RECIPE-DATE without it.")] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on with the run in --out, to the same bits.")
-    ] = False,
+    out: Annotated[Path | None, typer.Option(help="Run folder. Default: runs/RECIPE-DATE.")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume the run in --out, bit for bit.")] = False,
     nproc: Annotated[
         str | None,
         typer.Option(
             metavar="N or MIN:N",
-            help="Start this many ranks on this machine: the product of the layout's sizes. With MIN:N the run goes on with "
-            "fewer, down to MIN, when restarts do not help.",
+            help="Ranks to start on this machine: the layout's sizes multiplied. With MIN:N the run continues on fewer ranks, "
+            "down to MIN, when restarts fail.",
         ),
     ] = None,
     restarts: Annotated[
         int,
-        typer.Option(
-            help="With --nproc: how often in a row, without a new checkpoint, lost ranks are started again."
-        ),
+        typer.Option(help="With --nproc: consecutive restarts of failed ranks without a new checkpoint."),
     ] = RESTARTS,
     shrink: Annotated[
         bool,
         typer.Option(
             "--shrink",
-            help="Under torchrun: go on with fewer ranks than the layout takes, after a machine is lost.",
+            help="Under torchrun: continue on fewer ranks than the layout needs, after a node is lost.",
         ),
     ] = False,
     technique: ExtraTechniques = None,
     json: Json = False,
 ) -> None:
-    """Train a model as a recipe says.
+    """Train a model from a recipe.
 
-    Everything is written to the run's folder: recipe, metrics, samples, checkpoints. Ctrl-C stops after
-    the current step with a checkpoint; --resume goes on from there, also after a crash or a power cut.
+    Recipe, metrics, samples and checkpoints are written to the run folder. Ctrl-C stops after the current step and saves a
+    checkpoint. --resume continues from the last checkpoint, also after a crash or a power cut.
 
     Examples:
 
@@ -83,10 +79,10 @@ def train(
 
       rush train llama-3.2-1b layout.fsdp=8 --nproc 8
 
-    A rank that is killed, crashes or hangs ends them all, and all start again from the last checkpoint, to the same bits.
+    When a rank is killed, crashes or hangs, all ranks stop and restart from the last checkpoint, bit for bit.
 
-    Under torchrun (or srun, or another launcher that sets RANK and WORLD_SIZE) leave --nproc out: every process joins the
-    others. `rush launch` writes the script for a cluster.
+    Under torchrun, srun or another launcher that sets RANK and WORLD_SIZE, omit --nproc. `rush launch` writes the batch
+    script for a cluster.
     """
     changes = list(overrides or [])
     if recipe is not None and "=" in recipe:
@@ -100,9 +96,9 @@ def train(
     with _one_message():
         if recipe is None and not (resume and out):
             raise RecipeError("no recipe was named; write `rush train RECIPE` (see `rush recipes`), or give --out with "
-                              "--resume to go on with a run.")  # fmt: skip
+                              "--resume to resume a run.")  # fmt: skip
         if resume and out is None:
-            raise RecipeError("--resume needs --out: the folder of the run to go on with.")
+            raise RecipeError("--resume needs --out: the folder of the run to resume.")
         from rush.techniques.api.own_files import added
 
         with added(files):
@@ -127,19 +123,19 @@ def train(
     )
     if summary.interrupted:
         many = f" --nproc {started_world()}" if started_world() > 1 else ""
-        typer.echo(f"Go on with: rush train --out {folder} --resume{many}")
+        typer.echo(f"Resume it with: rush train --out {folder} --resume{many}")
         raise typer.Exit(130)
     tuned = load_recipe(str(folder / "recipe.toml")).objective.kind != "lm"
-    words = f"rush chat {folder}" if tuned else f"rush generate {folder} --prompt 'def '"
-    typer.echo(f"Talk to it with: {words}")
+    command = f"rush chat {folder}" if tuned else f"rush generate {folder} --prompt 'def '"
+    typer.echo(f"Try it with: {command}")
 
 
 def _train_here(
     recipe: str | None, changes: list[str], out: Path | None, resume: bool, shrink: bool, json: bool
 ) -> Summary:
-    """Train in this process, alone or as one of the ranks that a launcher started."""
+    """Train in this process, alone or as one rank of a launcher."""
     if "RANK" in os.environ:
-        # torch's own warnings about sockets would come before the one message that helps.
+        # Hide torch's own socket warnings, which would precede the one useful message.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     from rush.parallel.restarts import restarted
     from rush.recipe_io import load_recipe
@@ -156,13 +152,13 @@ def _train_here(
         _warn_of_another_machine(Path(recipe).expanduser(), chosen)
     view = Silent() if json else terminal_view()
     stored = folder / "recipe.toml"
-    doing = RunStatus(RunFolder(folder), chosen or (load_recipe(str(stored)) if stored.is_file() else None))
-    tell_by(partial(report_late, doing, doing.uses()))
+    status = RunStatus(RunFolder(folder), chosen or (load_recipe(str(stored)) if stored.is_file() else None))
+    set_reporter(partial(report_late, status, status.uses()))
     return train_recipe(chosen, folder, resume=resume or restarted(), view=view)
 
 
 def _warn_of_another_machine(file: Path, recipe: Recipe) -> None:
-    """A recipe that `rush tune` made says where: elsewhere it trains as well, and another may be faster."""
+    """A recipe from `rush tune` names the machine it was tuned on. It trains elsewhere too, but may not be the fastest there."""
     from rush.parallel import started_rank
     from rush.records.tune import tuned_on
 
@@ -183,13 +179,13 @@ def _folder(recipe: str | None, out: Path | None) -> Path:
 
     if out is None and most_restarts() > 0:
         raise RecipeError(
-            "torchrun may start this run again (--max-restarts), which must then find its folder; name it with --out."
+            "torchrun may restart this run (--max-restarts), which must then find its folder; name it with --out."
         )
     return out or Path("runs") / f"{short_name(recipe or 'run')}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def _recipe(recipe: str | None, changes: list[str], folder: Path) -> Recipe | None:
-    """The recipe that the command names; None to go on with the one in the folder."""
+    """The recipe that the command names; None to resume the one in the folder."""
     from rush.recipe_io import load_recipe
 
     if recipe is not None:
@@ -198,7 +194,7 @@ def _recipe(recipe: str | None, changes: list[str], folder: Path) -> Recipe | No
 
 
 def _decided(recipe: Recipe | None, folder: RunFolder) -> Recipe | None:
-    """With the micro batch that the run in the folder settled on, where the recipe leaves it open."""
+    """The recipe with the micro batch that the run in the folder chose, where it is auto."""
     from rush.recipe_io import changed, load_recipe
 
     if recipe is None or not recipe.auto or not folder.holds_run():
@@ -227,7 +223,7 @@ def _start_ranks(
     json: bool,
     files: Sequence[Path] = (),
 ) -> None:
-    """This command on several ranks; does not return. What they cannot do is refused before any is started."""
+    """Run this command on several ranks; does not return. Invalid recipes are refused before a rank starts."""
     from rush.parallel import check_world, started_world
     from rush.parallel.launching import launch
     from rush.recipe_io import load_recipe
@@ -246,10 +242,10 @@ def _start_ranks(
     check_world(chosen.layout.model_dump(), most)
     if resume:
         check_remembered(folder, chosen)
-    if not chosen.auto:  # otherwise the ranks settle the micro batch first
+    if not chosen.auto:  # otherwise the ranks choose the micro batch first
         check_recipe(chosen)
     if not resume:
-        check_empty(folder)  # what is there before the first start is no run to go on with after a restart
+        check_empty(folder)  # only files written after the first start may be resumed
     words = ["train", *([recipe] if recipe else []), *changes, "--out", str(folder.path)]
     words += ["--resume"] * resume + ["--json"] * json + ["--debug"] * ("--debug" in sys.argv)
     words += ["--shrink"] * (smallest < most)
@@ -265,7 +261,7 @@ def _start_ranks(
 
 
 def _numbers(nproc: str) -> tuple[int, int]:
-    """The fewest ranks to go on with, and those to start with."""
+    """The fewest ranks to continue with, and the number to start with."""
     parts = nproc.split(":")
     if not all(part.isdecimal() for part in parts) or len(parts) > 2:
         raise RecipeError(f"--nproc is {nproc!r}; allowed: a number of ranks as in 8, or the fewest and the number as in 4:8.")  # fmt: skip
@@ -277,7 +273,7 @@ def _numbers(nproc: str) -> tuple[int, int]:
 
 @contextmanager
 def _one_message() -> Iterator[None]:
-    """What is wrong is said once: by rank 0, or where rank 0 does not hear of it, by the rank it happened to."""
+    """Report an error once: on rank 0, or on the rank that raised it where rank 0 cannot know of it."""
     if "RANK" not in os.environ:
         yield
         return
@@ -292,7 +288,7 @@ def _one_message() -> Iterator[None]:
         yield
     except RushError as error:
         if isinstance(error, Outage):
-            error.exit_code = RankLost.exit_code  # launchers start all ranks again
+            error.exit_code = RankLost.exit_code  # launchers restart all ranks
         note_failure(error.exit_code)
         rank = started_rank()
         if rank == 0 or started_world() == 1:
@@ -302,6 +298,6 @@ def _one_message() -> Iterator[None]:
         if not said and not isinstance(error, RecipeError | Diverged):
             typer.secho(f"error on rank {rank}: {error}", err=True, fg="red")
         else:
-            # Launchers end all ranks as soon as one has left: rank 0 should have spoken by then.
+            # Launchers end all ranks as soon as one exits: let rank 0 report first.
             time.sleep(max(0.0, began + LEAVE_S - time.monotonic()))
         raise typer.Exit(error.exit_code) from None

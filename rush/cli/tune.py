@@ -1,4 +1,4 @@
-"""`rush tune`: find the fastest recipe for this machine, and show the search while it goes on."""
+"""`rush tune`: search for the fastest recipe on this machine, with a live table."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 OBJECTIVES = ("tokens/s", "memory", "cost", "longest-sequence")
 CLASSES = ("exact", "close", "statistical", "changes")
 MOST_ROWS = 24
-"""Of what was not tried; tune.json has all."""
+"""Rows of the table; tune.json has all candidates."""
 CROWDED = 1.5
-"""Load average per core above which others computed beside the trials: these make about one themselves, on a CPU."""
+"""Load average per core above which other processes disturbed the trials; a trial on a CPU makes about one itself."""
 TRIED = ("start", "ahead", "lost", "won", "failed", "different", "no effect", "unusable")
 
 
@@ -38,57 +38,57 @@ def tune(
         str, typer.Argument(help="A recipe's name or a .toml file.", autocompletion=complete_recipe)
     ] = "tiny",
     overrides: Annotated[
-        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Changes of the recipe first.")
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]...", help="Overrides.")
     ] = None,
     budget: Annotated[
         str,
         typer.Option(
-            help="Time for the whole search, as in 90s, 20m or 1h; what finished trials of an interrupted one took counts."
+            help="Time for the whole search, as in 90s, 20m or 1h, including the finished trials of an interrupted search."
         ),
     ] = "20m",
     objective: Annotated[
         str,
         typer.Option(
-            help="tokens/s; memory: the least at no less than --keep-speed of the recipe's own speed; cost: the least money "
+            help="tokens/s; memory: lowest peak memory at no less than --keep-speed of the recipe's own speed; cost: lowest cost "
             "per token at --price; longest-sequence: the longest that fits."
         ),
     ] = "tokens/s",
-    out: Annotated[
-        Path | None, typer.Option(help="The search's folder; runs/tune-RECIPE without it.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Output folder. Default: runs/tune-RECIPE.")] = None,
     allow: Annotated[
         list[str] | None,
         typer.Option(
-            help="A class of techniques that may be put on: exact (the same bits), close (the same up to rounding), statistical "
-            "(the same learning curve), changes (something else is learned, as with adapters). Without it all but changes."
+            help="Parity class of techniques to try: exact (bit for bit), close (up to rounding), statistical (same loss curve), "
+            "changes (learns something else, as adapters do). May be repeated. Default: all but changes."
         ),
     ] = None,
     price: Annotated[
-        float | None, typer.Option(help="What an hour of this machine costs, in your money.", min=0)
+        float | None, typer.Option(help="Price of this machine per hour, in any currency.", min=0)
     ] = None,
     keep_speed: Annotated[
         float,
         typer.Option(
-            help="With --objective memory, the least share of the recipe's own speed.", min=0, max=1
+            help="With --objective memory: the lowest speed allowed, as a fraction of the recipe's own.",
+            min=0,
+            max=1,
         ),
     ] = 0.8,
     beside: Annotated[
         list[str] | None,
         typer.Option(
-            help="A recipe made by hand, by name or file (with changes behind it: 'tiny techniques=[]'), whose techniques and micro "
-            "batch are timed beside the winner's when the search is over; may be given several times.",
+            help="A hand-written recipe to time against the winner after the search, by name or file, with overrides behind it: "
+            "'tiny techniques=[]'. Its techniques and micro batch are used. May be repeated.",
             autocompletion=complete_recipe,
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Search for the fastest recipe on this machine that still learns the same, prove it, and write it down.
+    """Search for the fastest recipe on this machine that still learns the same, prove it, and write it to a file.
 
-    The planner prunes what cannot fit, short trials rank, longer ones decide, and the winner is held against plain fp32: one
-    that learns something else, or part of which has no effect, is passed over. Tokens of a step stay what the recipe says.
-    What the recipe itself changes about learning (LoRA, QLoRA) stays as it is, and the reference has it, too.
+    The planner prunes what cannot fit, short trials rank, longer trials decide, and the winner is compared with plain fp32. A
+    candidate whose loss curve differs, or with a technique that has no effect, is rejected. Tokens per step stay unchanged, as
+    do LoRA and QLoRA of the recipe, which the reference uses too.
 
-    A search that was interrupted goes on where it stopped: run the same command again. No trial is made twice.
+    An interrupted search resumes when you run the same command again. No trial is repeated.
 
     Examples:
 
@@ -109,14 +109,14 @@ def tune(
     if objective not in OBJECTIVES:
         raise RecipeError(f"--objective is {objective!r}; allowed: {', '.join(OBJECTIVES)}.")
     if objective == "cost" and price is None:
-        raise RecipeError("--objective cost needs --price: what an hour of this machine costs.")
+        raise RecipeError("--objective cost needs --price: the price of this machine per hour.")
     budget_s, classes = seconds(budget), _classes(allow)
 
     from rush.recipe_io import load_recipe
     from rush.report.tune import write_tune_report
     from rush.tune.goal import Goal
     from rush.tune.record import Request
-    from rush.tune.tuning import tune as search
+    from rush.tune.tuning import tune as run_search
 
     chosen, name = load_recipe(recipe, changes, auto=True), short_name(recipe)
     folder = out or Path("runs") / f"tune-{name}"
@@ -127,28 +127,28 @@ def tune(
     request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price, others)
     try:
         with stopped_by_sigterm(), _watching(quiet=json) as watch:
-            record = search(request, folder, watch=watch, note=(lambda text: None) if json else note)
+            record = run_search(request, folder, watch=watch, note=(lambda text: None) if json else note)
     except KeyboardInterrupt:
         note(
-            f"Stopped; no process is left. Finished trials are kept: the same command with --out {folder} goes on."
+            f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
         )
         raise typer.Exit(130) from None
     write_tune_report(folder / "tune.json", folder / "report.html")
     if json:
         print_json(record)
         return
-    typer.echo(said(record))
+    typer.echo(summary(record))
     if (load := record.get("load") or 0.0) > CROWDED:
         note(
-            f"Others computed on this machine during the trials (load {load:.1f} per core): what looks like a gain may be theirs. "
-            "Search again when it is quiet, with another --out."
+            f"Other processes ran on this machine during the trials (load {load:.1f} per core): the gains may be noise. "
+            "Search again when it is idle, with another --out."
         )
     typer.echo(f"Recipe: {folder / 'recipe.toml'}\nReport: {folder / 'report.html'}")
     typer.echo(f"Train it with: rush train {folder / 'recipe.toml'}")
 
 
 def seconds(text: str) -> float:
-    """A length of time, as in 90s, 20m, 1.5h; a bare number is seconds."""
+    """Seconds from 90s, 20m or 1.5h; a bare number is seconds."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", text.strip())
     value = float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2] or "s"] if found else 0.0
     if value <= 0:
@@ -166,25 +166,24 @@ def _classes(allow: list[str] | None) -> frozenset[Parity]:
     return frozenset(Parity[word.upper()] for word in words)
 
 
-def said(record: TuneRecord) -> str:
-    """The end of a search in a sentence or two."""
+def summary(record: TuneRecord) -> str:
     winner = record["winner"]
     assert winner is not None
     parity = winner["parity"]
     proof = (
         f"parity with plain fp32: {parity['verdict']} over {parity['steps']} steps"
         if parity
-        else "there was no time to prove it; give a larger --budget"
+        else "not proved, because no time was left; give a larger --budget"
     )
     if life := winner.get("life"):
         proof += f"; short life {life_words(life).rstrip('.')}"
     rest = f"{_passed_over(record)}{_beside(winner)}"
     if winner["as_it_stood"]:
-        return f"Nothing better was found and proved; the recipe stays as it was ({proof}).{rest}"
+        return f"Nothing better was found and proved; the recipe stays unchanged ({proof}).{rest}"
     words = []
     if gain := winner["gain"]:
         low, high = gain["ci95"]
-        words.append(f"{gain['ratio']:.2f}× ({low:.2f} to {high:.2f}) the speed of the recipe as it stood")
+        words.append(f"{gain['ratio']:.2f}× ({low:.2f} to {high:.2f}) the speed of the original recipe")
     words.append(f"{winner['peak_memory_bytes'] / 2**30:.2f} GiB ({winner['memory_ratio']:.2f}×)")
     if "cost_per_million_tokens" in winner:
         words.append(f"{winner['cost_per_million_tokens']:.4g} per million tokens")
@@ -194,32 +193,32 @@ def said(record: TuneRecord) -> str:
 
 
 def _passed_over(record: TuneRecord) -> str:
-    """A sentence for each that would have won, were it not unusable."""
+    """A sentence for each candidate that was rejected as unusable."""
     names = short_names(record.get("candidates", ()))
     return "".join(
-        f" {names[row['key']]} was passed over: {row['reason'].rstrip('.')}."
+        f" {names[row['key']]} was rejected: {row['reason'].rstrip('.')}."
         for row in record.get("candidates", ())
         if row["state"] == "unusable" and row.get("life")
     )
 
 
 def _beside(winner: dict[str, Any]) -> str:
-    """A sentence for each recipe made by hand."""
-    told = ""
+    """A sentence for each hand-written recipe."""
+    sentences = ""
     for row in winner.get("beside", ()):
         if gain := row["gain"]:
             low, high = gain["ci95"]
-            told += f" {gain['ratio']:.3f}× ({low:.3f} to {high:.3f}) of {row['name']}."
+            sentences += f" {gain['ratio']:.3f}× ({low:.3f} to {high:.3f}) of {row['name']}."
         else:
-            told += (
+            sentences += (
                 f" {row['name']} could not be timed here: {row['status'].replace('_', ' ')}, {row['reason']}"
             )
-    return told
+    return sentences
 
 
 @contextmanager
 def _watching(quiet: bool) -> Iterator[Any]:
-    """Shows the search as a table that fills up; one line per trial where there is no terminal."""
+    """A live table; without a terminal one line per trial."""
     from rich.console import Console
     from rich.live import Live
 
@@ -230,25 +229,25 @@ def _watching(quiet: bool) -> Iterator[Any]:
     if not console.is_terminal:
         yield _TuneLines(console)
         return
-    leaps: dict[str, str] = {}
+    jumps: dict[str, str] = {}
 
     def show(record: TuneRecord, doing: str | None) -> None:
-        leaps.update(made_of(record))
+        jumps.update(made_of(record))
         live.update(tune_table(record, doing), refresh=True)
 
     with Live(console=console, auto_refresh=False) as live:
         yield show
-    for name, whole in leaps.items():
+    for name, whole in jumps.items():
         console.print(f"{name}: {whole}", markup=False)
 
 
 class _TuneLines:
-    """Progress as plain lines, and the table at the end."""
+    """One line per trial, and the table at the end."""
 
     def __init__(self, console: Any) -> None:
         self.console = console
         self.last: str | None = ""
-        self.told: set[str] = set()
+        self.described: set[str] = set()
 
     def __call__(self, record: TuneRecord, doing: str | None) -> None:
         if doing is None and record["finished"]:
@@ -256,22 +255,22 @@ class _TuneLines:
         elif doing is not None and doing != self.last:
             self.console.print(f"[{clock(record)}] {shortened(record, doing)}", markup=False)
             for name, whole in made_of(record):
-                if name not in self.told:
+                if name not in self.described:
                     self.console.print(f"  {name} is {whole}", markup=False)
-                    self.told.add(name)
+                    self.described.add(name)
         self.last = doing
 
 
 def shortened(record: TuneRecord, doing: str) -> str:
-    """What is being done, with a short name of its candidate."""
+    """The running trial, with the short name of its candidate."""
     names = short_names(record["candidates"])
-    # One key may be the beginning of another: the longest that fits is meant.
+    # One key may be a prefix of another: take the longest match.
     key = max((key for key in names if doing.startswith(key)), key=len, default="")
     return names.get(key, "") + doing.removeprefix(key)
 
 
 def made_of(record: TuneRecord) -> list[tuple[str, str]]:
-    """The recipes that were put together on paper, each with all it is made of where its name does not say it."""
+    """The planner's recipes with all their parts, where the short name does not list them."""
     names = short_names(record["candidates"])
     return [
         (name, key.removeprefix(LEAP))
@@ -286,7 +285,7 @@ def clock(record: TuneRecord) -> str:
 
 
 def tune_table(record: TuneRecord, doing: str | None) -> Table:
-    """The search as it stands: what was tried, in the order of the trials, and why the rest was not."""
+    """The candidates in the order of their trials, then those that were not tried, with the reason."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -299,7 +298,7 @@ def tune_table(record: TuneRecord, doing: str | None) -> Table:
     names = short_names(record["candidates"])
     caption = ", ".join(f"{count} {word}" for word, count in counts.items() if count) or None
     if caption and record["finished"]:
-        caption += "; report.html has them all"
+        caption += "; report.html lists all"
     table = Table(
         title=f"{record['name']} · {record['objective']} · {state}",
         title_justify="left",
@@ -307,8 +306,10 @@ def tune_table(record: TuneRecord, doing: str | None) -> Table:
         box=box.SIMPLE_HEAD,
     )
     kind = "trained/s" if record["counted"] == "trained" else "tokens/s"
-    for column in ("candidate", kind, "over the lead", "memory", "what became of it"):
-        table.add_column(column, justify="left" if column[0] in "cw" else "right", overflow="fold")
+    for column in ("candidate", kind, "over the lead", "memory", "result"):
+        table.add_column(
+            column, justify="left" if column in ("candidate", "result") else "right", overflow="fold"
+        )
     tried = [row for row in record["candidates"] if row["state"] in TRIED]
     shown = [row for row in rest if row["state"] != "refused"][: max(0, MOST_ROWS - len(tried))]
     for row in [*tried, *(shown if record["finished"] else [])]:

@@ -76,8 +76,8 @@ def test_base_and_adapter_are_switched_while_chatting(
     both, remarks = said(
         "hello\n/base\n/again\n/adapter\n/again\n", models / "base", "--adapter", models / "adapter"
     )
-    assert "Now answering: the base alone." in remarks
-    assert "Now answering: base and adapter." in remarks
+    assert "Now answering with the base model." in remarks
+    assert "Now answering with the adapter." in remarks
     assert both == with_adapter + base + with_adapter
     switched, _ = said("/switch\nhello\n/switch\n/again\n", models / "base", "--adapter", models / "adapter")
     assert switched == base + with_adapter
@@ -104,9 +104,9 @@ def test_commands_are_explained_and_a_conversation_is_forgotten(
         capfd=capfd,
         monkeypatch=monkeypatch,
     )
-    assert "There is no question yet" in remarks
-    assert "The conversation is forgotten." in remarks
-    assert "There is no command '/wat'" in remarks
+    assert "There is no question to answer again" in remarks
+    assert "New conversation." in remarks
+    assert "Unknown command '/wat'" in remarks
     assert "/switch" in remarks
     once, _ = chat("hello\n", models / "base", capfd=capfd, monkeypatch=monkeypatch)
     assert answers == once + once
@@ -140,10 +140,10 @@ def test_at_a_terminal_a_key_switches(models: Path) -> None:
     try:
         wait_for(b"you> ")
         os.write(ours, b"half a li\x14")
-        wait_for(b"Now answering: the base alone.")
+        wait_for(b"Now answering with the base model.")
         at = len(seen)
         os.write(ours, b"\x14")
-        wait_for(b"Now answering: base and adapter.", at)
+        wait_for(b"Now answering with the adapter.", at)
         os.write(ours, b"\r")
         assert process.wait(timeout=60) == 0
     finally:

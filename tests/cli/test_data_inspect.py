@@ -82,7 +82,7 @@ def test_the_targets_stand_in_brackets_where_there_is_no_colour(
 ) -> None:
     code, out, err = call(capfd, "inspect", world / "recipe.toml", "--examples", "40")
     assert code == 0, err
-    assert "Nothing was dropped, nothing was cut." in out
+    assert "No rows were dropped or truncated." in out
     marked = re.findall(r"⟦(.*?)⟧", out, re.DOTALL)
     assert len(marked) > 20
     for text in marked:
@@ -313,7 +313,7 @@ def test_columns_that_were_not_used_are_named(world: Path, capfd: pytest.Capture
     text = "".join(json.dumps(row) + "\n" for row in rows)
     page = world / "unused.html"
     out = inspected(world, capfd, "unused.jsonl", text, "--html", str(page))
-    said = "Columns that were not used: id (1 rows), messages[].name (1 rows), score (40 rows)."
+    said = "Unused columns: id (1 rows), messages[].name (1 rows), score (40 rows)."
     assert said in " ".join(out.split())
     assert said in page.read_text()
     assert "not used" not in inspected(

@@ -45,7 +45,7 @@ def test_alone_it_lists_the_topics_with_a_line_each(capsys: pytest.CaptureFixtur
     [
         (["atention"], "did you mean 'attention'?"),
         (["xyz"], "allowed: attention, batch, fusion"),
-        (["batch", "--model", "tiny"], "--model means nothing to the topic batch"),
+        (["batch", "--model", "tiny"], "--model is not an option of the topic batch"),
         (["attention", "--device", "gpu"], "--device 'gpu' is not known here"),
         (["roofline", "--model", "gpt2-124"], "did you mean 'gpt2-124m'"),
         (["roofline", "--sequence", "9999"], "256 tokens that tiny reads"),

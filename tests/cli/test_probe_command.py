@@ -143,7 +143,7 @@ def test_reasons_follow_the_recipe_as_well_as_the_machine() -> None:
     mixed = rows(command.judge(load_recipe("tiny", ["techniques+=amp_bf16"]), machine))
     assert mixed["flash_attention"]["runs"]
     assert mixed["amp_bf16"]["runs"]
-    assert mixed["pure_bf16"]["reasons"] == ["it cannot stand beside amp_bf16, which the recipe has"]
+    assert mixed["pure_bf16"]["reasons"] == ["it conflicts with amp_bf16, which the recipe uses"]
 
 
 def test_a_conflict_counts_whichever_of_the_two_declares_it(monkeypatch: pytest.MonkeyPatch) -> None:

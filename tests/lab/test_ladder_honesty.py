@@ -198,7 +198,7 @@ def test_a_planted_slowdown_of_five_per_cent_is_found_and_a_twin_is_no_gain(
     ("interval", "flagged", "verdict"),
     [
         ([0.98, 1.03], False, "within its interval"),
-        ([0.2, 1.3], False, "TOO BUSY a machine"),
+        ([0.2, 1.3], False, "MACHINE TOO BUSY"),
         ([0.8, 0.9], True, "DRIFT"),
     ],
 )
@@ -213,7 +213,7 @@ def test_the_table_says_what_the_first_rung_measured_again_came_to(
     assert f"-15.0 % ({100 * (low - 1):+.1f} % to {100 * (high - 1):+.1f} %), {verdict}" in told
 
 
-def test_the_table_says_what_was_told_batch_by_batch_and_blames_no_machine_for_its_batches() -> None:
+def test_the_table_names_gains_from_paired_batches_and_blames_no_machine_for_uneven_ones() -> None:
     drift = {
         "ratio": 1.0,
         "ci95": [0.7, 1.3],
@@ -231,12 +231,12 @@ def test_the_table_says_what_was_told_batch_by_batch_and_blames_no_machine_for_i
     assert told is not None
     assert "TOO UNEVEN" in told
     assert "BUSY" not in told
-    assert told.endswith("told batch by batch, both sides on the same ones: Pad")
+    assert told.endswith("computed from paired batches: Pad")
     quiet = {"drift": drift | {"ci95": [0.99, 1.01], "restless": False, "paired": 14, "uneven": False}}
     told = _caption({**record, "rungs": rungs[:2], **quiet})  # type: ignore[typeddict-item]
     assert told is not None
-    assert "measured again on 14 batches one by one: +0.0 % (-1.0 % to +1.0 %), within its interval" in told
-    assert told.endswith("same ones: all gains")
+    assert "measured again on 14 paired batches: +0.0 % (-1.0 % to +1.0 %), within its interval" in told
+    assert told.endswith("paired batches: all gains")
 
 
 def test_a_killed_ladder_goes_on_and_repeats_no_finished_trial(

@@ -376,11 +376,11 @@ def test_a_probe_counts_where_it_is_further_off_than_cards_of_a_kind_are(share: 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        (["tiny", "--link", "pcie4"], "--link says nothing without --machine"),
-        (["tiny", "--network-cards", "2"], "--network-cards says nothing without --machine"),
-        (["tiny", "--machine", "t4", "--price", "2"], "--price says nothing without --tokens"),
-        (["tiny", "--machine", "t4", "--beyond"], "--beyond says nothing without --search"),
-        (["tiny", "--machine", "t4", "--best", "2"], "--best says nothing without --search"),
+        (["tiny", "--link", "pcie4"], "--link needs --machine"),
+        (["tiny", "--network-cards", "2"], "--network-cards needs --machine"),
+        (["tiny", "--machine", "t4", "--price", "2"], "--price needs --tokens"),
+        (["tiny", "--machine", "t4", "--beyond"], "--beyond needs --search"),
+        (["tiny", "--machine", "t4", "--best", "2"], "--best needs --search"),
         (["tiny", "--check"], "takes no recipe; found 'tiny'"),
         (["tiny", "--machine", "t4", "--tokens", "inf"], "--tokens is 'inf'; allowed: a number of tokens"),
         (

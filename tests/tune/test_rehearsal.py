@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rush.cli.tune import said
+from rush.cli.tune import summary
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe, parse
 from rush.report.tune import tune_page
@@ -147,8 +147,8 @@ def test_what_makes_the_winner_unusable_is_taken_out_and_the_rest_wins(culprit: 
     winner = done.record["winner"]
     assert winner is not None
     assert (winner["life"]["verdict"], winner["parity"]["verdict"]) == ("ok", "equal")
-    assert f"was passed over: {passed[0]['reason'].rstrip('.')}" in said(done.record)
-    assert "short life ok" in said(done.record)
+    assert f"was passed over: {passed[0]['reason'].rstrip('.')}" in summary(done.record)
+    assert "short life ok" in summary(done.record)
     assert "cannot validate" in tune_page(done.record)
     assert "a short life: ok" in (tmp_path / "llama-3.2-1b-0" / "recipe.toml").read_text()
     assert done.player.clock.now_s == pytest.approx(done.record["spent_s"], abs=0.1)

@@ -15,7 +15,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from rush.cli import main
-from rush.cli.tune import made_of, said, seconds, shortened
+from rush.cli.tune import made_of, seconds, shortened, summary
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.recipe_io import load_recipe
@@ -55,8 +55,8 @@ def test_a_search_of_seconds_leaves_a_recipe_its_evidence_and_no_process(
     assert [row["status"] for row in (first, second)] == ["ok", "unsupported"]
     low, high = first["gain"]["ci95"]
     assert low < record["winner"]["tokens_per_s"] / first["tokens_per_s"] < high
-    assert f"{first['gain']['ratio']:.3f}× (" in said(record)
-    assert "broken could not be timed here: unsupported, technique tf32 cannot run here" in said(record)
+    assert f"{first['gain']['ratio']:.3f}× (" in summary(record)
+    assert "broken could not be timed here: unsupported, technique tf32 cannot run here" in summary(record)
     assert "Beside recipes made by hand" in tune_page(record)
     assert record["finished"]
     assert record["load"] is not None
@@ -95,7 +95,7 @@ def test_a_recipe_that_cannot_validate_is_passed_over_for_what_can(
     assert passed[0]["reason"].startswith(
         "it cannot validate: the validation after step 2 failed with TypeError: planted"
     )
-    assert "was passed over: it cannot validate" in said(record)
+    assert "was rejected: it cannot validate" in summary(record)
     assert not (tmp_path / "work").exists()
 
 
@@ -163,7 +163,7 @@ def test_a_crowded_machine_is_told_of(
     monkeypatch.setattr(report, "write_tune_report", lambda *rest: None)
     with pytest.raises(SystemExit):
         main(["tune", str(small_recipe), "--out", str(tmp_path)])
-    assert ("Others computed on this machine" in capsys.readouterr().err) == (load > 1)
+    assert ("Other processes ran on this machine" in capsys.readouterr().err) == (load > 1)
 
 
 def test_lengths_of_time() -> None:

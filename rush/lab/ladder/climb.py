@@ -58,10 +58,10 @@ def climb(
     watch: Watch = lambda progress: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> LadderRecord:
-    """MeasureConfig a ladder into `folder`, or go on with the one that is there. Returns its record.
+    """Measure a ladder into `folder`, or resume the one there. Returns its record.
 
-    The view `all` makes the three one after the other, `alone` and `left_out` in folders of their own inside,
-    and adds to the cumulative record what the three say together.
+    The view `all` measures the three in turn, `alone` and `left_out` in subfolders, and adds their
+    interactions to the cumulative record.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):

@@ -1,4 +1,4 @@
-"""How a command ends that meets what nobody expected: one message and a log, its own exit code, and never an abort."""
+"""A command that meets an unexpected error: one message and a log, its own exit code, and never an abort."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_an_unexpected_error_is_one_sentence_and_a_log(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stdout == "begun\n"
     log = tmp_path / "cache" / "failure.log"
-    assert done.stderr.startswith("error: ZeroDivisionError: by nothing. This looks like a mistake in rush")
+    assert done.stderr.startswith("error: ZeroDivisionError: by nothing. This looks like a bug in rush")
     assert done.stderr.endswith(f"please report it, with the log. The full log is {log}.\n")
     assert done.stderr.count("\n") == 1
     assert "Traceback" in log.read_text()

@@ -1,4 +1,4 @@
-"""`rush generate` and `rush chat`: hear what a model has learned."""
+"""`rush generate` and `rush chat`: text from a model."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ import typer
 from rush.cli.output import Json, note, print_json
 
 Folder = Annotated[Path, typer.Argument(help="A run folder or a Hugging Face folder.")]
-MaxTokens = Annotated[int, typer.Option(help="Tokens to write at most.")]
-Temperature = Annotated[float, typer.Option(help="0 always takes the likeliest token; higher is wilder.")]
-TopK = Annotated[int, typer.Option(help="Choose among the k likeliest tokens; 0 among all.")]
-TopP = Annotated[float, typer.Option(help="Choose among the likeliest tokens that make up this probability.")]
-Seed = Annotated[int, typer.Option(help="The same seed gives the same text.")]
+MaxTokens = Annotated[int, typer.Option(help="Maximum new tokens.")]
+Temperature = Annotated[float, typer.Option(help="Sampling temperature; 0 is greedy.")]
+TopK = Annotated[int, typer.Option(help="Top-k sampling; 0 samples from all tokens.")]
+TopP = Annotated[float, typer.Option(help="Top-p (nucleus) sampling.")]
+Seed = Annotated[int, typer.Option(help="Random seed.")]
 Checkpoint = Annotated[
     str,
-    typer.Option(help="Of the run (the adapter's, where --adapter is one): last, best, or a step's number."),
+    typer.Option(
+        help="Checkpoint of the run (the adapter's, where --adapter is a run): last, best, or a step."
+    ),
 ]
 Device = Annotated[str, typer.Option(help="auto, cpu or cuda.")]
 Adapter = Annotated[
     Path | None,
-    typer.Option(help="An adapter to put on: PEFT's folder, or a run that trained one on this base."),
+    typer.Option(help="Adapter to load: a PEFT folder, or a run that trained one on this base."),
 ]
 Offload = Annotated[
     Literal["none", "cpu", "disk"],
     typer.Option(
-        help="Keep the layers in host memory or on disk and bring in one at a time: for models larger than the GPU."
+        help="Keep the layers in host memory or on disk and load one at a time, for models larger than the GPU."
     ),
 ]
 
 
 def generate(
     folder: Folder,
-    prompt: Annotated[str, typer.Option(help="The text to go on from.")] = "",
+    prompt: Annotated[str, typer.Option(help="The text to continue.")] = "",
     max_tokens: MaxTokens = 200,
     temperature: Temperature = 0.8,
     top_k: TopK = 50,
@@ -43,7 +45,7 @@ def generate(
     stop: Annotated[
         list[str] | None,
         typer.Option(
-            help="A token that ends the text, besides the end of text and, of a chat model, of a turn."
+            help="An additional stop token, besides the end-of-text and end-of-turn tokens. May be repeated."
         ),
     ] = None,
     seed: Seed = 1337,
@@ -53,7 +55,7 @@ def generate(
     offload: Offload = "none",
     json: Json = False,
 ) -> None:
-    """Continue a prompt, streaming the text as it comes.
+    """Continue a prompt, streaming the text.
 
     Example: rush generate runs/tiny --prompt 'def ' --temperature 0.7
 
@@ -101,12 +103,12 @@ def generate(
 def chat(
     folder: Folder,
     adapter: Adapter = None,
-    system: Annotated[str | None, typer.Option(help="A system message to begin with.")] = None,
+    system: Annotated[str | None, typer.Option(help="System message.")] = None,
     template: Annotated[
         str,
         typer.Option(
-            help="How a conversation is written: auto (as the run was trained, or the tokenizer's own), a name (chatml, "
-            "llama-3, plain), or none (continue the text as it stands)."
+            help="Chat template: auto (the one the run was trained with, or the tokenizer's own), a name (chatml, llama-3, "
+            "plain), or none (continue the text unchanged)."
         ),
     ] = "auto",
     max_tokens: MaxTokens = 400,
@@ -118,11 +120,11 @@ def chat(
     device: Device = "auto",
     offload: Offload = "none",
 ) -> None:
-    """Talk with a model, turn by turn, through its chat template.
+    """Chat with a model, turn by turn, through its chat template.
 
-    With an adapter (--adapter, or a run that trained one), /switch or Ctrl-T changes between it and the base, and /again
-    answers the last question once more. A base model without a template just continues the text. Leave with
-    an empty line or Ctrl-D.
+    With an adapter (--adapter, or a run that trained one), /switch or Ctrl-T toggles between adapter and base, and /again
+    answers the last question again. A base model without a chat template continues the text. Exit with an empty line or
+    Ctrl-D.
 
     Example: rush chat runs/sft-lora
 
@@ -130,7 +132,7 @@ def chat(
     """
     from dataclasses import replace
 
-    from rush.cli.chatting import Chat, writer
+    from rush.cli.chat_session import ChatSession, encoder
     from rush.hub.answers import answer_ends
     from rush.hub.tokenizers import text_ends
 
@@ -138,23 +140,23 @@ def chat(
     chosen = _template(template, folder, adapter, tokenizer)
     own = template == "auto" and tokenizer.chat_template is not None
     if chosen is None and not own:
-        note("This tokenizer has no chat template: the model continues your text as it stands.")
+        note("This tokenizer has no chat template: the model continues your text unchanged.")
     written = tokenizer if chosen is None else replace(tokenizer, chat_template=chosen.source)
     ends = {*answer_ends(written), *text_ends(folder, written, model.shape.vocab_size)}
-    Chat(
+    ChatSession(
         model=model,
         tokenizer=tokenizer,
-        write=writer(tokenizer, chosen, own),
+        encode=encoder(tokenizer, chosen, own),
         sampling={"temperature": temperature, "top_k": top_k or None, "top_p": top_p},
         max_tokens=max_tokens,
         seed=seed,
         ends=tuple(end for end in ends if end < model.shape.vocab_size),
         system=system,
-    ).talk()
+    ).run()
 
 
 def _template(name: str, folder: Path, adapter: Path | None, tokenizer: Any) -> Any:
-    """The template asked for, or the one a run was trained with; None where neither is."""
+    """The template asked for, or the one a run was trained with; None if there is neither."""
     from rush.data.conversations import find_template
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder

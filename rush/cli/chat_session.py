@@ -1,4 +1,4 @@
-"""A conversation at the terminal: turns, the few commands between them, and the switch from adapter to base."""
+"""An interactive chat: turns, slash commands, and the switch between adapter and base."""
 
 from __future__ import annotations
 
@@ -11,45 +11,43 @@ from typing import Any
 from rush.cli.output import note
 
 COMMANDS = {
-    "/switch": "change between the adapter and the base without it (key: Ctrl-T)",
+    "/switch": "toggle between adapter and base (key: Ctrl-T)",
     "/base": "answer with the base, without the adapter",
     "/adapter": "answer with the adapter",
-    "/again": "answer the last question once more (with /switch: the other's answer)",
-    "/new": "forget the conversation",
+    "/again": "answer the last question again (after /switch: with the other model)",
+    "/new": "start a new conversation",
     "/help": "this list",
-    "/quit": "leave (as does an empty line, or Ctrl-D)",
+    "/quit": "exit (as does an empty line, or Ctrl-D)",
 }
 
 
 @dataclass
-class Chat:
-    """What a chat needs to answer, and the conversation so far."""
-
+class ChatSession:
     model: Any
     tokenizer: Any
-    write: Callable[[list[dict[str, str]]], list[int]]
-    """How a conversation is written: its messages as the tokens to go on from."""
+    encode: Callable[[list[dict[str, str]]], list[int]]
+    """From the messages to the prompt's token ids."""
     sampling: dict[str, Any]
     max_tokens: int
     seed: int
     ends: tuple[int, ...]
-    """Tokens that end an answer."""
+    """Stop token ids."""
     system: str | None = None
     messages: list[dict[str, str]] = field(default_factory=list)
     turn: int = 0
 
     def __post_init__(self) -> None:
-        self.forget()
+        self.reset()
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         self.messages = [{"role": "system", "content": self.system}] if self.system else []
 
-    def talk(self) -> None:
-        """Read lines until there is nothing more to say."""
+    def run(self) -> None:
+        """Read and answer lines until the user exits."""
         at_terminal = sys.stdin.isatty()
         if at_terminal:
             bind_key()
-            note("Leave with an empty line; /help lists the commands.")
+            note("Exit with an empty line; /help lists the commands.")
         while True:
             try:
                 line = input("you> " if at_terminal else "").strip()
@@ -58,13 +56,13 @@ class Chat:
             if not line or line == "/quit":
                 return
             if line.startswith("/"):
-                self.obey(line)
+                self.command(line)
                 continue
             self.messages.append({"role": "user", "content": line})
             if not self.answer():
                 return
 
-    def obey(self, line: str) -> None:
+    def command(self, line: str) -> None:
         if line in ("/switch", "/base", "/adapter"):
             self.switch(line)
         elif line == "/again":
@@ -73,35 +71,33 @@ class Chat:
             if self.messages and self.messages[-1]["role"] == "user":
                 self.answer()
             else:
-                note("There is no question yet to answer again.")
+                note("There is no question to answer again yet.")
         elif line == "/new":
-            self.forget()
-            note("The conversation is forgotten.")
+            self.reset()
+            note("New conversation.")
         else:
             if line != "/help":
-                note(f"There is no command {line!r}; these are:")
+                note(f"Unknown command {line!r}; the commands are:")
             for name, meaning in COMMANDS.items():
                 note(f"  {name:9} {meaning}")
 
     def switch(self, line: str) -> None:
-        """Adapter or base, from the next answer on."""
+        """Switch between adapter and base, from the next answer on."""
         from rush.models.adapters import adapters, set_active
 
         active = next((adapter.active for _, _, adapter in adapters(self.model)), None)
         if active is None:
-            note(
-                "This model has no adapter beside its base; start with --adapter, or chat with a run that trained one."
-            )
+            note("This model has no adapter; start with --adapter, or chat with a run that trained one.")
             return
         wanted = not active if line == "/switch" else line == "/adapter"
         set_active(self.model, active=wanted)
-        note(f"Now answering: {'base and adapter' if wanted else 'the base alone'}.")
+        note(f"Now answering with {'the adapter' if wanted else 'the base model'}.")
 
     def answer(self) -> bool:
-        """Stream an answer to the conversation so far; False where it no longer fits into the context."""
+        """Stream an answer; False if the conversation no longer fits into the context."""
         from rush.generate import generate, stream_text
 
-        start = self.write(self.messages)
+        start = self.encode(self.messages)
         room = self.model.shape.context - len(start)
         if room <= 0:
             note(f"The conversation fills the model's {self.model.shape.context} tokens; start again.")
@@ -125,8 +121,8 @@ class Chat:
         return True
 
 
-def writer(tokenizer: Any, template: Any, own: bool) -> Callable[[list[dict[str, str]]], list[int]]:
-    """As training wrote conversations (`template`), by the tokenizer's `own` template, or the plain text so far."""
+def encoder(tokenizer: Any, template: Any, own: bool) -> Callable[[list[dict[str, str]]], list[int]]:
+    """With the training `template`, with the tokenizer's `own` one, or as plain text."""
     from rush.data.conversations import Conversation, encode_prompt
 
     def trained(messages: list[dict[str, str]]) -> list[int]:
@@ -145,7 +141,7 @@ def writer(tokenizer: Any, template: Any, own: bool) -> Callable[[list[dict[str,
 
 
 def bind_key() -> None:
-    """Ctrl-T enters /switch, where the terminal's line editor can be told so."""
+    """Bind Ctrl-T to /switch, where readline is available."""
     if find_spec("readline") is None:
         return
     import readline
