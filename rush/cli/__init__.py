@@ -7,11 +7,12 @@ line, shows the traceback.
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Callable
 from functools import cache
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -89,7 +90,16 @@ def _root(
 @cache
 def command() -> Callable[..., object]:
     """All commands with their options. Building it takes longer than some commands run."""
-    return typer.main.get_command(app)
+    tree = typer.main.get_command(app)
+    _reflow(tree)
+    return tree
+
+
+def _reflow(command: Any) -> None:
+    """Join the lines of a paragraph: the terminal wraps them at its own width."""
+    command.help = re.sub(r"(?<=\S)\n(?=\S)", " ", command.help or "")
+    for inner in getattr(command, "commands", {}).values():
+        _reflow(inner)
 
 
 def main(arguments: list[str] | None = None) -> None:

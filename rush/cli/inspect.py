@@ -137,7 +137,7 @@ def _print_counts(found: dict[str, Any]) -> None:
     else:
         typer.echo("No rows were dropped or truncated.")
     if unused := unused_columns(splits):
-        typer.echo(f"Unused columns: {unused}.")
+        typer.echo(f"Columns that were not used: {unused}.")
 
 
 def _formats(found: dict[str, Any]) -> str:

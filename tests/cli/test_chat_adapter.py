@@ -70,7 +70,7 @@ def test_base_and_adapter_are_switched_while_chatting(
         return chat(lines, *words, capfd=capfd, monkeypatch=monkeypatch)
 
     base, remarks = said("hello\n/switch\n", models / "base")
-    assert "has no adapter beside its base" in remarks
+    assert "This model has no adapter" in remarks
     with_adapter, _ = said("hello\n", models / "base", "--adapter", models / "adapter")
     assert with_adapter != base
     both, remarks = said(

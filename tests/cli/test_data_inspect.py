@@ -115,7 +115,7 @@ def test_json_and_the_folder_say_the_same(world: Path, capfd: pytest.CaptureFixt
     assert prepared == {key: value for key, value in found.items() if key != "examples"}
     code, out, _ = call(capfd, "verify", found["folder"])
     assert code == 0
-    assert "whole" in out
+    assert "intact" in out
 
 
 class Page(HTMLParser):
@@ -313,7 +313,7 @@ def test_columns_that_were_not_used_are_named(world: Path, capfd: pytest.Capture
     text = "".join(json.dumps(row) + "\n" for row in rows)
     page = world / "unused.html"
     out = inspected(world, capfd, "unused.jsonl", text, "--html", str(page))
-    said = "Unused columns: id (1 rows), messages[].name (1 rows), score (40 rows)."
+    said = "Columns that were not used: id (1 rows), messages[].name (1 rows), score (40 rows)."
     assert said in " ".join(out.split())
     assert said in page.read_text()
     assert "not used" not in inspected(

@@ -123,24 +123,24 @@ def test_a_busy_processor_is_mentioned() -> None:
     kept = json.loads(cache_file().read_text())
     for load, busy in ((0.1, False), (1.5, True)):
         cache_file().write_text(json.dumps({**kept, "load": load}))
-        assert ("Other programs were computing" in call("run.device=cpu")[1]) == busy
+        assert ("Other processes were running" in call("run.device=cpu")[1]) == busy
 
 
 def test_a_technique_that_cannot_run_here_has_the_sentence_of_its_requirement() -> None:
-    judged = rows(command.judge(load_recipe("tiny"), probe("cpu")))
+    judged = rows(command.check_techniques(load_recipe("tiny"), probe("cpu")))
     sentences = {need.message for need in registry()["tf32"].requires}
     assert not judged["tf32"]["runs"]
     assert set(judged["tf32"]["reasons"]) <= sentences
     assert judged["compile"] == {"name": "compile", "stage": "COMPILE", "runs": True, "reasons": []}
-    assert rows(command.judge(load_recipe("tiny"), with_gpus(1)))["tf32"]["runs"]
+    assert rows(command.check_techniques(load_recipe("tiny"), with_gpus(1)))["tf32"]["runs"]
 
 
 def test_reasons_follow_the_recipe_as_well_as_the_machine() -> None:
     machine = with_gpus(1)
-    plain = rows(command.judge(load_recipe("tiny"), machine))["flash_attention"]
+    plain = rows(command.check_techniques(load_recipe("tiny"), machine))["flash_attention"]
     assert not plain["runs"]
     assert "amp_bf16" in plain["reasons"][0]
-    mixed = rows(command.judge(load_recipe("tiny", ["techniques+=amp_bf16"]), machine))
+    mixed = rows(command.check_techniques(load_recipe("tiny", ["techniques+=amp_bf16"]), machine))
     assert mixed["flash_attention"]["runs"]
     assert mixed["amp_bf16"]["runs"]
     assert mixed["pure_bf16"]["reasons"] == ["it conflicts with amp_bf16, which the recipe uses"]
@@ -155,10 +155,10 @@ def test_a_conflict_counts_whichever_of_the_two_declares_it(monkeypatch: pytest.
     }
     monkeypatch.setattr("rush.techniques.registry", lambda: known)
     recipe = load_recipe("tiny", ["techniques=['compile']"])
-    judged = rows(command.judge(recipe, probe("cpu")))
+    judged = rows(command.check_techniques(recipe, probe("cpu")))
     assert {name for name, row in judged.items() if row["runs"]} == {"compile", "second"}
     recipe = load_recipe("tiny", ["techniques=['first']"])
-    judged = rows(command.judge(recipe, probe("cpu")))
+    judged = rows(command.check_techniques(recipe, probe("cpu")))
     assert {name for name, row in judged.items() if row["runs"]} == {"first", "second"}
 
 

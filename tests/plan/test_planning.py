@@ -269,7 +269,7 @@ def test_a_budget_of_tokens_is_written_as_people_write_it(written: str, tokens: 
 def test_the_command_says_what_to_do_where_a_plan_does_not_fit() -> None:
     asked = ["plan", "llama-3.1-8b", "--machine", "h100-sxm", "--devices", "8", "--tokens", "15T"]
     said = CliRunner().invoke(app, asked, catch_exceptions=False).output
-    assert "With a batch.micro of at most 1 it would. --search looks for" in said
+    assert "It fits with batch.micro of at most 1. --search finds" in said
     assert re.search(r"15,000,000,000,000 tokens, if it fitted: [\d,.]+ h \([\d,]+ days\)", said)
     small = CliRunner().invoke(app, [*asked[:5], "--devices", "8", "batch.micro=1"], catch_exceptions=False)
     assert "does not fit" not in small.output
