@@ -1,9 +1,9 @@
-"""int8 base: LoRA over a base whose frozen weights are stored in 8 bits.
+"""int8 base: LoRA over a base quantized to int8.
 
-As `qlora`, with a gentler rounding: each row of a weight has one scale and 8-bit codes, half the bytes of bf16.
-The error is 15 times smaller than that of NF4, unpacking is one multiplication, and the base takes 8 GB for an
-8B model instead of 4. Choose it where 4 bits hurt and 16 do not fit; where they fit, `lora` is faster. The
-products themselves run in the compute dtype: this is storage, not 8-bit arithmetic.
+As `qlora`, with less rounding: int8 weights with one scale per row, half the bytes of bf16. The error is 15
+times smaller than that of NF4, dequantize is one multiplication, and the base of an 8B model takes 8 GB
+instead of 4. Choose it where 4 bits hurt and 16 do not fit; where they fit, `lora` is faster. Matmuls run in
+the compute dtype: this is storage, not int8 arithmetic.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The linear layers' weights come to 8 to 10 bits each, products from their codes ran forward and backward, and only
+    """The linear layers take 8 to 10 bits per weight, their weights were dequantized forward and backward, and only
     adapters were trained."""
     proof = dequantized_twice(seen, knobs)
     bits = seen.facts.get("quantized", {}).get("bits", 32)
@@ -47,7 +47,7 @@ technique = Technique(
     apply=apply,
     requires=(has_library("int8_base"), dora_in_fp32),
     conflicts=("fp8", "fused_projections", "fp16_matmul", "lora", "qlora", "tp"),
-    knobs={"backend": KnobRange(BACKENDS, "whose quantizing"), **KNOBS},
+    knobs={"backend": KnobRange(BACKENDS, "library that quantizes"), **KNOBS},
     claim=Claim(
         "bytes of the base",
         -0.5,
@@ -57,8 +57,8 @@ technique = Technique(
     parity=Parity.CHANGES,
     evidence=evidence,
     memory=(
-        MemoryEffect("blocks", 1.0, "a byte a weight; embeddings and head as they were", size=1.01),
+        MemoryEffect("blocks", 1.0, "one byte per weight; embeddings and head unchanged", size=1.01),
         *FROZEN_MEMORY,
     ),
-    work=(WorkEffect("unpack.launches", 3.5, "what a call takes of a host, in usual calls"),),
+    work=(WorkEffect("unpack.launches", 3.5, "host time, in usual operator calls"),),
 )

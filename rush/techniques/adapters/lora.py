@@ -1,13 +1,14 @@
-"""LoRA: freeze the model, train a product of two thin matrices beside each linear layer.
+"""LoRA: freeze the model and train a low-rank adapter on each linear layer.
 
-A frozen weight needs no gradient, no optimizer state and a third less arithmetic (the product that would make
-its gradient); what is trained is rank·(in + out) values a layer, at rank 16 about half a percent of an 8B
-model. So fine-tuning fits where full training does not, and the result is a file of megabytes. B starts at zero:
-the start is the base, to the bit. It wins by memory; in time only the weight gradients are saved, and each
-adapter costs six thin products, which read the wide activations again. It learns less than full fine-tuning
-where much must be learned. Adapters have the dtype of the recipe's weights: fp32 plain and under autocast, bf16
-with pure_bf16 and bf16_master (which keeps fp32 copies of the adapters alone: the usual choice). `dora` also
-trains the length of each row. There is no dropout: it would have to be drawn again by every recomputation.
+A frozen weight needs no gradient, no optimizer state and a third fewer FLOPs (the matmul of its weight
+gradient). What is trained is rank·(in + out) values per layer, at rank 16 about 0.5 % of an 8B model. So
+fine-tuning fits where full training does not, and the result is a file of megabytes. B starts at zero: at
+the start the model equals the base bit for bit. It wins by memory; in time only the weight gradients are
+saved, and each adapter costs six thin matmuls, which read the wide activations again. It learns less than
+full fine-tuning where much must be learned. Adapters have the dtype of the recipe's weights: fp32 plain and
+under autocast, bf16 with pure_bf16 and bf16_master (which keeps fp32 master weights for the adapters alone:
+the usual choice). `dora` also trains the magnitude of each row. There is no dropout: every recomputation
+would have to draw it again.
 """
 
 from __future__ import annotations
@@ -36,16 +37,16 @@ from rush.techniques.api.contract import (
 )
 
 KNOBS = {
-    "rank": KnobRange((16, 1, 2, 4, 8, 32, 64, 128, 256), "width of the trained product"),
-    "alpha": KnobRange((32, 1, 2, 4, 8, 16, 64, 128, 256, 512), "its factor is alpha / rank"),
-    "roles": KnobRange(tuple(ROLE_GROUPS), "which linear layers of the blocks get an adapter"),
-    "variant": KnobRange(("lora", "dora"), "dora also trains the length of each row of a weight"),
+    "rank": KnobRange((16, 1, 2, 4, 8, 32, 64, 128, 256), "rank of the adapters"),
+    "alpha": KnobRange((32, 1, 2, 4, 8, 16, 64, 128, 256, 512), "adapters are scaled by alpha / rank"),
+    "roles": KnobRange(tuple(ROLE_GROUPS), "linear layers of the blocks that get an adapter"),
+    "variant": KnobRange(("lora", "dora"), "dora also trains the magnitude of each row of a weight"),
 }
-"""What every technique that trains adapters lets one choose."""
+"""Knobs of every technique that trains adapters."""
 
 
 def add_adapters(build: Build, knobs: Mapping[str, Knob]) -> None:
-    """Freeze the model, adapt the chosen layers, and note what evidence needs."""
+    """Freeze the model and add adapters to the chosen layers."""
     model, seed = build.model, build.recipe.run.seed
     rank, alpha = int(knobs["rank"]), float(knobs["alpha"])
     spec = AdapterSpec(rank, alpha, dora=knobs["variant"] == "dora")
@@ -69,40 +70,40 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Thin products of the rank ran, none that makes the gradient of a frozen weight did, and the optimizer's state is that
-    of the adapters alone."""
+    """Matmuls with the adapters' rank ran, none computed the gradient of a frozen weight, and the optimizer state is
+    that of the adapters alone."""
     noted = seen.facts.get("adapters")
     if noted is None:
-        return Proof(False, "no adapters were put in")
+        return Proof(False, "no adapters were added")
     rank, tokens = int(knobs["rank"]), seen.facts["micro_tokens"]
-    # Layers may be cut among ranks, by outputs or by inputs.
+    # Layers may be sharded by outputs or by inputs.
     parts = {1, seen.facts.get("tp", {}).get("ranks", 1)}
     widths = {
         pair for out, into in noted["widths"] for n in parts for pair in ((out // n, into), (out, into // n))
     }
-    thin_widths = {rank, 2 * rank, 3 * rank}  # adapters of one input share a product
+    thin_widths = {rank, 2 * rank, 3 * rank}  # adapters of one input share a matmul
     thin = sum(count for shape, count in seen.matmul_shapes.items() if thin_widths.intersection(shape))
     wide = [
         shape
         for shape in seen.matmul_shapes
-        # A weight's gradient is a product over all tokens. A layer as wide as there are tokens, or as narrow as an
-        # adapter, cannot be told apart.
+        # A weight's gradient is a matmul over all tokens. A layer as wide as the number of tokens, or as narrow as
+        # an adapter, is ambiguous.
         if shape[1] == tokens
         and {(shape[0], shape[2]), (shape[2], shape[0])} & widths
         and not {tokens, *thin_widths}.intersection((shape[0], shape[2]))
     ]
     state = sum(seen.state_bytes.values())
-    per_trained = state / seen.num_parameters  # of this rank's stages, in a pipeline
+    per_trained = state / seen.num_parameters  # in a pipeline, of this rank's stages
     return Proof(
         thin > 0 and not wide and 0 < per_trained <= 16,
         f"{noted['trained']:,} of {noted['base'] + noted['trained']:,} parameters are trained, in {noted['layers']} "
-        f"layers; {thin:.0f} thin products a step, {len(wide)} products that make a frozen weight's gradient; "
+        f"layers; per step {thin:.0f} thin matmuls and {len(wide)} for the gradient of a frozen weight; "
         f"optimizer state {state:,} bytes, {per_trained:.1f} per trained parameter",
     )
 
 
 dora_in_fp32 = Requirement(
-    "variant dora compares lengths, which bf16 is too coarse for: use amp_bf16 in place of pure_bf16 or bf16_master, or "
+    "variant dora compares magnitudes, for which bf16 is too coarse: use amp_bf16 in place of pure_bf16 or bf16_master, or "
     "variant lora",
     lambda machine, recipe: (
         not used(recipe, "pure_bf16", "bf16_master")
@@ -111,7 +112,7 @@ dora_in_fp32 = Requirement(
 )
 
 dora_unsharded = Requirement(
-    "variant dora measures whole rows of a weight, of which layout.tp gives each rank a part; use variant lora, or set "
+    "variant dora needs the norm of whole rows of a weight, which layout.tp shards; use variant lora, or set "
     "layout.tp to 1",
     lambda machine, recipe: (
         recipe.layout.tp == 1
@@ -120,8 +121,8 @@ dora_unsharded = Requirement(
 )
 
 FROZEN_MEMORY = (
-    MemoryEffect("frozen", 1.0, "gradients, moments and copies are those of the adapters only"),
-    MemoryEffect("norm.scaled", 0.0, "the gain has no gradient"),
+    MemoryEffect("frozen", 1.0, "gradients, moments and master weights of the adapters only"),
+    MemoryEffect("norm.scaled", 0.0, "the norm's weight has no gradient"),
     MemoryEffect("norm.copies", 0.0, "cast once for all adapters"),
 )
 

@@ -1,14 +1,14 @@
-"""QLoRA: LoRA over a base whose frozen weights are stored in 4 bits.
+"""QLoRA: LoRA over a base quantized to 4 bits.
 
-LoRA leaves one large thing in memory, the frozen base: 16 GB for an 8B model in bf16. Here the linear layers of
-the blocks are kept as NF4 codes (a table of 16 values, a scale for each block of 64, the scales quantized once
-more: 4.13 bits a weight), 4 GB, and one layer's weight is unpacked for each product, forward and again backward.
-Embeddings, norms and head stay as they are. An 8B model then trains on a 24 GB card. It costs time: every
-pass unpacks every weight, which hides behind the products only when there are many tokens; and the base is
-rounded to 16 levels, so it starts a little worse than what it was made from. Weights are quantized one by
-one as they arrive: the model never exists on the device in full precision. `lora` is faster where memory allows.
-On a CUDA device our own kernel unpacks what bitsandbytes stored, to the same bits: scales and weights in one pass, 1.8 times as
-fast as the library's three on an H200.
+LoRA leaves one large thing in memory, the frozen base: 16 GB for an 8B model in bf16. Here the linear
+layers of the blocks are stored in NF4 (a table of 16 values, a scale per block of 64, scales quantized once
+more: 4.13 bits per weight), 4 GB, and one layer's weight is dequantized for each matmul, forward and again
+backward. Embeddings, norms and head are unchanged. An 8B model then trains on a 24 GB card. It costs time:
+every pass dequantizes every weight, which is small next to the matmuls only when there are many tokens; and
+the base starts a little worse than the original. Weights are quantized one by one as they arrive: the model
+never exists on the device in full precision. `lora` is faster where memory allows. On CUDA our own kernel
+dequantizes what bitsandbytes stored, bit for bit the same: scales and weights in one pass, 1.8 times as fast
+as the library's three on an H200.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ FORWARD = ("rush::adapted_quantized_linears", "rush::quantized_linear")
 BACKWARD = ("rush::adapted_quantized_linears_backward", "rush::quantized_linear_backward")
 OPERATORS = {"rush": "rush::dequantize_nf4", "bitsandbytes": "bitsandbytes::dequantize_4bit"}
 KERNELS = {"rush": "dequantize_nf4_kernel", "bitsandbytes": "Dequantize", "torchao": "triton_"}
-"""How who unpacks shows in a profile; torchao's formula has no operator of its own."""
+"""Names in a profile of each implementation of dequantize; torchao's has no operator of its own."""
 OURS = "nf4/bitsandbytes, by rush"
 
 
 def quantize(build: Build, form: Form, dequantizer: str | None = None) -> None:
-    """Codes in place of the blocks' weights; what they come to is noted for the evidence."""
+    """Quantize the blocks' linear layers."""
     quantize_linears(build.model, form)
     layers = [
         layer for role, layers in build.model.linears().items() if role != "head" for _, layer in layers
@@ -60,7 +60,7 @@ def quantize(build: Build, form: Form, dequantizer: str | None = None) -> None:
     for layer in layers:
         assert isinstance(layer, QuantizedLinear)
         layer.dequantizer = dequantizer or str(form)
-    # The tables of values are the same for all layers and do not grow with them.
+    # The tables of values are shared by all layers.
     stored = sum(
         buffer.numel() * buffer.element_size()
         for layer in layers
@@ -91,30 +91,30 @@ def _by_rush(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype)
 
 
 def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:
-    """On a CUDA device with Triton, for codes as bitsandbytes stores them."""
+    """On CUDA with Triton, for weights that bitsandbytes quantized."""
     stored_by = knob_of(recipe, "qlora", "backend", BACKENDS[0])
     return machine.device == "cuda" and machine.triton is not None and stored_by == "bitsandbytes"
 
 
 def dequantized_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Layers were multiplied from their codes, forward and backward, on top of what adapters show."""
+    """Matmuls dequantized their weights, forward and backward, and only adapters were trained."""
     noted = seen.facts.get("quantized")
     if noted is None:
         return Proof(False, "no weight was quantized")
     trained = adapters_trained(seen, knobs)
     counts = [sum(seen.ops.get(op, 0) for op in ops) for ops in (FORWARD, BACKWARD)]
     by = str(noted["unpacked_by"])
-    # A replayed recording shows kernels only.
+    # A replayed CUDA graph shows kernels only.
     ran = all(counts) or any(KERNELS[by] in name for name in seen.kernels)
     return Proof(
         trained.took_effect and ran,
-        f"{noted['layers']} layers in {noted['bits']:.2f} bits a weight; products from codes in the profiled steps: "
+        f"{noted['layers']} layers at {noted['bits']:.2f} bits per weight; dequantizing matmuls in the profiled steps: "
         f"{counts[0]} forward, {counts[1]} backward; {trained.what}",
     )
 
 
-def _unpacked_by(seen: Observation) -> set[str]:
-    """Who unpacked in the profiled steps, of those that can be told by name."""
+def _dequantized_by(seen: Observation) -> set[str]:
+    """Implementations of dequantize that the profile names."""
     return {
         who
         for who, operator in OPERATORS.items()
@@ -123,16 +123,16 @@ def _unpacked_by(seen: Observation) -> set[str]:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The linear layers' weights come to less than 5 bits each, products from their codes ran forward and backward, unpacked
-    by our kernel or the library's as the knobs say, and only adapters were trained."""
+    """The linear layers take less than 6 bits per weight, their weights were dequantized forward and backward, by our
+    kernel or the library's as the knobs say, and only adapters were trained."""
     proof = dequantized_twice(seen, knobs)
-    noted, found = seen.facts.get("quantized", {}), _unpacked_by(seen)
+    noted, found = seen.facts.get("quantized", {}), _dequantized_by(seen)
     by = str(noted.get("unpacked_by"))
-    # (The library also unpacks for DoRA's lengths, whoever does for products.)
+    # (DoRA's magnitudes are always computed with the library's.)
     as_asked = ("rush" in found) == (by == "rush") and (by in found or by not in OPERATORS)
     return Proof(
         proof.took_effect and as_asked and noted["bits"] < 6,
-        f"unpacked by {' and '.join(sorted(found)) or by}; {proof.what}",
+        f"dequantized by {' and '.join(sorted(found)) or by}; {proof.what}",
     )
 
 
@@ -149,7 +149,7 @@ def _asks_for_ours(recipe: Recipe) -> bool:
 
 
 def _plans_ours(knobs: Mapping[str, Knob]) -> bool:
-    """As a plan has it, which is asked about GPUs."""
+    """As the planner assumes, for GPUs."""
     return knobs["unpack"] != "library" and knobs["backend"] == "bitsandbytes"
 
 
@@ -166,10 +166,12 @@ technique = Technique(
     apply=apply,
     requires=(
         has_library("qlora"),
-        Requirement(f"it needs linear layers whose weights come in blocks of {BLOCK}", _whole_blocks),
+        Requirement(
+            f"it needs linear layers whose weights are a multiple of blocks of {BLOCK}", _whole_blocks
+        ),
         dora_in_fp32,
         Requirement(
-            "unpack = rush is for codes that bitsandbytes stored; set backend bitsandbytes, or unpack auto or library",
+            "unpack = rush is for weights that bitsandbytes quantized; set backend bitsandbytes, or unpack auto or library",
             lambda machine, recipe: (
                 not _asks_for_ours(recipe)
                 or knob_of(recipe, "qlora", "backend", BACKENDS[0]) == "bitsandbytes"
@@ -182,11 +184,11 @@ technique = Technique(
     ),
     conflicts=("fp8", "fused_projections", "fp16_matmul", "int8_base", "lora", "tp"),
     knobs={
-        "backend": KnobRange(BACKENDS, "whose quantizing"),
+        "backend": KnobRange(BACKENDS, "library that quantizes"),
         "unpack": KnobRange(
             ("auto", "rush", "library"),
-            "whose kernel unpacks, to the same bits: ours (CUDA, what bitsandbytes stored) or the backend's; auto is ours "
-            "where it can be",
+            "kernel that dequantizes, bit for bit the same: ours (CUDA, backend bitsandbytes) or the backend's; auto is "
+            "ours where possible",
         ),
         **KNOBS,
     },
@@ -199,20 +201,20 @@ technique = Technique(
     parity=Parity.CHANGES,
     evidence=evidence,
     memory=(
-        MemoryEffect("blocks", 1.0, "4.13 bits a weight; embeddings and head as they were", size=4.13 / 8),
+        MemoryEffect("blocks", 1.0, "4.13 bits per weight; embeddings and head unchanged", size=4.13 / 8),
         *FROZEN_MEMORY,
     ),
     work=(
         WorkEffect(
             "unpack.reaches",
             0.83,
-            "as measured on an H200: our kernel's; bitsandbytes' three reach half of it",
+            "measured on an H200 for our kernel; bitsandbytes' three reach half of it",
             by_knob=lambda knobs: 0.83 if _plans_ours(knobs) else 0.42,
         ),
         WorkEffect(
             "unpack.launches",
             7.0,
-            "what a call with bitsandbytes' two operators takes of a host, in usual calls",
+            "host time of bitsandbytes' two operators, in usual operator calls",
         ),
     ),
 )

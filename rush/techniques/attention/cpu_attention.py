@@ -1,11 +1,12 @@
-"""Our own attention for a CPU: exact, without the matrix of all scores, in C++ with vector instructions.
+"""Our own attention for CPUs: exact, without materializing the score matrix, in C++ with SIMD.
 
-Plain attention on a CPU is a product that a library makes, a softmax that walks over all scores several times, and another
-product, with copies between. torch's flash operator for CPUs walks over tiles instead, in library calls that are too small to be
-fast where sequences and head dims are short. This takes 16 queries at a time with all the keys that they see: their scores
-stay in a core's cache, so nothing has to be rescaled; the small products keep their tiles in registers; and keys above
-the diagonal or in other documents are left out. It wins most at short sequences. Threads share out the key/value heads of all
-rows, so that a single long row with few heads leaves cores idle. The kernel is built when it is first used (half a minute, once).
+Plain attention on a CPU is a batched matmul, a softmax that walks over all scores several times, and
+another matmul, with copies between. torch's flash attention for CPUs works in tiles, with library calls too
+small to be fast where sequences and head dims are short. This kernel takes 16 queries at a time with all
+the keys they see: the scores stay in a core's cache, so nothing is rescaled; the small matmuls keep their
+tiles in registers; and keys above the diagonal or in other documents are skipped. It wins most at short
+sequences. Threads parallelize over rows and key/value heads, so a single long row with few heads leaves
+cores idle. The kernel is built at first use (half a minute, once).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ technique = Technique(
     apply=apply,
     requires=(
         Requirement(
-            "it computes on a CPU; on a GPU use flash_attention, cudnn_attention or triton_attention",
+            "it runs on a CPU; on a GPU use flash_attention, cudnn_attention or triton_attention",
             lambda machine, recipe: machine.device == "cpu",
         ),
         needs_kernels,
         Requirement(
-            f"it is made for head dims {', '.join(map(str, HEAD_DIMS))}",
+            f"it supports head dims {', '.join(map(str, HEAD_DIMS))}",
             lambda machine, recipe: recipe.shape().head_dim in HEAD_DIMS,
         ),
     ),
@@ -59,13 +60,13 @@ technique = Technique(
         kernels=(), ops=("rush::flash_attention_forward", "rush::flash_attention_backward")
     ),
     memory=(
-        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
         MemoryEffect(
             "attention.output",
             1.0,
-            "the kernel keeps its result, which the next layer reads as it is, and a number per head",
+            "the output, which is also the next layer's input, and the log-sum-exp",
         ),
-        MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
+        MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
     ),
-    work=(WorkEffect("attention", 0.1, "as measured on two Neoverse-N1 cores"),),
+    work=(WorkEffect("attention", 0.1, "measured on two Neoverse-N1 cores"),),
 )

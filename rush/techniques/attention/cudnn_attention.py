@@ -1,14 +1,13 @@
-"""cuDNN's attention: the same tiled algorithm as FlashAttention, another kernel.
+"""cuDNN's fused attention: the tiled algorithm of FlashAttention, another kernel.
 
-cuDNN generates its kernel for the card at hand; on Hopper it uses the asynchronous units that
-FlashAttention 2 does not know. It wins there at long sequences, and costs a plan to be built for each
-new shape. torch's dispatcher may fall back to another backend without a word, so this calls the cuDNN
-operator itself: it runs or it fails.
+cuDNN generates its kernel for the GPU at hand; on Hopper it uses asynchronous tensor cores, which
+FlashAttention 2 does not. It wins there at long sequences; every new shape needs a new cuDNN plan. torch's
+dispatcher may silently fall back to another backend, so this calls the cuDNN operator itself: it runs or it
+fails.
 
-cuDNN's backward pass adds to the queries' gradients in whatever order its programs come, so their last bits differ from
-run to run, and torch offers no switch. With `run.deterministic` the backward pass is therefore that of
-`triton_attention`, whose sums have one order; it reads what cuDNN's forward pass left (the output, and a number per query
-and head).
+cuDNN's backward pass accumulates the queries' gradients in varying order, so their last bits differ from
+run to run, and torch has no switch for it. With `run.deterministic` the backward pass is that of
+`triton_attention`, whose sums have a fixed order; it takes cuDNN's output and log-sum-exp.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from rush.techniques.attention.triton_attention import HEAD_DIMS
 
 
 def _cudnn(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> tuple[Tensor, Tensor]:
-    """The output, and the log of every query's sum of exponentials, which a backward pass needs."""
+    """The output and the log-sum-exp of every query."""
     found = torch.ops.aten._scaled_dot_product_cudnn_attention(q_bhtd, k_bktd, v_bktd, None, True, 0.0, True)
     return found[0], found[1]
 
@@ -52,7 +51,7 @@ def _cudnn(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> tuple[Tensor, Tens
 @op("cudnn_attention_forward")
 def _forward(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     o, lse = _cudnn(q, k, v)
-    # Our backward pass takes powers of 2, so it wants log2 of the sums. (The output lies so already, mostly.)
+    # Our backward pass uses exp2, so it takes the log-sum-exp to base 2.
     return o.transpose(1, 2).contiguous().transpose(1, 2), lse.reshape(q.shape[:3]) * math.log2(math.e)
 
 
@@ -76,14 +75,14 @@ _forward.register_autograd(_gradients, setup_context=_keep)
 
 
 class CudnnCore(nn.Module):
-    """The attention core through torch's cuDNN operator."""
+    """Attention core by torch's cuDNN operator."""
 
     def __init__(self, grouped: bool, deterministic: bool = False) -> None:
         super().__init__()
         self.grouped = grouped
-        """Whether the kernel finds the key/value head of each query head by itself."""
+        """Whether the kernel handles grouped-query attention."""
         self.deterministic = deterministic
-        """Whether the backward pass is ours, which gives the same bits each time."""
+        """Whether the backward pass is our deterministic one."""
 
     def forward(
         self,
@@ -113,7 +112,7 @@ def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
     if recipe.shape().head_dim in HEAD_DIMS:
         return None
     return (
-        "cuDNN's backward pass adds in changing order, and ours, which takes its place, is made for head dims "
+        "cuDNN's backward pass accumulates in varying order, and ours, which replaces it, supports head dims "
         f"{', '.join(map(str, HEAD_DIMS))}; use flash_attention"
     )
 
@@ -131,7 +130,7 @@ technique = Technique(
         ),
         half_precision,
         Requirement(
-            "torch does not offer cuDNN's kernel for documents packed into one row (pack_best_fit, flatten); use "
+            "torch does not support packed documents with cuDNN (pack_best_fit, flatten); use "
             "flash_attention, triton_attention or flex_attention with them",
             lambda machine, recipe: not used(recipe, "flatten", "pack_best_fit"),
         ),
@@ -145,7 +144,7 @@ technique = Technique(
     knobs={
         "heads": KnobRange(
             ("repeated", "grouped"),
-            "keys and values of a group copied for each of its query heads, or read by them all where they are",
+            "grouped-query attention by repeating keys and values for each query head, or inside the kernel",
         )
     },
     claim=Claim(
@@ -157,11 +156,11 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=attention_ran(kernels=("cudnn",), ops=("scaled_dot_product_cudnn_attention",)),
     memory=(
-        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
         MemoryEffect(
             "attention.output",
             1.0,
-            "the kernel keeps its result, which the next layer reads as it is, and a number per head",
+            "the output, which is also the next layer's input, and the log-sum-exp",
         ),
         MemoryEffect(
             "heads.repeated",
@@ -171,5 +170,5 @@ technique = Technique(
         ),
     ),
     settings=(Setting(), Setting({"heads": "grouped"})),
-    work=(WorkEffect("attention", 0.38, "as measured on an H200"),),
+    work=(WorkEffect("attention", 0.38, "measured on an H200"),),
 )

@@ -1,16 +1,15 @@
-"""FlashAttention: exact attention that never writes the score matrix.
+"""FlashAttention: exact attention that never materializes the score matrix.
 
-Plain attention writes sequence × sequence scores per head to device memory, reads them for the
-softmax, writes them, reads them again. The flash kernel walks over tiles that fit on chip, keeps a
-running maximum and sum, and recomputes the tiles in the backward pass: memory grows with the
-sequence instead of its square, and the traffic that bound the plain version is gone. At short
-sequences there is little to save.
+Plain attention writes sequence × sequence scores per head to device memory, reads them for the softmax,
+writes them, reads them again. The flash kernel works on tiles that fit on chip, keeps a running maximum and
+sum, and recomputes the tiles in the backward pass: memory is linear in the sequence instead of quadratic,
+and the memory traffic that bound the plain version is gone. At short sequences there is little to save.
 
-Packed documents lie one after the other as one line, and the kernel is told where each begins: what lies outside of
-a document is never read, so short documents cost little. (The CPU's operator masks instead.)
+Packed documents are flattened into one row with cumulative sequence lengths (varlen attention): nothing
+outside a document is read, so short documents cost little. (The CPU operator uses a mask.)
 
-torch's dispatcher picks a backend by its own rules, and a compiled graph from a cache can carry
-another backend than the one asked for. So this calls the flash operator itself.
+torch's dispatcher picks a backend by its own rules, and a cached compiled graph can hold another backend
+than the one asked for. So this calls the flash operator itself.
 """
 
 from __future__ import annotations
@@ -40,11 +39,11 @@ from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autoc
 
 
 class DocumentOffsets(nn.Module):
-    """Packed documents for the flash operators: where they begin in the flattened batch; on a CPU, a mask of scores."""
+    """Packed documents for the flash operators: cumulative sequence lengths of the flattened batch; on a CPU, a mask."""
 
     def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> Tensor:
         if documents_bt.is_cuda:
-            assert starts_n is not None, "variable-length attention is told where documents begin"
+            assert starts_n is not None, "varlen attention needs the cumulative sequence lengths"
             return starts_n
         position_t = torch.arange(documents_bt.shape[1])
         visible_bts = documents_bt[:, :, None] == documents_bt[:, None, :]
@@ -53,12 +52,12 @@ class DocumentOffsets(nn.Module):
 
 
 class FlashCore(nn.Module):
-    """The attention core through torch's flash operator for the tensors' device."""
+    """Attention core by torch's flash operator for the tensors' device."""
 
     def __init__(self, longest: int) -> None:
         super().__init__()
         self.longest = longest
-        """No packed document has more tokens."""
+        """Maximum length of a packed document."""
 
     def forward(
         self,
@@ -73,11 +72,10 @@ class FlashCore(nn.Module):
         assert query_offset + q_bhtd.shape[2] == k_bktd.shape[2], "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)
         if q_bhtd.is_cuda and documents is not None:
-            return self._line(q_bhtd, k_bktd, v_bktd, documents)
+            return self._varlen(q_bhtd, k_bktd, v_bktd, documents)
         out: Tensor
         if q_bhtd.is_cuda:
-            # The kernel reads a shared key/value head for each of its query heads by itself, and lets the last query
-            # see the last key, however many queries there are.
+            # The kernel supports grouped-query attention, and aligns the causal mask to the last query and key.
             flash = torch.ops.aten._scaled_dot_product_flash_attention
             out = flash(q_bhtd, k_bktd, v_bktd, dropout_p=0.0, is_causal=True)[0]
             return out
@@ -90,12 +88,12 @@ class FlashCore(nn.Module):
         out = flash(q_bhtd, k_bhtd, v_bhtd, dropout_p=0.0, is_causal=mask is None, attn_mask=mask)[0]
         return out
 
-    def _line(self, q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, starts_n: Tensor) -> Tensor:
-        """All rows as one line of documents. Empty ones, which fill up `starts_n`, are left at once by the kernel."""
+    def _varlen(self, q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, starts_n: Tensor) -> Tensor:
+        """Varlen attention over all rows flattened. Empty documents, which pad `starts_n`, cost nothing."""
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q_bhtd, k_bktd, v_bktd))
         starts_q, num_queries, num_keys = starts_n, q_bhtd.shape[2], k_bktd.shape[2]
         if num_queries < num_keys:
-            # Of each row the last positions only; a document that ends before them has no query.
+            # Queries are the last positions of each row; a document that ends before them has none.
             within = (starts_n % num_keys - (num_keys - num_queries)).clamp(min=0)
             starts_q = starts_n // num_keys * num_queries + within
         varlen = torch.ops.aten._flash_attention_forward
@@ -133,13 +131,13 @@ technique = Technique(
         ops=("scaled_dot_product_flash_attention_for_cpu", "flash_attention_for_cpu_backward"),
     ),
     memory=(
-        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
         MemoryEffect(
             "attention.output",
             1.0,
-            "the kernel keeps its result, which the next layer reads as it is, and a number per head",
+            "the output, which is also the next layer's input, and the log-sum-exp",
         ),
-        MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
+        MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
     ),
-    work=(WorkEffect("attention", 0.225, "as measured on an H200"),),
+    work=(WorkEffect("attention", 0.225, "measured on an H200"),),
 )

@@ -1,9 +1,9 @@
-"""FlexAttention: a fused attention kernel generated from a description of the mask.
+"""FlexAttention: a fused attention kernel generated from a mask function.
 
-The mask is a small Python function of positions; the compiler writes a tiled kernel for it and skips the
-blocks that it hides altogether. For a plain causal mask a hand-made kernel is a little faster; it pays
-where the mask is unusual (packed documents, windows) and no hand-made kernel exists. The first step waits
-for the compiler. On a CPU it would materialize all scores, so it is refused there.
+The mask is a small Python function of positions; the compiler generates a tiled kernel for it and skips
+blocks that are fully masked. For a plain causal mask a hand-written kernel is a little faster; it pays where
+the mask is unusual (packed documents, sliding windows) and no hand-written kernel exists. The first step
+waits for the compiler. On a CPU it would materialize all scores, so it is refused there.
 """
 
 from __future__ import annotations
@@ -37,11 +37,8 @@ BLOCK = 128
 
 
 class DocumentMask(nn.Module):
-    """Packed documents for the generated kernel: which blocks of keys each block of queries sees, wholly or in part.
-
-    Documents are runs of positions, so the first position of a document says it all: the blocks are found without
-    a mask of length × length, and without waiting for the device.
-    """
+    """BlockMask of packed documents, computed from the first position of each document: without a mask of length ×
+    length, and without a device synchronization."""
 
     def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> Any:
         from torch.nn.attention.flex_attention import BlockMask
@@ -53,7 +50,7 @@ class DocumentMask(nn.Module):
         num_blocks = -(-length // BLOCK)
         block_n = torch.arange(num_blocks, device=documents_bt.device)
         ends_n = (block_n * BLOCK + BLOCK - 1).clamp(max=length - 1)
-        # The first query of a block sees farthest back, its last one least far.
+        # The first query of a block sees the earliest keys, its last one the fewest.
         nearest_bn, farthest_bn = first_bt[:, ends_n], first_bt[:, block_n * BLOCK]
         seen = (block_n >= farthest_bn[..., None] // BLOCK) & (block_n <= block_n[:, None])
         whole = (block_n * BLOCK >= nearest_bn[..., None]) & (block_n < block_n[:, None])
@@ -72,13 +69,13 @@ class DocumentMask(nn.Module):
 
 
 def _listed(blocks_bnm: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks are set in each line, and which, those that are set first."""
+    """For each row the number of blocks that are set, and their indices first."""
     order = torch.argsort(blocks_bnm.to(torch.int8), dim=-1, descending=True, stable=True)
     return blocks_bnm.sum(-1, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None].contiguous()
 
 
 class FlexCore(nn.Module):
-    """The attention core through a generated kernel, for sequences of the length its mask was made for."""
+    """Attention core by a generated kernel, for the sequence length of its mask."""
 
     def __init__(self, kernel: Any, mask: Any) -> None:
         super().__init__()
@@ -109,7 +106,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     length = build.recipe.batch.sequence
-    # Outside of a compiled graph the operator runs as written, with all scores; so it is compiled here.
+    # Uncompiled, the operator materializes all scores.
     kernel = torch.compile(flex_attention, dynamic=False, fullgraph=True)
     mask = create_block_mask(_causal, None, None, length, length, device=str(build.device))
     set_attention_core(build.model, lambda: FlexCore(kernel, mask), DocumentMask())
@@ -129,7 +126,7 @@ technique = Technique(
             ),
         ),
         Requirement(
-            "its mask is made for rows of one length: set shapes=1 in pad or bucket",
+            "its mask has one sequence length: set shapes=1 in pad or bucket",
             lambda machine, recipe: all(
                 knob_of(recipe, name, "shapes", 0) == 1 for name in ("bucket", "pad") if used(recipe, name)
             ),
@@ -146,13 +143,13 @@ technique = Technique(
     compiles=lambda knobs: True,
     evidence=attention_ran(kernels=("flex_attention",), ops=("flex_attention",)),
     memory=(
-        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
         MemoryEffect(
             "attention.output",
             1.0,
-            "the kernel keeps its result, which the next layer reads as it is, and a number per head",
+            "the output, which is also the next layer's input, and the log-sum-exp",
         ),
-        MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
+        MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
     ),
-    work=(WorkEffect("attention", 0.2, "as measured on an H200"),),
+    work=(WorkEffect("attention", 0.2, "measured on an H200"),),
 )

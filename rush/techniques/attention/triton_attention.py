@@ -1,11 +1,11 @@
 """Our own flash attention: the tiled algorithm as a Triton kernel, written to be read.
 
-The algorithm is FlashAttention 2's: tiles that fit on chip, a running maximum and sum, scores made again in
-the backward pass. FlashAttention 2's own kernels were written for Ampere; Triton compiles ours with the
-instructions of the card at hand, so on Hopper it uses the asynchronous tensor cores that those do not know.
-Unlike torch's flash operator it takes packed documents (and skips what lies outside of them) and its gradients
-have the same bits each time: nothing is added atomically, at the price of two of five products made twice.
-cuDNN's kernel, tuned for each card by its maker, may be faster still. In fp32 it is exact and slow.
+The algorithm is FlashAttention 2's: tiles that fit on chip, a running maximum and sum, scores recomputed in
+the backward pass. FlashAttention 2's own kernels were written for Ampere; Triton compiles ours for the GPU
+at hand, so on Hopper it uses the asynchronous tensor cores. Unlike torch's flash operator it supports
+packed documents, and its gradients are deterministic: no atomics, at the price of computing two of five
+matmuls twice. cuDNN's kernel, tuned for each GPU by its vendor, may be faster still. In fp32 it is exact and
+slow.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ OTHERS = ("flash_fwd", "flash_bwd", "fmha", "cudnn_generated", "scaled_dot_produ
 
 
 class DocumentBounds(nn.Module):
-    """Packed documents for our kernel: where the document of each position begins and ends."""
+    """Packed documents for our kernel: first and last position of each position's document."""
 
     def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> tuple[Tensor, Tensor]:
         from rush.kernels.flash_attention import document_bounds
@@ -47,7 +47,7 @@ class DocumentBounds(nn.Module):
 
 
 class TritonCore(nn.Module):
-    """The attention core through rush's own kernel."""
+    """Attention core by our own kernel."""
 
     def forward(
         self,
@@ -75,10 +75,10 @@ _ours_ran = attention_ran(
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Our kernels are in the profile (on a CPU, our operators); no softmax of plain attention and no other core's kernel is."""
+    """The profile shows our kernels (on a CPU our operators), and neither plain attention's softmax nor another kernel."""
     names = [*seen.kernels, *seen.ops]
     if other := next((name for name in names if any(part in name for part in OTHERS)), None):
-        return Proof(False, f"{other[:80]} ran, which is another attention")
+        return Proof(False, f"{other[:80]} ran, another attention kernel")
     return _ours_ran(seen, knobs)
 
 
@@ -89,7 +89,7 @@ technique = Technique(
     requires=(
         needs_triton,
         Requirement(
-            f"it is made for head dims {', '.join(map(str, HEAD_DIMS))}",
+            f"it supports head dims {', '.join(map(str, HEAD_DIMS))}",
             lambda machine, recipe: recipe.shape().head_dim in HEAD_DIMS,
         ),
     ),
@@ -104,13 +104,13 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("scores", 0.0, "only one number per query and head is kept"),
+        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
         MemoryEffect(
             "attention.output",
             1.0,
-            "the kernel keeps its result, which the next layer reads as it is, and a number per head",
+            "the output, which is also the next layer's input, and the log-sum-exp",
         ),
-        MemoryEffect("heads.repeated", 0.0, "the kernel finds the head of each group"),
+        MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
     ),
-    work=(WorkEffect("attention", 0.32, "as measured on an H200"),),
+    work=(WorkEffect("attention", 0.32, "measured on an H200"),),
 )

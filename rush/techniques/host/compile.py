@@ -1,9 +1,9 @@
 """torch.compile: trace the model once, run generated kernels.
 
-Eager PyTorch launches a kernel per operation, and each elementwise one reads and writes all its data
-in device memory. The compiler fuses chains of them into one kernel and takes Python out of the step.
-It wins where elementwise work and launches weigh; it leaves large matmuls as they are. The price is
-the first step, seconds to minutes, and another such wait whenever a shape changes.
+Eager PyTorch launches a kernel per operation, and each elementwise one reads and writes all its data in
+device memory. The compiler fuses chains of them into one kernel and takes Python out of the step. It wins
+where elementwise work and launches dominate; large matmuls stay the same. The price is the first step,
+seconds to minutes, and a recompilation whenever a shape changes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rush.techniques.api.evidence import dynamo_counts
 
 @torch.library.custom_op("rush::cos_and_sin", mutates_args=())
 def _cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
-    """Made once a pass. A compiler that sees into it makes sines and cosines anew in every layer, where they are used."""
+    """Opaque to the compiler, which would otherwise recompute sines and cosines in every layer."""
     return cos_and_sin(angles)
 
 
@@ -47,31 +47,30 @@ def _(angles: Tensor) -> tuple[Tensor, Tensor]:
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts["dynamo_before"] = dynamo_counts()
     if not build.ranks.alone:
-        # Compiled code calls this rank's groups by their names, which the cache's key leaves out where a backward pass brings
-        # them in: another rank's code would be found there, wait for the wrong ranks or fail.
+        # Compiled code names this rank's process groups, which the cache key omits for collectives of a backward pass:
+        # a rank could load another rank's code, and hang or fail.
         torch.compiler.config.cache_key_tag = f"rank {build.ranks.rank} of {build.recipe.layout}"
-    # It prepares to time a matmul for tiles that it will not choose among, and goes on without.
+    # A warning about a matmul that autotuning skips.
     hush("torch._inductor.select_algorithm", "Constructing input/output tensor meta failed")
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
     model = build.model
     if knobs["scope"] == "model" and model.rotary is not None:
         model.rotary.turns = _cos_and_sin
-    # Where attention is computed again, compiled code draws seeds from the host's generator at its first call (for a dropout that
-    # is not there): once a process, so once more in a resumed run. What is drawn in a step is given back.
+    # Where attention is recomputed, compiled code draws seeds from the CPU generator at its first call (for an unused dropout),
+    # so a resumed run would draw once more. The generator is restored after each step.
     build.step_contexts.append(partial(torch.random.fork_rng, devices=()))
     parts: list[nn.Module] = [*model.blocks, model.final_norm, model.loss_head]
     traceable = [part for part in parts if not getattr(part, "stays_eager", False)]
     for target in [model] if knobs["scope"] == "model" else traceable:
-        # On the instance, so that the module and the names of its weights stay what they were. The block is
-        # an argument of what is compiled, so blocks of one shape share one graph. A graph break would run
-        # part of the model eagerly without a word: it is an error.
+        # On the instance, so that module and parameter names do not change. The block is an argument of the compiled
+        # function, so blocks of one shape share one graph. A graph break is an error.
         compiled = torch.compile(target.forward, mode=mode, dynamic=False, fullgraph=True)
         target.__dict__["forward"] = compiled
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Compiled graphs were called in the profiled steps, backward included."""
-    # A compiled training graph shows its backward pass; replayed from a recording, only its kernels.
+    # A compiled training graph shows its backward pass; replayed in a CUDA graph, only its kernels.
     replayed = seen.graphs > 0 and any(name.startswith("triton_") for name in seen.kernels)
     calls = seen.ops.get("CompiledFunctionBackward", 0)
     return Proof(
@@ -106,15 +105,15 @@ technique = Technique(
     evidence=evidence,
     compiles=lambda knobs: True,
     memory=(
-        MemoryEffect("norm.wide", 0.0, "made again inside the backward kernels"),
-        MemoryEffect("norm.scaled", 0.0, "made again inside the backward kernels"),
-        MemoryEffect("norm.copies", 0.0, "one cast for all layers behind a norm"),
-        MemoryEffect("block.middle", 0.0, "the sum is made again"),
-        MemoryEffect("attention.projected", 1.0, "from what attention added"),
-        MemoryEffect("mlp.activated", 0.0, "made again inside the backward kernels"),
-        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
-        MemoryEffect("logits.padded", 2.0, "an odd vocabulary's, forward and backward"),
-        MemoryEffect("seams", 0.75, "chunks of a loss, as measured twice"),
+        MemoryEffect("norm.wide", 0.0, "recomputed inside the backward kernels"),
+        MemoryEffect("norm.scaled", 0.0, "recomputed inside the backward kernels"),
+        MemoryEffect("norm.copies", 0.0, "one cast for all layers after a norm"),
+        MemoryEffect("block.middle", 0.0, "the sum is recomputed"),
+        MemoryEffect("attention.projected", 1.0, "the sum is recomputed from it"),
+        MemoryEffect("mlp.activated", 0.0, "recomputed inside the backward kernels"),
+        MemoryEffect("logits.copies", 0.0, "the gradient overwrites the logits"),
+        MemoryEffect("logits.padded", 2.0, "of an unaligned vocabulary, forward and backward"),
+        MemoryEffect("seams", 0.75, "chunks of a loss, measured twice"),
     ),
     settings=(Setting({"scope": "block"}), Setting({"scope": "model"})),
     work=(
@@ -122,7 +121,7 @@ technique = Technique(
         WorkEffect("rotations.fused", 1.0),
         WorkEffect("mlp.fused", 1.0),
         WorkEffect("stream.fused", 1.0),
-        WorkEffect("head.odd", 1.0, "it pads the product"),
+        WorkEffect("head.odd", 1.0, "it pads the matmul"),
         WorkEffect(
             "launches.block",
             58.0,

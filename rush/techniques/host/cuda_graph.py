@@ -1,12 +1,12 @@
-"""CUDA graph: record forward and backward once, replay them with one launch.
+"""CUDA graph: capture forward and backward once, replay them with one launch.
 
 A step of a small model is thousands of kernels of a few microseconds, and launching each from Python takes
-longer than running it: the GPU waits for the CPU. A recording keeps all launches with their arguments, and
-one call replays them. Since arguments are addresses, inputs and gradients must stay in one place: batches
-are copied in, gradients add up in fixed memory. Shapes must repeat (each new one is recorded anew). It wins
-where the profile shows an idle GPU; large models gain nothing and pay with memory. Where a step is one micro batch, gradients
-need not add up: with `gradients = "written"` every replay writes them, four passes over them less, into memory that the
-recording frees and fills like any other. The bits are the same.
+longer than running it: the GPU waits for the CPU. A captured graph holds all launches with their arguments,
+and one call replays them. Arguments are addresses, so inputs and gradients are static: batches are copied
+in, gradients accumulate in static memory. Every new shape is captured once. It wins where the profile shows
+an idle GPU; large models gain nothing and pay with memory. Where a step is one micro batch, gradients need
+not accumulate: with `gradients = "written"` every replay writes them, which saves four passes over them, in
+memory of the graph's own pool. The result is bit for bit the same.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class CapturedGraph:
     loss_scale: Tensor
     loss: Tensor
     gradients: Sequence[Tensor | None]
-    """What a replay writes, or adds to."""
+    """Static gradients that a replay writes, or adds to."""
 
 
 class GraphedPass:
-    """A pass that is recorded at its first call for each shape, and replayed from then on."""
+    """A pass that is captured at the first call for each shape, and replayed from then on."""
 
     def __init__(
         self, inner: Pass, parameters: Callable[[], list[nn.Parameter]], *, writes: bool = False
@@ -60,39 +60,39 @@ class GraphedPass:
         self.inner = inner
         self.parameters = parameters
         self.writes = writes
-        self.recordings: dict[tuple[object, ...], CapturedGraph] = {}
+        self.graphs: dict[tuple[object, ...], CapturedGraph] = {}
         self.gradients: list[Tensor] = []
 
     def __call__(self, batch: Batch, loss_scale: Tensor) -> Tensor:
         tensors = batch.tensors()
         shapes = tuple((name, tensor.shape) for name, tensor in tensors.items())
-        if shapes not in self.recordings:
-            self.recordings[shapes] = self._record(batch, loss_scale)
-        recording = self.recordings[shapes]
-        for name, tensor in recording.batch.tensors().items():
+        if shapes not in self.graphs:
+            self.graphs[shapes] = self._capture(batch, loss_scale)
+        captured = self.graphs[shapes]
+        for name, tensor in captured.batch.tensors().items():
             tensor.copy_(tensors[name])
-        recording.loss_scale.copy_(loss_scale)
+        captured.loss_scale.copy_(loss_scale)
         if not self.writes:
-            self._empty_gradients()
+            self._zero_gradients()
         with record_function("rush::forward"):
-            recording.graph.replay()
-        for parameter, gradient in zip(self.parameters(), recording.gradients, strict=True):
+            captured.graph.replay()
+        for parameter, gradient in zip(self.parameters(), captured.gradients, strict=True):
             parameter.grad = gradient
-        return recording.loss.clone()
+        return captured.loss.clone()
 
-    def _empty_gradients(self) -> None:
-        """Empty the fixed gradients that the last update took away."""
+    def _zero_gradients(self) -> None:
+        """Zero the static gradients after `zero_grad(set_to_none=True)`."""
         fresh = [
             gradient for p, gradient in zip(self.parameters(), self.gradients, strict=True) if p.grad is None
         ]
         if fresh:
             torch._foreach_zero_(fresh)
 
-    def _record(self, batch: Batch, loss_scale: Tensor) -> CapturedGraph:
+    def _capture(self, batch: Batch, loss_scale: Tensor) -> CapturedGraph:
         inputs = batch.each(torch.clone), loss_scale.clone()
         parameters = self.parameters()
         so_far = [p.grad for p in parameters]
-        # Libraries set themselves up at their first calls, which must not be part of the recording.
+        # Warm-up: libraries initialize at their first calls, which must not be captured.
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
@@ -106,8 +106,8 @@ class GraphedPass:
         for place, parameter in enumerate(parameters):
             parameter.grad = None if self.writes else self.gradients[place]
         graph = torch.cuda.CUDAGraph()
-        # Only this thread is watched while recording: loader threads may allocate as they like.
-        with _own_workspaces(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        # Thread-local capture mode: loader threads may allocate meanwhile.
+        with _fresh_workspaces(), torch.cuda.graph(graph, capture_error_mode="thread_local"):
             loss = self.inner(*inputs)
         gradients = [p.grad for p in parameters] if self.writes else list(self.gradients)
         for parameter, gradient_so_far in zip(parameters, so_far, strict=True):
@@ -116,9 +116,8 @@ class GraphedPass:
 
 
 @contextmanager
-def _own_workspaces() -> Iterator[None]:
-    """Let a recording's matmuls find their scratch memory in its own pool: each stream gets some and keeps it, and those used
-    before would hold theirs for nothing."""
+def _fresh_workspaces() -> Iterator[None]:
+    """Allocate cuBLAS workspaces in the graph's own pool, and free those of other streams."""
     torch._C._cuda_clearCublasWorkspaces()
     yield
     torch._C._cuda_clearCublasWorkspaces()
@@ -135,16 +134,16 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
-    """Refuse to write over gradients that should add up."""
+    """Refuse to overwrite gradients that should accumulate."""
     if knobs["gradients"] == "written" and recipe.accumulation > 1:
         raise RecipeError(
             f"technique cuda_graph: gradients is 'written', but a step here is {recipe.accumulation} micro batches, whose gradients "
-            "add up; allowed is 'added', or set batch.micro so that one holds the step."
+            "accumulate; allowed is 'added', or set batch.micro so that a step is one micro batch."
         )
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Graphs were launched, and no matmul of a pass was launched as an operator of its own."""
+    """Graphs were launched, and no matmul of a pass was launched as an operator."""
     launches = seen.ops.get("cudaGraphLaunch", 0)
     return Proof(
         launches > 0 and "aten::mm" not in seen.ops and "aten::addmm" not in seen.ops,
@@ -160,8 +159,8 @@ technique = Technique(
     requires=(
         needs_cuda,
         Requirement(
-            "beside compile it needs mode default or max-autotune-no-cudagraphs, because the other modes record "
-            "graphs of their own",
+            "with compile it needs mode default or max-autotune-no-cudagraphs, because the other modes capture "
+            "their own graphs",
             lambda machine, recipe: (
                 knob_of(recipe, "compile", "mode", "default") in ("default", "max-autotune-no-cudagraphs")
             ),
@@ -171,7 +170,7 @@ technique = Technique(
     knobs={
         "gradients": KnobRange(
             ("added", "written"),
-            "whether a replay adds to gradients in fixed memory, or writes them (steps of one micro batch)",
+            "whether a replay adds to static gradients, or writes them (steps of one micro batch)",
         )
     },
     conflicts=("cp", "ddp", "expandable_segments", "fsdp", "offload_activations", "pp", "tp"),
@@ -187,10 +186,12 @@ technique = Technique(
         MemoryEffect(
             "recording",
             1.0,
-            "gradients stay allocated; not with gradients = written",
+            "static gradients; none with gradients = written",
             by_knob=lambda knobs: float(knobs["gradients"] == "added"),
         ),
-        MemoryEffect("pool", 1.0, "what a recording used stays its own, beside validation and samples too"),
+        MemoryEffect(
+            "pool", 1.0, "the graph's memory pool stays allocated, also during validation and sampling"
+        ),
     ),
     settings=(Setting(), Setting({"gradients": "written"})),
     work=(WorkEffect("launches.pass", 10.0),),

@@ -1,9 +1,9 @@
-"""No garbage collection inside a step; one on purpose every so many steps.
+"""No automatic garbage collection inside a step; an explicit one every so many steps.
 
-Python looks for unreachable cycles of objects whenever enough new ones were made, that is, at a moment
-nobody chose. With the millions of objects of a large training process a full look takes tens or hundreds of
-milliseconds, in which no kernel is launched; with several ranks, each at another step, all wait for each.
-Here the collector rests inside steps and is called by hand. Short runs of small models show nothing.
+Python's cyclic garbage collector runs whenever enough objects were allocated. With the millions of objects
+of a large training process a full collection takes tens or hundreds of milliseconds, in which no kernel is
+launched; with several ranks, each at another step, all wait for each. Here automatic collection is off
+inside steps and runs at fixed intervals. Short runs of small models show no difference.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from rush.techniques.api.contract import Build, Claim, KnobRange, Observation, P
 
 
 class ManualCollection:
-    """The surroundings of a step in which Python collects only when told to."""
+    """Context of a step without automatic garbage collection."""
 
     def __init__(self, every: int) -> None:
         self.every = every
         self.steps = 0
 
     @contextmanager
-    def resting(self) -> Iterator[None]:
+    def disabled(self) -> Iterator[None]:
         was_enabled = gc.isenabled()
         gc.disable()
         try:
@@ -38,11 +38,11 @@ class ManualCollection:
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    build.step_contexts.append(ManualCollection(int(knobs["every"])).resting)
+    build.step_contexts.append(ManualCollection(int(knobs["every"])).disabled)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Looked at from inside a step, Python's automatic collection is off."""
+    """Inside a step, automatic garbage collection is off."""
     enabled = seen.facts["gc_enabled_in_step"]
     return Proof(not enabled, f"automatic garbage collection is {'on' if enabled else 'off'} inside a step")
 

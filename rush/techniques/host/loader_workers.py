@@ -1,9 +1,9 @@
-"""Batches are made ahead, by worker threads, while the device computes.
+"""Worker threads prepare batches ahead, while the device computes.
 
-Without workers a step first waits for its batches: reading, cutting and copying tokens on the thread that
-also feeds the device. Workers make the next batches meanwhile, so the wait disappears as long as they can
-keep up. It shows only where the wait was worth mentioning: short steps, slow disks, long rows. The order of
-samples does not depend on the number of workers.
+Without workers a step waits for its batches: reading, slicing and copying tokens on the thread that also
+launches kernels. Workers prepare the next batches meanwhile, so the wait disappears as long as they keep up.
+It shows only where the wait is noticeable: short steps, slow disks, long rows. The order of samples does not
+depend on the number of workers.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Worker threads were at work while the steps ran; the wait for data is reported beside it."""
+    """Worker threads were running during the steps; the wait for data is reported with it."""
     threads = seen.facts["loader_threads"]
     return Proof(
         0 < threads <= int(knobs["count"]),
-        f"{threads} loader threads at work; {seen.data_wait_ms:.2f} ms of {seen.step_ms:.1f} ms spent waiting for data",
+        f"{threads} loader threads running; {seen.data_wait_ms:.2f} ms of {seen.step_ms:.1f} ms spent waiting for data",
     )
 
 
@@ -46,11 +46,11 @@ technique = Technique(
     claim=Claim(
         "data_wait_ms",
         -1.0,
-        regime="a batch takes less time to make than a step to compute",
+        regime="preparing a batch takes less time than a step",
         source="PyTorch performance tuning guide, asynchronous data loading",
     ),
     parity=Parity.EXACT,
     evidence=evidence,
-    memory=(MemoryEffect("buffers", 1.0, "a few batches ahead, in host memory"),),
+    memory=(MemoryEffect("buffers", 1.0, "a few prefetched batches in host memory"),),
     work=(WorkEffect("data.ahead", 2.0, "threads", by_knob=lambda knobs: float(knobs["count"])),),
 )

@@ -1,9 +1,8 @@
-"""Batches wait in pinned host memory, from which the device can fetch them itself.
+"""Batches in pinned host memory, for asynchronous copies to the device.
 
-Ordinary memory can be moved or swapped by the system, so the driver first copies it into a pinned buffer
-of its own, and the host waits for that. From pinned memory the device copies by itself while both go on
-working. Token ids are small, so for a language model the gain is small too; it matters where steps are
-a few milliseconds.
+Pageable memory must first be copied into a pinned buffer by the driver, and the host waits for that. From
+pinned memory the device copies asynchronously. Token ids are small, so for a language model the gain is
+small too; it matters where steps are a few milliseconds.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The batches' memory is pinned, and the profile shows copies from pinned memory."""
+    """The batches are pinned, and the profile shows copies from pinned memory."""
     copies = [name for name in seen.kernels if "Memcpy HtoD" in name]
     return Proof(
         bool(seen.facts["pinned"]) and any("Pinned" in name for name in copies),

@@ -1,10 +1,9 @@
-"""The loss in chunks of tokens: the logits of all tokens never exist at once.
+"""Chunked loss: the logits of all tokens never exist at once.
 
-Logits are tokens × vocabulary: with 16,000 tokens and 128,000 words, 8 GB in fp32, and as much again for
-their gradient, while the model in between needs a hidden vector per token. Here the loss head takes a
-chunk of tokens, makes its logits, adds up its loss and forgets them; the backward pass makes them again.
-The price is one more matmul with the vocabulary. It makes room (for a larger batch, most of all); by
-itself it does not make a step faster.
+Logits are tokens × vocabulary: with 16,000 tokens and a vocabulary of 128,000, 8 GB in fp32, and as much
+again for their gradient. Here the loss head takes a chunk of tokens, computes its logits, adds up its loss
+and discards them; the backward pass recomputes them. The price is one more LM head matmul. It saves memory
+(for a larger batch, most of all); by itself it does not make a step faster.
 """
 
 from __future__ import annotations
@@ -36,14 +35,14 @@ from rush.techniques.api.evidence import head_rows
 
 
 class Projection(nn.Module):
-    """From hidden vectors to logits: the slot that vocabulary padding fills."""
+    """Hidden states to logits; `vocab_pad` replaces it."""
 
     def forward(self, hidden_nd: Tensor, head_weight_vd: Tensor) -> Tensor:
         return F.linear(hidden_nd, head_weight_vd)
 
 
 class ChunkedLossHead(nn.Module):
-    """The summed loss over chunks of tokens; each chunk's logits are made twice and kept never."""
+    """The summed loss over chunks of tokens; each chunk's logits are recomputed in the backward pass."""
 
     recomputes = True
 
@@ -81,12 +80,12 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """No product with the vocabulary covered more than a chunk of tokens at once."""
+    """No LM head matmul covered more than a chunk of tokens at once."""
     vocabularies = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size", seen.facts["vocab_size"])}
     rows, tokens = head_rows(seen, vocabularies), seen.facts["micro_tokens"]
     return Proof(
         0 < rows < tokens and rows <= int(knobs["chunk_tokens"]),
-        f"the product with the vocabulary covered at most {rows:,} of {tokens:,} tokens at once",
+        f"the LM head matmul covered at most {rows:,} of {tokens:,} tokens at once",
     )
 
 
@@ -107,12 +106,12 @@ technique = Technique(
     head_only=True,
     memory=(
         MemoryEffect(
-            "logits.tokens", 1024.0, "those of a chunk", by_knob=lambda knobs: float(knobs["chunk_tokens"])
+            "logits.tokens", 1024.0, "those of one chunk", by_knob=lambda knobs: float(knobs["chunk_tokens"])
         ),
     ),
     settings=(
         Setting({"chunk_tokens": 4096}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 4096),
         Setting(when=lambda recipe: recipe.micro * recipe.batch.sequence > 1024),
     ),
-    work=(WorkEffect("head.again", 2.0, "logits are made again"),),
+    work=(WorkEffect("head.again", 2.0, "logits are recomputed"),),
 )

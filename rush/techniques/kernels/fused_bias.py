@@ -1,11 +1,11 @@
-"""Fused bias gradients: a bias's gradient is summed by the kernel that makes its layer's gradient.
+"""Fused bias gradients: the kernel that computes a layer's gradient also sums the gradient of its bias.
 
-GPT-2's layers have biases. Forward they cost nothing, a matmul adds them on its way out. Backward each asks for the sum of
-its layer's gradient over all tokens, and that is one more trip over a tensor as wide as the layer: with a compiler, whose
-fusions cannot turn from rows to columns, a fifth of what a block's backward pass moves between its matmuls goes to
-the two widest. Here the kernel of GELU's gradient sums what it writes, and so does the kernel that lays the gradients of
-queries, keys and values side by side, which is a trip that has to be made anyway. The matmuls stay the library's.
-It wins beside `compile` at large batches, where memory decides. Llama has no biases, so it has nothing to gain.
+GPT-2's layers have biases. Forward they are free, in the matmul's epilogue. Backward each needs the sum of
+its layer's gradient over all tokens, one more pass over a tensor as wide as the layer: with a compiler,
+which does not fuse reductions over columns, a fifth of what a block's backward pass moves between its
+matmuls goes to the two widest. Here the kernel of GELU's gradient sums what it writes, and so does the
+kernel that concatenates the gradients of queries, keys and values. The matmuls stay the library's. It wins
+with `compile` at large batches, where memory bandwidth is the limit. Llama has no biases.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 
 class BiasSplit(Split):
-    """Queries, keys and values, whose gradients are joined and summed in one kernel."""
+    """Queries, keys and values, whose gradients are concatenated and summed in one kernel."""
 
     def __init__(self) -> None:
         from rush.kernels.bias_grad import split_bias_grad
@@ -48,7 +48,7 @@ class BiasSplit(Split):
 
 
 class BiasGelu(Widen):
-    """A layer and its GELU, whose gradient is made and summed in one kernel."""
+    """A layer and its GELU, whose gradient is computed and summed in one kernel."""
 
     def __init__(self) -> None:
         from rush.kernels.bias_grad import gelu_bias_grad
@@ -62,13 +62,13 @@ class BiasGelu(Widen):
 
 
 def _total_and_bias(x_btd: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor]:
-    """The layer's output, which asks nothing of the bias, and the bias, whose gradient comes from elsewhere."""
+    """The layer's output with a detached bias, and the bias, whose gradient our kernel computes."""
     assert isinstance(layer, nn.Linear)
-    own = getattr(layer, "multiply", None)  # 8-bit factors, say; such a product adds no bias by itself
+    own = getattr(layer, "multiply", None)  # fp8, for example; without bias
     if own is None:
         return F.linear(x_btd, layer.weight, layer.bias.detach()), layer.bias
-    product: Tensor = own(x_btd, layer.weight)
-    return product + layer.bias.detach().to(product.dtype), layer.bias
+    out: Tensor = own(x_btd, layer.weight)
+    return out + layer.bias.detach().to(out.dtype), layer.bias
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -90,25 +90,23 @@ technique = Technique(
             lambda machine, recipe: recipe.shape().family == "gpt2",
         ),
         Requirement(
-            "it needs biases that are trained; with adapters they are frozen, so leave it out there",
+            "it needs trained biases; with adapters they are frozen, so remove it",
             lambda machine, recipe: not used(recipe, "lora", "qlora", "int8_base"),
         ),
     ),
-    # tp cuts the layers whose outputs are taken whole here.
+    # tp shards the layers whose full outputs are needed here.
     conflicts=("fused_mlp", "tp"),
     claim=Claim(
         "bytes moved between the matmuls of a block's backward pass",
         -0.19,
-        regime="GPT-2 124M, compiled by blocks: 57 kB a token become 46",
-        source="arithmetic over the kernels that torch's compiler makes",
+        regime="GPT-2 124M, compiled by blocks: 57 kB per token become 46",
+        source="arithmetic over the kernels that torch.compile generates",
     ),
     parity=Parity.CLOSE,
     evidence=rush_kernels_ran(
         kernels=("gelu_bias_grad_backward_kernel", "concat_bias_grad_kernel"),
         ops=("rush::gelu_bias_grad_backward", "rush::concat_bias_grad"),
     ),
-    memory=(MemoryEffect("mlp.opaque", 1.0, "beside fp8: a cast of what GELU writes is kept"),),
-    work=(
-        WorkEffect("sums.fused", 0.78, "of queries, keys and values and of the wide layer: 7 of 9 widths"),
-    ),
+    memory=(MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of GELU's output is saved"),),
+    work=(WorkEffect("sums.fused", 0.78, "queries, keys, values and the wide layer: 7 of 9 widths"),),
 )

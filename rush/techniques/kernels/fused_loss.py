@@ -1,15 +1,14 @@
-"""LM head and loss fused by our own kernels: no logits of all tokens, and no product made twice.
+"""LM head and cross-entropy fused by our own kernels: no logits of all tokens, nothing recomputed.
 
-Logits are tokens × vocabulary, far larger than anything else in the model. A chunk of tokens at a time, a
-matmul makes them in a buffer, a Triton kernel reads them and writes their gradient over them, and two more
-matmuls make the gradients of hidden vectors and weight. All of it happens in the forward pass; the backward
-pass multiplies by one number. `chunked_loss` does with plain torch what needs four matmuls: it forgets a
-chunk's logits and makes them again in the backward pass, where this keeps gradients that it already has. A
-vocabulary that is no round number is padded on the way, so `vocab_pad` has nothing to add. Beside `tp` each rank
-does so with its own words, and two numbers a token are exchanged: the denominator and the label's logit. It saves
-memory against full logits and costs about as much time; with a vocabulary of a few thousand there is little to save.
-On a CPU the loss kernel is C++ (built when first used), and saves time instead: a chunk's logits stay in the cache, and
-their powers are made once.
+Logits are tokens × vocabulary, far larger than anything else in the model. For one chunk of tokens at a
+time, a matmul computes them into a buffer, a Triton kernel overwrites them with their gradient, and two more
+matmuls compute the gradients of hidden states and weight. All of this happens in the forward pass; the
+backward pass multiplies by the loss scale. `chunked_loss` needs four matmuls: it recomputes a chunk's logits
+in the backward pass. An unaligned vocabulary is padded, so `vocab_pad` has nothing to add. With `tp` each
+rank does this for its vocab shard, and two numbers per token are communicated: the denominator and the
+label's logit. It saves memory against full logits and costs about as much time; with a vocabulary of a few
+thousand there is little to save. On a CPU the loss kernel is C++ (built at first use), and saves time
+instead: a chunk's logits stay in the cache, and the exponentials are computed once.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ OP, KERNEL = "rush::linear_cross_entropy", "cross_entropy_forward_kernel"
 
 
 class FusedLossHead(nn.Module):
-    """The summed loss from hidden vectors and the head's weight, by the fused kernel."""
+    """The summed loss of hidden states and the LM head's weight, by the fused kernel."""
 
     def __init__(
         self, loss: Callable[..., Tensor], chunk_tokens: int | None, words: tuple[Any, ...] | None = None
@@ -57,7 +56,7 @@ class FusedLossHead(nn.Module):
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
         missing = -labels_bt.numel() % FP8_ALIGNMENT
         if missing and self.products != "dtype":
-            # Rows that are padded to their longest have any number of tokens; what makes up for the rest has no label.
+            # Padding tokens have no label.
             hidden_btd = F.pad(hidden_btd.flatten(0, -2), (0, 0, 0, missing))
             labels_bt = F.pad(labels_bt.flatten(), (0, missing), value=-100)
         return self.loss(
@@ -93,14 +92,13 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Our loss kernel ran (on a CPU: its operator), and no product with the vocabulary covered all tokens of a micro
-    batch at once."""
+    """Our loss kernel ran (on a CPU: its operator), and no LM head matmul covered all tokens of a micro batch."""
     ran = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
     vocabularies = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size", seen.facts["vocab_size"])}
     rows, tokens = head_rows(seen, vocabularies), seen.facts["micro_tokens"]
     return Proof(
         ran and 0 < rows < tokens,
-        f"{KERNEL if seen.kernels else OP} {'ran' if ran else 'did not run'}; the product with the vocabulary covered "
+        f"{KERNEL if seen.kernels else OP} {'ran' if ran else 'did not run'}; the LM head matmul covered "
         f"at most {rows:,} of {tokens:,} tokens at once",
     )
 
@@ -114,7 +112,7 @@ technique = Technique(
     knobs={
         "chunk_tokens": KnobRange(
             (0, 512, 1024, 2048, 4096, 8192, 16384),
-            "tokens whose logits exist at once; 0 leaves it to the kernel",
+            "tokens whose logits exist at once; 0: the kernel chooses",
         )
     },
     claim=Claim(
@@ -127,15 +125,15 @@ technique = Technique(
     evidence=evidence,
     head_only=True,
     memory=(
-        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits"),
+        MemoryEffect("logits.copies", 0.0, "the gradient overwrites the logits"),
         MemoryEffect(
             "logits.tokens",
             0.09,
-            "those of a chunk",
+            "those of one chunk",
             by_knob=lambda knobs: float(knobs["chunk_tokens"]) or 0.09,
         ),
         MemoryEffect("logits.padded", 0.0, "chunks are padded"),
-        MemoryEffect("head.gradient", 1.0, "kept from the forward pass on"),
+        MemoryEffect("head.gradient", 1.0, "computed in the forward pass"),
     ),
     settings=(
         Setting({"chunk_tokens": 16384}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 16384),

@@ -1,12 +1,11 @@
 """Fused MLP activations: SwiGLU (or GELU) is one kernel forward and one backward.
 
-The widest tensors of a model are in its MLP, and between the matmuls there is only elementwise work on
-them. Plain SwiGLU writes silu(gate), reads it again to multiply, and keeps it for the backward pass. The
-kernel makes the product on chip, keeps only gate and up, and makes the sigmoid again when it is needed:
-a wide tensor less in memory and a third less traffic. It wins eager on Llama; torch's GELU is one kernel
-already, so GPT-2 gains next to nothing on a GPU; and a compiler does the same fusion by itself. On a CPU the
-kernel is C++ (built when first used), and wins by its arithmetic: torch's gradient of GELU computes a tanh for
-each number, slowly; ours makes it from a power by a short polynomial.
+The widest tensors of a model are in its MLP, with only elementwise work between the matmuls. Plain SwiGLU
+writes silu(gate), reads it again to multiply, and saves it for the backward pass. The kernel fuses both,
+saves only gate and up, and recomputes the sigmoid: one wide tensor less in memory and a third less traffic.
+It wins eager on Llama; torch's GELU is one kernel already, so GPT-2 gains next to nothing on a GPU; and a
+compiler does the same fusion. On a CPU the kernel is C++ (built at first use), and wins by its arithmetic:
+torch's gradient of GELU calls tanh for each number; ours uses a short polynomial for the exponential.
 """
 
 from __future__ import annotations
@@ -85,7 +84,7 @@ technique = Technique(
     requires=(needs_kernels,),
     conflicts=("fused_bias", "liger"),
     claim=Claim(
-        "bytes kept by the activation",
+        "bytes saved by the activation for backward",
         -0.33,
         regime="SwiGLU: gate and up instead of gate, up and silu(gate)",
         source="arithmetic; the same idea: Hsu et al. 2024, arXiv:2410.10989",
@@ -94,7 +93,7 @@ technique = Technique(
     evidence=evidence,
     memory=(
         MemoryEffect("mlp.activated", 0.0, "Llama: one tensor of the MLP's width less; GPT-2 has none"),
-        MemoryEffect("mlp.opaque", 1.0, "beside fp8: a cast of what it writes is kept"),
+        MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of its output is saved"),
     ),
     work=(WorkEffect("mlp.fused", 1.0),),
 )

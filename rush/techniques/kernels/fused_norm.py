@@ -1,11 +1,11 @@
-"""Fused norms: a norm is one trip through memory, and the residual add before it comes for free.
+"""Fused norms: a norm is one pass over memory, and the residual add before it is free.
 
-A norm does a handful of operations per element, so its time is the time to move its data. Eager, each
-of those operations is a trip of its own. The kernel holds whole rows on chip: read once, written once. In a
-block the sum of the residual stream and the attention's output is made in the same kernel as the norm that
-follows: two reads, two writes instead of three and two. It wins eager, and most on Llama, whose plain norm
-is many operations (GPT-2's is one already). A compiler fuses norms well too; beside `compile` expect
-little, and look at the finding: an opaque kernel can even stand in the way of larger fusions.
+A norm does a handful of operations per element, so it is bound by memory bandwidth. Eager, each of those
+operations is a pass over memory. The kernel holds whole rows on chip: read once, written once. In a block
+the residual add after attention is fused into the norm that follows: two reads, two writes instead of three
+and two. It wins eager, and most on Llama, whose plain norm is many operations (GPT-2's is one already). A
+compiler fuses norms well too; with `compile` expect little: an opaque kernel can even prevent larger
+fusions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 
 def _matmul_dtype(x: Tensor) -> torch.dtype | None:
-    """Under autocast, what the next matmul would round to anyway: the norm writes that at once."""
+    """Under autocast the dtype of the next matmul, in which the norm writes its output."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -78,7 +78,7 @@ class FusedLayerNorm(nn.Module):
 
 
 class FusedNormBlock(Block):
-    """A block whose first residual add is made inside its second norm."""
+    """A block whose first residual add is fused into its second norm."""
 
     def forward(self, x_btd: Tensor, **rest: Any) -> Tensor:
         attended_btd = self.attention(self.attention_norm(x_btd), **rest)
@@ -97,7 +97,7 @@ def _fused(norm: nn.Module) -> nn.Module:
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     model = build.model
     for layer, block in enumerate(model.blocks):
-        assert type(block) is Block, "another technique has changed the block already"
+        assert type(block) is Block, "another technique has replaced the block"
         model.blocks[layer] = FusedNormBlock(
             _fused(block.attention_norm), block.attention, _fused(block.mlp_norm), block.mlp
         )
@@ -133,10 +133,10 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("norm.wide", 0.0, "the norms keep their input and a number per row"),
-        MemoryEffect("norm.scaled", 0.0, "the norms keep their input and a number per row"),
-        MemoryEffect("norm.copies", 0.0, "the norm writes what the next product reads"),
-        MemoryEffect("norm.opaque", 1.0, "beside fp8: casts of what it writes are kept"),
+        MemoryEffect("norm.wide", 0.0, "the norms save their input and a number per row"),
+        MemoryEffect("norm.scaled", 0.0, "the norms save their input and a number per row"),
+        MemoryEffect("norm.copies", 0.0, "the norm writes the dtype of the next matmul"),
+        MemoryEffect("norm.opaque", 1.0, "with fp8: casts of its output are saved"),
     ),
     work=(WorkEffect("norms.fused", 1.0),),
 )

@@ -1,13 +1,13 @@
-"""Fused projections: the layers that read one input are one matmul (queries, keys, values; gate and up).
+"""Fused projections: linear layers with the same input are one matmul (queries, keys, values; gate and up).
 
-A wide product runs nearer the chip's rate than narrow ones, and Llama's key and value layers are narrow. Backward
-the input's gradient is one product instead of two or three that are then added up, each sum a trip over
-[tokens, hidden]; in fp8 the input is cast once and so are the gradients. The parameters stay separate, for names,
-checkpoints and the optimizer, but lie one below another in one memory, so no weight is copied: the product reads
-them as one matrix, and the rows of its gradient are theirs. Wins where the compiler writes the incoming gradients
-side by side; eager, joining them is a copy as wide as the layers, which can cost more than is saved, and kernels
-that want whole tensors (`fused_mlp`) copy the parts out. The parts are views: what keeps the values for the
-backward pass keeps the queries and keys beside them. In fp8 the layers of a group share their scales.
+A wide matmul runs nearer to the peak than narrow ones, and Llama's key and value layers are narrow. Backward
+the input's gradient is one matmul instead of two or three that are then added up; in fp8 input and gradients
+are cast once. The parameters stay separate, for names, checkpoints and the optimizer, but share one
+contiguous buffer, so no weight is copied: the matmul reads them as one matrix, and the rows of its gradient
+are theirs. It wins where the compiler writes the incoming gradients into one buffer; eager, concatenating
+them is a copy as wide as the layers, which can cost more than is saved, and kernels that need contiguous
+tensors (`fused_mlp`) copy their inputs. The outputs are views: saving the values for the backward pass saves
+queries and keys too. In fp8 the layers of a group share their scales.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ from rush.techniques.api.contract import (
 # Shapes: b batch, t position, d input width, o output width of all layers of a group.
 
 LAYERS = {"attention": ("q", "k", "v"), "mlp": ("gate", "up")}
-"""For each part of a block, its layers that read one input, in the order its `fan_out` gets them."""
+"""For each module of a block, its layers with the same input, in the order of its `fan_out`."""
 NOTED = "fused_projections"
 
 Weight = tuple[int, int]
-"""The two sizes of a weight, the smaller first: products do not tell which side is which."""
+"""The two dims of a weight, the smaller first: a matmul's shape does not show which is which."""
 
 
 class JoinedWeight(torch.autograd.Function):
-    """Parameters that lie one below another, seen as one matrix. Its gradient is theirs, row by row, uncopied."""
+    """Parameters of one contiguous buffer as one matrix, whose gradient is split into views."""
 
     @staticmethod
     def forward(ctx: Any, joined_od: Tensor, *weights: Tensor) -> Tensor:
         ctx.rows = [weight.shape[0] for weight in weights]
-        # Kept for nothing but torch's check that nobody changed them before the backward pass.
+        # Saved only for autograd's version check.
         ctx.save_for_backward(*weights)
         return joined_od.view_as(joined_od)
 
@@ -64,13 +64,13 @@ class JoinedWeight(torch.autograd.Function):
 
 
 class JoinedFanOut(FanOut):
-    """Several linear layers of one input as one product with the memory their weights share."""
+    """Several linear layers with one input as one matmul."""
 
     joined: Tensor
 
     def __init__(self, layers: Sequence[nn.Linear]) -> None:
         super().__init__()
-        # A buffer, so that recordings take its address for lasting; not saved: it is the weights' own memory.
+        # A buffer, so that CUDA graphs see a static address; not persistent: it is the weights' own memory.
         self.register_buffer("joined", lay_out(layers), persistent=False)
 
     def forward(self, x_btd: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
@@ -78,33 +78,33 @@ class JoinedFanOut(FanOut):
         return torch.split(out_bto, [layer.weight.shape[0] for layer in layers], dim=-1)
 
     def weight(self, *layers: nn.Linear) -> Tensor:
-        # Tracing knows no addresses; before each step all groups are looked at anyway, from outside.
+        # Tracing has no addresses; `apply` checks all groups before each step.
         if not torch.compiler.is_compiling():
             self.check(layers)
         if not torch.is_grad_enabled():
-            # Validation needs no gradient. And torch.compile, without one, drops `ctx` where the number of arguments
-            # happens to equal the number of parameters of `forward`, which `*weights` does with two layers.
+            # Without gradients torch.compile drops `ctx` where the number of arguments happens to equal the number of
+            # parameters of `forward`, as `*weights` does with two layers.
             return self.joined
         weight_od: Tensor = JoinedWeight.apply(self.joined, *(layer.weight for layer in layers))  # type: ignore[no-untyped-call]
         return weight_od
 
     def check(self, layers: Sequence[nn.Linear]) -> None:
-        """Refuse to go on with weights that are no longer in the memory that is multiplied with."""
+        """Raise if the weights are no longer views of the joined buffer."""
         place = self.joined.data_ptr()
         for layer in layers:
             weight = layer.weight
             if weight.data_ptr() != place or weight.dtype != self.joined.dtype:
                 raise RecipeError(
-                    "fused_projections multiplies with the memory its weights were laid out in, but they are elsewhere "
-                    "now: something replaced them after the build (Module.to, load_state_dict with assign=True, a deep "
-                    "copy). Copy values into the weights in place, build the run anew, or take the technique out."
+                    "fused_projections needs its weights to share one buffer, but they no longer do: something replaced "
+                    "them after the build (Module.to, load_state_dict with assign=True, a deep copy). Copy values "
+                    "into the weights in place, rebuild the run, or remove the technique."
                 )
             place += weight.numel() * weight.element_size()
 
 
 @dataclass(frozen=True)
 class LayerGroup:
-    """The layers of one input in one block, looked up anew each time: a module may have been replaced."""
+    """The layers with one input in one block, looked up each time: a module may have been replaced."""
 
     owner: nn.Module
     names: tuple[str, ...]
@@ -122,9 +122,9 @@ class LayerGroup:
 
 @torch.no_grad()
 def lay_out(layers: Sequence[nn.Linear]) -> Tensor:
-    """Move the weights of these layers into one new piece of memory, one below another, and return it."""
+    """Move the weights of these layers into one contiguous buffer, and return it."""
     assert all(layer.bias is None for layer in layers)
-    assert len({type(layer) for layer in layers}) == 1, "layers that multiply in different ways"
+    assert len({type(layer) for layer in layers}) == 1, "layers of different types"
     joined_od = torch.cat([layer.weight.detach() for layer in layers])
     parts = torch.split(joined_od, [layer.out_features for layer in layers])
     for layer, rows in zip(layers, parts, strict=True):
@@ -166,8 +166,8 @@ def _weight(outputs: int, inputs: int) -> Weight:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Matrix products by shape: with each joined weight one forward and two backward in every pass, and with the narrow
-    weights none but those of other layers of that shape."""
+    """Matmuls by shape: with each joined weight one forward and two backward in every pass, and with the narrow weights
+    only those of other layers of that shape."""
     noted = seen.facts.get(NOTED)
     if noted is None:
         return Proof(False, "no layers were joined")
@@ -183,9 +183,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         for weight, layers in others.items()
         if weight not in fused
     )
-    said = [f"{at_most[weight]:g} products with {_say(weight)}, {n} joined" for weight, n in fused.items()]
+    said = [f"{at_most[weight]:g} matmuls with {_shape(weight)}, {n} joined" for weight, n in fused.items()]
     said += [
-        f"{surely[weight]:g} with {_say(weight)}, which {layers or 'no'} other layers have"
+        f"{surely[weight]:g} with {_shape(weight)}, which {layers or 'no'} other layers have"
         for weight, layers in others.items()
         if weight not in fused
     ]
@@ -195,14 +195,14 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 def matmuls_by_weight(
     seen: Observation, weights: set[Weight]
 ) -> tuple[dict[Weight, float], dict[Weight, float]]:
-    """How many products, forward and backward, a step surely made with weights of these sizes, and how many at most.
+    """The least and the most matmuls of a step, forward and backward, with weights of these dims.
 
-    All three products of a layer have the same three dims: its inputs, its outputs and the tokens. Where batches differ
-    in length and one is as long as a layer is wide, a product may be of more than one weight. The head's are left out.
+    All three matmuls of a layer have the same three dims: inputs, outputs, tokens. Where batches differ in length and one
+    is as long as a layer is wide, a matmul may be of more than one weight. Those of the LM head are left out.
     """
     heads = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size")}
     shapes = {shape: count for shape, count in seen.matmul_shapes.items() if not heads & {*shape}}
-    # A pass may take less than what the loader gives at a time.
+    # A pass may be smaller than the loader's micro batch.
     tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"] // seen.micro_batches
     of_one_length = all(tokens in shape for shape in shapes)
     surely, at_most = (dict.fromkeys(weights, 0.0) for _ in range(2))
@@ -216,7 +216,7 @@ def matmuls_by_weight(
     return surely, at_most
 
 
-def _say(weight: Weight) -> str:
+def _shape(weight: Weight) -> str:
     return f"{weight[0]} × {weight[1]}"
 
 
@@ -226,7 +226,7 @@ technique = Technique(
     apply=apply,
     requires=(
         Requirement(
-            "it needs a model with several linear layers of one input, as Llama has (GPT-2's queries, keys and values are "
+            "it needs a model with several linear layers that share an input, as Llama has (GPT-2's queries, keys and values are "
             "one layer already)",
             lambda machine, recipe: recipe.shape().family == "llama",
         ),
@@ -234,23 +234,23 @@ technique = Technique(
     conflicts=("fsdp", "int8_base", "lora", "qlora", "tp"),
     knobs={
         "groups": KnobRange(
-            ("all", *LAYERS), "which layers are joined: queries, keys and values; gate and up; or both"
+            ("all", *LAYERS), "layers that are joined: queries, keys and values; gate and up; or both"
         ),
     },
     claim=Claim(
-        "matrix products of a block",
+        "matmuls of a block",
         -0.43,
-        regime="Llama, forward and backward: 12 instead of 21, with the same arithmetic",
-        source="arithmetic: 4 layers instead of 7, a product forward and two backward each",
+        regime="Llama, forward and backward: 12 instead of 21, with the same FLOPs",
+        source="arithmetic: 4 layers instead of 7, one matmul forward and two backward each",
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("norm.copies", 0.0, "one product, one cast"),
+        MemoryEffect("norm.copies", 0.0, "one matmul, one cast"),
         MemoryEffect(
             "values.joined",
             1.0,
-            "they hold the joined result: queries and keys before their turn stay too",
+            "views of the joined output: queries and keys before RoPE are saved too",
             when=lambda knobs: knobs["groups"] != "mlp",
         ),
     ),

@@ -1,10 +1,10 @@
-"""Fused rotary positions: queries and keys are turned in one kernel, where they lie.
+"""Fused RoPE: queries and keys are rotated in place by one kernel.
 
-Plain, the turn of a pair of numbers (four multiplications) becomes an fp32 copy, a negation, two
-concatenations, two products, a sum and a cast, each a trip through memory for all queries and all keys.
-The kernel reads every query and key once, writes it once, and keeps nothing but the angles for the
-backward pass, which is the same kernel turning the other way. It wins eager; a compiler makes one kernel of
-the plain turn as well, so beside `compile` expect little.
+Plain, the rotation of a pair of numbers (four multiplications) becomes an fp32 copy, a negation, two
+concatenations, two multiplications, a sum and a cast, each a pass over all queries and keys. The kernel reads every
+query and key once, writes it once, and saves only the angles for the backward pass, which is the same kernel
+with the inverse rotation. It wins eager; a compiler fuses the plain rotation as well, so with `compile`
+expect little.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 
 class FusedRotate(nn.Module):
-    """The turn of queries and keys by our kernel."""
+    """RoPE by our kernel."""
 
     def __init__(self) -> None:
         from rush.kernels.rope import rope
@@ -56,19 +56,19 @@ technique = Technique(
     requires=(
         needs_triton,
         Requirement(
-            "it needs a model with rotary positions (Llama); GPT-2 adds its learned positions to the embedding",
+            "it needs a model with RoPE (Llama); GPT-2 has learned position embeddings",
             lambda machine, recipe: recipe.shape().rope_theta is not None,
         ),
     ),
     conflicts=("liger",),
     claim=Claim(
-        "bytes moved by the turn",
+        "bytes moved by RoPE",
         -0.93,
-        regime="forward, eager, bf16: 60 bytes an element become 4",
-        source="arithmetic over the operators of the plain turn",
+        regime="forward, eager, bf16: 60 bytes per element become 4",
+        source="arithmetic over the operators of plain RoPE",
     ),
     parity=Parity.CLOSE,
     evidence=rush_kernels_ran(kernels=("rope_kernel",), ops=("rush::rope", "rush::rope_backward")),
-    memory=(MemoryEffect("queries", 1.0, "as before: turning keeps nothing, fp32 copies live for a moment"),),
+    memory=(MemoryEffect("queries", 1.0, "unchanged: rotation saves nothing, fp32 copies are temporary"),),
     work=(WorkEffect("rotations.fused", 1.0),),
 )

@@ -1,11 +1,11 @@
-"""Liger Kernel, the library, as a rival rung: its Triton kernels in the same slots as ours.
+"""Liger Kernel, the library, as a baseline: its Triton kernels in place of ours.
 
-Liger fuses what lies between the matmuls: a norm, the rotary turn, SwiGLU are one kernel each forward and
-backward, and the LM head and the loss are computed in chunks of tokens, gradients at once, so that the
-logits never exist. It is what most people put under transformers to train faster, so it is what our own
-fused techniques are held against, in our model, with the same attention, update and loop. It wins most
-where memory is short (a large vocabulary); beside `compile`, which fuses elementwise work by itself, expect
-little. GPT-2 gets its norms and loss only: it has no rotary turn, and Liger no GELU without a gate.
+Liger fuses what lies between the matmuls: a norm, RoPE, SwiGLU are one kernel each forward and backward, and
+LM head and loss are computed in chunks of tokens, with gradients in the forward pass, so that the full logits
+never exist. Most people use it with transformers to train faster, so it is the baseline of our own fused
+techniques, in our model, with the same attention, optimizer and loop. It wins most where memory is short (a
+large vocabulary); with `compile`, which fuses elementwise work itself, expect little. GPT-2 gets its norms
+and loss only: it has no RoPE, and Liger no GELU without a gate.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ KERNELS = {
     "mlp": "swiglu_forward_kernel",
     "loss": "liger_cross_entropy_kernel",
 }
-"""What each part is called in a profile."""
+"""Kernel names in a profile."""
 FIXED_ORDER = "0.7"
-"""The library's version from which its layer norm sums gradients in one order."""
+"""The first version whose layer norm is deterministic."""
 
 
 def functions() -> Any:
-    """The library's functions; they need no transformers. Asked for while building: the compiler cannot trace an import."""
+    """The library's functions; they need no transformers. Imported while building: the compiler cannot trace an import."""
     return load_library("liger_kernel.transformers.functional")
 
 
@@ -82,8 +82,8 @@ class LigerRotate(nn.Module):
     def forward(
         self, q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
     ) -> tuple[Tensor, Tensor]:
-        turned: tuple[Tensor, Tensor] = self.call(q_bhtd, k_bktd, cos_btd, sin_btd)
-        return turned
+        rotated: tuple[Tensor, Tensor] = self.call(q_bhtd, k_bktd, cos_btd, sin_btd)
+        return rotated
 
 
 class LigerSwiGLU(nn.Module):
@@ -97,10 +97,10 @@ class LigerSwiGLU(nn.Module):
 
 
 class LigerLossHead(nn.Module):
-    """LM head and summed loss by chunks; the gradients are made in the forward pass."""
+    """LM head and summed loss in chunks; the gradients are computed in the forward pass."""
 
     stays_eager = True
-    """The library asks in the middle of it what numbers came out, which no compiled graph can answer."""
+    """The library reads values on the host, which breaks the graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,25 +157,25 @@ def _norm(plain: nn.Module) -> LigerNorm:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """In the profile: the library's kernel for every part that this model has."""
+    """In the profile: the library's kernel for every module that it replaces."""
     expected = seen.facts.get("liger_kernels", [])
     missing = [part for part in expected if not any(part in name for name in seen.kernels)]
     if not expected:
-        return Proof(False, "this model has none of the chosen parts, or none was replaced")
+        return Proof(False, "this model has none of the chosen modules, or none was replaced")
     if missing:
         return Proof(False, f"nothing named {', '.join(missing)} ran")
     return Proof(True, f"ran {', '.join(expected)}")
 
 
 def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
-    """The layer norm of its earlier versions adds up gradients with atomics."""
+    """The layer norm of its earlier versions accumulates gradients with atomics."""
     installed = version("liger-kernel") if find_spec("liger_kernel") is not None else FIXED_ORDER
     if recipe.shape().family != "gpt2" or "norm" not in _chosen(str(knobs["parts"])):
         return None
     if _numbers(installed) >= _numbers(FIXED_ORDER):
         return None
     return (
-        f"the layer norm of liger-kernel {installed} adds up its gradients in changing order; install {FIXED_ORDER} or newer, "
+        f"the layer norm of liger-kernel {installed} accumulates its gradients in varying order; install {FIXED_ORDER} or newer, "
         'set parts to "loss", or use fused_norm'
     )
 
@@ -199,7 +199,7 @@ technique = Technique(
         ),
         needs_cuda,
         Requirement(
-            "beside compile it needs scope = block, or parts without the loss: the library's loss cannot be traced",
+            "with compile it needs scope = block, or parts without the loss: the library's loss cannot be traced",
             lambda machine, recipe: (
                 not used(recipe, "compile")
                 or knob_of(recipe, "compile", "scope", "model") == "block"
@@ -207,14 +207,14 @@ technique = Technique(
             ),
         ),
         Requirement(
-            "beside cuda_graph it needs parts without the loss: the library's loss counts labels on the host, and a captured graph "
-            "cannot wait for that; set parts to all but loss",
+            "with cuda_graph it needs parts without the loss: the library's loss synchronizes with the host, which a captured "
+            "graph cannot; set parts to all but loss",
             lambda machine, recipe: not used(recipe, "cuda_graph") or not _takes_loss(recipe),
         ),
     ),
     conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "tp", "vocab_pad"),
     nondeterministic=nondeterministic,
-    knobs={"parts": KnobRange(PARTS, "which parts of the model the library computes")},
+    knobs={"parts": KnobRange(PARTS, "modules that the library computes")},
     claim=Claim(
         "tokens_per_s",
         0.20,
@@ -224,19 +224,19 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("logits.copies", 0.0, "the gradient takes the place of the logits", when=_with("loss")),
+        MemoryEffect("logits.copies", 0.0, "the gradient overwrites the logits", when=_with("loss")),
         MemoryEffect(
             "logits.tokens",
             0.02,
-            "a chunk's logits are as large as the hidden vectors of all tokens",
+            "a chunk's logits are as large as the hidden states of all tokens",
             when=_with("loss"),
         ),
-        MemoryEffect("head.gradient", 1.0, "kept from the forward pass on", when=_with("loss")),
-        MemoryEffect("norm.wide", 0.0, "the norms keep their inputs only", when=_with("norm")),
-        MemoryEffect("norm.scaled", 0.0, "the norms keep their inputs only", when=_with("norm")),
-        MemoryEffect("mlp.activated", 0.0, "SwiGLU keeps its inputs only", when=_with("mlp")),
-        MemoryEffect("norm.opaque", 1.0, "beside fp8: casts of what they write are kept", when=_with("norm")),
-        MemoryEffect("mlp.opaque", 1.0, "beside fp8: a cast of what it writes is kept", when=_with("mlp")),
+        MemoryEffect("head.gradient", 1.0, "computed in the forward pass", when=_with("loss")),
+        MemoryEffect("norm.wide", 0.0, "the norms save their inputs only", when=_with("norm")),
+        MemoryEffect("norm.scaled", 0.0, "the norms save their inputs only", when=_with("norm")),
+        MemoryEffect("mlp.activated", 0.0, "SwiGLU saves its inputs only", when=_with("mlp")),
+        MemoryEffect("norm.opaque", 1.0, "with fp8: casts of their outputs are saved", when=_with("norm")),
+        MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of its output is saved", when=_with("mlp")),
     ),
     settings=(Setting(), Setting({"parts": "all but loss"})),
     work=(

@@ -1,11 +1,10 @@
-"""Pad the vocabulary of the loss head to a round number.
+"""Pad the vocabulary of the LM head to a multiple of 64.
 
-Matmul kernels work in tiles, and tensor cores want dims that are multiples of 8 and better of 64. GPT-2's
-50,257 words are an odd number: the largest matmul of the model runs on the slow path. Padded to
-50,304 it does more arithmetic in less time. The padding exists only inside the loss head: rows of zeros
-are put below the weight for the product, and their logits are cut off before the loss, so weights,
-checkpoints and exports keep the published shape. A vocabulary that is a round number already gains
-nothing, and is refused.
+Matmul kernels work in tiles, and tensor cores need dims that are multiples of 8, better of 64. GPT-2's
+vocabulary of 50,257 is odd: the largest matmul of the model runs on the slow path. Padded to 50,304 it does
+more FLOPs in less time. The padding exists only inside the loss head: zero rows are appended to the weight
+for the matmul, and their logits are dropped before the loss, so weights, checkpoints and exports keep the
+published shape. An aligned vocabulary gains nothing, and is refused.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ DEFAULT = 64
 
 
 class PaddedProjection(Projection):
-    """Logits through a weight with rows of zeros below it; the logits of those rows are cut off."""
+    """Logits with a zero-padded weight; the padding's logits are dropped."""
 
     def __init__(self, padded: int) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class PaddedProjection(Projection):
 
 
 class ProjectedLossHead(nn.Module):
-    """The plain loss head with its projection in a slot."""
+    """The plain loss head with a replaceable projection."""
 
     def __init__(self, project: nn.Module) -> None:
         super().__init__()
@@ -74,13 +73,13 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Products with the vocabulary have the padded width, none the true one."""
+    """LM head matmuls have the padded vocabulary, none the true one."""
     multiple, true = int(knobs["multiple"]), seen.facts["vocab_size"]
     padded = -(-true // multiple) * multiple
     widths = {size for shape in seen.matmul_shapes for size in shape if size in (true, padded)}
     return Proof(
         widths == {padded} and padded != true,
-        f"products with the vocabulary were {', '.join(map(str, sorted(widths))) or 'not seen'} wide "
+        f"LM head matmuls were {', '.join(map(str, sorted(widths))) or 'not seen'} wide "
         f"(the vocabulary is {true})",
     )
 
@@ -103,14 +102,14 @@ technique = Technique(
     claim=Claim(
         "tokens_per_s",
         0.25,
-        regime="GPT-2 124M, 50,257 words padded to 50,304, one A100",
+        regime="GPT-2 124M, vocabulary of 50,257 padded to 50,304, one A100",
         source="A. Karpathy on nanoGPT, February 2023",
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
     head_only=True,
     memory=(
-        MemoryEffect("buffers", 1.0, "one padded copy of the head's weight during the loss"),
+        MemoryEffect("buffers", 1.0, "a padded copy of the LM head's weight during the loss"),
         MemoryEffect("logits.padded", 0.0, "nothing is left to pad"),
     ),
     work=(WorkEffect("head.odd", 1.0),),

@@ -1,9 +1,9 @@
 """Mixed precision in bf16: fp32 weights, bf16 matmuls.
 
-Inside the forward pass each matmul takes its inputs in bf16, which tensor cores multiply at full
-rate and which halves the bytes of activations; weights, gradients, optimizer state, norms and the
-loss stay fp32. bf16 keeps fp32's range, so no loss scaling is needed. The cost is a cast of every
-weight in every pass, which shows at small batches; `pure_bf16` has no such casts.
+Autocast runs every matmul of the forward and backward pass in bf16, at the full rate of the tensor cores,
+and halves the bytes of activations. Weights, gradients, optimizer state, norms and the loss stay fp32.
+bf16 has the range of fp32, so no loss scaling is needed. The cost is a cast of every weight in every pass,
+which shows at small batches; `pure_bf16` has no such casts.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ technique = Technique(
     evidence=matmuls_in("bfloat16", weights="float32"),
     memory=(
         MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
-        MemoryEffect("casts", 1.0, "2 bytes for each weight of a matrix product", size=2),
+        MemoryEffect("casts", 1.0, "2 bytes for each weight of a matmul", size=2),
     ),
 )

@@ -1,10 +1,10 @@
-"""Mixed precision in fp16: fp32 weights, fp16 matmuls, a scaled loss.
+"""Mixed precision in fp16: fp32 weights, fp16 matmuls, dynamic loss scaling.
 
-fp16 has three more bits of mantissa than bf16 but a far smaller range: gradients below about 6e-8 become
-zero. So the loss is multiplied by a large factor before the backward pass and the gradients are divided
-by it before they are used. If one overflows, that step is left out and the factor halves (on all ranks, whoever saw
-it); after many good steps it doubles. It is for GPUs whose tensor cores know no bf16 (Volta, Turing); elsewhere `amp_bf16` is
-as fast and needs no scaling.
+fp16 has three more mantissa bits than bf16 but a far smaller range: gradients below about 6e-8 underflow to
+zero. So the loss is multiplied by a scale before the backward pass, and the gradients are unscaled before
+they are used. If a gradient is non-finite on any rank, all ranks skip the step and halve the scale; after
+many finite steps it doubles. It is for GPUs without bf16 tensor cores (Volta, Turing); elsewhere `amp_bf16`
+is as fast and needs no scaling.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCALE, GOOD_STEPS = "loss_scale", "loss_scale_good_steps"
 
 
 class LossScaler(torch.amp.GradScaler):
-    """torch's scaler, with its two numbers kept in the optimizer's first group: a checkpoint holds them there."""
+    """torch's GradScaler with its state in the optimizer's first param group, so that checkpoints hold it."""
 
     ranks = Ranks()
 
@@ -54,7 +54,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: Optimizer) -> None:
         super().unscale_(optimizer)
-        # Each rank looked at the gradients that it holds: of its stage, of its part of a layer.
+        # Each rank checked its own gradients only: those of its stage, of its shard of a layer.
         for found in self._found_inf_per_device(optimizer).values():
             self.ranks.all_reduce_any(found)
 
@@ -77,7 +77,7 @@ _fp16_matmuls = matmuls_in("float16", weights="float32")
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Matmuls took fp16 inputs from fp32 weights, and the gradients were checked and scaled back."""
+    """Matmuls ran in fp16 from fp32 weights, and the gradients were checked and unscaled."""
     proof = _fp16_matmuls(seen, knobs)
     unscaled = any("_amp_foreach_non_finite_check_and_unscale_" in name for name in seen.ops)
     scaler = seen.facts.get("loss_scaler")
@@ -91,7 +91,7 @@ technique = Technique(
     stage=Stage.MODEL,
     apply=apply,
     conflicts=("amp_bf16", "bf16_master", "fp16_matmul", "pure_bf16"),
-    knobs={"initial_scale": KnobRange((65536, 4096, 256), "the factor of the loss at the first step")},
+    knobs={"initial_scale": KnobRange((65536, 4096, 256), "loss scale at the first step")},
     claim=Claim(
         "matmul rate",
         15.0,
@@ -102,7 +102,7 @@ technique = Technique(
     evidence=evidence,
     memory=(
         MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
-        MemoryEffect("casts", 1.0, "2 bytes for each weight of a matrix product", size=2),
+        MemoryEffect("casts", 1.0, "2 bytes for each weight of a matmul", size=2),
     ),
     work=(WorkEffect("products.dtype", "float16"),),
 )

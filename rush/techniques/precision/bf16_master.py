@@ -1,11 +1,11 @@
-"""bf16 weights with an fp32 master copy in the update.
+"""bf16 weights with fp32 master weights in the optimizer.
 
-Forward and backward see bf16 weights only: no cast of a weight in any pass, and gradients of 2 bytes. The
-optimizer keeps an fp32 copy of every weight, updates that, and rounds it down to bf16 for the next step,
-so small updates add up instead of being rounded away as in `pure_bf16`. The copy starts from the weights before
-they were rounded, so even updates smaller than a step of bf16 show at once, in the share of weights they carry
-over to the next number. The bytes in all are those of plain fp32 (2 + 2 + 4 + 8 for each parameter); what is saved is casts, and traffic when gradients are
-exchanged. It loses to `amp_bf16` where norms and the residual stream need fp32.
+Forward and backward use bf16 weights: no casts, and gradients of 2 bytes. The optimizer keeps an fp32
+master copy of every weight, updates that, and rounds it to bf16 for the next step, so small updates
+accumulate instead of being rounded away as in `pure_bf16`. The master copy starts from the weights before
+they were rounded to bf16. Total memory is that of plain fp32 (2 + 2 + 4 + 8 bytes per parameter); what is
+saved is the casts, and communication of gradients. It loses to `amp_bf16` where norms and the residual
+stream need fp32.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from rush.techniques.api.evidence import describe_dtypes, matmuls_took, state_pe
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW on fp32 copies of the parameters. The copies are optimizer state, so checkpoints hold them."""
+    """AdamW on fp32 master weights, which are optimizer state, so checkpoints hold them."""
 
     keeps_small_updates = True
-    """Whether updates below half a weight's last bit add up (see `rush/train/lost_updates.py`)."""
+    """Updates below half a unit in the last place accumulate (see `rush/train/lost_updates.py`)."""
 
     def __init__(
         self,
@@ -48,10 +48,10 @@ class MasterAdamW(torch.optim.Optimizer):
         foreach: bool = False,
         fused: bool = False,
     ) -> None:
-        assert not foreach, "tensors are updated one by one, so that one fp32 gradient exists at a time"
+        assert not foreach, "tensors are updated one at a time, so that one fp32 gradient exists at a time"
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "fused": fused})
         self.supports_found_inf = fused
-        """Whether `found_inf` and `grad_scale` are obeyed, as torch's fused update does."""
+        """Whether `found_inf` and `grad_scale` are respected, as in torch's fused AdamW."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -64,9 +64,8 @@ class MasterAdamW(torch.optim.Optimizer):
     def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
         state = self.state[parameter]
         if not state:
-            # What the weight was rounded from, where it is known. From the rounded value the first updates, each smaller than
-            # the distance of two bf16 numbers, would all be lost on the passes; from the true one as many weights as it
-            # takes cross to the next number at every step.
+            # The value before rounding, where it is known. Starting from the rounded one, no bf16 weight would change
+            # in the first steps, whose updates are smaller than the spacing of bf16.
             exact = parameter.__dict__.pop("master", None)
             state["master"] = parameter.detach().float().clone() if exact is None else exact
             state["exp_avg"] = torch.zeros_like(state["master"])
@@ -126,7 +125,7 @@ technique = Technique(
     claim=Claim(
         "bytes of weights and gradients in the passes",
         -0.5,
-        regime="4 bytes for each parameter instead of 8; 16 in all, as in plain fp32",
+        regime="4 bytes for each parameter instead of 8; 16 in total, as in plain fp32",
         source="arithmetic; Rajbhandari et al. 2019, arXiv:1910.02054, section 3.1",
     ),
     parity=Parity.STATISTICAL,
@@ -134,7 +133,7 @@ technique = Technique(
     memory=(
         MemoryEffect("parameters", 1.0, "2 bytes each", size=2),
         MemoryEffect("gradients", 1.0, "2 bytes each", size=2),
-        MemoryEffect("master", 1.0, "4 bytes for each trained weight"),
+        MemoryEffect("master", 1.0, "4 bytes per trained weight"),
         MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
         MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
     ),

@@ -1,14 +1,14 @@
-"""Half products: the linear layers' matrix products with fp16 factors, on ARM CPUs.
+"""fp16 matmuls on ARM CPUs: linear layers with fp16 operands, forward and both gradients.
 
-An ARM core with fp16 arithmetic multiplies and adds eight fp16 numbers in the instruction that does four in fp32; torch's
-fast products do not use it. Our kernel casts both factors on their way into each product, forward and both gradients, blocks of
-64 by 128 values with a scale each, so no loss needs scaling and no gradient is lost; sums over 128 products are made in fp16,
-the rest in fp32. Weights, activations, gradients and optimizer stay fp32. A bias's gradient comes out of the same kernel.
-It wins where products are most of a step, and the more the wider the layers: casting a factor costs the same for narrow
-ones. Each product is off by two thousandths, as with bf16 factors. The kernel is C++, built
-when it is first used (ten seconds, once). Newer ARM cores have bf16 units, which `amp_bf16` uses; measure both there. The
-head is left in fp32 unless it is asked for: a word's gradient is the sum of a few large numbers and thousands of small ones, which
-short sums can lose beside them. (At a steady learning rate `tiny` learned the same with and without it: docs/negative-results.md.)
+An ARM core with fp16 arithmetic does eight fp16 multiply-adds in the instruction that does four in fp32;
+torch's matmuls do not use it. Our kernel casts both operands on the fly, in blocks of 64 × 128 values with
+one scale each, so no loss scaling is needed. It accumulates 128 products in fp16 and the rest in fp32.
+Weights, activations, gradients and optimizer state stay fp32; bias gradients come out of the same kernel.
+It wins where matmuls dominate, the more the wider the layers are. The error of a matmul is 2e-3, as with
+bf16 operands. The kernel is C++, built at first use (ten seconds, once). Newer ARM cores have bf16 units,
+which `amp_bf16` uses; measure both there. The LM head stays fp32 unless `scope` asks for it: a token's
+gradient sums a few large and thousands of small numbers, which fp16 accumulation can lose. (At a constant
+learning rate the loss of `tiny` was the same with and without it: docs/negative-results.md.)
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rush.techniques.kernels.vocab_pad import ProjectedLossHead
 
 SCOPES = ("blocks", "blocks_and_head")
 RATE = "half_kernel"
-"""What the ceilings call the rate of a large product by our kernel."""
+"""The name of this kernel's matmul rate among the ceilings."""
 OTHER_HEADS = ("fused_loss", "liger")
 OPERATORS = ("rush::fp16_matmul", "rush::fp16_matmul_with_row_sums")
 
@@ -51,7 +51,7 @@ OPERATORS = ("rush::fp16_matmul", "rush::fp16_matmul_with_row_sums")
 
 
 class Fp16Linear(nn.Linear):
-    """A linear layer over the same weight and bias, whose products have fp16 factors."""
+    """nn.Linear over the same weight and bias with fp16 matmuls."""
 
     def __init__(self, plain: nn.Linear) -> None:
         nn.Module.__init__(self)
@@ -62,12 +62,12 @@ class Fp16Linear(nn.Linear):
         return kernel.fp16_linear(x, self.weight, self.bias)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product alone, with a weight of its own or one that several layers share."""
+        """The matmul without bias, with this layer's weight or one that several layers share."""
         return kernel.fp16_linear(x, weight)
 
 
 class Fp16Projection(Projection):
-    """From hidden vectors to logits; the vocabulary padded with zeros where another technique asks for it."""
+    """Hidden states to logits; the vocabulary is zero-padded where another technique asks for it."""
 
     def __init__(self, padded: int) -> None:
         super().__init__()
@@ -97,13 +97,12 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         else:
             build.model.loss_head = ProjectedLossHead(projection)
         layers += 1
-    # What speeds are held against, what rounding is judged by, and how many layers must show up.
     build.facts |= {"matmul_dtype": RATE, "operand_dtype": "float16", "half_layers": layers}
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Our operators `rush::fp16_matmul…` made three products a step and micro batch for each layer: forward, and both
-    gradients (at least the forward one, where weights are frozen). Layers that another technique makes one product of are one."""
+    """Our operators `rush::fp16_matmul…` ran three matmuls per layer and micro batch: forward and both gradients (at
+    least the forward one where weights are frozen). Layers that another technique joins count once."""
     layers = int(seen.facts.get("half_layers", 0)) - int(seen.facts.get("products_saved", 0))
     made = sum(seen.facts["products_by"].get(name, 0.0) for name in OPERATORS)
     others = sum(seen.facts["products_by"].values()) - made
@@ -111,8 +110,8 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     wanted = each * layers * max(1, seen.micro_batches)
     return Proof(
         0 < wanted <= made,
-        f"{made:.0f} products a step by `rush::fp16_matmul…`, where {layers} layers need {wanted}; {others:.0f} other "
-        "products of matrices",
+        f"{made:.0f} matmuls per step by `rush::fp16_matmul…`, where {layers} layers need {wanted}; {others:.0f} other "
+        "matmuls",
     )
 
 
@@ -143,11 +142,11 @@ technique = Technique(
             lambda machine, recipe: kernel.cannot_build() is None or kernel.is_built(),
         ),
         Requirement(
-            "layout.tp cuts the layers' weights among ranks, which our kernel does not know; set layout.tp to 1",
+            "layout.tp shards the layers' weights, which our kernel does not support; set layout.tp to 1",
             lambda machine, recipe: recipe.layout.tp == 1,
         ),
         Requirement(
-            f"with scope blocks_and_head it makes the logits itself: take out {' and '.join(OTHER_HEADS)}, or set scope to blocks",
+            f"with scope blocks_and_head it computes the logits itself: remove {' and '.join(OTHER_HEADS)}, or set scope to blocks",
             lambda machine, recipe: not (_takes_head(recipe) and used(recipe, *OTHER_HEADS)),
         ),
     ),
@@ -156,7 +155,7 @@ technique = Technique(
     knobs={
         "scope": KnobRange(
             SCOPES,
-            "the linear layers of the blocks, or the head as well",
+            "the linear layers of the blocks, or the LM head as well",
         )
     },
     claim=Claim(
@@ -165,18 +164,16 @@ technique = Technique(
         regime="fused multiply-adds of 128-bit vectors: eight fp16 numbers where there are four of fp32, two instructions a cycle "
         "with either",
         source="Arm Neoverse N1 Software Optimization Guide, ASIMD floating-point instructions (measured on one: 39.9 and 79.9 "
-        "GFLOP/s a core at 2.5 GHz, factors in registers)",
+        "GFLOP/s per core at 2.5 GHz, operands in registers)",
     ),
-    # Not CLOSE: in 20 steps of `tiny` the gradient norm of step 14 was 2 to 5 % off, where fp16 factors are allowed 1 %.
+    # Not CLOSE: in 20 steps of `tiny` the gradient norm of step 14 was 2 to 5 % off, where fp16 is allowed 1 %.
     parity=Parity.STATISTICAL,
     evidence=evidence,
-    memory=(
-        MemoryEffect("buffers", 1.0, "one factor of a product at a time in fp16, while that product is made"),
-    ),
+    memory=(MemoryEffect("buffers", 1.0, "one operand at a time in fp16, during its matmul"),),
     settings=(Setting(),),
     work=(
         WorkEffect("blocks.dtype", RATE),
         WorkEffect("head.dtype", RATE, when=_with_head),
-        WorkEffect("sums.fused", 1.0, "the gradients of all biases"),
+        WorkEffect("sums.fused", 1.0, "all bias gradients"),
     ),
 )

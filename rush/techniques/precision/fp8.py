@@ -1,16 +1,17 @@
-"""fp8: the linear layers' matrix products with 8-bit factors, forward and both gradients.
+"""fp8 matmuls in the linear layers, forward and both gradients.
 
-Hopper's units do twice as many 8-bit products as 16-bit ones. Each factor is scaled to the 8-bit range and
-rounded on its way into the product; weights and optimizer stay as they are. What is left of the factor of
-two depends on the casts, which read every activation and gradient again, and on the shapes: it pays for wide
-layers and many tokens, and can cost time where layers are narrow. Use it beside `compile`, which
-fuses the casts; eager it is slower than bf16. A 3-bit mantissa is coarse: losses follow those of bf16, step
-by step they differ. One scale per tensor is fastest; one per row spares small values beside large ones. Beside `tp`
-every rank scales its own part of a tensor by that part's largest value, and nothing is exchanged for it: scales are
-powers of two, so the same number gets the same 8-bit mantissa under each, unless it is below 2⁻¹³ of the largest. With
-`mlp` kernel Llama's SwiGLU goes from 16 bits to 8 in kernels of ours, rounded once, where a compiler rounds twice. A small
-model's head is a fifth of its arithmetic: `scope` head, beside `fused_loss`, makes its three products in 8 bits and nothing
-else; the gradient of the logits goes from 16 bits to 8 in one kernel that needs no scale to be looked for.
+Hopper's tensor cores run fp8 matmuls at twice the bf16 rate. Each operand is scaled to the fp8 range and
+cast on the way into the matmul; weights and optimizer state are unchanged. How much of the factor of two is
+left depends on the casts, which read every activation and gradient once more, and on the shapes: it pays
+for wide layers and many tokens, and can cost time where layers are narrow. Use it with `compile`, which
+fuses the casts; eager fp8 is slower than bf16. With a 3-bit mantissa the loss curve follows that of bf16,
+but single steps differ. Tensorwise scaling is fastest; rowwise scaling preserves small values next to large
+ones. With `tp` every rank scales its own shard by that shard's absolute maximum, without communication:
+scales are powers of two, so a number gets the same mantissa under each, unless it is below 2⁻¹³ of the
+maximum. With `mlp` kernel Llama's SwiGLU goes from 16 bits to fp8 in our own kernels, rounded once, where a
+compiler rounds twice. A small model's LM head is a fifth of its FLOPs: `scope` head, with `fused_loss`,
+gives an fp8 LM head and nothing else; the gradient of the logits is cast in one kernel, whose scale is known
+in advance.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ CASTS = MLPS = ("compiler", "kernel")
 OTHER_HEADS = ("chunked_loss", "liger")
 OTHER_MLPS = ("fused_mlp", "liger")
 SWIGLU = tuple(f"fp8_swiglu{step}" for step in ("_largest", "", "_bound", "_backward"))
-"""The kernels of the MLP as one function, and the ends of its operators' names."""
+"""Kernels of the fused MLP; its operators have the same names."""
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -59,21 +60,21 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
     options: Any = {"fast": knobs["fast"], "casts": knobs["casts"]}
     recipe: Any = knobs["recipe"]
-    product = partial(fp8_linear, recipe=recipe, **options)
-    # What speeds are held against: the rate of 8-bit products, although heads and attention stay at 16 bits.
+    matmul = partial(fp8_linear, recipe=recipe, **options)
+    # MFU is relative to the fp8 peak, although LM head and attention stay at 16 bits.
     if _takes_blocks(knobs):
         build.facts["matmul_dtype"] = "float8"
     for role, layers in build.model.linears().items():
         for name, plain in layers if role != "head" and _takes_blocks(knobs) else []:
             parent, _, own = name.rpartition(".")
-            setattr(build.model.get_submodule(parent), own, Fp8Linear(plain, product))
+            setattr(build.model.get_submodule(parent), own, Fp8Linear(plain, matmul))
     if _with_one_mlp(knobs):
         for block in build.model.blocks:
             plain_mlp = block.get_submodule("mlp")
             assert isinstance(plain_mlp, GatedMLP), type(plain_mlp)
             block.mlp = Fp8GatedMLP(plain_mlp, partial(fp8_mlp, **options))
-    # The head's gradients never in the short accumulator: with it Llama 3.2 1B fell behind (docs/negative-results.md). A word's is
-    # the sum of a few large numbers and thousands of small ones, over as many terms as there are words.
+    # No fast accumulation for the LM head's gradients: with it the loss of Llama 3.2 1B fell behind
+    # (docs/negative-results.md). A token's gradient sums a few large and thousands of small numbers.
     head = build.model.loss_head
     if isinstance(head, FusedLossHead) and knobs["scope"] != "blocks":
         head.products = "fp8"
@@ -85,11 +86,11 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Matrix products took 8-bit inputs (or 8-bit kernels of a compiled graph ran); on a CPU the emulation
+    """Matmuls took fp8 inputs (or fp8 kernels of a compiled graph ran); on a CPU the emulation
     `rush::fp8_emulated_matmul` ran, which proves the arithmetic and nothing about speed. With `mlp` kernel also our
-    kernels `fp8_swiglu…`, forward and backward (on a CPU the operators `rush::fp8_swiglu…`), and where the head is fused with
-    its loss the kernel `fp8_logits_gradient`."""
-    proofs = [_products_ran(seen)]
+    kernels `fp8_swiglu…`, forward and backward (on a CPU the operators `rush::fp8_swiglu…`), and with
+    `fused_loss` the kernel `fp8_logits_gradient`."""
+    proofs = [_matmuls_ran(seen)]
     names = SWIGLU if _with_one_mlp(knobs) else ()
     if knobs["scope"] != "blocks" and seen.facts.get("fused_head"):
         names = (*names, "fp8_logits_gradient")
@@ -101,9 +102,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     return Proof(all(proof.took_effect for proof in proofs), "; ".join(proof.what for proof in proofs))
 
 
-def _products_ran(seen: Observation) -> Proof:
+def _matmuls_ran(seen: Observation) -> Proof:
     if emulated := seen.ops.get("rush::fp8_emulated_matmul", 0):
-        return Proof(not seen.kernels, f"emulated on a CPU: {emulated} products of dequantized 8-bit factors")
+        return Proof(not seen.kernels, f"emulated on a CPU: {emulated} matmuls of dequantized fp8 operands")
     kernels = [name for name in seen.kernels if "e4m3" in name or "_scaled_mm" in name]
     eight_bits = any(dtype.startswith("float8") for dtype in seen.matmul_dtypes)
     return Proof(
@@ -115,14 +116,14 @@ def _products_ran(seen: Observation) -> Proof:
 def _can_multiply(machine: Machine, recipe: Recipe) -> bool:
     if machine.device == "cpu":
         return os.environ.get("TRITON_INTERPRET") == "1"
-    # AMD's MI300X multiplies other 8-bit formats (fnuz) than are made here.
+    # AMD's MI300X uses other fp8 formats (fnuz).
     return machine.hip is None and machine.capability is not None and machine.capability >= (8, 9)
 
 
 def _widths_fit(machine: Machine, recipe: Recipe) -> bool:
     shape, layout = recipe.shape(), recipe.layout
     cut = (shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim, shape.intermediate)
-    # Every batch must fit, the last one of a validation too, which may hold fewer rows.
+    # Every batch must fit, also the last one of a validation, which may have fewer rows.
     sizes = (shape.hidden, *(size // layout.tp for size in cut), recipe.batch.sequence // layout.cp)
     return all(size % ALIGNMENT == 0 for size in sizes)
 
@@ -158,7 +159,7 @@ technique = Technique(
     requires=(
         needs_triton,
         Requirement(
-            "it needs an NVIDIA GPU with 8-bit matmuls (compute capability 8.9 or above); on a CPU TRITON_INTERPRET=1 "
+            "it needs an NVIDIA GPU with fp8 matmuls (compute capability 8.9 or above); on a CPU TRITON_INTERPRET=1 "
             "emulates them",
             _can_multiply,
         ),
@@ -169,8 +170,8 @@ technique = Technique(
             ),
         ),
         Requirement(
-            f"it needs every width of the linear layers and batch.sequence in multiples of {ALIGNMENT}, a rank's parts of them "
-            "too (layout.tp cuts widths, layout.cp the sequence)",
+            f"it needs every width of the linear layers and batch.sequence to be a multiple of {ALIGNMENT}, also after "
+            "sharding (layout.tp shards widths, layout.cp the sequence)",
             _widths_fit,
         ),
         Requirement(
@@ -181,8 +182,8 @@ technique = Technique(
             ),
         ),
         Requirement(
-            "with mlp kernel it makes all that Llama's MLP does, SwiGLU included, with one scale for a tensor: it needs a Llama "
-            f"and recipe tensorwise, and no {' or '.join(OTHER_MLPS)} beside it; or set mlp to compiler",
+            "with mlp kernel it replaces Llama's whole MLP, with tensorwise scales: it needs a Llama and recipe "
+            f"tensorwise, and no {' or '.join(OTHER_MLPS)}; or set mlp to compiler",
             lambda machine, recipe: (
                 not _one_mlp(recipe)
                 or (
@@ -193,7 +194,7 @@ technique = Technique(
             ),
         ),
         Requirement(
-            "with mlp kernel gate and up are one product; add fused_projections with groups all or mlp, or set mlp to compiler",
+            "with mlp kernel gate and up are one matmul; add fused_projections with groups all or mlp, or set mlp to compiler",
             lambda machine, recipe: (
                 not _one_mlp(recipe)
                 or (
@@ -203,29 +204,29 @@ technique = Technique(
             ),
         ),
         Requirement(
-            "in fused_loss the head has one scale for a tensor; set recipe to tensorwise, or scope to blocks",
+            "in fused_loss the LM head is scaled tensorwise; set recipe to tensorwise, or scope to blocks",
             lambda machine, recipe: (
                 not (_takes_head(recipe) and used(recipe, "fused_loss"))
                 or knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
             ),
         ),
         Requirement(
-            "with mlp kernel it needs a scope that has the blocks; set mlp to compiler, or scope to blocks_and_head",
+            "with mlp kernel scope must include the blocks; set mlp to compiler, or scope to blocks_and_head",
             lambda machine, recipe: (
                 not _one_mlp(recipe) or knob_of(recipe, "fp8", "scope", SCOPES[0]) != "head"
             ),
         ),
         Requirement(
-            "beside layout.tp the logits are made by the loss over parts of the vocabulary; set scope to blocks",
+            "with layout.tp the loss computes the logits of a vocab shard; set scope to blocks",
             lambda machine, recipe: recipe.layout.tp == 1 or not _takes_head(recipe),
         ),
         Requirement(
-            "with a scope that has the head it makes the logits itself, or fused_loss does so with it: take out "
+            "if scope includes the head it computes the logits itself, or fused_loss does: remove "
             f"{', '.join(OTHER_HEADS)}, or set scope to blocks",
             lambda machine, recipe: not (_takes_head(recipe) and used(recipe, *OTHER_HEADS)),
         ),
         Requirement(
-            f"with a scope that has the head it needs a vocabulary in multiples of {ALIGNMENT}; add vocab_pad, or fused_loss",
+            f"if scope includes the head it needs a vocabulary that is a multiple of {ALIGNMENT}; add vocab_pad, or fused_loss",
             lambda machine, recipe: (
                 not _takes_head(recipe)
                 or used(recipe, "fused_loss")
@@ -237,23 +238,23 @@ technique = Technique(
     conflicts=("fp16_matmul", "int8_base", "qlora"),
     after=("chunked_loss", "fused_loss", "vocab_pad"),
     knobs={
-        "recipe": KnobRange(
-            RECIPES, "one scale for a tensor (gradients in e5m2), or one for each row (all e4m3)"
+        "recipe": KnobRange(RECIPES, "one scale per tensor (gradients in e5m2), or one per row (all e4m3)"),
+        "scope": KnobRange(
+            SCOPES, "the linear layers of the blocks, the LM head as well, or the LM head alone"
         ),
-        "scope": KnobRange(SCOPES, "the linear layers of the blocks, the head as well, or the head alone"),
         "fast": KnobRange(
             ("forward", "all"),
-            "the products that may use the short accumulator: quicker, coarser; of a head never those of its gradients",
+            "matmuls with fast accumulation: faster, less precise; never for gradients of the LM head",
         ),
         "casts": KnobRange(
             ("compiler", "kernel"),
-            "plain operators for compile to fuse, or one kernel for both layouts (tensorwise); of a head in fused_loss always a "
-            "kernel",
+            "plain operators for compile to fuse, or one kernel that writes both layouts (tensorwise); an LM head in "
+            "fused_loss always uses a kernel",
         ),
         "mlp": KnobRange(
             MLPS,
-            "Llama's MLP as layers with an activation between them for compile to fuse, or as one function with kernels that "
-            "go from 16 bits to 8 in SwiGLU and its gradient",
+            "Llama's MLP as layers and an activation for compile to fuse, or as one function whose kernels cast to fp8 "
+            "inside SwiGLU and its gradient",
         ),
     },
     claim=Claim(
@@ -265,13 +266,15 @@ technique = Technique(
     parity=Parity.STATISTICAL,
     evidence=evidence,
     memory=(
-        MemoryEffect("inputs.cast", 1.0, "in 8 bits", size=1.0, when=_tensorwise),
-        MemoryEffect("inputs.cast", 1.0, "other casts, from the wide values", size=2.0, when=_rowwise),
+        MemoryEffect("inputs.cast", 1.0, "in fp8", size=1.0, when=_tensorwise),
+        MemoryEffect("inputs.cast", 1.0, "other casts, from the 16-bit values", size=2.0, when=_rowwise),
         MemoryEffect("inputs.opaque", 1.0, when=lambda knobs: knobs["casts"] == "kernel"),
-        MemoryEffect("casts", 0.0, "made again", when=_takes_blocks),
-        MemoryEffect("head.cast", 1.0, "in 8 bits, both ways", when=lambda knobs: knobs["scope"] != "blocks"),
+        MemoryEffect("casts", 0.0, "recomputed", when=_takes_blocks),
+        MemoryEffect(
+            "head.cast", 1.0, "in fp8, also transposed", when=lambda knobs: knobs["scope"] != "blocks"
+        ),
         MemoryEffect("mlp.whole", 1.0, when=_with_one_mlp),
-        MemoryEffect("mlp.activated", 0.0, "with mlp kernel only gate and up are kept", when=_with_one_mlp),
+        MemoryEffect("mlp.activated", 0.0, "with mlp kernel only gate and up are saved", when=_with_one_mlp),
     ),
     settings=(
         Setting(),
@@ -287,8 +290,8 @@ technique = Technique(
         WorkEffect(
             "blocks.casts",
             8.5,
-            "largest value, cast and both layouts; twice where nothing is compiled. With mlp kernel 22 instead of 32 bytes for "
-            "each value of the MLP's width, which is a quarter of all",
+            "absolute maximum, cast and both layouts; twice when eager. With mlp kernel 22 instead of 32 bytes per value "
+            "of the MLP's width, a quarter of all values",
             by_knob=lambda knobs: 6.4 if _with_one_mlp(knobs) else 8.5,
             when=_takes_blocks,
         ),
@@ -296,7 +299,7 @@ technique = Technique(
         WorkEffect(
             "launches.more",
             54.0,
-            "scale and casts of Llama's 7 weights, 4 inputs and 7 gradients: three each",
+            "scales and casts of Llama's 7 weights, 4 inputs and 7 gradients: three launches each",
             when=_takes_blocks,
         ),
     ),

@@ -1,4 +1,4 @@
-"""The modules that fp8 puts in place of a model's own: a linear layer, the head's projection, Llama's MLP."""
+"""Modules of fp8: a linear layer, the LM head's projection, Llama's MLP."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from rush.techniques.kernels.chunked_loss import Projection
 # Shapes: b batch, t position, n tokens, d hidden, j twice the MLP's width, v vocabulary.
 
 ALIGNMENT = 16
-"""Tokens and widths come in multiples of this."""
-Product = Callable[[Tensor, Tensor], Tensor]
+"""Tokens and widths must be multiples of this."""
+Matmul = Callable[[Tensor, Tensor], Tensor]
 
 
-def in_tiles(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
-    """Multiply in fp8 whatever the number of tokens: rows that are padded to their longest have any, and the hardware takes
-    multiples of 16. Zeros make up for the rest; they change no scale and no gradient."""
+def pad_tokens(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
+    """Zero-pad the tokens to a multiple of 16, as the hardware requires; zeros change no scale and no gradient."""
     tokens_nd = x.reshape(-1, x.shape[-1])
     missing = -len(tokens_nd) % ALIGNMENT
     if not missing:
@@ -30,35 +29,35 @@ def in_tiles(x: Tensor, multiply: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 class Fp8Linear(nn.Linear):
-    """A linear layer over the same weight and bias, with 8-bit products."""
+    """nn.Linear over the same weight and bias with fp8 matmuls."""
 
-    def __init__(self, plain: nn.Linear, product: Product) -> None:
+    def __init__(self, plain: nn.Linear, matmul: Matmul) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
-        self.weight, self.bias, self.product = plain.weight, plain.bias, product
+        self.weight, self.bias, self.matmul = plain.weight, plain.bias, matmul
 
     def forward(self, x: Tensor) -> Tensor:
         out = self.multiply(x, self.weight)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
-        """The product alone, with a weight of its own or one that several layers share."""
+        """The matmul without bias, with this layer's weight or one that several layers share."""
         (x,) = to_autocast_dtype(x)
-        return in_tiles(x, lambda padded: self.product(padded, weight))
+        return pad_tokens(x, lambda padded: self.matmul(padded, weight))
 
 
 class Fp8Projection(Projection):
-    """From hidden vectors to logits by an 8-bit product; the vocabulary padded with zeros where it must be."""
+    """Hidden states to logits by an fp8 matmul; the vocabulary is zero-padded where needed."""
 
-    def __init__(self, padded: int, product: Product) -> None:
+    def __init__(self, padded: int, matmul: Matmul) -> None:
         super().__init__()
-        self.padded, self.product = padded, product
+        self.padded, self.matmul = padded, matmul
 
     def forward(self, hidden_nd: Tensor, head_weight_vd: Tensor) -> Tensor:
         vocab_size = head_weight_vd.shape[0]
         weight = F.pad(head_weight_vd, (0, 0, 0, self.padded - vocab_size))
         (hidden_nd,) = to_autocast_dtype(hidden_nd)
-        return in_tiles(hidden_nd, lambda padded: self.product(padded, weight))[..., :vocab_size]
+        return pad_tokens(hidden_nd, lambda padded: self.matmul(padded, weight))[..., :vocab_size]
 
 
 class Fp8GatedMLP(nn.Module):
@@ -73,4 +72,4 @@ class Fp8GatedMLP(nn.Module):
         (x_btd,) = to_autocast_dtype(x_btd)
         assert isinstance(self.fan_out, FanOut)
         joined = self.fan_out.weight(self.gate, self.up)
-        return in_tiles(x_btd, lambda padded: self.mlp(padded, joined, self.down.weight))
+        return pad_tokens(x_btd, lambda padded: self.mlp(padded, joined, self.down.weight))

@@ -1,9 +1,9 @@
 """Pure bf16: weights, gradients and optimizer state in bf16.
 
-Half the memory of everything, and no casts. But bf16 has 8 bits of mantissa: once an update is
-smaller than about 1/256 of a weight, rounding throws it away, so runs at small learning rates stall, and
-so does the warm-up of any run; `rush train` says before the first step how many weights can move. Rounding by chance
-(`fused_update` with stochastic_rounding) mends that; without it, prefer `amp_bf16` for pretraining.
+Half the memory of everything, and no casts. But bf16 has 8 bits of mantissa: an update smaller than about
+1/256 of a weight is rounded away, so runs at small learning rates stall, and so does the warm-up of any
+run; `rush train` reports before the first step how many weights can move. Stochastic rounding
+(`fused_update` with stochastic_rounding) fixes that; without it, prefer `amp_bf16` for pretraining.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Weights and matmul inputs are bf16, and the optimizer's state comes to 4 bytes per parameter (plain: 8), or what
-    the technique for the update says it keeps."""
+    """Weights and matmul inputs are bf16, and the optimizer state is 4 bytes per parameter (plain: 8), or what the
+    optimizer technique declares."""
     per_parameter = state_per_parameter(seen)
-    # Two moments of 2 bytes; 8-bit moments are smaller still; an update may say that it keeps them larger.
+    # Two moments of 2 bytes; an optimizer technique may declare more.
     most = seen.facts.get("state_bytes_per_parameter", 4) + 0.5
     took_effect = (
         seen.weight_dtypes == {"bfloat16"} and matmuls_took(seen, "bfloat16") and per_parameter < most

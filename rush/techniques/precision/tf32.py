@@ -1,9 +1,9 @@
 """TF32: fp32 matmuls on the tensor cores.
 
-A tensor core multiplies numbers with a 10-bit mantissa and adds up in fp32. With TF32 allowed, an
-fp32 matmul rounds its inputs to that mantissa and runs on the tensor cores, several times faster
-than on the plain fp32 units; weights, activations and everything but matmuls stay fp32. It gains
-nothing where the step is bound by memory or by launches, and nothing once matmuls run in bf16.
+With TF32 allowed, an fp32 matmul rounds its inputs to a 10-bit mantissa, runs on the tensor cores and
+accumulates in fp32, several times faster than on the fp32 units. Weights, activations and everything but
+matmuls stay fp32. It gains nothing where the step is bound by memory or launches, and nothing once matmuls
+run in bf16.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """An fp32 product made inside the step has the rounding error of a 10-bit mantissa, and the run's matmuls are fp32."""
-    # Kernel names differ from library to library; the rounding does not: 11 bits instead of 24.
+    """An fp32 matmul inside the step has the rounding error of a 10-bit mantissa, and the run's matmuls are fp32."""
+    # Kernel names differ between libraries; the rounding does not.
     error = float(seen.facts["fp32_matmul_error"])
     took_effect = error > 2e-5 and "float32" in seen.matmul_dtypes
     return Proof(
         took_effect,
-        f"an fp32 product made inside the step is off by {error:.0e} (plain fp32: about 1e-7); {describe_dtypes(seen)}",
+        f"an fp32 matmul inside the step is off by {error:.0e} (plain fp32: about 1e-7); {describe_dtypes(seen)}",
     )
 
 
