@@ -18,7 +18,7 @@ SIZE = ("model.shape.hidden=256", "model.shape.head_dim=64", "model.shape.interm
 STEPS = 4
 CHANCE = "{name='fused_update', stochastic_rounding=true, state='bfloat16'}"
 EIGHT_BITS = "{name='adam8bit', backend='rush'}"
-EIGHT_BITS_BY_CHANCE = "{name='adam8bit', backend='rush', stochastic_rounding=true}"
+STOCHASTIC_8BIT = "{name='adam8bit', backend='rush', stochastic_rounding=true}"
 
 
 def on_gpu(*techniques: str, name: str) -> Run:
@@ -40,7 +40,7 @@ def plain(name: str) -> Trace:
         ("llama-tiny", ["pure_bf16", "fused_loss", "fused_update", "compile"], "bfloat16"),
         ("llama-tiny", ["amp_bf16", "fused_loss", "fused_update", "cuda_graph"], "bfloat16"),
         ("tiny", [EIGHT_BITS], "float32"),
-        ("llama-tiny", ["pure_bf16", EIGHT_BITS_BY_CHANCE], "bfloat16"),
+        ("llama-tiny", ["pure_bf16", STOCHASTIC_8BIT], "bfloat16"),
     ],
     ids=str,
 )

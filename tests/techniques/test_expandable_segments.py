@@ -47,7 +47,7 @@ def test_a_step_that_fails_leaves_the_setting_as_it_was(monkeypatch: pytest.Monk
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
     told: list[str] = []
-    monkeypatch.setattr("rush.techniques.memory.expandable_segments.tell", told.append)
+    monkeypatch.setattr("rush.techniques.memory.expandable_segments.set_allocator", told.append)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: told.append("emptied"))
     growing = ExpandableSegments()
 

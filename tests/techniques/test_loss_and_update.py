@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings(
 )
 CHANCE = "{name='fused_update', stochastic_rounding=true, state='bfloat16'}"
 EIGHT_BITS = "{name='adam8bit', backend='rush'}"
-EIGHT_BITS_BY_CHANCE = "{name='adam8bit', backend='rush', stochastic_rounding=true}"
+STOCHASTIC_8BIT = "{name='adam8bit', backend='rush', stochastic_rounding=true}"
 
 
 def weights(run: Run) -> dict[str, torch.Tensor]:
@@ -50,7 +50,7 @@ def weights(run: Run) -> dict[str, torch.Tensor]:
         ("tiny", ["pure_bf16", CHANCE], "bfloat16"),
         pytest.param("llama-tiny", ["bf16_master", "fused_loss"], "bfloat16", marks=pytest.mark.slow),
         ("llama-tiny", [EIGHT_BITS], "float32"),
-        ("llama-tiny", ["pure_bf16", EIGHT_BITS_BY_CHANCE], "bfloat16"),
+        ("llama-tiny", ["pure_bf16", STOCHASTIC_8BIT], "bfloat16"),
     ],
     ids=str,
 )
@@ -88,7 +88,7 @@ def test_validation_sees_the_same_loss() -> None:
         ["fused_update"],
         ["pure_bf16", CHANCE],
         pytest.param([EIGHT_BITS], marks=pytest.mark.slow),
-        ["pure_bf16", EIGHT_BITS_BY_CHANCE],
+        ["pure_bf16", STOCHASTIC_8BIT],
     ],
     ids=str,
 )
@@ -150,7 +150,7 @@ def test_the_evidence_tells_our_8_bit_kernel_from_a_library() -> None:
     [
         ["{name='fused_update', stochastic_rounding=true}"],
         ["{name='fused_update', state='bfloat16'}", "amp_bf16"],
-        [EIGHT_BITS_BY_CHANCE],
+        [STOCHASTIC_8BIT],
         ["pure_bf16", "{name='adam8bit', stochastic_rounding=true}"],
     ],
     ids=str,

@@ -1,9 +1,9 @@
-"""Cut each micro batch into smaller ones and add up their gradients.
+"""Gradient accumulation: split each micro batch into smaller ones and add up their gradients.
 
-The activations of a pass grow with its batch; the gradients do not. A micro batch cut into two passes
-needs half the activation memory and gives the same gradient, because every pass adds the gradient of its
-summed loss over the labels of the whole step. Smaller matmuls use the device less well, so it costs some
-speed; what it buys is a batch that would not fit otherwise.
+The activations of a pass grow with its batch; the gradients do not. A micro batch split into two passes
+needs half the activation memory and gives the same gradient, because every pass scales its summed loss by
+the number of labels of the whole step. Smaller matmuls use the device less well, so it costs some speed;
+what it buys is a batch that would not fit otherwise.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from rush.techniques.api.contract import (
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     factor = int(knobs["factor"])
 
-    def cut(inner: Pass) -> Pass:
+    def split(inner: Pass) -> Pass:
         def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
             return torch.stack([inner(part, loss_scale) for part in batch.split(factor)]).sum()
 
         return passes
 
-    build.pass_wrappers.append(cut)
+    build.pass_wrappers.append(split)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """A step makes `factor` times as many passes as it was given micro batches."""
+    """A step has `factor` times as many passes as micro batches from the loader."""
     given, made = seen.facts["loader_micro_batches"], seen.micro_batches
     return Proof(
         made == int(knobs["factor"]) * given,
-        f"{made} passes in a step for {given} micro batches; {seen.held_bytes / 2**20:.1f} MiB kept between "
-        "forward and backward",
+        f"{made} passes in a step for {given} micro batches; {seen.held_bytes / 2**20:.1f} MiB of saved "
+        "activations",
     )
 
 
@@ -64,7 +64,7 @@ technique = Technique(
             lambda machine, recipe: recipe.micro % int(knob_of(recipe, "accumulate", "factor", 2)) == 0,
         ),
     ),
-    knobs={"factor": KnobRange((2, 4, 8), "passes for each micro batch")},
+    knobs={"factor": KnobRange((2, 4, 8), "passes per micro batch")},
     claim=Claim(
         "activation bytes",
         -0.5,
@@ -75,7 +75,7 @@ technique = Technique(
     evidence=evidence,
     memory=(
         MemoryEffect(
-            "passes", 2.0, "each with its share of the tokens", by_knob=lambda knobs: float(knobs["factor"])
+            "passes", 2.0, "each with a part of the tokens", by_knob=lambda knobs: float(knobs["factor"])
         ),
     ),
     settings=(),

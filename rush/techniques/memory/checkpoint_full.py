@@ -1,13 +1,13 @@
-"""Activation checkpointing: forget what a block computed, compute it again when it is needed.
+"""Activation checkpointing: recompute each block's activations in the backward pass.
 
-Training keeps every intermediate result until the backward pass has used it, and that, not the weights,
-fills the memory at large batches. Here only the input of each block is kept; the backward pass runs the
-block's forward once more. Activations shrink to about one tensor per block, for a third more
-arithmetic. It makes a step slower and a batch larger, so it pays only when the larger batch (or the longer
-sequence) is worth more than the recomputation.
+Training saves every activation until the backward pass has used it, and that, not the weights, fills the
+memory at large batches. Here only the input of each block is saved; the backward pass runs the block's
+forward once more. Activations shrink to about one tensor per block, for a third more FLOPs. It makes a step
+slower and a batch larger, so it pays only when the larger batch (or the longer sequence) is worth more than
+the recomputation.
 
-At very long sequences the blocks' inputs are what is left, and what fills the memory. They can wait on the host
-(`inputs = "host"`): a trip over the link for each block, which is short beside attention over so many tokens.
+At very long sequences the saved inputs of the blocks fill the memory. They can be offloaded to the host
+(`inputs = "host"`): one transfer per block, which is short compared with attention over so many tokens.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rush.techniques.memory.on_host import OffloadToHost
 
 
 def _recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
-    # Nothing in a block is random, so there is no generator to bring back.
+    # Nothing in a block is random, so no RNG state is saved.
     out: Tensor = checkpoint(
         type(self).forward, self, x_btd, use_reentrant=False, preserve_rng_state=False, **rest
     )
@@ -59,25 +59,25 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         def is_input(tensor: Tensor) -> bool:
             return tensor.dim() == 3 and tensor.shape[-1] == hidden and tensor.is_floating_point()
 
-        # Around the step: it acts on what a block hands to recomputation, and on what a compiled block keeps.
+        # Around the whole step: it acts on checkpointed inputs, and on what a compiled block saves.
         build.step_contexts.append(lambda: OffloadToHost(is_input, moved, pin=True))
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The matmuls of the blocks ran again in the backward pass: more than three products for each linear layer. With
-    `inputs = "host"`, bytes of inputs were copied there as well."""
-    # Recomputation stops as soon as the last needed value is there, so a little less than 2.
+    """The blocks' matmuls were recomputed in the backward pass: more than three for each linear layer. With
+    `inputs = "host"`, inputs were copied to the host as well."""
+    # Recomputation stops at the last needed tensor, so a little less than 2.
     said = (
         f"each block's matmuls ran {seen.block_forwards:.2f} times forward; {seen.held_bytes / 2**20:.1f} MiB "
-        "kept between forward and backward"
+        "of saved activations"
     )
     away = seen.facts.get("waited_on_host", Counter())["bytes"]
     if knobs["inputs"] == "host":
-        said += f"; {away / 2**20:.1f} MiB of inputs went to the host since the build"
+        said += f"; {away / 2**20:.1f} MiB of inputs were offloaded since the build"
     return Proof(seen.block_forwards > 1.4 and (away > 0) == (knobs["inputs"] == "host"), said)
 
 
-def _host_is_elsewhere(machine: Machine, recipe: Recipe) -> bool:
+def _can_offload(machine: Machine, recipe: Recipe) -> bool:
     on_host = knob_of(recipe, "checkpoint_full", "inputs", "device") == "host"
     return not on_host or (machine.device == "cuda" and not used(recipe, "cuda_graph", "fsdp"))
 
@@ -88,15 +88,15 @@ technique = Technique(
     apply=apply,
     requires=(
         Requirement(
-            'inputs = "host" needs a GPU, whose memory is not the host\'s, and stands neither beside cuda_graph nor fsdp',
-            _host_is_elsewhere,
+            'inputs = "host" needs a GPU, and works neither with cuda_graph nor with fsdp',
+            _can_offload,
         ),
     ),
     conflicts=("checkpoint_selective", "offload_activations"),
     knobs={
         "inputs": KnobRange(
             ("device", "host"),
-            "where the input of each block waits for the backward pass; host is for long sequences",
+            "where the input of each block is saved; host is for long sequences",
         )
     },
     claim=Claim(
@@ -111,10 +111,10 @@ technique = Technique(
         MemoryEffect(
             "activations",
             1.0,
-            "the input of each block, and one block at a time in full",
+            "the input of each block, and one block in full at a time",
             keeps=("block.input",),
         ),
-        MemoryEffect("casts", 0.0, "made again with the block"),
+        MemoryEffect("casts", 0.0, "recomputed with the block"),
         MemoryEffect(
             "block.input",
             1.0,

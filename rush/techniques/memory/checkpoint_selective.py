@@ -1,10 +1,10 @@
-"""Selective checkpointing: keep what is dear to compute, recompute what is cheap.
+"""Selective checkpointing: save what is expensive to compute, recompute what is cheap.
 
-Within a block the outputs of matmuls and of the attention kernel cost nearly all the arithmetic; norms,
-activations, casts and rotations cost little to make but as much memory to keep. So matmul and attention
-outputs are kept and the rest is made again in the backward pass: a good part of the memory of
+Within a block the outputs of matmuls and of the attention kernel account for nearly all FLOPs; norms,
+activations, casts and RoPE cost little to compute but as much memory to save. So matmul and attention
+outputs are saved and the rest is recomputed in the backward pass: much of the memory saving of
 `checkpoint_full` for a small part of its time. A compiled graph does some of this by itself, which leaves
-less to gain beside `compile`.
+less to gain with `compile`.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _MATMULS = (
     torch.ops.aten.mm.default,
     torch.ops.aten.addmm.default,
     torch.ops.aten._scaled_mm.default,
-    *ADAPTED,  # one operator for all products of layers with one input and of their adapters
+    *ADAPTED,  # one operator for layers with one input and their adapters
 )
-# Plain attention's products are not among them: its scores are the very tensors that must not be kept.
+# Not plain attention's batched matmuls: their scores must not be saved.
 _ATTENTION = (
     torch.ops.aten._scaled_dot_product_flash_attention.default,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -61,26 +61,25 @@ KEPT = (
     "mlp.gate",
     "mlp.up",
 )
-"""The planner's names of what stays."""
+"""The planner's terms of saved activations."""
 
 
 class Tally:
-    """Counts of what happened, in an object that is no dict: a compiled graph of torch 2.11 cannot be guarded by
-    the identity of a dict."""
+    """Counts in an object that is not a dict: torch 2.11 cannot guard a compiled graph by a dict's identity."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
 
 
 def _contexts(keep: str, tally: Tally) -> Any:
-    """What torch asks for at each checkpointed call: two modes that share one policy."""
+    """The context_fn of torch's checkpoint: two modes that share one policy."""
     matmuls: Counter[tuple[bool, bool]] = Counter()
 
     def policy(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         kept = operator in _ATTENTION
         if operator in _MATMULS:
-            # Forward and recomputation meet the same matmuls in the same order, so they agree. Adapted layers of one input
-            # come together: of those, half means what ends the attention and the MLP, and not the wide ones.
+            # Forward and recomputation see the same matmuls in the same order. Adapted layers with one input are one
+            # operator: of those, half means the output projections of attention and MLP.
             kind = (ctx.is_recompute, operator in ADAPTED)
             kept = keep == "all" or matmuls[kind] % 2 == (operator in ADAPTED)
             matmuls[kind] += 1
@@ -94,7 +93,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     tally = Tally()
     build.facts["selective_checkpoint"] = tally.counts
     contexts = partial(_contexts, str(knobs["keep"]), tally)
-    # A hint for whoever writes the checkpointed function: blocks change nothing in place.
+    # A warning about in-place operations; blocks have none.
     hush("torch._higher_order_ops.wrap", "Detected that context_fn is passed")
 
     def body(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
@@ -122,23 +121,23 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The policy kept outputs and let go of others, and blocks ran more often than they were called (compiled: the
-    policy was asked while the graph was traced)."""
+    """The policy saved some outputs and dropped others, and blocks ran more often than they were called (compiled: the
+    policy was called while tracing)."""
     tally = seen.facts.get("selective_checkpoint", Counter())
-    # A compiler asks the policy while it traces, and recomputes inside its own graph.
+    # A compiler calls the policy while tracing, and recomputes inside its own graph.
     compiled = "CompiledFunctionBackward" in seen.ops and tally["dropped"] > 0
     recomputed = tally["runs"] > tally["calls"]
-    matmuls_again = seen.block_forwards > 1.1
+    matmuls_recomputed = seen.block_forwards > 1.1
     how = (
         "inside a compiled graph"
         if compiled
         else f"{tally['runs']} runs of blocks for {tally['calls']} calls"
     )
     return Proof(
-        tally["kept"] > 0 and (recomputed or compiled) and matmuls_again == (knobs["keep"] == "half"),
-        f"the policy kept {tally['kept']} outputs and let go of {tally['dropped']}; {how}; "
+        tally["kept"] > 0 and (recomputed or compiled) and matmuls_recomputed == (knobs["keep"] == "half"),
+        f"the policy saved {tally['kept']} outputs and dropped {tally['dropped']}; {how}; "
         f"each block's matmuls ran {seen.block_forwards:.2f} times forward; "
-        f"{seen.held_bytes / 2**20:.1f} MiB kept between forward and backward",
+        f"{seen.held_bytes / 2**20:.1f} MiB of saved activations",
     )
 
 
@@ -148,7 +147,7 @@ technique = Technique(
     apply=apply,
     conflicts=("checkpoint_full", "offload_activations"),
     knobs={
-        "keep": KnobRange(("all", "half"), "the outputs of all matmuls, or of every second one"),
+        "keep": KnobRange(("all", "half"), "save the outputs of all matmuls, or of every second one"),
     },
     claim=Claim(
         "time spent on recomputation",
@@ -162,12 +161,12 @@ technique = Technique(
         MemoryEffect(
             "activations",
             1.0,
-            "results of products and of the attention kernel, and one block at a time in full",
+            "outputs of matmuls and of the attention kernel, and one block in full at a time",
             by_knob=lambda knobs: 1.0 if knobs["keep"] == "all" else 0.6,
             keeps=KEPT,
         ),
-        MemoryEffect("attention.projected", 1.0, "a result of a product"),
-        MemoryEffect("casts", 0.0, "made again with the block"),
+        MemoryEffect("attention.projected", 1.0, "a matmul output"),
+        MemoryEffect("casts", 0.0, "recomputed with the block"),
     ),
     settings=(Setting(), Setting({"keep": "half"})),
     work=(

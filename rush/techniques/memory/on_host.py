@@ -1,4 +1,4 @@
-"""What autograd keeps for the backward pass, kept in host memory instead."""
+"""Saved activations in host memory."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ import torch
 from torch import Tensor
 
 PIECE = 2**26
-"""Bytes of a piece of pinned memory: its allocator rounds up to a power of two, which would double large tensors."""
+"""Bytes of a pinned buffer: the pinned allocator rounds up to a power of two, which could double large tensors."""
 
 
 @dataclass(frozen=True)
 class OffloadedTensor:
-    """A tensor that waits on the host, in pieces."""
+    """A tensor in host memory, in pieces."""
 
     pieces: tuple[Tensor, ...]
     dims: torch.Size
     strides: tuple[int, ...]
     device: torch.device
 
-    def back(self) -> Tensor:
-        """The tensor as it was, strides included: a compiled backward pass refuses any others."""
+    def restore(self) -> Tensor:
+        """The tensor on its device, with its strides, which a compiled backward pass requires."""
         whole = torch.empty(self.dims, dtype=self.pieces[0].dtype, device=self.device)
         for place, piece in zip(torch.split(whole.view(-1), len(self.pieces[0])), self.pieces, strict=True):
             place.copy_(piece, non_blocking=piece.is_pinned())
-        if self.strides == whole.stride() or 0 in self.strides:  # (what was expanded has its elements now)
+        if self.strides == whole.stride() or 0 in self.strides:  # (expanded tensors are materialized)
             return whole
         return torch.empty_strided(self.dims, self.strides, dtype=whole.dtype, device=self.device).copy_(
             whole
@@ -35,10 +35,8 @@ class OffloadedTensor:
 
 
 class OffloadToHost(torch.autograd.graph.saved_tensors_hooks):
-    """Within this context, what is kept and `wanted` waits on the host; `moved` counts its bytes.
-
-    With `pin` the device reads and writes the host's memory by itself, in the order of its stream, and nobody waits.
-    """
+    """Saved tensors that are `wanted` are offloaded to the host; `moved` counts their bytes. With `pin` copies are
+    asynchronous, in stream order."""
 
     def __init__(self, wanted: Callable[[Tensor], bool], moved: Counter[str], pin: bool) -> None:
         def pack(tensor: Tensor) -> Tensor | OffloadedTensor:
@@ -52,6 +50,6 @@ class OffloadToHost(torch.autograd.graph.saved_tensors_hooks):
             return OffloadedTensor(tuple(pieces), tensor.shape, tensor.stride(), tensor.device)
 
         def unpack(packed: Tensor | OffloadedTensor) -> Tensor:
-            return packed.back() if isinstance(packed, OffloadedTensor) else packed
+            return packed.restore() if isinstance(packed, OffloadedTensor) else packed
 
         super().__init__(pack, unpack)

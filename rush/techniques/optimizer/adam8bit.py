@@ -1,15 +1,14 @@
 """AdamW with 8-bit moments.
 
-Adam keeps two running averages for every parameter, 8 bytes in fp32: as much as weights and gradients
-together. Here they are stored in blocks of 8-bit codes with a scale for each block and are unpacked, updated
-and packed again inside one kernel: about 2 bytes. Small tensors stay in fp32. It buys memory, not
-speed: the update touches fewer bytes but does more arithmetic. Backend `rush` is our own kernel, one launch
-for all tensors; it can also round bf16 weights by chance (see `fused_update`), which the libraries cannot, and it knows
-parameters in parts (`fsdp`, `tp`): blocks lie within rows, so that they are the same on any number of ranks; a tensor
-whose rows, or a rank's part of them, are no multiple of 256 keeps fp32 moments there.
-With `paged` (bitsandbytes) the moments of the larger tensors lie in unified memory: on the device while there is
-room, in host memory where a long sequence needs it, fetched over the bus when the update comes. It saves a run
-that would end out of memory now and then; a run that always needs the room pays for the bus at every step.
+Adam's two moments take 8 bytes per parameter in fp32, as much as weights and gradients together. Here they
+are block-wise quantized to 8 bits with a scale per block, and dequantized, updated and quantized again inside
+one kernel: about 2 bytes. Small tensors stay in fp32. It buys memory, not speed: the update moves fewer
+bytes but does more arithmetic. Backend `rush` is our own kernel, one launch for all tensors; it also offers
+stochastic rounding of bf16 weights (see `fused_update`), and supports sharded parameters (`fsdp`, `tp`):
+blocks lie within rows, so they are the same on any number of ranks; a tensor whose rows, or a rank's shard of
+them, are no multiple of 256 keeps fp32 moments. With `paged` (bitsandbytes) the moments of large tensors are
+in unified memory: on the device while there is room, in host memory otherwise. It saves a run that would run
+out of memory now and then; a run that always needs the room pays for the transfers at every step.
 """
 
 from __future__ import annotations
@@ -47,13 +46,13 @@ from rush.techniques.api.seams import needs_triton
 
 BACKENDS = ("torchao", "bitsandbytes", "rush")
 OP, KERNEL = "rush::adamw8bit", "adamw8bit_kernel"
-BY_CHANCE = "rush::stochastic_rounding"
+STOCHASTIC = "rush::stochastic_rounding"
 PAGED_FROM = 100_000
-"""Numbers in a tensor from which bitsandbytes pages its moments."""
+"""Elements of a tensor from which bitsandbytes pages its moments."""
 
 
 def _torchao(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-    """torchao's update over state that is plain tensors between steps, so that checkpoints can hold it."""
+    """torchao's AdamW8bit with plain tensors as state between steps, so that checkpoints can hold it."""
     base: Any = load_library("torchao.optim").AdamW8bit
     packed_type: Any = load_library("torchao.optim.subclass_8bit").OptimState8bit
 
@@ -65,7 +64,7 @@ def _torchao(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
                         parts = [state.pop(f"{key}.{part}") for part in ("codes", "scale", "qmap")]
                         state[key] = packed_type(*parts, key == "exp_avg", dtype=parameter.dtype)
             with warnings.catch_warnings():
-                # What the library could do for the compiler's cache.
+                # A hint about the compiler's cache.
                 warnings.filterwarnings("ignore", "OptimState8bit does not implement")
                 super().step(closure)
             for state in self.state.values():
@@ -85,8 +84,8 @@ def _bitsandbytes(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
 
 
 def _paged(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-    """The same with moments in unified memory. Those that a checkpoint brought lie on the device: the library would leave
-    them there, so they are paged before the next update."""
+    """AdamW8bit with paged moments. Those loaded from a checkpoint are on the device, where the library would leave them,
+    so they are paged before the next update."""
     base: Any = load_library("bitsandbytes.optim").PagedAdamW8bit
 
     class PagedAdamW8bit(base):  # type: ignore[misc]
@@ -96,7 +95,7 @@ def _paged(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
                     held = state.get(key)
                     if held is not None and held.is_cuda and held.numel() >= PAGED_FROM:
                         state[key] = self.get_state_buffer(parameter, dtype=held.dtype)
-                        torch.cuda.synchronize()  # it was filled with zeros by the device, and is written by the host
+                        torch.cuda.synchronize()  # zero-filled by the device, written by the host
                         state[key].copy_(held)
             super().step(closure)
 
@@ -105,7 +104,7 @@ def _paged(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
 
 
 def paged_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Bytes of moments in unified memory: the library marks them."""
+    """Bytes of moments in unified memory, as the library marks them."""
     values = [value for state in optimizer.state.values() for value in state.values()]
     return sum(value.nbytes for value in values if getattr(value, "is_paged", False))
 
@@ -127,14 +126,14 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             "local": local_tensor,
             "alike": table_like,
         }
-        # At the most: where many tensors are small, and stay in fp32.
+        # An upper bound: small tensors stay in fp32.
         build.facts["state_bytes_per_parameter"] = 5.5
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The optimizer's state has bytes in uint8 and comes to less than 6 bytes per parameter (plain: 8, all in blocks: 2).
-    Our own kernel was seen to run if, and only if, backend is rush, and rounding by chance if it was asked for; moments
-    are in unified memory if, and only if, paged."""
+    """The optimizer state is partly uint8 and less than 6 bytes per parameter (plain: 8, all quantized: 2). Our own
+    kernel ran if, and only if, backend is rush, stochastic rounding if it was asked for, and moments are in unified
+    memory if, and only if, paged."""
     per_parameter = state_per_parameter(seen)
     paged = paged_bytes(seen.facts["optimizer"]) if "optimizer" in seen.facts else 0
     ours = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
@@ -142,7 +141,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         seen.state_bytes.get("uint8", 0) > 0
         and per_parameter < 6
         and ours == (knobs["backend"] == "rush")
-        and (BY_CHANCE in seen.ops) == knobs["stochastic_rounding"]
+        and (STOCHASTIC in seen.ops) == knobs["stochastic_rounding"]
         and (paged > 0) == knobs["paged"],
         f"{'our own kernel ran' if ours else 'our own kernel did not run'}; optimizer state {per_parameter:.2f} bytes per "
         "parameter, by dtype: "
@@ -160,7 +159,7 @@ def _installed(recipe: Recipe) -> bool:
 
 
 def _reaches(knobs: Mapping[str, Knob]) -> float:
-    """Of the copy rate, in the study of kernels on an H200."""
+    """Share of the copy rate, from `rush bench kernels` on an H200."""
     if knobs["backend"] != "rush":
         return 0.2
     return 0.73 if knobs["stochastic_rounding"] else 0.85
@@ -172,7 +171,7 @@ technique = Technique(
     apply=apply,
     requires=(
         Requirement(
-            "stochastic rounding is for weights in bf16 and our own kernel; add pure_bf16 and set backend rush",
+            "stochastic rounding is for bf16 weights and backend rush; add pure_bf16 and set backend rush",
             lambda machine, recipe: (
                 not knob_of(recipe, "adam8bit", "stochastic_rounding", False)
                 or (_backend(recipe) == "rush" and used(recipe, "pure_bf16"))
@@ -188,12 +187,12 @@ technique = Technique(
             lambda machine, recipe: machine.device == "cuda" or _backend(recipe) != "bitsandbytes",
         ),
         Requirement(
-            "moments of parameters in parts (layout.fsdp, layout.tp) are our own kernel's: the libraries keep them in a form of "
-            "which no checkpoint could be made; set backend rush",
+            "sharded parameters (layout.fsdp, layout.tp) need backend rush: the libraries' moments cannot be saved in a "
+            "checkpoint; set backend rush",
             lambda machine, recipe: recipe.layout.fsdp * recipe.layout.tp == 1 or _backend(recipe) == "rush",
         ),
         Requirement(
-            "paged moments are bitsandbytes'; set backend bitsandbytes, or take paged out",
+            "paged moments need backend bitsandbytes; set it, or set paged to false",
             lambda machine, recipe: (
                 not knob_of(recipe, "adam8bit", "paged", False) or _backend(recipe) == "bitsandbytes"
             ),
@@ -205,11 +204,11 @@ technique = Technique(
     ),
     conflicts=("bf16_master", "fused_adamw", "fused_update"),
     knobs={
-        "backend": KnobRange(BACKENDS, "whose kernels do the update"),
-        "stochastic_rounding": KnobRange((False, True), "round weights in bf16 by chance (backend rush)"),
+        "backend": KnobRange(BACKENDS, "implementation of the update"),
+        "stochastic_rounding": KnobRange((False, True), "stochastic rounding of bf16 weights (backend rush)"),
         "paged": KnobRange(
             (False, True),
-            f"moments of tensors from {PAGED_FROM:,} numbers on in unified memory (backend bitsandbytes)",
+            f"moments of tensors with at least {PAGED_FROM:,} elements in unified memory (backend bitsandbytes)",
         ),
     },
     claim=Claim(
@@ -225,7 +224,7 @@ technique = Technique(
         MemoryEffect(
             "optimizer",
             1.0,
-            "1 byte a moment and a scale for each block of 256; paged: in host memory where there is no room",
+            "1 byte per moment and a scale per block of 256; paged: in host memory where there is no room",
             size=2.03,
         ),
         MemoryEffect("update", 0.0, "one kernel"),
@@ -235,11 +234,16 @@ technique = Technique(
         WorkEffect(
             "update.bytes",
             6.0,
-            "ours reads and writes the weight and reads its gradient, which the norm has read before",
+            "our kernel reads and writes the weight and reads its gradient",
             by_knob=lambda knobs: 4.0 if knobs["backend"] == "rush" else 6.0,
         ),
-        WorkEffect("update.more", 4.0, "codes and scales"),
-        WorkEffect("update.reaches", 0.2, "as measured; our kernel's 0.85, by chance 0.73", by_knob=_reaches),
+        WorkEffect("update.more", 4.0, "quantized moments and scales"),
+        WorkEffect(
+            "update.reaches",
+            0.2,
+            "measured; our kernel 0.85, with stochastic rounding 0.73",
+            by_knob=_reaches,
+        ),
         WorkEffect(
             "update.launches",
             39.0,

@@ -1,9 +1,8 @@
 """Fused AdamW: one kernel updates all parameters.
 
-The plain update is a dozen small elementwise kernels per tensor, each reading and writing device
-memory; a 1B model has about 150 tensors. Fused, every value is read once and written once. It wins
-when steps are short (small batch, many tensors) and hardly shows when a long step or accumulation
-amortizes the update.
+The plain update is a dozen small elementwise kernels per tensor, each reading and writing device memory; a
+1B model has about 150 tensors. Fused, every value is read once and written once. It wins when steps are
+short (small batch, many tensors) and hardly shows when a long step or accumulation amortizes the update.
 """
 
 from __future__ import annotations

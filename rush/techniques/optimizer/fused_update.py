@@ -1,12 +1,12 @@
-"""AdamW by our own kernel: all tensors of a group in one launch, and bf16 weights that do not stall.
+"""AdamW by our own kernel: all tensors of a group in one launch, with stochastic rounding of bf16 weights.
 
-The plain update is a dozen small operations for each tensor, each a trip to device memory; here every value
-is read once and written once, as with `fused_adamw`. The norm that clips the gradients is one launch as well. What it adds is for weights in bf16 (`pure_bf16`), where
-an update below 1/256 of a weight is rounded away: with stochastic rounding it moves the weight with a
-probability equal to its share of a whole notch, so that small updates add up on average, without an fp32
-copy. Moments may be fp32 or, beside bf16 weights, bf16. It wins where updates weigh: small batches, large
-models. Beside fp32 weights it computes what `fused_adamw` does and is as fast at best. Rounding by chance is
-not close to rounding to nearest step by step, only in what is learned, as `pure_bf16` itself is judged.
+As with `fused_adamw` every value is read once and written once; the global gradient norm is one launch as
+well. What it adds is for bf16 weights (`pure_bf16`), where an update below 1/256 of a weight is rounded away:
+with stochastic rounding the weight moves to the next bf16 number with a probability proportional to the
+update, so that small updates accumulate on average, without fp32 master weights. Moments may be fp32 or,
+with bf16 weights, bf16. It wins where updates are a large part of a step: small batches, large models. With
+fp32 weights it computes what `fused_adamw` does and is as fast at best. Stochastic rounding is not close to
+round-to-nearest step by step, only in the loss curve, which is how `pure_bf16` itself is judged.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rush.techniques.api.evidence import state_per_parameter
 from rush.techniques.api.seams import needs_triton
 
 OPS, KERNELS = ("rush::adamw", "rush::grad_norm"), ("adamw_kernel", "sum_of_squares_kernel")
-BY_CHANCE = "rush::stochastic_rounding"
+STOCHASTIC = "rush::stochastic_rounding"
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -59,17 +59,17 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Our kernels for update and norm ran (on a CPU: their operators), with moments in the dtype asked for and rounding
-    by chance marked in the profile if, and only if, it was asked for."""
+    """Our kernels of update and gradient norm ran (on a CPU: their operators), moments have the dtype asked for, and
+    the profile shows stochastic rounding if, and only if, it was asked for."""
     wanted, names = (KERNELS, seen.kernels) if seen.kernels else (OPS, seen.ops)
     missing = [part for part in wanted if not any(part in name for name in names)]
-    by_chance = BY_CHANCE in seen.ops
+    stochastic = STOCHASTIC in seen.ops
     dtypes = ", ".join(sorted(seen.state_bytes)) or "none"
     return Proof(
-        not missing and dtypes == knobs["state"] and by_chance == knobs["stochastic_rounding"],
+        not missing and dtypes == knobs["state"] and stochastic == knobs["stochastic_rounding"],
         f"{' and '.join(missing or wanted)} {'did not run' if missing else 'ran'}; moments are {dtypes}, "
         f"{state_per_parameter(seen):.1f} bytes per parameter; weights were rounded "
-        f"{'by chance' if by_chance else 'to nearest'}",
+        f"{'stochastically' if stochastic else 'to nearest'}",
     )
 
 
@@ -80,7 +80,7 @@ technique = Technique(
     requires=(
         needs_triton,
         Requirement(
-            "stochastic rounding is for weights in bf16, and so are moments in bf16; add pure_bf16, or leave both knobs "
+            "stochastic rounding and bf16 moments are for bf16 weights; add pure_bf16, or leave both knobs "
             "at their defaults",
             lambda machine, recipe: (
                 used(recipe, "pure_bf16")
@@ -93,13 +93,15 @@ technique = Technique(
     ),
     conflicts=("adam8bit", "bf16_master", "fused_adamw"),
     knobs={
-        "stochastic_rounding": KnobRange((False, True), "round weights and second moments in bf16 by chance"),
+        "stochastic_rounding": KnobRange(
+            (False, True), "stochastic rounding of bf16 weights and second moments"
+        ),
         "state": KnobRange(("float32", "bfloat16"), "the dtype of both moments"),
     },
     claim=Claim(
         "bytes moved by an update",
         -0.65,
-        regime="28 bytes a parameter in fp32, against 80 for one operation after another",
+        regime="28 bytes per parameter in fp32, against 80 unfused",
         source="arithmetic; stochastic rounding: Zamirai et al. 2020, arXiv:2010.06192",
     ),
     parity=Parity.CLOSE,
@@ -108,7 +110,7 @@ technique = Technique(
         MemoryEffect(
             "optimizer",
             1.0,
-            "4 bytes a moment whatever the weights are, or 2 with state = bfloat16",
+            "4 bytes per moment whatever the weights' dtype, or 2 with state = bfloat16",
             by_knob=lambda knobs: 0.5 if knobs["state"] == "bfloat16" else 1.0,
             size=8,
         ),
@@ -121,7 +123,7 @@ technique = Technique(
     ),
     work=(
         WorkEffect("update.bytes", 8.0),
-        WorkEffect("update.reaches", 0.96, "as measured with 8 billion weights"),
+        WorkEffect("update.reaches", 0.96, "measured with 8 billion weights"),
         WorkEffect("update.launches", 1.0),
     ),
 )

@@ -1,10 +1,10 @@
-"""Conversations of about the same length share a micro batch, so that little is padding.
+"""Length bucketing: conversations of similar length share a micro batch, so that little is padding.
 
-Within a large window of the shuffled order, documents are sorted by length and cut into micro batches; then the
-micro batches are shuffled. Rows of a micro batch are almost equally long, and what is left to fill up is small. It
-needs no special attention, so it works with every core. The price: a micro batch holds documents of one kind (all
-short, all long), so with few micro batches a step the gradient is noisier, and steps take unequal time. Packing wastes
-still less, but attention must then keep documents apart. Parity is judged on steps of the same documents.
+Within a large window of the shuffled order, documents are sorted by length and split into micro batches;
+then the micro batches are shuffled. It needs no special attention, so it works with every attention kernel.
+The price: a micro batch holds documents of similar length, so with few micro batches per step the gradient
+is noisier, and steps take unequal time. Packing wastes still less, but attention must then isolate
+documents. Parity is judged on steps of the same documents.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Less padding in the micro batches than the same documents in the order they came in would need."""
+    """Less padding in the micro batches than without sorting."""
     found, packing = packing_stats(seen), seen.facts.get("bucket")
     if found is None or not isinstance(packing, Bucket) or not packing.unsorted["tokens"]:
         return Proof(False, "no micro batch of documents sorted by length was seen")

@@ -1,12 +1,12 @@
-"""Padding-free: a micro batch is one long row of whole documents, with a list of where each begins.
+"""Padding-free batches: a micro batch is one long row of whole documents with cumulative sequence lengths.
 
-Linear layers and norms do not care about rows, only attention does; and a variable-length kernel takes one line
-of documents and their beginnings. So there is nothing to fill up but the end of the line (batch.micro ×
-batch.sequence tokens, always the same shape, which suits a compiler), and that is filled from the documents ahead.
-Positions start again with each document, and none sees another, to the bit. It wins over `pack_best_fit` where
-rows are too short to be filled well; else the two are alike. Without a kernel that skips what lies between
-documents (plain attention, or the CPU's) all scores of the long row are made, batch.micro times as many: it loses
-there. Parity is judged on steps of the same documents.
+Linear layers and norms work per token, only attention mixes positions; and a varlen kernel takes one row of
+documents and their offsets. So only the end of the row is padding (batch.micro × batch.sequence tokens,
+always the same shape, which suits a compiler), and that is filled from the documents ahead. Position ids
+restart with each document, and none sees another, bit for bit. It wins over `pack_best_fit` where rows are
+too short to be filled well; otherwise the two are alike. Without a kernel that skips other documents (plain
+attention, or the CPU's) all scores of the long row are computed, batch.micro times as many: it loses there.
+Parity is judged on steps of the same documents.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """All micro batches are one row of one length, made of several documents that are told apart."""
+    """All micro batches are one row of one length, with several isolated documents."""
     found = packing_stats(seen)
     if found is None:
         return Proof(False, "no flattened micro batch was seen")
@@ -50,7 +50,7 @@ technique = Technique(
     requires=(
         fine_tuning,
         Requirement(
-            "its micro batch is one row, which accumulate cannot cut; lower batch.micro in its place",
+            "its micro batch is one row, which accumulate cannot split; lower batch.micro instead",
             lambda machine, recipe: not used(recipe, "accumulate"),
         ),
     ),

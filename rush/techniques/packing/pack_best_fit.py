@@ -1,12 +1,12 @@
-"""Several documents a row, none cut, none seeing another: each in the fullest row that has room for it.
+"""Best-fit packing: several documents per row, none split, none seeing another.
 
-Bin packing: within a window of the shuffled order, documents go longest first into the row whose remaining space
-is smallest but enough. Rows of `batch.sequence` tokens end up all but full, where padding may fill half of them.
-Attention stays inside each document, positions start again with it, so a document is computed as if it were alone:
-changing one changes nothing, to the bit, in another. Plain attention masks for that and still makes all scores;
-flash, flex and our Triton kernel skip what lies between documents. A document longer than a row is cut. A step holds
-more documents than with padded rows, so the learning rate may want to be looked at again; parity is judged on steps of
-the same documents.
+Within a window of the shuffled order, documents go longest first into the row with the least remaining space
+that fits. Rows of `batch.sequence` tokens end up almost full, where padding may fill half of them. Attention
+stays within each document and position ids restart with it, so a document is computed as if it were alone:
+changing one changes nothing, bit for bit, in another. Plain attention masks for that and still computes all
+scores; flash, flex and our Triton kernel skip other documents. A document longer than a row is truncated. A
+step holds more documents than with padded rows, so the learning rate may need to change; parity is judged on
+steps of the same documents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """All micro batches of one shape, with documents that are told apart, and more than one in a row on average."""
+    """All micro batches have one shape and isolated documents, more than one per row on average."""
     found = packing_stats(seen)
     if found is None:
         return Proof(False, "no row of several documents was seen")

@@ -1,11 +1,10 @@
-"""Concatenate and cut: all documents in one line, a row every `batch.sequence` tokens.
+"""Concatenate and split: all documents in one token stream, a row every `batch.sequence` tokens.
 
-This is how pretraining packs: no padding at all, one shape, no special attention. But rows begin and end in the
-middle of documents, which then lose their beginning, and a document sees the ones before it in its row: an
-answer may attend to another conversation's question. In pretraining that does little harm; fine-tuning on short
-conversations learns something else than from each by itself, so what is learned is not compared. `pack_best_fit`
-and `flatten` waste hardly more and keep documents whole and apart. What is left after the last full row of an
-epoch, less than a row, is dropped.
+This is how pretraining packs: no padding at all, one shape, no special attention. But rows begin and end in
+the middle of documents, and a document sees the ones before it in its row: an answer may attend to another
+conversation's question. In pretraining that does little harm; in fine-tuning on short conversations it
+changes what is learned, so parity is not judged. `pack_best_fit` and `flatten` waste hardly more and keep
+documents whole and isolated. What is left after the last full row of an epoch is dropped.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Rows of one length with more than one document on average, not told apart, and no padding but empty rows."""
+    """Rows of one length with more than one document on average, not isolated, and no padding but empty rows."""
     found = packing_stats(seen)
     if found is None:
-        return Proof(False, "no row cut from concatenated documents was seen")
+        return Proof(False, "no row of concatenated documents was seen")
     length = max(length for _, length in found.shapes)
     held = not found.isolated and len(found.shapes) == 1 and found.padding % length == 0
     return Proof(held and found.documents > found.rows, found.say(seen.recompiles))

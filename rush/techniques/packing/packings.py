@@ -1,7 +1,7 @@
-"""What the packing techniques share: what they need, and how a run shows which batches it really got.
+"""What the packing techniques share: requirements, and statistics of the batches that a run got.
 
-A packing is a choice of the loader, so nothing of it is in a profile. Instead each micro batch is looked at on its way
-to the model: its shape, how much of it is padding, how many documents it holds and whether they are told apart.
+Packing happens in the loader, so a profile shows nothing of it. Instead each micro batch is inspected on its
+way to the model: shape, padding, number of documents, and whether they are isolated.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from rush.techniques.api.contract import Build, KnobRange, Observation, Pass, Re
 PACKINGS = ("bucket", "flatten", "pack_best_fit", "pack_concat", "pad")
 SHAPES = KnobRange(
     (0, 1, 2, 4, 8, 16, 32),
-    "how many lengths rows may have, each a share of batch.sequence (1: always batch.sequence); 0: exactly the longest",
+    "number of row lengths, each a fraction of batch.sequence (1: always batch.sequence); 0: exactly the longest row",
 )
-WINDOW_MEANING = "documents looked at together"
+WINDOW_MEANING = "documents that are packed together"
 
 fine_tuning = Requirement(
-    'it lays out conversations: it needs objective.kind = "sft" (pretraining cuts its windows from one line of tokens, '
+    'it packs conversations: it needs objective.kind = "sft" (pretraining reads one token stream, '
     "preferences keep two answers together)",
     lambda machine, recipe: recipe.objective.kind == "sft",
 )
@@ -34,13 +34,13 @@ more_than_one_row = Requirement(
 
 
 def others(name: str) -> tuple[str, ...]:
-    """The packings that cannot stand beside this one."""
+    """The packings that conflict with this one."""
     return tuple(other for other in PACKINGS if other != name)
 
 
 def few_shapes(name: str) -> Requirement:
     return Requirement(
-        "every new length would start compile or cuda_graph anew; beside them set shapes to 1 … 32",
+        "every new length would recompile or recapture with compile or cuda_graph; with them set shapes to 1 … 32",
         lambda machine, recipe: (
             not used(recipe, name)
             or knob_of(recipe, name, "shapes", SHAPES.default) != 0
@@ -51,7 +51,7 @@ def few_shapes(name: str) -> Requirement:
 
 @dataclass
 class PackingStats:
-    """What went through the model."""
+    """Statistics of the micro batches."""
 
     micro_batches: int = 0
     rows: int = 0
@@ -59,7 +59,7 @@ class PackingStats:
     padding: int = 0
     documents: int = 0
     isolated: int = 0
-    """Micro batches whose documents are told apart."""
+    """Micro batches whose documents are isolated."""
     shapes: Counter[tuple[int, int]] = field(default_factory=Counter)
 
     def note(self, batch: Batch) -> None:
@@ -80,32 +80,29 @@ class PackingStats:
         listed = ", ".join(f"{rows}×{length}" for rows, length in sorted(self.shapes))
         return (
             f"{self.documents} documents in {self.micro_batches} micro batches of {listed}: {self.padding_share:.1%} of the "
-            f"tokens are padding, {self.documents / self.rows:.1f} documents a row; {recompiles} recompiles"
+            f"tokens are padding, {self.documents / self.rows:.1f} documents per row; {recompiles} recompiles"
         )
 
 
 def use_packing(build: Build, packing: Packing) -> PackingStats:
-    """Have the loader pack so, and look at what comes."""
+    """Set the loader's packing, and collect statistics of its micro batches."""
     seen = PackingStats()
     build.loader_options["packing"] = packing
     build.facts["packing"] = seen
 
-    def watched(inner: Pass) -> Pass:
+    def counted(inner: Pass) -> Pass:
         def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
             seen.note(batch)
             return inner(batch, loss_scale)
 
         return passes
 
-    build.pass_wrappers.append(watched)
+    build.pass_wrappers.append(counted)
     return seen
 
 
 def allow_shapes(build: Build, shapes: int) -> None:
-    """Under compile, let as many graphs be made as there are shapes, for training and for validation.
-
-    The compiler gives up after a few, because it takes ever new shapes for a mistake.
-    """
+    """With compile, raise the recompile limit to the number of shapes, for training and validation."""
     if used(build.recipe, "compile"):
         import torch._dynamo
 

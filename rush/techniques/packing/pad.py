@@ -1,10 +1,9 @@
-"""Rows padded to the longest of their micro batch, not to the longest there could be.
+"""Dynamic padding: rows are padded to the longest of their micro batch, not to `batch.sequence`.
 
-Rows of a micro batch must be of one length, so shorter conversations are filled up with tokens that teach nothing
-and cost as much as any other. Without this, every row is `batch.sequence` long. Filling up to the longest row at
-hand wins the more the shorter the conversations are; one long row among short ones spoils its micro batch. Ever
-new lengths would start a compiler anew each time, so beside one they are rounded up to one of a few (`shapes`).
-What the model computes for a document does not change: causal attention never looks at what comes after.
+Padding tokens have no labels and cost as much as any other. Padding to the longest row at hand wins the more
+the shorter the conversations are; one long row among short ones costs its whole micro batch. Every new
+length would recompile, so with `compile` lengths are rounded up to one of a few (`shapes`). What the model
+computes for a document does not change: causal attention never sees what comes after.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """Micro batches with one document a row and, unless one shape is asked for, rows shorter than batch.sequence."""
+    """Micro batches with one document per row and, unless one shape is asked for, rows shorter than batch.sequence."""
     found, shapes = packing_stats(seen), int(knobs["shapes"])
     if found is None:
         return Proof(False, "no padded micro batch was seen")
@@ -59,8 +58,8 @@ technique = Technique(
     apply=apply,
     requires=(
         Requirement(
-            "it lays out conversations: it needs objective.kind = sft or dpo (pretraining cuts its windows from one "
-            "line of tokens)",
+            "it pads conversations: it needs objective.kind = sft or dpo (pretraining reads one token "
+            "stream)",
             lambda machine, recipe: recipe.objective.kind != "lm",
         ),
         few_shapes("pad"),
@@ -70,13 +69,13 @@ technique = Technique(
     claim=Claim(
         "processed tokens",
         -0.89,
-        regime="at most: the share of padding in GLUE-cola filled up to 128 tokens; up to half in common datasets",
+        regime="at most: the share of padding in GLUE-cola padded to 128 tokens; up to half in common datasets",
         source="Krell et al. 2021, arXiv:2107.02027",
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("activations", 1.0, "as before where a conversation fills its row, less elsewhere"),
+        MemoryEffect("activations", 1.0, "unchanged where a conversation fills its row, less elsewhere"),
     ),
     settings=(Setting(), Setting({"shapes": 4})),
 )
