@@ -70,14 +70,14 @@ class FusedLossHead(nn.Module):
         )
 
     def over(self, first: int, whole: int, ranks: int, group: str) -> FusedLossHead:
-        """The same for a weight that has the words from `first` on, among ranks that have the others."""
+        """The same loss for a vocab shard that begins at token `first`."""
         from rush.kernels.linear_cross_entropy import Words
 
         return FusedLossHead(self.loss, self.chunk_tokens, Words(first, whole, ranks, group))
 
     @staticmethod
     def width(words: int) -> int:
-        """How wide the products are that so many words take part in."""
+        """Width of the matmul for a vocabulary of this size."""
         from rush.kernels.linear_cross_entropy.chunks import ALIGNED
 
         return -(-words // ALIGNED) * ALIGNED

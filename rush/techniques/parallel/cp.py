@@ -1,14 +1,15 @@
-"""Context parallelism: every sample's positions are divided among ranks.
+"""Context parallelism: every sequence is sharded among ranks.
 
-A long sequence fills a device by its activations alone, and no other axis cuts them along it. Here each rank holds all
-layers and a part of the positions: activations, logits and the work of a layer shrink by the number of ranks. Only
-attention looks across positions, so keys and values are exchanged in each block: gathered ("all_gather": one exchange,
-the model's own core, and a row's keys and values on every rank) or sent round ("ring": the next part travels while one
-is worked on, results are merged by their log-sum-exp). Under a causal mask a rank gets a chunk of the head and one of
-the tail, so that all do the same work. Positions stay those of the whole row, packed documents stay apart across the
-cut, gradients are summed with those of the data ranks. Wins where one sample does not fit, and loses where it
-does: ddp and fsdp exchange less. torch's own context_parallel knows its CUDA operators and no documents, and patches
-a function for the whole process; so this is made of torch's collectives and the cores that are there.
+A long sequence fills a device by its activations alone, and no other axis shards them along it. Here each
+rank holds all layers and a shard of the positions: activations, logits and FLOPs of a layer shrink by the
+number of ranks. Only attention mixes positions, so keys and values are communicated in each block: gathered
+("all_gather": one collective, the model's own attention kernel, and a row's keys and values on every rank) or
+sent around a ring ("ring": the next shard is in flight while one is computed, outputs are merged by their
+log-sum-exp). Under a causal mask a rank gets one chunk of the head and one of the tail, so that all do the
+same work. Position ids stay those of the whole row, packed documents stay isolated across shards, gradients
+are reduced together with those of the data ranks. It wins where one sample does not fit, and loses where it
+does: ddp and fsdp communicate less. torch's context_parallel supports its CUDA operators only, no documents,
+and patches a function of the whole process; so this uses torch's collectives and the existing kernels.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ PASS = "rush::forward"
 
 
 class RingCore(nn.Module):
-    """The attention core whose keys and values go round the ranks."""
+    """Ring attention: keys and values travel around the ranks."""
 
     def __init__(self, kernel: str, group: str, balanced: bool) -> None:
         super().__init__()
@@ -81,16 +82,16 @@ class RingCore(nn.Module):
 
 @dataclass
 class BatchShard:
-    """Takes a rank's part of micro batches, and remembers their lengths."""
+    """Takes a rank's shard of micro batches, and records their lengths."""
 
     split: SequenceSplit
     lengths: set[int] = field(default_factory=set)
-    """Of whole rows."""
+    """Lengths of whole rows."""
     filled: int = 0
-    """Positions by which rows were made longer, so that they divide."""
+    """Padding positions added so that rows divide."""
 
     def __call__(self, batch: Batch) -> Batch:
-        batch = self._filled(batch)
+        batch = self._padded(batch)
         length = batch.tokens_bt.shape[1]
         self.lengths.add(length)
         positions_bt = batch.positions_bt
@@ -102,13 +103,13 @@ class BatchShard:
             tokens_bt=self.split.take(batch.tokens_bt),
             labels_bt=self.split.take(batch.labels_bt),
             positions_bt=self.split.take(positions_bt),
-            # Where it lies is not known; what ranks count together is right.
+            # Per rank an estimate; the sum over ranks is exact.
             padding=each + (self.split.rank < rest),
         )
         return part.pin() if batch.tokens_bt.is_pinned() else part
 
-    def _filled(self, batch: Batch) -> Batch:
-        """Rows at the end of which positions without a label make up what is missing to a whole number of chunks."""
+    def _padded(self, batch: Batch) -> Batch:
+        """Pad rows to a whole number of chunks with positions without a label."""
         rows, length = batch.tokens_bt.shape
         missing = -length % self.split.num_chunks
         if not missing:
@@ -131,7 +132,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         kernel = next((KERNELS[name] for name in KERNELS if used(build.recipe, name)), "plain")
         kernel = f"{kernel} {build.device.type}" if kernel == "flash on" else kernel
         if kernel == "triton":
-            import_module("rush.kernels.flash_attention")  # which makes its operators known
+            import_module("rush.kernels.flash_attention")  # registers its operators
         set_attention_core(model, lambda: RingCore(kernel, group, balanced), DocumentIds())
     else:
         for block in model.blocks:
@@ -146,12 +147,12 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """A layer's products have a rank's part of the positions as rows, and in every pass the profile shows the exchange
-    that was asked for: all-gathers, or the ring's operator with its sends. Without another data axis, gradients were
-    summed as `ddp` does it."""
+    """A layer's matmuls have a rank's shard of the positions as rows, and in every pass the profile shows the
+    collectives asked for: all-gathers, or the ring's operator with its sends. Without another data axis, gradients were
+    reduced as in `ddp`."""
     cut = seen.facts.get("cp_cut")
     if not isinstance(cut, BatchShard) or not cut.lengths:
-        return Proof(False, "no sequence was cut")
+        return Proof(False, "no sequence was sharded")
     split, passes = cut.split, max(1, seen.ops.get(PASS, 0))
     rows = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"] // max(1, seen.micro_batches)
     gathers, sends, rings = (seen.ops.get(name, 0) / passes for name in (GATHER, SEND, RING))
@@ -160,7 +161,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     else:
         exchanged = gathers >= 1 and not rings
     summed = (
-        ddp.evidence(seen, {}) if seen.facts["cp_sums"] else Proof(True, "gradients go with the data ranks'")
+        ddp.evidence(seen, {})
+        if seen.facts["cp_sums"]
+        else Proof(True, "gradients are reduced with the data ranks'")
     )
     longest = max(cut.lengths)
     held = [f"rank {rank} has {_listed(split.chunks_of(rank))}" for rank in range(split.ranks)]
@@ -168,7 +171,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     return Proof(
         any(rows in shape for shape in seen.matmul_shapes) and exchanged and summed.took_effect,
         f"rows of {longest} positions in {split.num_chunks} chunks: {'; '.join(held)}; pairs attended to: {pairs}; layers with "
-        f"{rows} tokens; {gathers:g} all-gathers and {sends:g} sends in a pass; {cut.filled} positions filled up; {summed.what}",
+        f"{rows} tokens; {gathers:g} all-gathers and {sends:g} sends per pass; {cut.filled} positions of padding; {summed.what}",
     )
 
 
@@ -177,11 +180,11 @@ def _listed(numbers: Iterable[int]) -> str:
 
 
 def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
-    """Refuse a sequence that is not a whole number of chunks, and answers that are compared as wholes."""
+    """Refuse a sequence that is not a whole number of chunks, and preferences."""
     if recipe.objective.kind == "dpo":
         raise RecipeError(
-            f"objective.kind is dpo and layout.cp is {recipe.layout.cp}; a preference compares whole answers, of which each "
-            "rank would have a part. The only allowed size is 1."
+            f"objective.kind is dpo and layout.cp is {recipe.layout.cp}; a preference compares whole answers, which cp would "
+            "shard. The only allowed size is 1."
         )
     chunks = recipe.layout.cp * (2 if knobs["balance"] else 1)
     sequence = recipe.batch.sequence
@@ -206,12 +209,12 @@ technique = Technique(
     requires=(
         enabled_by_layout("cp"),
         Requirement(
-            "cudnn_attention and triton_attention take as many queries as keys, which a ring's blocks have and gathered keys "
-            "have not; set exchange = ring, or use flash_attention",
+            "cudnn_attention and triton_attention need as many queries as keys, which gathered keys do not have; set "
+            "exchange = ring, or use flash_attention",
             lambda machine, recipe: _ring(recipe) or not used(recipe, "cudnn_attention", "triton_attention"),
         ),
         Requirement(
-            "on a GPU the kernels of a ring's blocks take no packed documents; set exchange = all_gather, with "
+            "on a GPU the kernels of ring attention do not support packed documents; set exchange = all_gather, with "
             "flash_attention or without it",
             lambda machine, recipe: (
                 not _ring(recipe)
@@ -226,20 +229,19 @@ technique = Technique(
     conflicts=("cpu_attention", "cuda_graph", "flex_attention"),
     reasons={
         **NO_CUDA_GRAPH,
-        "cpu_attention": "it takes queries that begin where the keys do, and a rank's queries stand in the middle of them; use "
-        "flash_attention",
-        "flex_attention": "its mask is made for queries that begin where the keys do, and a rank's queries stand in the middle "
-        "of them; use flash_attention",
+        "cpu_attention": "its queries start where the keys do, and a rank's queries are in the middle of them; use flash_attention",
+        "flex_attention": "its mask is for queries that start where the keys do, and a rank's queries are in the middle of them; "
+        "use flash_attention",
     },
     check_sizes=check_sizes,
     knobs={
         "exchange": KnobRange(
             ("all_gather", "ring"),
-            "whether keys and values are gathered on every rank or sent round in parts",
+            "all-gather keys and values on every rank, or ring attention",
         ),
         "balance": KnobRange(
             (True, False),
-            "a chunk of the head and one of the tail on each rank, instead of one run of positions",
+            "one chunk of the head and one of the tail on each rank, instead of contiguous positions",
         ),
     },
     claim=Claim(

@@ -1,12 +1,12 @@
-"""Data parallelism: every rank holds the whole model, works on other samples, and the gradients are averaged.
+"""Data parallelism (DDP): every rank holds the whole model and works on other samples; gradients are averaged.
 
-A step's samples are dealt out to the ranks. Each computes the gradient of its part; an all-reduce gives every rank
-the gradient of all, and equal weights get equal updates, so the copies stay equal. Gradients are sent in buckets
-while the backward pass is still at work on earlier layers: where links are fast enough the exchange hides behind
-it. During accumulation nothing is sent but with the last micro batch. Wins whenever the model fits one device.
-Nothing gets smaller: each rank holds all weights, gradients and optimizer state (see `fsdp`), and small steps wait
-for the links. Beside fsdp it is the number of copies of the sharded model; then fsdp does the sending. Beside cp, the
-ranks that share a sample send their gradients along.
+A step's samples are divided among the ranks. Each computes the gradient of its samples; an all-reduce gives
+every rank the sum, and equal weights get equal updates, so the replicas stay equal. Gradients are reduced in
+buckets while the backward pass still computes earlier layers: where links are fast enough the communication
+overlaps completely. During accumulation only the last micro batch communicates. It wins whenever the model
+fits one device. Nothing gets smaller: each rank holds all weights, gradients and optimizer state (see
+`fsdp`), and small steps wait for the links. With fsdp it is the number of replicas of the sharded model;
+then fsdp does the communication. With cp, the ranks that share a sample reduce their gradients too.
 """
 
 from __future__ import annotations
@@ -42,28 +42,28 @@ from rush.techniques.parallel import fsdp, pp
 FORWARD, ALL_REDUCE, PASS = "DistributedDataParallel.forward", "c10d::allreduce_", "rush::forward"
 LAYER_SUM = "_c10d_functional::all_reduce"
 OF_A_STEP = 2
-"""All-reduces that every step on several ranks makes: its counts and its loss."""
+"""All-reduces of every step on several ranks: its counts and its loss."""
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    if build.ranks.size("fsdp") == 1:  # the copies of a sharded model are made and kept equal by fsdp
+    if build.ranks.size("fsdp") == 1:  # fsdp replicates a sharded model
         replicate(build, knobs)
 
 
 def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
-    """Sum the gradients of all ranks that hold other labels and whole copies of the parameters."""
+    """All-reduce the gradients of ranks with other labels and whole replicas of the parameters."""
     mesh = build.ranks.mesh_with_cp("ddp")
     if build.ranks.size("tp") > 1 or pp.splits_backward(build.recipe):
-        # torch's DistributedDataParallel knows no parameters in parts, and sees no gradients that a pipeline computes apart;
-        # fully_shard with one shard does the same to them.
+        # DistributedDataParallel supports neither sharded parameters nor weight gradients that a pipeline computes
+        # separately; fully_shard with one shard does the same.
         whole: Any = type(mesh)
         one_shard = whole._concatenate([mesh, build.ranks.mesh["fsdp"]])  # type: ignore[index]
         knobs = {name: knob.default for name, knob in fsdp.technique.knobs.items()}
         fsdp.shard(build, one_shard, {**knobs, "stage": "optimizer"})
         return
-    # After its first step DistributedDataParallel deals gradients out to buckets anew, and where one lies in its bucket decides in
-    # which order three ranks or more add it up: a resumed run would round its first step otherwise. If it has to look for
-    # parameters without a gradient it leaves the buckets as they are. (It finds none, and would say so from C++.)
+    # DistributedDataParallel rebuilds its buckets after the first step, and with three ranks or more a gradient's place in its
+    # bucket decides the order of the sum: a resumed run would round its first step differently. With find_unused_parameters
+    # the buckets stay. (There are none.)
     fixed = build.recipe.run.deterministic and mesh.size() > 2
     made: list[nn.parallel.DistributedDataParallel] = []
     last = True
@@ -76,7 +76,7 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
                 bucket_cap_mb=float(knobs["bucket_mb"]),
                 gradient_as_bucket_view=bool(knobs["bucket_view"]),
                 find_unused_parameters=fixed,
-                **_keep_buffers(),
+                **_no_buffer_broadcast(),
             )
         )
         return made[-1]
@@ -107,33 +107,33 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
-    """Refuse what a pipeline's schedules do not do with copies of a stage."""
+    """Refuse what pipeline schedules do not support."""
     if recipe.layout.pp > 1 and not knobs["send_once"]:
         raise RecipeError(
-            "technique ddp: send_once is false, but beside layout.pp gradients are sent with the last micro batch; the "
+            "technique ddp: send_once is false, but with layout.pp gradients are reduced with the last micro batch; the "
             "only allowed value is true."
         )
 
 
-def _keep_buffers() -> dict[str, Any]:
-    """Do not send buffers before every pass: they are computed, alike everywhere. (torch is about to rename the option.)"""
+def _no_buffer_broadcast() -> dict[str, Any]:
+    """Do not broadcast buffers: they are computed, equal on every rank. (torch is about to rename the option.)"""
     known = inspect.signature(nn.parallel.DistributedDataParallel).parameters
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """The profile shows more all-reduces in a step than its counts and its loss need, and passes through
-    `DistributedDataParallel` (or, of a sharded model, none)."""
+    """The profile shows more all-reduces per step than counts and loss need, and passes through
+    `DistributedDataParallel` (none with a sharded model)."""
     steps = seen.ops.get(PASS, 0) / max(1, seen.micro_batches)
-    # The sums of layers that are cut (tp) come under their own name as well.
+    # The all-reduces of tensor parallelism have their own name as well.
     reduces = (seen.ops.get(ALL_REDUCE, 0) - seen.ops.get(LAYER_SUM, 0)) / steps if steps else 0.0
     sharded = "fsdp_model" in seen.facts
-    # Of a sharded model the gradient's norm takes one more, of a pipeline its norm, its loss and the wish to stop.
+    # One more for the gradient norm of a sharded model; three in a pipeline: norm, loss and the stop flag.
     own = OF_A_STEP + sharded + 3 * ("pp" in seen.facts)
     wrapped = seen.ops.get(FORWARD, 0)
     return Proof(
         reduces > own and bool(wrapped) != sharded,
-        f"{reduces:g} all-reduces in a step, of which {own} are not for gradients; {wrapped} passes through "
+        f"{reduces:g} all-reduces per step, of which {own} are not for gradients; {wrapped} passes through "
         "DistributedDataParallel",
     )
 
@@ -145,7 +145,7 @@ technique = Technique(
     requires=(
         enabled_by_layout("ddp"),
         Requirement(
-            "its knobs are for copies of a whole model; beside layout.fsdp, layout.tp or a zero bubble schedule leave it out of "
+            "its knobs are for replicas of a whole model; with layout.fsdp, layout.tp or a zero bubble schedule remove it from "
             "techniques",
             lambda machine, recipe: (
                 (recipe.layout.fsdp * recipe.layout.tp == 1 and not pp.splits_backward(recipe))
@@ -157,10 +157,12 @@ technique = Technique(
     reasons=NO_CUDA_GRAPH,
     check_sizes=check_sizes,
     knobs={
-        "bucket_mb": KnobRange((25, 1, 5, 50, 100), "MiB of gradients that are sent together"),
-        "bucket_view": KnobRange((True, False), "gradients live in the buckets, instead of being copied in"),
+        "bucket_mb": KnobRange((25, 1, 5, 50, 100), "MiB of gradients per all-reduce"),
+        "bucket_view": KnobRange(
+            (True, False), "gradients are views of the buckets, instead of being copied in"
+        ),
         "send_once": KnobRange(
-            (True, False), "during accumulation send with the last micro batch only, instead of with each"
+            (True, False), "during accumulation reduce with the last micro batch only, instead of with each"
         ),
     },
     claim=Claim(

@@ -1,14 +1,14 @@
-"""Fully sharded data parallelism (ZeRO): each rank keeps a part of the model, and borrows the rest for a moment.
+"""Fully sharded data parallelism (ZeRO): each rank keeps a shard of the model and gathers the rest when needed.
 
-Data parallelism holds weights, gradients and Adam's moments once for every rank, 16 bytes a parameter. Here each
-rank keeps 1/n. Before a block computes, its weights are gathered from all ranks; after its backward pass the gradients
-are summed and cut in one exchange (reduce-scatter). Stage "parameters" (ZeRO-3) lets gathered weights go after the
-forward pass of a block and gathers them again for the backward pass: half as much again is sent. "gradients" (ZeRO-2)
-keeps them until the step's last backward pass; "optimizer" (ZeRO-1) also keeps whole gradients until then and sends
-them once a step. Between steps torch holds shards only, whatever the stage. Wins where a model does not fit; loses to
-`ddp` where it does and links are slow. With layout.ddp the shards exist that many times (hybrid sharding). With layout.cp
-the ranks that share a sample hold shards as well: they are of the same weights. `offload` keeps the shards in host
-memory: a rank's device then holds a block or two, and every pass waits for the bus.
+Data parallelism holds weights, gradients and Adam's moments on every rank, 16 bytes per parameter. Here each
+rank keeps 1/n. Before a block computes, its weights are all-gathered; after its backward pass the gradients
+are reduce-scattered. Stage "parameters" (ZeRO-3) frees gathered weights after the forward pass of a block and
+gathers them again for the backward pass: half as much communication again. "gradients" (ZeRO-2) keeps them
+until the step's last backward pass; "optimizer" (ZeRO-1) also keeps unsharded gradients until then and
+reduces them once per step. Between steps torch holds shards only, whatever the stage. It wins where a model
+does not fit; it loses to `ddp` where it does and links are slow. With layout.ddp the sharded model is
+replicated (hybrid sharding). With layout.cp the ranks that share a sample hold shards as well. `offload`
+keeps the shards in host memory: the device holds a block or two, and every pass waits for PCIe.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rush.techniques.api.contract import (
 from rush.techniques.api.evidence import describe_dtypes, matmuls_took
 from rush.techniques.parallel import pp
 
-# (What cuts a sequence or a layer among ranks sends by functional collectives, which have other names.)
+# (cp and tp use functional collectives, which have other names.)
 GATHER, SCATTER, PASS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "rush::forward"
 
 SAME = "same"
@@ -50,8 +50,8 @@ DTYPES = {SAME: None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class IntegersWithoutGradient(TorchFunctionMode):
-    """Lets `fully_shard` take quantized weights. Before torch 2.12 it makes every sharded parameter one that requires a
-    gradient first and then what the original was, and an integer tensor refuses the first."""
+    """Lets `fully_shard` shard quantized weights: before torch 2.12 it calls requires_grad_(True) on every sharded parameter,
+    which integer tensors refuse."""
 
     def __torch_function__(
         self,
@@ -70,17 +70,17 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 
 def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
-    """Hold the model in parts on the last axis of the mesh; of two, the first one's ranks are kept equal."""
+    """Shard the model over the last axis of the mesh; replicate it over the first of two."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     stage, model = str(knobs["stage"]), build.model
     blocks: list[Any] = list(model.blocks) if knobs["unit"] == "block" else []
-    # Only parameters are cut; a layer that stores its weight otherwise (as codes) makes parameters of it.
+    # Only parameters are sharded; quantized layers turn their buffers into parameters.
     for module in model.modules():
         getattr(module, "hold_as_parameters", lambda: None)()
     options: dict[str, Any] = {
         "mesh": mesh,
-        # Nothing is cast on the way in: what enters a block has the dtype of the embedding, and angles stay in fp32.
+        # Inputs of a block have the dtype of the embedding, and RoPE angles stay fp32.
         "mp_policy": MixedPrecisionPolicy(
             param_dtype=DTYPES[str(knobs["param_dtype"])],
             reduce_dtype=DTYPES[str(knobs["reduce_dtype"])],
@@ -94,7 +94,7 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
         build.weights_device = torch.device("cpu")
     if knobs["param_dtype"] != SAME:
         build.facts["matmul_dtype"] = knobs["param_dtype"]
-    # The backward pass begins where the forward pass of the rest (embedding, head) ended: letting go would be in vain.
+    # The backward pass begins with the root (head), so resharding it after forward would be in vain.
     roots: list[Any] = list(build.stages) or [model]
     with IntegersWithoutGradient():
         for block in blocks:
@@ -102,13 +102,13 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
         for root in roots:
             fully_shard(root, reshard_after_forward=False, **options)
     for unit in [*blocks, *roots]:
-        # The share of a step counts the units of all ranks, so gradients are to be summed.
+        # The loss scale counts the labels of all ranks, so gradients are summed.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     for root in roots if blocks else []:
         _prefetch(list(root.blocks), int(knobs["prefetch"]))
-    if not build.stages:  # what runs the parts of a pipeline tells each of them
-        build.before_pass.append(_told(model, stage))
+    if not build.stages:  # a pipeline does this for each stage
+        build.before_pass.append(_sync_setter(model, stage))
     build.facts["fsdp_model"] = model
     build.facts["fsdp_ranks"] = build.ranks.size("fsdp") * build.ranks.size("cp")
     inside = {id(p) for block in blocks for p in block.parameters()}
@@ -118,7 +118,7 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
 
 
 def _mesh(ranks: Ranks) -> Any:
-    """The ranks that hold a model in parts together; with ddp as many groups of them as there are copies."""
+    """The mesh of shards; with ddp, of replicas and shards."""
     assert ranks.mesh is not None
     if ranks.size("ddp") == 1:
         return ranks.mesh_with_cp("fsdp")
@@ -129,7 +129,7 @@ def _mesh(ranks: Ranks) -> Any:
 
 
 def _prefetch(blocks: list[Any], depth: int) -> None:
-    """Ask for blocks before their turn; torch itself asks for the next one while a block computes."""
+    """Prefetch more than the one block that torch prefetches itself."""
     if depth < 2:
         return
     for place, block in enumerate(blocks):
@@ -137,41 +137,41 @@ def _prefetch(blocks: list[Any], depth: int) -> None:
         block.set_modules_to_backward_prefetch(blocks[max(0, place - depth) : place][::-1])
 
 
-def _told(model: nn.Module, stage: str) -> Callable[[bool], None]:
+def _sync_setter(model: nn.Module, stage: str) -> Callable[[bool], None]:
     sharded: Any = model
 
-    def told(last: bool) -> None:
+    def set_sync(last: bool) -> None:
         sharded.set_is_last_backward(last)
         sharded.set_requires_gradient_sync(last or stage != "optimizer")
-        # Between copies the sum over all passes is sent, once.
+        # Replicas reduce the sum over all passes, once.
         sharded.set_requires_all_reduce(last)
         sharded.set_reshard_after_backward(last or stage == "parameters")
 
-    return told
+    return set_sync
 
 
 def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
-    """Refuse what a pipeline's schedules do not do with shards."""
+    """Refuse what pipeline schedules do not support."""
     if recipe.layout.pp == 1:
         return
     schedule, stage = str(knob_of(recipe, "pp", "schedule", "1f1b")), str(knobs["stage"])
     allowed = ["optimizer"] if pp.splits_backward(recipe) else ["parameters", "optimizer"]
     if stage not in allowed:
         raise RecipeError(
-            f"technique fsdp: stage is {stage!r}, but pp's schedule {schedule} keeps gradients whole until the end of a step"
-            f"{', and weights between its passes' if len(allowed) == 1 else ''}; allowed beside it: {', '.join(allowed)}."
+            f"technique fsdp: stage is {stage!r}, but pp's schedule {schedule} keeps unsharded gradients until the end of a step"
+            f"{', and weights between its passes' if len(allowed) == 1 else ''}; allowed with it: {', '.join(allowed)}."
         )
 
 
 def _units_trained(model: nn.Module, blocks: list[nn.Module]) -> int:
-    """How many units have gradients to send; beside adapters the rest (embedding, head) has none."""
+    """Units with gradients to reduce; with adapters the root (embedding, head) has none."""
     inside = {id(p) for block in blocks for p in block.parameters()}
     rest = [p for p in model.parameters() if id(p) not in inside]
     return sum(any(p.requires_grad for p in unit) for unit in [*(b.parameters() for b in blocks), rest])
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """This rank holds its part of the parameters, and per unit and step the profile shows as many all-gathers and
+    """This rank holds its shard of the parameters, and per unit and step the profile shows as many all-gathers and
     reduce-scatters as the stage needs."""
     if "fsdp_model" not in seen.facts:
         return Proof(False, "no parameter is sharded")
@@ -199,7 +199,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     return Proof(
         held < 1.5 / ranks and (gathers, scatters) == wanted[str(knobs["stage"])] and as_asked,
         f"this rank holds {held:.0%} of the parameters; {gathers:g} all-gathers and {scatters:g} reduce-scatters in a "
-        f"step of {passes} micro batches with {blocks + 1} units; parameters lie on {', '.join(sorted(where))}, "
+        f"step of {passes} micro batches with {blocks + 1} units; parameters are on {', '.join(sorted(where))}, "
         f"{describe_dtypes(seen)}",
     )
 
@@ -211,7 +211,7 @@ technique = Technique(
     requires=(
         enabled_by_layout("fsdp"),
         Requirement(
-            "param_dtype makes bf16 of fp32 weights as they are gathered; take out what gives them another form (amp_fp16, "
+            "param_dtype casts fp32 weights to bf16 when they are gathered; remove techniques that change their dtype (amp_fp16, "
             "bf16_master, int8_base, pure_bf16, qlora), or leave it at same",
             lambda machine, recipe: (
                 knob_of(recipe, "fsdp", "param_dtype", SAME) == SAME
@@ -219,14 +219,14 @@ technique = Technique(
             ),
         ),
         Requirement(
-            "with offload the update is made on the host, where our kernels do not run; take out adam8bit and fused_update "
-            "(fused_adamw runs there), or set offload to false",
+            "with offload the update runs on the host, where our kernels do not; remove adam8bit and fused_update "
+            "(fused_adamw works), or set offload to false",
             lambda machine, recipe: (
                 not knob_of(recipe, "fsdp", "offload", False) or not used(recipe, "adam8bit", "fused_update")
             ),
         ),
         Requirement(
-            "weights are gathered between blocks, where a graph of the whole model cannot be interrupted; use compile "
+            "weights are gathered between blocks, which a graph of the whole model does not allow; use compile "
             "with scope block, and fsdp with unit block",
             lambda machine, recipe: (
                 not used(recipe, "compile")
@@ -240,26 +240,26 @@ technique = Technique(
     conflicts=("cuda_graph", "fused_projections"),
     reasons={
         **NO_CUDA_GRAPH,
-        "fused_projections": "it multiplies with weights that lie one below another in memory, and each gathered weight has a "
-        "place of its own; bringing them together would be the copy that it is there to save",
+        "fused_projections": "it needs its weights in one contiguous buffer, and each weight is gathered into its own; joining them would "
+        "be the copy that it saves",
     },
     check_sizes=check_sizes,
     knobs={
         "stage": KnobRange(
             ("parameters", "gradients", "optimizer"),
-            "what is kept in parts through a step: all (ZeRO-3), gradients and optimizer state (ZeRO-2), or the latter "
+            "what is sharded during a step: parameters too (ZeRO-3), gradients and optimizer state (ZeRO-2), or the latter "
             "only (ZeRO-1)",
         ),
         "unit": KnobRange(("block", "model"), "what is gathered at once"),
-        "prefetch": KnobRange((1, 2, 4), "blocks that are asked for ahead of their turn"),
+        "prefetch": KnobRange((1, 2, 4), "blocks that are prefetched"),
         "param_dtype": KnobRange(
             (SAME, "bfloat16"),
-            "what fp32 weights are gathered and computed with as; each rank keeps its part in fp32",
+            "dtype in which fp32 weights are gathered and computed with; shards stay fp32",
         ),
-        "reduce_dtype": KnobRange((SAME, "float32", "bfloat16"), "what gradients are summed in"),
+        "reduce_dtype": KnobRange((SAME, "float32", "bfloat16"), "dtype in which gradients are reduced"),
         "offload": KnobRange(
             (False, True),
-            "parts of weights, gradients and moments lie in host memory, where the update is made",
+            "shards of weights, gradients and moments in host memory, where the update runs",
         ),
     },
     claim=Claim(
@@ -272,7 +272,7 @@ technique = Technique(
     evidence=evidence,
     memory=(
         MemoryEffect("parameters", 0.5, "divided by layout.fsdp, and one or two blocks in full"),
-        MemoryEffect("gradients", 0.5, "divided by layout.fsdp; in full with stage = optimizer"),
+        MemoryEffect("gradients", 0.5, "divided by layout.fsdp; unsharded with stage = optimizer"),
         MemoryEffect("optimizer", 0.5, "divided by layout.fsdp"),
         MemoryEffect(
             "gathered",

@@ -1,13 +1,14 @@
-"""Pipeline parallelism: the model is cut across its depth, each rank keeps some of the blocks.
+"""Pipeline parallelism: the model is split across its depth, each rank keeps some of the blocks.
 
-A rank computes its blocks and hands the hidden state to the next one; gradients come back the same way. Little is sent,
-between two ranks at a time, so it is the axis for slow links: between machines. The price is waiting. The last rank
-has nothing to do before the first micro batch arrives, and the first nothing at the end until gradients return: of p
-ranks and m micro batches, (p - 1) / (m + p - 1) of a step is idle. Many micro batches make it small. Several stages a
-rank (`interleaved`) fill and drain the pipeline in smaller portions: m becomes stages × m, for as much more sending. Zero
-bubble schedules keep the gradients of weights, which nobody waits for, for the moments that would be idle. Each rank
-holds its stages' weights, gradients and moments only; of activations, 1F1B holds as many micro batches as there
-are ranks, GPipe all of a step. Loses where the model fits without it, and where a step has few micro batches.
+A rank computes its blocks and sends the hidden states to the next one; gradients come back the same way.
+Little is sent, between two ranks at a time, so it is the axis for slow links: between nodes. The price is
+the bubble: the last rank is idle before the first micro batch arrives, and the first at the end until
+gradients return: with p ranks and m micro batches, (p - 1) / (m + p - 1) of a step. Many micro batches make
+it small. Several stages per rank (`interleaved`) make it smaller: m becomes stages × m, for as much more
+communication. Zero bubble schedules defer weight gradients, which nobody waits for, into the bubble. Each
+rank holds weights, gradients and moments of its stages only; 1F1B holds activations of as many micro batches
+as there are ranks, GPipe of all. It loses where the model fits without it, and where a step has few micro
+batches.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ def stages_per_rank(knobs: Mapping[str, Knob]) -> int:
 
 
 def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
-    """Refuse more stages than blocks, stages the schedule does not know, and too few micro batches."""
+    """Refuse more stages than blocks, stages that the schedule does not support, and too few micro batches."""
     kind, ranks, each = SCHEDULES[str(knobs["schedule"])], recipe.layout.pp, stages_per_rank(knobs)
     if not kind.min_stages <= each <= kind.max_stages:
         allowed = (
@@ -82,19 +83,19 @@ def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
         tokens = recipe.micro * recipe.batch.sequence * recipe.data_ranks // parts
         raise RecipeError(
             f"a step has {found} micro batches, with which schedule {kind.name} cannot run on layout.pp={ranks}; the nearest "
-            f"numbers that can: {', '.join(near)}. Set batch.total_tokens to that many times {tokens:,}, or take schedule "
+            f"allowed: {', '.join(near)}. Set batch.total_tokens to that many times {tokens:,}, or use schedule "
             "gpipe, which runs with any."
         )
 
 
 def _check_ends(recipe: Recipe, kind: PipelineSchedule) -> None:
-    """Of two stages that exchange their gradients with other ranks, one can have the embedding."""
+    """Refuse a tied embedding in two stages of one rank that are reduced with other ranks."""
     layout = recipe.layout
     together = not kind.looped and recipe.shape().tied_head
     if together and layout.ddp * layout.fsdp * layout.cp > 1:
         raise RecipeError(
             f"technique pp: schedule {kind.name} has the first and the last stage on one rank, where a tied embedding would be "
-            "exchanged twice; beside layout.ddp, fsdp or cp take another schedule, or a model whose head is not tied."
+            "reduced twice; with layout.ddp, fsdp or cp use another schedule, or a model whose head is not tied."
         )
 
 
@@ -119,7 +120,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts["pp_blocks"] = [layer for part in parts for layer in range(part.span.start, part.span.end)]
     build.facts["pp_layers"] = recipe.shape().num_layers
 
-    # What travels is the stream as it lies between blocks: tensor parallelism may have cut it along the sequence.
+    # Hidden states are sent as they are between blocks: sequence parallelism may have sharded them.
     pieces = build.ranks.size("tp") if knob_of(recipe, "tp", "sequence", True) else 1
 
     def made(run: Any, modules: Sequence[nn.Module]) -> Pipelined:
@@ -130,7 +131,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 @dataclass
 class Pipelined:
-    """The micro batches of a step in the order of a schedule, together with the other ranks of the pipeline."""
+    """Runs the micro batches of a step in the order of a schedule, with the other ranks of the pipeline."""
 
     run: Any
     kind: PipelineSchedule
@@ -139,11 +140,11 @@ class Pipelined:
     num_stages: int
     dtype: torch.dtype
     pieces: int
-    """Of which a rank has one of a hidden state's positions."""
+    """Sequence-parallel shards of a hidden state."""
     tied_with: int | None
-    """The rank of the pipeline that holds the other copy of a tied embedding, if this one holds one."""
+    """The pipeline rank with the other replica of a tied embedding, if this one has one."""
     waiting: list[tuple[Batch, Tensor]] = field(default_factory=list)
-    """Micro batches of this step, as the techniques around a pass hand them on, each with its share."""
+    """Micro batches of this step with their loss scales."""
 
     def __post_init__(self) -> None:
         self.pipeline = Pipeline(
@@ -172,7 +173,7 @@ class Pipelined:
             self.loss += self.run.micro_pass(batch.to(self.run.device), loss_scale)
         self.pipeline.train(self.waiting, [self._shape(batch) for batch, _ in self.waiting])
         self._add_tied()
-        # Only the last stage knows the loss; to the others it is zero.
+        # Only the last stage has the loss; on the others it is zero.
         loss: Tensor = self.run.ranks.all_reduce_stages(self.loss)
         return loss
 
@@ -194,21 +195,21 @@ class Pipelined:
         return out * loss_scale
 
     def _shape(self, batch: Batch) -> tuple[int, int]:
-        """Rows and columns of the hidden state of a batch."""
+        """Rows and positions of the hidden states of a batch."""
         rows, columns = batch.tokens_bt.shape
         return int(rows), int(columns) // self.pieces
 
     def _add_tied(self) -> None:
-        """Of a tied embedding one copy has the gradient of the lookup, the other that of the head: each gets the sum."""
+        """Sum the gradients of a tied embedding: one replica has that of the lookup, the other that of the head."""
         if self.tied_with is not None:
             add_peer_gradient(self.run.model.get_parameter(TIED), self.tied_with, self.pipeline.group)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """This rank computes some of the blocks and not others, and the profile shows hidden states or gradients sent
-    and received, one of either for each micro batch at least."""
+    """This rank computes some of the blocks only, and the profile shows hidden states or gradients sent and received, at
+    least one per micro batch."""
     if "pp" not in seen.facts:
-        return Proof(False, "the model is in one piece")
+        return Proof(False, "the model is not split")
     own, layers, pipeline = seen.facts["pp_blocks"], seen.facts["pp_layers"], seen.facts["pp"]
     sent, received = (_times(seen, names) for names in (SENDS, RECEIVES))
     micro_batches = seen.micro_batches / len(pipeline.stages)
@@ -217,8 +218,8 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     return Proof(
         len(own) < layers and enough,
         f"this rank has blocks {', '.join(map(str, own))} of {layers}; {sent} sends and {received} receives for "
-        f"{micro_batches:g} micro batches in {steps:g} step(s); by the order of schedule {knobs['schedule']} "
-        f"{pipeline.bubble_fraction():.0%} of a step is idle; the split: {'; '.join(seen.facts['pp_split'])}",
+        f"{micro_batches:g} micro batches in {steps:g} step(s); the bubble of schedule {knobs['schedule']} is "
+        f"{pipeline.bubble_fraction():.0%} of a step; the split: {'; '.join(seen.facts['pp_split'])}",
     )
 
 
@@ -227,7 +228,7 @@ def _times(seen: Observation, names: Iterable[str]) -> int:
 
 
 def splits_backward(recipe: Recipe) -> bool:
-    """Whether gradients of weights are computed apart, outside of what torch calls a backward pass."""
+    """Whether weight gradients are computed separately from the backward pass."""
     return recipe.layout.pp > 1 and SCHEDULES[str(knob_of(recipe, "pp", "schedule", "1f1b"))].splits_backward
 
 
@@ -240,19 +241,19 @@ technique = Technique(
     requires=(
         enabled_by_layout("pp"),
         Requirement(
-            "a graph of the whole model cannot be cut into stages; use compile with scope block",
+            "a graph of the whole model cannot be split into stages; use compile with scope block",
             lambda machine, recipe: (
                 not used(recipe, "compile") or knob_of(recipe, "compile", "scope", "model") == "block"
             ),
         ),
         Requirement(
-            "the backward pass of a compiled block is one piece, which a zero bubble schedule would have to cut; use 1f1b, "
-            "gpipe or interleaved beside compile",
+            "a zero bubble schedule cannot split the backward pass of a compiled block; use 1f1b, gpipe or "
+            "interleaved with compile",
             lambda machine, recipe: not (used(recipe, "compile") and splits_backward(recipe)),
         ),
         Requirement(
-            "a zero bubble schedule goes through a block's backward pass twice, and torch's selective checkpointing through a "
-            "block once; use checkpoint_full beside it, or 1f1b, gpipe or interleaved",
+            "a zero bubble schedule runs a block's backward pass twice, which torch's selective checkpointing does not "
+            "support; use checkpoint_full, or 1f1b, gpipe or interleaved",
             lambda machine, recipe: not (used(recipe, "checkpoint_selective") and splits_backward(recipe)),
         ),
     ),
@@ -261,12 +262,12 @@ technique = Technique(
     knobs={
         "schedule": KnobRange(
             tuple(SCHEDULES),
-            "the order of passes: 1f1b (a backward pass as soon as there is one), gpipe (all forward first), interleaved "
-            "(1f1b with several stages a rank), zero_bubble and zbv (gradients of weights fill what would be idle)",
+            "the schedule: 1f1b (one forward, one backward), gpipe (all forward first), interleaved "
+            "(1f1b with several stages per rank), zero_bubble and zbv (weight gradients fill the bubble)",
         ),
-        "stages": KnobRange((0, 1, 2, 3, 4, 6, 8), "stages on each rank; 0: as few as the schedule takes"),
+        "stages": KnobRange((0, 1, 2, 3, 4, 6, 8), "stages per rank; 0: as few as the schedule supports"),
         "balance": KnobRange(
-            ("flops", "parameters"), "what is equal among stages: the arithmetic of a token, or what is held"
+            ("flops", "parameters"), "what is balanced among stages: FLOPs per token, or parameters"
         ),
     },
     claim=Claim(

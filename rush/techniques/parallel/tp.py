@@ -1,13 +1,14 @@
-"""Tensor parallelism: every layer is cut, and each rank computes its part of it for the same samples.
+"""Tensor parallelism: every layer is sharded, and all ranks compute the same samples.
 
-The layers that read the residual stream are cut by outputs (whole heads, part of the MLP's width), those that write to it
-by inputs; so a block needs one exchange where attention and MLP begin and one where they end. Embedding, head and loss
-are cut by words: the logits of all words exist on no rank. With `sequence`, what lies between (stream and norms) is cut
-along the sequence: a gather and a scatter take the place of each sum, with as many bytes, and nothing is kept twice.
-Weights, gradients, optimizer state and activations shrink to about 1/n, and so does the time of a large layer. The
-exchanges wait for nothing and nothing can hide them: it wins inside a machine with fast links, where a model or its
-micro batch does not fit or fsdp would leave too little for each rank; across slow links it loses to everything else.
-Beside fsdp each rank's part is cut once more, and beside ddp torch's fully_shard keeps the copies equal.
+Layers that read the residual stream are sharded by outputs (colwise: whole heads, a part of the MLP's
+width), those that write to it by inputs (rowwise); so a block needs one collective before and one after
+attention and MLP. Embedding, LM head and loss are vocab parallel: no rank has the logits of all tokens of the
+vocabulary. With `sequence` (sequence parallelism) residual stream and norms are sharded along the sequence:
+an all-gather and a reduce-scatter replace each all-reduce, with as many bytes, and nothing is stored twice.
+Weights, gradients, optimizer state and activations shrink to about 1/n, and so does the time of a large
+layer. The collectives cannot overlap: it wins within a node with fast links, where a model or its micro batch
+does not fit or fsdp would leave too little for each rank; across slow links it loses to everything else. With
+fsdp each shard is sharded once more, and with ddp torch's fully_shard keeps the replicas equal.
 """
 
 from __future__ import annotations
@@ -38,11 +39,11 @@ from rush.techniques.api.contract import (
 )
 
 READERS = ("q", "k", "v", "qkv", "mlp_gate", "mlp_up")
-"""Roles of the layers that read the stream; the others write to it."""
+"""Roles of colwise layers, which read the residual stream; the others write to it (rowwise)."""
 PASS = "rush::forward"
-IN_CODES = (
-    "codes are stored without rows and columns that could be dealt out; lora stands beside tp, and a base in codes beside "
-    "ddp, fsdp and pp"
+QUANTIZED = (
+    "quantized weights have no rows and columns that could be sharded; use lora with tp, or a quantized base with ddp, "
+    "fsdp and pp"
 )
 GATHER, SCATTER, SUM = (
     f"_c10d_functional::{name}" for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce")
@@ -77,40 +78,40 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         "head": ColwiseParallel(input_layouts=lying, output_layouts=whole),
     }
     for role, path in model.block_linears.items():
-        # Queries, keys and values of GPT-2 are one layer, and each rank has its heads of each.
+        # GPT-2's queries, keys and values are one layer; each rank has its heads of each.
         layer = ColwiseLinear(parts=3 if role == "qkv" else 1) if role in READERS else RowwiseLinear(stream)
         plan[f"blocks.*.{path}"] = layer
     there = {name for name, _ in model.named_children()}
     plan = {name: style for name, style in plan.items() if name.split(".")[0] in there}
     parallelize_module(model, mesh, plan, src_data_rank=None)
     model.tie_head()
-    _divide_loss(build, stream)
+    _shard_loss(build, stream)
     build.facts["tp"] = {"ranks": build.ranks.size("tp"), "model": model, "stages": build.stages}
 
 
-def _divide_loss(build: Build, stream: Any) -> None:
-    """A loss over all words, of which each rank has some: by the head itself if it knows how (`over`), else by torch."""
+def _shard_loss(build: Build, stream: Any) -> None:
+    """A vocab-parallel loss: by the head itself if it supports it (`over`), else by torch."""
     from torch.distributed.tensor.parallel import loss_parallel
 
     from rush.parallel.tensor_parallel import VocabParallelLossHead, VocabShardLossHead, vocab_shard
 
     model, vocabulary = build.model, build.model.shape.vocab_size
     first, count = vocab_shard(stream, vocabulary)
-    # As wide as the head's products are here.
+    # The width of the LM head's matmuls on this rank.
     build.facts["padded_vocab_size"] = count
     head: Any = model.loss_head
     if hasattr(head, "over"):
-        of_own_words = head.over(first, vocabulary, stream.mesh.size(), stream.mesh.get_group().group_name)
-        model.loss_head = VocabShardLossHead(stream, of_own_words)
+        of_shard = head.over(first, vocabulary, stream.mesh.size(), stream.mesh.get_group().group_name)
+        model.loss_head = VocabShardLossHead(stream, of_shard)
         build.facts["padded_vocab_size"] = head.width(count)
     else:
         model.loss_head = VocabParallelLossHead(stream, head)
-        # The backward pass of the loss belongs inside as well.
+        # Also around the loss's backward pass.
         build.step_contexts.append(loss_parallel)
 
 
 def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
-    """Refuse sizes that cannot be cut."""
+    """Refuse sizes that cannot be sharded."""
     ranks, shape, cut = recipe.layout.tp, recipe.shape(), bool(knobs["sequence"])
     if ranks == 1:
         return
@@ -125,11 +126,11 @@ def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
             legal = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
             raise RecipeError(
                 f"layout.tp is {ranks}, which does not divide the {what} of {recipe.model.name}, {size}: each rank has whole "
-                f"heads, keys and values among them, and an equal part of the MLP. Allowed: {legal}."
+                f"heads, also of keys and values, and an equal shard of the MLP. Allowed: {legal}."
             )
     if (ranks - 1) * -(-shape.vocab_size // ranks) >= shape.vocab_size:
         raise RecipeError(
-            f"layout.tp is {ranks}, which leaves a rank without any of the {shape.vocab_size} words of the vocabulary; take "
+            f"layout.tp is {ranks}, which leaves a rank with an empty vocab shard (vocabulary {shape.vocab_size}); use "
             "fewer ranks or a larger vocabulary."
         )
     pieces = ranks * recipe.layout.cp
@@ -137,8 +138,8 @@ def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
         below = recipe.batch.sequence // pieces * pieces
         legal = f"{below:,} or {below + pieces:,}" if below else f"{pieces:,}"
         raise RecipeError(
-            f"batch.sequence is {recipe.batch.sequence}, which cannot be cut into {pieces} equal pieces for layout.tp × "
-            f'layout.cp; the nearest allowed: {legal}. Or leave the stream whole: {{name = "tp", sequence = false}}.'
+            f"batch.sequence is {recipe.batch.sequence}, which cannot be split into {pieces} equal shards for layout.tp × "
+            f'layout.cp; the nearest allowed: {legal}. Or turn off sequence parallelism: {{name = "tp", sequence = false}}.'
         )
     for packing in ("bucket", "pad"):
         shapes = int(knob_of(recipe, packing, "shapes", 0))
@@ -147,34 +148,34 @@ def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
                 str(n) for n in (1, 2, 4, 8, 16, 32) if recipe.batch.sequence % (n * pieces) == 0
             )
             raise RecipeError(
-                f"technique {packing}: shapes is {shapes}, with which rows have lengths that {pieces} ranks cannot cut into equal "
-                f'pieces; allowed here: {legal}. Or leave the stream whole: {{name = "tp", sequence = false}}.'
+                f"technique {packing}: shapes is {shapes}, with which {pieces} ranks cannot split all row lengths into equal "
+                f'shards; allowed here: {legal}. Or turn off sequence parallelism: {{name = "tp", sequence = false}}.'
             )
     if used(recipe, "compile") and knob_of(recipe, "compile", "scope", "model") != "block":
         raise RecipeError(
-            "technique compile: scope is 'model', but beside layout.tp embedding and loss are torch's own distributed "
-            "operators, which stay outside of a graph; the only allowed value is 'block'."
+            "technique compile: scope is 'model', but with layout.tp embedding and loss are torch's distributed "
+            "operators, which cannot be part of a graph; the only allowed value is 'block'."
         )
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
-    """This rank holds its part of the blocks' matrices; its matrix products are about 1/n of those of whole layers (a third
-    more, where all is recomputed); and the profile shows at least four exchanges of the stream for each block and pass:
-    gathers and scatters with `sequence`, sums without."""
+    """This rank holds its shard of the blocks' matrices; its matmuls are about 1/n of those of whole layers (a third
+    more with recomputation); and the profile shows at least four collectives per block and pass: all-gathers and
+    reduce-scatters with `sequence`, all-reduces without."""
     if "tp" not in seen.facts:
-        return Proof(False, "no layer is cut")
+        return Proof(False, "no layer is sharded")
     from rush.parallel.sharded import local_tensor
 
     ranks, model, stages = (seen.facts["tp"][key] for key in ("ranks", "model", "stages"))
     layers: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
     weights = sum(layer._parameters["weight"].numel() for layer in layers)
-    # (Of an adapter one of two thin matrices is whole on every rank.)
+    # (One of an adapter's two matrices is replicated.)
     matrices = [p for name, p in model.blocks.named_parameters() if p.dim() > 1 and ".adapter." not in name]
     held = sum(local_tensor(p).numel() for p in matrices) / sum(p.numel() for p in matrices)
-    # A token is multiplied with each weight once forward and twice backward.
+    # One matmul forward and two backward per weight.
     tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"]
-    # (Products with an adapter's rank are not the layers'; up to three adapters of one input share one. A layer's part may be
-    # as narrow, and is known by both of its sides.)
+    # (Without the adapters' matmuls; up to three adapters of one input share one. A layer's shard may be as narrow as an
+    # adapter, and is identified by both dims.)
     thin = {n * adapter.spec.rank for _, _, adapter in adapters(model) for n in (1, 2, 3)}
     parts = {tuple(sorted(local_tensor(layer._parameters["weight"]).shape)) for layer in layers}
     products = [
@@ -193,13 +194,13 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     )
     return Proof(
         held < 1.01 / ranks and 0 < share < 1.4 / ranks and exchanged,
-        f"this rank holds {held:.0%} of the blocks' matrices; its products are {share:.0%} of those of whole layers; "
-        f"{found[GATHER]:.1f} gathers, {found[SCATTER]:.1f} scatters and {found[SUM]:.1f} sums for each block and pass",
+        f"this rank holds {held:.0%} of the blocks' matrices; its matmuls are {share:.0%} of those of whole layers; "
+        f"{found[GATHER]:.1f} all-gathers, {found[SCATTER]:.1f} reduce-scatters and {found[SUM]:.1f} all-reduces per block and pass",
     )
 
 
 def _without(dims: tuple[int, ...], tokens: int) -> tuple[int, ...]:
-    """The sides of the weight in a product with so many tokens."""
+    """The dims of the weight in a matmul with so many tokens."""
     place = dims.index(tokens) if tokens in dims else len(dims)
     return tuple(sorted((*dims[:place], *dims[place + 1 :])))
 
@@ -213,24 +214,23 @@ technique = Technique(
     conflicts=("cuda_graph", "fused_bias", "fused_projections", "int8_base", "liger", "qlora", "vocab_pad"),
     reasons={
         **NO_CUDA_GRAPH,
-        "fused_bias": "it takes the outputs of layers whole, and each rank has a part of them",
-        "fused_projections": "it multiplies with weights that lie one below another in memory, and each rank's part of a weight "
-        "has a place of its own",
-        "int8_base": IN_CODES,
-        "liger": "the library's loss takes a whole head; fused_loss, fused_mlp, fused_norm and fused_rope take a rank's part",
-        "qlora": IN_CODES,
-        "vocab_pad": "ranks have parts of the vocabulary, each of its own width; fused_loss pads a rank's own words",
+        "fused_bias": "it needs the full outputs of layers, and each rank has a shard of them",
+        "fused_projections": "it needs its weights in one contiguous buffer, and each shard has its own",
+        "int8_base": QUANTIZED,
+        "liger": "the library's loss needs the whole LM head; fused_loss, fused_mlp, fused_norm and fused_rope support shards",
+        "qlora": QUANTIZED,
+        "vocab_pad": "each rank has a vocab shard; fused_loss pads it",
     },
     knobs={
         "sequence": KnobRange(
-            (True, False), "between layers each rank has its piece of the sequence, instead of all of it"
+            (True, False), "sequence parallelism: residual stream and norms are sharded along the sequence"
         ),
     },
     claim=Claim(
-        "arithmetic per second",
+        "FLOP/s",
         5.2,
         regime="from 1 to 8 GPUs of one machine, models that grow with them up to 8.3B: 77 % of linear",
-        source="Shoeybi et al. 2019, arXiv:1909.08053; the sequence cut: Korthikanti et al. 2022, arXiv:2205.05198",
+        source="Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198",
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
@@ -241,10 +241,10 @@ technique = Technique(
         MemoryEffect(
             "activations",
             0.5,
-            "divided by layout.tp; with sequence = false the stream and its norms stay whole",
+            "divided by layout.tp; with sequence = false the residual stream and its norms are not",
         ),
         MemoryEffect("scores", 0.5, "divided by layout.tp: each rank has its heads"),
-        MemoryEffect("logits", 0.5, "divided by layout.tp: each rank has its words"),
+        MemoryEffect("logits", 0.5, "divided by layout.tp: vocab shards"),
     ),
     settings=(),
 )
