@@ -187,15 +187,12 @@ def _toml_string(text: str) -> str:
     return f'"{"".join(safe)}"'
 
 
-def differences(old: Recipe, new: Recipe) -> list[str]:
-    """`key: old → new` for every key on which two recipes differ."""
+def differences(old: Recipe, new: Recipe) -> dict[str, tuple[Any, Any]]:
+    """The old and the new value of every key on which two recipes differ."""
     flat_old, flat_new = _flat(old.model_dump()), _flat(new.model_dump())
     keys = sorted(flat_old.keys() | flat_new.keys())
-    return [
-        f"{key}: {flat_old.get(key)!r} → {flat_new.get(key)!r}"
-        for key in keys
-        if flat_old.get(key) != flat_new.get(key)
-    ]
+    values = {key: (flat_old.get(key), flat_new.get(key)) for key in keys}
+    return {key: (before, after) for key, (before, after) in values.items() if before != after}
 
 
 def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -129,8 +129,8 @@ def test_the_schema_knows_every_key_and_its_meaning() -> None:
 
 def test_differences_name_the_key_and_both_values() -> None:
     recipe = parse(MINIMAL)
-    assert differences(recipe, recipe) == []
-    assert differences(recipe, changed(recipe, {"optimizer.lr": 0.5})) == ["optimizer.lr: 0.001 → 0.5"]
+    assert differences(recipe, recipe) == {}
+    assert differences(recipe, changed(recipe, {"optimizer.lr": 0.5})) == {"optimizer.lr": (0.001, 0.5)}
 
 
 REFUSED = [

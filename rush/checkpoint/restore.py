@@ -249,7 +249,7 @@ def _by_rows(shape: torch.Size, parameter: Tensor) -> tuple[int, ...] | None:
     if parameter.dim() != 2 or count % rows or parameter.numel() % count:
         return None
     width, block = parameter.shape[1], parameter.numel() // count
-    pieces = math.prod(cut.ranks for cut in sharded_dims(parameter) if cut.dim == 1)
+    pieces = math.prod(sharded.ranks for sharded in sharded_dims(parameter) if sharded.dim == 1)
     return None if width % block or (width // pieces) % block else (rows, count // rows)
 
 

@@ -1,8 +1,8 @@
-"""The files of a checkpoint: one rank writes whole tensors, several write their pieces, and rank 0 seals the whole.
+"""The files of a checkpoint: one rank writes full tensors, several write their shards, and rank 0 commits.
 
-Rank 0 makes the hidden folder, each rank says through the store what it has written, and when all have, rank 0 adds the small
-files and seals: manifest last, then one rename. So a checkpoint appears whole or not at all, whoever is killed. A rank that
-is alone writes whole tensors in one file for each kind; several write pieces, and a table of them.
+Rank 0 makes the hidden folder, each rank reports through the store what it has written, and when all have, rank 0 adds the
+small files and commits: manifest last, then one rename. So a checkpoint appears whole or not at all, whoever is killed. The
+thread that writes uses no collective. A single rank writes one file per kind; several write pieces, and a table of them.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 
 from torch import Tensor
 
-from rush.checkpoint.agreement import Meeting, failure
 from rush.checkpoint.state import join_optimizers
 from rush.checkpoint.tensor_names import dtype_name, save_tensors
 from rush.files import write_atomic, write_json_atomic
 from rush.parallel import Ranks
 from rush.parallel.placement import TensorShard
+from rush.parallel.store_channel import StoreChannel
 from rush.records.checkpoint_manifest import FileEntry
 from rush.records.checkpoint_pieces import (
     KINDS,
@@ -39,22 +39,22 @@ from rush.records.checkpoint_store import CheckpointStore
 
 RANDOM, STATE = "random.safetensors", "state.json"
 NTH = "#"
-"""Before the number of a piece, where a rank writes several of one tensor."""
+"""Separates a tensor's name and the number of a piece, where a rank writes several pieces of one tensor."""
 TORCH_KEY = "DCP_SHARDING_INFO"
-"""Where torch's own safetensors checkpoints say, in a file's header, at which offsets its pieces lie."""
+"""Key of the file's header under which torch's safetensors checkpoints keep the offsets of pieces."""
 OnCommit = Callable[[Path], None]
-"""Told the checkpoint's path once it is sealed, before rank 0 tells the others."""
+"""Called with the checkpoint's path once it is committed, before rank 0 reports it to the others."""
 
 
 @dataclass(frozen=True)
 class CheckpointContent:
-    """What one save has to write."""
+    """What one save writes."""
 
     step: int
     number: int
-    """Of this save among all things that ranks tell each other."""
-    parts: dict[str, dict[str, TensorShard]]
-    """What this rank writes of model and optimizer, by kind and name in the file."""
+    """Identifies this save in the store."""
+    shards: dict[str, dict[str, TensorShard]]
+    """This rank's shards of model and optimizer, by kind and name in the file."""
     tied: dict[str, str]
     optimizer: dict[str, Any]
     state: dict[str, Any]
@@ -63,103 +63,112 @@ class CheckpointContent:
 
     @property
     def num_bytes(self) -> int:
-        return sum(part.values.nbytes for kind in self.parts.values() for part in kind.values())
+        return sum(shard.values.nbytes for kind in self.shards.values() for shard in kind.values())
 
 
 @dataclass(frozen=True)
 class Writer:
-    """Writes this rank's part of checkpoints; rank 0 also what is of all."""
+    """Writes this rank's part of checkpoints; rank 0 also the files of all."""
 
     checkpoints: CheckpointStore
     ranks: Ranks
-    go_on: Callable[[], None]
-    """Called between files; raises when there is no time left for them."""
+    check_abandoned: Callable[[], None]
+    """Called between files; raises when the save is abandoned."""
 
-    def write(self, content: CheckpointContent, sealed: OnCommit) -> None:
+    def write(self, content: CheckpointContent, on_commit: OnCommit) -> None:
         if self.ranks.alone:
-            self._write_alone(content, sealed)
+            self._write_alone(content, on_commit)
         else:
-            self._write_together(content, sealed)
+            self._write_together(content, on_commit)
 
     # --- one rank ------------------------------------------------------------------------------------
 
-    def _write_alone(self, content: CheckpointContent, sealed: OnCommit) -> None:
+    def _write_alone(self, content: CheckpointContent, on_commit: OnCommit) -> None:
         folder = self.checkpoints.begin(content.step)
         try:
             known: dict[str, FileEntry] = {}
             metadata = {"model": {"format": "pt", "tied": json.dumps(content.tied)}, "optimizer": {}}
             for kind in KINDS:
-                self.go_on()
-                tensors = {name: part.values for name, part in content.parts[kind].items()}
+                self.check_abandoned()
+                tensors = {name: shard.values for name, shard in content.shards[kind].items()}
                 name = f"{kind}.safetensors"
                 known[name] = save_tensors(folder / name, tensors, metadata[kind])
-            sealed(self._seal(content, folder, content.state, known))
+            on_commit(self._commit(content, folder, content.state, known))
         finally:
             # Once committed the hidden folder is gone and this does nothing.
             self.checkpoints.discard(content.step)
 
-    def _seal(
+    def _commit(
         self, content: CheckpointContent, folder: Path, state: Mapping[str, Any], known: dict[str, FileEntry]
     ) -> Path:
         known[RANDOM] = save_tensors(folder / RANDOM, content.random, {})
         write_json_atomic(folder / STATE, state)
-        self.go_on()
+        self.check_abandoned()
         return self.checkpoints.commit(content.step, content.meta, known)
 
     # --- several ranks -------------------------------------------------------------------------------
 
-    def _write_together(self, content: CheckpointContent, sealed: OnCommit) -> None:
-        """Rank 0 begins, all write, rank 0 seals; what one cannot do, none has done."""
-        meeting = Meeting(self.ranks, content.number, self.go_on)
+    def _write_together(self, content: CheckpointContent, on_commit: OnCommit) -> None:
+        """Rank 0 begins, all write, rank 0 commits; if one rank fails, all do."""
+        assert self.ranks.store is not None
+        channel = StoreChannel(self.ranks.store, f"save/{content.number}", self.check_abandoned)
         if not self.ranks.main:
-            folder = Path(meeting.hear("begun"))
+            folder, part = Path(channel.receive("begun", acknowledge=True)), f"part/{self.ranks.rank}"
             try:
-                part = self._write_part(content, folder)
+                channel.send(part, self._write_part(content, folder))
             except BaseException as error:
-                meeting.say_part(failure(error))
-                meeting.hear("sealed")  # rank 0 says the same to all
+                channel.send_error(part, error)
+                channel.receive("committed", acknowledge=True)  # rank 0 reports this error to all
                 raise
-            meeting.say_part(part)
-            sealed(Path(meeting.hear("sealed")))
+            on_commit(Path(channel.receive("committed", acknowledge=True)))
             return
 
-        def seal() -> str:
-            path = self._gather(content, Path(begun), meeting)
-            sealed(path)
+        def commit() -> str:
+            path = self._gather(content, Path(begun), channel)
+            on_commit(path)
             return str(path)
 
+        others = self.ranks.world - 1
         try:
-            begun = meeting.say("begun", lambda: str(self.checkpoints.begin(content.step)))
-            meeting.say("sealed", seal)
+            begun = channel.publish(
+                "begun",
+                lambda: str(self.checkpoints.begin(content.step)),
+                receivers=others,
+                wait_for_errors_only=True,
+            )
+            channel.publish("committed", commit, receivers=others)
         finally:
             self.checkpoints.discard(content.step)
 
     def _write_part(self, content: CheckpointContent, folder: Path) -> dict[str, Any]:
-        """Write this rank's pieces; what the others need to know of them."""
+        """Write this rank's files; return their entries and piece tables."""
         files: dict[str, FileEntry] = {}
         tables: dict[str, PieceTable] = {}
         for kind in KINDS:
-            self.go_on()
-            parts = content.parts[kind]
+            self.check_abandoned()
+            shards = content.shards[kind]
             name = file_name(kind, self.ranks.rank, self.ranks.world)
-            offsets = {own: {"saved_offsets": list(part.offset)} for own, part in parts.items()}
-            if parts:
-                tensors = {own: part.values for own, part in parts.items()}
+            offsets = {own: {"saved_offsets": list(shard.offset)} for own, shard in shards.items()}
+            if shards:
+                tensors = {own: shard.values for own, shard in shards.items()}
                 metadata = {"format": "pt", TORCH_KEY: json.dumps(offsets)}
                 files[name] = save_tensors(folder / name, tensors, metadata)
-            tables[kind] = join_tables(_described(key, part, name) for key, part in parts.items())
+            tables[kind] = join_tables(_table_entry(key, shard, name) for key, shard in shards.items())
             tables[kind] = PieceTable(tables[kind].tensors, content.tied if kind == "model" else {})
-        told: dict[str, Any] = {
+        part: dict[str, Any] = {
             "files": {name: asdict(entry) for name, entry in files.items()},
             "tables": {kind: table_to_json(table) for kind, table in tables.items()},
         }
         if self.ranks.first_of_stage:
-            told["optimizer"] = content.optimizer
-        return told
+            part["optimizer"] = content.optimizer
+        return part
 
-    def _gather(self, content: CheckpointContent, folder: Path, meeting: Meeting) -> Path:
-        """Write rank 0's part, wait for those of the others, and seal the whole."""
-        parts = [self._write_part(content, folder), *meeting.hear_parts()]
+    def _gather(self, content: CheckpointContent, folder: Path, channel: StoreChannel) -> Path:
+        """Write rank 0's part, wait for the others, and commit."""
+        parts = [self._write_part(content, folder)]
+        for rank in range(1, self.ranks.world):
+            parts.append(channel.receive(f"part/{rank}", sender=f"rank {rank}: "))
+            channel.delete(f"part/{rank}")
         known = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
         tables = {
             kind: join_tables(table_from_json(part["tables"][kind]) for part in parts) for kind in KINDS
@@ -169,10 +178,10 @@ class Writer:
                 assert (problem := problem_with(tensor)) is None, f"{name}: {problem}"
         write_atomic(folder / PIECES, write_pieces(tables))
         optimizer = join_optimizers(part["optimizer"] for part in parts if "optimizer" in part)
-        return self._seal(content, folder, {**content.state, "optimizer": optimizer}, known)
+        return self._commit(content, folder, {**content.state, "optimizer": optimizer}, known)
 
 
-def _described(key: str, part: TensorShard, file: str) -> PieceTable:
+def _table_entry(key: str, shard: TensorShard, file: str) -> PieceTable:
     name, nth, _ = key.partition(NTH)
-    piece = TensorPiece(file, part.offset, tuple(part.values.shape), key if nth else "")
-    return PieceTable({name: TensorPieces(dtype_name(part.values.dtype), part.whole, (piece,))})
+    piece = TensorPiece(file, shard.offset, tuple(shard.values.shape), key if nth else "")
+    return PieceTable({name: TensorPieces(dtype_name(shard.values.dtype), shard.full_shape, (piece,))})

@@ -89,9 +89,9 @@ def train(
         changes.insert(0, recipe)
         recipe = None
     if "SLURM_PROCID" in os.environ:
-        from rush.parallel.slurm_ranks import join_step
+        from rush.parallel.slurm_ranks import set_rank_variables
 
-        join_step()
+        set_rank_variables()
     files = technique or []
     with _one_message():
         if recipe is None and not (resume and out):
@@ -254,7 +254,7 @@ def _start_ranks(
         most,
         words,
         restarts=restarts,
-        saved=folder.checkpoints.steps,
+        last_checkpoint=folder.checkpoints.steps,
         fewer=lambda world: fewer_ranks(_decided(chosen, folder) or chosen, world, smallest),
     )
     raise typer.Exit(code)
@@ -278,9 +278,9 @@ def _one_message() -> Iterator[None]:
         yield
         return
     from rush.parallel import report_absent, started_rank, started_world
-    from rush.parallel.ranks import FROM_RANK_0
     from rush.parallel.rendezvous import LEAVE_S
     from rush.parallel.restarts import failed_before, note_failure
+    from rush.parallel.store_channel import FROM_RANK_0
 
     if (code := failed_before()) is not None:
         raise typer.Exit(code)

@@ -1,10 +1,10 @@
-"""Where a rank's part of a tensor lies in the whole, and which rank writes what.
+"""Which shard of a tensor this rank holds, and which rank writes what to a checkpoint.
 
-A sharded tensor has a box of the whole on each rank (or a few: of queries, keys and values in one layer a piece of each);
-a plain one is whole on each. Ranks that differ only along axes on which a tensor is not cut hold the same. Which of
-them writes it is worked out by all alike, from the names and sizes they share, so that nobody has to ask: the tensors are
-dealt out by size, and one that is larger than a fair share is cut into rows, some for each. (Stages of a pipeline
-hold other names; what two of them hold, both write.)
+A sharded tensor has one box of the full tensor on each rank (or a few: of fused queries, keys and values a piece of each); a
+plain one is replicated. Ranks that differ only along mesh axes on which a tensor is not sharded hold replicas. Which of them
+writes it, all ranks compute from the names and sizes they share, without communication: tensors are assigned by size, and one
+larger than an equal load is split into rows, some for each. (Pipeline stages hold other names; what two of them hold, both
+write.)
 """
 
 from __future__ import annotations
@@ -23,34 +23,33 @@ from rush.parallel.sharded import is_sharded, local_tensor, runs
 
 @dataclass(frozen=True)
 class TensorShard:
-    """A box of a whole tensor, with its values."""
+    """A box of a full tensor, with its values."""
 
     values: Tensor
     offset: tuple[int, ...]
-    whole: tuple[int, ...]
-    """The shape of all of it."""
+    full_shape: tuple[int, ...]
 
 
 @torch.no_grad()
 def local_shards(tensor: Tensor) -> list[TensorShard]:
-    """What this rank holds of a tensor; the values are the tensor's own memory."""
-    values, whole = local_tensor(tensor).detach(), tuple(tensor.shape)
+    """What this rank holds of a tensor, as views."""
+    values, full_shape = local_tensor(tensor).detach(), tuple(tensor.shape)
     if not is_sharded(tensor):
-        return [TensorShard(values, (0,) * tensor.dim(), whole)]
+        return [TensorShard(values, (0,) * tensor.dim(), full_shape)]
     if tensor.numel() and not values.numel():
         return []
     found = []
-    for box in itertools.product(*(_placed(along) for along in runs(tensor))):
-        here = values
+    for box in itertools.product(*(_with_local_offsets(along) for along in runs(tensor))):
+        view = values
         for dim, (_, length, local) in enumerate(box):
-            here = here.narrow(dim, local, length)
-        found.append(TensorShard(here, tuple(begin for begin, _, _ in box), whole))
-    assert sum(part.values.numel() for part in found) == values.numel(), f"{tuple(values.shape)} {found}"
+            view = view.narrow(dim, local, length)
+        found.append(TensorShard(view, tuple(begin for begin, _, _ in box), full_shape))
+    assert sum(shard.values.numel() for shard in found) == values.numel(), f"{tuple(values.shape)} {found}"
     return found
 
 
 def table_like(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """An empty table of a number for each block of a parameter's rows, dealt out as the parameter is."""
+    """An empty table with one number per block of a parameter's rows, sharded as the parameter is."""
     if not is_sharded(parameter):
         return parameter.new_empty(shape, dtype=dtype)
     from torch.distributed.tensor import DTensor
@@ -59,10 +58,10 @@ def table_like(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) ->
     own = local_tensor(parameter.detach())
     block = parameter.shape[1] // shape[1]
     assert shape[0] == parameter.shape[0], f"{shape} {tuple(parameter.shape)}"
-    assert own.shape[1] % block == 0, f"a block of {block} is cut: {target.placements}"
-    part = own.new_empty(own.shape[0], own.shape[1] // block, dtype=dtype)
+    assert own.shape[1] % block == 0, f"a block of {block} is split: {target.placements}"
+    local = own.new_empty(own.shape[0], own.shape[1] // block, dtype=dtype)
     return DTensor.from_local(
-        part,
+        local,
         target.device_mesh,
         target.placements,
         run_check=False,
@@ -71,69 +70,71 @@ def table_like(parameter: Tensor, shape: tuple[int, ...], dtype: torch.dtype) ->
     )
 
 
-def _placed(along: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
-    """Runs with their places among what this rank holds."""
-    places = itertools.accumulate((length for _, length in along), initial=0)
-    return [(begin, length, place) for (begin, length), place in zip(along, places, strict=False)]
+def _with_local_offsets(along: list[tuple[int, int]]) -> list[tuple[int, int, int]]:
+    """Runs as (begin, length, offset in the local tensor)."""
+    offsets = itertools.accumulate((length for _, length in along), initial=0)
+    return [(begin, length, offset) for (begin, length), offset in zip(along, offsets, strict=False)]
 
 
 def to_write(tensors: Mapping[str, Tensor], ranks: Ranks) -> dict[str, list[TensorShard]]:
-    """The parts of these tensors that this rank is to write. Over all ranks, each value is written once."""
+    """The shards that this rank writes; over all ranks each value is written once."""
     if ranks.alone:
         return {name: local_shards(tensor) for name, tensor in tensors.items()}
-    alike: dict[tuple[str, ...], list[str]] = {}
-    copied_along: dict[Any, tuple[str, ...]] = {}  # thousands of tensors are cut in a few ways
+    groups: dict[tuple[str, ...], list[str]] = {}
+    replica_axes: dict[Any, tuple[str, ...]] = {}  # thousands of tensors have a few placements
     for name, tensor in tensors.items():
-        cut = _cut(tensor)
-        if cut not in copied_along:
-            copied_along[cut] = _copied_along(tensor, ranks)
-        alike.setdefault(copied_along[cut], []).append(name)
+        placement = _placement(tensor)
+        if placement not in replica_axes:
+            replica_axes[placement] = _replica_axes(tensor, ranks)
+        groups.setdefault(replica_axes[placement], []).append(name)
     mine: dict[str, list[TensorShard]] = {}
-    for axes, names in alike.items():
-        number, count = _place(axes, ranks)
-        # The size of the whole is known to all; parts may differ by a row.
+    for axes, names in groups.items():
+        index, count = _replica_index(axes, ranks)
+        # All ranks know the full size; shards may differ by a row.
         sizes = {name: tensors[name].numel() * tensors[name].element_size() for name in names}
-        fair, loads = sum(sizes.values()) / count, [0] * count
+        equal, loads = sum(sizes.values()) / count, [0] * count
         for name in sorted(names, key=lambda name: (-sizes[name], name)):
-            if count > 1 and sizes[name] > fair and tensors[name].dim() > 0:
-                parts = [_rows(part, number, count) for part in local_shards(tensors[name])]
+            if count > 1 and sizes[name] > equal and tensors[name].dim() > 0:
+                shards = [_rows(shard, index, count) for shard in local_shards(tensors[name])]
             else:
                 lightest = loads.index(min(loads))
                 loads[lightest] += sizes[name]
-                if lightest != number:
+                if lightest != index:
                     continue
-                parts = local_shards(tensors[name])
-            # Of an empty tensor the empty part is all there is.
-            mine[name] = [part for part in parts if part.values.numel() or not tensors[name].numel()]
+                shards = local_shards(tensors[name])
+            # An empty tensor has an empty shard.
+            mine[name] = [shard for shard in shards if shard.values.numel() or not tensors[name].numel()]
     return mine
 
 
-def _rows(part: TensorShard, number: int, count: int) -> TensorShard:
-    rows = part.values.shape[0]
-    begin, end = rows * number // count, rows * (number + 1) // count
-    return TensorShard(part.values[begin:end], (part.offset[0] + begin, *part.offset[1:]), part.whole)
+def _rows(shard: TensorShard, index: int, count: int) -> TensorShard:
+    rows = shard.values.shape[0]
+    begin, end = rows * index // count, rows * (index + 1) // count
+    return TensorShard(
+        shard.values[begin:end], (shard.offset[0] + begin, *shard.offset[1:]), shard.full_shape
+    )
 
 
-def _cut(tensor: Tensor) -> Any:
-    """What tensors that are cut alike have in common; None for one that is whole."""
+def _placement(tensor: Tensor) -> Any:
+    """Mesh and placements; None for a plain tensor."""
     sharded: Any = tensor
     return (sharded.device_mesh, tuple(sharded.placements)) if is_sharded(tensor) else None
 
 
-def _copied_along(tensor: Tensor, ranks: Ranks) -> tuple[str, ...]:
-    """The axes along which ranks hold the same part of a tensor."""
+def _replica_axes(tensor: Tensor, ranks: Ranks) -> tuple[str, ...]:
+    """The mesh axes along which ranks hold the same shard."""
     assert ranks.mesh is not None
-    cut: set[str] = {"pp"}
+    sharded_over: set[str] = {"pp"}
     if is_sharded(tensor):
         sharded: Any = tensor
         for dim, placement in enumerate(sharded.placements):
             if not placement.is_replicate():
-                cut |= _axes_of(sharded.device_mesh.get_group(dim), ranks)
-    return tuple(axis for axis in AXES if axis not in cut and ranks.size(axis) > 1)
+                sharded_over |= _axes_of(sharded.device_mesh.get_group(dim), ranks)
+    return tuple(axis for axis in AXES if axis not in sharded_over and ranks.size(axis) > 1)
 
 
 def _axes_of(group: Any, ranks: Ranks) -> set[str]:
-    """The axes of the mesh along which the ranks of a group differ; the group may be of several axes in one."""
+    """The mesh axes along which the ranks of a group differ; several for a flattened group."""
     assert ranks.mesh is not None
     members = torch.distributed.get_process_group_ranks(group)
     places = torch.stack([(ranks.mesh.mesh == member).nonzero()[0] for member in members])
@@ -142,11 +143,11 @@ def _axes_of(group: Any, ranks: Ranks) -> set[str]:
     }
 
 
-def _place(axes: tuple[str, ...], ranks: Ranks) -> tuple[int, int]:
-    """This rank's number among those that differ along these axes, and how many they are."""
+def _replica_index(axes: tuple[str, ...], ranks: Ranks) -> tuple[int, int]:
+    """This rank's index among those that differ along these axes, and their number."""
     assert ranks.mesh is not None
-    number, count = 0, 1
+    index, count = 0, 1
     for axis in axes:
-        number = number * ranks.size(axis) + int(ranks.mesh.get_local_rank(axis))
+        index = index * ranks.size(axis) + int(ranks.mesh.get_local_rank(axis))
         count *= ranks.size(axis)
-    return number, count
+    return index, count

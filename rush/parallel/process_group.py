@@ -1,9 +1,8 @@
-"""How processes find each other, and how they part.
+"""Join the process group, and leave it.
 
-torchrun (and whatever speaks its language) starts every process with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
-MASTER_PORT in its environment. Joining reads them, checks that there are as many ranks as the layout takes, meets the
-others (`meeting`), makes the mesh and sets a watch over who keeps whom waiting (`watching`). A process that was started
-alone, for a layout of one, joins nobody.
+torchrun (and whatever sets its variables) starts every process with RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and
+MASTER_PORT. `join` checks that there are as many ranks as the layout takes, meets the others (`rendezvous`), makes the
+mesh and starts the watchdog. A process that was started alone, for a layout of one, joins nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ import torch
 
 from rush.errors import MachineError, RankLost, RecipeError, RushError
 from rush.parallel.ranks import AXES, LABEL_AXES, Ranks
-from rush.parallel.rendezvous import meet, meeting_point, started_rank, started_world
+from rush.parallel.rendezvous import agree, connect_store, started_rank, started_world
 from rush.parallel.shared_gpu import gather_through_host
 from rush.parallel.watchdog import Watchdog
 
@@ -31,24 +30,24 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 TIMEOUT_S = 600.0
-"""How long ranks wait for each other where nothing else is said (`run.timeout_s`)."""
+"""Default of `run.timeout_s`: how long ranks wait for each other."""
 BACKSTOP_S = 60.0
-"""How much later than our own watch torch's time limit ends an exchange."""
+"""How much later than the watchdog torch's own timeout ends a collective."""
 
 
 def shares_device() -> bool:
-    """Whether ranks may share a GPU: for correctness, never for speed. NCCL refuses that, so they talk through gloo."""
+    """Whether ranks may share a GPU: for correctness, never for speed. NCCL refuses that, so they use gloo."""
     return os.environ.get("RUSH_SHARE_DEVICE") == "1"
 
 
 def group_of_one() -> bool:
-    """Whether a rank that is alone works as one of several, averaging gradients with itself: to see what that machinery costs,
-    and that it works where there is but one GPU. `rush scale --group-of-one` asks for it."""
+    """Whether a single rank forms a process group and averages gradients with itself, to measure what that costs
+    (`rush scale --group-of-one`)."""
     return os.environ.get("RUSH_GROUP_OF_ONE") == "1"
 
 
 def check_world(layout: Mapping[str, int], world: int) -> None:
-    """Refuse a number of ranks that is not the product of the layout."""
+    """Refuse a world size that is not the product of the layout."""
     wanted = 1
     for size in layout.values():
         wanted *= size
@@ -64,17 +63,17 @@ def check_world(layout: Mapping[str, int], world: int) -> None:
 
 @contextmanager
 def join(
-    layout: Mapping[str, int], device: str, card: str = "", timeout_s: float = TIMEOUT_S
+    layout: Mapping[str, int], device: str, config: str = "", timeout_s: float = TIMEOUT_S
 ) -> Iterator[Ranks]:
     """Be one of the ranks that the layout takes, for as long as the block lasts.
 
-    `card` says what this rank is about to run; ranks with unlike cards are refused, all of them. `timeout_s` is how long
-    a rank waits in an exchange before the run is ended and the late one is named.
+    `config` names what this rank is about to run; all ranks are refused if it differs. After `timeout_s` in a collective the
+    run ends and the late rank is reported.
     """
     rank, world = started_rank(), started_world()
     check_world(layout, world)
     if "RANK" in os.environ:
-        _leave_with_parent()
+        _exit_with_parent()
     if world == 1 and not group_of_one():
         yield Ranks()
         return
@@ -84,18 +83,18 @@ def join(
     from torch.distributed.device_mesh import init_device_mesh
 
     try:
-        point = (
-            meeting_point(rank, world, timeout_s)
+        server = (
+            connect_store(rank, world, timeout_s)
             if world > 1
             else TCPStore("localhost", 0, 1, is_master=True)
         )
-        store = meet(point, rank, world, card, timeout_s)
+        store = agree(server, rank, world, config, timeout_s)
     except dist.DistError as error:
-        raise RankLost(f"rank {rank} came to the meeting, but another rank has gone: {error}.") from error
-    # What torch's flight recorder keeps of the exchanges; the watch reads it.
+        raise RankLost(f"rank {rank} joined, but another rank has gone: {error}.") from error
+    # Entries of torch's flight recorder, which the watchdog reads.
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
-    own_line: Store = store.clone()  # type: ignore[attr-defined]  # a wait on the other does not hold this one up
-    watch = Watchdog(PrefixStore("watch", own_line), rank, world, timeout_s)
+    own_store: Store = store.clone()  # type: ignore[attr-defined]  # a wait on the other does not block this one
+    watchdog = Watchdog(PrefixStore("watchdog", own_store), rank, world, timeout_s)
     own_gpu = device == "cuda" and not shares_device()
     if device == "cuda" and not own_gpu:
         gather_through_host()
@@ -109,12 +108,12 @@ def join(
     )
     clean = False
     try:
-        with watch:
+        with watchdog:
             mesh = init_device_mesh(device, tuple(layout[axis] for axis in AXES), mesh_dim_names=AXES)
             labels = mesh[LABEL_AXES]._flatten("labels").get_group()
-            forced_axes = ("ddp",) if world == 1 else ()
-            yield Ranks(rank, world, mesh, PrefixStore("rush", store), labels, watch, forced_axes)
-            _part(PrefixStore("parting", store), rank, world, timeout_s)
+            forced = ("ddp",) if world == 1 else ()
+            yield Ranks(rank, world, mesh, PrefixStore("rush", store), labels, watchdog, forced)
+            _leave(PrefixStore("leaving", store), rank, world, timeout_s)
         clean = True
     except (RushError, KeyboardInterrupt):
         clean = True  # all ranks leave alike, or torchrun ends the others
@@ -122,27 +121,27 @@ def join(
     except RuntimeError as error:
         if not lost(error):
             raise
-        watch.exit_if_reported()
+        watchdog.exit_if_reported()
         who = "another rank, which was killed or failed (look for its message)"
-        if watch.store_is_silent:
-            who = "rank 0, which keeps the store where ranks meet and gives no answer: it is stopped or gone"
+        if watchdog.store_is_silent:
+            who = "rank 0, which hosts the store and does not answer: it is stopped or gone"
         raise RankLost(
-            f"rank {rank} lost the connection to {who}; started again with --resume, the run goes on from its last checkpoint."
+            f"rank {rank} lost the connection to {who}; restart with --resume to continue from the last checkpoint."
         ) from error
     finally:
         if clean:
             dist.destroy_process_group()
 
 
-def _part(store: Store, rank: int, world: int, timeout_s: float) -> None:
-    """Rank 0 leaves last: the store may be its own, and the others may still have to read there."""
+def _leave(store: Store, rank: int, world: int, timeout_s: float) -> None:
+    """Rank 0 leaves last: it may host the store, which the others may still read."""
     store.set(str(rank), "done")
     if rank == 0:
         store.wait([str(other) for other in range(world)], timedelta(seconds=timeout_s))
 
 
 def lost(error: BaseException) -> bool:
-    """Whether another rank has gone: torch has types for it, but not from gloo, which names its own files."""
+    """Whether another rank is gone: torch has error types for it, gloo only names its source files."""
     import torch.distributed as dist
 
     return isinstance(error, dist.DistError) or (
@@ -153,7 +152,7 @@ def lost(error: BaseException) -> bool:
 def _take_device(device: str) -> None:
     """One GPU for each rank of this machine."""
     if device == "mps":
-        raise MachineError("An Apple GPU cannot train together with others; set run.device=cpu.")
+        raise MachineError("An Apple GPU cannot train on several ranks; set run.device=cpu.")
     if device != "cuda":
         return
     local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -168,17 +167,17 @@ def _take_device(device: str) -> None:
     torch.cuda.set_device(local)
 
 
-def _leave_with_parent() -> None:
-    """End this process when the one that started it is gone: a killed launcher can stop nobody."""
+def _exit_with_parent() -> None:
+    """End this process when its parent is gone: a killed launcher cannot stop it."""
     parent = os.getppid()
     if sys.platform == "linux" and "TORCHELASTIC_RUN_ID" in os.environ:
-        # The kernel does it, to a stopped process as well. (It means the thread that started us; torchrun's is its main one.)
+        # The kernel does it, to a stopped process as well. (It follows the thread that started us; torchrun's is its main one.)
         set_parent_death_signal = 1
         ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
-    def watch() -> None:
+    def poll() -> None:
         while os.getppid() == parent:
             time.sleep(1)
         os._exit(1)
 
-    threading.Thread(target=watch, name="rush-parent-watch", daemon=True).start()
+    threading.Thread(target=poll, name="rush-parent", daemon=True).start()

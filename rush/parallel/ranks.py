@@ -1,63 +1,54 @@
-"""A rank's place among the others, and the few things that ranks settle with each other.
+"""A rank's coordinates on the device mesh, its collectives, and values that ranks share through the store.
 
-The mesh is a block of ranks with named axes, the outermost first: pp, ddp, fsdp, cp, tp. Ranks that are neighbours
-in the last axes talk most and should be neighbours on the machine. Ranks that differ in ddp or fsdp are *data
-ranks*: each gets other samples. Those that differ in pp, cp or tp only work on the same ones; cp ranks on other
-positions of them, so that their labels are others, too.
+The mesh has the axes pp, ddp, fsdp, cp, tp, outermost first. Ranks that are neighbors along the last axes communicate
+most and should be neighbors on the machine. Ranks that differ in ddp or fsdp are *data ranks*: each gets other samples.
+Ranks that differ only in pp, cp or tp work on the same samples; cp ranks on other positions, and so on other labels.
 
-What a device need not see (a path, whether a folder could be opened) goes through the store that the ranks met at:
-waiting there has no time limit of minutes, as collectives have, and no tensor has to be made.
+Values that no device needs (a path, whether a folder could be opened) go through the store: no tensor, no time limit.
 """
 
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
-from rush import errors
+from rush.parallel.store_channel import StoreChannel
+from rush.parallel.watchdog import Wait, Watchdog
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
-    from rush.parallel.watchdog import Watchdog
-
 AXES = ("pp", "ddp", "fsdp", "cp", "tp")
-"""Of the mesh, in this order."""
+"""The mesh axes, outermost first."""
 DATA_AXES = ("ddp", "fsdp")
 LABEL_AXES = (*DATA_AXES, "cp")
 """Ranks that differ in one of these hold other labels of the same step."""
-PATIENCE = timedelta(days=2)
-"""How long the others wait for rank 0 to prepare data."""
-
-FROM_RANK_0 = "rank 0 says so too"
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process among those that train together. Without a mesh it is alone."""
+    """This process among those that train together; without a mesh it is alone."""
 
     rank: int = 0
     world: int = 1
     mesh: DeviceMesh | None = None
     store: Store | None = None
     label_group: ProcessGroup | None = None
-    """Those that hold other labels of the same step."""
+    """The ranks that hold other labels of the same step."""
     watchdog: Watchdog | None = None
-    """Knows where this rank is, and finds who keeps it waiting."""
     forced_axes: tuple[str, ...] = ()
-    """Axes whose technique is on although they have one rank."""
-    _calls: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
+    """Axes whose technique is on although they have size 1."""
+    _ids: Iterator[int] = field(default_factory=itertools.count, repr=False, compare=False)
 
     @property
     def alone(self) -> bool:
@@ -65,7 +56,7 @@ class Ranks:
 
     @property
     def main(self) -> bool:
-        """Whether this is the one that writes and prints."""
+        """Whether this rank writes files and prints."""
         return self.rank == 0
 
     @property
@@ -74,7 +65,7 @@ class Ranks:
 
     @property
     def data_rank(self) -> int:
-        """Which part of every step's samples is this rank's."""
+        """This rank's index among the data ranks."""
         if self.mesh is None:
             return 0
         return int(self.mesh.get_local_rank("ddp")) * self.size("fsdp") + int(
@@ -83,105 +74,84 @@ class Ranks:
 
     @property
     def first_of_stage(self) -> bool:
-        """Whether this is the first of the ranks that hold the same layers."""
+        """Whether this is the first of the ranks with the same layers."""
         return self.mesh is None or not any(self.mesh.get_local_rank(axis) for axis in AXES if axis != "pp")
 
-    def next_call(self) -> int:
-        """A number that no other call has, the same on all ranks: for names in the store."""
-        return next(self._calls)
+    def next_id(self) -> int:
+        """A new number, the same on all ranks, for keys in the store."""
+        return next(self._ids)
 
     def size(self, axis: str) -> int:
         return 1 if self.mesh is None else int(self.mesh.size(AXES.index(axis)))
 
     def mesh_with_cp(self, axis: str) -> DeviceMesh:
-        """The axis with cp inside of it. Parameters are replicated over cp: who sends gradients over a data axis sends
-        them over cp as well."""
+        """The axis flattened with cp: parameters are replicated over cp, so gradients are reduced over both."""
         assert self.mesh is not None
         if self.size("cp") == 1 or axis == "cp":
             return self.mesh[axis]
         return self.mesh["cp"] if self.size(axis) == 1 else self.mesh[(axis, "cp")]._flatten(f"{axis}_cp")
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks that hold other labels, in place. On a GPU nobody waits for it but the GPU."""
+        """Sum in place over the ranks with other labels; asynchronous on a GPU."""
         if self.mesh is not None:
             torch.distributed.all_reduce(tensor, group=self.label_group)
         return tensor
 
     @property
     def stages(self) -> ProcessGroup | None:
-        """The ranks of this one's pipeline, each with other layers; None where every rank has all of them."""
+        """The process group of this rank's pipeline; None without pipeline parallelism."""
         return None if self.mesh is None or self.size("pp") == 1 else self.mesh.get_group("pp")
 
     def all_reduce_stages(self, tensor: Tensor) -> Tensor:
-        """The sum over the ranks of a pipeline, in place."""
+        """Sum in place over the ranks of a pipeline."""
         if self.stages is not None:
             torch.distributed.all_reduce(tensor, group=self.stages)
         return tensor
 
     def all_reduce_any(self, tensor: Tensor) -> Tensor:
-        """More than zero on every rank if it is on one, in place; what `sum` has made equal already is left alone."""
+        """Make a flag positive on all ranks if it is on one, in place; `all_reduce` has settled the label ranks already."""
         if self.size("pp") * self.size("tp") > 1:
             torch.distributed.all_reduce(tensor)
         return tensor
 
     def set_phase(self, phase: str) -> None:
-        """Note what this rank does now, for whoever looks for it when it does not come."""
+        """Report to the watchdog what this rank does now."""
         if self.watchdog is not None:
             self.watchdog.phase = phase
 
+    def waiting(self, kind: Wait) -> AbstractContextManager[None]:
+        """Declare to the watchdog what the block waits for."""
+        return nullcontext() if self.watchdog is None else self.watchdog.waiting(kind)
+
     def on_rank0(self, make: Callable[[], T]) -> T:
-        """What rank 0 makes (JSON can hold it), handed to all. If it fails there, it fails everywhere alike."""
+        """Call `make` on rank 0 and broadcast its result (JSON); an error there is raised on all ranks."""
         if self.store is None:
             return make()
-        key = f"rush/{self.next_call()}"
+        channel, key = StoreChannel(self.store, "rush"), str(self.next_id())
         if self.main:
-            try:
-                value = make()
-            except BaseException as error:
-                self.store.set(key, json.dumps({"error": _name(error), "says": str(error)}))
-                raise
-            self.store.set(key, json.dumps({"value": value}))
-            return value
-        self.store.wait([key], PATIENCE)
-        told: dict[str, Any] = json.loads(self.store.get(key))
-        if "error" in told:
-            raise remote_error(told["error"], told["says"])
-        found: T = told["value"]
+            return channel.publish(key, make)
+        with self.waiting(Wait.RANK_0):
+            found: T = channel.receive(key)
         return found
 
     def all_gather_object(self, value: T) -> list[T]:
-        """What each rank says (JSON can hold it), in their order, handed to all."""
-        store = self.store
-        if store is None:
+        """The values of all ranks (JSON), in rank order."""
+        if self.store is None:
             return [value]
-        number = self.next_call()
-        keys = [f"rush/{number}/{rank}" for rank in range(self.world)]
-        store.set(keys[self.rank], json.dumps(value))
+        channel = StoreChannel(self.store, f"rush/{self.next_id()}")
+        channel.send(str(self.rank), value)
 
-        def collect() -> list[T]:
-            store.wait(keys, PATIENCE)
-            return [json.loads(store.get(key)) for key in keys]
+        def receive() -> list[T]:
+            with self.waiting(Wait.ALL_RANKS):
+                return [channel.receive(str(rank)) for rank in range(self.world)]
 
-        return self.on_rank0(collect)
+        return self.on_rank0(receive)
 
     def rank0_first(self, make: Callable[[], T]) -> T:
-        """Made by rank 0 first, then by each of the others, which find done what has to be done once."""
+        """Call `make` on rank 0, then on all others, which find the work that is done once already done."""
         if self.main:
             made: list[T] = []
             self.on_rank0(lambda: made.append(make()))
             return made[0]
         self.on_rank0(lambda: None)
         return make()
-
-
-def _name(error: BaseException) -> str:
-    return type(error).__name__
-
-
-def remote_error(name: str, says: str) -> Exception:
-    """An error of another rank, to be raised here too."""
-    kind = getattr(errors, name, None)
-    ours = isinstance(kind, type) and issubclass(kind, errors.RushError)
-    error: Exception = kind(says) if ours else RuntimeError(f"rank 0 ended with {name}: {says}")  # type: ignore[misc]
-    error.add_note(FROM_RANK_0)
-    return error

@@ -1,13 +1,12 @@
-"""Where ranks meet, before they exchange anything.
+"""Where ranks find each other, before the first collective.
 
-At MASTER_ADDR:MASTER_PORT there is a store: rank 0's own, or the launcher's. There each rank lays down a card: what it is
-about to run, or why it will not come. Rank 0 reads them all and says whether they may go on, before any of them waits for
-another in an exchange, where unlike ranks would wait for ever. What is wrong is so said once, by rank 0, for all.
+At MASTER_ADDR:MASTER_PORT there is a store: rank 0's own, or the launcher's. Each rank writes there what it is about to run
+(its *config*), or why it will not join. Rank 0 reads all of them and answers whether they may start, before any rank waits
+in a collective, where ranks with different configs would hang. So rank 0 reports a problem once, for all.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import threading
@@ -18,132 +17,126 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import MachineError, RankLost, RecipeError, RushError
-from rush.parallel.ranks import FROM_RANK_0, remote_error
+from rush.parallel.store_channel import FROM_RANK_0, StoreChannel, remote_error
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
 ANSWER_S = 10.0
-"""How long whoever listens at the meeting point may take to answer as a store does."""
-LATER_S = 5.0
-"""How long a rank that cannot come tries to tell rank 0 so, and rank 0 stays until all have heard it."""
+"""How long the listener at the address may take to answer as a store does."""
+ABSENT_S = 5.0
+"""How long a rank that cannot join tries to report it, and rank 0 stays until all have read its answer."""
 LEAVE_S = 5.0
-"""When such a rank leaves: launchers end all ranks when one is gone, and rank 0 should have spoken."""
+"""When such a rank exits: launchers end all ranks when one is gone, and rank 0 should have printed by then."""
+
+Entry = dict[str, str]
+"""What a rank writes: a random `id`, and its `config`, or the `error` and what it `says`."""
 
 
 def started_rank() -> int:
-    """This process's number, as its environment has it."""
+    """RANK of the environment."""
     return int(os.environ.get("RANK", "0"))
 
 
 def started_world() -> int:
-    """How many processes were started together."""
+    """WORLD_SIZE of the environment."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def meet(store: Store, rank: int, world: int, card: str, timeout_s: float) -> Store:
-    """Lay down this rank's card, hear what rank 0 makes of all of them, and get a part of the store for this start alone.
+def agree(store: Store, rank: int, world: int, config: str, timeout_s: float) -> Store:
+    """Check that all ranks have the same config, and return a part of the store for this start alone.
 
-    A launcher's store outlives its ranks: what those of an earlier start wrote is still there, addresses of the dead included.
-    So rank 0 opens a new page, and answers each rank by a word that only this one can have asked with.
+    A launcher's store outlives its ranks: it still holds keys of an earlier start, addresses of dead ranks included. So rank 0
+    chooses a new prefix, and answers each rank under an id that only this rank knows.
     """
     from torch._C._distributed_c10d import PrefixStore
 
     if rank:
-        page, verdict = _attend(store, rank, world, {"card": card}, timeout_s)
+        prefix, refusal = _join(store, rank, world, {"config": config}, timeout_s)
     else:
-        page = uuid.uuid4().hex
-        verdict = _preside(PrefixStore(page, store), store, page, world, card, timeout_s)
-    if verdict:
-        refusal = remote_error(verdict["error"], verdict["says"])
-        if rank:
-            refusal.add_note(FROM_RANK_0)
-        raise refusal
-    return PrefixStore(page, store)
+        prefix = uuid.uuid4().hex
+        refusal = _lead(StoreChannel(store, prefix), world, config, timeout_s)
+    if refusal:
+        raise remote_error(refusal["error"], refusal["says"])
+    return PrefixStore(prefix, store)
 
 
 def report_absent(error: RushError) -> bool:
-    """Tell rank 0, which may be waiting for all, that this rank will not come, and why; whether it was heard."""
+    """Report to rank 0, which may be waiting, why this rank will not join; whether rank 0 read it."""
     rank, world = started_rank(), started_world()
-    told = {"error": type(error).__name__, "says": f"rank {rank}: {error}"}
+    entry = {"error": type(error).__name__, "says": f"rank {rank}: {error}"}
     with suppress(RushError, RuntimeError):
-        _, verdict = _attend(meeting_point(rank, world, LATER_S), rank, world, told, LATER_S)
-        return bool(verdict)
+        _, refusal = _join(connect_store(rank, world, ABSENT_S), rank, world, entry, ABSENT_S)
+        return bool(refusal)
     return False
 
 
-def _attend(
-    store: Store, rank: int, world: int, told: dict[str, str], timeout_s: float
-) -> tuple[str, dict[str, Any]]:
-    """Lay down what this rank has to tell on rank 0's page, and wait for the answer to it."""
-    from torch._C._distributed_c10d import PrefixStore
-
-    word, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
-    page = ""
+def _join(store: Store, rank: int, world: int, entry: Entry, timeout_s: float) -> tuple[str, Entry]:
+    """Write this rank's entry under rank 0's prefix; return the prefix and the answer, empty for yes."""
+    own_id, deadline = uuid.uuid4().hex, time.monotonic() + timeout_s
+    prefix = ""
     while time.monotonic() < deadline:
-        if store.check(["page"]) and (now := store.get("page").decode()) != page:
-            page = now  # the first one found may be that of an earlier start
-            PrefixStore(page, store).set(f"card/{rank}", json.dumps({"word": word, **told}))
-            if "error" in told:
-                PrefixStore(page, store).set("absent", "")
-        answers = PrefixStore(page, store)
-        if page and answers.check([word]):
-            verdict: dict[str, Any] = json.loads(answers.get(word))
-            answers.add("heard", 1)
-            return page, verdict
-        time.sleep(_pause(world))
+        if store.check(["prefix"]) and (now := store.get("prefix").decode()) != prefix:
+            prefix = now  # the first one found may be that of an earlier start
+            StoreChannel(store, prefix).send(f"entry/{rank}", {"id": own_id, **entry})
+            if "error" in entry:
+                store.set(f"{prefix}/absent", "")
+        if prefix and store.check([f"{prefix}/{own_id}"]):
+            channel = StoreChannel(store, prefix)
+            refusal: Entry = channel.receive(own_id)
+            channel.acknowledge("answer")
+            return prefix, refusal
+        time.sleep(_poll_s(world))
     raise RankLost(f"rank {rank} had no answer from rank 0 within {timeout_s:g} s; is it up?")
 
 
-def _preside(mine: Store, store: Store, page: str, world: int, card: str, timeout_s: float) -> dict[str, Any]:
-    """Open a page, read the cards of all, and answer them."""
-    store.set("page", page)
-    cards = _cards(mine, world, timeout_s)
-    verdict = _judge(cards, world, card, timeout_s)
-    for told in cards.values():
-        mine.set(told["word"], json.dumps(verdict))
-    deadline = time.monotonic() + LATER_S
-    # The store may be ours, and go with us.
-    while verdict and mine.add("heard", 0) < len(cards) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return verdict
+def _lead(channel: StoreChannel, world: int, config: str, timeout_s: float) -> Entry:
+    """Publish the prefix, read the entries of all ranks, and answer them."""
+    channel.store.set("prefix", channel.prefix)
+    entries = _entries(channel, world, timeout_s)
+    refusal = _refusal(entries, world, config, timeout_s)
+    for entry in entries.values():
+        channel.send(entry["id"], refusal)
+    if refusal:
+        channel.wait_acknowledged("answer", len(entries), ABSENT_S)
+    return refusal
 
 
-def _cards(mine: Store, world: int, timeout_s: float) -> dict[int, dict[str, str]]:
-    """The cards of the other ranks: of all, or of those that came in time or before one said that it will not come."""
-    deadline = time.monotonic() + timeout_s
+def _entries(channel: StoreChannel, world: int, timeout_s: float) -> dict[int, Entry]:
+    """The entries of all other ranks, or of those that joined in time or before one reported that it will not."""
+    store, prefix, deadline = channel.store, channel.prefix, time.monotonic() + timeout_s
     for rank in range(1, world):
-        while not mine.check([f"card/{rank}"]) and not mine.check(["absent"]):
+        while not store.check([f"{prefix}/entry/{rank}"]) and not store.check([f"{prefix}/absent"]):
             if time.monotonic() > deadline:
                 break
-            time.sleep(_pause(world))
-    came = [rank for rank in range(1, world) if mine.check([f"card/{rank}"])]
-    return {rank: json.loads(mine.get(f"card/{rank}")) for rank in came}
+            time.sleep(_poll_s(world))
+    joined = [rank for rank in range(1, world) if store.check([f"{prefix}/entry/{rank}"])]
+    return {rank: channel.receive(f"entry/{rank}") for rank in joined}
 
 
-def _pause(world: int) -> float:
-    """Between two questions to the store, which thousands may ask."""
+def _poll_s(world: int) -> float:
+    """Thousands of ranks may poll the store."""
     return 0.05 if world <= 64 else 0.5
 
 
-def _judge(cards: dict[int, dict[str, str]], world: int, card: str, timeout_s: float) -> dict[str, Any]:
-    """What keeps these ranks from going on, if anything; said by rank 0 for all."""
-    for told in cards.values():
-        if "error" in told:
-            return {"error": told["error"], "says": told["says"]}
-    if late := [rank for rank in range(1, world) if rank not in cards]:
+def _refusal(entries: dict[int, Entry], world: int, config: str, timeout_s: float) -> Entry:
+    """Why these ranks cannot start together; empty if they can."""
+    for entry in entries.values():
+        if "error" in entry:
+            return {"error": entry["error"], "says": entry["says"]}
+    if late := [rank for rank in range(1, world) if rank not in entries]:
         return {
             "error": RankLost.__name__,
-            "says": f"{_ranks(late)} did not come within {timeout_s:g} s; look at the messages of their machines, and start all "
+            "says": f"{_ranks(late)} did not join within {timeout_s:g} s; look at the messages of their machines, and start all "
             "of them again.",
         }
-    unlike = [rank for rank, told in cards.items() if told["card"] != card]
-    if not unlike:
+    other = [rank for rank, entry in entries.items() if entry["config"] != config]
+    if not other:
         return {}
     return {
         "error": RecipeError.__name__,
-        "says": f"{len(unlike)} of {world} ranks came with something else than rank 0, which has {card}: rank {unlike[0]} "
-        f"has {cards[unlike[0]]['card']}; start all of them with the same command, recipe and installation.",
+        "says": f"{len(other)} of {world} ranks differ from rank 0, which has {config}: rank {other[0]} "
+        f"has {entries[other[0]]['config']}; start all of them with the same command, recipe and installation.",
     }
 
 
@@ -152,8 +145,8 @@ def _ranks(found: list[int]) -> str:
     return f"rank{'s' * (len(found) > 1)} {shown}"
 
 
-def meeting_point(rank: int, world: int, timeout_s: float) -> Store:
-    """The store at MASTER_ADDR:MASTER_PORT: rank 0's, or that of the launcher."""
+def connect_store(rank: int, world: int, timeout_s: float) -> Store:
+    """The store at MASTER_ADDR:MASTER_PORT: rank 0's, or the launcher's."""
     import torch.distributed as dist
     from torch.distributed.rendezvous import rendezvous
 
@@ -161,7 +154,7 @@ def meeting_point(rank: int, world: int, timeout_s: float) -> Store:
     if not address or not port.isdigit():
         raise MachineError(
             f"this is rank {rank} of {world}, but MASTER_ADDR is {address!r} and MASTER_PORT {port!r}; a launcher sets both, "
-            "to where the ranks meet. Start them with torchrun, or with --nproc."
+            "to where the store is. Start the ranks with torchrun, or with --nproc."
         )
     hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
     if not hosts:
@@ -169,60 +162,60 @@ def meeting_point(rank: int, world: int, timeout_s: float) -> Store:
     found: list[Any] = []
 
     def connect() -> None:
-        # The first to come waits in here for all the others; who finds a store is through at once.
+        # Rank 0 waits in here for all others if it hosts the store; the others return at once.
         wait_s = timeout_s if hosts else ANSWER_S
         try:
             found.append(next(rendezvous("env://", rank, world, timeout=timedelta(seconds=wait_s)))[0])
         except (dist.DistError, ValueError) as error:
             found.append(error)
 
-    # Aside, because torch waits without a limit for an answer from somebody who is no store.
-    thread = threading.Thread(target=connect, name="rush-meeting", daemon=True)
+    # In a thread, because torch waits without a limit for an answer from a listener that is no store.
+    thread = threading.Thread(target=connect, name="rush-rendezvous", daemon=True)
     thread.start()
     thread.join(timeout_s + ANSWER_S if hosts else ANSWER_S)
     made = found[0] if found else None
     if made is None or isinstance(made, Exception):
-        raise _no_meeting(address, port, made, hosts, timeout_s)
+        raise _connect_error(address, port, made, hosts, timeout_s)
     made.set_timeout(timedelta(seconds=timeout_s))
-    meeting: Store = made
-    return meeting
+    store: Store = made
+    return store
 
 
-def _no_meeting(address: str, port: str, error: Any, hosts: bool, timeout_s: float) -> MachineError:
+def _connect_error(address: str, port: str, error: Any, hosts: bool, timeout_s: float) -> MachineError:
     says = str(error)
     if hosts and "EADDRINUSE" in says:
         return MachineError(
             f"rank 0 cannot listen at port {port} (MASTER_PORT), which another program uses; choose a free port for all ranks."
         )
     if hosts and "waiting for clients" in says:
-        return RankLost(f"not all ranks came to {address}:{port} within {timeout_s:g} s ({says}).")
+        return RankLost(f"not all ranks joined at {address}:{port} within {timeout_s:g} s ({says}).")
     if hosts:
         return MachineError(f"rank 0 cannot listen at {address}:{port} (MASTER_ADDR, MASTER_PORT): {says}.")
-    stranger = MachineError(
+    foreign = MachineError(
         f"what listens at {address}:{port} (MASTER_ADDR, MASTER_PORT) is not rank 0 but another program; choose a free port "
         "for all ranks."
     )
-    stranger.add_note(FROM_RANK_0)  # rank 0 could not listen there, and says so
-    return stranger
+    foreign.add_note(FROM_RANK_0)  # rank 0 could not listen there, and reports it
+    return foreign
 
 
 def _wait_for_store(address: str, port: int, timeout_s: float) -> None:
-    """Until somebody listens there who lets the caller speak first, as a store does."""
+    """Wait for a listener that lets the client send first, as a store does."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
-            with socket.create_connection((address, port), timeout=5.0) as line:
-                line.settimeout(0.3)
+            with socket.create_connection((address, port), timeout=5.0) as connection:
+                connection.settimeout(0.3)
                 try:
-                    line.recv(1)
+                    connection.recv(1)
                 except TimeoutError:
                     return
         except OSError as error:
             if time.monotonic() > deadline:
                 raise RankLost(
-                    f"rank {started_rank()} found nobody at {address}:{port} (MASTER_ADDR, MASTER_PORT) within "
+                    f"rank {started_rank()} found no store at {address}:{port} (MASTER_ADDR, MASTER_PORT) within "
                     f"{timeout_s:g} s: {error}; is rank 0 up?"
                 ) from None
             time.sleep(0.2)
         else:
-            raise _no_meeting(address, str(port), None, False, timeout_s)
+            raise _connect_error(address, str(port), None, False, timeout_s)

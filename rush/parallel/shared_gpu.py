@@ -1,9 +1,8 @@
-"""Ranks that share a GPU, for correctness: what gloo lacks there.
+"""Ranks that share a GPU, for correctness only: the all-gather that gloo lacks there.
 
-NCCL refuses two ranks on one device, so they talk through gloo. Its plain exchanges copy between device and host by
-themselves, but the functional gather (which tensor and context parallelism use) reads a device's memory from the host, and
-the process dies without a word. Here that one operator is given a kernel for CUDA tensors that goes through the plain
-exchange instead. Nothing of it is fast, and nothing of it is there where each rank has a device of its own.
+NCCL refuses two ranks on one device, so they use gloo. Its c10d collectives copy between device and host, but the functional
+all-gather (which tensor and context parallelism use) reads device memory from the host and crashes. Here that operator gets a
+CUDA kernel that calls the c10d one. It is slow, and never registered where each rank has its own device.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ _library: torch.library.Library | None = None
 
 
 def gather_through_host(device: str = "CUDA") -> None:
-    """Let the functional gather of this process's tensors on `device` be a plain one. Once a process is enough."""
+    """Register the all-gather for tensors on `device`, once per process."""
     global _library
     if _library is None:
         _library = torch.library.Library("_c10d_functional", "IMPL", device)  # type: ignore[no-untyped-call]

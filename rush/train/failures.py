@@ -26,7 +26,7 @@ from rush.errors import Outage, OwnFault, RunFailed, RushError
 from rush.files import append_log
 from rush.hardware import Machine, in_gaps, out_of_memory
 from rush.parallel import AXES, Ranks, started_rank
-from rush.parallel.ranks import FROM_RANK_0
+from rush.parallel.store_channel import FROM_RANK_0
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.run_folder import RunFolder

@@ -1,11 +1,10 @@
-"""The run from start to end: open the folder, build, let the session step, and start again where it stopped.
+"""A run from start to end: open the folder, build, train, and resume where it stopped.
 
-What a resumed run must repeat to the bit is kept small on purpose. The learning rate is a function of
-the step, the sample order a function of seed and position; weights, optimizer state, random state
-and position are in the checkpoint. Rows written after the newest checkpoint are cut away and written
-again, so `metrics.jsonl` always tells one story.
+The state that a resumed run must repeat bit for bit is small on purpose. The learning rate is a function of the step, the
+sample order a function of seed and position; weights, optimizer state, random state and position are in the checkpoint. Rows
+of `metrics.jsonl` after the newest checkpoint are truncated and written again.
 
-Several ranks run through this together. All take the same decisions from the same numbers; only rank 0 writes and prints.
+All ranks run this and take the same decisions from the same numbers; only rank 0 writes and prints.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ __all__ = ["Summary", "train_recipe"]
 def train_recipe(
     recipe: Recipe | None, out: Path | str, *, resume: bool = False, view: View | None = None
 ) -> Summary:
-    """Train as the recipe says, in the folder `out`; `resume` goes on with the run that is there."""
+    """Train the recipe in the folder `out`; `resume` continues the run that is there."""
     doing = RunStatus(RunFolder(Path(out)))
     with explained(doing):
         return _train_recipe(recipe, RunFolder(Path(out)), doing, resume=resume, view=view or Silent())
@@ -66,18 +65,18 @@ def _train_recipe(
         resume = False
     if resume:
         existing_run(folder.path)
-        recipe = _same_learning(load_recipe(str(folder.recipe)), recipe)
+        recipe = _resumed_recipe(load_recipe(str(folder.recipe)), recipe)
     assert recipe is not None, "a new run needs a recipe"
     doing.recipe = recipe
     check_remembered(folder, recipe, view.note if started_rank() == 0 else Silent().note)
     doing.machine = machine = probe(recipe.run.device)
     candidates(recipe, lambda one: check(one, machine)) if recipe.auto else check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
-    card = (
+    config = (
         f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}{digests(recipe)}"
     )
     with (
-        join(recipe.layout.model_dump(), machine.device, card, recipe.run.timeout_s) as ranks,
+        join(recipe.layout.model_dump(), machine.device, config, recipe.run.timeout_s) as ranks,
         ExitStack() as stack,
     ):
         doing.ranks = ranks
@@ -91,27 +90,27 @@ def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
     stack.enter_context(opened)
 
 
-# What may change between the parts of one run without changing what it learns.
 FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp", "layout.tp", "run.save_every",
                   "run.save_async", "run.keep", "run.timeout_s", "run.drift_every", "run.validate_every", "run.sample_every",
                   "run.sample_prompt", "run.sample_tokens", "run.tensorboard", "run.wandb")  # fmt: skip
+"""Recipe keys that a resumed run may change: they do not change what it learns."""
 
 
-def _same_learning(stored: Recipe, given: Recipe | None) -> Recipe:
-    """The recipe to go on with: a given one may differ from the stored one only in what is free."""
+def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
+    """The recipe to resume with: a given one may differ from the stored one only in `FREE_ON_RESUME`."""
     if given is not None and given.auto:
         given = changed(given, {"batch.micro": stored.micro})  # it was chosen when the run began
-    free = tuple(f"{key}:" for key in FREE_ON_RESUME)
-    fixed = [line for line in differences(stored, given or stored) if not line.startswith(free)]
+    changes = differences(stored, given or stored)
+    fixed = [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if key not in FREE_ON_RESUME]
     if fixed:
         raise RecipeError(
-            f"the run was started with another recipe ({'; '.join(fixed)}); a resumed run must learn what it set "
-            "out to learn. Leave these out, or start a new run with another --out."
+            f"the run was started with another recipe ({'; '.join(fixed)}), which a resumed run may not change. Leave "
+            "these out, or start a new run with another --out."
         )
     if given is not None and given.step_tokens != stored.step_tokens:
         raise RecipeError(
             f"a step of the run was {stored.step_tokens:,} tokens, with this layout it would be {given.step_tokens:,}; set "
-            f"batch.total_tokens={stored.step_tokens} when the run is started, so that it can go on with other ranks."
+            f"batch.total_tokens={stored.step_tokens} when the run is started, so that it can be resumed on other numbers of ranks."
         )
     return given or stored
 
@@ -126,7 +125,7 @@ def _train(
             f"every checkpoint in {store.folder} is damaged; restore one from a backup, or start a new run with "
             "another --out."
         )
-    # A checkpoint of adapters does not hold the base they belong to.
+    # A checkpoint of adapters does not hold their base.
     needs_base = resumed is None or restore.base_record(resumed) is not None
     weights = starting_weights(recipe) if needs_base else None
     tokenizer = folder.tokenizer if ranks.main else None
@@ -136,8 +135,8 @@ def _train(
     doing.recipe = recipe
     _check_held_out(corpus, recipe)
     run = build(recipe, machine, weights, ranks)
-    if (lost := lost_updates_warning(run)) is not None:
-        view.note(lost)
+    if (warning := lost_updates_warning(run)) is not None:
+        view.note(warning)
     corpus = corpus.ready_for(run, weights, folder.path, resumed=resumed is not None)
     loader = corpus.loader(recipe, run.loader_options)
     done, tokens = 0, 0
@@ -162,7 +161,7 @@ def _train(
             return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver, doing).go(
                 done, tokens
             )
-        # Only now does the folder hold a run: a start that failed so far can simply be tried again.
+        # Only now does the folder hold a run: a start that failed earlier can simply be repeated.
         write_atomic(folder.recipe, write_toml(recipe))
         write_json_atomic(folder.machine, machine.to_dict())
         remember(folder, recipe)
@@ -185,14 +184,14 @@ def _train(
 
 
 def _newest_good(store: CheckpointStore, ranks: Ranks, view: View) -> Checkpoint | None:
-    """The newest checkpoint that verifies. Every rank reads some of its files; what one finds damaged is so for all."""
+    """The newest checkpoint that verifies. Every rank reads some of its files; damage that one finds counts for all."""
     for step in reversed(ranks.on_rank0(store.steps)):
         found, problem = None, ""
         try:
             found = verify(store.path(step), share=(ranks.rank, ranks.world))
         except CheckpointDamaged as error:
             problem = str(error)
-        problems = [told for told in ranks.all_gather_object(problem) if told]
+        problems = [each for each in ranks.all_gather_object(problem) if each]
         if not problems:
             return found
         view.note(f"DAMAGED checkpoint, not used: {problems[0]}")
@@ -200,7 +199,7 @@ def _newest_good(store: CheckpointStore, ranks: Ranks, view: View) -> Checkpoint
 
 
 def _seed_generators(seed: int) -> None:
-    """Every random generator a library might draw from; a resumed run restores them all."""
+    """Seed every random generator that a library might use; a resumed run restores them."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
@@ -212,7 +211,7 @@ def _record_save(saved: SaveResult, saves: MetricsWriter, store: CheckpointStore
 
 
 def _check_held_out(corpus: Corpus, recipe: Recipe) -> None:
-    """Say before the first step that there is nothing to validate on, not after hours."""
+    """Fail before the first step, not after hours, if there is nothing to validate on."""
     next(iter(corpus.validation(recipe, {})), None)
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from rush.checkpoint import restore
 from rush.checkpoint.saver import Saver, SaveResult
-from rush.checkpoint.snapshot import Copy
+from rush.checkpoint.snapshot import StagedCopy
 from rush.errors import Diverged, MachineError
 from rush.recipe_io import load_recipe
 from rush.records.checkpoint_store import CheckpointStore, verify
@@ -66,8 +66,8 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile
     run[0].register_buffer("seen", torch.zeros(3))
     run[1].param_groups[0]["lr"] = torch.tensor(0.1)
     expected = restore.save(CheckpointStore(tmp_path / "expected"), 1, *run, {"position": 1})
-    plain = Copy.finish
-    monkeypatch.setattr(Copy, "finish", lambda copy: (time.sleep(0.5), plain(copy)))
+    plain = StagedCopy.finish
+    monkeypatch.setattr(StagedCopy, "finish", lambda copy: (time.sleep(0.5), plain(copy)))
     saver, saved = Saver(store), list[SaveResult]()
     saver.after = saved.append
     saver.save(1, *run, {"position": 1})
@@ -90,7 +90,7 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path: Path) -> Non
     run, saved = state(64 * MB), list[SaveResult]()
     saver = Saver(SlowDisk(tmp_path / "checkpoints"), after=saved.append)
     saver.prepare(*run)
-    saver._ready()
+    saver._join_preparing()
     for step in (1, 2, 3):
         saver.save(step, *run, {})
         run[1].step()

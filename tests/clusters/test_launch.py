@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from rush.cli import app
 from rush.clusters import Job, check_nodes, documents, manifest, script
 from rush.errors import RecipeError
-from rush.parallel.slurm_ranks import first_host, step_words
+from rush.parallel.slurm_ranks import first_host, rank_variables
 from rush.recipe_io import load_recipe, parse
 from tests.train.small_runs import ROOT, environment, rows, small_recipe, write_corpus
 
@@ -207,15 +207,15 @@ def test_a_task_of_srun_is_a_rank_and_the_batch_script_is_none() -> None:
         "SLURM_PROCID": "11", "SLURM_NTASKS": "16", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "3", "SLURM_JOB_ID": "81234",
         "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "gpu[03-04]", "SLURM_STEP_TASKS_PER_NODE": "8(x2)",
     }  # fmt: skip
-    assert step_words(task) == {
+    assert rank_variables(task) == {
         "RANK": "11", "WORLD_SIZE": "16", "LOCAL_RANK": "3", "LOCAL_WORLD_SIZE": "8", "MASTER_ADDR": "gpu03",
         "MASTER_PORT": "21234",
     }  # fmt: skip
-    assert step_words({**task, "RANK": "0"}) == {}, "torchrun has spoken"
+    assert rank_variables({**task, "RANK": "0"}) == {}, "torchrun has spoken"
     in_script = {key: value for key, value in task.items() if "STEP" not in key}
-    assert step_words(in_script) == {}
-    assert step_words({}) == {}
-    assert step_words({**task, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+    assert rank_variables(in_script) == {}
+    assert rank_variables({}) == {}
+    assert rank_variables({**task, "SLURM_STEP_NUM_TASKS": "1"}) == {}
 
 
 @pytest.fixture

@@ -406,7 +406,7 @@ def save_on_a_full_disk(target: str) -> Result:
     with join(chosen.layout.model_dump(), "cpu") as ranks:
         run = build(chosen, probe("cpu"), None, ranks)
         saver, said = Saver(CheckpointStore(Path(target)), ranks), []
-        saver._writer = FullDisk(saver.checkpoints, ranks, saver._go_on)
+        saver._writer = FullDisk(saver.checkpoints, ranks, saver._check_abandoned)
         for step in (1, 2, 3):
             try:
                 saver.save(step, run.model, run.optimizer, {})

@@ -60,7 +60,7 @@ def save_often(
             for step in range(2, 2 * saves + 1, 2):
                 go(step)
                 saver.save(step, run.model, run.optimizer, {"loader": given.state()})
-                places.append({name: held.data_ptr() for name, held in saver._staging._held.items()})
+                places.append({name: held.data_ptr() for name, held in saver._staging._buffers.items()})
                 go(step + 1)  # at the same time as the save
                 if (saved := saver.wait()) is not None:
                     done.append(asdict(saved))

@@ -50,7 +50,7 @@ def test_where_all_ranks_fail_rank_0_says_so_once_and_nobody_is_started_again(
     assert said.count("error:") + said.count("error on") == 1, said
     assert "error: the validation after step 2 failed with TypeError: planted under no_grad." in said
     assert f"`rush train --out {out} --resume --nproc 2 --technique {file}`" in said
-    assert "starting all ranks again" not in said
+    assert "restarting all ranks" not in said
     assert verify(RunFolder(out).checkpoints.path(1)).step == 1, "the save that was under way came to its end"
     log = (out / "failure.log").read_text()
     assert "at: the validation after step 2 on rank 0 of 2" in log
@@ -68,7 +68,7 @@ def test_where_one_rank_fails_it_says_so_itself_and_the_others_leave_without_a_w
         "error on rank 1: the build failed with ValueError: planted on rank 1. The code of the technique on_rank_one ("
         in said
     )
-    assert "starting all ranks again" not in said
+    assert "restarting all ranks" not in said
 
 
 @pytest.mark.slow
@@ -84,5 +84,5 @@ def test_an_error_of_the_device_is_told_and_the_ranks_are_started_again(recipe: 
         "error: step 5 failed with RuntimeError: CUDA error: an illegal memory access was encountered."
         in said
     )
-    assert said.count("starting all ranks again") == 1, said
+    assert said.count("restarting all ranks") == 1, said
     assert [row["step"] for row in rows(tmp_path / "run")] == list(range(1, STEPS + 1))

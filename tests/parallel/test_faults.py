@@ -13,7 +13,7 @@ import pytest
 from rush.errors import RankLost, RecipeError
 from rush.parallel import launching
 from rush.parallel.launching import launch
-from rush.parallel.replica_check import _say
+from rush.parallel.replica_check import _describe
 from rush.recipe_io import load_recipe
 from rush.train.fewer_ranks import changes, fewer_ranks, shrunk
 from tests.parallel.fault_work import Ended, Fault, train
@@ -73,7 +73,7 @@ def test_a_run_whose_ranks_are_killed_at_random_steps_ends_with_the_same_bits(
     assert outcome(out) == outcome(undisturbed)
 
 
-def test_a_rank_that_does_not_come_is_named_with_the_exchange_and_the_step(
+def test_a_rank_that_does_not_come_is_named_with_the_collective_and_the_step(
     recipe: Path, tmp_path: Path
 ) -> None:
     ended = go(recipe, tmp_path / "asleep", "run.timeout_s=9", fault=Fault("asleep", 1, 5))
@@ -82,7 +82,7 @@ def test_a_rank_that_does_not_come_is_named_with_the_exchange_and_the_step(
     message = ended.said[ended.said.index("error") :]
     assert "rank 0 has waited 9 s (run.timeout_s) at step 5 for all_reduce of 5 double" in message
     assert "in _sum_counts (rush/train/step.py" in message
-    assert "rank 1 did not come to it, it is at step 5 in _start (rush/train/session.py" in message
+    assert "rank 1 did not join it, it is at step 5 in _start (rush/train/session.py" in message
     assert not any(row["step"] > 4 for row in rows(tmp_path / "asleep"))
 
 
@@ -92,7 +92,7 @@ def test_a_flipped_bit_on_one_rank_stops_the_run_and_is_not_saved(recipe: Path, 
     assert ended.codes == [5, 5], ended.said
     assert ended.said.count("error") == 1, ended.said
     assert (
-        "step 9: copies of the weights have drifted apart: ranks 0, 1 do not hold the same bits of"
+        "step 9: replicas of the weights have drifted apart: ranks 0, 1 do not hold the same bits of"
         in ended.said
     )
     assert "blocks.1.mlp.up.weight" in ended.said
@@ -100,9 +100,9 @@ def test_a_flipped_bit_on_one_rank_stops_the_run_and_is_not_saved(recipe: Path, 
     assert not (out / "checkpoints" / "step-000009").exists()
 
 
-def test_of_three_copies_the_odd_one_is_named() -> None:
-    assert "rank 2 holds other bits than the 3 others of w." in _say(7, "w", {0: 5, 1: 5, 2: 6, 3: 5}, 1)
-    assert "ranks 0, 3 hold other bits than the 3 others of w, and 1 more" in _say(
+def test_of_three_replicas_the_odd_one_is_named() -> None:
+    assert "rank 2 holds other bits than the 3 others of w." in _describe(7, "w", {0: 5, 1: 5, 2: 6, 3: 5}, 1)
+    assert "ranks 0, 3 hold other bits than the 3 others of w, and 1 more" in _describe(
         7, "w", {0: 5, 1: 6, 2: 6, 3: 7, 4: 6}, 2
     )
 
@@ -190,9 +190,9 @@ def test_a_killed_rank_is_started_again_with_resume_until_nothing_new_is_saved(
 ) -> None:
     tries = fake_ranks(monkeypatch, tmp_path, "os.kill(os.getpid(), 9) if rank == 1 else time.sleep(60)")
     saved = iter([[], [3], [6], [6], [6]])
-    assert launch(2, ["train", "tiny"], restarts=2, saved=lambda: next(saved)) == 137
+    assert launch(2, ["train", "tiny"], restarts=2, last_checkpoint=lambda: next(saved)) == 137
     said = capfd.readouterr().err
-    assert said.count("rank 1 was ended by SIGKILL; starting all ranks again") == 3
+    assert said.count("rank 1 was ended by SIGKILL; restarting all ranks") == 3
     assert "2 restarts in a row brought no new checkpoint, so the run ends" in said
     assert told(tries, 0) == ["2 -m rush train tiny", *["2 -m rush train tiny --resume"] * 3]
 
@@ -205,7 +205,8 @@ def test_a_run_goes_on_with_fewer_ranks_when_restarts_do_not_help(
     assert [line.split()[0] for line in told(tries, 0)] == ["4", "4", "2"]
     said = capfd.readouterr().err
     assert (
-        "rank 3 failed with exit code 1; going on from the last checkpoint with 2 ranks instead of 4" in said
+        "rank 3 failed with exit code 1; continuing from the last checkpoint with 2 ranks instead of 4"
+        in said
     )
 
 
@@ -214,7 +215,7 @@ def test_one_rank_with_another_recipe_is_refused_by_all_with_one_message(
 ) -> None:
     other = [recipe, "layout.ddp=2", "optimizer.lr=0.5", "--out", tmp_path / "out"]
     ended = go(recipe, tmp_path / "out", words_of={1: other})
-    refused(ended, 2, "1 of 2 ranks came with something else than rank 0, which has the recipe")
+    refused(ended, 2, "1 of 2 ranks differ from rank 0, which has the recipe")
     assert ended.said.count("rush 0") == 2, "both are named"
     # One whose layout takes another number of ranks does not even come, but rank 0 hears why.
     other = [recipe, "layout.ddp=4", "batch.micro=1", "--out", tmp_path / "out"]
@@ -285,8 +286,8 @@ def test_of_three_ranks_only_the_late_one_is_named(kind: str, recipe: Path, tmp_
     ended = train(said, tmp_path / "log", world=3, fault=Fault(kind, 2, 5), more=cache)
     assert ended.codes == [LOST, LOST, LOST if kind == "asleep" else -9], ended.said
     assert ended.said.count("error:") == 1, ended.said
-    assert ended.said.count("did not come to it") == 1, ended.said
-    assert "rank 2 did not come to it" in ended.said
+    assert ended.said.count("did not join it") == 1, ended.said
+    assert "rank 2 did not join it" in ended.said
     assert ("it is stopped" in ended.said) == (kind == "stopped")
 
 

@@ -129,7 +129,7 @@ def test_twelve_kills_at_random_steps_and_the_same_bits(
         until(lambda victim=victim: not victim.is_running())
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    assert said.count("starting all ranks again") == KILLS, said
+    assert said.count("restarting all ranks") == KILLS, said
     assert outcome(out, STEPS) == outcome(undisturbed, STEPS)
 
 
@@ -148,10 +148,10 @@ def test_a_stopped_or_crashed_rank_is_ended_and_the_run_goes_on_to_the_same_bits
     assert process.returncode == 0, said
     assert outcome(out, STEPS) == outcome(undisturbed, STEPS)
     if number == signal.SIGSTOP:
-        assert f"rank {rank} did not come to it and gives no sign of life (it is stopped)" in said
+        assert f"rank {rank} did not join it and sends no heartbeat (it is stopped)" in said
         assert seconds < 45, "the time-out, and what a busy machine adds"
     else:
-        assert "rank 1 was ended by SIGSEGV; starting all ranks again" in said
+        assert "rank 1 was ended by SIGSEGV; restarting all ranks" in said
 
 
 def test_a_killed_launcher_leaves_nobody_behind_not_even_a_stopped_rank(
@@ -214,7 +214,7 @@ def test_ranks_that_cannot_be_kept_are_done_without(
     strike(process, out, 1, 9, signal.SIGKILL, set())
     said, _ = process.communicate(timeout=240)
     assert process.returncode == 0, said
-    assert "going on from the last checkpoint with 1 ranks instead of 2" in said
+    assert "continuing from the last checkpoint with 1 ranks instead of 2" in said
     assert "layout.ddp 2 → 1" in said
     ours, theirs = outcome(out, STEPS)[0], outcome(undisturbed, STEPS)[0]
     assert [row["step"] for row in ours] == [row["step"] for row in theirs]

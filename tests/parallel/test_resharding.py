@@ -205,7 +205,7 @@ def test_every_pair_of_layouts(tmp_path: Path, family: str, techniques: tuple[st
 def test_what_one_rank_cannot_write_all_hear_of_and_nothing_of_it_stays(tmp_path: Path) -> None:
     first, second = on_ranks(2, save_on_a_full_disk, str(tmp_path / "checkpoints"))
     told = "rank 1: Cannot write .writing-step-000002: the disk is full."
-    assert first["said"] == ["saved", f"{told} ['rank 0 says so too']", "saved"]
+    assert first["said"] == ["saved", f"{told} ['reported by rank 0']", "saved"]
     assert second["said"] == first["said"]
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step-000001", "step-000003"]

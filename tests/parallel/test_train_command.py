@@ -21,7 +21,7 @@ from rush.cli.train import _start_ranks
 from rush.errors import RecipeError
 from rush.hub.folders import read_weights
 from rush.recipe_io import load_recipe
-from rush.train.loop import _same_learning, train_recipe
+from rush.train.loop import _resumed_recipe, train_recipe
 from tests.train.small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
 
 Run = subprocess.Popen[str]
@@ -229,12 +229,12 @@ def test_nobody_is_left_behind_a_killed_process(
 
 def test_a_run_goes_on_with_another_layout_only_if_a_step_stays_what_it_was(recipe: Path) -> None:
     stored = load_recipe(str(recipe))
-    assert _same_learning(stored, load_recipe(str(recipe), ["layout.ddp=2"])).layout.ddp == 2
+    assert _resumed_recipe(stored, load_recipe(str(recipe), ["layout.ddp=2"])).layout.ddp == 2
     without = recipe.read_text().replace("total_tokens = 64\n", "")
     assert without != recipe.read_text()
     recipe.write_text(without)
     with pytest.raises(RecipeError, match="a step of the run was 32 tokens, with this layout it would be 64"):
-        _same_learning(load_recipe(str(recipe)), load_recipe(str(recipe), ["layout.fsdp=2"]))
+        _resumed_recipe(load_recipe(str(recipe)), load_recipe(str(recipe), ["layout.fsdp=2"]))
 
 
 @pytest.mark.slow

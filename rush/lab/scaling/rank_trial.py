@@ -33,7 +33,7 @@ from rush.hub.folders import starting_weights
 from rush.lab.trial.result import TrialResult, settle
 from rush.lab.trial.timing import Stepper, Timing, time_steps
 from rush.parallel import AXES, Ranks, join, started_rank
-from rush.parallel.slurm_ranks import join_step
+from rush.parallel.slurm_ranks import set_rank_variables
 from rush.profiling.observe import observe
 from rush.recipe import Recipe
 from rush.recipe_io import parse
@@ -278,5 +278,5 @@ def _recipe(toml: str) -> Recipe:
 
 
 if __name__ == "__main__":
-    join_step()
+    set_rank_variables()
     be_rank(json.loads(Path(sys.argv[1]).read_text()), sys.argv[2])
