@@ -230,6 +230,10 @@ def test_nobody_is_left_behind_a_killed_process(
 def test_a_run_goes_on_with_another_layout_only_if_a_step_stays_what_it_was(recipe: Path) -> None:
     stored = load_recipe(str(recipe))
     assert _resumed_recipe(stored, load_recipe(str(recipe), ["layout.ddp=2"])).layout.ddp == 2
+    with pytest.raises(
+        RecipeError, match=r"another recipe \(optimizer\.lr: .* → 0\.5\), which a resumed run may not change"
+    ):
+        _resumed_recipe(stored, load_recipe(str(recipe), ["optimizer.lr=0.5", "run.keep=7"]))
     without = recipe.read_text().replace("total_tokens = 64\n", "")
     assert without != recipe.read_text()
     recipe.write_text(without)
