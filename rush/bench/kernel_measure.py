@@ -22,7 +22,8 @@ from rush.bench.kernel_clock import CaseFailed, Effort, TimedCase, take_turns
 from rush.errors import RushError
 from rush.kernels.study import Call, Contender, Inputs, Pass, Size, Study
 from rush.lab.statistics import median_interval
-from rush.records.kernels import KernelRow, KernelTime
+from rush.records.kernels import KernelRow
+from rush.records.typed import Measured
 
 INTERPRETED = "interpreted: not a speed"
 Ceilings = dict[str, Any]
@@ -255,12 +256,12 @@ def _row(study: Study, size: Size, step: Pass, entry: ContenderEntry, place: Ben
     return row | _rates(study, size, step, row["time_ms"], place)
 
 
-def _time_of(samples: list[float]) -> KernelTime:
+def _time_of(samples: list[float]) -> Measured:
     middle = median_interval([samples])
     return {"median": middle.median, "ci95": [middle.low, middle.high], "n": middle.n, "samples": samples}
 
 
-def _rates(study: Study, size: Size, step: Pass, time_ms: KernelTime | None, place: BenchDevice) -> KernelRow:
+def _rates(study: Study, size: Size, step: Pass, time_ms: Measured | None, place: BenchDevice) -> KernelRow:
     """What was moved and computed, over the time; and over the ceiling that bounds this op."""
     dtype = place.dtype(study)
     work = study.work(size, dtype.itemsize, step)

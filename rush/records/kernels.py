@@ -1,4 +1,4 @@
-"""The record of a kernel bench: what `kernels.json` holds, checked when it is written and when it is read.
+"""The record of a kernel bench: what `kernels.json` holds.
 
 One record has a machine, its ceilings and the ops; each op has rows, one per size, contender and pass, with
 raw samples and their interval, what that is of the ceiling, the memory it took, and whether the contender
@@ -8,138 +8,100 @@ computed the right thing at that size. Statuses and verdicts are closed lists.
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, Required
 
-from rush.errors import DataError
-from rush.files import write_json_atomic
-from rush.records.checked import check_head, check_in, check_measured, check_of, read_json
+from pydantic import AfterValidator, SkipValidation, TypeAdapter
+from typing_extensions import TypedDict
+
+from rush.records.typed import Measurement, RecordFile, having, one_of
 
 FORMAT = 1
 FILE = "kernels.json"
-OP_STATUSES = ("ok", "failed", "crashed", "timed_out")
-ROW_STATUSES = ("ok", "untimed", "absent", "refused", "out_of_memory", "failed")
-"""`untimed`: checked, but no speed is to be had here (interpreted). `absent`: not installed, or for other machines."""
-KINDS = ("ours", "plain", "compiled", "rival")
-PASSES = ("forward", "backward", "both")
-CORRECTNESS = ("equal", "different", "not judged")
-TARGET_VERDICTS = ("reached", "missed", "not measured")
 RENAMED_OPS = {"biased": "bias_grad", "norm_of_all": "grad_norm"}
 """Op names in older records, and what they are called now."""
-
-
-class KernelTime(TypedDict):
-    median: float
-    ci95: list[float]
-    n: int
-    samples: list[float]
 
 
 class KernelRow(TypedDict, total=False):
     """One contender at one size in one pass. Figures are None unless it was timed."""
 
-    size: str
-    dims: dict[str, int]
-    series: str
-    contender: str
-    kind: str
-    step: str
-    """The pass: forward, backward or both."""
-    status: str
-    reason: str | None
-    time_ms: KernelTime | None
-    bytes: float | None
-    flops: float | None
-    bytes_per_s: float | None
-    flops_per_s: float | None
-    ceiling_fraction: float | None
-    peak_extra_bytes: int | None
-    """The most memory it held beyond its inputs, over forward and backward."""
-    beyond_results_bytes: int | None
+    size: Required[str]
+    dims: SkipValidation[dict[str, int]]
+    series: SkipValidation[str]
+    contender: Required[str]
+    kind: Required[Annotated[str, one_of("ours", "plain", "compiled", "rival")]]
+    step: Required[Annotated[str, one_of("forward", "backward", "both")]]
+    """The pass."""
+    status: Required[Annotated[str, one_of("ok", "untimed", "absent", "refused", "out_of_memory", "failed")]]
+    """`untimed`: checked, but not timed here (interpreted). `absent`: not installed, or for other machines."""
+    reason: SkipValidation[str | None]
+    time_ms: Measurement | None
+    bytes: SkipValidation[float | None]
+    flops: SkipValidation[float | None]
+    bytes_per_s: SkipValidation[float | None]
+    flops_per_s: SkipValidation[float | None]
+    ceiling_fraction: SkipValidation[float | None]
+    peak_extra_bytes: SkipValidation[int | None]
+    """The peak memory beyond its inputs, over forward and backward."""
+    beyond_results_bytes: SkipValidation[int | None]
     """The same without the results and gradients that every contender has to return."""
-    correctness: dict[str, Any] | None
-    first_call_s: float | None
+    correctness: Annotated[dict[str, Any], having("verdict", "equal", "different", "not judged")] | None
+    first_call_s: SkipValidation[float | None]
+
+
+def _checked(row: KernelRow) -> KernelRow:
+    if row["status"] != "ok":
+        return _reasoned(row)
+    if row.get("correctness") is None:
+        raise ValueError("a time without a check of what was computed is not a finding")
+    if row.get("time_ms") is None:
+        raise ValueError("status is ok but time_ms is missing")
+    return row
+
+
+def _reasoned(tree: Any) -> Any:
+    if tree["status"] != "ok" and not tree.get("reason"):
+        raise ValueError(f"status is {tree['status']} without a reason")
+    return tree
 
 
 class KernelOp(TypedDict, total=False):
-    op: str
-    key: str
-    about: str
-    bound: str
-    axis: str
-    dtype: str
-    status: str
-    reason: str | None
-    complete: bool
-    seconds: float
-    rows: list[KernelRow]
-    targets: list[dict[str, Any]]
+    op: Required[str]
+    key: SkipValidation[str]
+    about: SkipValidation[str]
+    bound: SkipValidation[str]
+    axis: SkipValidation[str]
+    dtype: SkipValidation[str]
+    status: Required[Annotated[str, one_of("ok", "failed", "crashed", "timed_out")]]
+    reason: SkipValidation[str | None]
+    complete: SkipValidation[bool]
+    seconds: SkipValidation[float]
+    rows: Required[list[Annotated[KernelRow, AfterValidator(_checked)]]]
+    targets: Required[list[Annotated[dict[str, Any], having("verdict", "reached", "missed", "not measured")]]]
 
 
 class KernelRecord(TypedDict, total=False):
+    """A machine, its ceilings and the ops; an op has a row for each size, contender and pass."""
+
     format: int
-    started: str
-    finished: str | None
-    quick: bool
-    interpreted: bool
-    machine: dict[str, Any]
-    ceilings: dict[str, Any] | None
-    packages: dict[str, str]
-    environment: dict[str, Any]
-    formulas: dict[str, str]
-    ops: list[KernelOp]
+    started: Required[str]
+    finished: SkipValidation[str | None]
+    quick: SkipValidation[bool]
+    interpreted: SkipValidation[bool]
+    machine: Required[dict[str, Any]]
+    ceilings: SkipValidation[dict[str, Any] | None]
+    packages: SkipValidation[dict[str, str]]
+    environment: SkipValidation[dict[str, Any]]
+    formulas: Required[dict[str, Any]]
+    ops: Required[list[Annotated[KernelOp, AfterValidator(_reasoned)]]]
 
 
-def write_kernels(folder: Path, record: KernelRecord) -> None:
-    """Check the record and replace the file in one piece."""
-    check_kernels(record, str(folder / FILE))
-    write_json_atomic(folder / FILE, record)
+KERNELS = RecordFile(TypeAdapter(KernelRecord), FILE, "kernel bench", "rush bench kernels")
+write_kernels, check_kernels = KERNELS.write, KERNELS.check
 
 
 def read_kernels(path: Path) -> KernelRecord:
-    """The record in a file or in a bench's folder; a DataError when it is something else."""
-    tree, file = read_json(path, FILE, "kernel bench", "rush bench kernels")
-    check_kernels(tree, str(file))
-    record: KernelRecord = tree
+    """The record, with the op names of today."""
+    record = KERNELS.read(path)
     for op in record["ops"]:
         op["op"] = RENAMED_OPS.get(op["op"], op["op"])
     return record
-
-
-def check_kernels(tree: Any, where: str) -> None:
-    """Raise a DataError that names the first thing that is not as it should be."""
-    check_head(tree, "kernel bench", FORMAT, where)
-    for key, kind in (("started", str), ("machine", dict), ("ops", list), ("formulas", dict)):
-        check_of(tree, key, kind, where)
-    for index, op in enumerate(tree["ops"]):
-        _check_op(op, f"{where}: ops[{index}]")
-
-
-def _check_op(op: Any, where: str) -> None:
-    for key, kind in (("op", str), ("rows", list), ("targets", list)):
-        check_of(op, key, kind, where)
-    check_in(op, "status", OP_STATUSES, where)
-    if op["status"] != "ok" and not op.get("reason"):
-        raise DataError(f"{where}: status is {op['status']} without a reason.")
-    for index, row in enumerate(op["rows"]):
-        _check_row(row, f"{where}.rows[{index}]")
-    for index, target in enumerate(op["targets"]):
-        check_in(target, "verdict", TARGET_VERDICTS, f"{where}.targets[{index}]")
-
-
-def _check_row(row: Any, where: str) -> None:
-    for key in ("size", "contender"):
-        check_of(row, key, str, where)
-    check_in(row, "kind", KINDS, where)
-    check_in(row, "step", PASSES, where)
-    check_in(row, "status", ROW_STATUSES, where)
-    correctness = row.get("correctness")
-    if correctness is not None:
-        check_of(row, "correctness", dict, where)
-        check_in(correctness, "verdict", CORRECTNESS, f"{where}.correctness")
-    if row["status"] != "ok":
-        if not row.get("reason"):
-            raise DataError(f"{where}: status is {row['status']} without a reason.")
-        return
-    if correctness is None:
-        raise DataError(f"{where}: a time without a check of what was computed is not a finding.")
-    check_measured(row.get("time_ms"), f"{where}.time_ms")

@@ -1,17 +1,18 @@
-"""The record of a short life: whether a recipe that was measured can be trained with, and if not, what it cannot do.
+"""The record of a short life: whether a measured recipe can be trained with, and if not, what fails.
 
-It stands in the rungs of ladders and model benches and in the candidates of searches. Records made before there were lives
-have none.
+It is part of the rungs of ladders and model benches and of the candidates of searches. Records made before there were
+lives have none.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypedDict
+from typing import Annotated, Any, Required
 
-from rush.records.checked import check_in, check_of
+from pydantic import AfterValidator, SkipValidation
+from typing_extensions import TypedDict
 
-LIFE_VERDICTS = ("ok", "broken", "not known")
+from rush.records.typed import one_of
 
 
 class LifePart(TypedDict):
@@ -20,23 +21,21 @@ class LifePart(TypedDict):
 
 
 class LifeRecord(TypedDict, total=False):
-    verdict: str
+    verdict: Required[Annotated[str, one_of("ok", "broken", "not known")]]
     problem: str | None
-    """What it cannot do, or why that is not known; None where all is well."""
-    parts: list[LifePart]
-    layers: list[int] | None
+    """What fails, or why that is not known; None where nothing does."""
+    parts: Required[list[SkipValidation[LifePart]]]
+    layers: SkipValidation[list[int] | None]
     """How many layers it had, of how many; None where all of them."""
 
 
-def check_life(tree: Mapping[str, Any], where: str) -> None:
-    """A record's life, where it has one."""
-    if tree.get("life") is None:
-        return
-    check_of(tree, "life", dict, where)
-    check_in(tree["life"], "verdict", LIFE_VERDICTS, f"{where}.life")
-    check_of(tree["life"], "parts", list, f"{where}.life")
-    if tree["life"]["verdict"] != "ok":
-        check_of(tree["life"], "problem", str, f"{where}.life")
+def _has_problem(life: LifeRecord) -> LifeRecord:
+    if life["verdict"] != "ok" and life.get("problem") is None:
+        raise ValueError(f"the verdict is {life['verdict']!r} without a problem")
+    return life
+
+
+RecordedLife = Annotated[LifeRecord, AfterValidator(_has_problem)]
 
 
 def broken(life: Mapping[str, Any] | None) -> bool:

@@ -1,4 +1,4 @@
-"""The record of a study of scale: what `scale.json` holds, checked when it is written and when it is read.
+"""The record of a scaling study: what `scale.json` holds.
 
 A point is one layout on one number of devices, with one number of tokens in a step. It belongs to strong scaling (the
 step stays what it is and is divided), to weak scaling (the step grows with the devices), or, at the largest number of
@@ -8,13 +8,13 @@ and ranks that shared a device are no speed.
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, Required
 
-from rush.errors import DataError
-from rush.files import write_json_atomic
-from rush.records.checked import check_head, check_in, check_measured, check_of, read_json
-from rush.records.ladder import PARITY_VERDICTS, STATUSES, Measured
+from pydantic import AfterValidator, SkipValidation, TypeAdapter
+from typing_extensions import TypedDict
+
+from rush.records.ladder import STATUSES, ParityRecord
+from rush.records.typed import Measurement, RecordFile, one_of
 
 FORMAT = 1
 FILE = "scale.json"
@@ -36,7 +36,7 @@ class ScalingEfficiency(TypedDict, total=False):
 
 
 class ExposedCommunication(TypedDict, total=False):
-    """Of the rank that waits longest; `ranks` has the share of each."""
+    """The rank that waits longest; `ranks` has the share of each."""
 
     share: float
     exposed_ms: float
@@ -48,34 +48,44 @@ class ExposedCommunication(TypedDict, total=False):
 class PointRecord(TypedDict, total=False):
     """`tokens_per_s` and what follows from it are None unless steps were timed."""
 
-    layout: str
-    sizes: dict[str, int]
-    devices: int
-    scalings: list[str]
-    peer_to_peer: bool
-    shared: bool
-    backend: str | None
-    """Whose operations carried what ranks exchange (nccl, gloo); None of a rank alone, and in records of before."""
-    status: str
-    reason: str | None
-    verdict: str
-    recipe: str
-    digest: str
-    techniques: list[str]
-    step_tokens: int
-    tokens_per_s: Measured | None
-    step_ms: Measured | None
-    efficiency: dict[str, ScalingEfficiency]
-    exposed: ExposedCommunication | None
-    memory_bytes: list[int] | None
+    layout: Required[str]
+    sizes: SkipValidation[dict[str, int]]
+    devices: Required[int]
+    scalings: Required[list[Annotated[str, one_of(*SCALINGS)]]]
+    peer_to_peer: SkipValidation[bool]
+    shared: SkipValidation[bool]
+    backend: SkipValidation[str | None]
+    """The backend of the collectives (nccl, gloo); None for a single rank, and in older records."""
+    status: Required[Annotated[str, one_of(*STATUSES)]]
+    reason: SkipValidation[str | None]
+    verdict: Required[Annotated[str, one_of(*VERDICTS)]]
+    recipe: Required[str]
+    digest: SkipValidation[str]
+    techniques: Required[list[Any]]
+    step_tokens: SkipValidation[int]
+    tokens_per_s: Measurement | None
+    step_ms: SkipValidation[Measurement | None]
+    efficiency: Required[dict[str, SkipValidation[ScalingEfficiency]]]
+    exposed: SkipValidation[ExposedCommunication | None]
+    memory_bytes: SkipValidation[list[int] | None]
     """The peak of each rank."""
-    evidence: list[dict[str, Any]]
-    parity: dict[str, Any] | None
-    predicted_tokens_per_s: float | None
-    """What the planner expects; None where there is no prediction."""
-    compile_s: float | None
-    warmup_s: float | None
-    environment: dict[str, Any]
+    evidence: Required[list[Any]]
+    parity: ParityRecord | None
+    predicted_tokens_per_s: SkipValidation[float | None]
+    """The planner's prediction, where there is one."""
+    compile_s: SkipValidation[float | None]
+    warmup_s: SkipValidation[float | None]
+    environment: SkipValidation[dict[str, Any]]
+
+
+def _consistent(point: PointRecord) -> PointRecord:
+    if not point["scalings"]:
+        raise ValueError(f"scalings is []; allowed: {', '.join(SCALINGS)}")
+    if point["efficiency"] and point["verdict"] != "equal":
+        raise ValueError(f"an efficiency stands beside the verdict {point['verdict']!r}, which is no finding")
+    if point.get("shared") and point.get("tokens_per_s") is not None:
+        raise ValueError("ranks that share a device have no speed, but tokens_per_s is there")
+    return point
 
 
 class PointComparison(TypedDict, total=False):
@@ -101,83 +111,33 @@ class MessageSize(TypedDict, total=False):
 class LinkRecord(TypedDict, total=False):
     """One operation between so many ranks over message sizes; `reason` says why there are none."""
 
-    operation: str
-    backend: str
-    ranks: int
-    peer_to_peer: bool
-    sizes: list[MessageSize]
-    reason: str | None
+    operation: Required[str]
+    backend: SkipValidation[str]
+    ranks: Required[int]
+    peer_to_peer: SkipValidation[bool]
+    sizes: Required[list[SkipValidation[MessageSize]]]
+    reason: SkipValidation[str | None]
 
 
 class ScaleRecord(TypedDict, total=False):
     format: int
-    name: str
-    started: str
-    finished: str | None
-    machine: dict[str, Any]
-    base: dict[str, str]
-    devices: list[int]
-    layouts: list[str]
-    step_tokens: int
-    tokens_per_device: float
-    threads_per_rank: int | None
-    counted: str
-    formulas: dict[str, str]
-    points: list[PointRecord]
-    comparisons: list[PointComparison]
-    links: list[LinkRecord]
-    drift: dict[str, Any] | None
+    name: Required[str]
+    started: Required[str]
+    finished: SkipValidation[str | None]
+    machine: Required[dict[str, Any]]
+    base: Required[dict[str, Any]]
+    devices: Required[list[int]]
+    layouts: Required[list[str]]
+    step_tokens: Required[int]
+    tokens_per_device: SkipValidation[float]
+    threads_per_rank: SkipValidation[int | None]
+    counted: SkipValidation[str]
+    formulas: SkipValidation[dict[str, str]]
+    points: Required[list[Annotated[PointRecord, AfterValidator(_consistent)]]]
+    comparisons: Required[list[SkipValidation[PointComparison]]]
+    links: Required[list[LinkRecord]]
+    drift: SkipValidation[dict[str, Any] | None]
 
 
-def write_scale(path: Path, record: ScaleRecord) -> None:
-    """Check the record and replace the file in one piece."""
-    check_scale(record, str(path))
-    write_json_atomic(path, record)
-
-
-def read_scale(path: Path) -> ScaleRecord:
-    """The study in a file or in a study's folder; a DataError when it is something else."""
-    tree, file = read_json(path, FILE, "study of scale", "rush scale")
-    check_scale(tree, str(file))
-    record: ScaleRecord = tree
-    return record
-
-
-def check_scale(tree: Any, where: str) -> None:
-    """Raise a DataError that names the first thing that is not as it should be."""
-    check_head(tree, "study of scale", FORMAT, where)
-    for key, kind in (
-        ("name", str), ("started", str), ("machine", dict), ("base", dict), ("devices", list), ("layouts", list),
-        ("points", list), ("comparisons", list), ("links", list), ("step_tokens", int),
-    ):  # fmt: skip
-        check_of(tree, key, kind, where)
-    for index, point in enumerate(tree["points"]):
-        _check_point(point, f"{where}: points[{index}]")
-    for index, link in enumerate(tree["links"]):
-        here = f"{where}: links[{index}]"
-        for key, kind in (("operation", str), ("ranks", int), ("sizes", list)):
-            check_of(link, key, kind, here)
-
-
-def _check_point(point: Any, where: str) -> None:
-    for key, kind in (
-        ("layout", str), ("devices", int), ("scalings", list), ("techniques", list), ("recipe", str),
-        ("evidence", list), ("efficiency", dict),
-    ):  # fmt: skip
-        check_of(point, key, kind, where)
-    check_in(point, "status", STATUSES, where)
-    check_in(point, "verdict", VERDICTS, where)
-    if not point["scalings"] or not set(point["scalings"]) <= set(SCALINGS):
-        raise DataError(f"{where}: scalings is {point['scalings']!r:.80}; allowed: {', '.join(SCALINGS)}.")
-    if point.get("tokens_per_s") is not None:
-        check_measured(point["tokens_per_s"], f"{where}.tokens_per_s")
-    if point["efficiency"] and point["verdict"] != "equal":
-        raise DataError(
-            f"{where}: an efficiency stands beside the verdict {point['verdict']!r}, which is no finding."
-        )
-    if point.get("shared") and point.get("tokens_per_s") is not None:
-        raise DataError(f"{where}: ranks that share a device have no speed, but tokens_per_s is there.")
-    parity = point.get("parity")
-    if parity is not None:
-        check_of(point, "parity", dict, where)
-        check_in(parity, "verdict", PARITY_VERDICTS, f"{where}.parity")
+SCALE = RecordFile(TypeAdapter(ScaleRecord), FILE, "scaling study", "rush scale")
+read_scale, write_scale, check_scale = SCALE.read, SCALE.write, SCALE.check

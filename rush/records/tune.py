@@ -10,12 +10,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, Required
 
-from rush.files import write_json_atomic
-from rush.records.checked import check_head, check_in, check_measured, check_of, read_json
-from rush.records.ladder import Measured
-from rush.records.life import LifeRecord, check_life
+from pydantic import SkipValidation, TypeAdapter
+from typing_extensions import TypedDict
+
+from rush.records.life import RecordedLife
+from rush.records.typed import Measurement, RecordFile, having, one_of
 
 FORMAT = 1
 STATES = (
@@ -26,92 +27,58 @@ _MARK = re.compile(r"^# tuned-on: ([0-9a-f]{16}) (.*)$", re.MULTILINE)
 
 
 class CandidateRow(TypedDict, total=False):
-    key: str
-    over: str
-    state: str
-    reason: str
-    round: int
-    at_s: float
-    recipe: str
-    techniques: list[str]
-    micro: int | None
-    predicted: dict[str, float] | None
-    expected: float | None
-    ratio: float | None
-    tokens_per_s: Measured | None
-    """Of the kind that is `counted`."""
-    processed_per_s: float | None
+    key: Required[str]
+    over: SkipValidation[str]
+    state: Required[Annotated[str, one_of(*STATES)]]
+    reason: Required[str]
+    round: SkipValidation[int]
+    at_s: SkipValidation[float]
+    recipe: SkipValidation[str]
+    techniques: SkipValidation[list[str]]
+    micro: SkipValidation[int | None]
+    predicted: SkipValidation[dict[str, float] | None]
+    expected: SkipValidation[float | None]
+    ratio: SkipValidation[float | None]
+    tokens_per_s: Measurement | None
+    """The kind of tokens that is `counted`."""
+    processed_per_s: SkipValidation[float | None]
     """Tokens of every kind, padding among them."""
-    peak_memory_bytes: int | None
-    evidence: list[dict[str, Any]]
-    parity: dict[str, Any] | None
-    life: LifeRecord | None
+    peak_memory_bytes: SkipValidation[int | None]
+    evidence: SkipValidation[list[dict[str, Any]]]
+    parity: SkipValidation[dict[str, Any] | None]
+    life: RecordedLife | None
     """None (or missing) where no life was tried; the winner has one."""
 
 
 class TuneRecord(TypedDict, total=False):
     format: int
-    name: str
-    started: str
-    finished: str | None
-    machine: dict[str, Any]
-    fingerprint: str
-    ceilings: dict[str, Any] | None
-    """What the machine was measured to reach, as the planner was told."""
-    objective: str
-    allowed: list[str]
-    budget_s: float
-    spent_s: float
-    load: float | None
+    name: Required[str]
+    started: Required[str]
+    finished: SkipValidation[str | None]
+    machine: Required[dict[str, Any]]
+    fingerprint: SkipValidation[str]
+    ceilings: SkipValidation[dict[str, Any] | None]
+    """The measured ceilings of the machine, as the planner used them."""
+    objective: SkipValidation[str]
+    allowed: SkipValidation[list[str]]
+    budget_s: SkipValidation[float]
+    spent_s: SkipValidation[float]
+    load: SkipValidation[float | None]
     """Load average per core while trials were timed, the median; a trial on a CPU makes about one itself."""
-    price: float | None
-    keep_speed: float
-    settings: dict[str, Any]
-    known: dict[str, float]
-    """What was expected of changes from earlier findings on this machine."""
-    base: dict[str, str]
-    counted: str
-    candidates: list[CandidateRow]
-    events: list[dict[str, Any]]
-    winner: dict[str, Any] | None
+    price: SkipValidation[float | None]
+    keep_speed: SkipValidation[float]
+    settings: SkipValidation[dict[str, Any]]
+    known: SkipValidation[dict[str, float]]
+    """Expected gains of changes, from earlier findings on this machine."""
+    base: Required[dict[str, Any]]
+    counted: SkipValidation[str]
+    candidates: Required[list[CandidateRow]]
+    events: Required[list[Annotated[dict[str, Any], having("kind", *TRIALS)]]]
+    winner: SkipValidation[dict[str, Any] | None]
 
 
-def write_tune(path: Path, record: TuneRecord) -> None:
-    """Check the record and replace the file in one piece."""
-    check_tune(record, str(path))
-    write_json_atomic(path, record)
-
-
-def read_tune(path: Path) -> TuneRecord:
-    """The search in a file or in its folder; a DataError when it is something else."""
-    tree, file = read_json(path, "tune.json", "search", "rush tune")
-    check_tune(tree, str(file))
-    record: TuneRecord = tree
-    return record
-
-
-def check_tune(tree: Any, where: str) -> None:
-    """Raise a DataError that names the first thing that is not as it should be."""
-    check_head(tree, "search", FORMAT, where)
-    for key, kind in (
-        ("name", str),
-        ("started", str),
-        ("machine", dict),
-        ("base", dict),
-        ("candidates", list),
-        ("events", list),
-    ):
-        check_of(tree, key, kind, where)
-    for index, row in enumerate(tree["candidates"]):
-        at = f"{where}: candidates[{index}]"
-        check_of(row, "key", str, at)
-        check_of(row, "reason", str, at)
-        check_in(row, "state", STATES, at)
-        if row.get("tokens_per_s") is not None:
-            check_measured(row["tokens_per_s"], f"{at}.tokens_per_s")
-        check_life(row, at)
-    for index, event in enumerate(tree["events"]):
-        check_in(event, "kind", TRIALS, f"{where}: events[{index}]")
+TUNE = RecordFile(TypeAdapter(TuneRecord), "tune.json", "search", "rush tune")
+read_tune, write_tune, check_tune = TUNE.read, TUNE.write, TUNE.check
 
 
 LEAP = "planned: "

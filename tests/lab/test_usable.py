@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -140,14 +139,3 @@ def test_what_comes_from_outside_is_not_held_against_a_recipe(
     assert found == verdict
     assert said in str(sentence)
     assert "/a/b" not in str(sentence)
-
-
-def test_a_life_in_a_record_is_checked(tmp_path: Path) -> None:
-    from rush.errors import DataError
-    from rush.records.life import check_life
-
-    check_life({}, "here")
-    check_life({"life": {"verdict": "ok", "problem": None, "parts": []}}, "here")
-    for life in ({"verdict": "fine", "parts": []}, {"verdict": "broken", "parts": []}, {"verdict": "ok"}, 3):
-        with pytest.raises(DataError, match="here"):
-            check_life({"life": json.loads(json.dumps(life))}, "here")

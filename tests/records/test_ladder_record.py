@@ -59,6 +59,16 @@ def test_a_damaged_rung_is_refused_and_named(key: str, value: Any) -> None:
         check_ladder(tree, "x.json")
 
 
+def test_a_life_in_a_rung_is_checked() -> None:
+    tree = copy.deepcopy(RECORD)
+    tree["rungs"][0]["life"] = {"verdict": "ok", "problem": None, "parts": []}
+    check_ladder(tree, "x.json")
+    for life in ({"verdict": "fine", "parts": []}, {"verdict": "broken", "parts": []}, {"verdict": "ok"}, 3):
+        tree["rungs"][0]["life"] = life
+        with pytest.raises(DataError, match=r"rungs\[0\].*life"):
+            check_ladder(tree, "x.json")
+
+
 @pytest.mark.parametrize(
     ("key", "value"), [("format", 2), ("view", "sideways"), ("rungs", {}), ("machine", 3)]
 )

@@ -144,8 +144,8 @@ def test_a_time_without_a_check_of_the_result_is_refused() -> None:
         (("status",), "fine", "status is 'fine'"),
         (("time_ms",), None, "time_ms"),
         (("time_ms", "ci95"), [2.0, 3.0], "outside its interval"),
-        (("time_ms", "samples"), [], "at least one"),
-        (("time_ms", "samples"), [0.0], "positive"),
+        (("time_ms", "samples"), [], "at least 1 item"),
+        (("time_ms", "samples"), [0.0], "greater than 0"),
         (("kind",), "friend", "kind is 'friend'"),
         (("correctness", "verdict"), "good", "verdict is 'good'"),
     ],
@@ -182,7 +182,7 @@ def test_ops_of_older_records_have_todays_names(tmp_path: Path) -> None:
 def test_ours_without_a_target_is_refused() -> None:
     record = made.models()
     del record["workloads"][0]["ours"][0]["target"]
-    with pytest.raises(DataError, match="target is None"):
+    with pytest.raises(DataError, match="target is missing"):
         check_models(record, "here")
 
 

@@ -21,8 +21,9 @@ from rush.lab.trial.trial import Outcome
 from rush.models import Shape, flops_per_token
 from rush.recipe import Recipe
 from rush.recipe_io import write_toml
-from rush.records.ladder import GainRecord, Measured, RungRecord
+from rush.records.ladder import GainRecord, RungRecord
 from rush.records.life import LifeRecord, broken, life_words
+from rush.records.typed import Measured
 
 RESTLESS = 1.5
 """How far apart the ends of the drift's interval may be before it says that nothing can be told on this machine now."""
@@ -225,7 +226,7 @@ def _figures(state: RungState, baselines: Baselines) -> RungRecord:
     ceiling = ((baselines.ceilings or {}).get("matmul") or {}).get(dtype)
     mfu = kinds["processed"] * work / peak if peak else None
     again = _recomputed(state.recipe.shape(), work, state.outcomes[0].found.get("block_forwards"))
-    return {
+    figures: dict[str, Any] = {
         "tokens_per_s": measured(speed, state.processes),
         "step_ms": measured(median_interval(steps), steps),
         "tokens_kind": kinds,
@@ -242,6 +243,7 @@ def _figures(state: RungState, baselines: Baselines) -> RungRecord:
         "longest": state.outcomes[0].found.get("longest"),
         "environment": {**first["environment"], "steady": all(t["steady"] for t in timings)},
     }
+    return cast(RungRecord, figures)
 
 
 def _work(state: RungState) -> float:

@@ -1,0 +1,132 @@
+"""Typed records: one JSON object in one file, a TypedDict for each kind, checked by pydantic when written and when read.
+
+What makes a record usable is checked: its format, the keys that every reader needs, closed lists of statuses and
+verdicts, measurements inside their intervals. Everything else (`SkipValidation`) is kept as recorded, so that a gap
+or a key of a later version costs one figure and not the page.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, Required, TypeVar
+
+from pydantic import AfterValidator, Field, SkipValidation, TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails, PydanticCustomError
+from typing_extensions import TypedDict
+
+from rush.errors import DataError
+from rush.files import write_json_atomic
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class RecordFile(Generic[T]):
+    """A kind of record: its type, the file that holds it in a folder, the command that writes it."""
+
+    schema: TypeAdapter[T]
+    file: str
+    what: str
+    command: str
+    version: int = 1
+
+    def read(self, path: Path) -> T:
+        """The record in a file or in a folder; a DataError that names the place when it is something else."""
+        file = self._file(path)
+        try:
+            tree: T = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise DataError(
+                f"there is no {self.what} at {file}; give a folder that `{self.command}` wrote."
+            ) from None
+        except (UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise DataError(f"{file} is not JSON ({error}); run `{self.command}` again.") from None
+        self.check(tree, str(file))
+        return tree
+
+    def write(self, path: Path, record: T) -> None:
+        """Check the record and replace the file atomically."""
+        file = self._file(path)
+        self.check(record, str(file))
+        write_json_atomic(file, record)
+
+    def check(self, tree: Any, where: str) -> None:
+        """Raise a DataError that names the first thing that is wrong, what was found and what is allowed."""
+        if not isinstance(tree, Mapping):
+            raise DataError(f"{where} holds no {self.what}: found {type(tree).__name__}, allowed: an object.")
+        if tree.get("format") != self.version:
+            raise DataError(
+                f"{where}: format is {tree.get('format')!r}; this version reads format {self.version}."
+            )
+        try:
+            self.schema.validate_python(tree, strict=True)
+        except ValidationError as error:
+            found = _sentence(error.errors()[0])
+            raise DataError(f"{where}: {found}. The record is damaged; run `{self.command}` again.") from None
+
+    def _file(self, path: Path) -> Path:
+        return path if path.is_file() or path.suffix == ".json" else path / self.file
+
+
+def _sentence(error: ErrorDetails) -> str:
+    """Where in the record, what was found, what is allowed."""
+    place = ""
+    for part in error["loc"]:
+        place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part
+    outer, _, key = place.rpartition(".")
+    inside = f"{outer}: {key}" if outer else key
+    match error["type"]:
+        case "missing":
+            return f"{inside} is missing"
+        case "one_of":
+            return f"{inside} is {error['input']!r:.80}; {error['msg']}"
+        case "value_error":
+            return f"{place}: {error['ctx']['error']}"
+        case _:
+            return f"{inside} is {error['input']!r:.80}; {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def one_of(*allowed: str) -> AfterValidator:
+    """One word of a closed list. The type stays `str`: whoever writes a record gets its words from elsewhere."""
+
+    def check(value: str) -> str:
+        if value not in allowed:
+            raise PydanticCustomError("one_of", "allowed: {allowed}", {"allowed": ", ".join(allowed)})
+        return value
+
+    return AfterValidator(check)
+
+
+def having(key: str, *allowed: str) -> AfterValidator:
+    """An object whose `key` is one word of a closed list; the rest of it is kept as recorded."""
+
+    def check(tree: T) -> T:
+        found = tree.get(key) if isinstance(tree, Mapping) else None
+        if found not in allowed:
+            raise ValueError(f"{key} is {found!r:.80}; allowed: {', '.join(allowed)}")
+        return tree
+
+    return AfterValidator(check)
+
+
+class Measured(TypedDict, total=False):
+    """A median with its 95 % interval and the samples behind it."""
+
+    median: Required[float]
+    ci95: Required[Annotated[list[float], Field(min_length=2, max_length=2)]]
+    n: SkipValidation[int]
+    samples: Required[Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)]]
+    processes: SkipValidation[list[list[float]]]
+
+
+def _inside_interval(measured: Measured) -> Measured:
+    low, high = measured["ci95"]
+    if not low <= measured["median"] <= high:
+        raise ValueError(f"the median {measured['median']!r} is outside its interval {[low, high]}")
+    return measured
+
+
+Measurement = Annotated[Measured, AfterValidator(_inside_interval)]
