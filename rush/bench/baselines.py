@@ -197,20 +197,17 @@ def target_of(
 ) -> SpeedTarget:
     """Reached only with the ratio, an equal parity verdict, every technique of the recipe seen at work, and a recipe that can be
     trained with."""
-    gain = rung.get("gain")
-    memory: SpeedTarget = {}
+    target = _speed_target(at_least, rung)
     if memory_at_most is not None:
-        memory = {"memory": memory_target_of(memory_at_most, rung, baseline or {})}
+        target["memory"] = memory_target_of(memory_at_most, rung, baseline)
+    return target
+
+
+def _speed_target(at_least: float, rung: RungRecord) -> SpeedTarget:
+    gain = rung.get("gain")
     if gain is None:
         why = rung.get("reason") or "there is nothing to compare with"
-        return {
-            "at_least": at_least,
-            "reached": None,
-            "ci95": None,
-            "verdict": "not measured",
-            "why": why,
-            **memory,
-        }
+        return {"at_least": at_least, "reached": None, "ci95": None, "verdict": "not measured", "why": why}
     problems = _unproved(rung)
     if gain["ratio"] < at_least:
         problems.insert(0, f"{gain['ratio']:.3f}× is less than {at_least:g}×")
@@ -221,16 +218,17 @@ def target_of(
         "ci95": gain["ci95"],
         "verdict": "missed" if problems else "reached",
         "why": "; ".join([*problems, *([CLOSE_CALL] if close else [])]) or None,
-        **memory,
     }
 
 
-def memory_target_of(at_most: float, rung: RungRecord, baseline: RungRecord) -> MemoryTarget:
+def memory_target_of(at_most: float, rung: RungRecord, baseline: RungRecord | None) -> MemoryTarget:
     """Peak memory over the baseline's; a small run that learns something else has saved nothing."""
-    ours, theirs = rung.get("peak_memory_bytes"), baseline.get("peak_memory_bytes")
+    ours, theirs = rung.get("peak_memory_bytes"), baseline.get("peak_memory_bytes") if baseline else None
     if not ours or not theirs:
         who = "ours" if not ours else "the baseline"
-        why = f"the memory of {who} is not known: {(rung if not ours else baseline).get('reason') or 'it was not measured'}"
+        side = rung if not ours else baseline
+        reason = (side.get("reason") if side else None) or "it was not measured"
+        why = f"the memory of {who} is not known: {reason}"
         return {"at_most": at_most, "reached": None, "verdict": "not measured", "why": why}
     ratio, problems = ours / theirs, _unproved(rung)
     if ratio > at_most:

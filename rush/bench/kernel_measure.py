@@ -261,11 +261,13 @@ def _time_of(samples: list[float]) -> Measured:
     return {"median": middle.median, "ci95": [middle.low, middle.high], "n": middle.n, "samples": samples}
 
 
-def _rates(study: Study, size: Size, step: Pass, time_ms: Measured | None, place: BenchDevice) -> KernelRow:
+def _rates(
+    study: Study, size: Size, step: Pass, time_ms: Measured | None, place: BenchDevice
+) -> dict[str, Any]:
     """What was moved and computed, over the time; and over the ceiling that bounds this op."""
     dtype = place.dtype(study)
     work = study.work(size, dtype.itemsize, step)
-    row: KernelRow = {"bytes": work.bytes, "flops": work.flops, "bytes_per_s": None, "flops_per_s": None,
+    row: dict[str, Any] = {"bytes": work.bytes, "flops": work.flops, "bytes_per_s": None, "flops_per_s": None,
                 "ceiling_fraction": None}  # fmt: skip
     if time_ms is None:
         return row

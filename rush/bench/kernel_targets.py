@@ -50,7 +50,7 @@ def _judged(
     little = target.at_most is None or reached <= target.at_most
     if interval and enough and little and not _clear(target, interval):
         line["why"] = "a close call: the interval reaches beyond the target"
-    correctness = (row or {}).get("correctness") or {}
+    correctness = (row.get("correctness") if row else None) or {}
     right = correctness.get("verdict") == "equal"
     if not right:
         line["why"] = f"what it computed is not proved equal: {correctness.get('why', 'not judged')}"
@@ -67,7 +67,7 @@ def _reached(
     target: Target, size: Size, row: KernelRow | None, other: KernelRow | None
 ) -> tuple[float | None, list[float] | None, str | None]:
     if row is None or row["status"] != "ok":
-        return None, None, (row or {}).get("reason") or "our kernel was not measured at this size"
+        return None, None, (row.get("reason") if row else None) or "our kernel was not measured at this size"
     if target.metric == "ceiling":
         fraction = row["ceiling_fraction"]
         return fraction, None, None if fraction is not None else "the ceiling of this device is not known"
@@ -76,7 +76,11 @@ def _reached(
         held = row["beyond_results_bytes"]
         return (held / target.of(size), None, None) if held is not None else (None, None, "not known here")
     if other is None or other["status"] != "ok":
-        return None, None, f"{target.against}: {(other or {}).get('reason') or 'not measured at this size'}"
+        return (
+            None,
+            None,
+            f"{target.against}: {(other.get('reason') if other else None) or 'not measured at this size'}",
+        )
     mine, theirs = row["time_ms"], other["time_ms"]
     assert mine is not None
     assert theirs is not None
