@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -253,7 +253,7 @@ def _row(study: Study, size: Size, step: Pass, entry: ContenderEntry, place: Ben
         "correctness": entry.correctness,
         "first_call_s": entry.first_call_s,
     }
-    return row | _rates(study, size, step, row["time_ms"], place)
+    return cast(KernelRow, {**row, **_rates(study, size, step, row["time_ms"], place)})
 
 
 def _time_of(samples: list[float]) -> Measured:
