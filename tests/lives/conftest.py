@@ -15,9 +15,22 @@ from tests.lives.small import write_data
 LIBRARIES = ("bitsandbytes", "torchao")
 
 
+QUICK = ("tests.lives.quick_compiler",)
+
+
 @pytest.fixture(scope="session")
 def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
-    """Processes that have imported everything, for all lives of this worker."""
+    """Processes that have imported everything, for all lives of this worker; graphs are traced and interpreted."""
+    yield from _living(tmp_path_factory, QUICK)
+
+
+@pytest.fixture(scope="session")
+def compiled_living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
+    """The same with Inductor."""
+    yield from _living(tmp_path_factory, ())
+
+
+def _living(tmp_path_factory: pytest.TempPathFactory, preloaded: tuple[str, ...]) -> Iterator[Living]:
     folder = tmp_path_factory.mktemp("lives")
     # What one worker has prepared and measured the others find; graphs are found where torch keeps them for everybody.
     session = folder.parent.parent if "PYTEST_XDIST_WORKER" in os.environ else folder.parent
@@ -26,7 +39,8 @@ def living(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Living]:
         write_data(folder / "data").rename(session / "data")
     # Where there is a GPU they ask for it when they are imported, which a process that forks must not.
     libraries = [] if torch.cuda.is_available() else [name for name in LIBRARIES if find_spec(name)]
-    plain, interpreted = (*COMMANDS, *libraries), ("tests.lives.quick_interpreter", *COMMANDS, *libraries)
+    plain = (*preloaded, *COMMANDS, *libraries)
+    interpreted = ("tests.lives.quick_interpreter", *plain)
     starters = Starter(plain, dismantle=False), Starter(interpreted, dismantle=False)
     yield Living(starters, folder, session / "data", environment)
     for starter in starters:

@@ -1,6 +1,7 @@
 """Every pair of techniques that the check allows trains, validates, samples, saves, is killed, resumes and generates.
 
-Here in a covering array; alone, pair by pair, in `make test-all`. Each technique also with every objective and, on two ranks,
+Here in a covering array, compiled graphs interpreted (`quick_compiler.py`); alone, pair by pair and with Inductor, in
+`make test-all`. Each technique also with every objective and, on two ranks,
 with every axis of the layout. What needs a GPU has its own array, `test_pairs_gpu.py`.
 """
 
@@ -42,6 +43,6 @@ def test_every_allowed_pair_lives_in_some_recipe(living: Living, setting: str, t
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("setting", "techniques"), _lives(slow=True))
-def test_every_allowed_pair_lives_alone(living: Living, setting: str, techniques: Items) -> None:
+def test_every_allowed_pair_lives_alone(compiled_living: Living, setting: str, techniques: Items) -> None:
     checked = settings()[setting].checked
-    living.must_live(checked.setting, techniques, checked.allowed)
+    compiled_living.must_live(checked.setting, techniques, checked.allowed)

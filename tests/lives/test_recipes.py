@@ -1,6 +1,7 @@
 """Every ready recipe lives a whole life on a CPU: its own techniques, as far as they run here, at a small size.
 
-A new file in `recipes/` is included by being there. What this machine cannot run stands in the name of the test.
+A new file in `recipes/` is included by being there. Graphs are traced and interpreted (`quick_compiler.py`), and compiled in
+`make test-all`. What this machine cannot run stands in the name of the test.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ INTERPRETED = ("TRITON_INTERPRET", "1")
 """With it our Triton kernels run on a CPU, slowly; each kernel asks when it is defined, so the forking process needs it."""
 LIMIT_S = 600.0
 """Of a command: a C++ compiler on busy cores."""
+WITH_INDUCTOR = "gpt2-124m-fast"
+"""The one whose graphs are compiled in `make test` too."""
 NEEDS_CUDA = {"cudnn_attention", "pin_memory"}
 
 
@@ -35,13 +38,22 @@ def _lived(name: str) -> Lived:
 READY = [_lived(name) for name in RECIPES.names()]
 
 
-@pytest.fixture(scope="module")
-def starter() -> Iterator[Starter]:
+def _starter(*preloaded: str) -> Iterator[Starter]:
     with pytest.MonkeyPatch.context() as surroundings:
         surroundings.setenv(*INTERPRETED)
-        starter = Starter(("tests.lives.quick_interpreter", *COMMANDS), dismantle=False)
+        starter = Starter(("tests.lives.quick_interpreter", *preloaded, *COMMANDS), dismantle=False)
         yield starter
         starter.close()
+
+
+@pytest.fixture(scope="module")
+def starter() -> Iterator[Starter]:
+    yield from _starter("tests.lives.quick_compiler")
+
+
+@pytest.fixture(scope="module")
+def compiling_starter() -> Iterator[Starter]:
+    yield from _starter()
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +76,24 @@ def test_a_ready_recipe_lives_a_whole_life(
     lived: Lived, starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
 ) -> None:
     life = Lives(starter, tmp_path, environment, LIMIT_S).live(short(data.of(lived.recipe), **FEW))
+    assert life.problem is None
+
+
+@pytest.mark.timeout(3 * LIMIT_S)
+@pytest.mark.parametrize(
+    "lived",
+    [
+        pytest.param(lived, id=lived.id, marks=() if lived.name == WITH_INDUCTOR else pytest.mark.slow)
+        for lived in READY
+        if any(name == "compile" for name, _ in lived.recipe.technique_uses())
+    ],
+)
+def test_a_recipe_that_compiles_lives_with_inductor(
+    lived: Lived, compiling_starter: Starter, data: LocalData, environment: dict[str, str], tmp_path: Path
+) -> None:
+    life = Lives(compiling_starter, tmp_path, environment, LIMIT_S).live(
+        short(data.of(lived.recipe), **FEW), ("train", "resume", "generate")
+    )
     assert life.problem is None
 
 
