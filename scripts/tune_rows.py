@@ -3,7 +3,7 @@
 
 python scripts/tune_rows.py [--ops rope,swiglu] [--widths 2048,8192] [--seconds 85] [--out FILE]
 
-The kernels choose by rules (`rush.kernels.support.row_tile` and `row_walk`, `BLOCK` and `NUM_WARPS` in their files), not
+The kernels choose by rules (`rush.kernels.support.row_tile` and `persistent_rows`, `BLOCK` and `NUM_WARPS` in their files), not
 by autotuning: a choice made anew in every process would change the last bits of a weight's gradient from run to run.
 This script is how the rules are checked. A variant is the kernel with some of those names replaced while it is called.
 All cores compile, then for each op and width every variant's results and gradients are held against float64, and they
@@ -46,7 +46,7 @@ from rush.kernels.layernorm import triton as layernorm
 from rush.kernels.rmsnorm import triton as rmsnorm
 from rush.kernels.rope import triton as rope
 from rush.kernels.study import Inputs, Size, Study
-from rush.kernels.support import RowTile, RowWalk, next_power_of_2
+from rush.kernels.support import PersistentRows, RowTile, next_power_of_2
 from rush.kernels.swiglu import triton as swiglu
 
 OPS = ("rmsnorm", "layernorm", "rope", "swiglu", "bias_grad", "gelu")
@@ -173,11 +173,11 @@ def _walks(module: Any, width: int, add: bool) -> list[Variant]:
         # Warps of a multiprocessor, by the registers that so many elements take.
         for together in {8: (24, 32), 16: (16, 24), 32: (8, 16)}[elements]:
             for stages in (2, 3, 4) if (elements, together) == (16, 16) and not add else (3,):
-                walk = RowWalk(rows, block, warps, stages, max(1, together // warps))
+                walk = PersistentRows(rows, block, warps, stages, max(1, together // warps))
                 shared = rows * block * 2 * (3 if add else 2) * (stages - 1)
                 if shared * walk.programs_per_sm <= 220_000:
                     name = f"{rows} rows, {warps} warps, {stages} stages, {walk.programs_per_sm} programs"
-                    found.append(Variant(name, ((module, "row_walk", lambda *_, walk=walk: walk),)))
+                    found.append(Variant(name, ((module, "persistent_rows", lambda *_, walk=walk: walk),)))
     return list({variant.name: variant for variant in found}.values())
 
 

@@ -87,17 +87,15 @@ def after_bias(dtype: torch.dtype) -> None:
     both_ways(lambda total, bias: torch.cat(split_bias_grad(total, bias)), total, bias)
 
 
-def loss(dtype: torch.dtype, vocabulary: int, smoothing: float = 0.0) -> None:
+def loss(dtype: torch.dtype, vocabulary: int) -> None:
     labels = torch.zeros(4, dtype=torch.int64)
-    function = partial(cross_entropy, labels=labels, label_smoothing=smoothing, z_loss=1e-4)
+    function = partial(cross_entropy, labels=labels)
     both_ways(function, zeros(4, vocabulary, dtype=dtype))
 
 
-def loss_over_logits(dtype: torch.dtype, vocabulary: int, smoothing: float = 0.0) -> None:
+def loss_over_logits(dtype: torch.dtype, vocabulary: int) -> None:
     labels = torch.zeros(4, dtype=torch.int64)
-    both_ways(
-        lambda x: cross_entropy_(x * 1, labels, label_smoothing=smoothing), zeros(4, vocabulary, dtype=dtype)
-    )
+    both_ways(lambda x: cross_entropy_(x * 1, labels), zeros(4, vocabulary, dtype=dtype))
 
 
 def head_and_loss(dtype: torch.dtype) -> None:
@@ -131,7 +129,7 @@ def eight_bit_linear() -> None:
 def eight_bit_head() -> None:
     hidden, weight = zeros(ROWS, 256, dtype=BF16), zeros(1001, 256, dtype=BF16)
     labels = torch.zeros(ROWS, dtype=torch.int64)
-    both_ways(partial(linear_cross_entropy, labels=labels, products="fp8"), hidden, weight)
+    both_ways(partial(linear_cross_entropy, labels=labels, matmuls="fp8"), hidden, weight)
 
 
 def eight_bit_mlp() -> None:
@@ -195,7 +193,7 @@ STREAMING: dict[str, Callable[[], None]] = {
     "linear_cross_entropy fp8": eight_bit_head,
     "walks of explain": walks,
     "cross_entropy bf16": partial(loss, BF16, 128256),
-    "cross_entropy fp32 smoothed": partial(loss, FP32, 50304, 0.1),
+    "cross_entropy fp32": partial(loss, FP32, 50304),
     "cross_entropy_ bf16": partial(loss_over_logits, BF16, 128256),
     "linear_cross_entropy bf16": partial(head_and_loss, BF16),
     "adamw fp32": partial(update, FP32, FP32, False),
@@ -232,7 +230,7 @@ RARE: dict[str, Callable[[], None]] = {
     "swiglu fp16": partial(swi, FP16),
     "gelu fp16": partial(gaussian, FP16),
     "nf4 fp16": partial(nf4, FP16),
-    "cross_entropy_ fp16 smoothed": partial(loss_over_logits, FP16, 50304, 0.1),
+    "cross_entropy_ fp16": partial(loss_over_logits, FP16, 50304),
     "linear_cross_entropy fp16": partial(head_and_loss, FP16),
     "adamw bf16, moments fp32": partial(update, BF16, FP32, True),
     "adamw bf16, odd size": partial(update, BF16, BF16, False, size=8191),

@@ -32,8 +32,8 @@ STACK_BYTES = {
     "attention bf16 64 documents: flash_forward_tiles": 16,
     "attention fp32 128: flash_dq_tiles": 256,
     "attention fp32 64: flash_dkdv_tiles": 32,
-    "cross_entropy fp32 smoothed: cross_entropy_forward_kernel": 16,
-    "cross_entropy_ fp16 smoothed: cross_entropy_forward_kernel": 16,
+    "cross_entropy fp32: cross_entropy_forward_kernel": 16,
+    "cross_entropy_ fp16: cross_entropy_forward_kernel": 16,
 }
 """What a thread may keep outside its registers; everywhere else nothing. These were found by compiling, rounded up, and
 must not grow. Some come from one compiler or one GPU only: the first is 40 bytes by Triton 3.9 for Hopper, 112 by 3.6,
@@ -52,9 +52,9 @@ NARROW_LOADS = {
     "gelu_backward_kernel": 0,
     "gelu_bias_grad_backward_kernel": 0,
     "concat_bias_grad_kernel": 0,
-    "fp8_cast_both_kernel": 2,
+    "fp8_cast_transpose_kernel": 2,
     "fp8_logits_gradient_kernel": 12,  # a 1, and of rows: labels and normalizers of four at a time, then those of one with its logit
-    "fp8_swiglu_largest_kernel": 0,
+    "fp8_swiglu_amax_kernel": 0,
     "fp8_swiglu_kernel": 1,
     "fp8_swiglu_bound_kernel": 4,
     "fp8_swiglu_backward_kernel": 3,

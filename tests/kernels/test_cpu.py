@@ -140,7 +140,7 @@ def test_without_a_compiler_or_another_system_it_says_so(
     with pytest.raises(MachineError, match=r"kernels for a CPU cannot run here: there is no C\+\+ compiler"):
         cpu.load()
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert cpu.cannot_run() == "they are built on Linux, and this is darwin"
+    assert cpu.cannot_run() == "they need Linux, and this is darwin"
 
 
 def test_a_script_takes_them_without_being_told(uses_cpp: None) -> None:

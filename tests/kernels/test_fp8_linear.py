@@ -12,15 +12,15 @@ from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
 from rush.kernels.fp8_linear import fp8_linear, reference
-from rush.kernels.fp8_linear.operands import cast_both
-from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize, scale_for
+from rush.kernels.fp8_linear.operands import _cast_transpose
+from rush.kernels.fp8_linear.reference import E4M3, E5M2, Fp8Tensor, quantize, scale_for
 
 RECIPES = ["tensorwise", "rowwise"]
 WAYS: list[dict[str, Any]] = [
     {"recipe": "tensorwise"},
     {"recipe": "rowwise"},
     {"recipe": "tensorwise", "casts": "kernel"},
-    {"recipe": "tensorwise", "fast": "all"},
+    {"recipe": "tensorwise", "fast_accum": "all"},
 ]
 # tokens, inputs, outputs
 SHAPES = [(16, 16, 16), (48, 32, 80), (32, 96, 16)]
@@ -70,12 +70,12 @@ def test_a_scale_is_a_power_of_two_that_fills_the_range_and_never_leaves_it(
 def test_a_cast_rounds_to_the_nearest_8_bit_value_and_nothing_else(device: str, rowwise: bool) -> None:
     x, _, _ = inputs(device, (48, 32, 16))
     x = x * torch.logspace(-3, 3, 48, device=device)[:, None].bfloat16()
-    values, unit = quantize(x, E4M3, rowwise)
-    assert unit.shape == ((48, 1) if rowwise else ())
+    values, inv_scale = quantize(x, E4M3, rowwise)
+    assert inv_scale.shape == ((48, 1) if rowwise else ())
     exact = x.double()
-    back = values.double() * unit.double()
+    back = values.double() * inv_scale.double()
     # Three bits of mantissa: half a step is 2^-4 of the value; below the smallest normal 2^-6 steps are 2^-9.
-    allowed = torch.maximum(exact.abs() * 2**-4, unit.double() * 2**-10)
+    allowed = torch.maximum(exact.abs() * 2**-4, inv_scale.double() * 2**-10)
     assert bool(((back - exact).abs() <= allowed).all())
     assert not torch.equal(back, exact)
     if rowwise:
@@ -87,13 +87,13 @@ def test_a_cast_rounds_to_the_nearest_8_bit_value_and_nothing_else(device: str, 
 
 def test_zeros_stay_zeros_and_what_is_not_finite_stays_so(device: str) -> None:
     for rowwise in (False, True):
-        values, unit = quantize(torch.zeros(4, 16, device=device), E4M3, rowwise)
-        assert bool((values.float() * unit == 0).all())
+        values, inv_scale = quantize(torch.zeros(4, 16, device=device), E4M3, rowwise)
+        assert bool((values.float() * inv_scale == 0).all())
         for bad in (torch.nan, torch.inf):
             x = torch.ones(4, 16, device=device)
             x[1, 3] = bad
-            values, unit = quantize(x, E4M3, rowwise)
-            assert bool((values.float() * unit).isnan().any()), "a run that diverged must be seen to"
+            values, inv_scale = quantize(x, E4M3, rowwise)
+            assert bool((values.float() * inv_scale).isnan().any()), "a run that diverged must be seen to"
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
@@ -116,7 +116,7 @@ def test_products_are_those_of_the_8_bit_factors(
             for dtype in (torch.float64, torch.bfloat16)
         )
         for what, mine, theirs, truth in zip(("out", "dx", "dweight"), ours, plain, exact, strict=True):
-            fast = device == "cuda" and (what == "out" or how.get("fast") == "all")
+            fast = device == "cuda" and (what == "out" or how.get("fast_accum") == "all")
             allowed = (4 if fast else 2) * error(theirs, truth)
             assert mine.dtype == torch.bfloat16
             assert error(mine, truth) <= allowed, f"{what} of {shape}: {error(mine, truth)} > {allowed}"
@@ -155,12 +155,12 @@ def test_the_casting_kernel_makes_the_same_bits_in_both_layouts(device: str, dty
     for rows, columns in [(1, 1), (16, 48), (65, 130), *([(4096, 3000)] if device == "cuda" else [])]:
         x = torch.randn(rows, 2 * columns, device=device, dtype=torch.bfloat16)[:, :columns]
         scale = scale_for(x.abs().amax(), dtype)
-        values, turned = cast_both(x, scale, dtype)
+        values, transposed = _cast_transpose(x, scale, dtype)
         expected = quantize(x, dtype, rowwise=False).values
         assert values.is_contiguous()
-        assert turned.is_contiguous()
+        assert transposed.is_contiguous()
         assert torch.equal(values.view(torch.uint8), expected.contiguous().view(torch.uint8))
-        assert torch.equal(turned.view(torch.uint8), expected.t().contiguous().view(torch.uint8))
+        assert torch.equal(transposed.view(torch.uint8), expected.t().contiguous().view(torch.uint8))
 
 
 def test_the_master_weight_is_untouched_and_gets_a_gradient_in_its_own_dtype(device: str) -> None:
@@ -181,7 +181,7 @@ def test_the_master_weight_is_untouched_and_gets_a_gradient_in_its_own_dtype(dev
 def test_it_compiles_without_a_graph_break_and_means_the_same(
     device: str, backend: str, how: dict[str, Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:
-    if device == "cuda" and (how["recipe"] == "rowwise" or "fast" in how):
+    if device == "cuda" and (how["recipe"] == "rowwise" or "fast_accum" in how):
         pytest.skip("compiled on a GPU with a whole model, in tests/gpu")
     x, weight, dout = inputs(device, (48, 32, 80))
 
@@ -235,7 +235,7 @@ def test_what_it_does_not_support_is_refused(device: str) -> None:
         fp8_linear(x, weight.t())
     with pytest.raises(KernelRefusal, match="tensorwise and rowwise"):
         fp8_linear(x, weight, recipe="blockwise")  # type: ignore[arg-type]
-    with pytest.raises(KernelRefusal, match="for tensorwise scales"):
+    with pytest.raises(KernelRefusal, match="needs tensorwise scales"):
         fp8_linear(x, weight, recipe="rowwise", casts="kernel")
 
 
@@ -262,9 +262,9 @@ def test_emulated_products_are_seen_in_a_profile(device: str) -> None:
 
 
 def test_the_reference_multiplies_what_it_says(device: str) -> None:
-    left = Scaled(torch.tensor([[1.0, 2.0]], device=device).to(E4M3), torch.tensor(4.0, device=device))
-    right = Scaled(
+    left = Fp8Tensor(torch.tensor([[1.0, 2.0]], device=device).to(E4M3), torch.tensor(4.0, device=device))
+    right = Fp8Tensor(
         torch.tensor([[3.0, 0.5], [1.0, 1.0]], device=device).to(E4M3),
         torch.tensor([[1.0], [2.0]], device=device),
     )
-    assert reference.product(left, right, torch.float64).tolist() == [[16.0, 24.0]]
+    assert reference.scaled_mm(left, right, torch.float64).tolist() == [[16.0, 24.0]]

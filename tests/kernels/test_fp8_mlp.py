@@ -18,7 +18,7 @@ from rush.kernels.fp8_mlp import fp8_mlp, reference
 from rush.kernels.fp8_mlp import triton as kernels
 
 WHAT = ("out", "dx", "dgate and dup", "ddown")
-WAYS: list[dict[str, Any]] = [{}, {"casts": "kernel"}, {"fast": "all"}]
+WAYS: list[dict[str, Any]] = [{}, {"casts": "kernel"}, {"fast_accum": "all"}]
 # tokens, width of the MLP: smaller than a tile, not a multiple of one, several of them
 SHAPES = [(16, 16), (144, 48), (48, 528)]
 LARGE = [(4096, 2048), (1040, 3008)]
@@ -90,22 +90,22 @@ def test_the_kernels_make_what_float64_makes_rounded_once(device: str, dtype: to
             reference.swiglu(joined.double()),
             reference.swiglu_gradient(dh.double(), joined.double()),
         )
-        largest, steepest = kernels.largest(joined)
+        largest, steepest = kernels.amax(joined)
         assert torch.allclose(largest.double(), h.abs().amax(), rtol=1e-6)
         h_scale, scale = scale_for(largest, E4M3), scale_for(kernels.bound(dh, steepest), E5M2)
         ours = kernels.forward(joined, h_scale)
         assert differing(ours, (h * h_scale).float().to(E4M3)) <= 1e-3
-        out, out_turned, h_turned = kernels.backward(dh, joined, scale, h_scale)
+        out, out_transposed, h_transposed = kernels.backward(dh, joined, scale, h_scale)
         assert differing(out, (djoined * scale).float().to(E5M2)) <= 1e-3
-        for turned, plain in ((out_turned, out), (h_turned, ours)):
-            assert turned.is_contiguous()
-            assert torch.equal(bits(turned.t()), bits(plain)), "the same bits, turned over"
+        for transposed, plain in ((out_transposed, out), (h_transposed, ours)):
+            assert transposed.is_contiguous()
+            assert torch.equal(bits(transposed.t()), bits(plain)), "the same bits, transposed over"
 
 
 def test_the_forward_scale_is_that_of_a_plain_cast(device: str) -> None:
     _, joined = wide_tensors(device, 64, 96, torch.bfloat16)
-    h_scale = scale_for(kernels.largest(joined)[0], E4M3)
-    assert torch.equal(h_scale.reciprocal(), quantize(reference.swiglu(joined), E4M3, False).unit)
+    h_scale = scale_for(kernels.amax(joined)[0], E4M3)
+    assert torch.equal(h_scale.reciprocal(), quantize(reference.swiglu(joined), E4M3, False).inv_scale)
 
 
 @pytest.mark.parametrize("outlier", [1.0, 300.0])
@@ -120,7 +120,7 @@ def test_the_bound_is_never_below_the_largest_gradient_and_seldom_far_above(
         dh[torch.randperm(48)] *= torch.logspace(-3, 0, 48, device=device)[:, None].bfloat16()
         joined[seed, 7 + 60 * seed] = outlier
         exact = reference.swiglu_gradient(dh.double(), joined.double()).abs().amax()
-        bound = kernels.bound(dh, kernels.largest(joined)[1]).double()
+        bound = kernels.bound(dh, kernels.amax(joined)[1]).double()
         assert exact * (1 - 1e-6) <= bound <= 8 * outlier * exact
 
 
@@ -129,7 +129,7 @@ def test_the_bound_sees_either_derivative_where_the_other_is_zero(device: str, s
     dh, joined = wide_tensors(device, 16, 272, torch.bfloat16)
     joined.chunk(2, dim=1)[("gate", "up").index(shut)].zero_()
     exact = reference.swiglu_gradient(dh.double(), joined.double()).abs().amax()
-    assert 0 < exact * (1 - 1e-6) <= kernels.bound(dh, kernels.largest(joined)[1]).double()
+    assert 0 < exact * (1 - 1e-6) <= kernels.bound(dh, kernels.amax(joined)[1]).double()
 
 
 def test_what_is_not_finite_stays_so_and_zeros_are_zeros(device: str) -> None:
@@ -252,5 +252,5 @@ def test_what_it_does_not_support_is_refused(device: str) -> None:
     with pytest.raises(KernelRefusal, match="fp8_mlp needs tokens, inputs and outputs in multiples of 16"):
         fp8_mlp(x[:30], weight, down)
     for wrong in (weight[:80], torch.cat((weight, weight))):
-        with pytest.raises(KernelRefusal, match="gate and up one below another"):
+        with pytest.raises(KernelRefusal, match="concatenated weight of gate and up"):
             fp8_mlp(x, wrong, down)

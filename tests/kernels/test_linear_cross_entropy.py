@@ -1,4 +1,4 @@
-"""LM head and loss in one: against float64, in every dtype, by chunks, compiled, recomputed, under autocast."""
+"""Fused LM head and loss: against float64, in every dtype, in chunks, compiled, recomputed, under autocast."""
 
 from __future__ import annotations
 
@@ -11,19 +11,30 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from rush.errors import KernelRefusal
-from rush.kernels.linear_cross_entropy import Words, chunks, linear_cross_entropy
+from rush.kernels.linear_cross_entropy import chunks, linear_cross_entropy
 from rush.kernels.linear_cross_entropy.reference import linear_cross_entropy as reference
 
 CPP = True
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-# Tokens, hidden, vocabulary, tokens of a chunk: alone, odd, with a rest, aligned (no padding), many chunks.
-# On a GPU fewer, because each width and dtype is a kernel to be compiled.
+# Tokens, hidden, vocabulary, tokens per chunk: tiny, odd, a remainder, aligned (no padding), many chunks.
+# Fewer under the interpreter, which is slow, and on a GPU, where each width and dtype compiles a kernel.
+ODD = (7, 16, 33, 3)
+INTERPRETED_CASES = [
+    *((ODD, dtype) for dtype in DTYPES),
+    ((1, 8, 5, 1), torch.float32),
+    ((24, 32, 257, 5), torch.bfloat16),
+]
 CASES = [
     *(
-        pytest.param(place, shape, dtype)
+        pytest.param(
+            place,
+            shape,
+            dtype,
+            marks=() if place == "c++" or (shape, dtype) in INTERPRETED_CASES else pytest.mark.slow,
+        )
         for place in ("cpu", "c++")
-        for shape in ((1, 8, 5, 1), (7, 16, 33, 3), (24, 32, 257, 5), (24, 32, 128, 24), (40, 16, 64, 2))
+        for shape in ((1, 8, 5, 1), ODD, (24, 32, 257, 5), (24, 32, 128, 24), (40, 16, 64, 2))
         for dtype in DTYPES
     ),
     *(
@@ -57,7 +68,7 @@ def gradients(
     scale: float = 0.5,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Loss and gradients. The scale stands for the share of a label in the mean."""
+    """Loss and gradients, with an upstream gradient that is not 1."""
     hidden, weight = (tensor.detach().clone().requires_grad_() for tensor in (hidden, weight))
     loss = function(hidden, weight, labels, **options)
     d_hidden, d_weight = torch.autograd.grad(loss * scale, (hidden, weight))
@@ -65,35 +76,27 @@ def gradients(
 
 
 @pytest.mark.parametrize(("device", "shape", "dtype"), CASES, indirect=["device"])
-@pytest.mark.parametrize(
-    "options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2}], ids=["plain", "with_extras"]
-)
 def test_loss_and_gradients_are_as_exact_as_full_logits_in_the_same_dtype(
-    device: str,
-    shape: tuple[int, int, int, int],
-    dtype: torch.dtype,
-    options: dict[str, Any],
-    check_errors: Any,
+    device: str, shape: tuple[int, int, int, int], dtype: torch.dtype, check_errors: Any
 ) -> None:
     tokens, width, vocab, chunk = shape
     hidden, weight, labels = made(tokens, width, vocab, dtype, device)
-    exact = gradients(reference, hidden.double(), weight.double(), labels, **options)
-    plain = gradients(reference, hidden, weight, labels, **options)
-    ours = gradients(linear_cross_entropy, hidden, weight, labels, chunk_tokens=chunk, **options)
+    exact = gradients(reference, hidden.double(), weight.double(), labels)
+    plain = gradients(reference, hidden, weight, labels)
+    ours = gradients(linear_cross_entropy, hidden, weight, labels, chunk_tokens=chunk)
     for what, factor, found, theirs, true in zip(
         ("loss", "hidden", "weight"), (2, 3, 3), ours, plain, exact, strict=True
     ):
         check_errors(found, theirs, true, factor, what)
 
 
-def test_in_bf16_the_sum_over_as_many_chunks_as_are_rounded_stays_within_three_times(
-    device: str, check_errors: Any
-) -> None:
-    tokens = 8 * chunks.MOST_ROUNDED
+def test_in_bf16_the_sum_over_many_chunks_stays_within_three_times(device: str, check_errors: Any) -> None:
+    size = 8 if device == "cuda" else 2
+    tokens = size * chunks.MOST_ROUNDED
     hidden, weight, labels = made(tokens, 16, 64, torch.bfloat16, device)
     exact = gradients(reference, hidden.double(), weight.double(), labels)[2]
     plain = gradients(reference, hidden, weight, labels)[2]
-    for chunk in (8, 4):  # rounded after each chunk, and beyond that kept in fp32
+    for chunk in (size, size // 2):  # rounded after each chunk, and above MOST_ROUNDED kept in fp32
         ours = gradients(linear_cross_entropy, hidden, weight, labels, chunk_tokens=chunk)[2]
         check_errors(ours, plain, exact, 3, f"chunks of {chunk}")
 
@@ -118,38 +121,38 @@ def test_in_fp16_neither_a_large_sum_nor_a_small_probability_is_lost(device: str
     assert float(d_weight[1]) == pytest.approx(30000 * 2.06e-9, rel=0.05)
 
 
-def test_only_gradients_that_are_asked_for_are_made(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_required_gradients_are_computed(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     hidden, weight, labels = made(12, 8, 20, torch.float32, device)
-    products: list[str] = []
-    for name in ("_product", "_add_product"):
+    matmuls: list[str] = []
+    for name in ("_mm", "_addmm_transposed"):
         original = getattr(chunks, name)
 
         def counted(*args: Any, name: str = name, original: Any = original, **rest: Any) -> None:
-            products.append(name)
+            matmuls.append(name)
             original(*args, **rest)
 
         monkeypatch.setattr(chunks, name, counted)
     expected = reference(hidden, weight, labels)
-    for wants_hidden, wants_weight in ((False, False), (True, False), (False, True), (True, True)):
-        products.clear()
+    for hidden_grad, weight_grad in ((False, False), (True, False), (False, True), (True, True)):
+        matmuls.clear()
         found = linear_cross_entropy(
-            hidden.clone().requires_grad_(wants_hidden),
-            weight.clone().requires_grad_(wants_weight),
+            hidden.clone().requires_grad_(hidden_grad),
+            weight.clone().requires_grad_(weight_grad),
             labels,
             chunk_tokens=12,
         )
         torch.testing.assert_close(found, expected)
-        assert products == ["_product"] * wants_hidden + ["_add_product"] * wants_weight
+        assert matmuls == ["_mm"] * hidden_grad + ["_addmm_transposed"] * weight_grad
     with torch.no_grad():
-        products.clear()
+        matmuls.clear()
         linear_cross_entropy(hidden.clone().requires_grad_(), weight.clone().requires_grad_(), labels)
-        assert products == []
+        assert matmuls == []
 
 
 def test_chunks_do_not_change_the_result(device: str) -> None:
-    hidden, weight, labels = made(20, 16, 30, torch.float32, device)
+    hidden, weight, labels = made(14, 16, 30, torch.float32, device)
     expected = gradients(reference, hidden, weight, labels)
-    for chunk in (None, 1, 7, 20, 99):
+    for chunk in (None, 7, 99):
         for found, theirs in zip(
             gradients(linear_cross_entropy, hidden, weight, labels, chunk_tokens=chunk), expected, strict=True
         ):
@@ -166,18 +169,18 @@ def test_the_default_chunk_is_at_most_a_tenth_of_many_tokens_and_never_all_of_a_
 
 
 def test_grouped_and_strided_inputs(device: str) -> None:
-    hidden, weight, labels = made(24, 16, 30, torch.float32, device)
+    hidden, weight, labels = made(8, 16, 30, torch.float32, device)
     expected = gradients(linear_cross_entropy, hidden, weight, labels)
-    grouped = gradients(linear_cross_entropy, hidden.view(4, 6, 16), weight, labels.view(4, 6))
+    grouped = gradients(linear_cross_entropy, hidden.view(2, 4, 16), weight, labels.view(2, 4))
     torch.testing.assert_close(grouped[0], expected[0])
     torch.testing.assert_close(grouped[1].flatten(0, 1), expected[1])
-    turned = gradients(
+    strided = gradients(
         linear_cross_entropy,
         hidden.t().contiguous().t(),
         weight.t().contiguous().t(),
         labels.repeat_interleave(2)[::2],
     )
-    for found, theirs in zip(turned, expected, strict=True):
+    for found, theirs in zip(strided, expected, strict=True):
         torch.testing.assert_close(found, theirs)
 
 
@@ -185,34 +188,35 @@ def test_grouped_and_strided_inputs(device: str) -> None:
 def test_under_autocast_matmuls_round_and_gradients_keep_the_dtype_of_their_tensor(
     dtype: torch.dtype, device: str, check_errors: Any
 ) -> None:
-    hidden, weight, labels = made(24, 32, 257, torch.float32, device)
+    hidden, weight, labels = made(10, 32, 67, torch.float32, device)
     exact = gradients(reference, hidden.double(), weight.double(), labels)
     with torch.autocast(device, dtype):
         plain = gradients(reference, hidden, weight, labels)
-        ours = gradients(linear_cross_entropy, hidden, weight, labels, chunk_tokens=8)
-        mixed = gradients(linear_cross_entropy, hidden.to(dtype), weight, labels, chunk_tokens=8)
+        ours = gradients(linear_cross_entropy, hidden, weight, labels, chunk_tokens=5)
+        mixed = gradients(linear_cross_entropy, hidden.to(dtype), weight, labels, chunk_tokens=5)
     for factor, found, theirs, true in zip((2, 3, 3), ours, plain, exact, strict=True):
         assert found.dtype == torch.float32
         check_errors(found, theirs, true, factor)
     assert mixed[1].dtype == dtype
     assert torch.equal(mixed[2], ours[2])
-    rounded = gradients(linear_cross_entropy, hidden.to(dtype), weight.to(dtype), labels, chunk_tokens=8)
+    rounded = gradients(linear_cross_entropy, hidden.to(dtype), weight.to(dtype), labels, chunk_tokens=5)
     torch.testing.assert_close(ours[0], rounded[0])
 
 
 @pytest.mark.parametrize(
     ("device", "dtype"),
     [
-        *((place, dtype) for place in ("cpu", "c++") for dtype in DTYPES),
+        ("cpu", torch.bfloat16),
+        *(("c++", dtype) for dtype in DTYPES),
         pytest.param("cuda", torch.bfloat16, marks=pytest.mark.gpu),
     ],
     indirect=["device"],
 )
-def test_compiled_without_a_break_it_gives_the_same(device: str, dtype: torch.dtype) -> None:
-    hidden, weight, labels = made(24, 32, 257, dtype, device)
+def test_compiled_without_a_graph_break_it_gives_the_same(device: str, dtype: torch.dtype) -> None:
+    hidden, weight, labels = made(9, 32, 67, dtype, device)
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        return linear_cross_entropy(hidden * 1.5, weight, labels, z_loss=1e-3, chunk_tokens=8) * 0.25
+        return linear_cross_entropy(hidden * 1.5, weight, labels, chunk_tokens=8) * 0.25
 
     torch._dynamo.reset()
     compiled = torch.compile(loss, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
@@ -228,7 +232,7 @@ def test_compiled_without_a_break_it_gives_the_same(device: str, dtype: torch.dt
 
 
 def test_recomputed_under_activation_checkpointing_it_gives_the_same(device: str) -> None:
-    hidden, weight, labels = made(24, 16, 30, torch.float32, device)
+    hidden, weight, labels = made(6, 16, 30, torch.float32, device)
 
     def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         return linear_cross_entropy(hidden.sin(), weight, labels)
@@ -255,7 +259,7 @@ def test_repeats_give_the_same_bits(device: str) -> None:
     many = (1024, 256, 5000, 96) if device == "cuda" else (12, 8, 20, 5)
     hidden, weight, labels = made(*many[:3], torch.bfloat16, device)
     first = gradients(linear_cross_entropy, hidden, weight, labels, chunk_tokens=many[3])
-    for _ in range(100 if device == "cuda" else 5):
+    for _ in range(100 if device == "cuda" else 2):
         again = gradients(linear_cross_entropy, hidden, weight, labels, chunk_tokens=many[3])
         assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
 
@@ -265,29 +269,26 @@ def test_the_operator_is_what_it_declares(device: str) -> None:
     hidden, weight = hidden.requires_grad_(), weight.requires_grad_()
     torch.library.opcheck(
         torch.ops.rush.linear_cross_entropy.default,
-        (hidden, weight, labels, torch.float32, 4, -100, 0.0, 0.0, True, True, 0, 0, 1, "", "dtype"),
+        (hidden, weight, labels, torch.float32, 4, -100, True, True, 0, 0, 1, "", "dtype"),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"hidden": torch.zeros(3, 4, dtype=torch.float64)}, "takes fp32, bf16 and fp16"),
         ({"hidden": torch.zeros(3, 4, dtype=torch.bfloat16)}, "in one dtype"),
         ({"hidden": torch.zeros(3, 5)}, r"a weight \[vocabulary, width\]"),
-        ({"labels": torch.zeros(2, dtype=torch.int64)}, "for each hidden vector"),
+        ({"labels": torch.zeros(2, dtype=torch.int64)}, "for each hidden state"),
         ({"chunk_tokens": 0}, "chunk_tokens must be positive"),
-        ({"label_smoothing": -0.1}, "label_smoothing must be"),
-        ({"z_loss": -0.1}, "z_loss must not"),
-        ({"z_loss": 0.1, "words": Words(0, 9, 2, "a group")}, "knows neither label_smoothing nor z_loss"),
     ],
 )
-def test_what_it_does_not_support_is_refused_with_a_sentence(change: dict[str, Any], said: str) -> None:
+def test_unsupported_arguments_are_refused(change: dict[str, Any], message: str) -> None:
     given: dict[str, Any] = {
         "hidden": torch.zeros(3, 4), "weight": torch.zeros(6, 4), "labels": torch.zeros(3, dtype=torch.int64), **change
     }  # fmt: skip
-    with pytest.raises(KernelRefusal, match=said):
+    with pytest.raises(KernelRefusal, match=message):
         linear_cross_entropy(given.pop("hidden"), given.pop("weight"), given.pop("labels"), **given)
 
 

@@ -47,7 +47,7 @@ def test_a_tile_of_rows_covers_the_row_and_has_warps_that_exist(width: int) -> N
 def test_a_walk_covers_the_row_and_what_is_on_its_way_fits_into_shared_memory(
     width: int, element_sizes: tuple[int, ...]
 ) -> None:
-    walk = support.row_walk(width, element_sizes)
+    walk = support.persistent_rows(width, element_sizes)
     assert width <= walk.width
     assert walk.num_warps in (4, 8, 16, 32)
     on_its_way = (walk.stages - 1) * walk.rows * walk.width * sum(element_sizes)
@@ -60,7 +60,7 @@ def test_a_walk_covers_the_row_and_what_is_on_its_way_fits_into_shared_memory(
     ("num_rows", "programs"), [(0, 1), (1, 1), (2, 1), (3, 2), (8, 4), (9, 5), (1000, 8)]
 )
 def test_a_walk_has_no_program_without_a_row(num_rows: int, programs: int) -> None:
-    walk = support.RowWalk(rows=2, width=64, num_warps=4, stages=3, programs_per_sm=2)
+    walk = support.PersistentRows(rows=2, width=64, num_warps=4, stages=3, programs_per_sm=2)
     assert walk.programs(num_rows, torch.device("cpu")) == programs  # interpreted as 4 multiprocessors
 
 

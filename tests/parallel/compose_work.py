@@ -26,7 +26,7 @@ def lose_in_parts(tokens_at_once: int) -> Result:
     """The fused loss of which each rank has some of the words: loss, gradients, and what an unknown label gives."""
     from torch.distributed import all_reduce
 
-    from rush.kernels.linear_cross_entropy import VocabParallelEmbedding, linear_cross_entropy
+    from rush.kernels.linear_cross_entropy import VocabShard, linear_cross_entropy
     from rush.parallel import AXES, join
 
     sizes = dict.fromkeys(AXES, 1) | {"tp": 2}
@@ -34,11 +34,11 @@ def lose_in_parts(tokens_at_once: int) -> Result:
         assert ranks.mesh is not None
         mesh = ranks.mesh["tp"]
         first = 0 if ranks.rank == 0 else 6
-        words = VocabParallelEmbedding(first, WORDS, 2, mesh.get_group().group_name)
+        shard = VocabShard(first, WORDS, 2, mesh.get_group().group_name)
         hidden_nd, weight_vd, labels_n = given_loss()
         own_vd = weight_vd[first : first + 6].clone().requires_grad_()
         hidden_nd.requires_grad_()
-        options = {"chunk_tokens": tokens_at_once, "words": words}
+        options = {"chunk_tokens": tokens_at_once, "vocab_shard": shard}
         loss = linear_cross_entropy(hidden_nd, own_vd, labels_n, **options)
         (loss * 2).backward()  # type: ignore[no-untyped-call]
         assert hidden_nd.grad is not None

@@ -1,12 +1,11 @@
-"""The kernels for a CPU, in C++: GELU, SwiGLU, cross-entropy and attention, forward and backward, in fp32.
+"""C++ kernels for a CPU: GELU, SwiGLU, cross-entropy and attention, forward and backward, in fp32.
 
-torch's CPU operators are fast where a library makes the product and slow around it: on two Neoverse-N1 cores GELU and its gradient
-take 39 of the 377 ms of a step of the `tiny` recipe, attention by torch's flash operator 63, log-softmax 26. These do the same
-arithmetic with vector instructions all the way: a power by its series, no pass over memory that is not needed, and small products
-whose tiles stay in registers. One source for ARM and x86, by the compiler's own vector types; compiled on the spot (half a minute,
-once) and kept in the cache.
+torch's CPU operators are fast in matmuls and slow around them: on two Neoverse-N1 cores, in a 377 ms step of the `tiny`
+recipe, GELU and its gradient take 39 ms, torch's flash attention 63, log-softmax 26. These kernels are vectorized
+throughout: exponentials by polynomial, no avoidable pass over memory, small matmuls with tiles in registers. One source
+for ARM and x86, by the compiler's vector extensions; built on first use (half a minute) and cached.
 
-Each kernel's own folder has its public function, which comes here with tensors on a CPU; 16-bit numbers are widened on the way.
+Each kernel's own folder has the public function, which calls these for CPU tensors; 16-bit inputs are converted.
 """
 
 from __future__ import annotations
@@ -35,32 +34,32 @@ _loaded = False
 
 
 def cannot_run() -> str | None:
-    """Why these kernels cannot run here; None if they can, though they may have to be built first."""
+    """Why these kernels cannot run here; None if they can, perhaps after a build."""
     if sys.platform != "linux":
-        return f"they are built on Linux, and this is {sys.platform}"
+        return f"they need Linux, and this is {sys.platform}"
     if platform.machine() not in (*_ARM, *_X86):
-        return f"they are made for ARM and x86, and this is {platform.machine()}"
+        return f"they need ARM or x86, and this is {platform.machine()}"
     return None if is_built() else cannot_build()
 
 
 def is_built() -> bool:
-    """Whether they lie in the cache, so that loading them takes no time."""
+    """Whether the built library is in the cache."""
     return library_of(_NAME, _SOURCES, _HEADERS, _flags()).is_file()
 
 
 def load() -> None:
-    """Build them or take them from the cache: once in a process."""
+    """Load the library, building it if it is not cached: once per process."""
     global _loaded
     if not _loaded:
         if reason := cannot_run():
-            raise MachineError(f"The kernels for a CPU cannot run here: {reason}.")
+            raise MachineError(f"The C++ kernels for a CPU cannot run here: {reason}.")
         build(_NAME, _SOURCES, _HEADERS, _flags())
         _loaded = True
 
 
 @cache
 def _flags() -> tuple[str, ...]:
-    """OpenMP for torch's parallel loops (its library is torch's own), and the vectors that this CPU has."""
+    """OpenMP for at::parallel_for (linked through torch), and the vector extensions of this CPU."""
     wide = ("-mavx2", "-mfma") if platform.machine() in _X86 and _has_avx2() else ()
     return ("-O3", "-fopenmp", *wide)
 
@@ -105,13 +104,11 @@ def cross_entropy_forward(
     lse_n: Tensor | None,
     num_columns: int,
     ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
     gradient_scale: float,
 ) -> None:
-    """As the Triton kernel of the same task: losses, and either the denominators' logs or the gradient over the logits."""
+    """See `cross_entropy.passes.forward`."""
     wide_nv = logits_nv.float()
-    settings = (num_columns, ignore_index, label_smoothing, z_loss, gradient_scale)
+    settings = (num_columns, ignore_index, gradient_scale)
     _ops().cross_entropy_forward(wide_nv, labels_n.long(), losses_n, lse_n, *settings)
     if lse_n is None and wide_nv is not logits_nv:
         logits_nv.copy_(wide_nv)
@@ -124,13 +121,10 @@ def cross_entropy_backward(
     upstream_n: Tensor,
     out_nv: Tensor,
     ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
 ) -> None:
     wide_nv = out_nv if out_nv.dtype == torch.float32 else torch.empty_like(out_nv, dtype=torch.float32)
-    settings = (ignore_index, label_smoothing, z_loss)
     _ops().cross_entropy_backward(
-        logits_nv.float(), labels_n.long(), lse_n, upstream_n.float(), wide_nv, *settings
+        logits_nv.float(), labels_n.long(), lse_n, upstream_n.float(), wide_nv, ignore_index
     )
     if wide_nv is not out_nv:
         out_nv.copy_(wide_nv)
@@ -145,7 +139,7 @@ def attention_forward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The output, in memory [b, t, h, d], and the softmax's denominators as logs to base 2."""
+    """The output, in memory layout [b, t, h, d], and the logsumexp to base 2."""
     o_bhtd = empty_bthd(q_bhtd, torch.float32)
     lse2_bht = q_bhtd.new_empty(q_bhtd.shape[:3], dtype=torch.float32)
     inputs = (_dense(x) for x in (q_bhtd, k_bktd, v_bktd))
@@ -172,6 +166,6 @@ def attention_backward(
 
 
 def _dense(x_bhtd: Tensor) -> Tensor:
-    """In fp32, the numbers of a position side by side; else by its strides."""
+    """In fp32 with unit stride along the head dim."""
     wide = x_bhtd.float()
     return wide if wide.stride(-1) == 1 else wide.contiguous()

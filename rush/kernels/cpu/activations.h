@@ -1,34 +1,34 @@
-// GELU in its tanh form and SwiGLU, element by element, forward and backward. Both are a number times a sigmoid, which is written so
-// that nothing cancels: 1 − sigmoid(x) is made from the power as well, not by subtraction.
+// GELU (tanh approximation) and SwiGLU, elementwise, forward and backward. Both are x times a sigmoid; 1 − sigmoid(x) is computed
+// from the exponential too, not by subtraction, so nothing cancels.
 #pragma once
 
 #include "vectors.h"
 
 namespace rush::cpu {
 
-// sigmoid(2·√(2/π)·(x + 0.044715·x³)) by a power of 2: the factors of x and x³ times −log2(e); and those of the slope.
-constexpr float kFirst = -2.302208198f, kThird = -0.1029432396f, kSlopeFirst = 1.5957691216f, kSlopeThird = 0.2140644488f;
+// sigmoid(2·√(2/π)·(x + 0.044715·x³)) by exp2: the coefficients of x and x³ times −log2(e); and those of the derivative.
+constexpr float kFirst = -2.302208198f, kThird = -0.1029432396f, kDerivativeFirst = 1.5957691216f, kDerivativeThird = 0.2140644488f;
 
 struct Sigmoid {
   Vec value, rest;  // rest is 1 − value
 };
 
-// The sigmoid whose argument is −x·ln 2.
-inline Sigmoid sigmoid_of_power(Vec x) {
-  const Vec e = power_of_2(x > all(126.0f) ? all(126.0f) : x), value = 1.0f / (1.0f + e);
+// sigmoid(−x·ln 2).
+inline Sigmoid sigmoid_exp2(Vec x) {
+  const Vec e = exp2(x > all(126.0f) ? all(126.0f) : x), value = 1.0f / (1.0f + e);
   return {value, e * value};
 }
 
-inline Sigmoid sigmoid(Vec x) { return sigmoid_of_power(x * -kLog2E); }
+inline Sigmoid sigmoid(Vec x) { return sigmoid_exp2(x * -kLog2E); }
 
-inline Vec gelu(Vec x) { return x * sigmoid_of_power(x * (kFirst + kThird * (x * x))).value; }
+inline Vec gelu(Vec x) { return x * sigmoid_exp2(x * (kFirst + kThird * (x * x))).value; }
 
-inline Vec gelu_slope(Vec x) {
+inline Vec gelu_derivative(Vec x) {
   const Vec square = x * x;
-  const Sigmoid s = sigmoid_of_power(x * (kFirst + kThird * square));
-  // Where the sigmoid is 0 or 1 its slope is 0, whatever it is multiplied by: x³ may be infinite there.
-  const Vec bend = s.value * s.rest, reach = x * (kSlopeFirst + kSlopeThird * square);
-  return s.value + (bend == Vec{} ? Vec{} : bend * reach);
+  const Sigmoid s = sigmoid_exp2(x * (kFirst + kThird * square));
+  // Where the sigmoid is 0 or 1 its derivative is 0, even if x³ is infinite.
+  const Vec derivative = s.value * s.rest, inner = x * (kDerivativeFirst + kDerivativeThird * square);
+  return s.value + (derivative == Vec{} ? Vec{} : derivative * inner);
 }
 
 inline Vec swiglu(Vec gate, Vec up) { return gate * sigmoid(gate).value * up; }
@@ -38,10 +38,10 @@ struct Pair {
 };
 
 // The gradients of gate and up.
-inline Pair swiglu_slopes(Vec dout, Vec gate, Vec up) {
+inline Pair swiglu_gradients(Vec dout, Vec gate, Vec up) {
   const Sigmoid s = sigmoid(gate);
-  const Vec bend = s.value * s.rest;
-  return {dout * up * (s.value + (bend == Vec{} ? Vec{} : gate * bend)), dout * gate * s.value};
+  const Vec derivative = s.value * s.rest;
+  return {dout * up * (s.value + (derivative == Vec{} ? Vec{} : gate * derivative)), dout * gate * s.value};
 }
 
 }  // namespace rush::cpu

@@ -1,5 +1,4 @@
-// The operators: which thread does what, and what torch needs to call them. Called by the kernels' Python sides alone, which have
-// checked shapes and dtypes.
+// The operators: parallel loops and registration. Only called from Python code that has checked shapes and dtypes.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -18,11 +17,11 @@ using namespace rush::cpu;
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kGrain = 16384;  // elements that are worth a thread
+constexpr int64_t kGrain = 16384;  // elements per thread, at least
 
-// Element by element over contiguous tensors: `work(at, count)` for a whole vector, or for what is left at the end.
+// Elementwise over contiguous tensors: `work(at, count)` for each full vector and for the remainder.
 template <typename Work>
-void over_elements(int64_t size, const Work& work) {
+void for_each_vector(int64_t size, const Work& work) {
   const int64_t whole = size / kWidth;
   at::parallel_for(0, whole, kGrain / kWidth, [&](int64_t begin, int64_t end) {
 #pragma GCC unroll 4
@@ -31,11 +30,11 @@ void over_elements(int64_t size, const Work& work) {
   if (whole * kWidth < size) work(whole * kWidth, size - whole * kWidth);
 }
 
-inline Vec taken(const float* from, int64_t at, int64_t count) {
+inline Vec load_at(const float* from, int64_t at, int64_t count) {
   return count == kWidth ? load(from + at) : load_part(from + at, count, 0);
 }
 
-inline void put(float* to, int64_t at, Vec values, int64_t count) {
+inline void store_at(float* to, int64_t at, Vec values, int64_t count) {
   if (count == kWidth) store(to + at, values);
   else store_part(to + at, values, count);
 }
@@ -44,16 +43,16 @@ Tensor gelu_forward(const Tensor& x) {
   Tensor out = at::empty(x.sizes(), x.options());
   const float* from = x.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  over_elements(x.numel(), [&](int64_t at, int64_t count) { put(to, at, gelu(taken(from, at, count)), count); });
+  for_each_vector(x.numel(), [&](int64_t at, int64_t count) { store_at(to, at, gelu(load_at(from, at, count)), count); });
   return out;
 }
 
 Tensor gelu_backward(const Tensor& dout, const Tensor& x) {
   Tensor out = at::empty(x.sizes(), x.options());
-  const float *above = dout.const_data_ptr<float>(), *from = x.const_data_ptr<float>();
+  const float *upstream_ptr = dout.const_data_ptr<float>(), *from = x.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  over_elements(x.numel(), [&](int64_t at, int64_t count) {
-    put(to, at, taken(above, at, count) * gelu_slope(taken(from, at, count)), count);
+  for_each_vector(x.numel(), [&](int64_t at, int64_t count) {
+    store_at(to, at, load_at(upstream_ptr, at, count) * gelu_derivative(load_at(from, at, count)), count);
   });
   return out;
 }
@@ -62,50 +61,49 @@ Tensor swiglu_forward(const Tensor& gate, const Tensor& up) {
   Tensor out = at::empty(gate.sizes(), gate.options());
   const float *first = gate.const_data_ptr<float>(), *second = up.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  over_elements(gate.numel(), [&](int64_t at, int64_t count) {
-    put(to, at, swiglu(taken(first, at, count), taken(second, at, count)), count);
+  for_each_vector(gate.numel(), [&](int64_t at, int64_t count) {
+    store_at(to, at, swiglu(load_at(first, at, count), load_at(second, at, count)), count);
   });
   return out;
 }
 
 std::tuple<Tensor, Tensor> swiglu_backward(const Tensor& dout, const Tensor& gate, const Tensor& up) {
-  Tensor of_gate = at::empty(gate.sizes(), gate.options()), of_up = at::empty(gate.sizes(), gate.options());
-  const float *above = dout.const_data_ptr<float>(), *first = gate.const_data_ptr<float>(), *second = up.const_data_ptr<float>();
-  float *to_gate = of_gate.mutable_data_ptr<float>(), *to_up = of_up.mutable_data_ptr<float>();
-  over_elements(gate.numel(), [&](int64_t at, int64_t count) {
-    const Pair slopes = swiglu_slopes(taken(above, at, count), taken(first, at, count), taken(second, at, count));
-    put(to_gate, at, slopes.first, count);
-    put(to_up, at, slopes.second, count);
+  Tensor d_gate = at::empty(gate.sizes(), gate.options()), d_up = at::empty(gate.sizes(), gate.options());
+  const float *upstream_ptr = dout.const_data_ptr<float>(), *first = gate.const_data_ptr<float>(), *second = up.const_data_ptr<float>();
+  float *d_gate_ptr = d_gate.mutable_data_ptr<float>(), *d_up_ptr = d_up.mutable_data_ptr<float>();
+  for_each_vector(gate.numel(), [&](int64_t at, int64_t count) {
+    const Pair gradients = swiglu_gradients(load_at(upstream_ptr, at, count), load_at(first, at, count), load_at(second, at, count));
+    store_at(d_gate_ptr, at, gradients.first, count);
+    store_at(d_up_ptr, at, gradients.second, count);
   });
-  return {of_gate, of_up};
+  return {d_gate, d_up};
 }
 
-int64_t rows_worth_a_thread(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1)); }
+int64_t rows_per_thread(int64_t columns) { return std::max<int64_t>(1, kGrain / std::max<int64_t>(columns, 1)); }
 
 void cross_entropy_forward(const Tensor& logits, const Tensor& labels, const Tensor& losses, const OptionalTensor& lse,
-                           int64_t columns, int64_t ignore, double smoothing, double z_loss, double scale) {
-  const LossSettings set{ignore, static_cast<float>(smoothing), static_cast<float>(z_loss), static_cast<float>(scale)};
+                           int64_t columns, int64_t ignore, double scale) {
   float *from = logits.mutable_data_ptr<float>(), *to = losses.mutable_data_ptr<float>();
   float* sums = lse.has_value() ? lse->mutable_data_ptr<float>() : nullptr;
-  const int64_t* wanted = labels.const_data_ptr<int64_t>();
+  const int64_t* label_ptr = labels.const_data_ptr<int64_t>();
   const int64_t stride = logits.stride(0), padded = logits.size(1);
-  at::parallel_for(0, logits.size(0), rows_worth_a_thread(padded), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, logits.size(0), rows_per_thread(padded), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      to[row] = row_loss(from + row * stride, columns, padded, wanted[row], set, sums == nullptr ? nullptr : sums + row);
+      float* sum = sums == nullptr ? nullptr : sums + row;
+      to[row] = row_loss(from + row * stride, columns, padded, label_ptr[row], ignore, static_cast<float>(scale), sum);
     }
   });
 }
 
 void cross_entropy_backward(const Tensor& logits, const Tensor& labels, const Tensor& lse, const Tensor& upstream, const Tensor& out,
-                            int64_t ignore, double smoothing, double z_loss) {
-  const LossSettings set{ignore, static_cast<float>(smoothing), static_cast<float>(z_loss), 1};
-  const float *from = logits.const_data_ptr<float>(), *sums = lse.const_data_ptr<float>(), *above = upstream.const_data_ptr<float>();
+                            int64_t ignore) {
+  const float *from = logits.const_data_ptr<float>(), *sums = lse.const_data_ptr<float>(), *upstream_ptr = upstream.const_data_ptr<float>();
   float* to = out.mutable_data_ptr<float>();
-  const int64_t* wanted = labels.const_data_ptr<int64_t>();
+  const int64_t* label_ptr = labels.const_data_ptr<int64_t>();
   const int64_t columns = logits.size(1), stride = logits.stride(0), out_stride = out.stride(0), step = upstream.stride(0);
-  at::parallel_for(0, logits.size(0), rows_worth_a_thread(columns), [&](int64_t begin, int64_t end) {
+  at::parallel_for(0, logits.size(0), rows_per_thread(columns), [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
-      row_gradient(from + row * stride, to + row * out_stride, columns, wanted[row], sums[row], above[row * step], set);
+      row_gradient(from + row * stride, to + row * out_stride, columns, label_ptr[row], ignore, sums[row], upstream_ptr[row * step]);
     }
   });
 }
@@ -116,14 +114,14 @@ Head head_of(const Tensor& x, int64_t b, int64_t h) {
   return {data + b * x.stride(0) + h * x.stride(1), x.stride(2)};
 }
 
-Sight sight_of(const OptionalTensor& first, const OptionalTensor& last, int64_t b, int64_t length, bool causal) {
+Mask mask_of(const OptionalTensor& first, const OptionalTensor& last, int64_t b, int64_t length, bool causal) {
   if (!first.has_value()) return {nullptr, nullptr, length, causal};
   return {first->const_data_ptr<int32_t>() + b * length, last->const_data_ptr<int32_t>() + b * length, length, causal};
 }
 
-// `work(b, kv head)` for each key/value head of each row, shared out among threads.
+// `work(b, kv head)` for each key/value head of each row, in parallel.
 template <typename Work>
-void over_heads(const Tensor& k, const Work& work) {
+void for_each_kv_head(const Tensor& k, const Work& work) {
   const int64_t heads = k.size(1);
   at::parallel_for(0, k.size(0) * heads, 1, [&](int64_t begin, int64_t end) {
     for (int64_t index = begin; index < end; ++index) work(index / heads, index % heads);
@@ -135,9 +133,9 @@ void forward_of(const Tensor& q, const Tensor& k, const Tensor& v, const Optiona
                 bool causal, float scale, const Tensor& o, const Tensor& lse2) {
   const int64_t length = q.size(2), heads = q.size(1), group = heads / k.size(1);
   float* numbers = lse2.mutable_data_ptr<float>();
-  over_heads(k, [&](int64_t b, int64_t kv) {
-    Attention<dim> attention(sight_of(first, last, b, length, causal), scale);
-    attention.meet(head_of(k, b, kv), head_of(v, b, kv));
+  for_each_kv_head(k, [&](int64_t b, int64_t kv) {
+    Attention<dim> attention(mask_of(first, last, b, length, causal), scale);
+    attention.set_keys(head_of(k, b, kv), head_of(v, b, kv));
     for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
       attention.forward(head_of(q, b, h), head_of(o, b, h), numbers + (b * heads + h) * length);
     }
@@ -150,13 +148,13 @@ void backward_of(const Tensor& dout, const Tensor& q, const Tensor& k, const Ten
                  const Tensor& dv) {
   const int64_t length = q.size(2), heads = q.size(1), group = heads / k.size(1);
   const float* numbers = lse2.const_data_ptr<float>();
-  over_heads(k, [&](int64_t b, int64_t kv) {
-    Attention<dim> attention(sight_of(first, last, b, length, causal), scale);
-    attention.meet(head_of(k, b, kv), head_of(v, b, kv));
+  for_each_kv_head(k, [&](int64_t b, int64_t kv) {
+    Attention<dim> attention(mask_of(first, last, b, length, causal), scale);
+    attention.set_keys(head_of(k, b, kv), head_of(v, b, kv));
     attention.begin_backward();
-    const std::vector<float> turned_v = attention.turned_values();
+    const std::vector<float> v_t = attention.transposed_values();
     for (int64_t h = kv * group; h < (kv + 1) * group; ++h) {
-      attention.backward(head_of(q, b, h), head_of(dout, b, h), numbers + (b * heads + h) * length, turned_v.data(),
+      attention.backward(head_of(q, b, h), head_of(dout, b, h), numbers + (b * heads + h) * length, v_t.data(),
                          head_of(dq, b, h));
     }
     attention.end_backward(head_of(dk, b, kv), head_of(dv, b, kv));
@@ -168,7 +166,7 @@ void with_dim(int64_t dim, const Work& work) {
   if (dim == 16) return work(std::integral_constant<int64_t, 16>{});
   if (dim == 32) return work(std::integral_constant<int64_t, 32>{});
   if (dim == 64) return work(std::integral_constant<int64_t, 64>{});
-  TORCH_CHECK(dim == 128, "attention is made for head dims 16, 32, 64 and 128");
+  TORCH_CHECK(dim == 128, "attention supports head dims 16, 32, 64 and 128");
   work(std::integral_constant<int64_t, 128>{});
 }
 
@@ -194,10 +192,9 @@ TORCH_LIBRARY_FRAGMENT(rush_cpu, library) {
   library.def("swiglu_backward(Tensor dout, Tensor gate, Tensor up) -> (Tensor, Tensor)");
   library.def(
       "cross_entropy_forward(Tensor(a!) logits, Tensor labels, Tensor(b!) losses, Tensor(c!)? lse, int columns, int ignore, "
-      "float smoothing, float z_loss, float scale) -> ()");
+      "float scale) -> ()");
   library.def(
-      "cross_entropy_backward(Tensor logits, Tensor labels, Tensor lse, Tensor upstream, Tensor(a!) out, int ignore, "
-      "float smoothing, float z_loss) -> ()");
+      "cross_entropy_backward(Tensor logits, Tensor labels, Tensor lse, Tensor upstream, Tensor(a!) out, int ignore) -> ()");
   library.def(
       "attention_forward(Tensor q, Tensor k, Tensor v, Tensor? first, Tensor? last, bool causal, float scale, Tensor(a!) o, "
       "Tensor(b!) lse2) -> ()");

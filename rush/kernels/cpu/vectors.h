@@ -1,4 +1,4 @@
-// Vectors of fp32 numbers as wide as the CPU's registers, by the compiler's own vector types: one source for ARM and x86.
+// SIMD vectors of fp32 as wide as the CPU's registers, by the compiler's vector extensions: one source for ARM and x86.
 #pragma once
 
 #include <cmath>
@@ -15,7 +15,7 @@ constexpr int64_t kWidth = 4;
 #endif
 
 typedef float Vec __attribute__((vector_size(4 * kWidth)));
-typedef int32_t Whole __attribute__((vector_size(4 * kWidth)));
+typedef int32_t IntVec __attribute__((vector_size(4 * kWidth)));
 
 inline Vec load(const float* from) {
   Vec out;
@@ -27,26 +27,26 @@ inline void store(float* to, Vec values) { std::memcpy(to, &values, sizeof value
 
 inline Vec all(float value) { return Vec{} + value; }
 
-// The first `count` of them; the rest as `other` says.
+// The first `count` values; the rest are `other`.
 inline Vec load_part(const float* from, int64_t count, float other) {
-  float room[kWidth];
-  for (int64_t i = 0; i < kWidth; ++i) room[i] = i < count ? from[i] : other;
-  return load(room);
+  float values[kWidth];
+  for (int64_t i = 0; i < kWidth; ++i) values[i] = i < count ? from[i] : other;
+  return load(values);
 }
 
 inline void store_part(float* to, Vec values, int64_t count) {
   for (int64_t i = 0; i < count; ++i) to[i] = values[i];
 }
 
-inline Vec larger(Vec a, Vec b) { return a > b ? a : b; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
-inline float sum(Vec values) {
+inline float reduce_sum(Vec values) {
   float out = 0;
   for (int64_t i = 0; i < kWidth; ++i) out += values[i];
   return out;
 }
 
-inline float largest(Vec values) {
+inline float reduce_max(Vec values) {
   float out = values[0];
   for (int64_t i = 1; i < kWidth; ++i) out = values[i] > out ? values[i] : out;
   return out;
@@ -54,24 +54,23 @@ inline float largest(Vec values) {
 
 constexpr float kLog2E = 1.44269504088896341f;
 
-// Two to the x for x up to 127, to about one unit in the last place. x = n + r with a whole n and |r| up to 1/2: the power of r by a
-// polynomial that is off by at most 2e-9 of it, then n is added to the exponent. Zero below −126, where fp32 has only denormal
-// numbers left; NaN stays NaN. The polynomial is added up in pairs: one after the other its terms would wait for each other.
-inline Vec power_of_2(Vec x) {
-  const Vec shift = all(12582912.0f);  // 1.5 · 2^23: added and taken off again, it leaves a whole number
+// 2^x for x up to 127, to about 1 ulp. x = n + r with an integer n and |r| <= 1/2: 2^r by a polynomial with a relative error of
+// at most 2e-9, then n is added to the exponent. Zero below −126, where fp32 is denormal; NaN stays NaN. The polynomial is summed in
+// pairs, to shorten the dependency chain.
+inline Vec exp2(Vec x) {
+  const Vec shift = all(12582912.0f);  // 1.5 · 2^23: adding and subtracting it rounds to an integer
   const Vec shifted = x + shift, r = x - (shifted - shift), square = r * r;
   const Vec low = 1.0f + 0.693147203f * r, middle = 0.240226479f + 0.0555033232f * r, high = 0.00961843798f + 0.00133989391f * r;
   const Vec series = (low + middle * square) + (high + 0.000153533101f * square) * (square * square);
-  Whole bits, of_series;
+  IntVec bits, series_bits;
   std::memcpy(&bits, &shifted, sizeof bits);
-  std::memcpy(&of_series, &series, sizeof bits);
-  of_series += bits << 23;  // the lowest bits of the shifted number are n
+  std::memcpy(&series_bits, &series, sizeof bits);
+  series_bits += bits << 23;  // the lowest bits of `shifted` are n
   Vec out;
-  std::memcpy(&out, &of_series, sizeof out);
+  std::memcpy(&out, &series_bits, sizeof out);
   return x < all(-126.0f) ? Vec{} : out;
 }
 
-// e to the x.
-inline Vec power(Vec x) { return power_of_2(x * kLog2E); }
+inline Vec exp(Vec x) { return exp2(x * kLog2E); }
 
 }  // namespace rush::cpu

@@ -1,13 +1,12 @@
 # mypy: allow-untyped-decorators
-"""Cross-entropy of rows of logits, with ignored labels, label smoothing and z-loss.
+"""Cross-entropy of rows of logits, with ignored labels.
 
-`cross_entropy` leaves the logits alone and makes their gradient in the backward pass. `cross_entropy_` writes
-the gradient over the logits already in the forward pass, so that no second tensor of that size ever exists:
-use it where nobody else needs the logits (if an earlier operation kept them for its own backward pass, torch
-notices and raises).
+`cross_entropy` leaves the logits unchanged and computes their gradient in the backward pass. `cross_entropy_`
+overwrites the logits with the gradient in the forward pass, so no second tensor of that size is allocated: use it
+where nobody else needs the logits (if an earlier operation saved them for its backward, autograd raises).
 
-Both take logits in fp32, bf16 or fp16 as they come, under autocast too, and compute in fp32. A label outside
-the vocabulary gives a loss that is not a number. Bitwise repeatable.
+Both take logits in fp32, bf16 or fp16, under autocast too, and compute in fp32. A label outside the vocabulary gives
+a NaN loss. Deterministic.
 """
 
 from __future__ import annotations
@@ -18,63 +17,44 @@ import torch
 from torch import Tensor
 
 from rush.kernels.cross_entropy import passes
-from rush.kernels.support import op, require, require_device
+from rush.kernels.support import FLOATS, op, require, require_device
 
 __all__ = ["cross_entropy", "cross_entropy_"]
 
 # Shapes: n rows, v columns (the vocabulary).
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 Reduction = Literal["sum", "none"]
 
 
 def cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: Reduction = "sum",
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Reduction = "sum"
 ) -> Tensor:
-    """The fp32 loss, summed, or of each label (`reduction="none"`, in the labels' shape).
-
-    Logits are [..., v], labels [...]. With `z_loss` each row also pays z_loss · log²(Σ exp).
-    """
-    _check(logits, labels, label_smoothing, z_loss, reduction)
+    """The fp32 loss of logits [..., v] and labels [...]: summed, or per label (`reduction="none"`)."""
+    _check(logits, labels, reduction)
     logits_nv = logits.reshape(-1, logits.shape[-1])
-    losses_n = _cross_entropy(
-        logits_nv, labels.reshape(-1), ignore_index, float(label_smoothing), float(z_loss)
-    )[0]
+    losses_n = _cross_entropy(logits_nv, labels.reshape(-1), ignore_index)[0]
     return _reduce(losses_n, labels, reduction)
 
 
 def cross_entropy_(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-    reduction: Reduction = "sum",
+    logits: Tensor, labels: Tensor, *, ignore_index: int = -100, reduction: Reduction = "sum"
 ) -> Tensor:
-    """As `cross_entropy`, but afterwards the logits hold the gradient of their row's loss. They must be dense."""
-    _check(logits, labels, label_smoothing, z_loss, reduction)
+    """As `cross_entropy`, but the logits, which must be contiguous, are overwritten with their gradient."""
+    _check(logits, labels, reduction)
     require(
         logits.is_contiguous(),
-        "cross_entropy_ writes over its logits, so they must be contiguous; use cross_entropy for others.",
+        "cross_entropy_ overwrites its logits, so they must be contiguous; use cross_entropy for others.",
     )
     require(
         not (logits.requires_grad and logits.is_leaf and torch.is_grad_enabled()),
-        "cross_entropy_ writes over its logits, which must not be a leaf that asks for a gradient; use cross_entropy.",
+        "cross_entropy_ overwrites its logits, which must not be a leaf that requires grad; use cross_entropy.",
     )
     logits_nv = logits.view(-1, logits.shape[-1])
-    settings = (ignore_index, float(label_smoothing), float(z_loss))
-    losses_n: Tensor = _OverLogits.apply(logits_nv, labels.reshape(-1), *settings)  # type: ignore[no-untyped-call]
+    losses_n: Tensor = _InPlace.apply(logits_nv, labels.reshape(-1), ignore_index)  # type: ignore[no-untyped-call]
     return _reduce(losses_n, labels, reduction)
 
 
-def _check(logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float, reduction: str) -> None:
+def _check(logits: Tensor, labels: Tensor, reduction: str) -> None:
     require_device("cross_entropy", logits, labels, has_cpu=True)
     require(
         logits.dtype in FLOATS,
@@ -82,14 +62,12 @@ def _check(logits: Tensor, labels: Tensor, label_smoothing: float, z_loss: float
     )
     require(
         labels.dtype in (torch.int64, torch.int32),
-        "cross_entropy takes labels as whole numbers, int64 or int32.",
+        "cross_entropy takes integer labels, int64 or int32.",
     )
     require(
         logits.dim() > 1 and logits.shape[:-1] == labels.shape and logits.shape[-1] > 0,
         "cross_entropy needs logits [..., vocabulary] and a label for each row of them.",
     )
-    require(0 <= label_smoothing < 1, "label_smoothing must be at least 0 and below 1.")
-    require(z_loss >= 0, "z_loss must not be negative.")
     require(reduction in ("sum", "none"), 'reduction must be "sum" or "none".')
 
 
@@ -102,9 +80,7 @@ def _rows(logits_nv: Tensor) -> Tensor:
 
 
 @op("cross_entropy")
-def _cross_entropy(
-    logits_nv: Tensor, labels_n: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
+def _cross_entropy(logits_nv: Tensor, labels_n: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     losses_n, lse_n = (logits_nv.new_empty(len(labels_n), dtype=torch.float32) for _ in range(2))
     passes.forward(
         _rows(logits_nv),
@@ -113,77 +89,50 @@ def _cross_entropy(
         lse_n,
         num_columns=logits_nv.shape[1],
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
     )
     return losses_n, lse_n
 
 
 @_cross_entropy.register_fake
-def _(
-    logits_nv: Tensor, labels_n: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> tuple[Tensor, Tensor]:
+def _(logits_nv: Tensor, labels_n: Tensor, ignore_index: int) -> tuple[Tensor, Tensor]:
     losses_n, lse_n = (logits_nv.new_empty(labels_n.shape[0], dtype=torch.float32) for _ in range(2))
     return losses_n, lse_n
 
 
 @op("cross_entropy_backward")
 def _cross_entropy_backward(
-    upstream_n: Tensor,
-    logits_nv: Tensor,
-    labels_n: Tensor,
-    lse_n: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
+    upstream_n: Tensor, logits_nv: Tensor, labels_n: Tensor, lse_n: Tensor, ignore_index: int
 ) -> Tensor:
     out_nv = logits_nv.new_empty(logits_nv.shape)
     passes.backward(
-        _rows(logits_nv),
-        labels_n.contiguous(),
-        lse_n,
-        upstream_n,
-        out_nv,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
+        _rows(logits_nv), labels_n.contiguous(), lse_n, upstream_n, out_nv, ignore_index=ignore_index
     )
     return out_nv
 
 
 @_cross_entropy_backward.register_fake
-def _(
-    upstream_n: Tensor,
-    logits_nv: Tensor,
-    labels_n: Tensor,
-    lse_n: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-) -> Tensor:
+def _(upstream_n: Tensor, logits_nv: Tensor, labels_n: Tensor, lse_n: Tensor, ignore_index: int) -> Tensor:
     return logits_nv.new_empty(logits_nv.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    logits_nv, labels_n, *ctx.settings = inputs
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    logits_nv, labels_n, ctx.ignore_index = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(logits_nv, labels_n, output[1])
 
 
-def _gradients(ctx: Any, upstream_n: Tensor | None, _: Any) -> tuple[Tensor | None, None, None, None, None]:
+def _backward(ctx: Any, upstream_n: Tensor | None, _: Any) -> tuple[Tensor | None, None, None]:
     if upstream_n is None:
-        return None, None, None, None, None
-    return _cross_entropy_backward(upstream_n, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+        return None, None, None
+    return _cross_entropy_backward(upstream_n, *ctx.saved_tensors, ctx.ignore_index), None, None
 
 
-_cross_entropy.register_autograd(_gradients, setup_context=_keep)
+_cross_entropy.register_autograd(_backward, setup_context=_setup_context)
 
 
 @op("cross_entropy_in_place", mutates=("logits_nv",))
-def _cross_entropy_in_place(
-    logits_nv: Tensor, labels_n: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> Tensor:
+def _cross_entropy_in_place(logits_nv: Tensor, labels_n: Tensor, ignore_index: int) -> Tensor:
     losses_n = logits_nv.new_empty(len(labels_n), dtype=torch.float32)
     passes.forward(
         logits_nv,
@@ -192,16 +141,12 @@ def _cross_entropy_in_place(
         None,
         num_columns=logits_nv.shape[1],
         ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
     )
     return losses_n
 
 
 @_cross_entropy_in_place.register_fake
-def _(
-    logits_nv: Tensor, labels_n: Tensor, ignore_index: int, label_smoothing: float, z_loss: float
-) -> Tensor:
+def _(logits_nv: Tensor, labels_n: Tensor, ignore_index: int) -> Tensor:
     return logits_nv.new_empty(labels_n.shape[0], dtype=torch.float32)
 
 
@@ -216,9 +161,9 @@ def _(x_nd: Tensor, scales_n: Tensor, factor: float) -> None:
 
 
 def scaled_gradient(gradient_nd: Tensor, scales_n: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
-    """A gradient made before its scale was known, times that scale: in place where nothing stands in the way.
+    """The gradient times its upstream gradient and a factor: in place where the dtype allows.
 
-    A compiler that traces this gets plain arithmetic, which it writes over the old tensor by itself.
+    While tracing it is plain arithmetic, which the compiler makes in-place itself.
     """
     tracing = torch.compiler.is_compiling() or type(gradient_nd) is not Tensor
     if gradient_nd.dtype == dtype and not tracing:
@@ -227,29 +172,16 @@ def scaled_gradient(gradient_nd: Tensor, scales_n: Tensor, factor: float, dtype:
     return (gradient_nd.float() * (scales_n * factor)[:, None]).to(dtype)
 
 
-class _OverLogits(torch.autograd.Function):
-    """The gradient takes the place of the logits, and waits there for the backward pass."""
+class _InPlace(torch.autograd.Function):
+    """The gradient overwrites the logits and is saved for the backward pass."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        logits_nv: Tensor,
-        labels_n: Tensor,
-        ignore_index: int,
-        label_smoothing: float,
-        z_loss: float,
-    ) -> Tensor:
-        losses_n: Tensor = _cross_entropy_in_place(logits_nv, labels_n, ignore_index, label_smoothing, z_loss)
+    def forward(ctx: Any, logits_nv: Tensor, labels_n: Tensor, ignore_index: int) -> Tensor:
+        losses_n: Tensor = _cross_entropy_in_place(logits_nv, labels_n, ignore_index)
         ctx.save_for_backward(logits_nv)
         return losses_n
 
     @staticmethod
-    def backward(ctx: Any, upstream_n: Tensor) -> tuple[Tensor, None, None, None, None]:
+    def backward(ctx: Any, upstream_n: Tensor) -> tuple[Tensor, None, None]:
         (gradient_nv,) = ctx.saved_tensors
-        return (
-            scaled_gradient(gradient_nv, upstream_n, 1.0, gradient_nv.dtype),
-            None,
-            None,
-            None,
-            None,
-        )
+        return scaled_gradient(gradient_nv, upstream_n, 1.0, gradient_nv.dtype), None, None

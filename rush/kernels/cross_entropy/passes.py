@@ -1,8 +1,8 @@
-"""The passes over rows of logits, each by the kernel of where they are: on a CPU the one in C++, else Triton's.
+"""The passes over rows of logits: C++ on a CPU, Triton elsewhere.
 
-Triton is imported where it is needed, so that a CPU does without it.
+Triton is imported on first use, so that a CPU works without it.
 
-Shapes: n rows, v columns (the vocabulary), perhaps with columns of padding after them, d width.
+Shapes: n rows, v columns (the vocabulary), perhaps followed by padding columns, d width.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ def forward(
     *,
     num_columns: int,
     ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
     gradient_scale: float = 1.0,
 ) -> None:
-    """Fill in the losses; and the logs of the softmax's denominators, or without a place for them the gradient over
-    the logits. Columns from `num_columns` on are padding, whose gradient is zero."""
+    """Write the losses and each row's logsumexp; with `lse_n` None, overwrite the logits with their gradient instead.
+
+    Columns from `num_columns` on are padding, with zero gradient.
+    """
     if logits_nv.shape[0] == 0:
         return
     assert logits_nv.stride(1) == 1
     assert labels_n.is_contiguous()
-    settings = (num_columns, ignore_index, label_smoothing, z_loss, gradient_scale)
+    settings = (num_columns, ignore_index, gradient_scale)
     if uses_cpp(logits_nv):
         cpu.cross_entropy_forward(logits_nv, labels_n, losses_n, lse_n, *settings)
     else:
@@ -48,27 +48,23 @@ def backward(
     out_nv: Tensor,
     *,
     ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
 ) -> None:
-    """The gradient of the logits, given that of each row's loss (perhaps one number for all: a stride of 0). It may be
-    written over the logits."""
+    """The gradient of the logits, given that of each row's loss (stride 0 for one value). `out_nv` may be the logits."""
     if logits_nv.shape[0] == 0:
         return
     assert logits_nv.stride(1) == out_nv.stride(1) == 1
-    settings = (ignore_index, label_smoothing, z_loss)
     if uses_cpp(logits_nv):
-        cpu.cross_entropy_backward(logits_nv, labels_n, lse_n, upstream_n, out_nv, *settings)
+        cpu.cross_entropy_backward(logits_nv, labels_n, lse_n, upstream_n, out_nv, ignore_index)
     else:
         from rush.kernels.cross_entropy import triton as kernels
 
-        kernels.backward(logits_nv, labels_n, lse_n, upstream_n, out_nv, *settings)
+        kernels.backward(logits_nv, labels_n, lse_n, upstream_n, out_nv, ignore_index)
 
 
 def scale_rows(x_nd: Tensor, scales_n: Tensor, factor: float) -> None:
-    """Multiply each row by its scale and a common factor, in fp32, in place; rows whose product is 1 are not touched.
+    """Multiply each row by its scale and a common factor, in fp32, in place; rows scaled by 1 are not written.
 
-    The scale is read on the device, so nothing waits for it.
+    The scale is read on the device: no synchronization.
     """
     if x_nd.shape[0] == 0:
         return

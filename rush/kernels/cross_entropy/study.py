@@ -1,6 +1,6 @@
-"""How cross-entropy is measured: forward and backward together, because some make the gradient in the forward pass.
+"""How cross-entropy is measured: forward and backward together, because some compute the gradient in the forward pass.
 
-Liger's kernel, and ours in place, write the gradient over the logits.
+Liger's kernel, and ours in place, overwrite the logits with the gradient.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ def defined(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def plain(logits: Tensor, labels: Tensor) -> Tensor:
-    """As the plain model does it: in fp32."""
+    """As the plain model: in fp32."""
     return F.cross_entropy(logits.float(), labels, ignore_index=-100, reduction="sum")
 
 
 class _Produced(torch.autograd.Function):
-    """Stands for the matmul that made the logits: nobody else holds them, so they may be written over."""
+    """Stands for the matmul that wrote the logits: nobody else holds them, so they may be overwritten."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:
@@ -67,7 +67,7 @@ def _size(rows: int, columns: int, label: str, target: bool = True) -> Size:
 
 STUDY = Study(
     op="cross_entropy",
-    about="The loss of rows of logits and its gradient; a few operations a logit, so memory bounds it.",
+    about="The loss of rows of logits and its gradient; a few operations per logit, so it is memory-bound.",
     bound="memory",
     axis="columns",
     sizes=(

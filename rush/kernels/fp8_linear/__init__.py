@@ -1,16 +1,14 @@
-"""Linear layers whose three matrix products (forward, and both gradients) have 8-bit factors.
+"""Linear layers whose three matmuls (forward, and both gradients) have fp8 operands.
 
-The units for 8-bit floats do twice the work of those for 16 bits. What it costs is precision, and the
-casts: the largest magnitude of every factor is found anew each time (dynamic scaling) and the factor is
-rounded. Weights, activations and gradients outside stay as they are; the casts are made on the way in.
+fp8 tensor cores run at twice the bf16 rate. The cost is precision, and the casts: the amax of every operand is computed
+each time (dynamic scaling) and the operand is rounded. Weights, activations and gradients outside keep their dtype.
 
-The matmul itself is torch's (`torch._scaled_mm`: cuBLAS or CUTLASS), which on Hopper wants both factors with
-the inner dim side by side. So transposed factors are cast straight into the transposed layout. The casts
-are plain operators by default, for a compiler to fuse with what stands before and after: use this under
-torch.compile, where it shines; eager it launches a dozen small kernels. `casts="kernel"` makes both layouts
-of a factor in one Triton kernel instead.
+The matmul is `torch._scaled_mm` (cuBLAS or CUTLASS), which on Hopper needs both operands contiguous along the inner
+dim. So transposed operands are cast directly into the transposed layout. The casts are plain operators by default, for
+torch.compile to fuse with their neighbors; in eager mode they launch a dozen small kernels. `casts="kernel"` produces
+both layouts in one Triton kernel instead.
 
-On a CPU with TRITON_INTERPRET=1 the products are emulated (operator `rush::fp8_emulated_matmul`), for tests.
+On a CPU with TRITON_INTERPRET=1 the matmuls are emulated (operator `rush::fp8_emulated_matmul`), for tests.
 """
 
 from __future__ import annotations
@@ -20,15 +18,20 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from rush.kernels.fp8_linear.operands import cast, cast_by_kernel, product, turned, turned_weight
-from rush.kernels.fp8_linear.reference import E4M3, E5M2, Scaled, quantize
-from rush.kernels.support import require, require_device
+from rush.kernels.fp8_linear.operands import (
+    cast_transpose,
+    cast_transpose_triton,
+    scaled_mm,
+    transposed,
+    transposed_weight,
+)
+from rush.kernels.fp8_linear.reference import E4M3, E5M2, Fp8Tensor, quantize
+from rush.kernels.support import FLOATS, require, require_device
 
 __all__ = ["ALIGNMENT", "fp8_linear", "require_fp8_gpu", "require_operands"]
 
 ALIGNMENT = 16
-"""Bytes that every row of a factor must be a multiple of: the hardware loads that many at a time."""
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+"""Rows of an operand must be a multiple of this many bytes."""
 CAPABILITY = (8, 9)
 
 # Shapes: m tokens, n outputs, k inputs.
@@ -39,42 +42,42 @@ def fp8_linear(
     weight: Tensor,
     *,
     recipe: Literal["tensorwise", "rowwise"] = "tensorwise",
-    fast: Literal["forward", "all"] = "forward",
+    fast_accum: Literal["forward", "all"] = "forward",
     casts: Literal["compiler", "kernel"] = "compiler",
 ) -> Tensor:
-    """x · weightᵀ in the dtype of x (bf16 on a GPU), by 8-bit products forward and backward.
+    """x · weightᵀ in the dtype of x (bf16 on a GPU), with fp8 matmuls forward and backward.
 
-    `recipe`: one scale for a tensor, gradients in e5m2; or one for each row along the inner dim of each product,
-    everything in e4m3. `fast`: which products may add up with a short accumulator. `casts`: who makes the 8-bit
-    factors (the kernel only knows one scale for a tensor).
+    `recipe`: one scale per tensor, gradients in e5m2; or one per row along the inner dim of each matmul, everything in
+    e4m3. `fast_accum`: which matmuls use fast accumulation. `casts`: by torch.compile or by a Triton kernel (tensorwise
+    scales only).
     """
     require_operands("fp8_linear", x, weight)
-    require(recipe in ("tensorwise", "rowwise"), "fp8_linear knows the recipes tensorwise and rowwise.")
+    require(recipe in ("tensorwise", "rowwise"), "fp8_linear has the recipes tensorwise and rowwise.")
     require(
-        casts == "compiler" or recipe == "tensorwise", "fp8_linear's casting kernel is for tensorwise scales."
+        casts == "compiler" or recipe == "tensorwise", "fp8_linear's cast kernel needs tensorwise scales."
     )
     x_mk = x.reshape(-1, x.shape[-1])
-    options = (recipe == "rowwise", fast == "all", casts == "kernel")
+    options = (recipe == "rowwise", fast_accum == "all", casts == "kernel")
     out_mn: Tensor = _Fp8Linear.apply(x_mk, weight, *options)  # type: ignore[no-untyped-call]
     return out_mn.reshape(*x.shape[:-1], weight.shape[0])
 
 
 def require_fp8_gpu(name: str, x: Tensor) -> None:
-    """Refuse a GPU without 8-bit matmuls."""
+    """Refuse a GPU without fp8 matmuls."""
     require(
         not x.is_cuda
         or torch.compiler.is_compiling()
         or torch.cuda.get_device_capability(x.device) >= CAPABILITY,
-        f"{name} needs a GPU with 8-bit matmuls: compute capability 8.9 (Ada) or 9.0 (Hopper) and above.",
+        f"{name} needs a GPU with fp8 matmuls: compute capability 8.9 (Ada) or 9.0 (Hopper) and above.",
     )
 
 
 def require_operands(name: str, x: Tensor, *weights: Tensor) -> None:
-    """Refuse what 8-bit products cannot be made of: an input of the first of these weights [outputs, inputs]."""
+    """Check the operands of fp8 matmuls: an input and weights [outputs, inputs], of which it enters the first."""
     require_device(name, x, *weights)
     require(
         x.dtype in FLOATS and all(weight.dtype in FLOATS for weight in weights),
-        f"{name} takes fp32, bf16 and fp16 and makes the 8-bit factors itself.",
+        f"{name} takes fp32, bf16 and fp16 and casts to fp8 itself.",
     )
     if x.is_cuda:
         require(
@@ -94,44 +97,48 @@ def require_operands(name: str, x: Tensor, *weights: Tensor) -> None:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """Plain operators inside, so a compiler sees through it and fuses the casts."""
+    """Plain operators inside, so torch.compile fuses the casts."""
 
     @staticmethod
-    def forward(ctx: Any, x_mk: Tensor, weight_nk: Tensor, rowwise: bool, fast: bool, kernel: bool) -> Tensor:
+    def forward(
+        ctx: Any, x_mk: Tensor, weight_nk: Tensor, rowwise: bool, fast_accum: bool, kernel: bool
+    ) -> Tensor:
         weight = quantize(weight_nk, E4M3, rowwise)
-        ctx.rowwise, ctx.fast, ctx.kernel, ctx.dtype = rowwise, fast, kernel, x_mk.dtype
+        ctx.rowwise, ctx.fast_accum, ctx.kernel, ctx.dtype = rowwise, fast_accum, kernel, x_mk.dtype
         if rowwise:
-            # The gradient of the weight wants columns scaled: other casts, from the wide values.
+            # The weight gradient needs columnwise scales: other casts, from the unquantized values.
             x = quantize(x_mk, E4M3, rowwise)
             ctx.save_for_backward(x_mk, weight_nk)
         elif kernel:
-            x, x_turned = cast_by_kernel(x_mk, E4M3)
-            ctx.save_for_backward(x_turned.values, x.unit, weight_nk, weight.unit)
+            x, x_transposed = cast_transpose_triton(x_mk, E4M3)
+            ctx.save_for_backward(x_transposed.values, x.inv_scale, weight_nk, weight.inv_scale)
         else:
             x = quantize(x_mk, E4M3, rowwise)
-            ctx.save_for_backward(x.values, x.unit, weight_nk, weight.unit)
-        return product(x, weight, x_mk.dtype, fast=True)
+            ctx.save_for_backward(x.values, x.inv_scale, weight_nk, weight.inv_scale)
+        return scaled_mm(x, weight, x_mk.dtype, fast_accum=True)
 
     @staticmethod
     def backward(ctx: Any, dout_mn: Tensor) -> tuple[Any, ...]:
         if ctx.rowwise:
             x_mk, weight_nk = ctx.saved_tensors
-            dout, dout_turned = quantize(dout_mn, E4M3, True), _columns(dout_mn, E4M3)
-            weight_turned, x_turned = _columns(weight_nk, E4M3), _columns(x_mk, E4M3)
+            dout, dout_transposed = quantize(dout_mn, E4M3, True), _columns(dout_mn, E4M3)
+            weight_transposed, x_transposed = _columns(weight_nk, E4M3), _columns(x_mk, E4M3)
         else:
-            x_values, x_unit, weight_nk, weight_unit = ctx.saved_tensors
-            weight_turned = turned_weight(weight_nk, weight_unit)
-            dout, dout_turned = (cast_by_kernel if ctx.kernel else cast)(dout_mn, E5M2)
-            x_turned = Scaled(x_values, x_unit) if ctx.kernel else turned(x_values, x_unit)
+            x_values, x_inv_scale, weight_nk, weight_inv_scale = ctx.saved_tensors
+            weight_transposed = transposed_weight(weight_nk, weight_inv_scale)
+            dout, dout_transposed = (cast_transpose_triton if ctx.kernel else cast_transpose)(dout_mn, E5M2)
+            x_transposed = (
+                Fp8Tensor(x_values, x_inv_scale) if ctx.kernel else transposed(x_values, x_inv_scale)
+            )
         dx = dweight = None
         if ctx.needs_input_grad[0]:
-            dx = product(dout, weight_turned, ctx.dtype, ctx.fast)
+            dx = scaled_mm(dout, weight_transposed, ctx.dtype, ctx.fast_accum)
         if ctx.needs_input_grad[1]:
-            dweight = product(dout_turned, x_turned, ctx.dtype, ctx.fast).to(weight_nk.dtype)
+            dweight = scaled_mm(dout_transposed, x_transposed, ctx.dtype, ctx.fast_accum).to(weight_nk.dtype)
         return dx, dweight, None, None, None
 
 
-def _columns(x: Tensor, dtype: torch.dtype) -> Scaled:
-    """The transpose with a scale for each of its rows, laid out as one."""
-    values, unit = quantize(x.t(), dtype, rowwise=True)
-    return Scaled(values.contiguous(), unit.contiguous())
+def _columns(x: Tensor, dtype: torch.dtype) -> Fp8Tensor:
+    """The transpose, quantized with a scale per row, contiguous."""
+    values, inv_scale = quantize(x.t(), dtype, rowwise=True)
+    return Fp8Tensor(values.contiguous(), inv_scale.contiguous())

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""8-bit factors and their product, on a GPU by its units, on a CPU emulated: what all layers in fp8 are made of."""
+"""fp8 operands and their matmul: `torch._scaled_mm` on a GPU, emulated on a CPU."""
 
 from __future__ import annotations
 
@@ -7,73 +7,73 @@ import torch
 from torch import Tensor
 
 from rush.kernels.fp8_linear import reference
-from rush.kernels.fp8_linear.reference import E4M3, Scaled, largest_of, quantize, scale_for
+from rush.kernels.fp8_linear.reference import E4M3, Fp8Tensor, amax, quantize, scale_for
 from rush.kernels.support import op
 
 # Shapes: m tokens, n outputs, k inputs.
 
 
-def cast(x: Tensor, dtype: torch.dtype) -> tuple[Scaled, Scaled]:
-    """A factor and its transpose with one scale, by plain operators that a compiler fuses."""
-    values, unit = quantize(x, dtype, rowwise=False)
-    return Scaled(values, unit), turned(values, unit)
+def cast_transpose(x: Tensor, dtype: torch.dtype) -> tuple[Fp8Tensor, Fp8Tensor]:
+    """An operand and its transpose with one scale, by plain operators that torch.compile fuses."""
+    values, inv_scale = quantize(x, dtype, rowwise=False)
+    return Fp8Tensor(values, inv_scale), transposed(values, inv_scale)
 
 
-def cast_by_kernel(x: Tensor, dtype: torch.dtype) -> tuple[Scaled, Scaled]:
-    """The same by one kernel."""
-    scale = scale_for(largest_of(x), dtype)
-    values, turned_over = cast_both(x, scale, dtype)
-    return Scaled(values, scale.reciprocal()), Scaled(turned_over, scale.reciprocal())
+def cast_transpose_triton(x: Tensor, dtype: torch.dtype) -> tuple[Fp8Tensor, Fp8Tensor]:
+    """The same by one Triton kernel."""
+    scale = scale_for(amax(x), dtype)
+    values, values_t = _cast_transpose(x, scale, dtype)
+    return Fp8Tensor(values, scale.reciprocal()), Fp8Tensor(values_t, scale.reciprocal())
 
 
-def turned(values: Tensor, unit: Tensor) -> Scaled:
-    """A factor that was cast already, turned over."""
-    return Scaled(values.t().contiguous(), unit)
+def transposed(values: Tensor, inv_scale: Tensor) -> Fp8Tensor:
+    return Fp8Tensor(values.t().contiguous(), inv_scale)
 
 
-def turned_weight(weight_nk: Tensor, unit: Tensor) -> Scaled:
-    """The transpose of a weight whose unit is known: the scale is a power of two, so it is exactly the first cast."""
-    return Scaled((weight_nk.t().float() * unit.reciprocal()).to(E4M3).contiguous(), unit)
+def transposed_weight(weight_nk: Tensor, inv_scale: Tensor) -> Fp8Tensor:
+    """The transpose of a weight whose scale is known: a power of two, so the values equal those of the first cast."""
+    return Fp8Tensor((weight_nk.t().float() * inv_scale.reciprocal()).to(E4M3).contiguous(), inv_scale)
 
 
-def product(left: Scaled, right: Scaled, dtype: torch.dtype, fast: bool) -> Tensor:
-    """left · rightᵀ; both have the inner dim side by side. `fast`: with the short accumulator."""
+def scaled_mm(left: Fp8Tensor, right: Fp8Tensor, dtype: torch.dtype, fast_accum: bool) -> Tensor:
+    """left · rightᵀ; both are contiguous along the inner dim."""
     if left.values.is_cuda:
-        right_unit = right.unit if right.unit.dim() == 0 else right.unit.t()
+        right_inv_scale = right.inv_scale if right.inv_scale.dim() == 0 else right.inv_scale.t()
         return torch._scaled_mm(
             left.values,
             right.values.t(),
-            scale_a=left.unit,
-            scale_b=right_unit,
+            scale_a=left.inv_scale,
+            scale_b=right_inv_scale,
             out_dtype=dtype,
-            use_fast_accum=fast,
+            use_fast_accum=fast_accum,
         )
-    out: Tensor = _emulated_product(left.values, left.unit, right.values, right.unit, dtype)
+    out: Tensor = _emulated_matmul(left.values, left.inv_scale, right.values, right.inv_scale, dtype)
     return out
 
 
 @op("fp8_emulated_matmul")
-def _emulated_product(
-    left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype: torch.dtype
+def _emulated_matmul(
+    left: Tensor, left_inv_scale: Tensor, right: Tensor, right_inv_scale: Tensor, dtype: torch.dtype
 ) -> Tensor:
     with torch.autocast(left.device.type, enabled=False):
-        return reference.product(Scaled(left, left_unit), Scaled(right, right_unit), dtype)
+        return reference.scaled_mm(Fp8Tensor(left, left_inv_scale), Fp8Tensor(right, right_inv_scale), dtype)
 
 
-@_emulated_product.register_fake
-def _(left: Tensor, left_unit: Tensor, right: Tensor, right_unit: Tensor, dtype: torch.dtype) -> Tensor:
+@_emulated_matmul.register_fake
+def _(
+    left: Tensor, left_inv_scale: Tensor, right: Tensor, right_inv_scale: Tensor, dtype: torch.dtype
+) -> Tensor:
     return left.new_empty(left.shape[0], right.shape[0], dtype=dtype)
 
 
-@op("fp8_cast_both")
-def cast_both(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """x · scale in fp8 and its transpose, by the kernel."""
+@op("fp8_cast_transpose")
+def _cast_transpose(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     from rush.kernels.fp8_linear import triton as kernels
 
-    return kernels.cast_both(x, scale, dtype)
+    return kernels.cast_transpose(x, scale, dtype)
 
 
-@cast_both.register_fake
+@_cast_transpose.register_fake
 def _(x: Tensor, scale: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     rows, columns = x.shape
     return x.new_empty(rows, columns, dtype=dtype), x.new_empty(columns, rows, dtype=dtype)

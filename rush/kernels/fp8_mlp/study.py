@@ -1,7 +1,6 @@
-"""How Llama's MLP with 8-bit products is measured: as one function, as layers that stand alone, and in bf16.
+"""How Llama's MLP with fp8 matmuls is measured: as one function, as separate layers, and in bf16.
 
-Every product adds the error of its format (see fp8_linear's study), and here two stand behind one another forward and four
-backward.
+Every matmul adds the error of its format (see fp8_linear's study); two are chained forward and four backward.
 """
 
 from __future__ import annotations
@@ -12,11 +11,11 @@ from torch import Tensor
 
 from rush.kernels import study
 from rush.kernels.fp8_linear import fp8_linear
-from rush.kernels.fp8_linear.study import interpreter_cuts_off
+from rush.kernels.fp8_linear.study import interpreter_truncates
 from rush.kernels.fp8_mlp import fp8_mlp
 from rush.kernels.study import Contender, Inputs, Pass, Size, Study, Target, Work
 
-MAY_BE_OFF = 0.12
+TOLERANCE = 0.12
 
 
 def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -44,11 +43,11 @@ def layers(x: Tensor, weight: Tensor, down: Tensor) -> Tensor:
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
-    """Three products of a matrix forward, twice that backward. Bytes: every factor and result once, in the wide dtype."""
+    """Three matmuls forward, twice that backward. Bytes: every operand and result once, in the unquantized dtype."""
     tokens, hidden, width = size["tokens"], size["hidden"], size["width"]
-    products = {"forward": 1, "backward": 2, "both": 3}[step]
+    passes = {"forward": 1, "backward": 2, "both": 3}[step]
     moved = 2 * tokens * hidden + 3 * hidden * width + 3 * tokens * width
-    return Work(float(products * moved * element), 6.0 * products * tokens * hidden * width)
+    return Work(float(passes * moved * element), 6.0 * passes * tokens * hidden * width)
 
 
 def _size(tokens: int, hidden: int, width: int, label: str, target: bool = True) -> Size:
@@ -57,7 +56,7 @@ def _size(tokens: int, hidden: int, width: int, label: str, target: bool = True)
 
 STUDY = Study(
     op="fp8_mlp",
-    about="Llama's MLP with 8-bit products, SwiGLU in kernels of ours between them.",
+    about="Llama's MLP with fp8 matmuls and fused SwiGLU kernels between them.",
     bound="matmul",
     axis="width",
     sizes=(
@@ -68,10 +67,10 @@ STUDY = Study(
     make=make,
     reference=plain,
     contenders=(
-        Contender("rush, compiled", "ours", one_function, interpreter_cuts_off, MAY_BE_OFF, compile=True),
-        Contender("rush", "ours", one_function, interpreter_cuts_off, MAY_BE_OFF),
-        Contender("layers alone", "rival", layers, tolerance=MAY_BE_OFF),
-        Contender("layers alone, compiled", "rival", layers, compile=True, tolerance=MAY_BE_OFF),
+        Contender("rush, compiled", "ours", one_function, interpreter_truncates, TOLERANCE, compile=True),
+        Contender("rush", "ours", one_function, interpreter_truncates, TOLERANCE),
+        Contender("layers alone", "rival", layers, tolerance=TOLERANCE),
+        Contender("layers alone, compiled", "rival", layers, compile=True, tolerance=TOLERANCE),
         *study.torch_pair(plain),
     ),
     work=work,

@@ -1,7 +1,7 @@
-"""How the fused LM head and loss is measured: forward and backward together, the gradients of both inputs included.
+"""How the fused LM head and loss is measured: forward and backward together, with the gradients of both inputs.
 
-Logits have a standard deviation of 2, as a model in training has them; labels are whole numbers, one in twenty
-ignored. The memory that counts is what is held beyond the results: full logits are the thing to avoid.
+Logits have a standard deviation of 2, as in training; one label in twenty is ignored. The memory that counts is what is
+held beyond the results: full logits are the thing to avoid.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def defined(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def plain(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-    """As the plain model does it: all logits, in fp32."""
+    """As the plain model: all logits, in fp32."""
     return F.cross_entropy(F.linear(hidden, weight).float(), labels, ignore_index=-100, reduction="sum")
 
 
@@ -55,7 +55,7 @@ def cut(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
-    """Three matrix products: the logits, and the gradient of each input. Bytes: inputs and gradients."""
+    """Three matmuls: the logits, and the gradient of each input. Bytes: inputs and gradients."""
     tokens, hidden, vocab = size["tokens"], size["hidden"], size["vocabulary"]
     times = {"forward": 1, "backward": 2, "both": 3}[step]
     return Work(float(times * (tokens + vocab) * hidden * element), 2.0 * times * tokens * hidden * vocab)
@@ -67,7 +67,7 @@ def _size(label: str, tokens: int, hidden: int, vocab: int, target: bool = False
 
 STUDY = Study(
     op="linear_cross_entropy",
-    about="LM head and loss in one, without logits of all tokens; three large products, so arithmetic bounds it.",
+    about="Fused LM head and loss, without the logits of all tokens; three large matmuls, so it is compute-bound.",
     bound="matmul",
     axis="tokens",
     sizes=(

@@ -1,9 +1,9 @@
-"""The loss of a chunk of logits of which every rank has some of the words.
+"""The loss of a chunk of logits whose vocabulary is sharded over ranks.
 
-What a row's loss and gradient need of the words elsewhere are two numbers: the log of the softmax's denominator and the
-label's logit. Each rank walks over its own columns (the kernel of `cross_entropy`, without gradient), the ranks tell each
-other these two numbers for each token of the chunk, and with the denominator of all words every rank writes the gradient
-over its own logits. So nobody ever has a row of all words, and eight bytes a token and rank are all that is sent.
+A row's loss and gradient need two numbers from the other shards: the logsumexp and the label's logit. Each rank computes
+its own (the kernel of `cross_entropy`, without gradient), one all-gather shares them for the tokens of the chunk, and
+with the global logsumexp every rank overwrites its logits with their gradient. No rank holds a row of the whole
+vocabulary, and 8 bytes per token and rank are sent.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ from torch import Tensor
 
 from rush.kernels.cross_entropy import passes
 
-# Shapes: c tokens of a chunk, w words of this rank, r ranks.
+# Shapes: c tokens of a chunk, w tokens of this vocab shard, r ranks.
 
 ELSEWHERE, IGNORED = -1, -2
-"""In the place of labels that are no words of this rank."""
+"""Stand-ins for labels that are not in this shard."""
 
 
-class Words(NamedTuple):
-    """Which words of a vocabulary this process has, and how it reaches those that have the others."""
+class VocabShard(NamedTuple):
+    """This rank's shard of a vocabulary: its first token, and the process group of all shards."""
 
     first: int
-    whole: int
-    """Words of all ranks."""
+    vocab_size: int
+    """Tokens of all shards."""
     ranks: int
     group: str
     """The name of the process group."""
 
 
-def losses_among(
-    words: Words, logits_cw: Tensor, labels_c: Tensor, ignore_index: int, gradient_scale: float | None
+def sharded_losses(
+    shard: VocabShard, logits_cw: Tensor, labels_c: Tensor, ignore_index: int, gradient_scale: float | None
 ) -> Tensor:
-    """The losses over all words; with a scale, what these words' logits have as gradient times it takes their place."""
-    own_c = labels_c - words.first
+    """The losses over the whole vocabulary; with a scale, the logits are overwritten with their gradient times it."""
+    own_c = labels_c - shard.first
     ignored_c = labels_c == ignore_index
     here_c = (own_c >= 0) & (own_c < logits_cw.shape[1]) & ~ignored_c
     own_c = torch.where(here_c, own_c, ELSEWHERE).masked_fill(ignored_c, IGNORED)
     lse_c = logits_cw.new_empty(len(labels_c), dtype=torch.float32)
-    # A label that is elsewhere is no word of this rank, so the kernel's own losses say nothing.
+    # Only the logsumexp is used: where a label is in another shard, the kernel's loss is NaN.
     passes.forward(
         logits_cw,
         own_c,
@@ -49,14 +49,12 @@ def losses_among(
         lse_c,
         num_columns=logits_cw.shape[1],
         ignore_index=IGNORED,
-        label_smoothing=0.0,
-        z_loss=0.0,
     )
     label_logits_c = logits_cw.gather(1, own_c.clamp_min(0)[:, None].long())[:, 0].float()
-    told_2c = torch.stack((lse_c, torch.where(here_c, label_logits_c, 0.0)))
-    all_r2c = _from_all(told_2c, words)
+    own_2c = torch.stack((lse_c, torch.where(here_c, label_logits_c, 0.0)))
+    all_r2c = _all_gather(own_2c, shard)
     lse_c, label_logits_c = torch.logsumexp(all_r2c[:, 0], 0), all_r2c[:, 1].sum(0)
-    known_c = (labels_c >= 0) & (labels_c < words.whole)
+    known_c = (labels_c >= 0) & (labels_c < shard.vocab_size)
     losses_c = torch.where(known_c, lse_c - label_logits_c, torch.nan).masked_fill(ignored_c, 0.0)
     if gradient_scale is not None:
         passes.backward(
@@ -66,15 +64,13 @@ def losses_among(
             lse_c.new_full((1,), gradient_scale).expand(len(labels_c)),
             logits_cw,
             ignore_index=IGNORED,
-            label_smoothing=0.0,
-            z_loss=0.0,
         )
     return losses_c
 
 
-def _from_all(told: Tensor, words: Words) -> Tensor:
-    """What every rank tells, [rank, ...]."""
+def _all_gather(own: Tensor, shard: VocabShard) -> Tensor:
+    """[rank, ...]."""
     collectives = torch.ops._c10d_functional
-    flat = collectives.all_gather_into_tensor(told, words.ranks, words.group)
-    found: Tensor = collectives.wait_tensor(flat).view(words.ranks, *told.shape)
+    flat = collectives.all_gather_into_tensor(own, shard.ranks, shard.group)
+    found: Tensor = collectives.wait_tensor(flat).view(shard.ranks, *own.shape)
     return found

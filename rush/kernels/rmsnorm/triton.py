@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from rush.kernels.partials import sum_partials
-from rush.kernels.support import as_rows, row_tile, row_walk
+from rush.kernels.support import as_rows, persistent_rows, row_tile
 
 # Shapes: n rows, d width.
 
@@ -154,7 +154,7 @@ def backward(
     dsum_nd = None if dsum is None else as_rows(dsum)
     num_rows, width = x_nd.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    walk = row_walk(width, [t.element_size() for t in (x_nd, dout_nd, dsum_nd) if t is not None])
+    walk = persistent_rows(width, [t.element_size() for t in (x_nd, dout_nd, dsum_nd) if t is not None])
     programs = walk.programs(num_rows, x.device)
     partial = torch.empty(programs, 1, width, dtype=torch.float32, device=x.device)
     rmsnorm_backward_kernel[(programs,)](

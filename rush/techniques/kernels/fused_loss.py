@@ -50,12 +50,12 @@ class FusedLossHead(nn.Module):
         self.loss = loss
         self.chunk_tokens = chunk_tokens
         self.words = words
-        self.products = "dtype"
+        self.matmuls = "dtype"
         """Of 8-bit factors, if `fp8` says so."""
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
         missing = -labels_bt.numel() % FP8_ALIGNMENT
-        if missing and self.products != "dtype":
+        if missing and self.matmuls != "dtype":
             # Padding tokens have no label.
             hidden_btd = F.pad(hidden_btd.flatten(0, -2), (0, 0, 0, missing))
             labels_bt = F.pad(labels_bt.flatten(), (0, missing), value=-100)
@@ -65,15 +65,15 @@ class FusedLossHead(nn.Module):
             labels_bt,
             ignore_index=-100,
             chunk_tokens=self.chunk_tokens,
-            words=self.words,
-            products=self.products,
+            vocab_shard=self.words,
+            matmuls=self.matmuls,
         )
 
     def over(self, first: int, whole: int, ranks: int, group: str) -> FusedLossHead:
         """The same loss for a vocab shard that begins at token `first`."""
-        from rush.kernels.linear_cross_entropy import Words
+        from rush.kernels.linear_cross_entropy import VocabShard
 
-        return FusedLossHead(self.loss, self.chunk_tokens, Words(first, whole, ranks, group))
+        return FusedLossHead(self.loss, self.chunk_tokens, VocabShard(first, whole, ranks, group))
 
     @staticmethod
     def width(words: int) -> int:

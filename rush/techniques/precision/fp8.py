@@ -50,7 +50,7 @@ RECIPES, SCOPES = ("tensorwise", "rowwise"), ("blocks", "blocks_and_head", "head
 CASTS = MLPS = ("compiler", "kernel")
 OTHER_HEADS = ("chunked_loss", "liger")
 OTHER_MLPS = ("fused_mlp", "liger")
-SWIGLU = tuple(f"fp8_swiglu{step}" for step in ("_largest", "", "_bound", "_backward"))
+SWIGLU = tuple(f"fp8_swiglu{step}" for step in ("_amax", "", "_bound", "_backward"))
 """Kernels of the fused MLP; its operators have the same names."""
 
 
@@ -58,7 +58,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     from rush.kernels.fp8_linear import fp8_linear
     from rush.kernels.fp8_mlp import fp8_mlp
 
-    options: Any = {"fast": knobs["fast"], "casts": knobs["casts"]}
+    options: Any = {"fast_accum": knobs["fast"], "casts": knobs["casts"]}
     recipe: Any = knobs["recipe"]
     matmul = partial(fp8_linear, recipe=recipe, **options)
     # MFU is relative to the fp8 peak, although LM head and attention stay at 16 bits.
@@ -77,11 +77,11 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     # (docs/negative-results.md). A token's gradient sums a few large and thousands of small numbers.
     head = build.model.loss_head
     if isinstance(head, FusedLossHead) and knobs["scope"] != "blocks":
-        head.products = "fp8"
+        head.matmuls = "fp8"
         build.facts["fused_head"] = True
     elif knobs["scope"] != "blocks":
         padded = build.facts.get("padded_vocab_size", build.model.shape.vocab_size)
-        of_head = partial(fp8_linear, recipe=recipe, **(options | {"fast": "forward"}))
+        of_head = partial(fp8_linear, recipe=recipe, **(options | {"fast_accum": "forward"}))
         build.model.loss_head = ProjectedLossHead(Fp8Projection(padded, of_head))
 
 
