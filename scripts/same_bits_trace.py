@@ -54,8 +54,8 @@ def trace(recipe: Recipe) -> dict[str, Any]:
         losses: list[str] = []
         for _ in range(2):
             with run.in_step():
-                share = torch.full((), 1 / sum(batch.num_labels for batch in batches), device=run.device)
-                losses.append(float(run.passes.train(list(run.own(batches)), share)).hex())
+                loss_scale = torch.full((), 1 / sum(batch.num_labels for batch in batches), device=run.device)
+                losses.append(float(run.passes.train(list(run.local_batches(batches)), loss_scale)).hex())
             gradients.append(
                 {name: digest(p.grad) for name, p in run.model.named_parameters() if p.grad is not None}
             )

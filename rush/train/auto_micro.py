@@ -1,13 +1,12 @@
-"""`batch.micro = "auto"`: take what the planner finds best, and believe it only after a real step.
+"""`batch.micro = "auto"`: take the planner's best micro batch, verified by a real step.
 
-The step is tried at the largest shapes the data has, in a run that is thrown away again, so that what follows is to the
-bit what it would be with the number written in the recipe. Behind it the largest held-out batch is validated and a sample
-begun: what runs out of memory there is too much as well. (A save takes nothing of a device; on a CPU room for the copy of a
-state is left beside.) If memory runs out, half is tried. Several ranks try together,
-and what is too much for one is too much for all. The run's record holds the number: a resumed run never chooses.
+The step is tried at the largest shapes of the data, in a run that is discarded, so that the training afterwards is bit for bit
+that of the same number in the recipe. The largest held-out batch is validated and a sample started as well. (A save takes no
+device memory; on a CPU memory for the copy of the state is reserved.) If memory runs out, half is tried. All ranks try
+together, and what is too much for one is too much for all. The run's recipe records the number: a resumed run never chooses.
 
-A process that the system kills for its memory cannot tell. So before each trial a note is left in the run's folder, and
-the next start there (a launcher's restart, or yours) goes on with half of what it finds noted.
+A process killed by the OOM killer cannot report. So the candidate is noted in the run's folder before each try, and the next
+start there continues with half of the noted one.
 """
 
 from __future__ import annotations
@@ -41,18 +40,18 @@ from rush.train.schedule import learning_rate
 from rush.train.step import train_step, validate
 
 UPDATES = 2
-"""Moments are made by the first, so the step of the second is the fullest."""
+"""The first update allocates the moments, so the second step has the peak."""
 SPARE = 0.05
-"""Of a CPU's room, left for what the run has besides: a loader, a view."""
+"""Fraction of a CPU's free memory that is reserved for the rest: a loader, a view."""
 MOST_STEPS = 8
-"""Mixed precision in fp16 leaves out the first few updates."""
+"""The fp16 gradient scaler skips the first few updates."""
 PASSES = 2
-"""From the second on there are gradients beside the activations; more are not fuller, but in a pipeline."""
+"""From the second micro batch on gradients exist beside the activations; more only matter in a pipeline."""
 
 
 @dataclass(frozen=True)
 class MicroBatchSearch:
-    """What a micro batch is tried with."""
+    """Finds the micro batch of a run."""
 
     machine: Machine
     corpus: Corpus
@@ -62,16 +61,14 @@ class MicroBatchSearch:
     note: Callable[[str], None]
 
     def choose(self, recipe: Recipe) -> Recipe:
-        """The recipe with a micro batch that fits, as a number: the same on all ranks."""
+        """The recipe with a micro batch that fits, the same on all ranks."""
         possible = candidates(recipe, lambda one: check(one, self.machine))
         room = min(self.ranks.all_gather_object(self._room(possible[0])))
         give_back_freed()
         before = 0 if self.machine.device == "cuda" else memory_in_use("cpu")
         failed = self.ranks.on_rank0(self._failed_before)
         if failed is not None:
-            self.note(
-                f"The last start here ended while it tried batch.micro {failed}; trying no more than half."
-            )
+            self.note(f"The last start here ended while trying batch.micro {failed}; trying at most half.")
             possible = _half(possible, failed)
         one = best(possible, rates_of(self.machine), room) if possible else None
         while one is not None:
@@ -97,53 +94,52 @@ class MicroBatchSearch:
         )
 
     def _room(self, recipe: Recipe) -> float:
-        """Bytes that this rank may take."""
+        """Bytes that this rank may use."""
         device, limit = self.machine.device, recipe.run.memory_limit_gb
         free = float(free_memory(device))
         if device != "cuda":
-            free /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # those on this machine share its memory
+            free /= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks of this machine share its memory
         room = min(free, limit * 1e9) if limit is not None else free
         if device == "cpu" and recipe.run.save_async:
-            # A copy of the state is kept while a checkpoint is written.
+            # The copy of the state while a checkpoint is written.
             state = memory_of(spec_of(recipe, device)).parts
             room -= sum(state.get(name, 0.0) for name in ("parameters", "optimizer", "master"))
         return room
 
     def _try(self, recipe: Recipe, before: int, room: float) -> float | None:
-        """Bytes that two steps at the largest shapes, a validation and a sample took beyond `before`; None if that was too much
-        for a rank."""
+        """Peak bytes beyond `before` of two steps at the largest shapes, a validation and a sample; None if a rank ran out."""
         device = self.machine.device
         reset_peak_memory(device)
         took: float | None = None
         try:
-            took = self._life(recipe) - before
+            took = self._peak(recipe) - before
         except BaseException as error:
             if not out_of_memory(error):
                 self._remove()
                 raise
-        _forget()
+        _free()
         if device == "cpu" and took is not None and took > (1 - SPARE) * room:
             took = None
-        told = self.ranks.all_gather_object(took)
-        return None if None in told else max(each for each in told if each is not None)
+        peaks = self.ranks.all_gather_object(took)
+        return None if None in peaks else max(each for each in peaks if each is not None)
 
-    def _life(self, recipe: Recipe) -> int:
-        """All that a run does, once; the most it took. (A limit on a CPU begins a new peak with each part.)"""
+    def _peak(self, recipe: Recipe) -> int:
+        """Everything that a run does, once; its peak memory. (A limit on a CPU resets the peak for each part.)"""
         run = build(recipe, self.machine, self.weights, self.ranks)
         self._steps(recipe, run)
         peaks = [peak_memory_bytes(self.machine.device)]
-        held_out = _answered(run, self.corpus.largest(recipe, run.loader_options, "validation"))
+        held_out = _with_reference(run, self.corpus.largest(recipe, run.loader_options, "validation"))
         validate(run, [held_out])
         peaks.append(peak_memory_bytes(self.machine.device))
         whole = gathered_run(run) if recipe.run.sample_tokens else None
         if whole is not None and self.ranks.main:
             with run.held():
-                next(iter(sample_ids(whole, self.corpus)[1]), None)  # which takes the memory of all
+                next(iter(sample_ids(whole, self.corpus)[1]), None)  # the first token allocates all memory
         return max(*peaks, peak_memory_bytes(self.machine.device))
 
     def _steps(self, recipe: Recipe, run: Run) -> None:
         set_live_reference(run, self.weights)
-        batch = _answered(run, self.corpus.largest(recipe, run.loader_options))
+        batch = _with_reference(run, self.corpus.largest(recipe, run.loader_options))
         passes = recipe.accumulation if recipe.layout.pp > 1 else min(PASSES, recipe.accumulation)
         updates = 0
         for step in range(1, MOST_STEPS + 1):
@@ -167,19 +163,19 @@ class MicroBatchSearch:
         self._file.unlink(missing_ok=True)
 
 
-def _half(of: list[Recipe], micro: int) -> list[Recipe]:
-    return [one for one in of if one.micro <= micro // 2]
+def _half(recipes: list[Recipe], micro: int) -> list[Recipe]:
+    return [one for one in recipes if one.micro <= micro // 2]
 
 
-def _answered(run: Run, batch: Batch) -> Batch:
-    """With some number where training will have the reference's."""
+def _with_reference(run: Run, batch: Batch) -> Batch:
+    """The batch with placeholders for the reference's log-probabilities."""
     if not wants_cached(run):
         return batch
     return replace(batch, reference_b=torch.zeros(batch.tokens_bt.shape[0]))
 
 
-def _forget() -> None:
-    """Give back what a thrown-away run held, compiled code too."""
+def _free() -> None:
+    """Free the memory of a discarded run, compiled code included."""
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()
     gc.collect()

@@ -1,8 +1,7 @@
-"""From a checked recipe to a run that can step: one ordered pass over the techniques' stages.
+"""Build a run from a checked recipe: one ordered pass over the techniques' stages.
 
-The model is made without memory (on the meta device), the techniques of the early stages change it,
-then it gets its memory and weights, then the later stages set up the update, the step and the data.
-This file is the one place where the order of things is written down.
+The model is created on the meta device, the techniques of the early stages change it, then it is materialized and
+initialized, then the later stages set up the optimizer, the step and the data. The order is defined only here.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from rush.train.objectives import NextToken, Objective, objective_of
 from rush.train.optimizer import build_optimizer
 
 FORWARD = "rush::forward"
-"""The mark a profile shows around every forward pass."""
+"""The profiler range around every forward pass."""
 
 
 @dataclass
@@ -54,51 +53,50 @@ class Run:
     scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
-    """What techniques noted while they were applied, for their evidence."""
+    """Facts that techniques recorded while they were applied, for their evidence."""
     ranks: Ranks = field(default_factory=Ranks)
     outer: nn.Module | None = None
-    """What is around the model, for training passes to call."""
+    """The wrapped model (DDP) that training passes call."""
     averaged_over: int = 1
-    """Over how many ranks the gradients come averaged."""
+    """The number of ranks over which the gradients are averaged."""
     before_pass: list[Callable[[bool], None]] = field(default_factory=list)
     tied_replicas: list[str] = field(default_factory=list)
-    """Parameters here that another rank of the pipeline counts."""
+    """Tied parameters of this stage that another stage counts in the gradient norm."""
     shard_batch: Callable[[Batch], Batch] | None = None
-    """Gives of a micro batch the part that this rank works on."""
+    """Takes this rank's shard of a micro batch."""
     norm_fn: NormFn = local_norm
-    """How the norm of gradients is computed."""
+    """Computes the gradient norm."""
     non_finite: Tensor | None = None
-    """On the device: whether a step so far had a loss or gradient that was not finite."""
+    """On the device: whether any step so far had a non-finite loss or gradient."""
     limit: Limit | None = None
-    """On a CPU: what this process is held to."""
+    """On a CPU: the memory limit of this process."""
 
     def __post_init__(self) -> None:
         self.stages: list[nn.Module] = [self.model]
-        """What passes call: the model, or the stages that this rank has of it."""
+        """The model, or this rank's pipeline stages of it."""
         self.passes: Passes = SequentialPasses(self)
-        self.pass_through(self.forward_backward)
+        self.set_innermost(self.forward_backward)
 
-    def pass_through(self, innermost: Pass) -> None:
-        """Let every micro batch go to this pass, through what techniques put around it."""
+    def set_innermost(self, innermost: Pass) -> None:
+        """Set the pass that techniques' wrappers surround."""
         self.innermost, self.micro_pass = innermost, innermost
         for wrap in self.pass_wrappers:
             self.micro_pass = wrap(self.micro_pass)
 
     def forward_backward(self, batch: Batch, loss_scale: Tensor) -> Tensor:
-        """The plain pass over a micro batch; `micro_pass` is it with what techniques put around it."""
+        """The plain pass over a micro batch; `micro_pass` is this with the techniques' wrappers."""
         with record_function(FORWARD), self.autocast():
             loss = self.objective.loss(self.outer or self.model, batch)
         (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    def own(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """What this rank works on: the micro batches it was given, or its part of each."""
+    def local_batches(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """This rank's micro batches, or its shard of each."""
         return iter(batches) if self.shard_batch is None else map(self.shard_batch, batches)
 
     @property
     def pass_rows(self) -> int:
-        """Rows (of preferences: pairs) that go through the model at once: a micro batch, or the part of it that a technique
-        makes a pass of."""
+        """Rows (preferences: pairs) per forward pass: a micro batch, or less where a technique splits it."""
         passes = 1.0
         for use in self.uses:
             for effect in use.technique.memory:
@@ -108,11 +106,11 @@ class Run:
 
     @property
     def compute_dtype(self) -> torch.dtype:
-        """The dtype the matmuls run in."""
+        """The dtype of the matmuls."""
         return self.autocast_dtype or next(self.model.parameters()).dtype
 
     def flops_per_token(self) -> int:
-        """The arithmetic of a token, without what is computed again."""
+        """FLOPs per token, without recomputation."""
         blocks = [layers for role, layers in self.model.linears().items() if role != "head"]
         own = [
             parameter
@@ -124,28 +122,28 @@ class Run:
         return flops_per_token(self.model.shape, self.recipe.batch.sequence, frozen=frozen)
 
     def matmul_dtype(self) -> str:
-        """The dtype that most matmuls' factors have; tf32 is what some units make of fp32."""
+        """The dtype of most matmul operands; tf32 where fp32 matmuls use it."""
         dtype = str(self.compute_dtype).removeprefix("torch.")
-        with self._surroundings():
+        with self._step_contexts():
             if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
                 return "tf32"
         return str(self.facts.get("operand_dtype", dtype))
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """The surroundings of every forward pass and update of this run, held to its memory."""
-        with self.held(), self._surroundings():
+        """The contexts of every forward pass and update, under the memory limit."""
+        with self.held(), self._step_contexts():
             yield
 
     @contextmanager
-    def _surroundings(self) -> Iterator[None]:
+    def _step_contexts(self) -> Iterator[None]:
         with ExitStack() as stack:
             for enter in self.step_contexts:
                 stack.enter_context(enter())
             yield
 
     def held(self) -> AbstractContextManager[Any]:
-        """Holds a step, or a sample, to the memory that the run may take."""
+        """Enforces the memory limit around a step or a sample."""
         return nullcontext() if self.limit is None else self.limit.held()
 
     def autocast(self) -> AbstractContextManager[Any]:

@@ -1,7 +1,7 @@
-"""The data a recipe names, ready to train on: prepared once, found again afterwards.
+"""The data of a recipe, prepared once and cached.
 
-Pretraining reads windows of one long line of tokens; fine-tuning reads documents, each with its own targets.
-Loop and lab see one thing: a corpus that gives a loader and held-out batches.
+Pretraining reads windows of one token stream; fine-tuning reads documents, each with its own labels. Both are a `Corpus`,
+which has a loader and held-out batches.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from rush.train.reference import references, set_live_reference, wants_cached
 Note = Callable[[str], None]
 Split = Literal["train", "validation"]
 TRIAL_PAIRS = 256
-"""Pairs that a trial reads: to ask the reference about all of them would take longer than the trial, for every recipe anew."""
+"""Pairs that a trial reads: the reference pass over all of them would take longer than the trial."""
 
 
 class Corpus(Protocol):
@@ -61,35 +61,35 @@ class Corpus(Protocol):
 
     @property
     def digest(self) -> str:
-        """Names the tokens themselves; a resumed run must find the same."""
+        """Digest of the tokens; a resumed run must find the same."""
         ...
 
     def loader(self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None) -> Steps:
-        """The training samples in the run's order; `options` are what techniques set.
+        """The training samples in the run's order; techniques set `options`.
 
-        With `same_samples` every step holds that many documents, the same ones however they are packed.
+        With `same_samples` every step holds that many documents, the same ones whatever the packing.
         """
         ...
 
     def validation(self, recipe: Recipe, options: Mapping[str, Any]) -> Iterator[Batch]:
-        """The held-out batches, always the same ones."""
+        """The held-out batches, the same ones every time."""
         ...
 
     def largest(self, recipe: Recipe, options: Mapping[str, Any], split: Split = "train") -> Batch:
-        """The micro batch of training samples, or of held-out ones, that takes most memory."""
+        """The micro batch of the split that takes most memory."""
         ...
 
     def ready_for(
         self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
     ) -> Corpus:
-        """The corpus with what the run's objective needs besides: the reference's numbers, for preferences. A trial has no folder
-        `beside` which they are kept, and reads the first pairs only."""
+        """The corpus with the reference's log-probabilities, for preferences. They are kept in the folder `beside`; a trial has
+        none, and reads only the first pairs."""
         ...
 
 
 @dataclass(frozen=True)
 class TokenCorpus:
-    """One line of tokens, read in windows."""
+    """A token stream, read in windows."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -117,7 +117,7 @@ class TokenCorpus:
         dataset = TokenDataset(self.folder, split, recipe.batch.sequence)
         return make_batch(
             dataset, [index % len(dataset) for index in range(recipe.micro)]
-        )  # all are as large
+        )  # all have the same size
 
     def ready_for(
         self, run: Run, weights: dict[str, torch.Tensor] | None, beside: Path | None, *, resumed: bool = False
@@ -127,14 +127,14 @@ class TokenCorpus:
 
 @dataclass(frozen=True)
 class DocumentCorpus:
-    """Documents with targets; for preferences in pairs, with what the reference gives each of them."""
+    """Documents with labels; for preferences in pairs, with the reference's log-probabilities."""
 
     folder: Path
     tokenizer: Tokenizer
     digest: str
     references: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     most: int | None = None
-    """Documents to train on, where not all are read."""
+    """Limit on the documents to train on."""
 
     def loader(
         self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None
@@ -194,7 +194,7 @@ class DocumentCorpus:
 
 
 def _place(options: Mapping[str, Any]) -> dict[str, int]:
-    """Which part of the held-out batches is this rank's."""
+    """This rank's index and the world size, for the held-out batches."""
     return {"rank": options.get("rank", 0), "world": options.get("world", 1)}
 
 
@@ -212,7 +212,7 @@ def preparation_of(recipe: Recipe) -> Preparation:
 
 
 def documents_of(recipe: Recipe) -> DocumentPreparation:
-    """What fine-tuning reads."""
+    """The documents of a fine-tuning recipe."""
     data = recipe.data
     return DocumentPreparation(
         source=data.source,
@@ -233,7 +233,7 @@ def documents_of(recipe: Recipe) -> DocumentPreparation:
 
 
 def _tokenizer_of(recipe: Recipe) -> str:
-    """The tokenizer of a fine-tuned model: its own, unless the recipe names one."""
+    """The tokenizer of a fine-tuned model: that of the base, unless the recipe names one."""
     base, asked = recipe.model.init_from, recipe.data.tokenizer
     if asked == "model":
         if base is None:
@@ -245,7 +245,7 @@ def _tokenizer_of(recipe: Recipe) -> str:
         return str(run.tokenizer if run.tokenizer.is_dir() else base)
     if asked == "train" and base is not None:
         raise RecipeError(
-            f"data.tokenizer is 'train', but the weights of {base} know their own tokenizer only; set data.tokenizer=model."
+            f"data.tokenizer is 'train', but the weights of {base} only fit their own tokenizer; set data.tokenizer=model."
         )
     if asked != "train":
         _check_tokenizer(recipe, find_tokenizer(asked))
@@ -253,7 +253,7 @@ def _tokenizer_of(recipe: Recipe) -> str:
 
 
 def _check_tokenizer(recipe: Recipe, named: Tokenizer) -> None:
-    """Refuse a tokenizer that is not the one the starting weights know, where they bring theirs."""
+    """Refuse a tokenizer that differs from that of the starting weights, where they have one."""
     base = recipe.model.init_from
     if base is None:
         return
@@ -264,13 +264,13 @@ def _check_tokenizer(recipe: Recipe, named: Tokenizer) -> None:
     if (why := Tokenizer.load(own).difference(named)) is not None:
         instead = "model" if recipe.objective.kind != "lm" else own
         raise DataError(
-            f"data.tokenizer = {recipe.data.tokenizer!r} is not the tokenizer that the weights of {base} know: {why}; set "
+            f"data.tokenizer = {recipe.data.tokenizer!r} is not the tokenizer of the weights of {base}: {why}; set "
             f"data.tokenizer={instead}."
         )
 
 
 def open_corpus(recipe: Recipe, tokenizer_folder: Path | None, note: Note) -> Corpus:
-    """Prepare the recipe's corpus (with a progress bar) or find it prepared; keep its tokenizer with the run."""
+    """Prepare the recipe's corpus (with a progress bar) or open the cached one; save its tokenizer with the run."""
     corpus = _open_tokens(recipe, note) if recipe.objective.kind == "lm" else _open_documents(recipe, note)
     if tokenizer_folder is not None:
         corpus.tokenizer.save(tokenizer_folder)
@@ -305,7 +305,7 @@ def _open_documents(recipe: Recipe, note: Note) -> DocumentCorpus:
 
 
 def prepare_with_bar(preparation: Preparation, **options: Any) -> Path:
-    """`prepare`, shown as a progress bar where there is a terminal."""
+    """`prepare`, with a progress bar on a terminal."""
     with progress_bar() as show:
         return prepare(preparation, cache_folder() / "corpora", progress=show, **options)
 

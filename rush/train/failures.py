@@ -1,9 +1,8 @@
-"""What to tell when a run breaks off: where it was, whose code stands on the stack, what to do, where the log lies.
+"""The message of a run that fails: where, whose code is on the stack, what to do, where the log is.
 
-A run is always at something (`RunStatus`). Whatever is raised that is no message for people yet becomes one here: the
-traceback goes to `failure.log` in the run's folder, and one sentence after another says what failed, which technique to
-take out, and how the run goes on from its last checkpoint, which a failure never touches. An error for which nobody but this
-package can be blamed asks to be reported.
+A run is always in a phase (`RunStatus`). Any error that is not a `RushError` yet becomes one here: the traceback goes to
+`failure.log` in the run's folder, and the message says what failed, which technique to take out, and how to resume from the
+last checkpoint, which a failure never touches. For an error of this package itself it asks for a report.
 """
 
 from __future__ import annotations
@@ -36,8 +35,8 @@ from rush.techniques.api.stacks import Suspect, chain, compiler_failed, suspects
 from rush.version import __version__
 
 LONGEST = 300
-"""Characters of an error's own words in a message; the log has all of them."""
-_DEVICE = (
+"""Characters of an error's text in a message; the log has all of them."""
+_DEVICE_ERRORS = (
     "CUDA error",
     "CUDA driver error",
     "cuBLAS",
@@ -50,11 +49,11 @@ _DEVICE = (
 
 
 class Phase(Enum):
-    """What a run can be at."""
+    """The phases of a run."""
 
     BUILD = "the build"
     STEP = "step {step}"
-    COPIES = "the comparison of copies after step {step}"
+    REPLICAS = "the comparison of replicas after step {step}"
     RECORD = "the record of step {step}"
     VALIDATION = "the validation after step {step}"
     SAMPLE = "the sample after step {step}"
@@ -65,17 +64,17 @@ class Phase(Enum):
 
 @dataclass
 class RunStatus:
-    """What a run is at now, for the watch over its ranks, and for the message if it fails there."""
+    """The phase of a run, for the watchdog and for the message if it fails."""
 
     folder: RunFolder | None
-    """None where nothing is kept."""
+    """None without a run folder."""
     recipe: Recipe | None = None
     machine: Machine | None = None
     ranks: Ranks = field(default_factory=Ranks)
     phase: Phase = Phase.BUILD
     step: int = 0
 
-    def at(self, phase: Phase, step: int) -> None:
+    def enter(self, phase: Phase, step: int) -> None:
         self.phase, self.step = phase, step
         self.ranks.set_phase(str(self))
 
@@ -90,55 +89,59 @@ class RunStatus:
 
 
 @contextmanager
-def explained(doing: RunStatus) -> Iterator[None]:
-    """Make a message of whatever is raised in the block and is none yet."""
+def reporting_failures(status: RunStatus) -> Iterator[None]:
+    """Turn any error of the block that is not a `RushError` into one."""
     try:
         yield
     except RushError:
         raise
     except (Exception, SystemExit) as error:
-        if doing.ranks.watchdog is not None:
-            doing.ranks.watchdog.claim_report()
-        raise explain(error, doing) from error
+        if status.ranks.watchdog is not None:
+            status.ranks.watchdog.claim_report()
+        raise failure_message(error, status) from error
 
 
-def explain(error: BaseException, doing: RunStatus) -> RushError:
-    """The message for a run that broke off with this error, once the log is written."""
-    uses = doing.uses()
-    found, where = _look_into(error, doing, str(doing), uses)
-    kind, says = _diagnosis(error, doing, uses, found)
-    failed = kind(f"{says} {where} {_how_to_go_on(doing)}".rstrip())
+def failure_message(error: BaseException, status: RunStatus) -> RushError:
+    """Write the log and return the error with the message."""
+    uses = status.uses()
+    found, where = _log_failure(error, status, str(status), uses)
+    kind, message = _diagnosis(error, status, uses, found)
+    failed = kind(f"{message} {where} {_how_to_resume(status)}".rstrip())
     if FROM_RANK_0 in getattr(error, "__notes__", ()):
         failed.add_note(FROM_RANK_0)
     return failed
 
 
-def report_late(doing: RunStatus, uses: list[Use], error: BaseException, at: str) -> None:
-    """Say in one sentence what was raised where nobody could catch it (a callback at exit, a thread); of ranks, the first."""
-    found, where = _look_into(error, doing, at, uses)
-    whose = f" {_say_suspects(found)}" if found else ""
+def report_late(status: RunStatus, uses: list[Use], error: BaseException, at: str) -> None:
+    """Print, on rank 0, an error that was raised where nothing could catch it (a callback at exit, a thread)."""
+    found, where = _log_failure(error, status, at, uses)
+    whose = f" {_suspects_message(found)}" if found else ""
     if started_rank() == 0:
-        says = f"{words(error)} was raised {at}; the run and its files are not touched by it.{whose} {where}"
-        print(f"rush: {says}", file=sys.stderr, flush=True)  # noqa: T201
+        message = (
+            f"{one_line(error)} was raised {at}; it does not affect the run or its files.{whose} {where}"
+        )
+        print(f"rush: {message}", file=sys.stderr, flush=True)  # noqa: T201
 
 
-def _look_into(error: BaseException, doing: RunStatus, at: str, uses: list[Use]) -> tuple[list[Suspect], str]:
-    """Whose code stands on the stack, and where the log of it lies, in words."""
+def _log_failure(
+    error: BaseException, status: RunStatus, at: str, uses: list[Use]
+) -> tuple[list[Suspect], str]:
+    """Write the log; return whose code is on the stack, and a sentence with the log's path."""
     try:
         found, trouble = suspects(error, uses), ""
-    except Exception:  # the first error is the one to tell of
-        found, trouble = [], f"\nWhose code it is was not found out:\n{traceback.format_exc()}"
-    places = [doing.folder.failures] if doing.folder is not None else []
+    except Exception:  # the first error is the one to report
+        found, trouble = [], f"\nFinding whose code it is failed:\n{traceback.format_exc()}"
+    places = [status.folder.failures] if status.folder is not None else []
     places.append(Path(tempfile.gettempdir()) / "rush-failure.log")
-    log = append_log(_entry(error, doing, at, uses, found) + trouble, *places)
+    log = append_log(_entry(error, status, at, uses, found) + trouble, *places)
     return (
         found,
         f"The full log is {log}." if log else "No log could be written; --debug shows the traceback.",
     )
 
 
-def words(error: BaseException) -> str:
-    """An error in one line: its kind and its first line, and those of what it came from, where that says something else."""
+def one_line(error: BaseException) -> str:
+    """An error in one line: its type and first line, and those of its root cause where they differ."""
     first, *others = (_line(one) for one in chain(error))
     root = others[-1] if others else first
     return first if root == first else f"{first} (from {root})"
@@ -153,19 +156,23 @@ def _line(error: BaseException) -> str:
 
 
 def _diagnosis(
-    error: BaseException, doing: RunStatus, uses: list[Use], found: list[Suspect]
+    error: BaseException, status: RunStatus, uses: list[Use], found: list[Suspect]
 ) -> tuple[type[RushError], str]:
-    """The kind of failure, and what failed and what to do, in words."""
+    """The error type and the message: what failed and what to do."""
     memory = next((one for one in chain(error) if out_of_memory(one)), None)
     if memory is not None:
-        return RunFailed, _say_memory(memory, doing)
-    failed = f"{doing} failed with {words(error)}."
-    on_device = any(_of_device(one) for one in chain(error))
+        return RunFailed, _memory_message(memory, status)
+    failed = f"{status} failed with {one_line(error)}."
+    on_device = any(_is_device_error(one) for one in chain(error))
     of_system = any(isinstance(one, OSError) for one in chain(error))
-    hint = " A device tells of errors late: CUDA_LAUNCH_BLOCKING=1 shows the true place." if on_device else ""
+    hint = (
+        " CUDA errors are reported asynchronously: CUDA_LAUNCH_BLOCKING=1 shows the true place."
+        if on_device
+        else ""
+    )
     if found:
         kind = Outage if on_device else RunFailed
-        return kind, f"{failed} {_say_suspects(found, compiler=compiler_failed(error))}{hint}"
+        return kind, f"{failed} {_suspects_message(found, compiler=compiler_failed(error))}{hint}"
     names = ", ".join(use.technique.name for use in uses)
     nobody = f"No technique's code stands on the stack; on are: {names}." if uses else "No technique is on."
     if on_device or of_system:
@@ -178,39 +185,39 @@ def _diagnosis(
     )
 
 
-def _of_device(error: BaseException) -> bool:
-    """Whether the device or its libraries failed."""
+def _is_device_error(error: BaseException) -> bool:
+    """Whether the device or one of its libraries failed."""
     kinds = tuple(
         kind for name in ("AcceleratorError",) if isinstance(kind := getattr(torch, name, None), type)
     )
     return isinstance(error, kinds) or (
-        isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE)
+        isinstance(error, RuntimeError) and any(text in str(error) for text in _DEVICE_ERRORS)
     )
 
 
-def _say_memory(error: BaseException, doing: RunStatus) -> str:
+def _memory_message(error: BaseException, status: RunStatus) -> str:
     advice = {
         Phase.SAMPLE: "Set run.sample_tokens=0, which a resumed run may do.",
         Phase.SAVE: "Set run.save_async=false, so that no copy of the state is made; a resumed run may do that.",
     }.get(
-        doing.phase,
-        "Halve batch.micro (the total batch in tokens stays as it is), or shorten batch.sequence.",
+        status.phase,
+        "Halve batch.micro (the total batch in tokens stays the same), or shorten batch.sequence.",
     )
-    on = f" on {doing.machine.summary()}" if doing.machine is not None else ""
-    return f"out of memory at {doing}{on}{in_gaps(error)}. {advice}"
+    on = f" on {status.machine.summary()}" if status.machine is not None else ""
+    return f"out of memory at {status}{on}{in_gaps(error)}. {advice}"
 
 
-def _say_suspects(found: list[Suspect], *, compiler: bool = False) -> str:
-    """Name the innermost, and what to do about it; techniques further out may only have passed the call on."""
+def _suspects_message(found: list[Suspect], *, compiler: bool = False) -> str:
+    """Name the innermost technique and how to take it out; those further out may only have passed the call on."""
     first, *others = found
     blamed = [first, *(other for other in others if compiler and other.compiles)]
     under = "".join(f", under {one.technique.name}" for one in blamed[1:])
     further = ", ".join(one.technique.name for one in others if one not in blamed)
     beside = f" (further out: {further})" if further else ""
-    mend = "mend it, or " if first.file else ""
+    fix = "fix it, or " if first.file else ""
     report = "" if first.file or compiler else " Please report it, with the log."
     return (
-        f"The code of the technique {first.technique.name} ({first.place}) stands on the stack{under}{beside}: {mend}take "
+        f"The code of the technique {first.technique.name} ({first.place}) stands on the stack{under}{beside}: {fix}take "
         f"{'it' if len(blamed) == 1 else 'one'} out with {' or '.join(map(_without, blamed))}.{report}"
     )
 
@@ -221,41 +228,41 @@ def _without(suspect: Suspect) -> str:
     return f"layout.{name}=1" if name in AXES else f"techniques-={name}"
 
 
-def _how_to_go_on(doing: RunStatus) -> str:
-    folder = doing.folder
+def _how_to_resume(status: RunStatus) -> str:
+    folder = status.folder
     if folder is None:
         return ""
     if not (steps := folder.checkpoints.steps()):
         if folder.holds_run():
-            return "No checkpoint had been saved yet: --resume begins with step 1, with the same techniques."
+            return "No checkpoint had been saved yet: --resume starts at step 1, with the same techniques."
         return "Nothing had been trained yet."
     return (
-        f"The last checkpoint ({folder.checkpoints.path(steps[-1]).name}) is intact: go on from it with "
-        f"`{_resume_command(folder, doing)}`, with the same techniques; without one of them start a new run."
+        f"The last checkpoint ({folder.checkpoints.path(steps[-1]).name}) is intact: resume from it with "
+        f"`{_resume_command(folder, status)}`, with the same techniques; without one of them start a new run."
     )
 
 
-def _resume_command(folder: RunFolder, doing: RunStatus) -> str:
-    used = [name for name, _ in doing.recipe.technique_uses()] if doing.recipe is not None else []
+def _resume_command(folder: RunFolder, status: RunStatus) -> str:
+    used = [name for name, _ in status.recipe.technique_uses()] if status.recipe is not None else []
     files = [str(file) for name, file in given().items() if name in used]
-    many = ["--nproc", str(doing.ranks.world)] if doing.ranks.world > 1 else []
+    many = ["--nproc", str(status.ranks.world)] if status.ranks.world > 1 else []
     line = ["rush", "train", "--out", str(folder.path), "--resume", *many]
     return shlex.join([*line, *(word for file in files for word in ("--technique", file))])
 
 
-def _entry(error: BaseException, doing: RunStatus, at: str, uses: list[Use], found: list[Suspect]) -> str:
-    """What is written down about a failure: enough to look into it elsewhere."""
-    rank = "" if doing.ranks.alone else f" on rank {doing.ranks.rank} of {doing.ranks.world}"
+def _entry(error: BaseException, status: RunStatus, at: str, uses: list[Use], found: list[Suspect]) -> str:
+    """The log entry of a failure: enough to debug it elsewhere."""
+    rank = "" if status.ranks.alone else f" on rank {status.ranks.rank} of {status.ranks.world}"
     facts = {
         "at": f"{at}{rank}",
         "versions": f"rush {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {platform.platform()}",
-        "machine": doing.machine.summary() if doing.machine is not None else "not probed yet",
-        "recipe": doing.recipe.digest if doing.recipe is not None else "not read yet",
+        "machine": status.machine.summary() if status.machine is not None else "not probed yet",
+        "recipe": status.recipe.digest if status.recipe is not None else "not read yet",
         "techniques": ", ".join(f"{use.technique.name} {dict(use.knobs) or ''}".strip() for use in uses)
         or "none",
         "on the stack": "; ".join(f"{one.technique.name} ({one.place})" for one in found) or "none of them",
     }
-    told = "".join(f"{name}: {value}\n" for name, value in facts.items())
-    recipe = f"\n{write_toml(doing.recipe)}" if doing.recipe is not None else ""
+    header = "".join(f"{name}: {value}\n" for name, value in facts.items())
+    recipe = f"\n{write_toml(status.recipe)}" if status.recipe is not None else ""
     trace = "".join(traceback.format_exception(error))
-    return f"=== {time.strftime('%Y-%m-%d %H:%M:%S %z')} ===\n{told}\n{trace}{recipe}\n"
+    return f"=== {time.strftime('%Y-%m-%d %H:%M:%S %z')} ===\n{header}\n{trace}{recipe}\n"

@@ -37,7 +37,7 @@ from rush.techniques.api.own_files import check_remembered, digests, remember
 from rush.train.auto_micro import MicroBatchSearch
 from rush.train.build import build
 from rush.train.corpus import Corpus, open_corpus
-from rush.train.failures import RunStatus, explained
+from rush.train.failures import RunStatus, reporting_failures
 from rush.train.lost_updates import lost_updates_warning
 from rush.train.metric_sinks import open_sinks
 from rush.train.objectives import objective_of
@@ -52,13 +52,13 @@ def train_recipe(
     recipe: Recipe | None, out: Path | str, *, resume: bool = False, view: View | None = None
 ) -> Summary:
     """Train the recipe in the folder `out`; `resume` continues the run that is there."""
-    doing = RunStatus(RunFolder(Path(out)))
-    with explained(doing):
-        return _train_recipe(recipe, RunFolder(Path(out)), doing, resume=resume, view=view or Silent())
+    status = RunStatus(RunFolder(Path(out)))
+    with reporting_failures(status):
+        return _train_recipe(recipe, RunFolder(Path(out)), status, resume=resume, view=view or Silent())
 
 
 def _train_recipe(
-    recipe: Recipe | None, folder: RunFolder, doing: RunStatus, *, resume: bool, view: View
+    recipe: Recipe | None, folder: RunFolder, status: RunStatus, *, resume: bool, view: View
 ) -> Summary:
     if resume and not folder.holds_run() and recipe is not None:
         view.note(f"{folder.path} holds no run yet: starting from the beginning.")
@@ -67,9 +67,9 @@ def _train_recipe(
         existing_run(folder.path)
         recipe = _resumed_recipe(load_recipe(str(folder.recipe)), recipe)
     assert recipe is not None, "a new run needs a recipe"
-    doing.recipe = recipe
+    status.recipe = recipe
     check_remembered(folder, recipe, view.note if started_rank() == 0 else Silent().note)
-    doing.machine = machine = probe(recipe.run.device)
+    status.machine = machine = probe(recipe.run.device)
     candidates(recipe, lambda one: check(one, machine)) if recipe.auto else check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
     config = (
@@ -79,11 +79,11 @@ def _train_recipe(
         join(recipe.layout.model_dump(), machine.device, config, recipe.run.timeout_s) as ranks,
         ExitStack() as stack,
     ):
-        doing.ranks = ranks
-        doing.folder = folder = RunFolder(Path(ranks.on_rank0(lambda: str(folder.path))))
+        status.ranks = ranks
+        status.folder = folder = RunFolder(Path(ranks.on_rank0(lambda: str(folder.path))))
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
         ranks.on_rank0(lambda: _open(stack, opened))
-        return _train(recipe, machine, folder, doing, view if ranks.main else Silent(), ranks)
+        return _train(recipe, machine, folder, status, view if ranks.main else Silent(), ranks)
 
 
 def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
@@ -116,7 +116,7 @@ def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
 
 
 def _train(
-    recipe: Recipe, machine: Machine, folder: RunFolder, doing: RunStatus, view: View, ranks: Ranks
+    recipe: Recipe, machine: Machine, folder: RunFolder, status: RunStatus, view: View, ranks: Ranks
 ) -> Summary:
     store = folder.checkpoints
     resumed = _newest_good(store, ranks, view)
@@ -132,7 +132,7 @@ def _train(
     corpus = ranks.rank0_first(lambda: open_corpus(recipe, tokenizer, view.note))
     if recipe.auto:
         recipe = MicroBatchSearch(machine, corpus, weights, ranks, folder.path, view.note).choose(recipe)
-    doing.recipe = recipe
+    status.recipe = recipe
     _check_held_out(corpus, recipe)
     run = build(recipe, machine, weights, ranks)
     if (warning := lost_updates_warning(run)) is not None:
@@ -158,7 +158,7 @@ def _train(
     )
     try:
         if not ranks.main:
-            return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver, doing).go(
+            return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver, status).go(
                 done, tokens
             )
         # Only now does the folder hold a run: a start that failed earlier can simply be repeated.
@@ -174,7 +174,7 @@ def _train(
         ):
             saver.after = lambda saved: _record_save(saved, saves, store, recipe.run.keep)
             session = Session(
-                recipe, run, folder, corpus, loader, (metrics, samples), sinks, view, saver, doing
+                recipe, run, folder, corpus, loader, (metrics, samples), sinks, view, saver, status
             )
             return session.go(done, tokens)
     finally:

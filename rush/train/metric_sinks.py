@@ -1,7 +1,7 @@
-"""Where a run's numbers go: `metrics.jsonl` always, TensorBoard by default, Weights & Biases on request.
+"""Where metrics go besides `metrics.jsonl`: TensorBoard by default, Weights & Biases on request.
 
-Only the recipe and the measured numbers are sent anywhere. Keys and tokens live in the environment
-and are read by the services' own clients; nothing here looks at them or writes them down.
+Only the recipe and the metrics are sent. Keys and tokens are read by the services' own clients from the environment; nothing
+here reads or stores them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from rush.errors import MachineError
 from rush.recipe import Recipe
 
 
-class Sink(Protocol):
+class MetricSink(Protocol):
     def write(self, step: int, numbers: Mapping[str, float]) -> None: ...
     def close(self) -> None: ...
 
 
 class TensorBoard:
-    """Event files beside the run; rows after the resumed step are marked as void."""
+    """Event files in the run folder; rows after the resumed step are purged."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
         try:
@@ -78,9 +78,9 @@ def _has_login() -> bool:
     return bool(os.environ.get("WANDB_API_KEY")) or (netrc.is_file() and "wandb" in netrc.read_text())
 
 
-def open_sinks(recipe: Recipe, folder: Path, first_step: int) -> list[Sink]:
+def open_sinks(recipe: Recipe, folder: Path, first_step: int) -> list[MetricSink]:
     """The sinks the recipe asks for, besides `metrics.jsonl`."""
-    sinks: list[Sink] = []
+    sinks: list[MetricSink] = []
     if recipe.run.tensorboard:
         sinks.append(TensorBoard(folder / "tensorboard", first_step))
     if recipe.run.wandb:

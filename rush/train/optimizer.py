@@ -1,7 +1,7 @@
 """AdamW with weight decay on matrices only.
 
-Decay pulls weights towards zero, which regularizes matmuls and embeddings; pulling a norm's gain or
-a bias to zero only hurts. So tensors with two or more dims decay and the others do not.
+Decay regularizes matmuls and embeddings; on a norm's weight or a bias it only hurts. So tensors with two or more dims decay
+and the others do not.
 """
 
 from __future__ import annotations
@@ -16,10 +16,7 @@ from rush.recipe import Recipe
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups, decayed and not, each trainable parameter in exactly one (a tied one once).
-
-    A group that nobody is in (beside adapters no vector is trained) is left out: some updates refuse it.
-    """
+    """Two parameter groups, with and without decay; an empty one is left out, since some optimizers refuse it."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: list[dict[str, Any]] = [
         {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
@@ -31,7 +28,7 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
 def build_optimizer(
     recipe: Recipe, model: nn.Module, make: Callable[..., torch.optim.Optimizer], options: Mapping[str, Any]
 ) -> torch.optim.Optimizer:
-    """AdamW for the model; `make` and `options` are the plain ones or what techniques put in their place."""
+    """AdamW for the model; techniques may replace `make` and `options`."""
     settings = recipe.optimizer
     return make(
         parameter_groups(model, settings.weight_decay),
@@ -43,7 +40,7 @@ def build_optimizer(
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The same rate for every group; optimizers that read it in a compiled update keep it as a tensor."""
+    """Set the rate of every group; optimizers with a compiled or captured update keep it as a tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], torch.Tensor):
             group["lr"].fill_(lr)
@@ -52,10 +49,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
 
 
 def supports_found_inf(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer obeys what stands on the device in its attributes `found_inf` (not zero: change nothing) and
-    `grad_scale` (divide gradients by it). Such an update can be launched before anyone knows that it may happen.
-
-    torch's fused updates do, for the sake of loss scaling, and mark it.
-    """
-    torchs = getattr(optimizer, "_step_supports_amp_scaling", False)
-    return bool(getattr(optimizer, "supports_found_inf", torchs))
+    """Whether the optimizer reads `found_inf` (nonzero: skip the update) and `grad_scale` (divide gradients by it) from
+    the device, as torch's fused optimizers do. Such an update can be launched before the host knows whether it may happen."""
+    fused = getattr(optimizer, "_step_supports_amp_scaling", False)
+    return bool(getattr(optimizer, "supports_found_inf", fused))

@@ -1,11 +1,10 @@
-"""The reference of a preference run: what the model gave every answer before it learned anything.
+"""The reference model of preference training: log-probabilities of every answer under the starting weights.
 
-`cached`: one pass over the pairs before the first step, in the shapes, precision and with the techniques of
-training, so that the run starts at a difference of exactly zero. The numbers (one for each answer) are kept in the
-cache, named by base, data and settings, and beside the run, which needs them when it goes on; a pass that was
-interrupted goes on where it stopped. `live`: a frozen copy of the start is asked beside every step, which takes
-its memory and a third more arithmetic, and pays where a run sees only a small part of the pairs. With adapters
-the copy is the model itself with the adapters switched off.
+`cached`: one pass over the pairs before the first step, in the shapes, precision and with the techniques of training, so that
+the run starts at a difference of exactly zero. The values are kept in the cache, keyed by base, data and settings, and in the
+run folder, for a resumed run; an interrupted pass continues where it stopped. `live`: a frozen copy of the starting weights
+runs beside every step, which takes its memory and a third more FLOPs, and pays off where a run sees few of the pairs. With
+adapters the copy is the model itself with adapters disabled.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from rush.train.objectives.preference import log_probabilities, needs_reference
 Values = npt.NDArray[np.float32]
 Show = Callable[[int, int], None]
 SAVE_EVERY = 50
-"""Micro batches between two writings of a pass under way."""
+"""Micro batches between two flushes of a pass."""
 
 
 def wants_cached(run: Run) -> bool:
@@ -51,8 +50,7 @@ def wants_cached(run: Run) -> bool:
 
 
 def set_live_reference(run: Run, weights: dict[str, torch.Tensor] | None) -> None:
-    """Give a run that asks for it a frozen copy of its start: `weights`, or what the recipe starts from without them (a
-    resumed run has read its checkpoint instead)."""
+    """Set the frozen reference model of a run with `reference = "live"`, from `weights` or the recipe's starting weights."""
     objective, settings = run.objective, run.recipe.objective
     if not isinstance(objective, Preference) or not needs_reference(settings) or settings.reference != "live":
         return
@@ -71,9 +69,9 @@ def references(
     resumed: bool,
     cache: Path | None = None,
 ) -> dict[str, Values]:
-    """The reference's log-probability of every answer, for each split: documents, and how many pairs of them at most.
+    """The reference's log-probability of every answer, by split; `splits` gives documents and the most pairs of them.
 
-    The run must stand at its start, unless it is resumed: then the numbers beside the run are read.
+    The run must be untrained; for a resumed one the values in its folder are read.
     """
     found: dict[str, Values] = {}
     for split, (documents, limit) in splits.items():
@@ -92,14 +90,14 @@ def references(
 
 
 def reference_key(run: Run, data: str) -> str:
-    """Names a pass: the base's values, the data, and whatever changes how the numbers are rounded."""
+    """The cache key: the base's values, the data, and whatever changes rounding."""
     weights = {
         name: fingerprint(full_tensor(tensor))
         for name, tensor in run.model.state_dict().items()
         if isinstance(tensor, torch.Tensor) and ".adapter." not in name
     }
     recipe = run.recipe
-    told: dict[str, Any] = {
+    key: dict[str, Any] = {
         "weights": sorted(weights.items()),
         "data": data,
         "techniques": recipe.technique_uses(),
@@ -107,16 +105,16 @@ def reference_key(run: Run, data: str) -> str:
         "device": run.machine.summary(),
         "torch": torch.__version__,
     }
-    return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
 
 
 @torch.no_grad()
 def compute(
     run: Run, documents: Documents, count: int, path: Path, show: Show = lambda done, all: None
 ) -> Values:
-    """One pass over the first `count` documents, or what an earlier one left at `path`.
+    """One pass over the first `count` documents, or the cached result at `path`.
 
-    Several ranks ask for every n-th batch each, all of them in every round, and add up what they found.
+    Each of n ranks computes every n-th batch, and the results are all-reduced.
     """
     ranks = run.ranks
     if ranks.on_rank0(path.is_file):
@@ -136,10 +134,10 @@ def compute(
     with writing(path, "the reference in "):
         values = _open_partial(partial, count)
         missing = [bool(np.isnan(values[_answers(rows)]).any()) for rows in own]
-        # What one rank has to ask for, all ask for: a model in parts answers to all at once.
-        asked = ranks.all_reduce(torch.tensor(missing, dtype=torch.float32, device=run.device)).tolist()
+        # If one rank needs its batch, all compute theirs: forward passes may have collectives.
+        needed = ranks.all_reduce(torch.tensor(missing, dtype=torch.float32, device=run.device)).tolist()
         for index, rows in enumerate(own):
-            if asked[index]:
+            if needed[index]:
                 values[_answers(rows)] = _of_batch(run, layout, rows)
                 if index % SAVE_EVERY == 0:
                     values.flush()
@@ -147,7 +145,7 @@ def compute(
         values.flush()
         for model in run.stages:
             reshard(model)
-        assert not any(np.isnan(values[_answers(rows)]).any() for rows in own), "an answer was left out"
+        assert not any(np.isnan(values[_answers(rows)]).any() for rows in own), "an answer is missing"
         found = ranks.all_reduce(torch.from_numpy(np.nan_to_num(values)).to(run.device))
         result: Values = found.cpu().numpy()
         ranks.on_rank0(lambda: _write(path, result))
@@ -159,14 +157,14 @@ def _quiet(done: int, total: int) -> None: ...
 
 
 def _answers(rows: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
-    """Where the chosen and the rejected answers of these pairs are."""
+    """Indices of the chosen and rejected answers of these pairs."""
     pairs = np.array([int(row[0, 0]) for row in rows], dtype=np.int64)
     return np.concatenate((2 * pairs, 2 * pairs + 1))
 
 
 def _of_batch(run: Run, layout: Layout, rows: list[npt.NDArray[np.int64]]) -> Values:
     batch = layout.batch(rows)
-    run.objective.units(batch)  # refuses what is no preference, before hours are spent on it
+    run.objective.units(batch)  # refuses data without pairs, before hours are spent on it
     with run.in_step(), run.autocast():
         logp_b = log_probabilities(run.model, batch.to(run.device)).float().cpu()
     chosen, rejected = logp_b.chunk(2)
@@ -187,7 +185,7 @@ def _open_partial(path: Path, count: int) -> np.memmap[Any, np.dtype[np.float32]
             if found.shape == (count,) and found.dtype == np.float32:
                 return found
         except ValueError:
-            pass  # cut off while it was made: it is made anew
+            pass  # truncated: start anew
     values = np.lib.format.open_memmap(path, mode="w+", dtype=np.float32, shape=(count,))
     values[:] = np.nan
     return values
@@ -220,7 +218,12 @@ def _write(path: Path, values: Values) -> None:
 @contextmanager
 def progress_bar() -> Iterator[Show]:
     """A bar on standard error that appears with the first report."""
-    columns = (TextColumn("Asking the reference"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("Reference log-probabilities"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("reference", total=None, visible=False)
 

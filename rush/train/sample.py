@@ -1,8 +1,8 @@
-"""A piece of text from the model as it is now: the quickest way to see that it learns.
+"""Text samples during training.
 
-A sample is worth no training: where memory runs out for it, it is tried with what was held unused given back, then shorter,
-and at last left out. The run's rows and a note say so. A model in parts is put together for it on rank 0: in host memory, or,
-if it is in stages and there is room, on the device.
+A sample never ends a run: where memory runs out, it is repeated after freeing cached memory, then shorter, and at last left
+out, with a note. A sharded or pipelined model is gathered on rank 0 for it: in host memory, or, if it is pipelined and fits,
+on the device.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from rush.train.build import Run
 from rush.train.corpus import Corpus
 
 SHORTER = 4
-"""Of a sample that does not fit, the part that is tried next."""
+"""The divisor of the tokens of a sample that does not fit."""
 SHORT_PREFILL = 16
-"""Tokens of its prompt that are read at once."""
+"""Prefill chunk of a shorter sample."""
 
 
 @dataclass
 class Sampler:
-    """The samples of one run: what each row of `samples.jsonl` says, and a note where one could not be as asked."""
+    """The rows of `samples.jsonl`, with a note where a sample is shorter or left out."""
 
     note: Callable[[str], None]
-    _told: set[str] = field(default_factory=set)
+    _noted: set[str] = field(default_factory=set)
 
     def row(self, run: Run | None, corpus: Corpus, recipe: Recipe, step: int) -> dict[str, Any]:
-        """A sample of the whole model (see `gathered_run`); None where it was not put together."""
+        """The row of a sample; `run` is that of `gathered_run`."""
         found: dict[str, Any] = {"step": step, "prompt": recipe.run.sample_prompt}
         if run is None:
-            return found | self._without("the host of rank 0 has no memory to put the model together")
+            return found | self._without("the host of rank 0 has no memory to gather the model")
         asked = recipe.run.sample_tokens
         for tokens in (asked, asked, max(1, asked // SHORTER)):
             short = tokens < asked
@@ -64,23 +64,23 @@ class Sampler:
 
     def _shorter(self, tokens: int, asked: int) -> dict[str, str]:
         why = f"out of memory: {tokens} tokens in place of {asked}"
-        self._tell("shorter", f"A sample ran {why}; the run goes on.")
+        self._note_once("shorter", f"A sample ran {why}; training continues.")
         return {"why": why}
 
     def _without(self, why: str) -> dict[str, str | None]:
-        self._tell("without", f"A sample was left out ({why}); the run goes on without it.")
+        self._note_once("without", f"A sample was left out ({why}); training continues.")
         return {"text": None, "why": why}
 
-    def _tell(self, kind: str, text: str) -> None:
-        if kind not in self._told:
-            self._told.add(kind)
+    def _note_once(self, kind: str, text: str) -> None:
+        if kind not in self._noted:
+            self._noted.add(kind)
             self.note(text)
 
 
 def sample_text(
     run: Run, corpus: Corpus, tokens: int | None = None, prefill_tokens: int = PREFILL_TOKENS
 ) -> str:
-    """Prompt and continuation; the seed is the run's, so a resumed run samples the same."""
+    """Prompt and continuation, from the run's seed, so a resumed run samples the same."""
     prompt, ids = sample_ids(run, corpus, tokens, prefill_tokens)
     return corpus.tokenizer.decode([*prompt, *ids])
 
@@ -88,7 +88,7 @@ def sample_text(
 def sample_ids(
     run: Run, corpus: Corpus, tokens: int | None = None, prefill_tokens: int = PREFILL_TOKENS
 ) -> tuple[list[int], Iterable[int]]:
-    """The prompt, and what continues it, drawn as it is asked for; memory is taken with the first."""
+    """The prompt, and an iterator over the generated tokens; the first one allocates the memory."""
     settings = run.recipe.run
     prompt, ends = sample_prompt(run.recipe, corpus)
     room = max(0, run.model.shape.context - len(prompt))
@@ -107,8 +107,8 @@ def sample_ids(
 
 
 def gathered_run(run: Run) -> Run | None:
-    """The run with its whole model on rank 0, for what only rank 0 does; None where its host has no room for that. Of a model
-    in parts all ranks must ask for it."""
+    """The run with its full model gathered on rank 0; None if its host has no memory for that. A collective where the model is
+    sharded or pipelined."""
     if run.ranks.stages is None and not any(is_sharded(parameter) for parameter in run.model.parameters()):
         return run
     place = run.ranks.on_rank0(lambda: str(gather_device(run.model) or ""))
@@ -119,10 +119,10 @@ def gathered_run(run: Run) -> Run | None:
 
 
 def sample_prompt(recipe: Recipe, corpus: Corpus) -> tuple[list[int], tuple[int, ...]]:
-    """The tokens to go on from, and those that end the text.
+    """The prompt's tokens and the stop tokens.
 
-    Where conversations are trained on, the recipe's prompt is a user's turn in the run's own template, and the sample ends with
-    the turn that answers it. A prompt with special tokens in it is one that its author has written out, and stays as it is.
+    In training on conversations the recipe's prompt is a user's turn in the run's chat template, and the sample ends with the
+    turn that answers it. A prompt that contains special tokens is used unchanged.
     """
     text, tokenizer = recipe.run.sample_prompt, corpus.tokenizer
     plain = tokenizer.encode(text) or [tokenizer.eos_id]
@@ -134,12 +134,12 @@ def sample_prompt(recipe: Recipe, corpus: Corpus) -> tuple[list[int], tuple[int,
         return plain, answer_ends(chatting)
     try:
         return encode_question(chatting, text), answer_ends(chatting)
-    except DataError:  # a template that will not have a question alone: no reason to end a training
+    except DataError:  # a template that refuses a question alone must not end a training
         return plain, answer_ends(chatting)
 
 
 def _learns_turns(recipe: Recipe, corpus: Corpus) -> bool:
-    """Whether the run trains on conversations: neither pretraining does, nor fine-tuning on plain texts."""
+    """Whether the run trains on conversations, not on plain text."""
     if recipe.objective.kind == "lm":
         return False
     return set(read_document_manifest(corpus.folder).total.formats) != {"text"}
@@ -150,13 +150,10 @@ def _written_out(text: str, tokenizer: Tokenizer) -> bool:
 
 
 def plain_model(model: Decoder) -> Decoder:
-    """The plain model over the same weights, without what techniques changed.
-
-    Techniques shape the training step (whole sequences, compiled graphs); decoding with a cache is
-    another shape of work, and the plain model does it for every recipe alike.
-    """
+    """The plain model on the same weights, without the techniques' changes, which serve the training step and not decoding
+    with a KV cache."""
     with torch.device("meta"):
-        twin = build_model(model.shape)
-    share_weights(model, twin)
-    twin.init_buffers()
-    return twin
+        plain = build_model(model.shape)
+    share_weights(model, plain)
+    plain.init_buffers()
+    return plain

@@ -1,7 +1,7 @@
-"""The stepping part of a run: launch a step, look at the one before, record, validate, sample, save, stop politely.
+"""The training loop: launch a step, finish the one before, record, validate, sample, save, stop gracefully.
 
-A step is launched while the device works on the one before, except where its weights are needed at once. Several ranks
-do this together and take the same decisions from the same numbers; only rank 0 writes and prints.
+A step is launched while the device runs the one before, except where its weights are needed at once. All ranks take the same
+decisions from the same numbers; only rank 0 writes and prints.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rush.records.run_folder import RunFolder
 from rush.train.build import Run
 from rush.train.corpus import Corpus
 from rush.train.failures import Phase, RunStatus
-from rush.train.metric_sinks import Sink
+from rush.train.metric_sinks import MetricSink
 from rush.train.sample import Sampler, gathered_run
 from rush.train.schedule import learning_rate
 from rush.train.step import LaunchedStep, launch_step
@@ -40,7 +40,7 @@ from rush.train.view import View
 
 @dataclass(frozen=True)
 class Summary:
-    """What a finished (or interrupted) run comes to."""
+    """The outcome of a finished or interrupted run."""
 
     folder: str
     step: int
@@ -54,19 +54,19 @@ class Summary:
 
 
 @dataclass(frozen=True)
-class _Started:
-    """A step that was launched, and what its row will need."""
+class _Running:
+    """A launched step, and what its row needs."""
 
     launched: LaunchedStep
     lr: float
     began: float
     opened: torch.cuda.Event | None
-    """On a device, what its time counts from: the step before, if it was launched behind that, or its own beginning."""
+    """On a device, the start of its time: the end of the step before, if it was launched behind that, or its own start."""
     data_s: float
 
     def seconds(self) -> float:
-        """How long it took, once its result is there. A device keeps the time itself: the host may come back late, from
-        launching the next step, and would count that here and miss it there."""
+        """The step's duration, once its result is there. A device measures it by events: the host may return late, from
+        launching the next step."""
         if self.opened is not None and self.launched.arrived is not None:
             return float(self.opened.elapsed_time(self.launched.arrived)) / 1000
         return time.perf_counter() - self.began
@@ -74,7 +74,7 @@ class _Started:
 
 @dataclass
 class Session:
-    """The stepping part of a run, between start (or resume) and end (or interruption)."""
+    """The training loop of a run, from start or resume to end or interruption."""
 
     recipe: Recipe
     run: Run
@@ -82,15 +82,15 @@ class Session:
     corpus: Corpus
     loader: Any
     rows: tuple[MetricsWriter, MetricsWriter] | None
-    """Metrics and samples; rank 0 has them."""
-    sinks: list[Sink]
+    """Metrics and samples, on rank 0."""
+    sinks: list[MetricSink]
     view: View
     saver: Saver
-    doing: RunStatus
+    status: RunStatus
     prepared: bool = False
-    """Whether there is memory for copies of the state."""
+    """Whether memory for copies of the state is allocated."""
     last_step: float = math.inf
-    """Of several ranks, the step after which they agreed to end."""
+    """The step after which the ranks agreed to end."""
 
     def __post_init__(self) -> None:
         self.validation = Validation(self.run, self.view.note)
@@ -99,45 +99,47 @@ class Session:
     def go(self, done: int, tokens: int) -> Summary:
         recipe, total = self.recipe, self.recipe.schedule.steps
         self.view.start(_title(recipe, self.run), total, done)
-        gauge = UtilizationMetric(**self.run.ranks.on_rank0(lambda: asdict(utilization_metric(self.run))))
-        gauge = replace(gauge, rate=gauge.rate and gauge.rate * self.run.ranks.world)
+        utilization = UtilizationMetric(
+            **self.run.ranks.on_rank0(lambda: asdict(utilization_metric(self.run)))
+        )
+        utilization = replace(utilization, rate=utilization.rate and utilization.rate * self.run.ranks.world)
         self.validation.rows = self.run.ranks.on_rank0(lambda: rows_before(read_rows(self.folder.metrics)))
         row: dict[str, Any] = {}
         began, first_tokens = time.perf_counter(), tokens
         try:
             with _graceful_stop() as stop:
-                under_way: _Started | None = None
+                running: _Running | None = None
                 for step in range(done + 1, total + 1):
-                    started = self._start(step, stop.asked or self.saver.failed, under_way)
-                    if under_way is not None:
-                        row, under_way = self._finish(under_way, tokens, gauge), None
+                    started = self._start(step, stop.asked or self.saver.failed, running)
+                    if running is not None:
+                        row, running = self._finish(running, tokens, utilization), None
                         tokens = row["tokens"]
                         self._record(row["step"], row, last=False)
                     if not (self._stops(stop, step) or started.launched.ready or self._needs_weights(step)):
-                        under_way = started  # the next step is launched while the device works on this one
+                        running = started  # the next step is launched while the device runs this one
                         continue
-                    row = self._finish(started, tokens, gauge)
+                    row = self._finish(started, tokens, utilization)
                     tokens = row["tokens"]
                     due = step == total or _due(recipe.run.save_every, step)
-                    # Several ranks agreed on when to stop, so they know here whether they will.
-                    self._check_copies(step, due or self._stops(stop, step))
+                    # Ranks have agreed on when to stop, so they know here whether they will.
+                    self._check_replicas(step, due or self._stops(stop, step))
                     self._record(step, row, last=step == total)
-                    # Asked once: a request that comes during the save waits for the next step.
+                    # Read once: a request during the save waits for the next step.
                     stopping = self._stops(stop, step)
                     if stopping or due:
                         self._save(step, row, last=stopping or step == total)
                     if stopping:
                         break
-                self.doing.at(Phase.END, row.get("step", done))
+                self.status.enter(Phase.END, row.get("step", done))
                 self.saver.wait()
         except RushError:
-            self._let_save_end()
+            self._finish_save()
             raise
         except BaseException as error:
             if self.saver.failed_step is not None:
-                self.doing.at(Phase.SAVE, self.saver.failed_step)
+                self.status.enter(Phase.SAVE, self.saver.failed_step)
             if isinstance(error, Exception | SystemExit) and not lost(error):
-                self._let_save_end()
+                self._finish_save()
             else:  # another rank is gone, or there is no time
                 self.saver.abandon()
             raise
@@ -146,45 +148,45 @@ class Session:
         return self._summary(row, done, tokens, (tokens - first_tokens) / (time.perf_counter() - began))
 
     def _stops(self, stop: _Stop, step: int) -> bool:
-        """Whether the run ends after this step. Ranks are asked at different moments: they end after the step that follows
-        the first one of which all know that someone was asked. A save that failed asks, too."""
+        """Whether the run ends after this step. Ranks are asked to stop at different moments: they end one step after the first
+        step in which all learned of a request. A failed save requests it, too."""
         return stop.asked or self.saver.failed if self.run.ranks.alone else step >= self.last_step
 
     def _needs_weights(self, step: int) -> bool:
-        """Whether something is done with the weights as they are after this step."""
+        """Whether a save, validation, sample or replica check uses the weights after this step."""
         settings = self.recipe.run
         return step == self.recipe.schedule.steps or any(
             _due(every, step)
             for every in (settings.save_every, settings.validate_every, settings.sample_every, settings.drift_every)
         )  # fmt: skip
 
-    def _check_copies(self, step: int, saving: bool) -> None:
-        """What ranks hold alike must be equal to the bit, before it is saved at the latest."""
+    def _check_replicas(self, step: int, saving: bool) -> None:
+        """Compare replicas bit for bit, at the latest before they are saved."""
         every, ranks = self.recipe.run.drift_every, self.run.ranks
         if every and not ranks.alone and (saving or _due(every, step)):
-            self.doing.at(Phase.COPIES, step)
-            with self._explained():
+            self.status.enter(Phase.REPLICAS, step)
+            with self._with_advice():
                 check_replicas(ranks, self.run.model.named_parameters(), step)
 
-    def _start(self, step: int, asked: bool, before: _Started | None) -> _Started:
-        """Launch a step, on a device perhaps while it is at work on the one before; it may be when this returns."""
+    def _start(self, step: int, asked: bool, before: _Running | None) -> _Running:
+        """Launch a step, on a device perhaps while the one before is still running."""
         began = time.perf_counter()
         opened = before.launched.arrived if before is not None else _mark(self.run.device)
-        self.doing.at(Phase.STEP, step)
+        self.status.enter(Phase.STEP, step)
         lr = learning_rate(self.recipe, step)
         batches = list(self.loader.next_step())
         data_s = time.perf_counter() - began
-        with self._explained():
+        with self._with_advice():
             launched = launch_step(self.run, step, lr, batches, stopping=asked)
         if not self.prepared and 0 < self.recipe.run.save_every < self.recipe.schedule.steps:
             self.prepared = True  # the optimizer has its state now
             self.saver.prepare(self.run.model, self.run.optimizer)
-        return _Started(launched, lr, began, opened, data_s)
+        return _Running(launched, lr, began, opened, data_s)
 
-    def _finish(self, started: _Started, tokens: int, gauge: UtilizationMetric) -> dict[str, Any]:
-        """Wait for a step and make its row."""
-        self.doing.at(Phase.STEP, started.launched.step)
-        with self._explained():
+    def _finish(self, started: _Running, tokens: int, utilization: UtilizationMetric) -> dict[str, Any]:
+        """Wait for a step and return its row."""
+        self.status.enter(Phase.STEP, started.launched.step)
+        with self._with_advice():
             result = started.launched.result()
         if result.stopping:
             self.last_step = min(self.last_step, started.launched.step + 1)
@@ -197,7 +199,6 @@ class Session:
             "lr": started.lr,
             "tokens": tokens + result.num_tokens,
             "labels": result.num_labels,
-            # With padding in it, a step is worth less than its tokens.
             **(
                 {"padding": 1 - result.num_real / result.num_tokens}
                 if result.num_real < result.num_tokens
@@ -212,39 +213,38 @@ class Session:
             "step_s": seconds,
             "data_s": started.data_s,
             "memory_bytes": memory_in_use(self.run.device.type),
-            **gauge.of(speed),
+            **utilization.of(speed),
             **result.figures,
-            # Mixed precision in fp16 leaves out a step whose scaled gradients overflowed.
             **({"skipped": True} if result.skipped else {}),
         }
 
     @contextmanager
-    def _explained(self) -> Iterator[None]:
-        """What is left of a run that diverged, in words that help. Other failures are explained further out."""
+    def _with_advice(self) -> Iterator[None]:
+        """Add the last checkpoint and advice to the error of a run that diverged."""
         try:
             yield
         except Diverged as error:
-            self._let_save_end()
+            self._finish_save()
             steps = self.folder.checkpoints.steps()
             last = self.folder.checkpoints.path(steps[-1]) if steps else None
             kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been saved yet"
             advice = "Lower optimizer.lr, lengthen schedule.warmup or look at these samples."
             if isinstance(error, Drifted):
-                advice = "Look for a faulty device or a technique that leaves an exchange out, and go on with --resume."
+                advice = "Look for a faulty device or a technique that skips a collective, and continue with --resume."
             raise type(error)(f"{error} Nothing was overwritten: {kept}. {advice}") from None
 
     def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
         settings = self.recipe.run
         if last or _due(settings.validate_every, step):
-            self.doing.at(Phase.VALIDATION, step)
-            with self._explained():
+            self.status.enter(Phase.VALIDATION, step)
+            with self._with_advice():
                 held_out = partial(self.corpus.validation, self.recipe, self.run.loader_options)
                 row["val_loss"] = self.validation.loss(held_out)
                 row |= {"val_rows": self.validation.rows} if self.validation.rows else {}
             figures = self.run.objective.figures(self.run.ranks.all_reduce)
             row |= {f"val_{name}": value for name, value in figures.items()}
         sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
-        self.doing.at(Phase.SAMPLE if sampled else Phase.RECORD, step)
+        self.status.enter(Phase.SAMPLE if sampled else Phase.RECORD, step)
         run = gathered_run(self.run) if sampled else self.run
         if self.rows is None:
             return
@@ -260,7 +260,7 @@ class Session:
                 self.view.sample(step, sample["text"])
 
     def _save(self, step: int, row: dict[str, Any], last: bool) -> None:
-        self.doing.at(Phase.SAVE, step)
+        self.status.enter(Phase.SAVE, step)
         for rows in self.rows or ():
             rows.sync()
         extra = {
@@ -273,8 +273,8 @@ class Session:
         metrics = {"val_loss": row.get("val_loss")}
         self.saver.save(step, self.run.model, self.run.optimizer, extra, metrics, last=last)
 
-    def _let_save_end(self) -> None:
-        """The run ends for another reason, which is told; if the save that is under way fails, that is not."""
+    def _finish_save(self) -> None:
+        """Wait for the save under way; the run ends for another reason, so an error of the save is dropped."""
         with suppress(Exception):
             self.saver.wait()
 
@@ -299,7 +299,7 @@ class Session:
 
 
 def _mark(device: torch.device) -> torch.cuda.Event | None:
-    """Now, on the clock of the device; None for a CPU."""
+    """A recorded timing event; None for a CPU."""
     if device.type != "cuda":
         return None
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -329,7 +329,7 @@ class _Stop:
 
 @contextmanager
 def _graceful_stop() -> Iterator[_Stop]:
-    """Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second Ctrl-C ends it now."""
+    """Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second Ctrl-C ends it at once."""
     stop = _Stop()
 
     def ask(number: int, frame: FrameType | None) -> None:

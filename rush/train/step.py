@@ -1,19 +1,16 @@
 """One optimizer step: accumulate, check, clip, update.
 
-The gradient of a step is the gradient of the mean loss over all its labels. Each micro batch adds
-the gradient of its *summed* loss divided by the number of labels in the whole step, so cutting a
-batch into micro batches changes nothing, even when they hold unequal numbers of labels. (Averaging
-the micro batches' own means, as many trainers did, gives the wrong weight to every token.)
+The gradient of a step is that of the mean loss over all its labels. Each micro batch adds the gradient of its *summed* loss
+times the loss scale (1 / number of labels in the step), so gradient accumulation changes nothing, even with unequal numbers of
+labels. (Averaging the micro batches' means gives tokens the wrong weights.)
 
-A step whose loss or gradient is not finite changes nothing. To know it, the host would have to wait for
-the device, and the device then for the host to launch what comes next. So where the update can be told on
-the device to hold back, everything is launched at once, and the host looks at the numbers later
-(`launch_step`, then `result`): the next step can be under way by then. An update that was held back holds back
-all later ones too, so that the weights stay what they were.
+A step whose loss or gradient is non-finite updates nothing. To know it, the host would have to synchronize with the device. So
+where the optimizer can skip an update on the device (`found_inf`), everything is launched at once, and the host reads the
+numbers later (`launch_step`, then `result`), while the next step may be running. A skipped update skips all later ones, too,
+so that the weights stay unchanged.
 
-On several ranks a step is the step of all: every rank's micro batches are divided by the labels of all ranks, and loss,
-norm and counts are those of the whole step, alike everywhere. What a rank must know of the others is summed where the
-losses are, so that no host waits for it.
+On several ranks the loss scale counts the labels of all ranks, and loss, gradient norm and counts are those of the whole
+step, the same on every rank. They are all-reduced on the device, so that no host waits.
 """
 
 from __future__ import annotations
@@ -41,16 +38,16 @@ class StepResult:
     num_real: int
     """Tokens without padding."""
     figures: Mapping[str, float]
-    """Further numbers the objective gives."""
+    """Further metrics of the objective."""
     skipped: bool = False
-    """The scaled gradients overflowed, so there was no update (and no norm: it reads 0); the scale goes down."""
+    """The scaled gradients overflowed: no update, the norm reads 0, and the scaler lowers its scale."""
     stopping: bool = False
-    """Some rank was asked to stop when it launched this step."""
+    """A rank had been asked to stop when it launched this step."""
 
 
 @dataclass(frozen=True)
 class StepCounts:
-    """What a step holds, over all its micro batches (and all ranks, once they are summed)."""
+    """Counts over the micro batches of a step (and over all ranks, once all-reduced)."""
 
     units: int
     labels: int
@@ -61,22 +58,20 @@ class StepCounts:
 
 @dataclass(frozen=True)
 class LaunchedStep:
-    """A step that the device may still be working on."""
+    """A step that the device may still be running."""
 
     step: int
     batches: list[Batch]
     counts: StepCounts
-    """Of this rank."""
+    """The counts of this rank."""
     figures: Mapping[str, float]
     numbers: Tensor
-    """On the host: the summed loss and the gradient's norm, and of several ranks the sums of their counts, once
-    `arrived` has happened."""
+    """On the host once `arrived` has happened: the summed loss, the gradient norm, and the all-reduced counts."""
     arrived: torch.cuda.Event | None
     skipped: bool
 
     @property
     def num_tokens(self) -> int:
-        """Of this rank, as are the next two."""
         return self.counts.tokens
 
     @property
@@ -89,11 +84,11 @@ class LaunchedStep:
 
     @property
     def ready(self) -> bool:
-        """Whether the result is there without waiting."""
+        """Whether `result` returns without waiting."""
         return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
 
     def result(self) -> StepResult:
-        """Wait for the numbers. Raises `Diverged` if loss or gradient was not finite; then nothing was updated."""
+        """Wait for the numbers. Raises `Diverged` if loss or gradient was non-finite; then nothing was updated."""
         if self.arrived is not None:
             self.arrived.synchronize()
         summed_loss, norm, *summed = self.numbers.tolist()
@@ -101,7 +96,7 @@ class LaunchedStep:
         _check_labels(self.step, counts)
         loss = summed_loss / counts.units
         if not (math.isfinite(loss) and (math.isfinite(norm) or self.skipped)):
-            raise Diverged(_say_diverged(self.step, loss, norm, self.batches))
+            raise Diverged(_divergence_message(self.step, loss, norm, self.batches))
         return StepResult(
             loss,
             0.0 if self.skipped else norm,
@@ -115,19 +110,19 @@ class LaunchedStep:
 
 
 def train_step(run: Run, step: int, lr: float, batches: Iterable[Batch]) -> StepResult:
-    """Update the model once and wait for it. Raises `Diverged` if loss or gradient is not finite."""
+    """Update the model once and wait for it. Raises `Diverged` if loss or gradient is non-finite."""
     return launch_step(run, step, lr, batches).result()
 
 
 def launch_step(
     run: Run, step: int, lr: float, batches: Iterable[Batch], *, stopping: bool = False
 ) -> LaunchedStep:
-    """Everything a step does, without waiting for the device where that can be helped.
+    """Launch a step, where possible without synchronizing with the device.
 
-    `stopping` tells the other ranks that this one was asked to stop.
+    `stopping` reports to the other ranks that this one was asked to stop.
     """
     with run.in_step():
-        return _launch(run, step, lr, list(run.own(batches)), stopping)
+        return _launch(run, step, lr, list(run.local_batches(batches)), stopping)
 
 
 def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool) -> LaunchedStep:
@@ -142,7 +137,7 @@ def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool
     loss_scale = run.scaler.scale(_loss_scale(run, counts, summed))
     total = run.passes.train(batches, loss_scale)
     if summed is not None:
-        # Whether there was any label is known on the device only: without one nothing may be updated.
+        # Only the device knows whether there was any label; without one nothing may be updated.
         total = run.ranks.all_reduce(total).masked_fill(summed[0] == 0, torch.nan)
     run.scaler.unscale_(run.optimizer)
     grad_norm = gradient_norm(run)
@@ -167,13 +162,13 @@ def _launch(run: Run, step: int, lr: float, batches: list[Batch], stopping: bool
 
 
 def _sum_counts(run: Run, step: int, counts: StepCounts) -> Tensor | None:
-    """The counts of all ranks, on the device; None for a rank that is alone, which knows its own."""
+    """The all-reduced counts, on the device; None on a single rank."""
     if run.ranks.alone:
         _check_labels(step, counts)
         return None
     numbers = torch.tensor(
         [counts.units, counts.labels, counts.tokens, counts.real, counts.stopping],
-        dtype=torch.float64,  # which counts to 2⁵³ and travels with the loss
+        dtype=torch.float64,  # exact up to 2⁵³
         pin_memory=run.device.type == "cuda",
     )
     summed = run.ranks.all_reduce(numbers.to(run.device, non_blocking=True))
@@ -188,7 +183,7 @@ def _check_labels(step: int, counts: StepCounts) -> None:
 
 
 def _loss_scale(run: Run, counts: StepCounts, summed: Tensor | None) -> Tensor:
-    """What each unit's loss counts: one over the units of the step."""
+    """1 / number of units (labels) in the step."""
     if summed is None:
         return torch.full((), 1 / counts.units, device=run.device)
     return (run.averaged_over / summed[0]).float()
@@ -199,17 +194,17 @@ def _with(loss_and_norm: Tensor, summed: Tensor | None) -> Tensor:
 
 
 def update_is_async(run: Run) -> bool:
-    """Whether a step's update is launched before its loss and gradient are known. (Loss scaling decides on the host, and
-    an update of weights that lie there is the host's own.)
+    """Whether the update is launched before the host knows loss and gradient. (A gradient scaler decides on the host, and
+    offloaded weights are updated there.)
 
-    Then clipping is part of the update as well, which divides the gradients where it reads them.
+    Then clipping is part of the update, which divides the gradients as it reads them.
     """
-    here: bool = run.optimizer.param_groups[0]["params"][0].device.type == run.device.type
-    return here and supports_found_inf(run.optimizer) and not run.scaler.is_enabled()
+    on_device: bool = run.optimizer.param_groups[0]["params"][0].device.type == run.device.type
+    return on_device and supports_found_inf(run.optimizer) and not run.scaler.is_enabled()
 
 
 def _fetch(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """Numbers on their way to the host, and the event of their arrival."""
+    """Start an asynchronous copy to the host; return it and the event of its completion."""
     if on_device.device.type != "cuda":
         return on_device, None
     host = torch.empty(on_device.shape, dtype=on_device.dtype, pin_memory=True)
@@ -220,42 +215,42 @@ def _fetch(on_device: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 def _update_on_device(run: Run, loss_and_norm: Tensor) -> None:
-    """Clip and update on the device, which does neither if a number is not finite or was not at an earlier step."""
+    """Clip and update on the device, unless a number is non-finite or was at an earlier step."""
     non_finite = (~torch.isfinite(loss_and_norm)).any()
     run.non_finite = non_finite if run.non_finite is None else run.non_finite | non_finite
     limit = run.recipe.optimizer.clip
     scaled = {} if not limit else {"grad_scale": ((loss_and_norm[1] + 1e-6) / limit).clamp_min(1.0)}
-    told = {"found_inf": run.non_finite.float(), **scaled}
-    for name, value in told.items():
+    flags = {"found_inf": run.non_finite.float(), **scaled}
+    for name, value in flags.items():
         setattr(run.optimizer, name, value)
     try:
         run.optimizer.step()
     finally:
-        for name in told:
+        for name in flags:
             delattr(run.optimizer, name)
 
 
 def _update_on_host(run: Run, numbers: Tensor, grad_norm: Tensor) -> bool:
-    """Clip and update, now that the numbers are known to be finite; whether loss scaling had to leave the update out."""
+    """Clip and update if the numbers are finite; whether the gradient scaler skipped the update."""
     loss, norm = numbers.tolist()
     skipped = _overflowed(run, norm)
     if not (math.isfinite(loss) and (math.isfinite(norm) or skipped)):
         return False
     if not skipped:
         clip(run, grad_norm)
-    # The scaler leaves out the update when a gradient was not finite, and then lowers its scale.
+    # The scaler skips the update when a gradient is non-finite, and then lowers its scale.
     run.scaler.step(run.optimizer)
     run.scaler.update()
     return skipped
 
 
 def _overflowed(run: Run, norm: float) -> bool:
-    """Whether the gradients are not finite because the loss was scaled too far, which is no divergence."""
+    """Whether the gradients are non-finite because of the gradient scaler, which is no divergence."""
     return not math.isfinite(norm) and run.scaler.is_enabled() and run.scaler.get_scale() > 1
 
 
 def gradient_norm(run: Run) -> torch.Tensor:
-    """The Euclidean norm of all gradients together."""
+    """The global gradient norm."""
     counted = (p for name, p in run.model.named_parameters() if name not in run.tied_replicas)
     gradients = [p.grad for p in counted if p.grad is not None]
     if not run.ranks.alone:
@@ -267,7 +262,7 @@ def gradient_norm(run: Run) -> torch.Tensor:
 
 
 def clip(run: Run, grad_norm: torch.Tensor) -> None:
-    """Scale all gradients down if their norm is above the recipe's limit."""
+    """Clip the gradients to the recipe's norm."""
     limit = run.recipe.optimizer.clip
     gradients = [p.grad for p in run.model.parameters() if p.grad is not None]
     if limit and any(is_sharded(gradient) for gradient in gradients):
@@ -277,12 +272,12 @@ def clip(run: Run, grad_norm: torch.Tensor) -> None:
 
 
 def clip_factor(run: Run, norm: float) -> float:
-    """What gradients of this norm have been multiplied by when the optimizer is called: nothing, where the update clips."""
+    """The factor by which gradients of this norm are clipped before the optimizer; 1 where the update clips."""
     limit = run.recipe.optimizer.clip
     return min(1.0, limit / (norm + 1e-6)) if limit and not update_is_async(run) else 1.0
 
 
-def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> str:
+def _divergence_message(step: int, loss: float, norm: float, batches: list[Batch]) -> str:
     num_samples = sum(len(batch.samples) for batch in batches)
     names = [name for batch in batches for name in batch.samples[:4]][:4]
     shown = ", ".join(names) + (f" and {num_samples - 4} more" if num_samples > 4 else "")
@@ -292,20 +287,19 @@ def _say_diverged(step: int, loss: float, norm: float, batches: list[Batch]) -> 
 
 @torch.no_grad()
 def validate(run: Run, batches: Iterable[Batch], rows: int | None = None) -> float:
-    """Mean loss per unit over held-out batches, with several ranks over those of all; `rows` go through the model at once, and
-    without it as many as in training."""
+    """Mean loss per unit over the held-out batches of all ranks, `rows` per forward pass (default: as in training)."""
     total, units, _ = reduce_validation(run, *validate_local(run, batches, rows))
     return total / units
 
 
 @torch.no_grad()
 def validate_local(run: Run, batches: Iterable[Batch], rows: int | None = None) -> tuple[float, float]:
-    """The summed loss and the units of what this rank has of the held-out batches."""
+    """The summed loss and the units of this rank's held-out batches."""
     units, rows = 0.0, rows or run.pass_rows
 
     def on_device() -> Iterator[Batch]:
         nonlocal units
-        for batch in run.own(batches):
+        for batch in run.local_batches(batches):
             units += run.objective.units(batch)
             for piece in split_rows(batch, rows):
                 yield piece.to(run.device)
@@ -318,11 +312,11 @@ def validate_local(run: Run, batches: Iterable[Batch], rows: int | None = None) 
 def reduce_validation(
     run: Run, total: float, units: float, failed: bool = False
 ) -> tuple[float, float, bool]:
-    """The sums over all ranks, and whether some rank failed."""
+    """All-reduce the sums, and whether some rank failed."""
     if run.ranks.alone:
         return total, units, failed
-    for part in run.stages:
-        reshard(part)
+    for stage in run.stages:
+        reshard(stage)
     summed = run.ranks.all_reduce(
         torch.tensor([total, units, failed], dtype=torch.float64, device=run.device)
     )
@@ -333,6 +327,6 @@ def reduce_validation(
 
 
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
-    """The batch in pieces of at most so many rows; of preferences, pairs."""
+    """Split a batch into pieces of at most so many rows (preferences: pairs)."""
     held = batch.tokens_bt.shape[0] // (2 if batch.paired else 1)
     return [batch] if held <= rows else batch.split(-(-held // rows))

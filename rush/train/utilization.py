@@ -1,8 +1,8 @@
-"""How much of the machine a run uses.
+"""Model FLOPs utilization (MFU).
 
-MFU is the model's arithmetic (formula in rush.models.counts) over the datasheet's dense peak for the
-dtype of the matmuls. A device without a datasheet entry, a laptop's CPU, say, is held against the
-matmul rate measured on it, and the figure has another name, because it is another thing.
+MFU is the model's FLOPs (formula in rush.models.counts) over the datasheet's dense peak for the dtype of the matmuls. For a
+device without a datasheet entry, such as a laptop's CPU, the measured matmul rate takes its place, and the figure is called
+`ceiling_fraction`.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ class UtilizationMetric:
     name: str
     flops_per_token: float
     rate: float | None
-    """Floating-point operations per second that count as all of it; None where nothing is known."""
+    """FLOP/s that count as 100 %; None where unknown."""
 
     def of(self, tokens_per_s: float) -> dict[str, float]:
         return {self.name: tokens_per_s * self.flops_per_token / self.rate} if self.rate else {}
 
 
 def utilization_metric(run: Run) -> UtilizationMetric:
-    """MFU where the datasheet is known, else the fraction of the measured ceiling."""
+    """MFU where the datasheet is known, else the fraction of the measured matmul rate."""
     work = run.flops_per_token()
     dtype = run.facts.get("matmul_dtype", run.matmul_dtype())
     peak = datasheet_peak(run.machine, dtype)
     if peak is not None:
         return UtilizationMetric("mfu", work, peak)
-    # A machine that only emulates a dtype, as a CPU does fp8, has no rate of it: the run has no such figure then.
+    # A machine that only emulates a dtype, as a CPU does fp8, has no rate for it.
     return UtilizationMetric(
         "ceiling_fraction", work, ceilings(run.machine, (dtype,), bandwidth=False).matmul_rate(dtype)
     )

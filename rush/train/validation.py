@@ -1,13 +1,12 @@
-"""Validation in a run that just fits: if a held-out batch runs out of memory, in smaller pieces, and the run goes on.
+"""Validation that falls back to fewer rows per forward pass when memory runs out.
 
-A held-out batch goes through the model as training's do, a pass at a time. It needs no gradients, so nearly always it
-fits where a step did. It may not: held-out documents can be longer than those trained on, and what a captured graph holds
-is of no use to a pass beside it. Then the whole validation starts anew with half the rows at once, down to one. The mean is
-one over all labels, so pieces change nothing but the order of sums; and since one validation has one size of pieces, its
-value follows from the weights and that number (`val_rows` in its row). A run keeps the number to its end, resumed or not.
+A held-out batch needs no gradients, so nearly always it fits where a step did. It may not: held-out documents can be longer
+than those trained on, and a captured graph keeps its memory to itself. Then the whole validation restarts with half the rows
+per pass, down to one. The mean is over all labels, so this only changes the order of sums; the value follows from the weights
+and the number of rows (`val_rows` in its row), which a run keeps to its end, resumed or not.
 
-Several ranks take the same number. Where forward passes have collectives a rank that runs out of memory leaves the others
-waiting in one, and no vote can reach them: there the planner chooses the number before the first pass.
+All ranks take the same number. Where forward passes have collectives, a rank that runs out of memory leaves the others waiting
+in one: there the planner chooses the number before the first pass.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from rush.train.build import Run
 from rush.train.step import reduce_validation, validate_local
 
 HeldOut = Callable[[], Iterable[Batch]]
-"""The held-out batches, from the first one each time it is asked."""
+"""Returns the held-out batches, from the first one at each call."""
 
 
 @dataclass
 class Validation:
-    """How the validations of one run are made."""
+    """The validations of one run."""
 
     run: Run
     note: Callable[[str], None]
     rows: int | None = None
-    """At once, where that is fewer than in training."""
+    """Rows per forward pass, where fewer than in training."""
 
     @cached_property
     def _planned(self) -> int:
@@ -56,10 +55,10 @@ class Validation:
                 self._keep(rows)
                 return total / units
             gaps = gaps or why
-            self.run.objective.figures()  # of a part of the batches: not to be counted
+            self.run.objective.figures()  # reset: they cover only some of the batches
             free_unused(self.run.device.type)
             if not tried_again:
-                tried_again = True  # what was freed may have been all that was missing
+                tried_again = True  # the freed memory may suffice
             elif rows > 1:
                 rows //= 2
             else:
@@ -69,25 +68,25 @@ class Validation:
                 )
 
     def _try(self, held_out: HeldOut, rows: int) -> tuple[float, float, bool, str]:
-        """The sums over all ranks, whether memory ran out on one of them, and what this one says about that."""
+        """The sums over all ranks, whether memory ran out on one of them, and this rank's hint on fragmentation."""
         total, units, failed, why = 0.0, 0.0, False, ""
         passed = False
 
-        def watched() -> Iterable[Batch]:
+        def batches() -> Iterable[Batch]:
             nonlocal passed
             yield from held_out()
             passed = True
 
         try:
-            total, units = validate_local(self.run, watched(), rows)
+            total, units = validate_local(self.run, batches(), rows)
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
             failed, why = True, in_gaps(error)
             total, units = 0.0, 0.0
-        if failed and not passed and waits_inside(self.run):
+        if failed and not passed and has_forward_collectives(self.run):
             raise MachineError(
-                f"{self._place}{why}, in a pass inside of which the ranks wait for each other, so that they cannot agree on smaller "
+                f"{self._place}{why}, in a forward pass with collectives, so that the ranks cannot agree on smaller "
                 "pieces; lower batch.micro, or take chunked_loss or fused_loss, which never hold all logits."
             )
         return *reduce_validation(self.run, total, units, failed), why
@@ -108,31 +107,31 @@ class Validation:
 
 
 def rows_before(rows: Iterable[Mapping[str, Any]]) -> int | None:
-    """What a run that goes on has validated with so far: what its last rows say."""
-    told = [row.get("val_rows") for row in rows if "val_loss" in row]
-    return told[-1] if told else None
+    """The `val_rows` of a resumed run's last validation."""
+    found = [row.get("val_rows") for row in rows if "val_loss" in row]
+    return found[-1] if found else None
 
 
 def planned_rows(run: Run) -> int:
-    """How many rows to begin with: as many as in training. Where ranks could not agree on fewer later, no more than the plan has
-    room for on each of their devices, whatever happens to be free there: a resumed run must find the same number."""
+    """Rows per pass to start with: as in training. With collectives in the forward pass, at most what the plan fits into each
+    device, independent of what is free there: a resumed run must find the same number."""
     rows = run.pass_rows
-    if not waits_inside(run):
+    if not has_forward_collectives(run):
         return rows
     limit, kind = run.recipe.run.memory_limit_gb, run.device.type
     whole = torch.cuda.get_device_properties(run.device).total_memory if kind == "cuda" else math.inf
     room = min(run.ranks.all_gather_object(whole if limit is None else limit * 1e9))
     spec = spec_of(run.recipe, kind)
 
-    def needs(rows: int) -> float:
+    def needed(rows: int) -> float:
         return run_peak_of(with_batch(spec, -(-rows * spec.micro // run.pass_rows))).besides["validation"]
 
-    while rows > 1 and needs(rows) > room:
+    while rows > 1 and needed(rows) > room:
         rows //= 2
     return rows
 
 
-def waits_inside(run: Run) -> bool:
+def has_forward_collectives(run: Run) -> bool:
     """Whether a forward pass of this run has collectives."""
     ranks = run.ranks
     return not ranks.alone and (

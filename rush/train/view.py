@@ -1,7 +1,7 @@
-"""What a person sees while a run goes on.
+"""The console output of a run.
 
-On a terminal: a live panel with progress, the loss as a small curve, and the numbers that matter.
-Elsewhere (a log file, a batch job): one plain line every few seconds. `Silent` says nothing.
+On a terminal: a live panel with progress, a loss curve and the main metrics. Elsewhere (a log file, a batch job): one line
+every few seconds. `Silent` prints nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class View(Protocol):
 
 
 class Silent:
-    """For machines and tests."""
+    """Prints nothing."""
 
     def start(self, title: str, total: int, done: int) -> None: ...
     def row(self, row: Mapping[str, Any]) -> None: ...
@@ -144,20 +144,20 @@ FORMS = {
 
 
 def describe(row: Mapping[str, Any]) -> dict[str, str]:
-    """A metrics row in words; only what the row holds."""
-    words = {name: form.format(row[key]) for key, (name, form) in FORMS.items() if row.get(key) is not None}
+    """A metrics row as labels and formatted values."""
+    found = {name: form.format(row[key]) for key, (name, form) in FORMS.items() if row.get(key) is not None}
     if "memory_bytes" in row:
-        words["memory"] = f"{row['memory_bytes'] / 2**30:.2f} GiB"
-    return words
+        found["memory"] = f"{row['memory_bytes'] / 2**30:.2f} GiB"
+    return found
 
 
 def sparkline(values: list[float], width: int) -> str:
-    """A curve in one line of text: means of equal stretches, scaled to what was seen."""
+    """A curve in one line of text: means of equal intervals, scaled to their range."""
     if not values:
         return ""
-    stretch = max(1, -(-len(values) // width))
+    interval = max(1, -(-len(values) // width))
     means = [
-        sum(part) / len(part) for part in (values[i : i + stretch] for i in range(0, len(values), stretch))
+        sum(part) / len(part) for part in (values[i : i + interval] for i in range(0, len(values), interval))
     ]
     low, high = min(means), max(means)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
@@ -171,6 +171,6 @@ def clock(seconds: float) -> str:
 
 
 def terminal_view() -> View:
-    """The view that fits where the output goes: standard error."""
+    """The view for standard error."""
     console = Console(stderr=True)
     return Panels(console) if console.is_terminal else Lines(console)

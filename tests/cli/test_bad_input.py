@@ -167,7 +167,7 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     ("wrong tokenizer file", 3, ["tokenizer"], lambda w: w.train(f"data.tokenizer={w.file('tokenizer.json', '{}')}")),
     ("tokenizer too large", 3, ["320", "300"],
      lambda w: w.train(f"data.tokenizer={w.run / 'tokenizer'}", "model.shape.vocab_size=300")),
-    ("tokenizer of another model", 3, ["is not the tokenizer that the weights of", "of 320 entries differ"], other_tokenizer),
+    ("tokenizer of another model", 3, ["is not the tokenizer of the weights of", "of 320 entries differ"], other_tokenizer),
     ("a pickle", 3, ["pickle"], pickle_file),
     ("a pickle in a Hugging Face folder", 3, ["pytorch_model.bin"], pickle_folder),
     ("no model there", 3, ["neither a run folder", "config.json"], lambda w: ["generate", str(w.corpus)]),

@@ -100,7 +100,7 @@ def test_a_technique_that_raises_in_mid_run_is_named_and_the_run_goes_on_once_it
     assert done.returncode == 4, done.stderr
     message = the_message(done)
     assert message.startswith(f"error: {at} failed with {raised}. The code of the technique {name} ({file}:")
-    assert f"mend it, or take it out with techniques-={name}." in message
+    assert f"fix it, or take it out with techniques-={name}." in message
     assert f"The last checkpoint (step-{saved:06d}) is intact" in message
     assert f"`rush train --out {out} --resume --technique {file}`" in message
     checked_log(out, message, f"at: {at}\n", raised, f"on the stack: {name} (")
@@ -175,9 +175,7 @@ def test_what_the_compiler_cannot_trace_is_named_with_the_compiler(world: Path, 
     assert message.startswith("error: the validation after step 2 failed with Unsupported: ")
     assert "save_for_backward" in message
     assert f"The code of the technique traced ({file}:" in message
-    assert (
-        "under compile: mend it, or take one out with techniques-=traced or techniques-=compile." in message
-    )
+    assert "under compile: fix it, or take one out with techniques-=traced or techniques-=compile." in message
     assert "The last checkpoint (step-000001) is intact" in message
     checked_log(out, message, "on the stack: traced (", "torch/_dynamo")
 

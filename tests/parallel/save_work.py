@@ -24,7 +24,7 @@ def save_often(
 ) -> Result:
     """Train and save so many times to a disk that takes `disk_s` longer: what each save took, where its copy lay in memory,
     and the digests of what it wrote."""
-    from rush.checkpoint.saver import Saved, Saver
+    from rush.checkpoint.saver import Saver, SaveResult
     from rush.hardware import probe
     from rush.parallel import join
     from rush.records.checkpoint_manifest import read_manifest
@@ -40,7 +40,7 @@ def save_often(
     chosen = recipe("llama", layout, (), *LARGE)
     digests: dict[str, str] = {}
 
-    def look(saved: Saved) -> None:
+    def look(saved: SaveResult) -> None:
         files = read_manifest(saved.path).files
         tensors = {name: entry for name, entry in files.items() if name.startswith(("model", "optimizer"))}
         digests.update({f"{saved.step}/{name}": entry.sha256 for name, entry in tensors.items()})

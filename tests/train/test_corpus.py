@@ -53,7 +53,7 @@ def recipe_for(kind: str, base: Path, tokenizer: str | Path) -> Recipe:
 @pytest.mark.parametrize("kind", ["sft", "lm"])
 def test_a_named_tokenizer_of_the_same_size_that_is_not_the_models_is_refused(kind: str, base: Path) -> None:
     with pytest.raises(
-        DataError, match=r"other' is not the tokenizer that the weights of .*base know: \d+ of 300 entries"
+        DataError, match=r"other' is not the tokenizer of the weights of .*base: \d+ of 300 entries"
     ):
         open_corpus(recipe_for(kind, base, base.parent / "other"), None, lambda text: None)
     assert not (base.parent / "cache").exists(), "it is refused before anything is prepared"

@@ -16,7 +16,7 @@ from rush.recipe_io import load_recipe
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
 from rush.train import loop, sample, session, validation
-from rush.train.failures import Phase, RunStatus, explain
+from rush.train.failures import Phase, RunStatus, failure_message
 from rush.train.loop import train_recipe
 from tests.train.small_runs import rows, small_recipe, write_corpus
 
@@ -117,10 +117,10 @@ def test_a_loader_thread_that_dies_ends_the_run_with_its_own_words(
 
 
 def test_a_second_failure_is_added_to_the_log_and_the_first_stays(tmp_path: Path) -> None:
-    doing = RunStatus(RunFolder(tmp_path))
+    status = RunStatus(RunFolder(tmp_path))
     for number in (1, 2):
-        doing.at(Phase.SAMPLE, number)
-        explain(ValueError(f"number {number}"), doing)
+        status.enter(Phase.SAMPLE, number)
+        failure_message(ValueError(f"number {number}"), status)
     log = (tmp_path / "failure.log").read_text()
     assert log.index("at: the sample after step 1") < log.index("at: the sample after step 2")
     assert log.count("=== 20") == 2
@@ -132,7 +132,7 @@ def test_a_folder_that_takes_no_log_has_it_elsewhere(tmp_path: Path, monkeypatch
     elsewhere = tmp_path / "temporary" / "rush-failure.log"
     folder = tmp_path / "file"
     folder.write_text("")
-    message = str(explain(ValueError("bad"), RunStatus(RunFolder(folder))))
+    message = str(failure_message(ValueError("bad"), RunStatus(RunFolder(folder))))
     assert f"The full log is {elsewhere}." in message
     assert "ValueError: bad" in elsewhere.read_text()
 
@@ -152,18 +152,18 @@ def test_a_technique_of_ours_is_named_too_and_how_to_take_it_out(
     file: str, techniques: str, said: str, recipe: Path, tmp_path: Path
 ) -> None:
     code = compile("1 / 0", str(Path(rush.__file__).resolve().parent / file), "exec")
-    doing = RunStatus(
+    status = RunStatus(
         RunFolder(tmp_path), load_recipe(str(recipe), [f"techniques={techniques}", "layout.ddp=2"])
     )
     with pytest.raises(ZeroDivisionError) as caught:
         exec(code)
-    assert said in str(explain(caught.value, doing))
+    assert said in str(failure_message(caught.value, status))
 
 
 def test_an_error_without_words_or_with_too_many_fits_into_one_line(tmp_path: Path) -> None:
-    doing = RunStatus(RunFolder(tmp_path))
-    assert "failed with KeyError. " in str(explain(KeyError(), doing))
-    long = str(explain(ValueError("x" * 10_000 + "\nmore"), doing))
+    status = RunStatus(RunFolder(tmp_path))
+    assert "failed with KeyError. " in str(failure_message(KeyError(), status))
+    long = str(failure_message(ValueError("x" * 10_000 + "\nmore"), status))
     assert len(long) < 1000
     assert "more" not in long
     assert "x" * 10_000 in (tmp_path / "failure.log").read_text()

@@ -45,7 +45,7 @@ def test_a_run_says_whether_its_weights_can_move(
     recipe = load_recipe(str(tmp_path / "recipe.toml"), [f"techniques={techniques}", f"optimizer.lr={lr}"])
     listener = Listener()
     train_recipe(recipe, tmp_path / "out", view=listener)
-    said = [note for note in listener.notes if "can move" in note]
+    said = [note for note in listener.notes if "can change" in note]
     assert len(said) == told
     if told:
         assert said[0].startswith("Only ")

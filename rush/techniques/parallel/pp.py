@@ -159,7 +159,7 @@ class Pipelined:
             self._compute,
         )
         self.run.facts["pp"] = self.pipeline
-        self.run.pass_through(self._wait)
+        self.run.set_innermost(self._wait)
         self.loss = torch.zeros((), device=self.run.device)
 
     def _wait(self, batch: Batch, loss_scale: Tensor) -> Tensor:
