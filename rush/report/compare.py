@@ -16,9 +16,8 @@ from markupsafe import Markup
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.report import bars, formatting
-from rush.report.ladder import LadderView, MeasureView, RungView
+from rush.report.ladder import LadderView, MeasureView, RungView, read_ladder
 from rush.report.page import flattened, render
-from rush.report.read_ladder import read_ladder
 
 
 @dataclass(frozen=True)

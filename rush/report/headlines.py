@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rush.report import formatting
-from rush.report.ladder import Json, LadderView, RungView
-from rush.report.read_ladder import shown, text, whole
+from rush.report.ladder import LadderView, RungView
+from rush.report.lenient import Json, shown, text, whole
 
 VIEWS = {
     "cumulative": "Each rung is the one before it plus one change.",

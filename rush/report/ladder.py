@@ -1,129 +1,182 @@
-"""The parts of a ladder as the pages know them: plain data, None for what is not known.
-
-`reading` fills them in from `ladder.json`; everything else only looks at them.
-"""
+"""A ladder as the pages show it: plain data read from `ladder.json`, None for what is not known."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
-Json = Any
+from pydantic import AfterValidator, AliasPath, BeforeValidator, Field, PlainValidator, TypeAdapter
+
+from rush.records import ladder
+from rush.records.life import life_words
+from rush.report.lenient import (
+    Bounded,
+    Count,
+    Each,
+    Flag,
+    Json,
+    NonEmpty,
+    Numbers,
+    OrNone,
+    Positive,
+    PositiveNumber,
+    Rates,
+    Real,
+    Rows,
+    Series,
+    Table,
+    Tables,
+    Text,
+    Whole,
+    Word,
+    items,
+    shown,
+    table,
+    text,
+    word,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class MeasureView:
     """A median with its 95 % interval and the samples behind it."""
 
-    median: float
-    low: float | None = None
-    high: float | None = None
-    n: int | None = None
-    samples: tuple[float, ...] = ()
-    processes: tuple[tuple[float, ...], ...] = ()
+    median: PositiveNumber
+    low: Real = None
+    high: Real = None
+    n: Whole = None
+    samples: Numbers = ()
+    processes: Rows = ()
+
+
+Measure = OrNone[Bounded[MeasureView]]
 
 
 @dataclass(frozen=True)
 class GainView:
-    ratio: float
-    low: float | None
-    high: float | None
-    over: str | None
-    real: bool | None
-    paired: int | None = None
+    ratio: PositiveNumber
+    low: Real = None
+    high: Real = None
+    over: Text = None
+    real: Annotated[bool | None, PlainValidator(lambda value: value if isinstance(value, bool) else None)] = (
+        None
+    )
+    paired: Whole = None
     """On how many batches the two were compared one by one; None where by their medians."""
 
 
 @dataclass(frozen=True)
 class ParityView:
-    verdict: str
-    promise: str | None
-    tolerance: float | None
-    worst: float | None
-    steps: int | None
-    losses: tuple[float | None, ...]
-    reference_losses: tuple[float | None, ...]
-    grad_norms: tuple[float | None, ...]
-    reference_grad_norms: tuple[float | None, ...]
-    worst_tensor: str | None
-    worst_tensor_error: float | None
-    why: str | None
+    verdict: Word
+    promise: Annotated[Text, Field(validation_alias="class")] = None
+    tolerance: Real = None
+    worst: Real = None
+    steps: Whole = None
+    losses: Series = ()
+    reference_losses: Series = ()
+    grad_norms: Series = ()
+    reference_grad_norms: Series = ()
+    worst_tensor: Annotated[Text, Field(validation_alias=AliasPath("worst_tensor", "name"))] = None
+    worst_tensor_error: Annotated[
+        Real, Field(validation_alias=AliasPath("worst_tensor", "relative_error"))
+    ] = None
+    why: Text = None
 
 
 @dataclass(frozen=True)
 class LifeView:
     """Whether a rung could be trained with: `ok`, `broken` or `not known`, and the sentence to it."""
 
-    verdict: str
+    verdict: Word
     said: str
+
+
+def _life(value: Json) -> Json:
+    row = table(value)
+    return {**row, "said": (text(life_words(row)) or "").rstrip(".")} if row.get("verdict") else value
 
 
 @dataclass(frozen=True)
 class ClaimView:
-    metric: str
-    gain: float | None
-    regime: str | None
-    source: str | None
+    metric: Word
+    gain: Real = None
+    regime: Text = None
+    source: Text = None
 
 
 @dataclass(frozen=True)
 class EvidenceView:
-    technique: str
-    took_effect: bool
-    what: str
+    technique: Annotated[str, word("?")] = "?"
+    took_effect: Flag = False
+    what: Annotated[str, word("")] = ""
 
 
 @dataclass(frozen=True)
 class KernelView:
     """A kernel (on a CPU an operator) of a profiled step, all its calls together."""
 
-    name: str
-    kind: str
-    ms: float
-    calls: float
+    name: Annotated[str, word("?")]
+    kind: Annotated[str, word("other")]
+    ms: PositiveNumber
+    calls: Real = 0.0
+
+
+def _technique(item: Json) -> str:
+    if not isinstance(item, dict):
+        return shown(item)
+    knobs = ", ".join(f"{text(key)}={shown(value)}" for key, value in item.items() if key != "name")
+    return f"{shown(item.get('name'))}{f' ({knobs})' if knobs else ''}"
+
+
+def _adds(value: Json) -> tuple[str, ...]:
+    """What a rung adds: names, tables of a name with knobs, or a table of overrides."""
+    if isinstance(value, dict):
+        return tuple(f"{text(key)} = {shown(part)}" for key, part in value.items())
+    return tuple(map(_technique, items(value)))
 
 
 @dataclass(frozen=True)
 class RungView:
     index: int
-    name: str
-    title: str
-    adds: tuple[str, ...]
-    techniques: tuple[str, ...]
-    recipe: str | None
-    digest: str | None
-    kept: bool
-    """Whether the rungs above stand on it."""
-    status: str
-    reason: str | None
-    verdict: str
-    speed: MeasureView | None = None
-    step: MeasureView | None = None
-    kinds: Mapping[str, float] = field(default_factory=dict)
-    mfu: float | None = None
-    hfu: float | None = None
-    ceiling_fraction: float | None = None
-    flops_per_token: float | None = None
-    bytes_per_step: float | None = None
-    step_tokens: int | None = None
-    micro: int | None = None
-    sequence: int | None = None
-    peak_memory_bytes: float | None = None
-    compile_s: float | None = None
-    warmup_s: float | None = None
-    warmup_steps: int | None = None
-    data_wait_ms: float | None = None
-    evidence: tuple[EvidenceView, ...] = ()
-    parity: ParityView | None = None
-    life: LifeView | None = None
+    name: Word
+    title: Word
+    status: Word
+    verdict: Word
+    adds: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
+    techniques: Annotated[tuple[str, ...], PlainValidator(_adds)] = ()
+    recipe: Text = None
+    digest: Text = None
+    kept: Annotated[bool, PlainValidator(lambda value: value is not False)] = True
+    """Whether the rungs above are built on it."""
+    reason: Text = None
+    speed: Annotated[Measure, Field(validation_alias="tokens_per_s")] = None
+    step: Annotated[Measure, Field(validation_alias="step_ms")] = None
+    kinds: Annotated[Rates, Field(validation_alias="tokens_kind")] = field(default_factory=dict)
+    mfu: Real = None
+    hfu: Real = None
+    ceiling_fraction: Real = None
+    flops_per_token: Positive = None
+    bytes_per_step: Positive = None
+    step_tokens: Whole = None
+    micro: Whole = None
+    sequence: Whole = None
+    peak_memory_bytes: Positive = None
+    compile_s: Real = None
+    warmup_s: Real = None
+    warmup_steps: Whole = None
+    data_wait_ms: Real = None
+    evidence: Each[EvidenceView] = ()
+    parity: OrNone[ParityView] = None
+    life: OrNone[Annotated[LifeView, BeforeValidator(_life)]] = None
     """None where it was not tried, as in records of earlier versions."""
-    gain: GainView | None = None
-    total_gain: GainView | None = None
-    claim: ClaimView | None = None
-    breakdown: Mapping[str, float] = field(default_factory=dict)
-    longest: tuple[KernelView, ...] = ()
-    environment: Mapping[str, Json] = field(default_factory=dict)
+    gain: OrNone[Bounded[GainView]] = None
+    total_gain: OrNone[Bounded[GainView]] = None
+    claim: OrNone[ClaimView] = None
+    breakdown: Annotated[Rates, Field(validation_alias="breakdown_ms")] = field(default_factory=dict)
+    longest: Each[KernelView] = ()
+    environment: Table = field(default_factory=dict)
 
     @property
     def usable(self) -> bool:
@@ -133,23 +186,23 @@ class RungView:
 
 @dataclass(frozen=True)
 class BatchPointView:
-    micro: int
-    status: str
-    speed: MeasureView | None
-    peak_memory_bytes: float | None
+    micro: Count
+    status: Annotated[str, word("ok")] = "ok"
+    speed: Annotated[Measure, Field(validation_alias="tokens_per_s")] = None
+    peak_memory_bytes: Positive = None
 
 
 @dataclass(frozen=True)
 class DriftView:
-    first: float | None
-    again: float | None
-    ratio: float | None
-    flagged: bool
-    restless: bool = False
-    """Its interval is so wide that nothing can be told."""
-    paired: int | None = None
-    uneven: bool = False
-    """The unequal batches alone may be why; they were not compared one by one."""
+    first: Positive = None
+    again: Positive = None
+    ratio: Positive = None
+    flagged: Flag = False
+    restless: Flag = False
+    """Its interval is too wide for any conclusion."""
+    paired: Whole = None
+    uneven: Flag = False
+    """The unequal batches alone may be the reason; they were not compared one by one."""
 
     @property
     def verdict(self) -> str:
@@ -157,48 +210,74 @@ class DriftView:
             return "more than its interval allows"
         if self.restless:
             return (
-                "but the batches differ too much to tell"
-                if self.uneven
-                else "but the machine was too busy to tell"
+                f"but {'the batches differ too much' if self.uneven else 'the machine was too busy'} to tell"
             )
-        return (
-            f"within its interval, on {self.paired} batches one by one"
-            if self.paired
-            else "within its interval"
-        )
+        return f"within its interval{f', on {self.paired} batches one by one' if self.paired else ''}"
 
 
 @dataclass(frozen=True)
 class InteractionView:
-    technique: str
-    alone: float | None
-    in_ladder: float | None
-    left_out: float | None
-    sentence: str | None
+    technique: Annotated[str, word("?")] = "?"
+    alone: Positive = None
+    in_ladder: Positive = None
+    left_out: Positive = None
+    sentence: Text = None
+
+
+_DRAWN = ("matmul", "copy_bytes_per_s", "transfers_bytes_per_s")
+
+
+def _others(ceilings: Json) -> dict[str, Json]:
+    return {key: value for key, value in table(ceilings).items() if key not in _DRAWN and value}
+
+
+def _numbered(rungs: Json) -> list[dict[str, Any]]:
+    rows = []
+    for index, row in enumerate(map(table, items(rungs)), start=1):
+        name = text(row.get("name")) or f"rung {index}"
+        rows.append({**row, "index": index, "name": name, "title": text(row.get("title")) or name})
+    return rows
+
+
+def _by_size(points: tuple[BatchPointView, ...]) -> tuple[BatchPointView, ...]:
+    return tuple(sorted(points, key=lambda point: point.micro))
 
 
 @dataclass(frozen=True)
 class LadderView:
-    name: str
-    view: str
-    started: str | None
-    finished: str | None
-    machine: Mapping[str, Json]
-    matmul: Mapping[str, float]
-    copy_bytes_per_s: float | None
-    transfers: Mapping[str, float]
+    name: Annotated[str, word("unnamed")]
+    view: Annotated[str, word("cumulative")]
+    started: Text
+    finished: Text = None
+    machine: Table = field(default_factory=dict)
+    matmul: Annotated[Rates, Field(validation_alias=AliasPath("ceilings", "matmul"))] = field(
+        default_factory=dict
+    )
+    copy_bytes_per_s: Annotated[
+        Positive, Field(validation_alias=AliasPath("ceilings", "copy_bytes_per_s"))
+    ] = None
+    transfers: Annotated[Rates, Field(validation_alias=AliasPath("ceilings", "transfers_bytes_per_s"))] = (
+        field(default_factory=dict)
+    )
     """Measured bytes per second between host and device, by kind."""
-    other_ceilings: Mapping[str, Json]
-    peaks: Mapping[str, float]
-    base_recipe: str | None
-    formulas: Mapping[str, str]
-    rungs: tuple[RungView, ...]
-    drift: DriftView | None
-    batch_curve: tuple[BatchPointView, ...]
-    batch_stops_paying_at: int | None
-    sequence_limits: tuple[Mapping[str, Json], ...]
-    interactions: tuple[InteractionView, ...]
-    trained: bool = False
+    other_ceilings: Annotated[
+        Mapping[str, Json], PlainValidator(_others), Field(validation_alias="ceilings")
+    ] = field(default_factory=dict)
+    peaks: Rates = field(default_factory=dict)
+    base_recipe: Annotated[Text, Field(validation_alias=AliasPath("base", "recipe"))] = None
+    formulas: Annotated[
+        Mapping[str, str],
+        PlainValidator(lambda value: {text(key) or "": shown(part) for key, part in table(value).items()}),
+    ] = field(default_factory=dict)
+    rungs: Annotated[tuple[RungView, ...], BeforeValidator(_numbered)] = ()
+    drift: OrNone[NonEmpty[DriftView]] = None
+    batch_curve: Annotated[Each[BatchPointView], AfterValidator(_by_size)] = ()
+    batch_stops_paying_at: Whole = None
+    sequence_limits: Tables = ()
+    interactions: Each[InteractionView] = ()
+    trained: Annotated[
+        bool, PlainValidator(lambda value: value == "trained"), Field(validation_alias="counted")
+    ] = False
     """Whether speeds count the tokens learned from, as in fine-tuning, instead of all."""
 
     @property
@@ -208,3 +287,14 @@ class LadderView:
 
     def rung(self, name: str | None) -> RungView | None:
         return next((rung for rung in self.rungs if rung.name == name), None)
+
+
+_MEASURE: TypeAdapter[MeasureView | None] = TypeAdapter(Measure)
+_PARITY: TypeAdapter[ParityView | None] = TypeAdapter(OrNone[ParityView])
+_LADDER = TypeAdapter(LadderView)
+measure, parity = _MEASURE.validate_python, _PARITY.validate_python
+
+
+def read_ladder(path: Path) -> LadderView:
+    """The ladder in a file or in a ladder's folder; a DataError when it is something else."""
+    return _LADDER.validate_python(ladder.read_ladder(path))

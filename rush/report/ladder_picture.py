@@ -13,8 +13,7 @@ from markupsafe import Markup
 from rush.files import write_atomic
 from rush.report import formatting, headlines
 from rush.report.bars import top_speed
-from rush.report.ladder import LadderView, RungView
-from rush.report.read_ladder import read_ladder
+from rush.report.ladder import LadderView, RungView, read_ladder
 from rush.report.svg import Scale, picture, tag
 from rush.report.symbols import SIGNS
 

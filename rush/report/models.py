@@ -15,7 +15,7 @@ from rush.records.life import life_words
 from rush.records.models import LongestRecord, ModelRecord, WorkloadRecord, read_models, verdicts_of
 from rush.report import bars, formatting, headlines
 from rush.report.kernels import TONES
-from rush.report.ladder import MeasureView
+from rush.report.ladder import MeasureView, measure
 from rush.report.page import flattened, render
 
 
@@ -60,21 +60,13 @@ def sides(workload: WorkloadRecord) -> list[Side]:
         return []
     every: list[tuple[RungRecord, dict[str, Any] | None, bool]] = [(workload["rival"], None, True)]
     every += [(o["rung"], dict(o["target"]), o.get("primary", True)) for o in workload["ours"]]
-    speeds = [measure_of(rung) for rung, _, _ in every]
+    speeds = [measure(rung.get("tokens_per_s")) for rung, _, _ in every]
     top = bars.top_speed(speeds)
     memory = max((float(rung.get("peak_memory_bytes") or 0) for rung, _, _ in every), default=0.0) or None
     return [
         _side(rung, target, primary, speed, top, memory)
         for (rung, target, primary), speed in zip(every, speeds, strict=True)
     ]
-
-
-def measure_of(rung: RungRecord) -> MeasureView | None:
-    speed = rung.get("tokens_per_s")
-    if speed is None:
-        return None
-    low, high = speed["ci95"]
-    return MeasureView(speed["median"], low, high, len(speed["samples"]), tuple(speed["samples"]))
 
 
 def _side(

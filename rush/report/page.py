@@ -22,8 +22,8 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.report import bars, curves, formatting, headlines, roofline
-from rush.report.ladder import Json, LadderView, RungView
-from rush.report.read_ladder import read_ladder, real, shown, text
+from rush.report.ladder import LadderView, RungView, read_ladder
+from rush.report.lenient import Json, real, shown, text
 from rush.report.svg import tag
 from rush.report.symbols import SIGNS
 

@@ -19,9 +19,9 @@ from rush.report import bars, curves, formatting, headlines
 from rush.report.axes import NARROW, Frame, x_axis, y_axis
 from rush.report.compare import letter_of, series_of
 from rush.report.kernels import Chart, ChartLine, ChartPoint, draw_line, place_letters
-from rush.report.ladder import MeasureView, ParityView
+from rush.report.ladder import MeasureView, ParityView, measure, parity
+from rush.report.lenient import text
 from rush.report.page import flattened, render
-from rush.report.read_ladder import measure, parity, text
 from rush.report.svg import Scale, path, picture, tag, ticks, tooltip
 
 TONES = {

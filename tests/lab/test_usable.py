@@ -16,8 +16,8 @@ from rush.lab.life.usable import judged, quick
 from rush.recipe_io import load_recipe
 from rush.records.ladder import read_ladder
 from rush.report import headlines
+from rush.report.ladder import read_ladder as read_for_page
 from rush.report.page import report_page
-from rush.report.read_ladder import read_ladder as read_for_page
 
 PLANTED = Path(__file__).parent / "planted"
 BREAKS, STEADY = PLANTED / "breaks.py", PLANTED / "steady.py"

@@ -13,8 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rush.report import bars, curves, roofline, svg
-from rush.report.ladder import BatchPointView, LadderView, MeasureView, ParityView, RungView
-from rush.report.read_ladder import read_ladder
+from rush.report.ladder import BatchPointView, LadderView, MeasureView, ParityView, RungView, read_ladder
 from tests.report import made_up
 
 

@@ -10,8 +10,7 @@ import pytest
 from rush.errors import DataError, RecipeError
 from rush.records import ladder as record
 from rush.report import compare, headlines, write_comparison
-from rush.report.ladder import ClaimView, GainView, LadderView, MeasureView, RungView
-from rush.report.read_ladder import read_ladder
+from rush.report.ladder import ClaimView, GainView, LadderView, MeasureView, RungView, read_ladder
 from rush.report.symbols import SIGNS
 from tests.report import made_up
 from tests.report.test_report_page import Reader

@@ -18,8 +18,8 @@ import pytest
 
 from rush.errors import DataError
 from rush.report import write_report
+from rush.report.ladder import read_ladder
 from rush.report.page import report_page
-from rush.report.read_ladder import read_ladder
 from tests.report import made_up
 
 
