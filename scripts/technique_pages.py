@@ -57,7 +57,7 @@ def page(technique: Technique) -> str:
         "## Requirements and conflicts",
         "\n".join(f"- {requirement.message}." for requirement in technique.requires)
         or "It runs on every machine.",
-        "Cannot stand beside: "
+        "Conflicts with: "
         + (", ".join(f"[{n}]({n}.md)" for n in technique.conflicts) or "nothing")
         + ".",
         "\n".join(

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 
 from rush.parallel import AXES
 from rush.plan.planning import Plan
 from rush.plan.spec import Spec
+from rush.techniques import registry
 
-CHECKPOINTS = ("", "checkpoint_selective", "checkpoint_full")
-HALF = ("amp_bf16", "bf16_master", "pure_bf16", "amp_fp16")
-"""Ways to compute in 16 bits; a recipe that has one is planned with the others as well."""
+
+@cache
+def alternatives(question: str) -> tuple[str, ...]:
+    """The techniques that answer a question of the search (see `Technique.alternative`)."""
+    return tuple(name for name, technique in registry().items() if technique.alternative == question)
 
 
 def describe(spec: Spec) -> str:
     """A plan in a few words: `fsdp 8 (parameters), micro 2, amp_bf16, checkpoint_selective`."""
-    layout = [f"{axis} {spec.size(axis)}" for axis in AXES if spec.size(axis) > 1]
-    if spec.size("fsdp") > 1:
-        place = next(i for i, word in enumerate(layout) if word.startswith("fsdp"))
-        parts = ", on the host" if spec.knob("fsdp", "offload", False) else ""
-        layout[place] += f" ({spec.knob('fsdp', 'stage', 'parameters')}{parts})"
-    if spec.size("pp") > 1 and spec.stages > 1:
-        layout[0] += f" ({spec.stages} stages a rank)"
-    how = [name for name in (*HALF, "fp8", *CHECKPOINTS[1:]) if spec.uses(name)]
+    layout = [f"{axis} {spec.size(axis)}{_summary(spec, axis)}" for axis in AXES if spec.size(axis) > 1]
+    questions = ("precision", "fp8", "checkpointing")
+    how = [name for question in questions for name in alternatives(question) if spec.uses(name)]
     return ", ".join([*(layout or ["one device"]), f"micro {round(spec.micro / spec.rows)}", *how])
+
+
+def _summary(spec: Spec, axis: str) -> str:
+    technique = registry()[axis]
+    defaults = {name: knob.default for name, knob in technique.knobs.items()}
+    found = technique.summary({**defaults, **spec.techniques.get(axis, {})})
+    return f" ({found})" if found else ""
 
 
 def distinct(plans: list[Plan], count: int) -> list[Plan]:
@@ -39,12 +45,12 @@ def distinct(plans: list[Plan], count: int) -> list[Plan]:
 
 
 def _checkpoint(spec: Spec) -> str:
-    return next((name for name in CHECKPOINTS[1:] if spec.uses(name)), "")
+    return next((name for name in alternatives("checkpointing") if spec.uses(name)), "")
 
 
 def _precision(spec: Spec) -> str:
-    half = next((name for name in HALF if spec.uses(name)), "fp32")
-    return f"{half} with fp8" if spec.uses("fp8") else half
+    half = next((name for name in alternatives("precision") if spec.uses(name)), "fp32")
+    return f"{half} with fp8" if spec.uses(*alternatives("fp8")) else half
 
 
 def _ways(spec: Spec) -> dict[str, str]:

@@ -16,9 +16,9 @@ from typing import Any
 
 from rush.errors import RecipeError
 from rush.parallel import AXES
-from rush.plan.describe import CHECKPOINTS, HALF, describe, distinct, lost_to
+from rush.plan.describe import alternatives, describe, distinct, lost_to
 from rush.plan.efficiencies import DEFAULT, Efficiencies
-from rush.plan.planning import Plan, plan, unmet
+from rush.plan.planning import Plan, Problem, plan, problems_of
 from rush.plan.run_peak import run_peak_of
 from rush.plan.spec import Spec, spec_of
 from rush.plan.target import TargetMachine
@@ -65,11 +65,18 @@ def search(
     if nothing fitted. `beyond`: also layouts and techniques beside them that this trainer refuses today.
     """
     looked = _Search(recipe, target, efficiency, beyond)
-    own = [(name, knobs) for name, knobs in recipe.technique_uses() if name not in (*CHECKPOINTS, *AXES)]
+    own = [
+        (name, knobs)
+        for name, knobs in recipe.technique_uses()
+        if name not in (*alternatives("checkpointing"), *AXES)
+    ]
     looked.at(own)
     looked.at(own, offload=True)
     near, problems = looked.near(), looked.problems.copy()
-    halves = [own, *(other for name in HALF if (other := _in_precision(own, name)) is not None)]
+    halves = [
+        own,
+        *(other for name in alternatives("precision") if (other := _in_precision(own, name)) is not None),
+    ]
     for techniques, extra in product(halves, ("", "fp8")):
         if techniques is not own or extra:
             looked.at(techniques, extra, only=near)
@@ -173,7 +180,7 @@ class _Search:
             for name, _ in self.recipe.technique_uses():
                 if name in registry() and axis in registry() and not _may({name}, axis):
                     reason = conflict_reason(registry()[name], registry()[axis])
-                    yield f"{axis}: not tried, {name} and {axis} cannot stand together{reason and f': {reason}'}"
+                    yield f"{axis}: not tried, {name} and {axis} cannot be combined{reason and f': {reason}'}"
 
     def _specs(
         self, base: Techniques, precision: str, offload: bool, only: Collection[Layout] | None
@@ -185,7 +192,7 @@ class _Search:
         if precision and not whole:
             return
         stages = ("parameters",) if offload else STAGES
-        for checkpoint, stage in product(CHECKPOINTS, stages):
+        for checkpoint, stage in product(("", *alternatives("checkpointing")), stages):
             extra = [name for name in (checkpoint, precision) if name]
             if not all(_may(names | set(extra), name) for name in extra):
                 continue
@@ -235,35 +242,39 @@ class _Search:
         key = repr(entries), frozenset(axis for axis, size in layout.items() if size > 1)
         if key not in self._settled:
 
-            def problems_of(some: list[Any]) -> tuple[str, ...]:
-                return unmet(changed(self.recipe, {**values, "techniques": some}), self.target)
+            def with_problems(some: list[Any]) -> list[Problem]:
+                return problems_of(changed(self.recipe, {**values, "techniques": some}), self.target)
 
             found: list[Any] | None = entries
-            problems = problems_of(entries)
+            problems = with_problems(entries)
             while problems and found is not None:
-                tried = ((other, problems_of(other)) for other in _mended(found, problems))
+                tried = ((other, with_problems(other)) for other in _fixes(found, problems))
                 better, fewer = next(
                     (both for both in tried if len(both[1]) < len(problems)), (None, problems)
                 )
                 if better is None:
-                    self.problems.update(problems)
+                    self.problems.update(problem.text for problem in problems)
                 elif len(better) < len(found):
-                    self.dropped.update(dict.fromkeys(one for one in problems if one not in fewer))
+                    self.dropped.update(dict.fromkeys(one.text for one in problems if one not in fewer))
                 found, problems = better, fewer
             self._settled[key] = found
         return self._settled[key]
 
 
-def _mended(entries: list[Any], problems: Sequence[str]) -> Iterator[list[Any]]:
-    """What may help: another setting of a technique; then the rest without one that these sentences begin with."""
+def _fixes(entries: list[Any], problems: Sequence[Problem]) -> Iterator[list[Any]]:
+    """What may help: another setting of a technique; then without a technique whose requirement is not met."""
     names = [entry if isinstance(entry, str) else str(entry["name"]) for entry in entries]
     known = [(place, registry()[name]) for place, name in enumerate(names) if name in registry()]
     for place, technique in known:
         for setting in technique.settings:
             yield [*entries[:place], {"name": technique.name, **setting.knobs}, *entries[place + 1 :]]
     for place, technique in known:
-        speeds = technique.parity in (Parity.EXACT, Parity.CLOSE) and technique.name not in (*HALF, *AXES)
-        if speeds and any(problem.startswith(f"{technique.name}: ") for problem in problems):
+        speeds = (
+            technique.parity in (Parity.EXACT, Parity.CLOSE)
+            and technique.alternative != "precision"
+            and technique.name not in AXES
+        )
+        if speeds and any(problem.technique == technique.name for problem in problems):
             yield [*entries[:place], *entries[place + 1 :]]
 
 
@@ -275,7 +286,8 @@ def _rank(one: Plan) -> float:
 def _in_precision(base: Techniques, name: str) -> Techniques | None:
     """The recipe's techniques in another precision of 16 bits, with what belongs beside it; None if it is the recipe's own."""
     own = {each for each, _ in base}
-    if name in own or not own.intersection(HALF):
+    precisions = alternatives("precision")
+    if name in own or not own.intersection(precisions):
         return None
     setting = registry()[name].settings[0]
     added = {
@@ -285,7 +297,7 @@ def _in_precision(base: Techniques, name: str) -> Techniques | None:
     kept = [
         (each, knobs)
         for each, knobs in base
-        if each not in HALF and each not in added and not any(not _may({each}, new) for new in added)
+        if each not in precisions and each not in added and not any(not _may({each}, new) for new in added)
     ]
     return [*kept, *added.items()]
 

@@ -229,20 +229,34 @@ def _largest(spec_at: Callable[[int], Spec], target: TargetMachine, most: int) -
     return low
 
 
+@dataclass(frozen=True)
+class Problem:
+    """Why a recipe cannot run on a machine."""
+
+    text: str
+    technique: str = ""
+    """The technique whose requirement is not met; empty for other problems."""
+
+
 def unmet(recipe: Recipe, target: TargetMachine) -> tuple[str, ...]:
-    """Why the recipe's techniques cannot run on such a machine, in their own words."""
+    """Why the recipe's techniques cannot run on such a machine."""
+    return tuple(problem.text for problem in problems_of(recipe, target))
+
+
+def problems_of(recipe: Recipe, target: TargetMachine) -> list[Problem]:
+    """Unmet requirements and conflicts of the recipe's techniques; libraries are taken as installed."""
     machine = target.machine()
     uses = resolve_uses(recipe)
     names = {use.technique.name for use in uses}
     found = []
     for use in uses:
         found += [
-            f"{use.technique.name}: {requirement.message}"
+            Problem(f"{use.technique.name}: {requirement.message}", use.technique.name)
             for requirement in use.technique.requires
-            if "pip install" not in requirement.message and not requirement.met(machine, recipe)
+            if not requirement.library and not requirement.met(machine, recipe)
         ]
         found += [
-            f"{use.technique.name} and {other} cannot stand together{reason and f': {reason}'}"
+            Problem(f"{use.technique.name} and {other} cannot be combined{reason and f': {reason}'}")
             for other in sorted(names.intersection(use.technique.conflicts))
             if use.technique.name < other
             for reason in [conflict_reason(use.technique, registry()[other])]
@@ -250,8 +264,8 @@ def unmet(recipe: Recipe, target: TargetMachine) -> tuple[str, ...]:
     if "bfloat16" not in target.matmul and any(
         name in names for name in ("amp_bf16", "pure_bf16", "bf16_master")
     ):
-        found.append("this device has no bf16 matrix units; use amp_fp16")
-    return tuple(found)
+        found.append(Problem("this device has no bf16 tensor cores; use amp_fp16"))
+    return found
 
 
 def fill_devices(spec_layout: dict[str, int], devices: int) -> dict[str, int]:

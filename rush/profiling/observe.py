@@ -37,13 +37,10 @@ from rush.train.build import FORWARD, Run
 from rush.train.step import launch_step
 
 DATA = "rush::data"
-# Where the two factors stand among an operator's inputs.
+# The index of the first operand among an operator's inputs.
 _MATMULS = {
     "aten::mm": 0, "aten::addmm": 1, "aten::addmm_": 1, "aten::_scaled_mm": 0, "aten::_int_mm": 0,
-    "rush::fp16_matmul": 0, "rush::fp16_matmul_with_row_sums": 0,
 }  # fmt: skip
-# Operators that cast their factors themselves, and to what.
-_CAST_INSIDE = {"rush::fp16_matmul": "float16", "rush::fp16_matmul_with_row_sums": "float16"}
 _BATCHED = {"aten::bmm": 0, "aten::baddbmm": 1}
 _DTYPES = {
     "float": "float32", "double": "float64", "c10::BFloat16": "bfloat16", "c10::Half": "float16",
@@ -164,10 +161,11 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
     peak = peak_memory_bytes(run.device.type)
     assert prof.profiler is not None
     assert prof.profiler.kineto_results is not None
+    operands = {*_MATMULS, *_own_ops(run)}
     input_dtypes = {
         event.correlation_id(): event.dtypes()
         for event in prof.profiler.kineto_results.events()
-        if event.name() in _MATMULS or event.name() in _BATCHED
+        if event.name() in operands or event.name() in _BATCHED
     }
     # What making the batches did is not the step's.
     events = [event for event in (prof.events() or []) if DATA not in callers(event)]
@@ -209,39 +207,48 @@ class _Products:
     largest: int
 
 
+def _own_ops(run: Run) -> dict[str, str]:
+    """Matmul operators of the run's techniques, with the dtype that they cast their operands to."""
+    return {op: dtype for use in run.uses for op, dtype in use.technique.matmul_ops.items()}
+
+
 def _matmuls(host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Run) -> _Products:
     found: Counter[tuple[int, int, int]] = Counter()
     by: Counter[str] = Counter()
     seen_dtypes: set[str] = set()
     largest = 0
     sizes = {p.numel() for p in run.model.parameters()}
-    again = _recorded_twice(host, _vocabularies(run))
+    own_ops = _own_ops(run)
+    operands = {**_MATMULS, **dict.fromkeys(own_ops, 0)}
+    again = _recorded_twice(host, operands, _vocabularies(run))
     for event in host:
         shapes: Any = event.input_shapes or []
         for shape in shapes:
             elements = _elements(shape)
             if elements > largest and elements not in sizes:
                 largest = elements
-        first = _MATMULS.get(event.name, _BATCHED.get(event.name))
+        first = operands.get(event.name, _BATCHED.get(event.name))
         if first is None or len(shapes) < first + 2 or event.id in again:
             continue
         read = {_DTYPES.get(dtype, dtype) for dtype in dtypes[event.id][first : first + 2]}
-        seen_dtypes |= {_CAST_INSIDE[event.name]} if event.name in _CAST_INSIDE else read
-        if event.name in _MATMULS:
+        seen_dtypes |= {own_ops[event.name]} if event.name in own_ops else read
+        if event.name in operands:
             (rows, inner), (_, columns) = shapes[first : first + 2]
             found[rows, inner, columns] += 1
             by[event.name] += 1
     return _Products(found, by, seen_dtypes, largest)
 
 
-def _recorded_twice(host: list[FunctionEvent], vocabularies: set[int]) -> set[int]:
+def _recorded_twice(
+    host: list[FunctionEvent], operands: Mapping[str, int], vocabularies: set[int]
+) -> set[int]:
     """Events of matmuls that computed nothing themselves.
 
     Under a dispatch mode (selective checkpointing) an operator is recorded once when the mode takes it and once,
     inside, when it runs. In the recomputation the mode hands out what it kept, and nothing is inside. (It takes layers with
     adapters as one operator: products inside of that ran.)
     """
-    matmuls = [event for event in host if event.name in _MATMULS]
+    matmuls = [event for event in host if event.name in operands]
     taken: set[int] = set()
     ran_inside: set[int] = set()
     for event in matmuls:

@@ -1,6 +1,6 @@
-"""The techniques: one file each. This page finds them and checks a recipe against them.
+"""The techniques: one file each. This module registers them and checks a recipe against them.
 
-Adding a technique is adding a file that defines `technique`; nothing else needs to know its name.
+A new technique is a new file that defines `technique`; nothing else needs its name.
 """
 
 from __future__ import annotations
@@ -49,23 +49,21 @@ def registry() -> Mapping[str, Technique]:
 
 
 def check(recipe: Recipe, machine: Machine) -> list[Use]:
-    """The recipe's techniques in the order of the build, or an error that names the reason.
-
-    Everything is checked here, before any memory is taken: names, knobs, conflicts, requirements.
-    """
+    """The recipe's techniques in the order of the build, or an error with the reason: names, knobs, conflicts and
+    requirements are checked before any memory is allocated."""
     uses = check_recipe(recipe)
     for use in uses:
         for requirement in use.technique.requires:
             if not requirement.met(machine, recipe):
                 raise MachineError(
                     f"technique {use.technique.name} cannot run here: {requirement.message}; found {recipe.model.name} on "
-                    f"{machine.summary()}. Take it out with techniques-={use.technique.name}, or change what it needs."
+                    f"{machine.summary()}. Remove it with techniques-={use.technique.name}, or change what it needs."
                 )
     return uses
 
 
 def check_recipe(recipe: Recipe) -> list[Use]:
-    """The same as far as no machine is needed for it, so that nobody has to be started to hear it."""
+    """The checks that need no machine."""
     _check_layout(recipe)
     uses = resolve_uses(recipe)
     for use in uses:
@@ -73,7 +71,7 @@ def check_recipe(recipe: Recipe) -> list[Use]:
             use.technique.check_sizes(recipe, use.knobs)
         if recipe.run.deterministic and (why := use.technique.nondeterministic(recipe, use.knobs)):
             raise RecipeError(
-                f"run.deterministic is true, and technique {use.technique.name} cannot give the same bits in every run: {why}. "
+                f"run.deterministic is true, and technique {use.technique.name} is not deterministic: {why}. "
                 "Or set run.deterministic=false."
             )
     _check_conflicts(uses)
@@ -86,34 +84,33 @@ def _check_conflicts(uses: Sequence[Use]) -> None:
         if clash := sorted(names.intersection(technique.conflicts)):
             reason = conflict_reason(technique, registry()[clash[0]])
             raise RecipeError(
-                f"techniques {technique.name} and {clash[0]} cannot stand together{reason and f': {reason}'}; take one of "
-                "them out."
+                f"techniques {technique.name} and {clash[0]} cannot be combined{reason and f': {reason}'}; remove one of "
+                "them."
             )
 
 
 def conflict_reason(one: Technique, other: Technique) -> str:
-    """Why two techniques conflict, as one of them says; nothing where it goes without saying."""
+    """Why two techniques conflict, as one of them declares; empty where it is obvious."""
     return one.reasons.get(other.name) or other.reasons.get(one.name) or ""
 
 
 def resolve_uses(recipe: Recipe) -> list[Use]:
-    """The techniques a recipe names and those its layout puts on, knobs settled, in the order of the build; no more is
-    checked. An axis that is no technique yet is left out."""
+    """The techniques that a recipe names and those that its layout enables, with their knobs, in the order of the build."""
     named = dict(recipe.technique_uses())
-    layout = {axis: named.get(axis, {}) for axis in _divided(recipe) if axis in registry()}
-    return in_order(_settle(name, knobs) for name, knobs in {**named, **layout}.items())
+    layout = {axis: named.get(axis, {}) for axis in _used_axes(recipe) if axis in registry()}
+    return in_order(_resolve(name, knobs) for name, knobs in {**named, **layout}.items())
 
 
 def add_axes(uses: Sequence[Use], axes: Iterable[str]) -> list[Use]:
-    """These techniques, and those of axes that divide nothing: of a rank that is a group of its own."""
-    more = in_order([*uses, *(_settle(axis, {}) for axis in axes)])
+    """These techniques and those of axes of size 1, for a rank that is its own group."""
+    more = in_order([*uses, *(_resolve(axis, {}) for axis in axes)])
     _check_conflicts(more)
     return more
 
 
-def _settle(name: str, given: Mapping[str, Knob]) -> Use:
+def _resolve(name: str, given: Mapping[str, Knob]) -> Use:
     if name not in registry():
-        raise RecipeError(f"techniques names {name!r}, which is none; {nearest(name, registry())}")
+        raise RecipeError(f"techniques names {name!r}, which does not exist; {nearest(name, registry())}")
     technique = registry()[name]
     knobs = {key: knob.default for key, knob in technique.knobs.items()}
     for key, value in given.items():
@@ -148,22 +145,22 @@ def in_order(uses: Iterable[Use]) -> list[Use]:
     return found
 
 
-def _divided(recipe: Recipe) -> dict[str, int]:
-    """The axes that divide the work among ranks. Each is a technique of the same name, put on by its size."""
+def _used_axes(recipe: Recipe) -> dict[str, int]:
+    """Axes of the layout above 1. Each is a technique of the same name."""
     return {axis: size for axis, size in recipe.layout.model_dump().items() if size != 1}
 
 
 def _check_layout(recipe: Recipe) -> None:
-    for axis, size in _divided(recipe).items():
+    for axis, size in _used_axes(recipe).items():
         if axis not in registry():
             known = " and ".join(name for name in AXES if name in registry())
             raise RecipeError(
-                f"layout.{axis} is {size}; {axis} is not there yet, so the only allowed size is 1. Set "
-                f"layout.{axis}=1; {known} divide the work today."
+                f"layout.{axis} is {size}; {axis} is not implemented, so the only allowed size is 1. Set "
+                f"layout.{axis}=1; implemented: {known}."
             )
-    others = [axis for axis in _divided(recipe) if axis not in DATA_AXES]
+    others = [axis for axis in _used_axes(recipe) if axis not in DATA_AXES]
     if recipe.objective.kind == "dpo" and others:
         raise RecipeError(
-            f"objective.kind is dpo and layout.{others[0]} is above 1; the two answers of a pair are compared by whoever "
-            f"has both in full, so preferences are divided by {' and '.join(DATA_AXES)} only. Set layout.{others[0]}=1."
+            f"objective.kind is dpo and layout.{others[0]} is above 1; a preference compares whole answers on one rank, "
+            f"so dpo supports {' and '.join(DATA_AXES)} only. Set layout.{others[0]}=1."
         )

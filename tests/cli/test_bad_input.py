@@ -135,7 +135,7 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     ("heads do not divide", 2, ["num_heads"], lambda w: w.train("model.shape.num_heads=3")),
     ("unknown technique", 2, ["did you mean 'compile'"], lambda w: w.train("techniques=['compil']")),
     ("unknown knob", 2, ["has no knob 'speed'"], lambda w: w.train("techniques=[{name='compile', speed=1}]")),
-    ("conflict", 2, ["cannot stand together"], lambda w: w.train("techniques=['amp_bf16', 'pure_bf16']")),
+    ("conflict", 2, ["cannot be combined"], lambda w: w.train("techniques=['amp_bf16', 'pure_bf16']")),
     ("layout", 2, ["layout.fsdp is 2"], lambda w: w.train("layout.fsdp=2", "batch.total_tokens=128")),
     ("unknown source", 2, ["fineweb", "fineweb-edu"], lambda w: w.train("data.source=fineweb")),
     ("folder holds a run", 2, ["already holds a run", "--resume"], lambda w: w.train(out="run")),

@@ -130,7 +130,7 @@ def test_a_technique_that_raises_in_apply_is_named_and_the_run_is_not_touched(
     done = train(world, name, out, "--resume")
     assert done.returncode == 4, done.stderr
     assert "The last checkpoint (step-000002) is intact" in the_message(done)
-    assert "is not what it was when the run was started" in done.stderr
+    assert "changed since the run was started" in done.stderr
     goes_on(world, out, name, 2, monkeypatch)
 
 

@@ -18,7 +18,7 @@ from rush.models.adapters import adapters, adapters_off
 from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantized import QuantizedLinear
 from rush.models.quantized_formats import Form
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.train.build import Run
 from tests.techniques.tiny_runs import make_run, one_batch, trace
 
@@ -91,7 +91,7 @@ def test_our_kernel_is_the_default_and_learns_the_same_bits_as_the_library_s() -
         run = on_gpu(method, "bf16_master")
         seen = trace(run, 5, watch=True)
         assert seen.seen is not None
-        assert prove(run.uses, seen.seen)["qlora"].what.startswith(f"unpacked by {by};")
+        assert prove(run.uses, seen.seen)["qlora"].what.startswith(f"dequantized by {by};")
         losses.append(seen.losses)
     assert losses[0] == losses[1]
 

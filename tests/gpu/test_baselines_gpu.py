@@ -12,7 +12,7 @@ import torch
 from rush.data import Batch
 from rush.hardware import peak_memory_bytes, probe, reset_peak_memory
 from rush.recipe_io import load_recipe
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.train.step import train_step
 from tests.techniques.tiny_runs import make_run, trace
 

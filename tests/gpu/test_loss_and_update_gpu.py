@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 
 from rush.hardware import probe
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.train.build import Run
 from tests.techniques.tiny_runs import Trace, compare, make_run, trace
 

@@ -12,7 +12,7 @@ import torch
 from rush.checkpoint import restore
 from rush.hardware import probe
 from rush.records.checkpoint_store import CheckpointStore
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.techniques.optimizer.adam8bit import PAGED_FROM, paged_bytes
 from rush.train.build import Run
 from rush.train.step import train_step

@@ -13,7 +13,7 @@ from rush.data import Batch
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.techniques.attention.cudnn_attention import CudnnCore
 from rush.techniques.memory.expandable_segments import ExpandableSegments
 from rush.train.build import Run, build

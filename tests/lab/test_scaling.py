@@ -304,7 +304,7 @@ def test_a_group_of_one_that_cannot_be_measured_is_refused(small_recipe: Path) -
     with pytest.raises(RecipeError, match="--devices is 2; add 1 to it"):
         plan_of(small_recipe, devices="2", group_of_one=True)
     recorded = resolve_uses(load_recipe("tiny", ["techniques=['cuda_graph']"]))
-    with pytest.raises(RecipeError, match="ddp and cuda_graph cannot stand together: a recording"):
+    with pytest.raises(RecipeError, match="ddp and cuda_graph cannot be combined: a captured graph"):
         add_axes(recorded, ["ddp"])
 
 

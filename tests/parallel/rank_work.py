@@ -167,7 +167,7 @@ def learn(
     from rush.parallel import join
     from rush.parallel.sharded import full_tensor, local_tensor
     from rush.profiling.observe import observe
-    from rush.techniques.api.proofs import prove
+    from rush.techniques.api.evidence import prove
     from rush.train.build import build
     from rush.train.step import clip_factor, launch_step, validate
 

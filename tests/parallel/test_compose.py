@@ -204,8 +204,8 @@ def test_activations_wait_on_the_host_beside_an_axis(
         (["{name='lora', variant='dora'}"], TP, MachineError, "use variant lora, or set layout.tp to 1"),
         (["{name='adam8bit', backend='torchao'}"], TP, MachineError, "set backend rush"),
         (["{name='fp8', scope='blocks_and_head'}"], TP, MachineError, "set scope to blocks"),
-        (["vocab_pad"], TP, RecipeError, "cannot stand together: .*fused_loss pads a rank's own words"),
-        (["cuda_graph"], PP, RecipeError, "cannot stand together: a recording holds the work of one device"),
+        (["vocab_pad"], TP, RecipeError, "cannot be combined: .*fused_loss pads it"),
+        (["cuda_graph"], PP, RecipeError, "cannot be combined: a captured graph holds the work of one device"),
     ],
 )
 def test_what_does_not_stand_beside_an_axis_is_refused_with_what_does(

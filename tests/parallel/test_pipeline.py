@@ -122,7 +122,7 @@ def test_a_pipeline_takes_effect(family: str, name: str) -> None:
         proofs = ours["proofs"]
         assert proofs.keys() >= layout.keys()
         assert all(took_effect for took_effect, _ in proofs.values()), proofs
-        assert "of a step is idle" in proofs["pp"][1]
+        assert "the bubble of schedule" in proofs["pp"][1]
 
 
 @pytest.mark.parametrize("bug", [ONE_END, pytest.param(TWICE, marks=pytest.mark.slow)])

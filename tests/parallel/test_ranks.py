@@ -72,7 +72,7 @@ def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:
             "into 5 equal chunks; .* such as 30 and 35",
         ),
         (["cp"], [], MachineError, "set layout.cp to 2 or more"),
-        (["cuda_graph"], ["layout.cp=2"], RecipeError, "cp and cuda_graph cannot stand together"),
+        (["cuda_graph"], ["layout.cp=2"], RecipeError, "cp and cuda_graph cannot be combined"),
         (
             [],
             ["layout.pp=2", "objective.kind=dpo"],

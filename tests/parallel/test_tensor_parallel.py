@@ -57,7 +57,7 @@ def test_slots_see_plain_tensors_of_a_ranks_own_heads_and_widths(family: str) ->
     for ours in on_ranks(2, look_inside, family):
         shapes = ours["shapes"]
         assert ours["same start"], "the weights are those of one rank"
-        assert shapes["norm"] == [(1, 16, 64)], "its piece of the sequence"
+        assert shapes["norm"] == [(1, 16, 64)], "its shard of the sequence"
         query, key = (1, 2, 32, 16), (1, 1 if family == "llama" else 2, 32, 16)
         assert shapes["core"] == [query, key, key], "whole heads of the whole sequence"
         assert set(shapes["activation"]) == {(1, 32, 48)}
@@ -102,7 +102,7 @@ def test_a_planted_bug_of_a_cut_layer_is_seen(bug: str, techniques: list[str]) -
         ([], ["layout.tp=4", "model.shape.vocab_size=5"], RecipeError, "without any of the 5 words"),
         (["pad"], ["layout.tp=2"], RecipeError, r"shapes is 0, .*allowed here: 1, 2, 4, 8, 16\."),
         (["compile"], ["layout.tp=2"], RecipeError, "the only allowed value is 'block'"),
-        (["vocab_pad"], ["layout.tp=2"], RecipeError, "cannot stand together"),
+        (["vocab_pad"], ["layout.tp=2"], RecipeError, "cannot be combined"),
         (["tp"], [], MachineError, "set layout.tp to 2 or more"),
     ],
 )

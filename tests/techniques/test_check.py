@@ -52,7 +52,7 @@ def test_every_file_in_the_folder_that_defines_a_technique_is_found() -> None:
             "mode is 'fastest'; allowed: 'default'",
         ),
         ("techniques=[{name='fused_adamw', x=1}]", RecipeError, "has no knob 'x'; it has none"),
-        ("techniques=['amp_bf16', 'pure_bf16']", RecipeError, "cannot stand together"),
+        ("techniques=['amp_bf16', 'pure_bf16']", RecipeError, "cannot be combined"),
         ("techniques=['tf32']", MachineError, "tf32 cannot run here: it needs a CUDA GPU"),
         ("layout.tp=3", RecipeError, "which does not divide the heads"),
     ],

@@ -14,7 +14,7 @@ from rush.errors import MachineError, RushError
 from rush.hardware import probe
 from rush.kernels import cpu, support
 from rush.techniques import check
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from tests.techniques.tiny_runs import compare, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(

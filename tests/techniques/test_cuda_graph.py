@@ -1,4 +1,4 @@
-"""What a recording refuses, as far as no GPU is needed for it; the rest is in tests/gpu."""
+"""What cuda_graph refuses, without a GPU; the rest is in tests/gpu."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from rush.models import build_model
 from rush.recipe_io import load_recipe
 from rush.records.checkpoint_store import CheckpointStore
 from rush.techniques import Parity
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.techniques.memory import on_host
 from rush.techniques.memory.offload_activations import is_offloaded
 from rush.techniques.memory.on_host import OffloadToHost

@@ -14,7 +14,7 @@ from rush.hardware.measure import DTYPES, HALF_KERNEL
 from rush.kernels import fp16_linear
 from rush.plan import plan, spec_of, target_here
 from rush.techniques import check
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.techniques.api.rates import rates_to_measure
 from rush.techniques.precision.fp16_matmul import Fp16Linear
 from tests.techniques.tiny_runs import compare, make_run, recipe_of, trace

@@ -10,7 +10,7 @@ import torch
 from rush.errors import MachineError
 from rush.hardware import probe
 from rush.techniques import check, registry
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.techniques.precision.fp8 import Fp8Linear
 from tests.techniques.tiny_runs import compare, make_run, recipe_of, trace
 
@@ -182,7 +182,7 @@ def test_the_head_alone_leaves_the_blocks_as_they_are_and_its_evidence_fails_wit
     ("techniques", "said"),
     [
         (["{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"], "one scale for a tensor"),
-        (["{name='fp8', scope='head', mlp='kernel'}", "fused_loss", JOINED], "a scope that has the blocks"),
+        (["{name='fp8', scope='head', mlp='kernel'}", "fused_loss", JOINED], "scope must include the blocks"),
         (["{name='fp8', scope='head'}", "chunked_loss"], "take out chunked_loss"),
     ],
 )

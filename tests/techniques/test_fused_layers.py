@@ -8,7 +8,7 @@ import torch
 from rush.errors import MachineError
 from rush.hardware import probe
 from rush.techniques import check
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.techniques.kernels.fused_norm import FusedNormBlock
 from tests.techniques.tiny_runs import SHORT, compare, make_run, recipe_of, trace
 

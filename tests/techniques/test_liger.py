@@ -21,7 +21,7 @@ from rush.models import build_model
 from rush.models.layers import IGNORED_LABEL, PlainLossHead, losses_by_row
 from rush.techniques import check
 from rush.techniques.api.contract import Build, Observation
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.techniques.host import compile as compile_technique
 from rush.techniques.kernels import liger
 from tests.techniques.tiny_runs import Trace, compare, make_run, recipe_of, trace

@@ -20,7 +20,7 @@ from rush.models.quantized import QuantizedLinear, quantize_linears
 from rush.models.quantized_formats import BLOCK as NF4_BLOCK
 from rush.models.quantized_formats import Form
 from rush.techniques import check
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.train.build import Run, build
 from rush.train.sample import plain_model
 from rush.train.step import train_step
@@ -156,7 +156,7 @@ def test_our_kernel_unpacks_to_the_same_bits_and_is_named() -> None:
         assert seen.seen is not None
         proof = prove(run.uses, seen.seen)["qlora"]
         assert proof.took_effect, proof.what
-        assert proof.what.startswith(f"unpacked by {by};")
+        assert proof.what.startswith(f"dequantized by {by};")
         losses[unpack] = seen.losses
     assert losses["rush"] == losses["library"] == losses["auto"]
 
@@ -176,13 +176,13 @@ def test_a_planted_other_kernel_is_found_by_the_evidence(unpack: str) -> None:
 
 
 def test_what_cannot_stand_together_is_said() -> None:
-    with pytest.raises(MachineError, match="for codes that bitsandbytes stored"):
+    with pytest.raises(MachineError, match="for weights that bitsandbytes quantized"):
         check(recipe_of("{name='qlora', backend='torchao', unpack='rush'}"), probe("cpu"))
-    with pytest.raises(RecipeError, match="cannot stand together"):
+    with pytest.raises(RecipeError, match="cannot be combined"):
         check(recipe_of("lora", "qlora"), probe("cpu"))
-    with pytest.raises(RecipeError, match="cannot stand together"):
+    with pytest.raises(RecipeError, match="cannot be combined"):
         check(recipe_of("qlora", "fp8"), probe("cpu"))
-    with pytest.raises(MachineError, match="dora compares lengths, which bf16 is too coarse for"):
+    with pytest.raises(MachineError, match="dora compares magnitudes, for which bf16 is too coarse"):
         check(recipe_of("{name='lora', variant='dora'}", "pure_bf16"), probe("cpu"))
 
 

@@ -16,7 +16,7 @@ from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, Machine, probe
 from rush.techniques import check
 from rush.techniques.api.evidence import dynamo_counts
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.techniques.api.tolerances import gradients_of
 from rush.train.build import Run
 from rush.train.step import train_step, validate
@@ -191,22 +191,22 @@ def gpu() -> Machine:
     return replace(probe("cpu"), device="cuda", devices=(device,), triton="3.6")
 
 
-def test_what_cannot_stand_together_is_refused_in_a_sentence() -> None:
+def test_what_cannot_be_combined_is_refused_with_the_reason() -> None:
     sft = ["objective.kind=sft"]
     with pytest.raises(
-        MachineError, match=r"cuDNN's kernel for documents packed into one row.*use flash_attention"
+        MachineError, match=r"does not support packed documents with cuDNN.*use flash_attention"
     ):
         check(recipe_of("cudnn_attention", "amp_bf16", "flatten", overrides=sft), gpu())
     check(recipe_of("cudnn_attention", "amp_bf16", "bucket", overrides=sft), gpu())
-    with pytest.raises(MachineError, match="rows of one length: set shapes=1"):
+    with pytest.raises(MachineError, match="one sequence length: set shapes=1"):
         check(recipe_of("flex_attention", "pad", overrides=sft), gpu())
     check(recipe_of("flex_attention", "{name='pad', shapes=1}", overrides=sft), gpu())
     check(recipe_of("flex_attention", "flatten", overrides=sft), gpu())
-    with pytest.raises(MachineError, match="one row, which accumulate cannot cut"):
+    with pytest.raises(MachineError, match="one row, which accumulate cannot split"):
         check(recipe_of("flatten", "accumulate", overrides=sft), gpu())
-    with pytest.raises(MachineError, match="every new length would start compile"):
+    with pytest.raises(MachineError, match="every new length would recompile"):
         check(recipe_of("bucket", "compile", overrides=sft), gpu())
-    with pytest.raises(RecipeError, match="cannot stand together"):
+    with pytest.raises(RecipeError, match="cannot be combined"):
         check(recipe_of("flatten", "bucket", overrides=sft), gpu())
 
 

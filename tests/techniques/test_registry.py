@@ -19,7 +19,7 @@ from rush.parallel import AXES
 from rush.recipe import Recipe
 from rush.techniques import check, registry
 from rush.techniques.api.contract import Parity, Proof, Stage
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from tests.techniques.tiny_runs import (
     INTERPRETED_SLOWLY,
     ROOT,
@@ -130,7 +130,7 @@ def test_conflicts_are_known_and_mutual(name: str) -> None:
     for other in technique.conflicts:
         assert name in registry()[other].conflicts, f"{other} does not know that it conflicts with {name}"
         if name not in GPU_ONLY | {"adam8bit"} and other not in GPU_ONLY | {"adam8bit"}:
-            with pytest.raises(RecipeError, match="cannot stand together"):
+            with pytest.raises(RecipeError, match="cannot be combined"):
                 check(recipe_of(name, other), probe("cpu"))
 
 

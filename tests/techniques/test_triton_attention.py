@@ -12,7 +12,7 @@ from rush.hardware import probe
 from rush.models import build_model
 from rush.techniques import check
 from rush.techniques.api.contract import Observation
-from rush.techniques.api.proofs import prove
+from rush.techniques.api.evidence import prove
 from rush.techniques.api.seams import set_attention_core
 from rush.techniques.attention.triton_attention import TritonCore, evidence
 from rush.train.build import Run
@@ -115,7 +115,7 @@ def test_without_triton_it_is_refused() -> None:
 
 @pytest.mark.parametrize("other", ["flash_attention", "cudnn_attention", "flex_attention"])
 def test_two_cores_are_refused(other: str) -> None:
-    with pytest.raises((RecipeError, MachineError), match=r"cannot stand together|cannot run here"):
+    with pytest.raises((RecipeError, MachineError), match=r"cannot be combined|cannot run here"):
         check(recipe_of("triton_attention", other), probe("cpu"))
 
 

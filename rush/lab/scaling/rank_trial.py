@@ -38,8 +38,8 @@ from rush.profiling.observe import observe
 from rush.recipe import Recipe
 from rush.recipe_io import parse
 from rush.techniques import check
+from rush.techniques.api.evidence import prove
 from rush.techniques.api.own_files import add_technique
-from rush.techniques.api.proofs import prove
 from rush.train.build import Run, build
 from rush.train.corpus import Corpus, open_corpus
 from rush.train.schedule import learning_rate

@@ -53,6 +53,7 @@ technique = Technique(
         -0.5,
         regime="weights of the linear layers, against bf16; no loss of quality up to 175B in inference",
         source="Dettmers et al. 2022, arXiv:2208.07339",
+        of_memory=True,
     ),
     parity=Parity.CHANGES,
     evidence=evidence,

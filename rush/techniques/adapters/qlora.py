@@ -141,6 +141,7 @@ def has_library(name: str) -> Requirement:
         "it needs the library that its backend knob names, bitsandbytes or torchao: "
         'pip install "optimization-rush[quant]"',
         lambda machine, recipe: find_spec(str(knob_of(recipe, name, "backend", BACKENDS[0]))) is not None,
+        library=True,
     )
 
 
@@ -197,6 +198,7 @@ technique = Technique(
         -0.94,
         regime="65B on one 48 GB GPU instead of more than 780 GB; quality of 16-bit fine-tuning kept",
         source="Dettmers et al. 2023, arXiv:2305.14314",
+        of_memory=True,
     ),
     parity=Parity.CHANGES,
     evidence=evidence,

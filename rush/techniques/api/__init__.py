@@ -1,1 +1,1 @@
-"""What a technique is, and what techniques share: the contract, evidence, seams of the model, tolerances."""
+"""What a technique is, and what techniques share: contract, evidence, replacing modules, tolerances."""

@@ -1,24 +1,24 @@
-"""Ready pieces of evidence: what most techniques need to show that they took effect.
+"""Common pieces of evidence that a technique took effect.
 
-Each looks at what was seen while the run stepped, never at what was asked for, and each can fail.
+Each looks at what ran in the observed steps, never at what was asked for, and each can fail.
 """
 
 from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from rush.recipe import Knob
-from rush.techniques.api.contract import Evidence, Observation, Proof
+from rush.techniques.api.contract import Evidence, Observation, Proof, Use
 
-# The softmax of plain attention: an operator of its own, or part of a fused kernel's name; not the loss's.
-# (The compiler's prepare_softmax_online may be part of either, so it says nothing.)
+# The softmax of plain attention, as an operator or in a fused kernel's name; not the loss's.
+# (The compiler's prepare_softmax_online may be either.)
 _ATTENTION_SOFTMAX = re.compile(r"^(?:aten::|triton_).*(?<!log_)(?<!prepare_)softmax")
 
 
 def ran(*parts: str) -> Evidence:
-    """Each of `parts` is in the name of a kernel or operator that ran."""
+    """Each of `parts` occurs in the name of a kernel or operator that ran."""
 
     def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         return _all_ran(parts, [*seen.kernels, *seen.ops])
@@ -52,7 +52,7 @@ def _all_ran(parts: tuple[str, ...], names: list[str]) -> Proof:
 
 
 def matmuls_in(dtype: str, weights: str) -> Evidence:
-    """Matrix products took their inputs in `dtype`, none in float32, and the weights are kept in `weights`."""
+    """Matmuls took inputs in `dtype`, none in float32, and the weights are in `weights`."""
 
     def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         held = matmuls_took(seen, dtype) and seen.weight_dtypes == {weights}
@@ -63,9 +63,9 @@ def matmuls_in(dtype: str, weights: str) -> Evidence:
 
 
 def matmuls_took(seen: Observation, dtype: str) -> bool:
-    """Whether matrix products took their inputs in `dtype`, or in 8 bits on purpose, and none in another working dtype.
+    """Whether matmuls took inputs in `dtype`, or in fp8, and none in another dtype.
 
-    float64 is none: where kernels are interpreted on a CPU, their products may be made in it.
+    float64 is ignored: kernels interpreted on a CPU may use it.
     """
     others = seen.matmul_dtypes & ({"float32", "float16", "bfloat16"} - {dtype})
     found = any(name == dtype or name.startswith("float8") for name in seen.matmul_dtypes)
@@ -74,21 +74,21 @@ def matmuls_took(seen: Observation, dtype: str) -> bool:
 
 def describe_dtypes(seen: Observation) -> str:
     listed = ", ".join(sorted(seen.matmul_dtypes)) or "not seen"
-    twin = " (seen in a step without recording or compiler)"
-    return f"matmul inputs were {listed}{twin if seen.facts.get('matmuls_told_by') == 'eager twin' else ''}"
+    eager = " (in an eager step without CUDA graph)"
+    return f"matmul inputs were {listed}{eager if seen.facts.get('matmuls_told_by') == 'eager twin' else ''}"
 
 
 def state_per_parameter(seen: Observation) -> float:
-    """Bytes of optimizer state for each parameter."""
+    """Bytes of optimizer state per parameter."""
     return sum(seen.state_bytes.values()) / seen.num_parameters
 
 
 def head_rows(seen: Observation, vocabularies: set[int]) -> int:
-    """The most tokens that one product with the vocabulary covered; 0 where no such product was seen."""
+    """The most tokens that one LM head matmul covered; 0 where none was seen."""
     rows = [0]
     for shape in seen.matmul_shapes:
         if vocabularies.intersection(shape):
-            # The three dims are the vocabulary, the hidden width and the tokens, in some order.
+            # The three dims are vocabulary, hidden size and tokens, in some order.
             rest = sorted(shape, key=lambda size: size not in vocabularies)[1:]
             rows.append(max(rest) if seen.facts["hidden"] not in rest else _other(rest, seen.facts["hidden"]))
     return max(rows)
@@ -96,6 +96,16 @@ def head_rows(seen: Observation, vocabularies: set[int]) -> int:
 
 def _other(pair: list[int], one: int) -> int:
     return pair[1] if pair[0] == one else pair[0]
+
+
+def prove(uses: Iterable[Use], seen: Observation) -> dict[str, Proof]:
+    """The proof of every technique in use; a rank without the LM head leaves out those of the head."""
+    headless = not seen.facts.get("holds_head", True)
+    return {
+        use.technique.name: use.technique.evidence(seen, use.knobs)
+        for use in uses
+        if not (headless and use.technique.head_only)
+    }
 
 
 def dynamo_counts() -> dict[str, int]:

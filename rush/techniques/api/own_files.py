@@ -1,8 +1,8 @@
-"""Techniques from files of the user's own: `--technique FILE` makes the `technique` that FILE defines known.
+"""Techniques of the user's own: `--technique FILE` registers the `technique` that FILE defines.
 
-The file is Python and its code is executed. That happens because the command line names it, never because a run folder
-does: the folder only remembers which files its run was given (`techniques.json`: path and SHA-256). A resume without
-them can so say what is missing, and one with a changed file that it changed.
+The file is Python and its code is executed, because the command line names it, never because a run folder
+does: the folder only records which files its run used (`techniques.json`: path and SHA-256). So a resume can
+report a missing file, or one that changed.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from rush.techniques import registry
 from rush.techniques.api.contract import Technique
 
 _GIVEN: dict[str, Path] = {}
-"""Techniques that files added, with their files; one for the process, as the registry is."""
+"""Techniques from files, with their files; per process, as the registry."""
 WANTED = "--technique takes a Python file that defines `technique`, a rush.techniques.Technique"
 
 
 def given() -> Mapping[str, Path]:
-    """The techniques that came from files, with their files."""
+    """Techniques from files, with their files."""
     return _GIVEN
 
 
 def add_technique(path: Path) -> None:
-    """Make the `technique` that a Python file defines known to this process; whatever the file raises is raised."""
+    """Register the `technique` that a Python file defines."""
     _register(_execute(path.resolve()).technique, path.resolve())
 
 
 @contextmanager
 def added(files: Sequence[Path]) -> Iterator[None]:
-    """The techniques of these files are known for as long as the block lasts; what is wrong with a file is said."""
+    """Register the techniques of these files for the duration of the block."""
     known = cast(dict[str, Technique], registry())
     before, given_before = dict(known), dict(_GIVEN)
     try:
@@ -71,7 +71,7 @@ def _register(technique: Technique, file: Path) -> None:
 
 
 def _checked(file: Path) -> Technique:
-    """The technique that a file defines, or an error that says what is wrong with the file."""
+    """The technique that a file defines, or an error with what is wrong with the file."""
     if not file.is_file():
         what = "is a folder" if file.is_dir() else "does not exist"
         raise RecipeError(f"--technique names {file}, which {what}; {WANTED}.")
@@ -86,7 +86,7 @@ def _checked(file: Path) -> Technique:
         line = error.lineno if isinstance(error, SyntaxError) else (lines or [None])[-1]
         says = " ".join(f"{type(error).__name__}: {error}".split())
         raise RecipeError(
-            f"--technique names {file}, which cannot be imported: line {line} raises {says}. Mend the file."
+            f"--technique names {file}, which cannot be imported: line {line} raises {says}. Fix the file."
         ) from error
     if found is None:
         raise RecipeError(f"--technique names {file}, which defines no `technique`; {WANTED}.")
@@ -100,13 +100,13 @@ def _checked(file: Path) -> Technique:
 
 
 def digests(recipe: Recipe) -> str:
-    """The files of the recipe's techniques, for ranks to compare: they must have the same ones."""
+    """Digests of the recipe's technique files, which must be equal on all ranks."""
     used = [name for name, _ in recipe.technique_uses() if name in given()]
     return "".join(f", technique {name} {sha256_file(given()[name])[:12]}" for name in used)
 
 
 def remember(folder: RunFolder, recipe: Recipe) -> None:
-    """Write down which files the recipe's techniques came from, if any did."""
+    """Record the files of the recipe's techniques in the run folder."""
     files = {name: given()[name] for name, _ in recipe.technique_uses() if name in given()}
     if files:
         told = {name: {"file": str(file), "sha256": sha256_file(file)} for name, file in files.items()}
@@ -116,7 +116,7 @@ def remember(folder: RunFolder, recipe: Recipe) -> None:
 def check_remembered(
     folder: RunFolder, recipe: Recipe, note: Callable[[str], None] = lambda text: None
 ) -> None:
-    """Refuse to go on without a file that the run was given; say it where the file is another one now."""
+    """Refuse to resume without a file that the run used; report a file that changed."""
     if not folder.techniques.is_file():
         return
     told: dict[str, dict[str, str]] = json.loads(folder.techniques.read_text())
@@ -128,5 +128,5 @@ def check_remembered(
             )
         if name in told and name in given() and sha256_file(given()[name]) != told[name]["sha256"]:
             note(
-                f"{given()[name]} (technique {name}) is not what it was when the run was started; the run goes on with it."
+                f"{given()[name]} (technique {name}) changed since the run was started; the run continues with it."
             )

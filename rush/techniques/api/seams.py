@@ -1,8 +1,8 @@
-"""How techniques reach into a model from outside, one instance at a time.
+"""How techniques replace parts of a model, one instance at a time.
 
-A slot (attention core, loss head) is simply filled with another module. Where the whole of a block must
-be surrounded (to recompute it, to keep its activations elsewhere) the instance gets a forward of its
-own; the class, and every other model in the process, stays as it was.
+An attention core or a loss head is simply replaced by another module. To wrap a whole block (to recompute it,
+to offload its activations) the instance gets a forward of its own; the class, and every other model in the
+process, is unchanged.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import Evidence, Observation, Proof, Requirement
 
 needs_triton = Requirement(
-    "it needs Triton, and a CUDA GPU to compile its kernels for (on a CPU, TRITON_INTERPRET=1 before the start has "
-    "them interpreted, slowly)",
+    "it needs Triton and a CUDA GPU (on a CPU, TRITON_INTERPRET=1 in the environment interprets its kernels, "
+    "slowly)",
     lambda machine, recipe: (
         machine.triton is not None and (machine.device == "cuda" or os.environ.get("TRITON_INTERPRET") == "1")
     ),
@@ -29,7 +29,7 @@ needs_triton = Requirement(
 
 
 def _has_kernels(machine: Machine, recipe: Recipe) -> bool:
-    """Triton's where it compiles or interprets them, else those for a CPU."""
+    """Triton's kernels, compiled or interpreted, or those for a CPU."""
     from rush.kernels import cpu
 
     if machine.device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
@@ -45,7 +45,7 @@ needs_kernels = Requirement(
 
 
 def rush_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence:
-    """On a GPU kernels with names that begin so ran (a replayed recording shows no operators); on a CPU the `ops`."""
+    """Kernels with these prefixes ran on a GPU (a replayed CUDA graph shows no operators); on a CPU the `ops`."""
 
     def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         wanted, names = (kernels, seen.kernels) if seen.kernels else (ops, seen.ops)
@@ -60,19 +60,18 @@ def rush_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence
 
 
 def override_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Let this instance run `forward(self, ...)`; inside, `type(self).forward` is the original.
+    """Give this instance its own `forward(self, ...)`; `type(self).forward` is the original.
 
-    One function for all blocks, with the block as its argument: a compiler that has seen one block has
-    then seen them all.
+    One function for all blocks, with the block as its argument, so that they share one compiled graph.
     """
-    assert "forward" not in module.__dict__, "two techniques want to surround the same module"
+    assert "forward" not in module.__dict__, "two techniques override the forward of one module"
     module.__dict__["forward"] = MethodType(forward, module)
 
 
 def set_attention_core(
     model: nn.Module, core: Callable[[], nn.Module], document_form: nn.Module | None = None
 ) -> None:
-    """Another attention in every block, and the form in which it wants packed documents, if not as ids."""
+    """Replace the attention core of every block, and the form of packed documents if it is not ids."""
     for block in model.get_submodule("blocks").children():
         block.get_submodule("attention").core = core()
     if document_form is not None:
@@ -80,7 +79,7 @@ def set_attention_core(
 
 
 def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
-    """What autocast would do with the inputs of an operator that it does not know."""
+    """Cast the inputs of an operator that autocast does not know."""
     kind = tensors[0].device.type
     if not torch.is_autocast_enabled(kind):
         return list(tensors)
@@ -88,7 +87,7 @@ def to_autocast_dtype(*tensors: Tensor) -> list[Tensor]:
 
 
 def repeat_heads(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values once for every query head, for kernels that know no groups."""
+    """Repeat keys and values for every query head, for kernels without grouped-query attention."""
     groups = q_bhtd.shape[1] // k_bktd.shape[1]
     if groups == 1:
         return k_bktd, v_bktd

@@ -100,6 +100,7 @@ technique = Technique(
         -0.94,
         regime="16,384 tokens in chunks of 1,024",
         source="arithmetic; the idea at its limit: Wijmans et al. 2024, arXiv:2411.09009",
+        of_memory=True,
     ),
     parity=Parity.CLOSE,
     evidence=evidence,

@@ -120,6 +120,7 @@ technique = Technique(
         -0.91,
         regime="16,384 tokens in 11 chunks, at the speed of full logits",
         source="arithmetic; gradients in the forward pass: Hsu et al. 2024, arXiv:2410.10989",
+        of_memory=True,
     ),
     parity=Parity.CLOSE,
     evidence=evidence,

@@ -88,6 +88,7 @@ technique = Technique(
         -0.33,
         regime="SwiGLU: gate and up instead of gate, up and silu(gate)",
         source="arithmetic; the same idea: Hsu et al. 2024, arXiv:2410.10989",
+        of_memory=True,
     ),
     parity=Parity.CLOSE,
     evidence=evidence,

@@ -196,6 +196,7 @@ technique = Technique(
         Requirement(
             'it needs the library liger-kernel: pip install "optimization-rush[liger]"',
             lambda machine, recipe: find_spec("liger_kernel") is not None,
+            library=True,
         ),
         needs_cuda,
         Requirement(

@@ -70,6 +70,7 @@ technique = Technique(
         -0.5,
         regime="a factor of 2",
         source="arithmetic",
+        of_memory=True,
     ),
     parity=Parity.CLOSE,
     evidence=evidence,

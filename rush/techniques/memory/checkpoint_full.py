@@ -84,6 +84,7 @@ def _can_offload(machine: Machine, recipe: Recipe) -> bool:
 
 technique = Technique(
     name="checkpoint_full",
+    alternative="checkpointing",
     stage=Stage.MEMORY,
     apply=apply,
     requires=(

@@ -143,6 +143,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="checkpoint_selective",
+    alternative="checkpointing",
     stage=Stage.MEMORY,
     apply=apply,
     conflicts=("checkpoint_full", "offload_activations"),

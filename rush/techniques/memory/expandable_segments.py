@@ -109,6 +109,7 @@ technique = Technique(
         regime="sizes that change from step to step, or tensors of gigabytes; nothing where all steps are alike and small",
         source="PyTorch documentation, CUDA semantics, `expandable_segments`, which gives no figure; ours is what is left "
         "when only partly used pages of 20 MiB are lost",
+        of_memory=True,
     ),
     parity=Parity.EXACT,
     evidence=evidence,

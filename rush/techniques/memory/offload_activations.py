@@ -85,6 +85,7 @@ technique = Technique(
         -0.9,
         regime="16 blocks: activations of one block on the device at a time",
         source="arithmetic; torch.autograd.graph.save_on_cpu in the PyTorch documentation",
+        of_memory=True,
     ),
     parity=Parity.EXACT,
     evidence=evidence,

@@ -181,6 +181,7 @@ technique = Technique(
             "it needs the library that its backend knob names (rush is our own kernel): "
             'pip install "optimization-rush[quant]"',
             lambda machine, recipe: _installed(recipe),
+            library=True,
         ),
         Requirement(
             "with backend bitsandbytes it needs a CUDA GPU; torchao runs everywhere",
@@ -216,6 +217,7 @@ technique = Technique(
         -0.75,
         regime="block-wise quantized moments, the large tensors",
         source="Dettmers et al. 2021, arXiv:2110.02861",
+        of_memory=True,
     ),
     parity=Parity.STATISTICAL,
     evidence=evidence,

@@ -206,6 +206,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="fsdp",
+    summary=lambda knobs: f"{knobs['stage']}{', on the host' if knobs['offload'] else ''}",
     stage=Stage.SHARD,
     apply=apply,
     requires=(
@@ -267,6 +268,7 @@ technique = Technique(
         -0.98,
         regime="ZeRO-3 on 64 ranks: 16 bytes a parameter become 16/64",
         source="Rajbhandari et al. 2019, arXiv:1910.02054, figure 1",
+        of_memory=True,
     ),
     parity=Parity.CLOSE,
     evidence=evidence,

@@ -234,6 +234,7 @@ def splits_backward(recipe: Recipe) -> bool:
 
 technique = Technique(
     name="pp",
+    summary=lambda knobs: f"{n} stages a rank" if (n := stages_per_rank(knobs)) > 1 else "",
     stage=Stage.TENSOR,
     after=("cp", "tp"),
     apply=apply,

@@ -23,6 +23,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 technique = Technique(
     name="amp_bf16",
+    alternative="precision",
     stage=Stage.MODEL,
     apply=apply,
     conflicts=("amp_fp16", "bf16_master", "fp16_matmul", "pure_bf16"),

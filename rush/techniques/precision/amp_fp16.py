@@ -88,6 +88,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="amp_fp16",
+    alternative="precision",
     stage=Stage.MODEL,
     apply=apply,
     conflicts=("amp_bf16", "bf16_master", "fp16_matmul", "pure_bf16"),

@@ -119,6 +119,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="bf16_master",
+    alternative="precision",
     stage=Stage.MODEL,
     apply=apply,
     conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fused_update", "fp16_matmul", "pure_bf16"),
@@ -127,6 +128,7 @@ technique = Technique(
         -0.5,
         regime="4 bytes for each parameter instead of 8; 16 in total, as in plain fp32",
         source="arithmetic; Rajbhandari et al. 2019, arXiv:1910.02054, section 3.1",
+        of_memory=True,
     ),
     parity=Parity.STATISTICAL,
     evidence=evidence,

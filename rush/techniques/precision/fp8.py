@@ -154,6 +154,7 @@ def _takes_head(recipe: Recipe) -> bool:
 
 technique = Technique(
     name="fp8",
+    alternative="fp8",
     stage=Stage.MODEL,
     apply=apply,
     requires=(

@@ -49,6 +49,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="pure_bf16",
+    alternative="precision",
     stage=Stage.MODEL,
     apply=apply,
     conflicts=("amp_bf16", "amp_fp16", "bf16_master", "fp16_matmul"),
@@ -57,6 +58,7 @@ technique = Technique(
         -0.5,
         regime="weights, gradients and both Adam moments at 2 bytes instead of 4",
         source="arithmetic: 8 bytes per parameter instead of 16",
+        of_memory=True,
     ),
     parity=Parity.STATISTICAL,
     evidence=evidence,
