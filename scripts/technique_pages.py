@@ -57,9 +57,7 @@ def page(technique: Technique) -> str:
         "## Requirements and conflicts",
         "\n".join(f"- {requirement.message}." for requirement in technique.requires)
         or "It runs on every machine.",
-        "Conflicts with: "
-        + (", ".join(f"[{n}]({n}.md)" for n in technique.conflicts) or "nothing")
-        + ".",
+        "Conflicts with: " + (", ".join(f"[{n}]({n}.md)" for n in technique.conflicts) or "nothing") + ".",
         "\n".join(
             f"- `{name}`: {reason}."
             for name in technique.conflicts

@@ -205,7 +205,12 @@ def test_activations_wait_on_the_host_beside_an_axis(
         (["{name='adam8bit', backend='torchao'}"], TP, MachineError, "set backend rush"),
         (["{name='fp8', scope='blocks_and_head'}"], TP, MachineError, "set scope to blocks"),
         (["vocab_pad"], TP, RecipeError, "cannot be combined: .*fused_loss pads it"),
-        (["cuda_graph"], PP, RecipeError, "cannot be combined: a captured graph holds the work of one device"),
+        (
+            ["cuda_graph"],
+            PP,
+            RecipeError,
+            "cannot be combined: a captured graph holds the work of one device",
+        ),
     ],
 )
 def test_what_does_not_stand_beside_an_axis_is_refused_with_what_does(

@@ -156,7 +156,10 @@ def test_the_evidence_tells_our_8_bit_kernel_from_a_library() -> None:
     ids=str,
 )
 def test_rounding_by_chance_is_refused_where_nothing_is_bf16(techniques: list[str]) -> None:
-    with pytest.raises(MachineError, match=r"stochastic rounding and bf16 moments are for bf16 weights|stochastic rounding is for bf16 weights"):
+    with pytest.raises(
+        MachineError,
+        match=r"stochastic rounding and bf16 moments are for bf16 weights|stochastic rounding is for bf16 weights",
+    ):
         check(recipe_of(*techniques), probe("cpu"))
 
 

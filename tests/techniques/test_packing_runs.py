@@ -15,8 +15,7 @@ from rush.data.document_loader import DocumentLoader
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, Machine, probe
 from rush.techniques import check
-from rush.techniques.api.evidence import dynamo_counts
-from rush.techniques.api.evidence import prove
+from rush.techniques.api.evidence import dynamo_counts, prove
 from rush.techniques.api.tolerances import gradients_of
 from rush.train.build import Run
 from rush.train.step import train_step, validate

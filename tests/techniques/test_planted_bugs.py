@@ -13,8 +13,7 @@ from rush.data import Batch
 from rush.recipe import Knob
 from rush.techniques import registry
 from rush.techniques.api.contract import Build, Claim, Parity, Pass, Stage, Technique
-from rush.techniques.api.evidence import ran
-from rush.techniques.api.evidence import prove
+from rush.techniques.api.evidence import prove, ran
 from rush.techniques.api.tolerances import (
     CLOSE,
     CLOSE_STEPS,
