@@ -1,6 +1,6 @@
-"""Several processes that train one model together, on torch's own engine: ranks, their mesh, sharded tensors.
+"""Distributed training on torch.distributed: ranks, their mesh, sharded tensors.
 
-A run on one process uses none of it: `Ranks()` is that case, and nothing of torch.distributed is touched.
+`Ranks()` is a single process, which uses nothing of torch.distributed.
 """
 
 from __future__ import annotations

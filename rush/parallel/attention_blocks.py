@@ -1,7 +1,7 @@
-"""Attention of a chunk of queries to a chunk of keys, by several kernels: the blocks that a ring is made of.
+"""Attention of a chunk of queries to a chunk of keys, by several kernels: the blocks of ring attention.
 
-A block gives its output and, for each query, the logarithm of the sum of the exponentials of its scores. Backward, a
-block is given the output and the sums over *all* blocks, which is what makes the parts of the gradient add up.
+A block returns its output and the log-sum-exp (lse) of each query's scores. The backward pass of a block takes the output and
+lse over *all* blocks, so that the gradients of the blocks add up.
 
 Shapes: b rows, h query heads, k key/value heads, n queries, m keys, d head dim.
 """
@@ -20,14 +20,14 @@ class BlockKernel(NamedTuple):
     """Attention of a chunk of queries to a chunk of keys."""
 
     forward: Callable[..., tuple[Tensor, Tensor]]
-    """(q, k, v, causal, visible) to the output, and log Σ exp of the scores of each query [b, h, n]; `visible` [b, n, m]
-    is what documents leave, and where it leaves nothing, the output is 0."""
+    """(q, k, v, causal, visible) -> output, lse [b, h, n]. `visible` [b, n, m] masks other documents; a query that sees
+    nothing gets 0."""
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    """(do, q, k, v, o, lse, causal, visible) to dq, dk, dv: this block's part, where o and lse are of all blocks."""
+    """(do, q, k, v, o, lse, causal, visible) -> dq, dk, dv of this block; o and lse are those of all blocks."""
 
 
 def _masked(q: Tensor, k: Tensor, causal: bool, visible: Tensor | None) -> Tensor | None:
-    """Which scores do not count [1 or b, 1, n, m]."""
+    """The mask of scores that do not count [1 or b, 1, n, m]."""
     hidden = None if visible is None else ~visible[:, None]
     if causal:
         later = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)[None, None]
@@ -42,12 +42,12 @@ def _scores(q: Tensor, k: Tensor, causal: bool, visible: Tensor | None) -> Tenso
 
 
 def _repeated(q: Tensor, *shared: Tensor) -> list[Tensor]:
-    """Key/value heads once for every query head."""
+    """Key/value heads repeated for every query head."""
     return [x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in shared]
 
 
 def _summed(k: Tensor, *gradients: Tensor) -> list[Tensor]:
-    """The gradients of shared heads from those of their repetitions."""
+    """The gradients of key/value heads, summed over their query heads."""
     return [x.view(x.shape[0], k.shape[1], -1, *x.shape[2:]).sum(2) for x in gradients]
 
 
@@ -67,8 +67,8 @@ def plain_backward(
     k_all, v_all = _repeated(q, k, v)
     weights = torch.exp(_scores(q, k_all, causal, visible) - lse[..., None])
     dv = weights.to(do.dtype).transpose(-1, -2) @ do
-    fall = (do @ v_all.transpose(-1, -2)).float() - (do.float() * o.float()).sum(-1, keepdim=True)
-    ds = (weights * fall * q.shape[-1] ** -0.5).to(q.dtype)
+    dscores = (do @ v_all.transpose(-1, -2)).float() - (do.float() * o.float()).sum(-1, keepdim=True)
+    ds = (weights * dscores * q.shape[-1] ** -0.5).to(q.dtype)
     dk, dv = _summed(k, ds.transpose(-1, -2) @ q, dv)
     return ds @ k_all, dk, dv
 
@@ -89,7 +89,7 @@ def cpu_flash_backward(
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     hidden = None if visible is None else _masked(q, k, causal, visible)
     bias = None if hidden is None else torch.zeros_like(hidden, dtype=q.dtype).masked_fill(hidden, -math.inf)
-    # The operator keeps the sums of a position side by side.
+    # The operator wants lse contiguous over heads.
     lse = lse.transpose(1, 2).contiguous().transpose(1, 2)
     k_all, v_all = _repeated(q, k, v)
     dq, dk, dv = flash(do, q, k_all, v_all, o, lse, 0.0, causal and bias is None, attn_mask=bias)
@@ -118,7 +118,7 @@ def cuda_flash_backward(
 def cudnn_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    assert visible is None, "torch's cuDNN operator is given no mask here"
+    assert visible is None, "torch's cuDNN operator takes no mask here"
     o, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         q, *_repeated(q, k, v), None, True, 0.0, causal
     )
@@ -138,7 +138,7 @@ def cudnn_backward(
 def triton_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, visible: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    assert visible is None, "our kernel knows documents in whole rows only"
+    assert visible is None, "the kernel supports documents in full rows only"
     o, lse2 = torch.ops.rush.flash_attention_forward(q, k, v, None, None, causal, q.shape[-1] ** -0.5)
     return o, lse2 * math.log(2)
 
@@ -153,7 +153,7 @@ def triton_backward(
 
 
 def _no_seed(q: Tensor) -> Tensor:
-    """Random state that an operator asks for, and does not look at without dropout."""
+    """The random state that an operator takes and ignores without dropout."""
     return torch.zeros(2, dtype=torch.int64, device=q.device)
 
 

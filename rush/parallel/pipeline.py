@@ -1,10 +1,8 @@
-"""Stages on ranks: which rank has which, torch's schedules over them, and what the ranks of a pipeline settle.
+"""Pipeline parallelism on torch.distributed.pipelining: schedules, stages of a rank, communication between stages.
 
-A schedule (torch.distributed.pipelining) says in which order a rank computes forward and backward passes of the micro
-batches through its stages, and when it sends and receives. What goes from stage to stage is the hidden state and its
-gradient; everything else about a micro batch every rank reads for itself. A schedule has buffers of one size, so where
-micro batches differ in theirs, hidden states travel padded to the largest seen so far: then no step has to set up
-buffers anew.
+A schedule gives the order of a rank's forward and backward passes and of its sends and receives. Stages send hidden states and
+their gradients; everything else of a micro batch each rank reads for itself. A schedule has buffers of one size, so where
+micro batches differ in size, hidden states are padded to the largest seen so far: then no step reallocates buffers.
 
 Shapes: b batch, t position, d hidden, n tokens with padding.
 """
@@ -25,24 +23,24 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Compute = Callable[[Any, Any, Tensor | None], Tensor]
-"""(stage module, micro batch, what arrived) -> the hidden state; of the last stage what the backward pass starts from."""
+"""(stage module, micro batch, received hidden state) -> hidden state; the last stage returns the loss."""
 
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A schedule torch has."""
+    """A schedule of torch.distributed.pipelining."""
 
     name: str
     torch_class: str
     min_stages: int
     max_stages: int
-    """Stages a rank may have."""
+    """Stages per rank."""
     looped: bool = True
-    """Whether a rank's stages are a round apart; else they lie like a V: the first rank has the first and the last."""
+    """Whether stages are assigned round-robin; else in a V: the first rank has the first and the last."""
     splits_backward: bool = False
-    """Whether gradients of weights are computed apart from those of inputs, to fill what would be idle."""
+    """Whether weight gradients are computed apart from input gradients, to fill the bubble."""
 
-    def ranks_of(self, num_ranks: int, num_stages: int) -> list[int]:
+    def stage_ranks(self, num_ranks: int, num_stages: int) -> list[int]:
         """The rank of each stage."""
         there_and_back = [*range(num_ranks), *reversed(range(num_ranks))]
         return [
@@ -51,7 +49,7 @@ class PipelineSchedule:
         ]
 
     def takes(self, micro_batches: int, num_ranks: int) -> bool:
-        """Whether the schedule can be made for so many micro batches in a step."""
+        """Whether the schedule supports so many micro batches per step."""
         if self.name == "1f1b":
             return micro_batches >= num_ranks
         if self.name in ("interleaved", "zero_bubble"):
@@ -73,13 +71,13 @@ SCHEDULES: Mapping[str, PipelineSchedule] = {
 
 @dataclass
 class Pipeline:
-    """This rank's stages, and how micro batches go through them together with the other ranks."""
+    """This rank's stages and their schedule."""
 
     kind: PipelineSchedule
     stages: Sequence[Any]
-    """Modules with a `span` and a `call`, in their order."""
+    """Modules with a `span` and a `call`, in order."""
     modules: Sequence[nn.Module]
-    """The same, each with what was put around it."""
+    """The same, each wrapped (fsdp, ddp)."""
     num_stages: int
     group: ProcessGroup
     device: torch.device
@@ -88,11 +86,11 @@ class Pipeline:
     compute: Compute
     schedule: Any = None
     _made_for: tuple[int, tuple[int, ...]] = (0, ())
-    """Micro batches, and the dims that travel: [b, t, d], or [n, d] where they differ."""
+    """Micro batches, and the shape that is sent: [b, t, d], or [n, d] where shapes differ."""
     _rank_of: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._rank_of = self.kind.ranks_of(self.group.size(), self.num_stages)
+        self._rank_of = self.kind.stage_ranks(self.group.size(), self.num_stages)
         self._comm_device = _comm_device(self.group, self.device)
 
     def train(self, items: Sequence[Any], shapes: Sequence[tuple[int, int]]) -> None:
@@ -100,22 +98,22 @@ class Pipeline:
         self._fit(shapes)
         for stage in self.stages:
             stage.call = self._calls(stage, iter(items), iter(shapes))
-        # The loss is part of the last stage, so a schedule has no targets to deal out; it asks for some.
+        # The loss is part of the last stage; the schedule's targets are placeholders.
         has_last = any(stage.span.is_last for stage in self.stages)
         self.schedule.step(target=torch.zeros(len(items)) if has_last else None, return_outputs=False)
 
     @torch.no_grad()
     def evaluate(self, item: Any, shape: tuple[int, int]) -> Tensor | None:
-        """The forward pass of one micro batch, a stage after the other: what the last returns, where it is."""
+        """The forward pass of one micro batch; the last stage's output on its rank, None on others."""
         import torch.distributed as dist
 
         x_btd: Tensor | None = None
         for stage in self.stages:
             number, me = stage.span.number, self.group.rank()
             if number > 0 and self._rank_of[number - 1] != me:
-                came = torch.empty(*shape, self.hidden, dtype=self.dtype, device=self._comm_device)
-                dist.recv(came, group=self.group, group_src=self._rank_of[number - 1])
-                x_btd = came.to(self.device)
+                received = torch.empty(*shape, self.hidden, dtype=self.dtype, device=self._comm_device)
+                dist.recv(received, group=self.group, group_src=self._rank_of[number - 1])
+                x_btd = received.to(self.device)
             stage.call = lambda *arrived, stage=stage: self.compute(stage, item, *(arrived or (None,)))
             x_btd = stage(*([] if number == 0 else [x_btd]))
             if stage.span.is_last:
@@ -129,8 +127,7 @@ class Pipeline:
         return None
 
     def bubble_fraction(self) -> float:
-        """The part of a step that ranks wait for each other, by the schedule's order, if a backward pass takes two forward
-        ones and stages are alike."""
+        """The pipeline bubble by the schedule's order, if a backward pass takes two forward passes and stages are equal."""
         orders = self.schedule.pipeline_order
         return bubble_fraction(
             {
@@ -142,7 +139,7 @@ class Pipeline:
     def _calls(
         self, stage: Any, items: Iterator[Any], shapes: Iterator[tuple[int, int]]
     ) -> Callable[..., Tensor]:
-        """What a stage computes when it is called for the next micro batch: schedules keep to their order."""
+        """The call of a stage for its next micro batch: schedules keep their order."""
 
         def call(*arrived: Tensor) -> Tensor:
             item, (rows, columns) = next(items), next(shapes)
@@ -164,7 +161,7 @@ class Pipeline:
         return call
 
     def _fit(self, shapes: Sequence[tuple[int, int]]) -> None:
-        """A schedule for so many micro batches of these shapes: the one there is, if it will do."""
+        """Build a schedule for these shapes, unless the current one fits."""
         count, dims = self._made_for
         longest = max(rows * columns for rows, columns in shapes)
         if len(dims) == 3:
@@ -179,9 +176,9 @@ class Pipeline:
             alike = not dims and len(set(shapes)) == 1
             dims = (*shapes[0], self.hidden) if alike else (longest, self.hidden)
         self._made_for = (len(shapes), dims)
-        self.schedule = self._made(len(shapes), dims)
+        self.schedule = self._build_schedule(len(shapes), dims)
 
-    def _made(self, count: int, dims: tuple[int, ...]) -> Any:
+    def _build_schedule(self, count: int, dims: tuple[int, ...]) -> Any:
         from torch.distributed import pipelining
 
         def like(*sizes: int, dtype: torch.dtype = self.dtype) -> Tensor:
@@ -189,7 +186,7 @@ class Pipeline:
 
         class OwnStage(pipelining.PipelineStage):
             def _get_init_p2p_neighbors_ops(self) -> list[Any]:
-                """Without what torch 2.11 sends from a rank to itself, where a V turns: gloo cannot."""
+                """Drop the send from a rank to itself that torch 2.11 makes where a V turns: gloo cannot."""
                 return [
                     op for op in super()._get_init_p2p_neighbors_ops() if op.group_peer != self.group_rank
                 ]
@@ -200,7 +197,7 @@ class Pipeline:
                 stage.span.number,
                 self.num_stages,
                 self._comm_device,
-                # Told, not found out by a pass: which tensors travel is known.
+                # Given, so that torch need not infer them with a pass.
                 input_args=() if stage.span.is_first else (like(*dims),),
                 output_args=(like(dtype=torch.float32) if stage.span.is_last else like(*dims),),
                 group=self.group,
@@ -209,12 +206,12 @@ class Pipeline:
         ]
         make: Any = getattr(pipelining, self.kind.torch_class)
         own = stages if self.kind.max_stages > 1 else stages[0]
-        # The share of a step is in the loss already.
+        # The loss is scaled already.
         return make(own, count, loss_fn=lambda loss, _: loss, scale_grads=False)
 
 
 def bubble_fraction(orders: Mapping[int, Sequence[tuple[int, str]]]) -> float:
-    """Of the time all ranks need for their orders of (stage, F forward, B backward, I and W its halves), what they wait."""
+    """The idle fraction of all ranks with these orders of (stage, F forward, B backward, I and W its halves)."""
     cost = {"F": 1, "B": 2, "I": 1, "W": 1}
     last = max(stage for order in orders.values() for stage, _ in order)
     done: dict[tuple[int, str, int], float] = {}
@@ -241,21 +238,20 @@ def bubble_fraction(orders: Mapping[int, Sequence[tuple[int, str]]]) -> float:
                 done[stage, back, number] = clock[rank]
                 counts[stage, back] += 1
                 moved = True
-        assert moved, "an order that waits for itself"
+        assert moved, "a deadlock in the schedule"
     return 1 - work / (len(orders) * max(clock.values()))
 
 
 def add_peer_gradient(parameter: nn.Parameter, peer: int, group: ProcessGroup) -> None:
-    """Add the gradient that another rank of the group has of its copy of a parameter; it does the same, so both end with the
-    same bits."""
+    """Sum the gradient of a tied parameter with that of a peer, which does the same, so that both have the same bits."""
     import torch.distributed as dist
 
     if parameter.grad is None:
         return
     if is_sharded(parameter):
-        # It may lie on the ranks otherwise than the parameter, as the last operation left it.
-        whole: Any = parameter
-        parameter.grad = whole.grad.redistribute(placements=whole.placements)
+        # Its placement may differ from the parameter's.
+        sharded: Any = parameter
+        parameter.grad = sharded.grad.redistribute(placements=sharded.placements)
     own = local_tensor(parameter.grad)
     tensor = own.to(_comm_device(group, own.device)).contiguous()
     theirs = torch.empty_like(tensor)
@@ -274,28 +270,28 @@ def gather_stages(
     device: torch.device,
     keep_on: torch.device | None = None,
 ) -> dict[str, Tensor]:
-    """What all ranks of a pipeline hold, by name, for the first of them; what two hold, once. Others get their own back. It is
-    sent from and to `device`, and kept there, or where the first rank says."""
+    """Gather the tensors of all pipeline ranks, by name, on the first of them; the others get their own back. They are sent from
+    and to `device`, and kept there or on `keep_on`."""
     import torch.distributed as dist
 
     listed: list[Any] = [None] * group.size()
     dist.all_gather_object(listed, {n: (tuple(t.shape), t.dtype) for n, t in tensors.items()}, group=group)
-    found, me, wire = dict(tensors), group.rank(), _comm_device(group, device)
+    found, me, comm_device = dict(tensors), group.rank(), _comm_device(group, device)
     for rank, names in enumerate(listed):
         for name, (shape, dtype) in names.items():
             if any(name in earlier for earlier in listed[:rank]):
                 continue
             if rank == me and me != 0:
-                dist.send(tensors[name].to(wire).contiguous(), group=group, group_dst=0)
+                dist.send(tensors[name].to(comm_device).contiguous(), group=group, group_dst=0)
             elif rank != 0 and me == 0:
-                came = torch.empty(shape, dtype=dtype, device=wire)
-                dist.recv(came, group=group, group_src=rank)
-                found[name] = came.to(keep_on or device)
+                received = torch.empty(shape, dtype=dtype, device=comm_device)
+                dist.recv(received, group=group, group_src=rank)
+                found[name] = received.to(keep_on or device)
     return found
 
 
 def _comm_device(group: ProcessGroup, device: torch.device) -> torch.device:
-    """Where tensors must be to be sent: gloo, which ranks that share a GPU speak, sends from host memory."""
+    """The device from which tensors are sent: gloo, which ranks that share a GPU use, sends from host memory."""
     import torch.distributed as dist
 
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else device

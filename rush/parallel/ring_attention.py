@@ -1,13 +1,12 @@
-"""Ring attention: keys and values go round, and each rank adds up what its queries find in them.
+"""Ring attention: keys and values are sent around the ranks, and each rank accumulates the output of its queries.
 
-Of every softmax a rank sees one block of keys at a time. What a block gives is a mean of its values and the logarithm of
-the sum of its exponentials; two such results make one, weighted by those sums, so the order does not matter and the
-outcome is exact (Liu et al. 2023, arXiv:2310.01889). While a block is worked on, the next one travels. The backward
-pass lets keys and values go round again, and their gradients with them, which come home full.
+A block of keys gives a softmax-weighted mean of its values and its log-sum-exp; two such results merge exactly, weighted by
+their sums of exponentials (Liu et al. 2023, arXiv:2310.01889). The next block is sent while one is computed. The backward pass
+sends keys and values around again, with their gradients, which arrive complete at their owner.
 
-The blocks are pairs of chunks of one length: a chunk of queries sees all of an earlier chunk of keys, nothing of a later
-one, and of its own what is not in the future. So any kernel that gives its sums of exponentials will do. A pass is one
-operator to the compiler: which blocks a rank computes is its own affair, but all must send in the same order.
+Blocks are pairs of chunks of one length: a chunk of queries sees all of an earlier chunk of keys, nothing of a later one, and
+its own causally. So any kernel that returns its log-sum-exp works. A pass is one operator to the compiler: ranks compute
+different blocks, but all must send in the same order.
 
 Shapes: b rows, h query heads, k key/value heads, t own positions, n of a chunk, m of another, s of the row, d head dim.
 """
@@ -25,17 +24,17 @@ from rush.parallel.attention_blocks import KERNELS
 from rush.parallel.context_parallel import SequenceSplit
 
 KEYS, GRADIENTS = 0, 1
-"""Tags: what is under way at the same time must not be mistaken for each other."""
+"""Message tags."""
 
 
-class Blocks:
-    """The blocks of one rank's queries, and what they make of keys and values that come by. No rank talks here."""
+class RingBlocks:
+    """The blocks of one rank's queries; no communication here."""
 
     def __init__(self, split: SequenceSplit, kernel: str, documents_bs: Tensor | None) -> None:
         self.split, self.kernel, self.documents_bs = split, KERNELS[kernel], documents_bs
 
-    def _meeting(self, source: int) -> Iterator[tuple[int, int, bool, Tensor | None]]:
-        """Places of chunks here and at `source` that see each other; a chunk's own keys come first."""
+    def _visible_chunks(self, source: int) -> Iterator[tuple[int, int, bool, Tensor | None]]:
+        """Pairs of a query chunk here and a key chunk of `source` that it sees; its own keys come first."""
         for mine, query in enumerate(self.split.own):
             for theirs, key in reversed(list(enumerate(self.split.chunks_of(source)))):
                 if key <= query:
@@ -50,23 +49,23 @@ class Blocks:
     def _chunks(self, x: Tensor) -> tuple[Tensor, ...]:
         return x.chunk(len(self.split.own), 2)
 
-    def attend(self, q: Tensor, kv: Tensor, source: int, found: dict[int, tuple[Tensor, Tensor]]) -> None:
-        """Add to what each chunk of queries has found what it finds in the keys and values of `source`."""
+    def forward(self, q: Tensor, kv: Tensor, source: int, found: dict[int, tuple[Tensor, Tensor]]) -> None:
+        """Merge the attention to the keys and values of `source` into each query chunk's result."""
         qs, (ks, vs) = self._chunks(q), map(self._chunks, kv)
-        for mine, theirs, causal, visible in self._meeting(source):
+        for mine, theirs, causal, visible in self._visible_chunks(source):
             o, lse = self.kernel.forward(
                 *(x.contiguous() for x in (qs[mine], ks[theirs], vs[theirs])), causal, visible
             )
-            found[mine] = (o.float(), lse) if mine not in found else merged(*found[mine], o, lse)
+            found[mine] = (o.float(), lse) if mine not in found else merge(*found[mine], o, lse)
 
-    def gradients(
+    def backward(
         self, do: Tensor, q: Tensor, kv: Tensor, o: Tensor, lse: Tensor, source: int, dq: Tensor
     ) -> Tensor:
-        """The gradient of the keys and values of `source` by these queries, in fp32; that of the queries is added to dq."""
+        """The fp32 gradient of the keys and values of `source`; that of the queries is added to dq."""
         dos, qs, os, lses, (ks, vs) = *map(self._chunks, (do, q, o, lse)), map(self._chunks, kv)
         dqs, dkv = self._chunks(dq), torch.zeros_like(kv, dtype=torch.float32)
         dks, dvs = map(self._chunks, dkv)
-        for mine, theirs, causal, visible in self._meeting(source):
+        for mine, theirs, causal, visible in self._visible_chunks(source):
             given = dos[mine], qs[mine], ks[theirs], vs[theirs], os[mine], lses[mine]
             parts = self.kernel.backward(*(x.contiguous() for x in given), causal, visible)
             for total, part in zip((dqs[mine], dks[theirs], dvs[theirs]), parts, strict=True):
@@ -74,27 +73,30 @@ class Blocks:
         return dkv
 
 
-def merged(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """One result of two, in fp32. The first has seen a key at least."""
+def merge(o: Tensor, lse: Tensor, new_o: Tensor, new_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge two results, in fp32; the first has seen at least one key."""
     both = torch.logaddexp(lse, new_lse)
     return o * torch.exp(lse - both)[..., None] + new_o * torch.exp(new_lse - both)[..., None], both
 
 
-def _pass_on(group: Any, sent: Tensor, tag: int) -> Callable[[], Tensor]:
-    """Send to the next rank and receive from the one before; call the result to wait for what comes."""
+def _send_recv(group: Any, sent: Tensor, tag: int) -> Callable[[], Tensor]:
+    """Send to the next rank and receive from the previous one; call the result to wait for what is received."""
     ranks, place, device = dist.get_process_group_ranks(group), dist.get_rank(group), sent.device
     if dist.get_backend(group) == "gloo":
-        sent = sent.cpu()  # ranks that share a GPU: gloo passes on what is in host memory
-    sent, coming = sent.contiguous(), torch.empty_like(sent, memory_format=torch.contiguous_format)
+        sent = sent.cpu()  # ranks that share a GPU: gloo sends from host memory
+    sent, received = sent.contiguous(), torch.empty_like(sent, memory_format=torch.contiguous_format)
     ahead, behind = ranks[(place + 1) % len(ranks)], ranks[place - 1]
     works = dist.batch_isend_irecv(
-        [dist.P2POp(dist.isend, sent, ahead, group, tag), dist.P2POp(dist.irecv, coming, behind, group, tag)]
+        [
+            dist.P2POp(dist.isend, sent, ahead, group, tag),
+            dist.P2POp(dist.irecv, received, behind, group, tag),
+        ]
     )
 
     def wait() -> Tensor:
         for work in works:
             work.wait()
-        return coming.to(device)
+        return received.to(device)
 
     return wait
 
@@ -109,11 +111,11 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     ring = _resolve(group)
     split = SequenceSplit(dist.get_world_size(ring), dist.get_rank(ring), balanced)
-    blocks, kv = Blocks(split, kernel, documents), torch.stack((k, v))
+    blocks, kv = RingBlocks(split, kernel, documents), torch.stack((k, v))
     found: dict[int, tuple[Tensor, Tensor]] = {}
     for hop in range(split.ranks):
-        coming = _pass_on(ring, kv, KEYS) if hop < split.ranks - 1 else None
-        blocks.attend(q, kv, (split.rank - hop) % split.ranks, found)
+        coming = _send_recv(ring, kv, KEYS) if hop < split.ranks - 1 else None
+        blocks.forward(q, kv, (split.rank - hop) % split.ranks, found)
         kv = kv if coming is None else coming()
     parts = [found[place] for place in range(len(split.own))]
     return torch.cat([o for o, _ in parts], 2).to(q.dtype), torch.cat([lse for _, lse in parts], 2)
@@ -134,18 +136,18 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     ring = _resolve(group)
     split = SequenceSplit(dist.get_world_size(ring), dist.get_rank(ring), balanced)
-    blocks, kv = Blocks(split, kernel, documents), torch.stack((k, v))
+    blocks, kv = RingBlocks(split, kernel, documents), torch.stack((k, v))
     dq = torch.zeros_like(q, dtype=torch.float32, memory_format=torch.contiguous_format)
-    before: Callable[[], Tensor] | None = None
+    previous: Callable[[], Tensor] | None = None
     for hop in range(split.ranks):
-        coming = _pass_on(ring, kv, KEYS) if hop < split.ranks - 1 else None
-        dkv = blocks.gradients(do, q, kv, o, lse, (split.rank - hop) % split.ranks, dq)
-        if before is not None:
-            dkv += before()
-        before = _pass_on(ring, dkv, GRADIENTS)
+        coming = _send_recv(ring, kv, KEYS) if hop < split.ranks - 1 else None
+        dkv = blocks.backward(do, q, kv, o, lse, (split.rank - hop) % split.ranks, dq)
+        if previous is not None:
+            dkv += previous()
+        previous = _send_recv(ring, dkv, GRADIENTS)
         kv = kv if coming is None else coming()
-    assert before is not None
-    dk, dv = before().to(k.dtype)
+    assert previous is not None
+    dk, dv = previous().to(k.dtype)
     return dq.to(q.dtype), dk.clone(), dv.clone()
 
 
@@ -159,16 +161,16 @@ def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, documents, *ctx.rest = inputs
     ctx.save_for_backward(q, k, v, documents, *output)
 
 
-def _gradients(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _autograd_backward(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
     return *_backward(do, *ctx.saved_tensors, *ctx.rest), None, None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+_forward.register_autograd(_autograd_backward, setup_context=_setup_context)
 
 
 def ring_attention(
@@ -181,9 +183,9 @@ def ring_attention(
     group: str,
     balanced: bool,
 ) -> Tensor:
-    """Attention of this rank's queries to the keys of the whole row. All ranks of the group must call it.
+    """Attention of this rank's queries to the keys of the full row. All ranks of the group must call it.
 
-    `documents_bs` numbers the document of each position of the whole row: a query sees its own document only.
+    `documents_bs` gives the document of each position of the full row: a query sees only its own document.
     """
     o_bhtd: Tensor = _forward(q_bhtd, k_bktd, v_bktd, documents_bs, kernel, group, balanced)[0]
     return o_bhtd

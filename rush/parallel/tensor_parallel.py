@@ -1,10 +1,9 @@
-"""Layers of which every rank computes a part: torch's `ParallelStyle`, for modules that compute on plain tensors.
+"""Tensor parallelism: torch's `ParallelStyle`, for modules that compute on plain tensors.
 
-Parameters are DTensors, cut over the ranks of one axis of the mesh; the optimizer, the gradient's norm and checkpoints
-know them as such. But a module reads them as the plain tensors that this rank holds, and gets and gives plain tensors,
-so whatever is in its slots (an attention core, a fused kernel) works as on one rank, on fewer heads or a narrower layer.
-Between modules lies the residual stream: whole on every rank, or cut along the sequence. Two exchanges are all there is:
-`gathered` where a layer begins, `summed` where it ends.
+Parameters are DTensors, sharded over one mesh axis, for the optimizer, the gradient norm and checkpoints. But a module reads
+them as local tensors, and takes and returns plain tensors, so an attention core or a fused kernel works as on one rank, with
+fewer heads or a narrower layer. The residual stream between modules is replicated, or sharded along the sequence. There are
+two collectives: `all_gather` where a layer begins, `reduce` where it ends.
 
 Shapes: b batch, t position, d hidden, v vocabulary.
 """
@@ -26,7 +25,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 @dataclass(frozen=True)
 class ResidualStream:
-    """How the residual stream lies on the ranks of an axis: whole on each, or a piece of the sequence on each."""
+    """The residual stream on the ranks of an axis: replicated, or `sharded` along the sequence."""
 
     mesh: DeviceMesh
     sharded: bool
@@ -36,48 +35,48 @@ class ResidualStream:
         return Shard(1) if self.sharded else Replicate()
 
     def all_gather(self, x_btd: Tensor) -> Tensor:
-        """All of the stream, for a layer of which this rank has a part; backward the gradients of all parts are summed."""
-        lying = DTensor.from_local(_as_multiplied(x_btd), self.mesh, [self.placement], run_check=False)
-        whole: Tensor = lying.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
-        return whole
+        """The full stream, for a sharded layer; its gradient is reduced over ranks."""
+        x = DTensor.from_local(_autocast(x_btd), self.mesh, [self.placement], run_check=False)
+        full: Tensor = x.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+        return full
 
-    def reduce(self, part_btd: Tensor) -> Tensor:
-        """What the parts of a layer add up to, as it lies on the stream."""
-        lying = DTensor.from_local(part_btd, self.mesh, [Partial()], run_check=False)
-        out: Tensor = lying.redistribute(placements=[self.placement]).to_local()
+    def reduce(self, partial_btd: Tensor) -> Tensor:
+        """All-reduce, or reduce-scatter, a layer's partial output onto the stream."""
+        partial = DTensor.from_local(partial_btd, self.mesh, [Partial()], run_check=False)
+        out: Tensor = partial.redistribute(placements=[self.placement]).to_local()
         return out
 
-    def own(self, x_bt: Tensor) -> Tensor:
-        """This rank's piece of something that is there for every position."""
+    def local(self, x_bt: Tensor) -> Tensor:
+        """This rank's positions of a full sequence."""
         if not self.sharded:
             return x_bt
         return x_bt.chunk(self.mesh.size(), dim=1)[self.mesh.get_local_rank()]
 
 
-def _as_multiplied(x_btd: Tensor) -> Tensor:
-    """What autocast would make of it in the layer that follows anyway: so half as much is sent."""
+def _autocast(x_btd: Tensor) -> Tensor:
+    """Cast as autocast would in the next layer, so that half as much is sent."""
     kind = x_btd.device.type
     return x_btd.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x_btd
 
 
-def _is_cut_once(parameter: Any) -> bool:
-    """Whether it is as tensor parallelism made it; between passes another axis (fsdp) may hold it in smaller parts."""
+def _is_tp_sharded(parameter: Any) -> bool:
+    """Whether it is sharded by tensor parallelism alone; between passes fsdp may shard it further."""
     return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
 
 
-def _own(parameter: DTensor, of_own_tokens: bool) -> Tensor:
-    """The plain tensor that this rank holds. Its gradient may come from the rank's own tokens: then it is summed."""
-    if not of_own_tokens:
+def _local(parameter: DTensor, reduce_grad: bool) -> Tensor:
+    """The local tensor; with `reduce_grad` its gradient, from this rank's tokens, is reduced over ranks."""
+    if not reduce_grad:
         return parameter.to_local()
-    # Asking for what is already so gives a place to sum them.
+    # A redistribution to the same placements reduces the gradient.
     return parameter.redistribute(placements=parameter.placements).to_local(grad_placements=[Partial()])
 
 
 class LocalParams:
-    """Before a module's class: its weight and bias read as the plain tensors that this rank holds."""
+    """Mixin of a module: weight and bias read as local tensors."""
 
     _parameters: dict[str, Any]
-    sees_own_tokens: bool
+    reduce_grads: bool
 
     @property
     def weight(self) -> Any:
@@ -89,21 +88,21 @@ class LocalParams:
 
     def _read(self, name: str) -> Any:
         parameter = self._parameters.get(name)
-        return _own(parameter, self.sees_own_tokens) if _is_cut_once(parameter) else parameter  # type: ignore[arg-type]
+        return _local(parameter, self.reduce_grads) if _is_tp_sharded(parameter) else parameter  # type: ignore[arg-type]
 
 
 class LocalRowwiseParams(LocalParams):
-    """The same for a layer whose outputs are summed over ranks: its bias is added once, after that."""
+    """The same for a row-wise layer, whose bias is added after the reduction."""
 
     @property
     def bias(self) -> Any:
         parameter = self._parameters.get("bias")
-        return None if _is_cut_once(parameter) else parameter
+        return None if _is_tp_sharded(parameter) else parameter
 
 
 class LocalAdapterParams:
-    """Before an adapter's class: its two thin matrices read as the plain tensors that this rank holds. One of them is whole
-    on every rank and works for this rank's part of the layer only, so its gradients are summed."""
+    """Mixin of an adapter: A and B read as local tensors. One of them is replicated and serves this rank's shard of the layer,
+    so its gradients are reduced."""
 
     _parameters: dict[str, Any]
 
@@ -117,84 +116,84 @@ class LocalAdapterParams:
 
     def _read(self, name: str) -> Any:
         parameter = self._parameters[name]
-        if not _is_cut_once(parameter):
+        if not _is_tp_sharded(parameter):
             return parameter
-        return _own(parameter, of_own_tokens=parameter.placements[0].is_replicate())
+        return _local(parameter, reduce_grad=parameter.placements[0].is_replicate())
 
 
 @cache
-def _in_front(reading: Any, kind: Any) -> Any:
-    """One class for all modules of a kind, so that a compiler that has seen one block has seen them all."""
-    return type(f"{reading.__name__}{kind.__name__}", (reading, kind), {})
+def _with_mixin(mixin: Any, kind: Any) -> Any:
+    """One class for all modules of a kind, so that compiled blocks share one graph."""
+    return type(f"{mixin.__name__}{kind.__name__}", (mixin, kind), {})
 
 
-def _divide(
-    module: Any, mesh: DeviceMesh, reading: type, *, own_tokens: bool = False, **placements: Placement
+def _shard(
+    module: Any, mesh: DeviceMesh, mixin: type, *, reduce_grads: bool = False, **placements: Placement
 ) -> None:
-    """Cut a module's parameters, and let it read this rank's part of them."""
+    """Shard a module's parameters, and let it read local tensors."""
     for name, placement in placements.items():
         parameter = module._parameters.get(name)
         if parameter is not None:
-            cut = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
-            module.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
-    module.sees_own_tokens = own_tokens
+            sharded = distribute_tensor(parameter, mesh, [placement], src_data_rank=None)
+            module.register_parameter(name, nn.Parameter(sharded, requires_grad=parameter.requires_grad))
+    module.reduce_grads = reduce_grads
     kind: Any = type(module)
-    module.__class__ = _in_front(reading, kind)
+    module.__class__ = _with_mixin(mixin, kind)
 
 
 @dataclass
 class ColwiseLinear(ParallelStyle):
-    """A linear layer of which each rank makes some of the outputs; of several equal parts side by side, some of each. So
-    does an adapter on it, whose first matrix (few rows) every rank has whole."""
+    """Column-wise parallel linear layer: each rank computes some outputs; of several fused `parts`, some of each. The A matrix of
+    an adapter on it is replicated."""
 
     parts: int = 1
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         rows: Any = Shard(0) if self.parts == 1 else _StridedShard(0, split_factor=self.parts)
-        _divide(module, device_mesh, LocalParams, weight=rows, bias=rows)
+        _shard(module, device_mesh, LocalParams, weight=rows, bias=rows)
         if "adapter" in module._modules:
-            _divide(module.adapter, device_mesh, LocalAdapterParams, a=Replicate(), b=rows)
+            _shard(module.adapter, device_mesh, LocalAdapterParams, a=Replicate(), b=rows)
         return module
 
 
 @dataclass
 class RowwiseLinear(ParallelStyle):
-    """A linear layer of which each rank reads some of the inputs; the sum over ranks goes to the stream."""
+    """Row-wise parallel linear layer: each rank reads some inputs; the sum over ranks goes to the stream."""
 
     stream: ResidualStream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _divide(module, device_mesh, LocalRowwiseParams, weight=Shard(1), bias=Replicate())
+        _shard(module, device_mesh, LocalRowwiseParams, weight=Shard(1), bias=Replicate())
         if "adapter" in module._modules:
-            # What its first matrix makes of a rank's inputs is a part of a sum, and so is then the layer's output anyway.
-            _divide(module.adapter, device_mesh, LocalAdapterParams, a=Shard(1), b=Replicate())
-        module.register_forward_hook(self._end)
+            # The output of A is partial, as is the layer's.
+            _shard(module.adapter, device_mesh, LocalAdapterParams, a=Shard(1), b=Replicate())
+        module.register_forward_hook(self._reduce)
         return module
 
-    def _end(self, module: Any, _: Any, part_btd: Tensor) -> Tensor:
-        out_btd, bias = self.stream.reduce(part_btd), module._parameters.get("bias")
-        return out_btd if bias is None else out_btd + _own(bias, self.stream.sharded).to(out_btd.dtype)
+    def _reduce(self, module: Any, _: Any, partial_btd: Tensor) -> Tensor:
+        out_btd, bias = self.stream.reduce(partial_btd), module._parameters.get("bias")
+        return out_btd if bias is None else out_btd + _local(bias, self.stream.sharded).to(out_btd.dtype)
 
 
 @dataclass
 class ReplicatedOnStream(ParallelStyle):
-    """A module that every rank has whole, and uses for the tokens it has of the stream."""
+    """A replicated module, applied to this rank's tokens of the stream."""
 
     stream: ResidualStream
     takes_positions: bool = False
-    """Its input is of every position, whatever the rank has of the stream."""
+    """Whether its input has all positions of the sequence."""
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        whole, cut = Replicate(), self.stream.sharded
-        _divide(module, device_mesh, LocalParams, weight=whole, bias=whole, own_tokens=cut)
+        replicated, sharded = Replicate(), self.stream.sharded
+        _shard(module, device_mesh, LocalParams, weight=replicated, bias=replicated, reduce_grads=sharded)
         if self.takes_positions:
-            module.register_forward_pre_hook(lambda _, given: (self.stream.own(given[0]),))
+            module.register_forward_pre_hook(lambda _, given: (self.stream.local(given[0]),))
         return module
 
 
 @dataclass
 class GatherInput(ParallelStyle):
-    """A module whose layers all read the whole stream."""
+    """A module whose layers read the full stream."""
 
     stream: ResidualStream
 
@@ -203,17 +202,17 @@ class GatherInput(ParallelStyle):
         return module
 
 
-def vocab_shard(stream: ResidualStream, vocabulary: int) -> tuple[int, int]:
-    """The first word that this rank has of a vocabulary, and how many: the last one has fewer where they do not divide."""
-    most = -(-vocabulary // stream.mesh.size())
+def vocab_shard(stream: ResidualStream, vocab_size: int) -> tuple[int, int]:
+    """The first token of this rank's vocab shard, and its size; the last one is smaller where they do not divide."""
+    most = -(-vocab_size // stream.mesh.size())
     first = stream.mesh.get_local_rank() * most
-    return first, min(most, vocabulary - first)
+    return first, min(most, vocab_size - first)
 
 
 class LocalVocabLookup:
-    """Before an embedding's class: it looks up the words that this rank has; the others' are zero until ranks are summed.
+    """Mixin of an embedding: looks up this rank's vocab shard; other tokens are zero until the reduction.
 
-    (torch's own style would make the gradient of all words on every rank.)
+    (torch's own style would compute the gradient of all tokens on every rank.)
     """
 
     _parameters: dict[str, Any]
@@ -222,27 +221,26 @@ class LocalVocabLookup:
     def forward(self, tokens_bt: Tensor) -> Tensor:
         weight = self._parameters["weight"]
         own_vd = weight.to_local()
-        words_bt = tokens_bt - vocab_shard(self.stream, weight.shape[0])[0]
-        elsewhere_bt = (words_bt < 0) | (words_bt >= own_vd.shape[0])
-        found_btd = F.embedding(words_bt.masked_fill(elsewhere_bt, 0), own_vd)
+        local_bt = tokens_bt - vocab_shard(self.stream, weight.shape[0])[0]
+        elsewhere_bt = (local_bt < 0) | (local_bt >= own_vd.shape[0])
+        found_btd = F.embedding(local_bt.masked_fill(elsewhere_bt, 0), own_vd)
         return self.stream.reduce(found_btd.masked_fill(elsewhere_bt[..., None], 0.0))
 
 
 @dataclass
 class VocabParallelEmbedding(ParallelStyle):
-    """An embedding of which each rank has some of the words."""
+    """Embedding sharded over the vocabulary."""
 
     stream: ResidualStream
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        _divide(module, device_mesh, LocalVocabLookup, weight=Shard(0))
+        _shard(module, device_mesh, LocalVocabLookup, weight=Shard(0))
         module.stream = self.stream  # type: ignore[assignment]
         return module
 
 
 class VocabShardLossHead(nn.Module):
-    """Around a loss head that computes on plain tensors and settles with the other ranks what they must know of each other:
-    it gets all of the stream and the words of this rank."""
+    """Wraps a loss head with its own collectives: it gets the full stream and this rank's vocab shard."""
 
     def __init__(self, stream: ResidualStream, head: nn.Module) -> None:
         super().__init__()
@@ -255,9 +253,9 @@ class VocabShardLossHead(nn.Module):
 
 
 class VocabParallelLossHead(nn.Module):
-    """Around a loss head of plain torch: its logits are cut by words, and torch's `loss_parallel` does the rest.
+    """Wraps a loss head of plain torch: its logits are sharded over the vocabulary, for torch's `loss_parallel`.
 
-    Forward and backward belong inside that context.
+    Forward and backward run inside that context.
     """
 
     def __init__(self, stream: ResidualStream, head: nn.Module) -> None:
@@ -267,9 +265,7 @@ class VocabParallelLossHead(nn.Module):
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
         stream = self.stream
-        lying = DTensor.from_local(
-            _as_multiplied(hidden_btd), stream.mesh, [stream.placement], run_check=False
-        )
-        loss = self.head(lying.redistribute(placements=[Replicate()]), head_weight_vd, labels_bt)
-        out: Tensor = loss.to_local().clone()  # fully_shard wants a tensor of its own to hang its hook on
+        hidden = DTensor.from_local(_autocast(hidden_btd), stream.mesh, [stream.placement], run_check=False)
+        loss = self.head(hidden.redistribute(placements=[Replicate()]), head_weight_vd, labels_bt)
+        out: Tensor = loss.to_local().clone()  # fully_shard needs a separate tensor for its hook
         return out

@@ -223,7 +223,7 @@ def learn(
 
 def _plant(run: Any, bug: str) -> None:
     """A historical bug, put back on purpose."""
-    if bug == "the gradients are never exchanged":
+    if bug == "the gradients are never reduced":
         told = list(run.before_pass)
         run.before_pass[:] = [lambda last: [tell(False) for tell in told]]
     elif bug == "every rank divides by its own labels":
@@ -238,7 +238,7 @@ def _plant(run: Any, bug: str) -> None:
         run.micro_pass = passes
     elif bug == "a tied embedding learns from one end only":
         run.passes.tied_with = None
-    elif bug == "a stage's share is taken twice":
+    elif bug == "a stage's loss scale is applied twice":
         handed_on = run.micro_pass
         run.micro_pass = lambda batch, loss_scale: handed_on(batch, loss_scale * loss_scale)
     elif bug == "positions restart on each rank":
@@ -256,7 +256,7 @@ def _plant(run: Any, bug: str) -> None:
         (end,) = run.model.blocks[0].mlp.down._forward_hooks.values()
         end.__self__.stream = SimpleNamespace(sharded=False, reduce=lambda part_btd: part_btd)
     elif bug == "gradients of a norm stay those of a rank's tokens":
-        run.model.blocks[0].mlp_norm.sees_own_tokens = False
+        run.model.blocks[0].mlp_norm.reduce_grads = False
     elif bug == "the whole matrix of an adapter learns from a rank's part of the layer only":
         for module in run.model.modules():
             if "adapter" in module._modules:

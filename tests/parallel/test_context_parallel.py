@@ -14,7 +14,7 @@ from rush.errors import RecipeError
 from rush.hardware import probe
 from rush.models.layers import PlainAttention
 from rush.parallel.context_parallel import ChunkDocuments, SequenceSplit
-from rush.parallel.ring_attention import Blocks
+from rush.parallel.ring_attention import RingBlocks
 from rush.techniques import check
 from rush.techniques.attention.flash_attention import DocumentOffsets, FlashCore
 from rush.techniques.parallel.cp import BatchShard
@@ -99,14 +99,14 @@ def around(
     kvs = [torch.stack([one.take(x, 2) for x in (k, v)]) for one in splits]
     outputs, dqs, dkvs = [], [], [torch.zeros_like(kv, dtype=torch.float32) for kv in kvs]
     for one in splits:
-        blocks, own, found = Blocks(one, kernel, documents_bs), one.take(q, 2), {}
+        blocks, own, found = RingBlocks(one, kernel, documents_bs), one.take(q, 2), {}
         hops = [(one.rank - hop) % one.ranks for hop in range(one.ranks)]
         for source in hops:
-            blocks.attend(own, kvs[source], source, found)
+            blocks.forward(own, kvs[source], source, found)
         o, lse = (torch.cat([found[place][part] for place in range(len(one.own))], 2) for part in (0, 1))
         dq, given = torch.zeros_like(own, dtype=torch.float32), one.take(do, 2)
         for source in hops:
-            dkvs[source] += blocks.gradients(given, own, kvs[source], o.to(q.dtype), lse, source, dq)
+            dkvs[source] += blocks.backward(given, own, kvs[source], o.to(q.dtype), lse, source, dq)
         outputs.append(o)
         dqs.append(dq)
     dk, dv = split.in_order(torch.stack(dkvs), 3)

@@ -63,7 +63,7 @@ CASES = [
     for family in QUICK
     for name in LAYOUTS
 ]
-ONE_END, TWICE = "a tied embedding learns from one end only", "a stage's share is taken twice"
+ONE_END, TWICE = "a tied embedding learns from one end only", "a stage's loss scale is applied twice"
 
 
 @cache

@@ -50,7 +50,7 @@ CASES = [
     for family in QUICK
     for name in LAYOUTS
 ]
-NO_EXCHANGE, OWN_LABELS = "the gradients are never exchanged", "every rank divides by its own labels"
+NO_EXCHANGE, OWN_LABELS = "the gradients are never reduced", "every rank divides by its own labels"
 RESTART, TWICE = "positions restart on each rank", "labels are counted on every rank"
 
 

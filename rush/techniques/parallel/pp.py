@@ -109,7 +109,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     )
     num_stages = size * stages_per_rank(knobs)
     spans = split(recipe.shape(), num_stages, recipe.batch.sequence, str(knobs["balance"]))
-    rank_of = kind.ranks_of(size, num_stages)
+    rank_of = kind.stage_ranks(size, num_stages)
     parts = keep(build.model, [span for span in spans if rank_of[span.number] == rank])
     build.stages.extend(parts)
     apart = recipe.shape().tied_head and rank_of[0] != rank_of[-1]
