@@ -16,7 +16,7 @@ from rush.cli.output import Json, note, print_json
 from rush.errors import RecipeError, nearest
 from rush.ready import short_name
 from rush.records.life import life_words
-from rush.records.tune import LEAP, TuneRecord, short_names
+from rush.records.tune import PLANNED, TuneRecord, short_names
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -273,9 +273,9 @@ def made_of(record: TuneRecord) -> list[tuple[str, str]]:
     """The planner's recipes with all their parts, where the short name does not list them."""
     names = short_names(record["candidates"])
     return [
-        (name, key.removeprefix(LEAP))
+        (name, key.removeprefix(PLANNED))
         for key, name in names.items()
-        if key.startswith(LEAP) and ":" not in name
+        if key.startswith(PLANNED) and ":" not in name
     ]
 
 

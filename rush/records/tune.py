@@ -35,6 +35,10 @@ class CandidateRow(TypedDict, total=False):
     at_s: SkipValidation[float]
     recipe: SkipValidation[str]
     techniques: SkipValidation[list[str]]
+    kind: SkipValidation[str | None]
+    """What the candidate changes (`rush.tune.moves.MoveKind`); None where it was not tried, missing in old records."""
+    settings: SkipValidation[list[str]]
+    """The techniques with their knobs; missing in old records."""
     micro: SkipValidation[int | None]
     predicted: SkipValidation[dict[str, float] | None]
     expected: SkipValidation[float | None]
@@ -81,28 +85,36 @@ TUNE = RecordFile(TypeAdapter(TuneRecord), "tune.json", "search", "rush tune")
 read_tune, write_tune, check_tune = TUNE.read, TUNE.write, TUNE.check
 
 
-LEAP = "planned: "
-"""How the key of a recipe begins that was put together on paper; all it is made of follows."""
+PLANNED = "planned: "
+"""Prefix of the key of a recipe that the planner put together; its techniques and micro batch follow."""
 
 
 def short_names(rows: Iterable[CandidateRow]) -> dict[str, str]:
-    """A name for each key that fits into a table. A recipe put together on paper gets a number, and after the first what it has
-    more and less than that one."""
+    """A name for each key that fits into a table. A recipe of the planner gets a number, and after the first its difference from
+    that one."""
     names: dict[str, str] = {}
     first: list[str] = []
-    for key in (row["key"] for row in rows):
-        if not key.startswith(LEAP):
+    number = 0
+    for row in rows:
+        key = row["key"]
+        if row.get("kind", "jump" if key.startswith(PLANNED) else "") != "jump":
             names[key] = key
             continue
-        whole, _, micro = key.removeprefix(LEAP).partition(", micro ")
-        parts = [*whole.split(" + "), *([f"micro {micro}"] if micro else [])]
+        parts, number = _parts(row), number + 1
         more = [f"with {part}" for part in parts if part not in first]
         less = [f"without {part}" for part in first if part not in parts and not part.startswith("micro ")]
-        number = 1 + sum(name.startswith("leap ") for name in names.values())
-        told = ", ".join([*more, *less]) if first and len(more) + len(less) <= 3 else ""
-        names[key] = f"leap {number}" + (f": leap 1 {told}" if told else "")
+        difference = ", ".join([*more, *less]) if first and len(more) + len(less) <= 3 else ""
+        names[key] = f"jump {number}" + (f": jump 1 {difference}" if difference else "")
         first = first or parts
     return names
+
+
+def _parts(row: CandidateRow) -> list[str]:
+    """The settings and the micro batch of a candidate; from its key in records that do not list them."""
+    if "settings" in row:
+        return [*row["settings"], f"micro {row['micro']}"]
+    settings, _, micro = row["key"].removeprefix(PLANNED).partition(", micro ")
+    return [*settings.split(" + "), *([f"micro {micro}"] if micro else [])]
 
 
 def mark(fingerprint: str, machine: str) -> str:

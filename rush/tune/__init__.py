@@ -1,12 +1,12 @@
 """`rush tune`: find the fastest recipe for this machine that still learns the same, and prove it.
 
-    moves      what may be changed: settings that techniques declare, the micro batch
-    outlook    what is expected of a change (forecast: the planner; earlier: findings on this machine)
-    options    which of them is tried next
-    search     from the recipe as it stands, by the likeliest change, to the lead; finals: who wins
-    lengths    the other search, for the longest sequence
+    moves      the changes of a recipe: declared settings of techniques, the micro batch
+    outlook    the expected gain of a move (forecast: the planner; earlier: gains measured here before)
+    options    which move is tried next
+    search     from the unchanged recipe, move by move, to the lead; finals: the winner
+    lengths    the search for the longest sequence
     trials     the trials, on the lab's bench; budget: their time
-    tuning     all of it in a folder; record: what is written down
+    tuning     a search in a folder; record: its record
 
 See docs/tune.md.
 """

@@ -1,7 +1,7 @@
-"""How long a search may take, what it took so far, and how long the next trial will take.
+"""The time of a search: its budget, what it spent, and how long the next trial is expected to take.
 
-A trial that was made earlier counts with the time it took then: a search that was interrupted goes on with what it had
-left. What trials of a kind took is what the next one is expected to take; compiling is what makes kinds differ.
+Trials of an interrupted search count with the time they took then. A trial is expected to take as long as the last ones of its
+kind; kinds differ by what they compile.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 COMPILING_S = 45.0
-"""What compiling is expected to add before it was seen."""
+"""Expected time of compiling, before it was measured."""
 MORE = {"rank": 1.0, "confirm": 1.0, "decide": 1.2, "prove": 1.7, "life": 1.0}
-"""Of a short trial's time: longer timing, and beside it a profile and steps for parity; two processes of few steps."""
+"""Time of each kind over that of a short trial."""
 MORE_COMPILED = MORE | {"decide": 1.0, "prove": 1.3}
-"""What was compiled for the short trial is found."""
+"""The compiler's cache is warm from the short trial."""
 
 MARGIN = 1.15
-"""What a proof may take of another one: recipes differ."""
+"""Factor on the time of an earlier trial of the kind: recipes differ."""
 
 
 @dataclass
@@ -27,12 +27,12 @@ class Budget:
     clock: Callable[[], float] = time.monotonic
     trials_s: float = 0.0
     own_s: float = 0.0
-    """Clock time of the trials made by this process, which `trials_s` holds, too."""
+    """Clock time of the trials of this process, included in `trials_s`."""
     reference_s: float = 0.0
-    """What tracing plain fp32 and its twin took."""
+    """Time of tracing plain fp32 and its perturbed run."""
     walls: dict[frozenset[str], list[float]] = field(default_factory=dict)
     longer: dict[tuple[frozenset[str], str], list[float]] = field(default_factory=dict)
-    """Of other kinds of trials than the short ones."""
+    """Times of trials other than the short ones."""
     began: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,8 +47,7 @@ class Budget:
         return self.total_s - self.spent_s
 
     def note(self, kind: frozenset[str], wall_s: float, elapsed_s: float, trial: str) -> None:
-        """A trial was made (or found) that took so long. What failed or was ended early does not say what others will take, unless
-        it was to be compiled: then it was too long for that."""
+        """Count a trial. One that failed or was ended early predicts no other, unless it compiled: then it shows how long that takes."""
         self.trials_s += wall_s
         self.own_s += elapsed_s
         if trial == "rank" or (trial == "failed" and kind):
@@ -57,7 +56,7 @@ class Budget:
             self.longer.setdefault((kind, trial), []).append(wall_s)
 
     def expected_s(self, kind: frozenset[str], trial: str = "rank") -> float:
-        """What a trial of this kind will take, from the last few of its kind; a proof or a longer timing from the first that was seen."""
+        """Expected time of a trial, from the last few of its kind."""
         if known := self.longer.get((kind, trial)):
             return MARGIN * max(known[-3:])
         seen = self.walls.get(kind)

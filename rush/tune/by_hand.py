@@ -1,7 +1,7 @@
-"""Recipes that somebody made by hand, beside the winner of a search: timed as long, in the same folder, on the same data.
+"""Hand-written recipes compared with the winner of a search: timed as long, in the same folder, on the same data.
 
-Of such a recipe the techniques and the micro batch count; model, data and the tokens of a step are those of the search. It is
-timed when the search is over, so it costs the search no time and tells it nothing.
+Only the techniques and the micro batch of such a recipe are used; model, data and tokens per step are those of the search. It
+is timed after the search, so it takes none of its time and has no influence on it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIMIT_S = 600.0
 
 
 def fit_beside(name: str, other: Recipe, recipe: Recipe) -> Recipe:
-    """The other recipe's techniques and micro batch on what the search trains; RecipeError where it is another model."""
+    """The search's recipe with the other one's techniques and micro batch; RecipeError if it is for another model."""
     for what, theirs, ours in (
         ("the model", other.model.name, recipe.model.name),
         ("batch.sequence", other.batch.sequence, recipe.batch.sequence),
@@ -34,10 +34,10 @@ def fit_beside(name: str, other: Recipe, recipe: Recipe) -> Recipe:
 
 
 def beside(search: Search, lab: Trials, others: Mapping[str, Recipe]) -> list[dict[str, Any]]:
-    """For each of them its speed and, if there is a winner, by how much the winner exceeds it."""
+    """The speed of each, and the winner's gain over it."""
     found = []
     for name, recipe in others.items():
-        search.tell(search, f"beside it: {name}")
+        search.report(search, f"beside: {name}")
         row: dict[str, Any] = {
             "name": name,
             "status": "ok",

@@ -1,4 +1,4 @@
-"""What a search keeps of a recipe it thought of, and of each trial on its time line."""
+"""The candidates of a search, and its trials on a timeline."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from rush.recipe import Recipe
 from rush.records.life import LifeRecord
 from rush.tune.forecast import Prediction
 from rush.tune.goal import TuneResult
+from rush.tune.moves import MoveKind
 
 
 @dataclass
 class Candidate:
-    """A recipe that was thought of, and what became of it."""
+    """A recipe that was considered, and its result."""
 
     key: str
     recipe: Recipe | None
@@ -23,25 +24,26 @@ class Candidate:
     prediction: Prediction | None = None
     expected: float | None = None
     ratio: float | None = None
-    """Measured, over the lead of that time."""
+    """Measured, over the lead at that time."""
     round: int = 0
-    """How far it came: 1 ranked, 2 timed longer, 3 held against plain fp32."""
+    """1 ranked, 2 timed longer, 3 compared with plain fp32."""
     at_s: float = 0.0
-    """When it was thought of, in seconds of the search."""
+    """When it was considered, in seconds of the search."""
     results: dict[str, TuneResult] = field(default_factory=dict)
-    """Trials that gave figures, by kind."""
+    """Successful trials, by kind."""
     life: LifeRecord | None = None
-    """Lived by those that may win."""
+    kind: MoveKind | None = None
+    """None for a candidate that was not tried."""
 
     @property
     def known_recipe(self) -> Recipe:
-        """The recipe of one that was, or will be, tried."""
+        """The recipe of a candidate that was, or will be, tried."""
         assert self.recipe is not None, self.key
         return self.recipe
 
     @property
     def best(self) -> TuneResult:
-        """The longest trial of it that gave figures."""
+        """Its longest successful trial."""
         return next(self.results[kind] for kind in ("prove", "decide", "rank") if kind in self.results)
 
     @property
@@ -51,7 +53,7 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Event:
-    """One trial on the time line."""
+    """One trial on the timeline."""
 
     candidate: str
     kind: str

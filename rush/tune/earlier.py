@@ -1,8 +1,7 @@
-"""What changes gained on this machine before: searches and ladders teach the next search where to look first.
+"""Gains measured on this machine by earlier searches and ladders, which order the trials of the next search.
 
-A small file in the cache folder, one for each fingerprint of a machine, remembers the gains that searches measured; ladders
-that lie beside the search's folder are read as they are. They only order what is tried: what lost on another model, or in a
-busy minute, may win now.
+A file in the cache folder, one per machine fingerprint, holds the gains of searches; ladders next to the search's folder are
+read too. They only order the trials: a move that lost on another model, or to noise, may win now.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from rush.hardware.ceilings import cache_folder
 from rush.records.ladder import read_ladder
 
 MOST_KEPT = 20
-"""Gains remembered of one change on one model; the newest count."""
+"""Gains kept per move and model, the newest."""
 
 
 @dataclass(frozen=True)
 class RememberedGain:
-    """What a change gained once: the quotient of two medians."""
+    """The gain of one move: the ratio of two medians."""
 
     key: str
     model: str
@@ -34,10 +33,9 @@ class RememberedGain:
 
 
 def remembered(fingerprint: str, model: str, beside: Path) -> dict[str, float]:
-    """Gains found earlier on this machine by what was changed, of this model. Of others what gained there, where it was not
-    tried on this one; what lost on another model says little.
+    """Median gains on this machine by key, from the cache and from ladders next to the search's folder.
 
-    From the cache, and from ladders that lie beside the search's folder.
+    Gains of other models count where the move was not tried on this one; losses on other models do not.
     """
     gains = [*_kept(_file(fingerprint)), *_of_ladders(fingerprint, beside)]
     own = {gain.key for gain in gains if gain.model == model}
@@ -50,7 +48,7 @@ def remembered(fingerprint: str, model: str, beside: Path) -> dict[str, float]:
 
 
 def remember(fingerprint: str, gains: Iterable[RememberedGain]) -> None:
-    """Add gains to what is remembered of this machine."""
+    """Add gains to the cache of this machine."""
     kept: dict[tuple[str, str], list[RememberedGain]] = {}
     for gain in [*_kept(_file(fingerprint)), *gains]:
         kept.setdefault((gain.key, gain.model), []).append(gain)
@@ -68,7 +66,7 @@ def _kept(path: Path) -> list[RememberedGain]:
     try:
         return [RememberedGain(**row) for row in json.loads(path.read_text())["gains"]]
     except (OSError, ValueError, KeyError, TypeError):
-        return []  # a cache: what cannot be read is not known
+        return []  # an unreadable cache is an empty one
 
 
 def _of_ladders(fingerprint: str, beside: Path) -> list[RememberedGain]:

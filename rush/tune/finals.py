@@ -1,8 +1,8 @@
-"""The end of a search: those that came near the lead are timed longer, and the best one is proved.
+"""The end of a search: candidates near the lead are timed longer, and the best one is proved.
 
-A winner learns the same as plain fp32, all of it took effect, it can be trained with (a short life), and it is better than the
-recipe as it stood. One that is not is passed over for the next; what has no effect, or broke the life, is taken out and the rest
-tried in its place. Where nobody is left, the recipe stays as it was.
+A winner has parity with plain fp32, every technique took effect, it passed a short life, and it is better than the unchanged
+recipe. Otherwise the next candidate is tried; techniques without effect, or that broke the life, are removed and the rest is
+tried in its place. If no candidate is left, the recipe stays unchanged.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from rush.tune.goal import gain
 from rush.tune.search import Search
 
 NEAR = 0.98
-"""Those that came this near the lead are timed longer."""
+"""Candidates with this fraction of the lead's score are timed longer."""
 FINALISTS = 3
 NOTHING = "nothing that was tried is better and proved"
 
 
 def decide(search: Search) -> Candidate:
-    """The winner of a search that has climbed."""
+    """The winner, after `Search.climb`."""
     places = _ranking(search)
     finalists = [c for c in places if _score(search, c) >= NEAR * _score(search, search.lead)][:FINALISTS]
     if len(finalists) > 1:
@@ -35,12 +35,12 @@ def decide(search: Search) -> Candidate:
             behind = search.goal.ratio(candidate.best, search.winner.best)
             candidate.reason = f"lost round 2: {behind:.2f}×"
     search.winner.state = "won"
-    search.tell(search, None)
+    search.report(search, None)
     return search.winner
 
 
 def _ranking(search: Search) -> list[Candidate]:
-    """Those that may win, best first; the lead before those that are ahead of it by chance. For the objective memory, those
+    """The candidates that may win, best first, the lead before those ahead of it within the noise. With the objective memory, those
     that are fast enough."""
     start = search.base.results["rank"]
     fine = [
@@ -57,7 +57,7 @@ def _score(search: Search, candidate: Candidate) -> float:
 
 
 def _place(search: Search, candidate: Candidate) -> tuple[bool, float]:
-    """Those that are clearly ahead of the lead when timed longer, then the lead, then the rest."""
+    """Candidates clearly ahead of the lead when timed longer, then the lead, then the rest."""
     start, lead = search.base.results["rank"], search.lead
     longer = [c.best for c in (candidate, lead) if {"decide", "prove"} & set(c.results)]
     clearly = len(longer) == 2 and search.goal.ahead(longer[0], longer[1], start)
@@ -65,7 +65,7 @@ def _place(search: Search, candidate: Candidate) -> tuple[bool, float]:
 
 
 def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
-    """The first that stands. Time for the first proof was set aside; further ones are made while there is some."""
+    """The first candidate that is proved. Time for the first proof was reserved; more are made while time is left."""
     for number, candidate in enumerate(places):
         recipe = candidate.known_recipe
         one: Candidate | None = candidate
@@ -73,11 +73,11 @@ def _proved(search: Search, places: list[Candidate]) -> Candidate | None:
             continue
         if candidate is search.base:
             if _examined(search):
-                return None  # what comes behind it is no better
+                return None  # the ones after it are no better
             one = _remedy(search, candidate)
         elif names := search.outlook.breaks(recipe):
-            told = f"it has {', '.join(sorted(names))}, with which another one broke"
-            candidate.state, candidate.reason = "unusable", told
+            reason = f"it has {', '.join(sorted(names))}, with which another one broke"
+            candidate.state, candidate.reason = "unusable", reason
             continue
         elif number and "prove" not in candidate.results and not _timely(search, candidate):
             continue
@@ -93,37 +93,36 @@ def _timely(search: Search, candidate: Candidate) -> bool:
 
 
 def _remedy(search: Search, candidate: Candidate) -> Candidate | None:
-    """What is left of one that does not stand, without what is wrong with it, if there is time to prove that."""
+    """A failed candidate without the techniques at fault, if there is time to prove it."""
     rest = search.without_idle(candidate) or search.without_broken(candidate)
     return rest if rest is not None and _timely(search, rest) else None
 
 
 def _compared(search: Search, winner: Candidate) -> Candidate:
-    """The winner over the recipe as it stands, both timed as long as there was time for."""
+    """The winner, compared with the unchanged recipe; that one if it is better."""
     base = search.base
     if winner is not base:
         if search.affordable("decide", base.known_recipe, reserve=False):
             search.run("decide", base)
         better, fault = search.goal.ratio(winner.best, base.best), ""
         if search.outlook.suspect(base.known_recipe):
-            fault = "learns something else than plain fp32"
+            fault = "has no parity with plain fp32"
         elif search.outlook.breaks(base.known_recipe) or (better <= 1 and not search.live(base)):
-            fault = "cannot be trained with"
+            fault = "is unusable"
         if better > 1 or fault:
             search.gain = gain(base.best, winner.best)
             more = f", which {fault}" if fault else ""
-            winner.reason = f"{better:.2f}× of the recipe as it stood{more}"
+            winner.reason = f"{better:.2f}× of the original recipe{more}"
             if broken(base.life):
-                search.live(base)  # says what is wrong with it
+                search.live(base)  # sets its reason
             return winner
-        winner.state, winner.reason = "lost", f"lost the last round: {better:.2f}× of the recipe as it stood"
+        winner.state, winner.reason = "lost", f"lost the last round: {better:.2f}× of the original recipe"
     _examined(search)
     return base
 
 
 def _examined(search: Search) -> bool:
-    """Hold the recipe as it stands against plain fp32, where there is time, and take it through its life; whether it can be
-    trained with."""
+    """Prove the unchanged recipe, if there is time, and take it through its life; whether it is usable."""
     base, faults = search.base, []
     if ("prove" in base.results or _timely(search, base)) and not search.prove(base):
         faults.append(base.reason)

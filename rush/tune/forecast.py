@@ -1,4 +1,4 @@
-"""What the planner says about a recipe before it is tried. Its rates are this machine's own."""
+"""Predictions of the planner, from rates measured on this machine."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Prediction:
 
 
 class Planner:
-    """Predictions for one machine, each made once."""
+    """Cached predictions for one machine."""
 
     def __init__(self, target: TargetMachine) -> None:
         self.target = target
         self._known: dict[tuple[str, bool], Prediction | str] = {}
 
     def predict(self, recipe: Recipe, *, limits: bool = False) -> Prediction | str:
-        """What a recipe takes; a sentence where the planner refuses it. `limits`: also the longest sequence."""
+        """The prediction for a recipe, or the message with which the planner refuses it. `limits`: also the longest sequence."""
         at = recipe.digest, limits
         if at not in self._known:
             self._known[at] = self._planned(recipe, limits)

@@ -1,8 +1,8 @@
-"""The longest sequence: which techniques make most room on paper, and what really fits.
+"""The longest sequence: which techniques are predicted to free most memory, and what really fits.
 
-Speed plays no part, so nothing is ranked: the planner names the recipes that leave most room at a micro batch of one, trials
-double and halve the length until it is known to an eighth, and the winner is proved as any other, at the recipe's own length.
-Tokens of a step stay as near to the recipe's as whole sequences allow.
+Speed does not count, so nothing is ranked: the planner proposes recipes at micro batch 1, trials double and bisect the length
+until it is known to an eighth, and the winner is proved as any other, at the recipe's own length. Tokens per step stay as near
+to the recipe's as whole sequences allow.
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from rush.lab.ladder.limits import longest
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
 from rush.recipe_io import changed
+from rush.records.tune import PLANNED
 from rush.tune.candidates import Candidate
 from rush.tune.forecast import Prediction
-from rush.tune.moves import Move, Rules, describe
+from rush.tune.moves import Move, MoveKind, Rules, describe
 from rush.tune.outlook import ROUNDING
 from rush.tune.search import Search
 
 ROOM = 1.01
-"""By how much longer sequences must become on paper for one more technique."""
+"""The least predicted gain in length for one more technique."""
 
 UNIT = 128
 """The planner's lengths are multiples of this."""
@@ -37,10 +38,10 @@ def lengthen(search: Search) -> Candidate:
         if (recipe := _roomiest(search, single, rules))
     }
     for recipe in {**planned, single.digest: single}.values():
-        candidate = search.add(Move(f"planned: {describe(recipe)}", recipe), "lost")
+        candidate = search.add(Move(f"{PLANNED}{describe(recipe)}", recipe, MoveKind.JUMP), "lost")
         found = _fitting(search, candidate)
         if not found:
-            candidate.state, candidate.reason = "failed", "no length that was tried fits"
+            candidate.state, candidate.reason = "failed", "none of the lengths tried fits"
         elif search.prove(candidate):
             candidate.recipe = at_length(recipe, found)
             if search.live(candidate):
@@ -51,24 +52,24 @@ def lengthen(search: Search) -> Candidate:
         search.winner = search.base
         search.live(search.base)
     search.winner.state = "won"
-    search.tell(search, None)
+    search.report(search, None)
     return search.winner
 
 
 def at_length(recipe: Recipe, sequence: int) -> Recipe:
-    """One sequence of this length in a micro batch; as many of them in a step as come nearest to its tokens."""
+    """Micro batch 1 at this length; as many sequences per step as come nearest to its tokens."""
     total = max(1, round(recipe.step_tokens / sequence)) * sequence
     return changed(recipe, {"batch.micro": 1, "batch.sequence": sequence, "batch.total_tokens": total})
 
 
 def _room(search: Search, recipe: Recipe) -> int:
-    """The longest sequence that fits on paper."""
+    """The longest sequence predicted to fit."""
     predicted = search.outlook.planner.predict(recipe, limits=True)
     return predicted.longest_sequence if isinstance(predicted, Prediction) and not predicted.doubtful else 0
 
 
 def _roomiest(search: Search, recipe: Recipe, rules: Rules) -> Recipe:
-    """Where single changes lead that make room, the one that makes most first."""
+    """The recipe at the end of the moves that are predicted to allow the longest sequences."""
     while True:
         options = [move.recipe for move in search.outlook.moves(recipe, rules) if isinstance(move, Move)]
         options = [option for option in options if option.batch == recipe.batch]
@@ -79,7 +80,7 @@ def _roomiest(search: Search, recipe: Recipe, rules: Rules) -> Recipe:
 
 
 def _fitting(search: Search, candidate: Candidate) -> int | None:
-    """The longest sequence of a recipe that a trial could make; None where none could."""
+    """The longest sequence of a recipe whose trial succeeded; None if none did."""
     recipe, up_to = candidate.known_recipe, candidate.known_recipe.shape().context
 
     def attempt(sequence: int) -> Outcome:

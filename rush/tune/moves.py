@@ -1,38 +1,55 @@
-"""What may be changed about a recipe: techniques in the settings they declare worth a trial, and the micro batch.
+"""Moves: the changes of a recipe that a search may try, techniques in their declared settings and the micro batch.
 
-No technique is known here by name. Its file says what it conflicts with, what it requires, how it may change what is
-learned and which settings are worth a trial; a move puts one of them on, takes out what cannot stand beside it, and is
-refused in the technique's own words where it cannot run. The tokens of a step stay what the recipe says: a larger micro
-batch means fewer of them. What the recipe itself changes about learning (adapters) is kept as it is.
+No technique is known here by name. Each declares its conflicts, requirements, parity class and settings; a move adds one
+setting, removes what conflicts with it, and is refused with the technique's own message where it cannot run. Tokens per step
+stay unchanged: a larger micro batch means fewer accumulation steps. Techniques that change what is learned (adapters) stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import StrEnum
 
 from rush.errors import RushError
 from rush.hardware import Machine
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import changed
-from rush.techniques import Parity, Stage, Technique, check, registry, resolve_uses
+from rush.techniques import Parity, Stage, Technique, Use, check, registry, resolve_uses
 
 Entry = str | dict[str, Knob]
 Uses = Mapping[str, Mapping[str, Knob]]
 
 
+class MoveKind(StrEnum):
+    """What a move changes."""
+
+    START = "start"
+    """Nothing: the recipe unchanged."""
+    TECHNIQUE = "technique"
+    WITHOUT = "without"
+    MICRO = "micro"
+    TOGETHER = "together"
+    """Several small gains at once."""
+    JUMP = "jump"
+    """A recipe that the planner put together."""
+
+
 @dataclass(frozen=True)
 class Move:
-    """One change of a recipe."""
+    """A changed recipe."""
 
     key: str
-    """What is changed, as findings name it: `compile(scope=block)`, `without compile`, `micro 16`."""
+    """Name of the change, as in findings: `compile(scope=block)`, `without compile`, `micro 16`."""
     recipe: Recipe
+    kind: MoveKind
+    family: str = ""
+    """Shared by the settings of one technique; empty for other changes."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """A change that cannot be made here."""
+    """A move that cannot be made here, and why."""
 
     key: str
     reason: str
@@ -40,50 +57,57 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Rules:
-    """Within what a search may move."""
+    """The moves that a search may make."""
 
     machine: Machine
     allowed: frozenset[Parity]
-    """Classes of the techniques that may be put on."""
+    """Parity classes of the techniques that may be added."""
     kept: frozenset[str]
-    """Techniques that are neither taken out nor changed."""
+    """Techniques that are neither removed nor changed."""
     tokens: int
-    """Of a step, in trials: what a micro batch must divide."""
+    """Tokens per step in trials, which a micro batch must divide."""
 
 
 def moves(recipe: Recipe, rules: Rules) -> Iterator[Move | Refusal]:
-    """Every single change of a recipe: put a technique on, take one out, double or halve the micro batch."""
+    """Every single change of a recipe: add or remove a technique, double or halve the micro batch."""
     for technique in registry().values():
         if technique.parity in rules.allowed and technique.name not in rules.kept:
             yield from _settings(recipe, technique, rules)
     for name, _ in recipe.technique_uses():
         if name not in rules.kept:
-            yield _made(f"without {name}", recipe, {}, {name}, rules)
+            yield without(recipe, [name], rules)
     for micro in (2 * recipe.micro, recipe.micro // 2):
         if micro and rules.tokens % (micro * recipe.batch.sequence) == 0:
-            yield with_micro(Move("", recipe), micro)
+            yield Move(f"micro {micro}", with_micro(recipe, micro), MoveKind.MICRO)
 
 
-def with_micro(move: Move, micro: int) -> Move:
-    """The same with another micro batch."""
-    words = f"{move.key}, micro {micro}" if move.key else f"micro {micro}"
-    return Move(words, changed(move.recipe, {"batch.micro": micro}))
+def with_micro(recipe: Recipe, micro: int) -> Recipe:
+    return changed(recipe, {"batch.micro": micro})
+
+
+def and_micro(move: Move, micro: int) -> Move:
+    """A move with another micro batch."""
+    # Only settings with knobs stay in their family: without knobs the micro batch is what differs.
+    family = move.family if move.family != move.key else ""
+    return replace(
+        move, key=f"{move.key}, micro {micro}", recipe=with_micro(move.recipe, micro), family=family
+    )
 
 
 def named(name: str, knobs: Mapping[str, Knob]) -> str:
-    """A technique in a setting, as a ladder names it."""
+    """A technique with its knobs, as a ladder names it."""
     inside = ", ".join(f"{key}={value}" for key, value in knobs.items())
     return f"{name}({inside})" if inside else name
 
 
 def describe(recipe: Recipe) -> str:
-    """What a search may change of a recipe, in one line."""
+    """The techniques and the micro batch of a recipe, in one line."""
     uses = [named(name, knobs) for name, knobs in recipe.technique_uses()]
     return f"{' + '.join(uses) or 'plain'}, micro {recipe.micro}"
 
 
 def identity(recipe: Recipe) -> str:
-    """What a search may change of a recipe: the same for techniques in another order, or with defaults written out."""
+    """Equal for recipes that differ only in the order of techniques or in written-out defaults."""
     uses = sorted(
         named(name, dict(sorted(_whole(name, knobs).items()))) for name, knobs in recipe.technique_uses()
     )
@@ -91,28 +115,34 @@ def identity(recipe: Recipe) -> str:
 
 
 def runnable(recipe: Recipe, rules: Rules) -> tuple[Recipe, list[Refusal]]:
-    """The recipe without what cannot run on this machine, and why."""
+    """The recipe without techniques that cannot run on this machine, and why not."""
     gone = [Refusal(name, sentence) for name, sentence in _unmet(recipe, rules)]
     names = {refusal.key for refusal in gone}
     return changed(recipe, {"techniques": _entries(recipe, names)}), gone
 
 
 def promise(recipe: Recipe, kept: frozenset[str]) -> frozenset[str]:
-    """What decides whether it learns the same: techniques that promise no more than the same curve, and the update they
-    stand beside, with its settings. Empty where rounding is all that differs."""
-    uses = [use for use in resolve_uses(recipe) if use.technique.name not in kept]
-    loose = [use for use in uses if use.technique.parity not in (Parity.EXACT, Parity.CLOSE)]
-    updates = [use for use in uses if use.technique.stage is Stage.UPDATE] if loose else []
+    """The techniques that decide parity: those that promise no more than the same loss curve, and the optimizer they are used
+    with, with its knobs. Empty where only rounding differs."""
     return frozenset(
-        [
-            *(use.technique.name for use in loose if use not in updates),
-            *(named(use.technique.name, use.knobs) for use in updates),
-        ]
+        named(use.technique.name, use.knobs if use.technique.stage is Stage.UPDATE else {})
+        for use in _statistical(recipe, kept)
     )
 
 
+def promising(recipe: Recipe, kept: frozenset[str]) -> list[str]:
+    """The names of the techniques in `promise`."""
+    return sorted(use.technique.name for use in _statistical(recipe, kept))
+
+
+def _statistical(recipe: Recipe, kept: frozenset[str]) -> list[Use]:
+    uses = [use for use in resolve_uses(recipe) if use.technique.name not in kept]
+    loose = [use for use in uses if use.technique.parity not in (Parity.EXACT, Parity.CLOSE)]
+    return [use for use in uses if use in loose or use.technique.stage is Stage.UPDATE] if loose else []
+
+
 def compiled(recipe: Recipe) -> frozenset[str]:
-    """What makes the first step of a trial long."""
+    """The techniques that compile in the first step."""
     return frozenset(
         named(use.technique.name, use.knobs)
         for use in resolve_uses(recipe)
@@ -123,24 +153,24 @@ def compiled(recipe: Recipe) -> frozenset[str]:
 def together(
     recipe: Recipe, keys: Sequence[str], singles: Callable[[Recipe], Sequence[Move | Refusal]]
 ) -> tuple[Move, list[str]] | None:
-    """Several changes at once, and which: one after another as named, but none that would undo an earlier one. `singles` gives
-    the single changes of a recipe. None where fewer than two can be made."""
+    """Several moves at once, and their keys: applied in order, without those that would undo an earlier one. `singles` gives the
+    single moves of a recipe. None if fewer than two can be made."""
     at, made = recipe, list[str]()
     for key in keys:
         move = next((one for one in singles(at) if one.key == key), None)
         if isinstance(move, Move) and _difference(recipe, at) <= _difference(recipe, move.recipe):
             at, made = move.recipe, [*made, key]
-    return (Move(f"together: {' + '.join(made)}", at), made) if len(made) > 1 else None
+    return (Move(f"together: {' + '.join(made)}", at, MoveKind.TOGETHER), made) if len(made) > 1 else None
 
 
 def less_than(recipe: Recipe, other: Recipe) -> bool:
-    """Whether it is another recipe without some of its techniques."""
+    """Whether a recipe is the other one without some of its techniques."""
     ours, theirs = recipe.technique_uses(), other.technique_uses()
     return recipe.batch == other.batch and len(ours) < len(theirs) and all(use in theirs for use in ours)
 
 
 def joined(recipe: Recipe, technique: Technique, rules: Rules) -> Recipe | None:
-    """The recipe with a technique beside all that is there; None where it is there, is not allowed, or something would go."""
+    """The recipe with one more technique; None if it is there, is not allowed, or conflicts."""
     if technique.parity not in rules.allowed or technique.name in rules.kept | set(
         dict(recipe.technique_uses())
     ):
@@ -154,7 +184,7 @@ def joined(recipe: Recipe, technique: Technique, rules: Rules) -> Recipe | None:
 
 
 def _difference(old: Recipe, new: Recipe) -> set[str]:
-    """What was put on, taken out or set otherwise."""
+    """What was added, removed or set otherwise."""
     before, after = (
         {*(named(name, knobs) for name, knobs in recipe.technique_uses()), f"micro {recipe.micro}"}
         for recipe in (old, new)
@@ -163,8 +193,8 @@ def _difference(old: Recipe, new: Recipe) -> set[str]:
 
 
 def without(recipe: Recipe, names: Sequence[str], rules: Rules) -> Move | Refusal:
-    """The recipe with these techniques taken out."""
-    return _made(f"without {', '.join(names)}", recipe, {}, set(names), rules)
+    key = f"without {', '.join(names)}"
+    return _made(Move(key, recipe, MoveKind.WITHOUT), {}, set(names), rules)
 
 
 def _settings(recipe: Recipe, technique: Technique, rules: Rules) -> Iterator[Move | Refusal]:
@@ -180,19 +210,24 @@ def _settings(recipe: Recipe, technique: Technique, rules: Rules) -> Iterator[Mo
         ):
             continue  # it is there already
         key = " with ".join(named(name, knobs) for name, knobs in added.items())
+        # The technique; with those that come with it, where only they have knobs.
+        first = next((place for place, knobs in enumerate(added.values()) if knobs), len(added))
+        family = " with ".join(list(added)[: first + 1])
         conflicting = {other for name in added for other in _conflicts(name)}
-        yield _made(key, recipe, added, {*added, *conflicting}, rules)
+        move = Move(key, recipe, MoveKind.TECHNIQUE, family)
+        yield _made(move, added, {*added, *conflicting}, rules)
 
 
 def _whole(name: str, knobs: Mapping[str, Knob]) -> dict[str, Knob]:
-    """Knobs with the defaults of those that are not named."""
+    """Knobs with their defaults."""
     return {**{knob: known.default for knob, known in registry()[name].knobs.items()}, **knobs}
 
 
-def _made(key: str, recipe: Recipe, added: Uses, gone: set[str], rules: Rules) -> Move | Refusal:
-    """The recipe without some techniques and with others; what no longer has what it needs goes, too."""
+def _made(move: Move, added: Uses, gone: set[str], rules: Rules) -> Move | Refusal:
+    """The move with some techniques added and others removed; techniques whose requirements are lost are removed too."""
+    key, recipe = move.key, move.recipe
     if stays := sorted(gone & rules.kept & {name for name, _ in recipe.technique_uses()}):
-        return Refusal(key, f"it cannot stand beside {stays[0]}, which says what is learned")
+        return Refusal(key, f"it conflicts with {stays[0]}, which decides what is learned")
     entries = [
         *_entries(recipe, gone),
         *({"name": name, **knobs} if knobs else name for name, knobs in added.items()),
@@ -206,7 +241,7 @@ def _made(key: str, recipe: Recipe, added: Uses, gone: set[str], rules: Rules) -
         check(made, rules.machine)
     except RushError as error:
         return Refusal(key, str(error))
-    return Move(key, made)
+    return replace(move, recipe=made)
 
 
 def _unmet(recipe: Recipe, rules: Rules) -> Iterator[tuple[str, str]]:
@@ -225,6 +260,6 @@ def _entries(recipe: Recipe, gone: set[str]) -> list[Entry]:
 
 
 def _conflicts(name: str) -> set[str]:
-    """What cannot stand beside a technique; either of two may be the one that says so."""
+    """The conflicts of a technique, whichever of the two declares them."""
     known = registry()
     return {*known[name].conflicts, *(other for other, one in known.items() if name in one.conflicts)}

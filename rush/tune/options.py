@@ -1,9 +1,8 @@
-"""What a search may try next from its lead, in the order of the trials; what is not worth one is noted with the reason.
+"""The moves that a search may try next from its lead, in order; moves not worth a trial are recorded with the reason.
 
-Changes that were not tried yet come first, by what is expected of each and by the time that its trial takes. When they are used
-up, those that were a little ahead, each by no more than chance gives, are tried all at once: small gains add up to what a
-trial can see. Then those that lost by little may show themselves on another lead. What is made to save memory and is not
-expected to be faster comes last, where speed is the goal.
+Untried moves come first, by expected gain and by the time of their trial. Then moves that were ahead by less than the noise
+are tried together: small gains add up to one that a trial can measure. Then moves that lost by little are tried again on
+another lead. Techniques that only save memory come last, where speed is the goal.
 """
 
 from __future__ import annotations
@@ -17,19 +16,19 @@ from rush.recipe import Recipe
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate
 from rush.tune.forecast import Prediction
-from rush.tune.moves import Move, Refusal, Rules, compiled, identity, together, with_micro
-from rush.tune.outlook import Outlook, bonus, family, saves_only
+from rush.tune.moves import Move, Refusal, Rules, and_micro, compiled, identity, together, with_micro
+from rush.tune.outlook import Outlook, bonus, saves_only
 
 HOPELESS = 0.9
-"""A change that is predicted to come to less of the lead than this is not tried."""
+"""A move predicted to reach less than this fraction of the lead is not tried."""
 AGAIN = 0.98
-"""A change that lost by less may be tried again on another lead, when all others have been."""
+"""A move that reached this fraction of the lead may be tried again on another lead."""
 COST = 0.1
-"""How much more a change must promise whose trial takes all the time that is left than one whose trial takes none."""
+"""Penalty in expected gain of a trial that takes all the time left; less for shorter ones."""
 
 
 class TrialTurn(IntEnum):
-    """Whose turn it is; the order is that of the trials."""
+    """The order of the trials."""
 
     FRESH = 0
     TOGETHER = 1
@@ -41,10 +40,17 @@ class TrialTurn(IntEnum):
 class MoveOption:
     move: Move
     expected: float
-    """How much better than the lead."""
+    """Expected ratio over the lead."""
     turn: TrialTurn = TrialTurn.FRESH
     simpler: bool = False
-    """It only lacks something of the lead, which was put on unseen and has to show that it pays."""
+    """Whether it is the lead without techniques that were added untested and have to show their gain."""
+
+
+@dataclass(frozen=True)
+class LostMove:
+    family: str
+    ratios: list[float] = field(default_factory=list)
+    """Over the lead, of each trial."""
 
 
 @dataclass
@@ -53,18 +59,18 @@ class MoveOptions:
     outlook: Outlook
     budget: Budget
     note: Callable[[Candidate], None]
-    """Writes down what is not tried."""
+    """Records a move that is not tried."""
     seen: set[str] = field(default_factory=set)
-    """What was tried."""
-    lost: dict[str, list[float]] = field(default_factory=dict)
-    """How changes that were tried and lost compared with the lead, each time."""
+    """Identities of the recipes that were tried."""
+    lost: dict[str, LostMove] = field(default_factory=dict)
+    """Moves that were tried and lost, by key."""
     small: dict[str, float] = field(default_factory=dict)
-    """Those among them that were ahead when last tried, by no more than chance gives."""
+    """Ratios of lost moves that were ahead when last tried, but within the noise."""
     gathered: set[str] = field(default_factory=set)
     """Leads from which small gains were tried together."""
 
     def over(self, lead: Recipe, waits: float) -> list[MoveOption]:
-        """Changes of the lead that are worth a trial. `waits`: the share of its step that waits for data."""
+        """Moves from the lead that are worth a trial. `waits`: the fraction of its step that waits for data."""
 
         def place(option: MoveOption) -> tuple[TrialTurn, float]:
             takes_s = self.budget.expected_s(compiled(option.move.recipe))
@@ -77,22 +83,22 @@ class MoveOptions:
     def _single(self, lead: Recipe) -> Iterator[MoveOption]:
         double = 2 * lead.micro
         divides = self.rules.tokens % (double * lead.batch.sequence) == 0
-        crowded = divides and not self.outlook.fits(with_micro(Move("", lead), double).recipe)
+        crowded = divides and not self.outlook.fits(with_micro(lead, double))
         for move in self.outlook.moves(lead, self.rules):
             if isinstance(move, Refusal):
                 self.note(Candidate(move.key, None, "refused", move.reason))
                 continue
             both = [move]
             if crowded and move.recipe.micro == lead.micro:
-                # What makes room may pay by a larger micro batch.
-                larger = with_micro(move, double)
+                # A move that frees memory may pay by a larger micro batch.
+                larger = and_micro(move, double)
                 both += [larger] if self.outlook.fits(larger.recipe) else []
             for one in both:
                 if (option := self._worth(one, lead)) is not None:
                     yield option
 
     def _together(self, lead: Recipe) -> Iterator[MoveOption]:
-        """Small gains at once, the largest first where two cannot stand beside each other; one trial for each lead."""
+        """Small gains together, the largest first where two conflict; one trial for each lead."""
         if identity(lead) in self.gathered or len(self.small) < 2:
             return
         keys = sorted(self.small, key=lambda key: -self.small[key])
@@ -106,43 +112,42 @@ class MoveOptions:
             yield MoveOption(move, math.prod(self.small[key] for key in these), TrialTurn.TOGETHER)
 
     def _worth(self, move: Move, lead: Recipe) -> MoveOption | None:
-        """What is expected of a change; None where it is not worth a trial."""
+        """The move with its expected gain; None if it is not worth a trial."""
         if identity(move.recipe) in self.seen:
             return None
-        if tries := self.lost.get(move.key):
-            again = len(tries) == 1 and tries[0] >= AGAIN
+        if tried := self.lost.get(move.key):
+            again = len(tried.ratios) == 1 and tried.ratios[0] >= AGAIN
             return MoveOption(move, AGAIN, TrialTurn.AGAIN) if again else None
         predicted = self.outlook.planner.predict(move.recipe)
-        # Another setting of what has just lost will hardly do better.
-        others = [
-            ratio for key, tries in self.lost.items() if family(move) == key.split("(")[0] for ratio in tries
-        ]
+        # Another setting of a technique that lost will hardly do better.
+        same = [one for one in self.lost.values() if move.family and one.family == move.family]
+        others = [ratio for one in same for ratio in one.ratios]
         expected = min(self.outlook.hoped(move, lead), max(others, default=math.inf))
         if isinstance(predicted, str):
             self.note(Candidate(move.key, None, "refused", predicted))
         elif not predicted.fits:
             self.prune(move, predicted)
         elif self.outlook.suspect(move.recipe):
-            self.note(Candidate(move.key, None, "pruned", "what it rounds was found to learn something else"))
+            self.note(Candidate(move.key, None, "pruned", "its rounding was found to change what is learned"))
         elif not self.outlook.sound(move.recipe):
-            self.note(Candidate(move.key, None, "pruned", "something of it was seen to have no effect"))
+            self.note(Candidate(move.key, None, "pruned", "one of its techniques has no effect"))
         elif expected < HOPELESS and not others:
-            words = f"predicted {expected:.2f}×"
-            self.note(Candidate(move.key, None, "pruned", words, prediction=predicted, expected=expected))
+            reason = f"predicted {expected:.2f}×"
+            self.note(Candidate(move.key, None, "pruned", reason, prediction=predicted, expected=expected))
         else:
             late = saves_only(move, lead, expected, self.outlook.goal)
             return MoveOption(move, expected, TrialTurn.LAST if late else TrialTurn.FRESH)
         return None
 
     def lose(self, move: Move, ratio: float, *, near: bool = False) -> None:
-        """A change was tried and is not ahead. `near`: only its size speaks against it."""
-        self.lost.setdefault(move.key, []).append(ratio)
+        """Record a move that is not ahead. `near`: only the size of its gain speaks against it."""
+        self.lost.setdefault(move.key, LostMove(move.family)).ratios.append(ratio)
         self.small.pop(move.key, None)
         if near and ratio > 1:
             self.small[move.key] = ratio
 
     def prune(self, move: Move, predicted: Prediction) -> None:
-        """Note that a recipe does not fit on paper."""
+        """Record that a recipe is predicted not to fit."""
         needed, there = predicted.memory_bytes / 2**30, predicted.limit_bytes / 2**30
-        words = f"predicted {needed:.3g} GiB of {there:.3g}"
-        self.note(Candidate(move.key, None, "pruned", words, prediction=predicted))
+        reason = f"predicted {needed:.3g} GiB of {there:.3g}"
+        self.note(Candidate(move.key, None, "pruned", reason, prediction=predicted))

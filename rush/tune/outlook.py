@@ -1,8 +1,8 @@
-"""What is expected of a change: as it went here before, else as the planner says. And where that leads on paper.
+"""The expected gain of a move: as measured here before, else as the planner predicts. And the jumps that follow from it.
 
-The planner knows what fits; its time orders what is tried. `planned` follows it all the way: the best single change again and
-again, without a trial, to a recipe that is most of the way if the planner is right. On a GPU, what costs nothing and what the
-planner is blind to goes along: one trial for all of it, where each alone would take one.
+The planner knows what fits; its time orders the trials. `planned` follows the best predicted move again and again, without a
+trial, to a recipe that is most of the way if the planner is right. On a GPU it adds techniques that cost nothing and those
+that the planner does not model: one trial for all of them instead of one each.
 """
 
 from __future__ import annotations
@@ -14,17 +14,28 @@ from rush.recipe import Recipe
 from rush.techniques import Parity, Stage, Technique, registry
 from rush.tune.forecast import Planner, Prediction
 from rush.tune.goal import Goal
-from rush.tune.moves import Move, Refusal, Rules, identity, joined, moves, promise, with_micro, without
+from rush.tune.moves import (
+    Move,
+    MoveKind,
+    Refusal,
+    Rules,
+    identity,
+    joined,
+    moves,
+    promise,
+    promising,
+    with_micro,
+    without,
+)
 
 PAYS = 1.005
-"""What a change must promise to be followed on paper."""
+"""The least predicted gain that `planned` follows."""
 BONUS = 0.01
-"""What brings a change forward among those that promise alike: batches, whose effect is never quite known, and techniques
-that are claimed to make training faster."""
+"""Advantage in the order of trials for micro batches, whose effect is hard to predict, and for techniques with a claim of speed."""
 UNSEEN = 0.03
-"""What sets one back that neither the planner nor its authors expect to change the speed."""
+"""Penalty in the order of trials for techniques that neither planner nor claim expects to change the speed."""
 ROOMY = 0.5
-"""Of the memory: what a micro batch may take on paper that is made larger only because there is room."""
+"""Fraction of the memory that an enlarged micro batch may be predicted to take."""
 ROUNDING = frozenset({Parity.EXACT, Parity.CLOSE})
 
 
@@ -34,18 +45,18 @@ class Outlook:
     planner: Planner
     goal: Goal
     known: Mapping[str, float]
-    """What changes gained on this machine before."""
+    """Gains measured on this machine before, by key."""
     kept: frozenset[str] = frozenset()
     failed: set[frozenset[str]] = field(default_factory=set)
-    """Promises that were broken: what rounds like this learns something else."""
+    """Promises (see `moves.promise`) whose parity verdict was different."""
     idle: set[str] = field(default_factory=set)
-    """Techniques that were seen to have no effect."""
+    """Techniques without effect."""
     unusable: set[frozenset[str]] = field(default_factory=set)
-    """Techniques that together made a recipe unusable."""
+    """Sets of techniques that made a recipe unusable."""
     _moves: dict[tuple[str, frozenset[Parity]], list[Move | Refusal]] = field(default_factory=dict)
 
     def moves(self, recipe: Recipe, rules: Rules) -> list[Move | Refusal]:
-        """Every single change, made once."""
+        """Every single move, cached."""
         at = recipe.digest, rules.allowed
         if at not in self._moves:
             self._moves[at] = list(moves(recipe, rules))
@@ -60,27 +71,25 @@ class Outlook:
         return any(failed <= own for failed in self.failed)
 
     def sound(self, recipe: Recipe) -> bool:
-        """Whether nothing that was proved so far speaks against it."""
+        """Whether no result so far speaks against it."""
         idle = not self.idle.isdisjoint(dict(recipe.technique_uses()))
         return not (idle or self.suspect(recipe) or self.breaks(recipe))
 
     def breaks(self, recipe: Recipe) -> frozenset[str]:
-        """The techniques of a recipe that made another one unusable; none where nothing speaks against it."""
+        """The techniques of a recipe that made another one unusable."""
         own = dict(recipe.technique_uses()).keys()
         return next((names for names in self.unusable if names <= own), frozenset())
 
     def expected(self, move: Move, over: Recipe) -> float:
-        """How much better a change is expected to be, where much is built upon it on paper: as it went here before."""
+        """The expected ratio of a move for `planned`: as measured here before, else as predicted."""
         return self.known[move.key] if move.key in self.known else self.predicted(move, over)
 
     def hoped(self, move: Move, over: Recipe) -> float:
-        """How much better a change may be, where it is tried alone. What went well here before comes forward. What lost is set back
-        no further than the planner alone would put it: it may have lost in a busy minute or on another model, asking again
-        costs one trial, and what is put last is never asked where time is short."""
+        """The expected ratio of a move for the order of trials: no less than the planner's. A move that lost before may have lost
+        to noise or on another model, and moves put last are never tried where time is short."""
         return max(self.expected(move, over), self.predicted(move, over))
 
     def predicted(self, move: Move, over: Recipe) -> float:
-        """What the planner says."""
         new, old = self.planner.predict(move.recipe), self.planner.predict(over)
         start = self.planner.predict(self.start)
         if isinstance(new, Prediction) and isinstance(old, Prediction) and isinstance(start, Prediction):
@@ -88,9 +97,9 @@ class Outlook:
         return 1.0
 
     def planned(self, start: Recipe, rules: Rules) -> Recipe:
-        """The recipe that single changes lead to on paper, the best first, while one promises to pay."""
+        """The recipe at the end of the best predicted moves, while one is predicted to pay."""
         at, own = start, {name for name, _ in start.technique_uses()}
-        # Gains that are remembered need not agree: there and back again may both have paid. Nothing is passed twice.
+        # Remembered gains need not agree: a move and its reverse may both have paid. No recipe is visited twice.
         been = {identity(at)}
         while True:
             options = [
@@ -106,7 +115,7 @@ class Outlook:
         return self._without_idle(at, own, rules)
 
     def lesser_half(self, recipe: Recipe, names: Sequence[str], rules: Rules) -> list[str]:
-        """Of these techniques of a recipe the half that promises less: without which less is lost."""
+        """The half of these techniques with the smaller expected gain."""
         worth: dict[str, float] = {}
         for name in names:
             made = without(recipe, [name], rules)
@@ -114,24 +123,27 @@ class Outlook:
         return sorted(worth, key=lambda name: -worth[name])[: -(-len(worth) // 2)]
 
     def rounding_only(self, recipe: Recipe, rules: Rules) -> Recipe:
-        """The recipe without what promises less than the same up to rounding."""
-        loose = sorted(word.split("(")[0] for word in promise(recipe, rules.kept))
-        made = without(recipe, loose, rules) if loose else Move("", recipe)
+        """The recipe with techniques of the classes EXACT and CLOSE only."""
+        loose = promising(recipe, rules.kept)
+        made = without(recipe, loose, rules) if loose else None
         return made.recipe if isinstance(made, Move) else recipe
 
     def filled(self, recipe: Recipe, rules: Rules, takes: Callable[[Technique], bool]) -> Recipe:
-        """With every such technique that can stand beside all that is there and is expected to cost nothing."""
+        """With every such technique that conflicts with none and is expected to cost nothing."""
         for technique in filter(takes, registry().values()):
             more = joined(recipe, technique, rules)
-            if more and self._sure(more) and self.expected(Move(technique.name, more), recipe) > 2 - PAYS:
+            if more is None or not self._sure(more):
+                continue
+            move = Move(technique.name, more, MoveKind.TECHNIQUE, technique.name)
+            if self.expected(move, recipe) > 2 - PAYS:
                 recipe = more
         return recipe
 
     def widened(self, recipe: Recipe, rules: Rules) -> Recipe:
-        """With the largest micro batch that is not expected to be slower and leaves much of the memory free: fewer passes wait
-        for the host."""
+        """With the largest micro batch that is not expected to be slower and leaves half of the memory free: fewer launches."""
         while rules.tokens % (2 * recipe.micro * recipe.batch.sequence) == 0:
-            wider = with_micro(Move("", recipe), 2 * recipe.micro)
+            double = 2 * recipe.micro
+            wider = Move(f"micro {double}", with_micro(recipe, double), MoveKind.MICRO)
             found = self.planner.predict(wider.recipe)
             roomy = isinstance(found, Prediction) and found.memory_bytes < ROOMY * found.limit_bytes
             if not roomy or self.expected(wider, recipe) < 1:
@@ -140,7 +152,7 @@ class Outlook:
         return recipe
 
     def _without_idle(self, recipe: Recipe, own: set[str], rules: Rules) -> Recipe:
-        """Without what was put on early and does nothing beside what came later."""
+        """Without techniques that were added early and gain nothing beside later ones."""
         for name, _ in recipe.technique_uses():
             made = without(recipe, [name], rules) if name not in own else None
             if isinstance(made, Move) and self._sure(made.recipe) and self.expected(made, recipe) >= 1:
@@ -157,17 +169,12 @@ class Outlook:
         )
 
 
-def family(move: Move) -> str:
-    """What settings of one technique have in common."""
-    return move.key.split("(")[0]
-
-
 def bonus(move: Move, over: Recipe, expected: float, waits: float) -> float:
-    """By how much a change is tried before (or after) others of which as much is expected. `waits`: the share of a step that
+    """Advantage of a move in the order of trials, over others with the same expected gain. `waits`: the fraction of a step that
     waits for data."""
     if move.recipe.batch != over.batch:
         return BONUS
-    technique = registry().get(family(move))
+    technique = registry().get(move.family)
     if technique is not None and technique.claim.metric == "tokens_per_s":
         return min(BONUS, max(0.0, 0.02 * technique.claim.gain))
     if technique is not None and technique.claim.metric == "data_wait_ms" and waits > PAYS - 1:
@@ -176,27 +183,27 @@ def bonus(move: Move, over: Recipe, expected: float, waits: float) -> float:
 
 
 def saves_only(move: Move, over: Recipe, expected: float, goal: Goal) -> bool:
-    """Whether a change is made to save memory, and neither room nor speed is expected of it that a search for speed could use."""
-    technique = registry().get(family(move))
+    """Whether a technique saves memory that a search for speed cannot use."""
+    technique = registry().get(move.family)
     if technique is None or goal.objective == "memory" or move.recipe.batch != over.batch:
         return False
     return technique.claim.of_memory and expected < PAYS
 
 
 def helps_host(technique: Technique) -> bool:
-    """Whether it changes no bit and works where only the host does: beside a GPU that costs nothing."""
+    """Whether a technique is exact and works on the host only: it costs nothing on a GPU."""
     return technique.parity is Parity.EXACT and technique.stage in (Stage.ENV, Stage.DATA)
 
 
 def unseen(technique: Technique) -> bool:
-    """Whether it only rounds, is claimed to save time in the passes, and the planner counts nothing of that."""
+    """Whether a technique only rounds, is claimed to speed up a pass, and is not modeled by the planner."""
     passes = technique.stage not in (Stage.ENV, Stage.DATA)
     return passes and technique.parity in ROUNDING and not technique.work and not technique.claim.of_memory
 
 
-def leaps(outlook: Outlook, start: Recipe, rules: Rules) -> list[Recipe]:
-    """Where the paper leads with all that is allowed, with what only rounds put on the recipe as it stands (which is proved by
-    then), and with what only rounds; each with what the planner does not see, and without it."""
+def jumps(outlook: Outlook, start: Recipe, rules: Rules) -> list[Recipe]:
+    """The planned recipes with all allowed techniques, with those that only round added to the start (whose parity is known by
+    then), and with those that only round; each with and without what the planner does not model."""
     narrow = replace(rules, allowed=rules.allowed & ROUNDING)
     found = [outlook.planned(start, rules)]
     if narrow.allowed != rules.allowed:

@@ -1,4 +1,4 @@
-"""What is written down of a search: its record, and the winner as a recipe's file."""
+"""The record of a search, and the winner as a recipe file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rush.records.tune import FORMAT, CandidateRow, TuneRecord, mark
 from rush.techniques import Parity
 from rush.tune.candidates import Candidate
 from rush.tune.goal import Goal
-from rush.tune.moves import Refusal, describe
+from rush.tune.moves import Refusal, describe, named
 from rush.tune.search import Search
 from rush.tune.trials import TuneSettings
 
@@ -31,7 +31,7 @@ class Request:
     budget_s: float
     price: float | None = None
     beside: Mapping[str, Recipe] = field(default_factory=dict)
-    """Recipes made by hand, by name, that the winner is held against when the search is over."""
+    """Hand-written recipes, by name, that the winner is compared with after the search."""
 
 
 def classes(allowed: frozenset[Parity]) -> list[str]:
@@ -92,6 +92,8 @@ def _row(candidate: Candidate) -> CandidateRow:
         "at_s": candidate.at_s,
         "recipe": write_toml(recipe) if recipe else "",
         "techniques": [name for name, _ in recipe.technique_uses()] if recipe else [],
+        "kind": candidate.kind,
+        "settings": [named(name, knobs) for name, knobs in recipe.technique_uses()] if recipe else [],
         "micro": recipe.micro if recipe else None,
         "predicted": {
             "tokens_per_s": predicted.tokens_per_s,
@@ -138,7 +140,7 @@ def _winner(request: Request, search: Search) -> dict[str, Any] | None:
 
 
 def recipe_file(request: Request, search: Search, record: TuneRecord) -> str:
-    """The winner as a recipe's file, which says where it comes from."""
+    """The winner as a recipe file, with a comment on its origin."""
     assert search.winner is not None
     assert search.winner.recipe is not None
     machine, winner = search.rules.machine, record["winner"]

@@ -1,11 +1,11 @@
 """The search: prune by prediction, rank by short trials, decide by longer ones, prove the winner.
 
-It begins with the recipe as it stands and leaps to what the planner thinks is best; most of the way is made in one trial, if
-the planner is right. From there it climbs: the likeliest single change first, each held against the lead, which moves on when
-one is ahead by more than chance gives. A technique that promises no more than the same learning curve has to show it before
-others are built upon it, and it, like a leap, that it can be trained with. When the time or the changes are used up, `finals.py` decides.
+It starts with the unchanged recipe and jumps ahead to the planner's best; if the planner is right, one trial makes most of the
+gain. From there it climbs: the most promising single move first, each compared with the lead, which is replaced when a move is
+ahead by more than the noise. A technique that promises no more than the same loss curve is proved before others build on it;
+it and every jump must also pass a short life. When time or moves run out, `finals.py` decides.
 
-Nothing here touches a device or a file: `Laboratory` makes the trials, and a test can answer from a table.
+Nothing here touches a device or a file: `Laboratory` runs the trials, and a test can answer from a table.
 """
 
 from __future__ import annotations
@@ -19,40 +19,52 @@ from rush.errors import MachineError
 from rush.lab.statistics import Ratio
 from rush.recipe import Recipe
 from rush.records.life import LifeRecord, broken
-from rush.records.tune import LEAP
+from rush.records.tune import PLANNED
 from rush.techniques import Parity
 from rush.tune.budget import Budget
 from rush.tune.candidates import Candidate, Event
 from rush.tune.forecast import Prediction
 from rush.tune.goal import Goal, TrialLimit, TuneResult
-from rush.tune.moves import Move, Rules, compiled, describe, identity, less_than, promise, with_micro, without
+from rush.tune.moves import (
+    Move,
+    MoveKind,
+    Rules,
+    and_micro,
+    compiled,
+    describe,
+    identity,
+    less_than,
+    promise,
+    with_micro,
+    without,
+)
 from rush.tune.options import MoveOption, MoveOptions, TrialTurn
-from rush.tune.outlook import Outlook, leaps
+from rush.tune.outlook import Outlook, jumps
 
 CLEAR = 1.05
-"""A smaller lead is measured again in another process."""
+"""A smaller gain is confirmed in a second process."""
 ENOUGH = 0.99
-"""What a leap must be expected to come to of a lead that was leapt to before it."""
+"""The least expected ratio of a jump over the lead of an earlier jump."""
 SIMPLER = 0.995
-"""What a recipe must come to of a lead that has more in it: what does not pay goes."""
+"""The least ratio of a recipe over a lead with more techniques: those that gain nothing are removed."""
 PATIENCE = 3.0
-"""A trial that takes so many times longer than expected is ended: it has lost."""
+"""A trial that takes this many times longer than expected is ended: it has lost."""
 LEAST_S = 20.0
 
 
 class Laboratory(Protocol):
-    """Makes trials. Every one that was made before is known and costs nothing."""
+    """Runs trials; finished ones are read from disk."""
 
     def reference(self, limit_s: float) -> TuneResult:
         """Plain fp32, traced for parity."""
         ...
 
     def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
-        """`rank`: a short timing, `confirm`: once more. `decide`: a longer one. `prove`: that, with evidence and parity. `length`: does it fit?"""
+        """`rank`: a short timing, `confirm`: again. `decide`: a longer one. `prove`: with evidence and parity. `length`: does it fit?"""
         ...
 
     def life(self, recipe: Recipe, limit_s: float) -> LifeRecord:
-        """A short life: a validation, a sample, a checkpoint and a resume beside a few steps."""
+        """A short life: a few steps with validation, sample, checkpoint and resume."""
         ...
 
 
@@ -62,7 +74,7 @@ def blamed(life: LifeRecord | None) -> frozenset[str]:
 
 
 def doing_of(candidate: str, kind: str) -> str:
-    """A trial in words, for who watches."""
+    """A trial as progress text."""
     return {"rank": candidate, "reference": f"{candidate}, for parity"}.get(kind, f"{candidate} ({kind})")
 
 
@@ -73,7 +85,7 @@ class Search:
     lab: Laboratory
     outlook: Outlook
     budget: Budget
-    tell: Callable[[Search, str | None], None] = lambda search, doing: None
+    report: Callable[[Search, str | None], None] = lambda search, doing: None
     """Called before and after every trial."""
     candidates: list[Candidate] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -81,11 +93,11 @@ class Search:
     lead: Candidate = field(init=False)
     winner: Candidate | None = None
     gain: Ratio | None = None
-    """The winner's speed over that of the recipe as it stands."""
+    """The winner's speed over that of the unchanged recipe."""
     options: MoveOptions = field(init=False)
     _proven: set[frozenset[str]] = field(default_factory=set)
     _suspects: set[str] = field(default_factory=set)
-    """Techniques of which one made a leap fail; the climb asks each of them alone."""
+    """Techniques one of which made a jump fail; the climb tries each alone."""
 
     def __post_init__(self) -> None:
         self.options = MoveOptions(self.rules, self.outlook, self.budget, self._note)
@@ -95,33 +107,33 @@ class Search:
         return self.outlook.goal
 
     def climb(self) -> None:
-        """From the recipe as it stands to the best that could be found in time; it is not proved yet."""
+        """From the unchanged recipe to the best one found in time, not proved yet."""
         self.begin()
-        for recipe in leaps(self.outlook, self.lead.known_recipe, self.rules):
-            self._leap(self._leaving_out(recipe, self._suspects))
+        for recipe in jumps(self.outlook, self.lead.known_recipe, self.rules):
+            self._jump(self._leaving_out(recipe, self._suspects))
         while (option := self._next()) is not None:
             self._consider(option)
 
-    def _leap(self, whole: Recipe) -> None:
-        """Try where the paper leads, unless what was tried is expected to be ahead of it; with smaller micro batches while memory
-        runs out. One trial for many changes does not tell which of them made it fail: then half of those that may be to blame
-        is left out, the half that promises less, and so on until it runs."""
+    def _jump(self, whole: Recipe) -> None:
+        """Try a planned recipe, unless the lead is expected to be ahead of it; with smaller micro batches while memory runs out.
+        One trial of many techniques does not show which one made it fail: bisect, leaving out the half with the smaller
+        expected gain, until it runs."""
         own = dict(self.base.known_recipe.technique_uses())
         suspects = [name for name, _ in whole.technique_uses() if name not in own]
         recipe, left_out = whole, list[str]()
         while identity(recipe) not in self.options.seen and self.outlook.sound(recipe):
-            leap = Move(f"{LEAP}{describe(recipe)}", recipe)
-            expected = self.outlook.expected(leap, self.lead.known_recipe)
+            jump = Move(f"{PLANNED}{describe(recipe)}", recipe, MoveKind.JUMP)
+            expected = self.outlook.expected(jump, self.lead.known_recipe)
             if not self.affordable("rank", recipe) or (self.lead is not self.base and expected < ENOUGH):
                 return
-            option = MoveOption(leap, expected, simpler=less_than(recipe, self.lead.known_recipe))
+            option = MoveOption(jump, expected, simpler=less_than(recipe, self.lead.known_recipe))
             result = self._consider(option)
             if names := self.outlook.breaks(recipe):
                 self._suspects |= names
                 recipe = whole = self._leaving_out(whole, names)
                 continue
             if result.status == "out_of_memory" and recipe.micro > 1:
-                whole = with_micro(Move("", whole), recipe.micro // 2).recipe
+                whole = with_micro(whole, recipe.micro // 2)
             elif result.ok or result.status in ("out_of_memory", "timed_out"):
                 self._suspects |= set(left_out)
                 return
@@ -132,12 +144,12 @@ class Search:
 
     def _leaving_out(self, recipe: Recipe, names: Collection[str]) -> Recipe:
         found = sorted(set(names).intersection(dict(recipe.technique_uses())))
-        made = without(recipe, found, self.rules) if found else Move("", recipe)
+        made = without(recipe, found, self.rules) if found else None
         return made.recipe if isinstance(made, Move) else recipe
 
     def begin(self) -> None:
-        """Try the recipe as it stands, and trace what all are held against. A recipe that promises no more than the same learning
-        curve has to show it at once: everything would be built upon it."""
+        """Try the unchanged recipe and trace the reference. A recipe that promises no more than the same loss curve is proved at
+        once, because everything builds on it."""
         self.base = self.lead = self._first()
         self._reference()
         recipe = self.base.known_recipe
@@ -146,8 +158,8 @@ class Search:
             self.base.state = "start"
 
     def _first(self) -> Candidate:
-        """The recipe as it stands; with a smaller micro batch where that does not fit."""
-        move = Move("as it stands", self.start)
+        """The unchanged recipe; with a smaller micro batch where it does not fit."""
+        start = move = Move("unchanged", self.start, MoveKind.START)
         while True:
             predicted = self.outlook.planner.predict(move.recipe)
             small = move.recipe.micro // 2
@@ -161,24 +173,24 @@ class Search:
                 candidate.state, candidate.reason = "failed", result.failure
                 if result.status == "timed_out":
                     raise MachineError(
-                        f"the recipe as it stands could not be timed within the budget: {result.reason} Give a larger --budget."
+                        f"the recipe could not be timed within the budget: {result.reason} Give a larger --budget."
                     )
                 if result.status != "out_of_memory" or not small:
                     raise MachineError(
                         f"the recipe does not run here, so there is nothing to tune: {result.reason}"
                     )
-            move = with_micro(Move("as it stands", self.start), small)
+            move = and_micro(start, small)
 
     def _reference(self) -> None:
         began, before = self.budget.spent_s, self.budget.clock()
-        self.tell(self, doing_of("plain fp32", "reference"))
+        self.report(self, doing_of("plain fp32", "reference"))
         result = self.lab.reference(self._limit().seconds)
         self.budget.note(frozenset(), result.wall_s, self.budget.clock() - before, "reference")
         self.budget.reference_s = result.wall_s
         self.events.append(Event("plain fp32", "reference", began, result.wall_s, result.status))
 
     def _next(self) -> MoveOption | None:
-        """The likeliest change of the lead there is time for; None ends the climb."""
+        """The most promising move there is time for; None ends the climb."""
         waits = float(self.lead.results["rank"].figures.get("waits", 0.0))
         options = self.options.over(self.lead.known_recipe, waits)
         together_s = sum(
@@ -187,19 +199,19 @@ class Search:
             if option.turn is TrialTurn.TOGETHER
         )
         for option in options:
-            # Small gains that wait for their common trial have time set aside.
+            # Time for the common trial of small gains is set aside.
             aside_s = together_s if option.turn is TrialTurn.FRESH else 0.0
             if self.affordable("rank", option.move.recipe, aside_s=aside_s):
                 return option
         for option in options:
-            words = "no time was left"
+            move = option.move
             self._note(
-                Candidate(option.move.key, option.move.recipe, "not tried", words, expected=option.expected)
+                Candidate(move.key, move.recipe, "not tried", "no time was left", expected=option.expected)
             )
         return None
 
     def _consider(self, option: MoveOption) -> TuneResult:
-        """Try a change, and let it lead if it is ahead and learns the same as far as is known."""
+        """Try a move; it becomes the lead if it is ahead and, as far as known, has parity."""
         move, candidate = option.move, self.add(option.move, "lost")
         candidate.expected, candidate.over = option.expected, self.lead.key
         if option.turn is TrialTurn.TOGETHER:
@@ -218,8 +230,8 @@ class Search:
             result = self._confirmed(candidate)
             ahead = self.goal.ahead(result, old, first) or (option.simpler and candidate.ratio > SIMPLER)
         if not ahead:
-            words = "slower, ended early" if result.figures.get("hopeless") else "lost round 1"
-            candidate.reason = f"{words}: {candidate.ratio:.2f}×"
+            reason = "slower, ended early" if result.figures.get("hopeless") else "lost round 1"
+            candidate.reason = f"{reason}: {candidate.ratio:.2f}×"
             near = self.goal.fast_enough(result, first) and option.turn is not TrialTurn.TOGETHER
             self.options.lose(move, candidate.ratio, near=near)
             return result
@@ -234,7 +246,7 @@ class Search:
                 if rest is None or promise(rest.known_recipe, self.rules.kept) not in self._proven:
                     return result
                 candidate = rest
-        built_upon = new or move.key.startswith(LEAP)
+        built_upon = new or move.kind is MoveKind.JUMP
         if built_upon and self.affordable("life", candidate.known_recipe) and not self.live(candidate):
             self.options.lose(move, 0.0)
             return result
@@ -243,7 +255,7 @@ class Search:
         return result
 
     def without_idle(self, candidate: Candidate) -> Candidate | None:
-        """What is left of one of which something had no effect: as fast as that, and not proved by itself."""
+        """The candidate without techniques that had no effect: as fast, but not proved by itself."""
         if candidate.state != "no effect":
             return None
         other = self._rest(candidate, candidate.results["prove"].without_effect)
@@ -252,7 +264,7 @@ class Search:
         return other
 
     def without_broken(self, candidate: Candidate) -> Candidate | None:
-        """What is left of one that turned out unusable, without the techniques to blame; how fast it is has to be seen."""
+        """An unusable candidate without the techniques to blame; its speed has to be measured."""
         return self._rest(candidate, blamed(candidate.life)) if candidate.state == "unusable" else None
 
     def _rest(self, candidate: Candidate, names: Collection[str]) -> Candidate | None:
@@ -260,12 +272,12 @@ class Search:
         rest = without(candidate.known_recipe, out, self.rules) if out else None
         if not isinstance(rest, Move) or identity(rest.recipe) in self.options.seen:
             return None
-        other = self.add(Move(f"{candidate.key}, {rest.key}", rest.recipe), "ahead")
+        other = self.add(Move(f"{candidate.key}, {rest.key}", rest.recipe, candidate.kind), "ahead")
         other.over = candidate.key
         return other
 
     def _confirmed(self, candidate: Candidate) -> TuneResult:
-        """A small lead in a second process: one may lie some per cent off, and what leads by chance is hard to beat."""
+        """Confirm a small gain in a second process: a lead by noise is hard to beat."""
         first, again = candidate.results["rank"], self.run("confirm", candidate)
         both = first.pooled(again) if again.ok else first
         candidate.results["rank"] = both
@@ -273,14 +285,14 @@ class Search:
         return both
 
     def prove(self, candidate: Candidate) -> bool:
-        """Hold a candidate against plain fp32, and look whether all of it took effect."""
+        """Compare a candidate with plain fp32, and check that every technique took effect."""
         known, result = "prove" in candidate.results, self.run("prove", candidate)
         candidate.round = 3
         if not result.ok:
             candidate.state, candidate.reason = "failed", result.failure
             return False
         if not known and "rank" in candidate.results:
-            # It was timed once more: what comes after it is held against both, not against one lucky process.
+            # It was timed again: compare later candidates with both processes, not with a lucky one.
             candidate.results["rank"] = candidate.results["rank"].pooled(result)
         own = promise(candidate.known_recipe, self.rules.kept)
         parity = result.parity or {"verdict": "not judged", "class": "", "why": "it was not traced"}
@@ -299,8 +311,7 @@ class Search:
         return True
 
     def live(self, candidate: Candidate) -> bool:
-        """Take a candidate through a short life. One that cannot be trained with does not win; one of which that is not known
-        may, and the record says so."""
+        """Take a candidate through a short life. An unusable one cannot win; one with an unknown verdict can, and the record says so."""
         if candidate.life is None:
             self._live(candidate)
         if not broken(candidate.life):
@@ -313,7 +324,7 @@ class Search:
 
     def _live(self, candidate: Candidate) -> None:
         began, before, recipe = self.budget.spent_s, self.budget.clock(), candidate.known_recipe
-        self.tell(self, doing_of(candidate.key, "life"))
+        self.report(self, doing_of(candidate.key, "life"))
         life = candidate.life = self.lab.life(recipe, self._limit().seconds)
         wall_s, verdict = sum(part["seconds"] for part in life["parts"]), life["verdict"]
         took = "life" if verdict == "ok" else verdict
@@ -321,16 +332,15 @@ class Search:
         self.events.append(Event(candidate.key, "life", began, wall_s, verdict))
 
     def affordable(self, kind: str, recipe: Recipe, *, reserve: bool = True, aside_s: float = 0.0) -> bool:
-        """Whether there is time for a trial, and after it for what must be made at the end, should it lead. `aside_s` is kept for
-        something else."""
+        """Whether there is time for a trial and for the final trials after it. `aside_s` is reserved for something else."""
         needed = self.budget.expected_s(compiled(recipe), kind) + aside_s
         if reserve:
             needed += self._last_s() if kind == "prove" else self._reserve_s(recipe)
         return needed <= self.budget.left_s
 
     def _limit(self, kind: str = "", recipe: Recipe | None = None) -> TrialLimit:
-        """How long a trial may take: a short one may not eat up the time of the proof, and no trial outlasts the budget. The first
-        gets its time in any case. One that is slower than the lead is told so, unless the lead learns something else."""
+        """The time limit of a trial: a short one leaves time for the proof, and no trial outlasts the budget, except the first. A
+        trial slower than the lead is ended, unless the lead has no parity."""
         left = self.budget.left_s
         if recipe is None or kind != "rank" or not any(event.kind == "reference" for event in self.events):
             return TrialLimit(max(left, LEAST_S))
@@ -341,7 +351,7 @@ class Search:
         return TrialLimit(min(seconds, patience), patience <= seconds, slowest if sound else 0.0)
 
     def _reserve_s(self, recipe: Recipe) -> float:
-        """What proving the lead, or a recipe that may take it, its life and timing the first recipe once more will take."""
+        """Expected time to prove the lead, or a recipe that may replace it, its life, and to time the first recipe again."""
         kind, lead = compiled(recipe), compiled(self.lead.known_recipe)
         ends = [self.budget.expected_s(kind, "prove") + self.budget.expected_s(kind, "life")]
         proof_s = 0.0 if "prove" in self.lead.results else self.budget.expected_s(lead, "prove")
@@ -349,29 +359,30 @@ class Search:
         return max(ends) + self._last_s()
 
     def _last_s(self) -> float:
-        """What timing the first recipe once more will take; one that learns something else has to wait for time to be left."""
+        """Expected time to time the first recipe again; without parity it is timed only if time is left."""
         if self.outlook.suspect(self.base.known_recipe):
             return 0.0
         return self.budget.expected_s(compiled(self.base.known_recipe), "decide")
 
     def add(self, move: Move, state: str) -> Candidate:
-        """A candidate that will be tried."""
+        """Add a candidate that will be tried."""
         predicted = self.outlook.planner.predict(move.recipe)
         again = any(other.key == move.key and other.results for other in self.candidates)
-        candidate = Candidate(f"{move.key}, again" if again else move.key, move.recipe, state)
+        key = f"{move.key}, again" if again else move.key
+        candidate = Candidate(key, move.recipe, state, kind=move.kind)
         candidate.prediction = predicted if isinstance(predicted, Prediction) else None
         self.candidates.append(candidate)
         self.options.seen.add(identity(move.recipe))
         return candidate
 
     def _note(self, candidate: Candidate) -> None:
-        """Write down what is not tried, once for each change."""
+        """Record a move that is not tried, once."""
         if all(other.key != candidate.key for other in self.candidates):
             candidate.at_s = self.budget.spent_s
             self.candidates.append(candidate)
 
     def run(self, kind: str, candidate: Candidate) -> TuneResult:
-        """Make a trial of a candidate, if it was not made."""
+        """The result of a trial of a candidate, run now if it was not before."""
         if kind in candidate.results:
             return candidate.results[kind]
         result = self.measure(kind, candidate, candidate.known_recipe)
@@ -380,9 +391,9 @@ class Search:
         return result
 
     def measure(self, kind: str, candidate: Candidate, recipe: Recipe) -> TuneResult:
-        """Make a trial, on the budget and on the time line."""
+        """Run a trial, with its time on the budget and on the timeline."""
         began, before = self.budget.spent_s, self.budget.clock()
-        self.tell(self, doing_of(candidate.key, kind))
+        self.report(self, doing_of(candidate.key, kind))
         result = self.lab.trial(kind, recipe, self._limit(kind, recipe))
         took = kind if result.ok and not result.figures.get("hopeless") else "failed"
         self.budget.note(compiled(recipe), result.wall_s, self.budget.clock() - before, took)

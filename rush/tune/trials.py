@@ -1,9 +1,8 @@
 """The trials of a search, on the lab's bench: each in a fresh process, each kept as a file.
 
-A step of a large recipe takes many seconds, and a search makes dozens of trials. So trials make shorter steps: the same number
-of tokens for all candidates, a power of two below the recipe's. The update then weighs more than in training, by a per cent or
-so. Parity is judged on a small batch that plain fp32 can make in reasonable time; of a model that does not fit in fp32 on
-fewer of its layers.
+A step of a large recipe takes many seconds, and a search runs dozens of trials. So trials use smaller steps: the same number
+of tokens for all candidates, a power of two below the recipe's. The optimizer step then weighs about a per cent more than in
+training. Parity is judged on a small batch; of a model that does not fit in fp32, on fewer layers.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from rush.tune.goal import TrialLimit, TuneResult
 
 RATE = "optimizer.lr"
 STEP_S = 0.5
-"""About how long a step of a trial may take, by prediction."""
+"""Predicted time of a step in trials, at most."""
 FEWEST_STEPS = 8
 LONG_PROOF, SHORT_PROOF = (200, 2048), (CLOSE_STEPS, 4096)
-"""Steps that parity is traced over at most, and the tokens of one. A long proof is for what promises no more than the same curve. Seen
-on an H200: a head in 8 bits that was equal over 100 steps, and half a nat behind after 200."""
+"""Maximum steps of a parity trace, and tokens per step. The long proof is for techniques that promise no more than the same loss
+curve. Seen on an H200: an fp8 LM head that was equal over 100 steps, and half a nat behind after 200."""
 CALMER = 4.0
-"""Where plain training jumps, so that nothing can be told from how much is learned, parity is traced at a learning rate this
-many times smaller. Seen with `tiny`: at 4e-3 single steps jump from 6.4 to 9.1, at 1e-3 none does."""
+"""Where the loss of plain fp32 itself jumps, parity is traced at a learning rate this many times smaller. Seen with `tiny`: at
+4e-3 single steps jump from 6.4 to 9.1, at 1e-3 none does."""
 PARITY_SHARE = 0.2
-"""Of the budget: what tracing plain fp32 and its twin may take."""
+"""Fraction of the budget for tracing plain fp32 and its perturbed run."""
 LIMIT_S = 900.0
 RANK = MeasureConfig(
     windows=4, window_ms=150.0, warmup_max_steps=10, warmup_max_s=1.0, timed_max_s=4.0, limit_s=LIMIT_S
@@ -49,9 +48,8 @@ LONG = MeasureConfig(
     windows=12, window_ms=250.0, warmup_max_steps=20, warmup_max_s=3.0, timed_max_s=10.0, limit_s=LIMIT_S
 )
 UNEVEN = {"windows": 12, "window_ms": 1.0, "warmup_max_steps": COMMON - 1}
-"""Of conversations no two batches are alike, and samples of one process lie a third apart: there a sample is one step and the
-first one that is timed the ninth, short trial or long, so that recipes are held against each other batch by batch
-(`rush/lab/paired.py`)."""
+"""Batches of conversations differ, and samples of one process vary by a third. So a sample is one step and timing starts at the
+ninth, in short and long trials, so that recipes are compared on paired batches (`rush/lab/paired.py`)."""
 ONCE = MeasureConfig(
     windows=1, window_ms=1.0, warmup_max_steps=1, warmup_max_s=1.0, timed_max_s=1.0, limit_s=LIMIT_S
 )
@@ -59,20 +57,20 @@ ONCE = MeasureConfig(
 
 @dataclass(frozen=True)
 class TuneSettings:
-    """What a search decides once, so that it can go on after an interruption."""
+    """Decided once per search and recorded, so that it can be resumed."""
 
     tokens: int
-    """Of a step, in trials."""
+    """Tokens per step in trials."""
     parity_steps: int = 0
-    """0 until the first trial has shown how fast this machine is today."""
+    """0 until the first trial has measured the speed of this machine."""
     parity_micro: int = 1
     parity_tokens: int = 0
-    """Of a step; the same for plain fp32 and for all that is held against it."""
+    """Tokens per step of a parity trace."""
     parity_changes: dict[str, Any] = field(default_factory=dict)
 
 
 def kept_of(recipe: Recipe) -> frozenset[str]:
-    """The recipe's own techniques that say what is learned: the reference has them, too."""
+    """The recipe's techniques that decide what is learned, which the reference has too."""
     known = registry()
     return frozenset(
         n for n, _ in recipe.technique_uses() if n in known and known[n].parity is Parity.CHANGES
@@ -80,15 +78,15 @@ def kept_of(recipe: Recipe) -> frozenset[str]:
 
 
 def plain_of(recipe: Recipe) -> Recipe:
-    """Plain fp32, with the adapters that the recipe asks for."""
+    """Plain fp32, with the recipe's adapters."""
     kept = kept_of(recipe)
     entries = [{"name": n, **knobs} if knobs else n for n, knobs in recipe.technique_uses() if n in kept]
     return changed(recipe, {"techniques": entries})
 
 
 def trial_tokens(start: Recipe, planned: Sequence[Recipe], planner: Planner) -> int:
-    """Tokens of a step in trials: the recipe's, halved while a step of the first that is planned would take long, and the
-    micro batches of all divide it."""
+    """Tokens per step in trials: the recipe's, halved while a step of the first planned recipe would take too long and all micro
+    batches divide it."""
     found, tokens = planner.predict(planned[0]), start.step_tokens
     enough = STEP_S * found.tokens_per_s if isinstance(found, Prediction) else tokens
     fit = math.lcm(*(recipe.micro for recipe in (start, *planned))) * start.batch.sequence
@@ -100,10 +98,10 @@ def trial_tokens(start: Recipe, planned: Sequence[Recipe], planner: Planner) -> 
 def parity_settings(
     settings: TuneSettings, recipe: Recipe, planner: Planner, slower: float, budget_s: float, *, curves: bool
 ) -> TuneSettings:
-    """A small batch, fewer layers where plain fp32 does not fit, and the steps that fit into parity's share of the budget.
+    """A small batch, fewer layers where plain fp32 does not fit, and the steps that fit into the budget of parity.
 
-    `slower`: how many times slower than predicted this machine is today. `curves`: whether recipes may come that promise no more
-    than the same curve; a few steps prove nothing of these.
+    `slower`: how many times slower than predicted this machine is. `curves`: whether candidates may promise no more than the
+    same loss curve, which takes many steps to prove.
     """
     micro, tokens, changes = recipe.micro, recipe.step_tokens, dict[str, Any]()
     most, largest = LONG_PROOF if curves else SHORT_PROOF
@@ -132,8 +130,8 @@ def parity_settings(
 def trial_plan(
     recipe: Recipe, settings: TuneSettings, measure: MeasureConfig, micro: int | None = None
 ) -> LadderPlan:
-    """How the bench times and traces; what short trials come to does not depend on parity. Parity is traced at the micro batch
-    of the recipe that is held against plain fp32 where that divides its tokens: it is part of what is proved."""
+    """How the bench times and traces. Short trials do not depend on the parity settings. Parity is traced at the candidate's micro
+    batch where that divides its tokens, because it is part of what is proved."""
     alike = recipe.objective.kind == "lm" or measure is ONCE
     timing = measure if alike else measure.model_copy(update=UNEVEN)
     if measure is not LONG or not settings.parity_steps:
@@ -146,7 +144,7 @@ def trial_plan(
 
 
 class Trials:
-    """A laboratory: two benches in one folder, one with short timings and one with longer ones."""
+    """The `Laboratory` of a search: benches in one folder, with short and long timings."""
 
     def __init__(
         self,
@@ -161,7 +159,7 @@ class Trials:
         self.bench, self.recipe, self.plain, self.curves = bench, recipe, plain_of(recipe), curves
         self.settings, self.planner, self.budget = settings, planner, budget
         self.slower = 1.0
-        """Than predicted: what the first trial showed."""
+        """Predicted speed over the speed of the first trial."""
 
     def reference(self, limit_s: float) -> TuneResult:
         if not self.settings.parity_steps:
@@ -171,10 +169,10 @@ class Trials:
         result = self._traced(limit_s)
         if result.status == "ok" and RATE not in self.settings.parity_changes and self._jumps():
             calmer = {**self.settings.parity_changes, RATE: self.recipe.optimizer.lr / CALMER}
-            as_it_was, self.settings = self.settings, replace(self.settings, parity_changes=calmer)
+            before, self.settings = self.settings, replace(self.settings, parity_changes=calmer)
             again = self._traced(limit_s - result.wall_s)
             if again.status != "ok":
-                self.settings = as_it_was
+                self.settings = before
             result = replace(result, wall_s=result.wall_s + again.wall_s)
         return result
 
@@ -192,7 +190,7 @@ class Trials:
 
     def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
         bench = self._bench({"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.micro)
-        # The second pass of a step is the fullest: gradients are there.
+        # Memory peaks in the second micro batch: gradients are allocated.
         tokens = 2 * recipe.batch.sequence if kind == "length" else self.settings.tokens
         short = changed(recipe, {"batch.total_tokens": tokens})
         outcome = bench.run(
@@ -220,7 +218,7 @@ class Trials:
         return result
 
     def life(self, recipe: Recipe, limit_s: float) -> LifeRecord:
-        # The compiler finds what it made for the trials.
+        # With the compiler's cache of the trials.
         timed = changed(recipe, {"batch.total_tokens": self.settings.tokens})
         return self._bench(LONG).life(recipe, limit_s, timed)
 

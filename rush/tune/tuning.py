@@ -1,8 +1,8 @@
-"""A search in a folder: started, gone on with, written down, and what comes of it.
+"""A search in a folder: started or resumed, recorded, with its results.
 
 DIR/tune.json     every candidate with its reason, every trial with its time: written after each
-DIR/recipe.toml   the winner, whole, as `rush train` runs it
-DIR/trials/       one file per finished trial; what is there is not run again
+DIR/recipe.toml   the winner, ready for `rush train`
+DIR/trials/       one file per finished trial, which is not run again
 DIR/parity/       the traces that parity was judged from
 """
 
@@ -31,8 +31,8 @@ from rush.tune.earlier import RememberedGain, remember, remembered
 from rush.tune.finals import decide
 from rush.tune.forecast import Planner
 from rush.tune.lengths import lengthen
-from rush.tune.moves import Rules, less_than, promise, runnable
-from rush.tune.outlook import Outlook, leaps
+from rush.tune.moves import MoveKind, Rules, less_than, promise, runnable
+from rush.tune.outlook import Outlook, jumps
 from rush.tune.record import Request, classes, recipe_file, record_of
 from rush.tune.search import Search, doing_of
 from rush.tune.trials import RANK, Trials, TuneSettings, kept_of, trial_plan, trial_tokens
@@ -47,16 +47,15 @@ def tune(
     watch: Watch = lambda record, doing: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> TuneRecord:
-    """Search into `folder`, or go on with the search that is there. Returns its record."""
+    """Search into `folder`, or resume the search there. Returns its record."""
     asked = _whole(request.recipe)
     for name, other in request.beside.items():
-        fit_beside(name, other, asked)  # a mistake is told before anything is started
+        fit_beside(name, other, asked)  # a mistake is reported before anything starts
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
         if not asked.auto:
-            _earlier(
-                replace(request, recipe=asked), folder
-            )  # another search is refused before anything is started
+            # Another search is refused before anything starts.
+            _earlier(replace(request, recipe=asked), folder)
         plan = trial_plan(asked, TuneSettings(asked.step_tokens), RANK)
         with open_bench(plan, folder, every_dtype=True) as bench:
             assert bench.ceilings is not None
@@ -77,13 +76,11 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
         settings, started, known = TuneSettings(**before["settings"]), before["started"], before["known"]
     else:
         before, started = None, _now()
-        speeds = request.goal.objective in (
-            "tokens/s",
-            "cost",
-        )  # what is remembered says nothing about memory
+        # Remembered gains are of speed, not of memory.
+        speeds = request.goal.objective in ("tokens/s", "cost")
         known = remembered(fingerprint, request.recipe.model.name, folder.parent) if speeds else {}
-        on_paper = leaps(Outlook(start, planner, request.goal, known, rules.kept), start, rules)
-        settings = TuneSettings(trial_tokens(start, on_paper, planner))
+        planned = jumps(Outlook(start, planner, request.goal, known, rules.kept), start, rules)
+        settings = TuneSettings(trial_tokens(start, planned, planner))
     outlook, budget = Outlook(start, planner, request.goal, known, rules.kept), Budget(request.budget_s)
     curves = Parity.STATISTICAL in request.allowed or bool(promise(start, rules.kept))
     lab = Trials(bench, request.recipe, settings, planner, budget, curves=curves)
@@ -95,12 +92,12 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
 
     kept = {doing_of(event["candidate"], event["kind"]) for event in before["events"]} if before else set()
 
-    def tell(search: Search, doing: str | None) -> None:
+    def report(search: Search, doing: str | None) -> None:
         record = recorded(search)
         write_tune(folder / "tune.json", record)
         watch(record, f"{doing}: known from before" if doing in kept else doing)
 
-    search = Search(start, replace(rules, tokens=settings.tokens), lab, outlook, budget, tell)
+    search = Search(start, replace(rules, tokens=settings.tokens), lab, outlook, budget, report)
     if request.goal.objective == "longest-sequence":
         lengthen(search)
     else:
@@ -121,7 +118,7 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
 
 
 def _whole(recipe: Recipe) -> Recipe:
-    """With its tokens of a step written out: they stay, whatever the micro batch. Refuses several ranks."""
+    """With explicit tokens per step, which stay for every micro batch. Refuses several ranks."""
     if recipe.world > 1:
         raise RecipeError(
             f"rush tune tries recipes on one device, and the layout asks for {recipe.world} ranks; tune it with layout sizes of "
@@ -131,7 +128,7 @@ def _whole(recipe: Recipe) -> Recipe:
 
 
 def _earlier(request: Request, folder: Path) -> TuneRecord | None:
-    """The search that this folder holds; another one is refused."""
+    """The earlier record of this search in the folder; another search is refused."""
     if not (folder / "tune.json").exists():
         return None
     there = read_tune(folder)
@@ -145,8 +142,8 @@ def _earlier(request: Request, folder: Path) -> TuneRecord | None:
 
 
 def _gains(request: Request, candidates: Sequence[Candidate]) -> list[RememberedGain]:
-    """Single changes that were timed, for later searches. Only what was put on beside all that the lead had: what another setting or
-    a conflicting technique gained says nothing where that one is not."""
+    """Gains of single moves, for later searches. Only of techniques added to all that the lead had: a gain over another setting or
+    a conflicting technique means nothing without it."""
     tried = {c.key: c.recipe for c in candidates}
 
     def added(candidate: Candidate) -> bool:
@@ -156,7 +153,7 @@ def _gains(request: Request, candidates: Sequence[Candidate]) -> list[Remembered
     return [
         RememberedGain(c.key, request.recipe.model.name, c.ratio)
         for c in candidates
-        if c.ratio is not None and not c.key.startswith(("planned", "together")) and added(c)
+        if c.ratio is not None and c.kind not in (MoveKind.JUMP, MoveKind.TOGETHER) and added(c)
     ]
 
 

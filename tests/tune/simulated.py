@@ -19,7 +19,7 @@ from rush.tune.budget import Budget
 from rush.tune.forecast import Planner
 from rush.tune.goal import Goal, TrialLimit, TuneResult
 from rush.tune.moves import Rules, named
-from rush.tune.outlook import Outlook, leaps
+from rush.tune.outlook import Outlook, jumps
 from rush.tune.search import Search
 from rush.tune.trials import kept_of, trial_tokens
 
@@ -124,5 +124,5 @@ def search_for(
     whole = changed(recipe, {"batch.total_tokens": recipe.step_tokens})
     rules = Rules(planner.target.machine(), allowed, kept_of(whole), whole.step_tokens)
     outlook = Outlook(whole, planner, goal or Goal(), known or {}, rules.kept)
-    tokens = trial_tokens(whole, leaps(outlook, whole, rules), planner)
+    tokens = trial_tokens(whole, jumps(outlook, whole, rules), planner)
     return Search(whole, replace(rules, tokens=tokens), table, outlook, budget)

@@ -31,10 +31,10 @@ def search(base: Any, sound: set[str], affordable: bool, broken: frozenset[str] 
 
 
 def test_without_time_for_another_proof_one_that_was_proved_before_wins() -> None:
-    base, lead = candidate("as it stands", None), candidate("lead, of which a part does nothing", None)
-    unproved, before = candidate("near it", None), candidate("the first leap", True)
+    base, lead = candidate("unchanged", None), candidate("lead, of which a part does nothing", None)
+    unproved, before = candidate("near it", None), candidate("the first jump", True)
     places = [lead, unproved, before, base]
-    sound = {"near it", "the first leap"}
+    sound = {"near it", "the first jump"}
     assert _proved(search(base, sound, affordable=False), places) is before
     assert _proved(search(base, sound, affordable=True), places) is unproved
     assert _proved(search(base, set(), affordable=True), places) is None
@@ -42,7 +42,7 @@ def test_without_time_for_another_proof_one_that_was_proved_before_wins() -> Non
 
 
 def test_what_is_no_better_than_the_recipe_as_it_stood_does_not_win() -> None:
-    base, slower = candidate("as it stands", None), candidate("slower", True)
+    base, slower = candidate("unchanged", None), candidate("slower", True)
     assert _proved(search(base, {"slower"}, affordable=True), [base, slower]) is None
-    broken = frozenset({"as it stands"})
+    broken = frozenset({"unchanged"})
     assert _proved(search(base, {"slower"}, affordable=True, broken=broken), [base, slower]) is slower

@@ -103,7 +103,7 @@ def test_a_gain_remembered_brings_forward_and_a_loss_sets_nothing_back() -> None
     assert next(iter(alone)) == "flash_attention"
 
 
-def test_what_lost_before_is_not_leapt_upon() -> None:
+def test_moves_that_lost_before_are_not_part_of_a_jump() -> None:
     search = tiny(known={"flash_attention": 0.6})
     assert "flash_attention" not in {
         n for n, _ in search.outlook.planned(search.start, search.rules).technique_uses()

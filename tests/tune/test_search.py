@@ -93,7 +93,7 @@ def test_what_learns_something_else_is_not_built_upon(llama: Search) -> None:
 
 
 @pytest.mark.slow
-def test_a_leap_that_learns_something_else_is_passed_over() -> None:
+def test_a_jump_without_parity_is_rejected() -> None:
     eight_bits = [frozenset({named("fp8", setting.knobs)}) for setting in registry()["fp8"].settings]
     table = h200(different=(*eight_bits, ROUNDS_BY_RULE))
     search = done(load_recipe("llama-3.2-1b", ["techniques=[]"]), table)

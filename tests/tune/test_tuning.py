@@ -207,7 +207,7 @@ def test_killed_half_way_it_goes_on_and_its_recipe_trains(small_recipe: Path, tm
     gone_on = _start(small_recipe, folder, "120s", stdout=subprocess.PIPE)
     said = gone_on.communicate(timeout=400)[0].decode()
     assert gone_on.returncode == 0
-    assert "as it stands: known from before" in said
+    assert "unchanged: known from before" in said
     record = read_tune(folder)
     for name, content in before.items():
         assert (folder / "trials" / name).read_bytes() == content, "a trial was made again"
@@ -265,22 +265,28 @@ def test_the_longest_sequence_is_as_long_as_the_model_reads(small_recipe: Path, 
     assert record["winner"]["parity"]["verdict"] == "equal"
 
 
-def test_recipes_put_together_on_paper_get_names_that_fit_into_a_table() -> None:
+def test_recipes_of_the_planner_get_names_that_fit_into_a_table() -> None:
     keys = ["as it stands", "planned: a + b(x=1) + c, micro 8", "planned: a + c, micro 8", "micro 16"]
     keys += ["planned: a + b(x=1) + c + d, micro 4", "planned: e + f + g + h, micro 8", "a"]
     rows: list[CandidateRow] = [{"key": key} for key in keys]
     assert list(short_names(rows).values()) == [
         "as it stands",
-        "leap 1",
-        "leap 2: leap 1 without b(x=1)",
+        "jump 1",
+        "jump 2: jump 1 without b(x=1)",
         "micro 16",
-        "leap 3: leap 1 with d, with micro 4",
-        "leap 4",
+        "jump 3: jump 1 with d, with micro 4",
+        "jump 4",
         "a",
     ]
+    told: list[CandidateRow] = [
+        {"key": "one", "kind": "jump", "settings": ["a", "b(x=1)"], "micro": 8},
+        {"key": "two", "kind": "jump", "settings": ["a"], "micro": 8},
+        {"key": "a", "kind": "technique", "settings": ["a"], "micro": 8},
+    ]
+    assert list(short_names(told).values()) == ["jump 1", "jump 2: jump 1 without b(x=1)", "a"]
     record: TuneRecord = {"candidates": rows}
     assert shortened(record, f"{keys[2]} (prove): known from before") == (
-        "leap 2: leap 1 without b(x=1) (prove): known from before"
+        "jump 2: jump 1 without b(x=1) (prove): known from before"
     )
     assert shortened(record, "plain fp32, for parity") == "plain fp32, for parity"
-    assert dict(made_of(record)) == {"leap 1": "a + b(x=1) + c, micro 8", "leap 4": "e + f + g + h, micro 8"}
+    assert dict(made_of(record)) == {"jump 1": "a + b(x=1) + c, micro 8", "jump 4": "e + f + g + h, micro 8"}
