@@ -25,6 +25,8 @@ class LifeRecord(TypedDict, total=False):
     problem: str | None
     """What fails, or why that is not known; None where nothing does."""
     parts: Required[list[SkipValidation[LifePart]]]
+    techniques: SkipValidation[list[str]]
+    """The techniques to blame; missing in old records."""
     layers: SkipValidation[list[int] | None]
     """How many layers it had, of how many; None where all of them."""
 

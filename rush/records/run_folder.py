@@ -43,6 +43,11 @@ class RunFolder:
         return self.path / "failure.log"
 
     @property
+    def last_failure(self) -> Path:
+        """Phase, step and techniques to blame of the last failure."""
+        return self.path / "failure.json"
+
+    @property
     def metrics(self) -> Path:
         return self.path / "metrics.jsonl"
 

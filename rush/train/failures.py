@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from rush.errors import Outage, OwnFault, RunFailed, RushError
-from rush.files import append_log
+from rush.files import append_log, write_json_atomic
 from rush.hardware import Machine, in_gaps, out_of_memory
 from rush.parallel import AXES, Ranks, started_rank
 from rush.parallel.store_channel import FROM_RANK_0
@@ -106,6 +106,11 @@ def failure_message(error: BaseException, status: RunStatus) -> RushError:
     uses = status.uses()
     found, where = _log_failure(error, status, str(status), uses)
     kind, message = _diagnosis(error, status, uses, found)
+    if status.folder is not None:
+        names = [one.technique.name for one in _blamed(error, found) if one.technique.name not in AXES]
+        with suppress(OSError):
+            identifiers = {"phase": status.phase.name.lower(), "step": status.step, "techniques": names}
+            write_json_atomic(status.folder.last_failure, identifiers)
     failed = kind(f"{message} {where} {_how_to_resume(status)}".rstrip())
     if FROM_RANK_0 in getattr(error, "__notes__", ()):
         failed.add_note(FROM_RANK_0)
@@ -138,6 +143,17 @@ def _log_failure(
         found,
         f"The full log is {log}." if log else "No log could be written; --debug shows the traceback.",
     )
+
+
+def _blamed(error: BaseException, found: list[Suspect]) -> list[Suspect]:
+    """The innermost technique on the stack; of a compiler's failure also those that compile. None where memory ran out."""
+    if any(out_of_memory(one) for one in chain(error)):
+        return []
+    return _suspected(found, compiler=compiler_failed(error))
+
+
+def _suspected(found: list[Suspect], *, compiler: bool) -> list[Suspect]:
+    return [*found[:1], *(other for other in found[1:] if compiler and other.compiles)]
 
 
 def one_line(error: BaseException) -> str:
@@ -210,7 +226,7 @@ def _memory_message(error: BaseException, status: RunStatus) -> str:
 def _suspects_message(found: list[Suspect], *, compiler: bool = False) -> str:
     """Name the innermost technique and how to take it out; those further out may only have passed the call on."""
     first, *others = found
-    blamed = [first, *(other for other in others if compiler and other.compiles)]
+    blamed = _suspected(found, compiler=compiler)
     under = "".join(f", under {one.technique.name}" for one in blamed[1:])
     further = ", ".join(one.technique.name for one in others if one not in blamed)
     beside = f" (further out: {further})" if further else ""

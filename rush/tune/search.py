@@ -10,7 +10,6 @@ Nothing here touches a device or a file: `Laboratory` runs the trials, and a tes
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -69,8 +68,8 @@ class Laboratory(Protocol):
 
 
 def blamed(life: LifeRecord | None) -> frozenset[str]:
-    """The techniques whose code stood on the stack when a life broke off, as its message names them."""
-    return frozenset(re.findall(r"techniques-=(\w+)", str(life["problem"])) if life else ())
+    """The techniques to blame for a broken life."""
+    return frozenset(life.get("techniques", ()) if life else ())
 
 
 def doing_of(candidate: str, kind: str) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from rush.lab.life.checks import Broken, check_repeated, check_whole, check_words, last_words, rounding
+from rush.lab.life.checks import Broken, check_repeated, check_stderr, check_whole, last_error, rounding
 from rush.lab.life.life import EVERY, Lives, short
 from rush.lab.life.logits import largest_difference
 from rush.lab.trial.starter import Starter
@@ -67,7 +67,7 @@ def _planted(recipe: Recipe, kind: str) -> Recipe:
     ("kind", "problem"),
     [
         ("needs gradients", "train: exit code 4: error: the validation after step "),
-        ("warns", "train: a warning that helps nobody: "),
+        ("warns", "train: an unexplained warning: "),
         ("forgets", "resume: before the kill: "),
         ("hangs", "train: `rush train` was not done after 5 s"),
     ],
@@ -198,16 +198,16 @@ def test_a_row_that_differs_after_the_resume_is_named() -> None:
     ],
 )
 def test_a_line_that_helps_nobody_is_found_among_what_a_command_says(line: str) -> None:
-    check_words("Corpus: 11 documents, 82,523 tokens\nstep 1/6 loss 6.2 W 3\n")
-    with pytest.raises(Broken, match="a warning that helps nobody"):
-        check_words(f"Corpus: 11 documents\n{line}\nDone.\n")
+    check_stderr("Corpus: 11 documents, 82,523 tokens\nstep 1/6 loss 6.2 W 3\n")
+    with pytest.raises(Broken, match="an unexplained warning"):
+        check_stderr(f"Corpus: 11 documents\n{line}\nDone.\n")
 
 
 def test_the_error_of_a_command_is_told_and_not_the_advice_after_it() -> None:
     said = "step 1/6\ntorch._dynamo.exc.InternalTorchDynamoError: it broke\n\nSet TORCHDYNAMO_VERBOSE=1 for more\n"
-    assert last_words(said) == "torch._dynamo.exc.InternalTorchDynamoError: it broke"
-    assert last_words("one\nerror: batch.micro is 0\n") == "error: batch.micro is 0"
-    assert last_words("Killed\n") == "Killed"
+    assert last_error(said) == "torch._dynamo.exc.InternalTorchDynamoError: it broke"
+    assert last_error("one\nerror: batch.micro is 0\n") == "error: batch.micro is 0"
+    assert last_error("Killed\n") == "Killed"
 
 
 def test_how_far_numbers_may_be_apart_goes_by_the_matmuls_of_the_techniques(recipe: Recipe) -> None:

@@ -126,10 +126,10 @@ def test_a_short_life_has_the_micro_batch_of_the_rung_and_fewer_layers_where_che
         (PartResult("whole", "exit code 5: error: the loss of step 3 is not finite.", 1.0, 5), "not known", "the loss of step 3"),
         (PartResult("whole", "exit code 2: error: batch.micro is too large.", 1.0, 2), "not known", "its short schedule could not"),
         (PartResult("again", "exit code 2: error: the technique x changed.", 1.0, 2), "broken", "it cannot resume: the technique"),
-        (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with KeyError: 'x'. The full log is /a/b.", 1.0, 4),
+        (PartResult("whole", "exit code 4: error: the checkpoint of step 2 failed with KeyError: 'x'. The full log is /a/b.", 1.0, 4, phase="save"),
          "broken", "it cannot save: the checkpoint of step 2 failed with KeyError: 'x'."),
-        (PartResult("whole", "validations after the steps [4], due after [2, 4]", 1.0), "broken", "it cannot validate: "),
-        (PartResult("whole", "exit code -11: it said nothing", 1.0, -11), "broken", "it cannot be trained with: exit code -11"),
+        (PartResult("whole", "validations after the steps [4], due after [2, 4]", 1.0, phase="validation"), "broken", "it cannot validate: "),
+        (PartResult("whole", "exit code -11: no output", 1.0, -11), "broken", "it cannot be trained with: exit code -11"),
     ],
 )  # fmt: skip
 def test_what_comes_from_outside_is_not_held_against_a_recipe(

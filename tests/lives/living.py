@@ -32,8 +32,8 @@ class Living:
     data: Path
     environment: dict[str, str]
     count: int = 0
-    said: str = ""
-    """The end of what the last life said, if it failed."""
+    stderr: str = ""
+    """The end of standard error of the last life, if it failed."""
 
     def problem(self, setting: Setting, techniques: Items, parts: Sequence[str]) -> str | None:
         """What goes wrong in the life of this recipe; None after a whole one."""
@@ -43,7 +43,7 @@ class Living:
         try:
             with setting.surroundings():
                 life = lives.live(setting.recipe(techniques, self.data), parts)
-            self.said = life.parts[-1].said
+            self.stderr = life.parts[-1].stderr
             return life.problem
         finally:
             shutil.rmtree(place)
@@ -61,7 +61,7 @@ class Living:
         if problem is None:
             return
         told = {"setting": str(setting), "techniques": sorted(map(str, techniques)), "problem": problem}
-        _report({**told, "said": self.said})
+        _report({**told, "stderr": self.stderr})
 
         def fails(fewer: Items) -> bool:
             return _kind(self.problem(setting, fewer, parts) or "") == _kind(problem)

@@ -141,6 +141,9 @@ class Player:
         self.clock.now_s += (steps - done) * recipe.step_tokens / self.speed(recipe, recipe.step_tokens)
         if names := sorted(self.breaks.intersection(name for name, _ in recipe.technique_uses())):
             said = f"The code of the technique {names[0]} stands on the stack: take it out with techniques-={names[0]}."
+            folder.path.mkdir(exist_ok=True)
+            failure = {"phase": "validation", "step": every, "techniques": names[:1]}
+            folder.last_failure.write_text(json.dumps(failure))
             streams.stderr.write_text(
                 f"error: the validation after step {every} failed with X: it is played. {said}\n"
             )

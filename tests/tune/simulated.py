@@ -98,11 +98,15 @@ class Table:
     def life(self, recipe: Recipe, limit_s: float) -> LifeRecord:
         self.made.append(("life", recipe.digest))
         names = sorted(self.breaks.intersection(name for name, _ in recipe.technique_uses()))
-        out = " or ".join(f"techniques-={name}" for name in names)
-        problem = f"it cannot validate: the table says so; take it out with {out}." if names else None
+        problem = "it cannot validate: the table says so." if names else None
         parts: list[LifePart] = [{"name": "train", "seconds": 12.0}]
         parts += [] if names else [{"name": "resume", "seconds": 8.0}]
-        return {"verdict": "broken" if names else "ok", "problem": problem, "parts": parts}
+        return {
+            "verdict": "broken" if names else "ok",
+            "problem": problem,
+            "parts": parts,
+            "techniques": names,
+        }
 
 
 @cache

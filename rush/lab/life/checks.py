@@ -1,7 +1,7 @@
-"""What must hold after a part of a life: the rows, the checkpoints, the last words, and how far numbers may be apart.
+"""The checks after each part of a life: metrics, checkpoints, standard error, and tolerances.
 
-A run's own validation goes through its techniques, `rush evaluate` through the plain model: they agree up to the rounding of
-the run's matmuls, a mean over many labels to a quarter of it. Whatever is computed twice by the same code is equal to the bit.
+A run validates through its techniques, `rush evaluate` through the plain model: they agree up to the rounding of the run's
+matmuls, a mean over many labels to a quarter of it. Whatever the same code computes twice is equal bit for bit.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from rush.records.run_folder import RunFolder
 from rush.techniques.api.rounding import rounding
 
 CLOCK = {"tokens_per_s", "trained_per_s", "step_s", "data_s", "memory_bytes", "mfu", "ceiling_fraction"}
-"""What differs between two runs that are otherwise the same."""
+"""Metrics that differ between two identical runs."""
 COMPLAINTS = re.compile(
     r"^.*(?:Warning\b|WARNING|Traceback|Exception ignored|^\[?[WEF]\d{3,4} |Fatal|core dumped).*$",
     re.MULTILINE,
 )
-"""Lines that help nobody who reads them: Python's warnings, the loggers of torch in Python and C++, what ends a process."""
+"""Unexplained output: Python warnings, torch's loggers in Python and C++, tracebacks and aborts."""
 
 
 class Broken(Exception):
-    """Something that must hold after a part of a life does not; with the exit code of the command that failed."""
+    """A failed check, with the exit code of the command that failed and the phase of the run it is about."""
 
-    def __init__(self, problem: str, code: int | None = None) -> None:
+    def __init__(self, problem: str, code: int | None = None, phase: str | None = None) -> None:
         super().__init__(problem)
-        self.code = code
+        self.code, self.phase = code, phase
 
 
 def check_whole(run: RunFolder, recipe: Recipe) -> None:
-    """No row missing, twice or not finite; every validation, sample and save where it was due; nothing half done left."""
+    """No row missing, duplicate or non-finite; every validation, sample and checkpoint in its place; no partial files."""
     rows, total = rows_of(run.metrics), recipe.schedule.steps
     if [row["step"] for row in rows] != list(range(1, total + 1)):
         raise Broken(f"metrics.jsonl has the steps {[row['step'] for row in rows]} of {total}")
@@ -49,14 +49,14 @@ def check_whole(run: RunFolder, recipe: Recipe) -> None:
             ):
                 raise Broken(f"{name} is {value} at step {row['step']}")
     settings, samples = recipe.run, rows_of(run.samples)
-    for what, every, found in (
-        ("validations", settings.validate_every, [row["step"] for row in rows if "val_loss" in row]),
-        ("samples", settings.sample_every, [row["step"] for row in samples]),
-        ("checkpoints", settings.save_every, run.checkpoints.steps()),
+    for what, phase, every, found in (
+        ("validations", "validation", settings.validate_every, [r["step"] for r in rows if "val_loss" in r]),
+        ("samples", "sample", settings.sample_every, [row["step"] for row in samples]),
+        ("checkpoints", "save", settings.save_every, run.checkpoints.steps()),
     ):
         due = [step for step in range(1, total + 1) if step == total or (every and step % every == 0)]
         if found != due:
-            raise Broken(f"{what} after the steps {found}, due after {due}")
+            raise Broken(f"{what} after the steps {found}, due after {due}", phase=phase)
     saves = [row["step"] for row in read_rows(run.saves)]  # a kill may come between a checkpoint and its row
     if saves[-1:] != [total] or saves != sorted({*saves} & {*run.checkpoints.steps()}):
         raise Broken(
@@ -80,7 +80,7 @@ def check_sealed(run: RunFolder, step: int) -> None:
 def check_repeated(
     before: Iterable[Mapping[str, Any]], rows: list[dict[str, Any]], *, to_the_bit: bool
 ) -> None:
-    """The rows that a killed run had written already are written again by the resumed one."""
+    """The resumed run writes the rows of the killed run again."""
     for old in before:
         new = rows[old["step"] - 1]
         if to_the_bit and old != new:
@@ -89,13 +89,13 @@ def check_repeated(
             raise Broken(
                 f"{unlike[0]} of step {old['step']} was {old.get(unlike[0])}, after the resume {new.get(unlike[0])}"
             )
-        # Where sums come in another order each time, a resumed run goes nearly the same way, not the same.
+        # Where reductions are not deterministic, a resumed run is close, not equal.
         if not close(new["loss"], old["loss"], 2**-6):
             raise Broken(f"the loss of step {old['step']} was {old['loss']}, after the resume {new['loss']}")
 
 
 def check_same_runs(one: RunFolder, other: RunFolder) -> None:
-    """Two runs of one recipe, to the bit: rows, samples, and the files of every checkpoint."""
+    """Two runs of one recipe are equal bit for bit: metrics, samples, and the files of every checkpoint."""
     for name in ("metrics", "samples"):
         found, expected = (rows_of(getattr(folder, name)) for folder in (one, other))
         for mine, theirs in zip(found, expected, strict=True):
@@ -109,7 +109,7 @@ def check_same_runs(one: RunFolder, other: RunFolder) -> None:
 
 
 def check_validation(judged: Mapping[str, Any], last: Mapping[str, Any], recipe: Recipe) -> None:
-    """`rush evaluate` finds what the run's last validation found."""
+    """`rush evaluate` agrees with the run's last validation."""
     pairs = [("val_loss", judged["held_out"]["loss"])]
     if recipe.objective.kind == "dpo":  # its loss is about preferences, evaluation's about the chosen answers
         pairs = [(f"val_{name}", judged["wins"][name]) for name in ("logp_chosen", "logp_rejected")]
@@ -120,10 +120,10 @@ def check_validation(judged: Mapping[str, Any], last: Mapping[str, Any], recipe:
             )
 
 
-def check_words(said: str) -> None:
-    """No warning that nobody has explained."""
-    if found := COMPLAINTS.search(said):
-        raise Broken(f"a warning that helps nobody: {found.group(0).strip()[:300]}")
+def check_stderr(text: str) -> None:
+    """No unexplained warnings."""
+    if found := COMPLAINTS.search(text):
+        raise Broken(f"an unexplained warning: {found.group(0).strip()[:300]}")
 
 
 def close(one: float, other: float, relative: float) -> bool:
@@ -131,7 +131,7 @@ def close(one: float, other: float, relative: float) -> bool:
 
 
 def rows_of(path: Path) -> list[dict[str, Any]]:
-    """The rows without what the clock decides."""
+    """The rows without the metrics of speed and memory."""
     return [{key: value for key, value in row.items() if key not in CLOCK} for row in read_rows(path)]
 
 
@@ -139,8 +139,8 @@ def _checkpoint_files(run: RunFolder) -> dict[str, Path]:
     return {str(path.relative_to(run.path)): path for path in run.checkpoints.folder.glob("step-*/*")}
 
 
-def last_words(said: str) -> str:
-    """The error that a command ended with: the last line that names one, since advice may follow; else the last line."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
+def last_error(text: str) -> str:
+    """The last line with an error, since advice may follow; else the last line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if re.match(r"(?:error|[\w.]+(?:Error|Exception|Interrupt)):", line)]
-    return (errors or lines or ["it said nothing"])[-1][:1000]
+    return (errors or lines or ["no output"])[-1][:1000]

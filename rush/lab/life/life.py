@@ -1,13 +1,12 @@
-"""A life: everything a run goes through, by the command line in real processes.
+"""A life: everything a run goes through, with the command line in real processes.
 
-A recipe can be fast, and right over 200 steps, and still die at its first validation, or not come back from a kill. So
-it is taken through a short life: it trains with accumulation, validations, samples and saves; it is killed between two saves (SIGKILL);
-it is resumed and trains to the end; it is trained once more undisturbed, to the same bits; it is evaluated, exported to
-transformers, made to generate and, where it is a chat recipe, to chat; its adapters are merged. After each part
-is checked what must hold then. A life says nothing about speed or about long runs: it is the shortest run in which
-everything happens that happens in a long one.
+A recipe can be fast, and right over 200 steps, and still fail at its first validation or at a resume. So it is taken through a
+short life: it trains with gradient accumulation, validations, samples and checkpoints; it is killed between two checkpoints
+(SIGKILL), resumed and trained to the end; it is trained again without interruption, to the same bits; it is evaluated, exported
+to transformers, and generates or chats; its adapters are merged. Each part is followed by its checks. A life says nothing about
+speed or long runs: it is the shortest run with all the events of a long one.
 
-`rush/lab/life/usable.py` has a shorter one of two processes (`whole`, `again`) for what a ladder or a search has measured.
+`rush/lab/life/usable.py` has a shorter life of two processes (`whole`, `again`) for ladders and searches.
 """
 
 from __future__ import annotations
@@ -40,28 +39,32 @@ from rush.techniques.api.rounding import FP32, adapts_plain_weights, rounding, t
 
 STEPS, SAVE_EVERY, VALIDATE_EVERY, SAMPLE_EVERY = 6, 2, 3, 3
 TRAINING = ("train", "resume")
-"""The parts that show whether a recipe can be trained with at all."""
+"""The parts that show whether a recipe trains at all."""
 UNDISTURBED = ("whole", "again")
-"""The same without a kill, so that what a resumed run computes is seen beside what it should."""
+"""The same without a kill, so that the losses of the resumed run can be compared."""
 EVERY = ("train", "resume", "repeat", "evaluate", "export", "generate", "chat", "merge", "adapter")
 ATTEMPTS = 3
-"""To be killed in time: on a busy machine a tiny run may be over before it is noticed that the moment has come."""
-SAID = 4000
+"""Attempts to kill a run in time: on a busy machine a tiny run may end first."""
+MAX_STDERR = 4000
 SAMPLING = ("--temperature", "0.8", "--top-k", "50")
-"""How a run draws its samples."""
+"""The sampling options of a run's samples."""
 
 
 @dataclass(frozen=True)
 class PartResult:
-    """One part of a life: what is wrong after it, if anything, and how long it took."""
+    """One part of a life: its problem, if any, and its time."""
 
     name: str
     problem: str | None
     seconds: float
     code: int | None = None
-    """The exit code of the command that failed; negative: the signal it died of."""
-    said: str = ""
-    """The end of what its last command wrote to standard error, where there is a problem."""
+    """Exit code of the command that failed; negative: the signal that killed it."""
+    stderr: str = ""
+    """The end of the last command's standard error, if there is a problem."""
+    phase: str | None = None
+    """The phase in which the run failed (`rush.train.failures.Phase`, in lower case)."""
+    techniques: tuple[str, ...] = ()
+    """The techniques to blame."""
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,12 @@ class LifeResult:
 
     @property
     def problem(self) -> str | None:
-        """What the recipe cannot do, or None after a whole life."""
+        """The first problem; None after a complete life."""
         return next((f"{part.name}: {part.problem}" for part in self.parts if part.problem), None)
 
 
 def short(recipe: Recipe, **changes: Any) -> Recipe:
-    """The recipe with a schedule in which everything happens within a few steps, each of two micro batches."""
+    """The recipe with a schedule of a few steps that has every event, each step of two micro batches."""
     tokens = recipe.micro * recipe.batch.sequence * recipe.data_ranks
     return changed(
         recipe,
@@ -103,32 +106,35 @@ class Lives:
     folder: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     limit_s: float = 300.0
-    """How long one command may take."""
+    """Time limit of one command."""
     options: tuple[str, ...] = ()
-    """Further options of every `rush train`."""
+    """Additional options of `rush train`."""
     strict: bool = True
-    """Whether a warning that helps nobody is a problem."""
+    """Whether an unexplained warning is a problem."""
     tolerance: float = 0.0
-    """How far the losses of the part `again` may be from those of `whole`, relative."""
+    """Relative tolerance of the losses of `again` against `whole`."""
 
     def live(self, recipe: Recipe, parts: Sequence[str] = EVERY) -> LifeResult:
-        """Take a recipe that `short` made through these parts, as far as they concern it."""
+        """Take a recipe made by `short` through these parts, as far as they apply to it."""
         self.folder.mkdir(parents=True, exist_ok=True)
         (self.folder / "recipe.toml").write_text(write_toml(recipe))
         one = _One(self, recipe, RunFolder(self.folder / "run"))
         lived: list[PartResult] = []
         for name in parts:
-            if not one.concerns(name):
+            if not one.applies(name):
                 continue
-            began, problem, code = time.monotonic(), None, None
+            began, problem, code, phase = time.monotonic(), None, None, None
             try:
                 getattr(one, name)()
             except Broken as broken:
-                problem, code = str(broken), broken.code
-            except Exception as error:  # whatever breaks in a life is what the life is asked about
+                problem, code, phase = str(broken), broken.code, broken.phase
+            except Exception as error:  # finding any failure is the purpose of a life
                 problem = f"{type(error).__name__}: {error}"
-            said = one.said()[-SAID:] if problem is not None else ""
-            lived.append(PartResult(name, problem, round(time.monotonic() - began, 2), code, said))
+            stderr = one.stderr()[-MAX_STDERR:] if problem is not None else ""
+            failure = one.failure() if code else {}
+            phase, names = failure.get("phase", phase), tuple(failure.get("techniques", ()))
+            seconds = round(time.monotonic() - began, 2)
+            lived.append(PartResult(name, problem, seconds, code, stderr, phase, names))
             if problem is not None and name in (*TRAINING, *UNDISTURBED):
                 break  # there is no trained model for the rest
         return LifeResult(tuple(lived))
@@ -136,25 +142,25 @@ class Lives:
 
 @dataclass(frozen=True)
 class _One:
-    """The parts of one recipe's life. Each raises `Broken` if something does not hold after it."""
+    """The parts of one recipe's life. Each raises `Broken` if a check fails."""
 
     lives: Lives
     recipe: Recipe
     run: RunFolder
     before: list[dict[str, Any]] = field(default_factory=list)
-    """The rows that the run had written when it was killed."""
+    """The rows written before the kill."""
 
-    def concerns(self, part: str) -> bool:
+    def applies(self, part: str) -> bool:
         if part == "chat":
             return self.recipe.objective.kind != "lm"
         if part == "merge":
             return trains_adapters(self.recipe)
         if part == "adapter":
-            return self._opened_by_peft()
+            return self._loads_in_peft()
         return True
 
     def train(self) -> None:
-        """Train, and die by SIGKILL between two saves."""
+        """Train, killed by SIGKILL between two checkpoints."""
         for _ in range(ATTEMPTS):
             shutil.rmtree(self.run.path, ignore_errors=True)
             codes = self._train(self.run, kill_when=self._between_saves)
@@ -164,12 +170,12 @@ class _One:
             raise Broken(f"the run ended before it could be killed, {ATTEMPTS} times")
         if any(code != -signal.SIGKILL for code in codes):
             self._finished(codes)
-        checks.check_words(self.said())
+        checks.check_stderr(self.stderr())
         checks.check_sealed(self.run, self.run.checkpoints.steps()[-1])
         self.before.extend(checks.rows_of(self.run.metrics))
 
     def resume(self) -> None:
-        """Go on to the end; what was written before the kill is written again."""
+        """Resume to the end; rows written before the kill are written again."""
         self._finished(self._train(self.run, "--resume"))
         checks.check_whole(self.run, self.recipe)
         to_the_bit = self.recipe.run.deterministic or self._kind() == "cpu"
@@ -181,7 +187,7 @@ class _One:
         checks.check_whole(self.run, self.recipe)
 
     def again(self) -> None:
-        """Once more from the first checkpoint, as if the run had been killed after it: to the same losses."""
+        """Resume from the first checkpoint, as if the run had been killed after it: to the same losses."""
         rows, (first, *later) = checks.rows_of(self.run.metrics), self.run.checkpoints.steps()
         for step in later:
             shutil.rmtree(self.run.checkpoints.path(step))
@@ -196,14 +202,14 @@ class _One:
                     )
 
     def repeat(self) -> None:
-        """The same run without a kill, for the same bits."""
+        """The same run without a kill, bit for bit."""
         whole = RunFolder(self.lives.folder / "undisturbed")
         self._finished(self._train(whole))
         checks.check_whole(whole, self.recipe)
         checks.check_same_runs(self.run, whole)
 
     def evaluate(self) -> None:
-        """`rush evaluate` finds what the run's last validation found."""
+        """`rush evaluate` agrees with the run's last validation."""
         words = ["--answers", "1", "--max-tokens", "4", "--batch", "2"]
         limit = ["--limit", str(self.recipe.run.validate_sequences)]
         said = json.loads(
@@ -215,12 +221,12 @@ class _One:
         """`rush export`, and transformers computes the same logits."""
         to = self.lives.folder / "exported"
         self._rush("export", str(self.run.path), "--to", str(to))
-        # Adapters are merged into weights of the base's dtype: every weight is rounded once more, and errors add up.
+        # Merging rounds every weight to the base's dtype once more, and errors add up.
         merged = 4 * rounding(self.recipe) if trains_adapters(self.recipe) else 0.0
         self._same_logits(to, max(merged, 10 * FP32))
 
     def generate(self) -> None:
-        """`rush generate` says what the run's last sample said; and of the exported folder what it says of the run's."""
+        """`rush generate` repeats the run's last sample, and gives the same greedy tokens for the exported folder."""
         settings, exported = self.recipe.run, self.lives.folder / "exported"
         if self.recipe.objective.kind == "lm":
             said = self._generated(
@@ -233,12 +239,10 @@ class _One:
             if folder.is_dir() and not (folder is exported and trains_adapters(self.recipe))
         ]
         if any(tokens != greedy[0] for tokens in greedy):
-            raise Broken(
-                f"the likeliest tokens by the run are {greedy[0]}, by its exported folder {greedy[1]}"
-            )
+            raise Broken(f"the greedy tokens of the run are {greedy[0]}, of its exported folder {greedy[1]}")
 
     def chat(self) -> None:
-        """One turn of `rush chat`, which answers as the run's last sample does."""
+        """One turn of `rush chat`, which repeats the run's last sample."""
         settings = self.recipe.run
         words = ["--max-tokens", str(settings.sample_tokens), *SAMPLING, "--seed", str(settings.seed)]
         said = self._rush(
@@ -252,20 +256,20 @@ class _One:
         self._same_text(tokenizer.decode(encode_question(chatting, settings.sample_prompt)) + said[:-1])
 
     def merge(self) -> None:
-        """`rush merge`, and the merged model computes the same logits; in fp32, where nothing is rounded once more."""
+        """`rush merge`, and the merged model computes the same logits; in fp32, without another rounding."""
         to = self.lives.folder / "merged"
         self._rush("merge", str(self.run.path), "--dtype", "float32", "--to", str(to))
         self._same_logits(to, 10 * FP32)
 
     def adapter(self) -> None:
-        """`rush export --adapter`, and PEFT, which puts it on the base, computes the same logits."""
+        """`rush export --adapter`, and PEFT with the base computes the same logits."""
         to, base = self.lives.folder / "adapter", self.recipe.model.init_from
         assert base is not None
         self._rush("export", str(self.run.path), "--adapter", "--to", str(to))
         self._same_logits(Path(base), 10 * FP32, adapter=to)
 
-    def _opened_by_peft(self) -> bool:
-        """Whether the run has adapters over a folder that PEFT can open and on weights as they are there."""
+    def _loads_in_peft(self) -> bool:
+        """Whether the run has adapters on unchanged weights of a folder that PEFT can load."""
         base = self.recipe.model.init_from
         opened = base is not None and (Path(base) / "config.json").is_file()
         return opened and adapts_plain_weights(self.recipe) and find_spec("peft") is not None
@@ -294,7 +298,7 @@ class _One:
             )
 
     def _between_saves(self) -> bool:
-        """Whether a checkpoint is sealed and a later step done."""
+        """Whether a checkpoint is complete and a later step done."""
         steps = self.run.checkpoints.steps()
         return bool(steps) and sum(1 for _ in read_rows(self.run.metrics)) > steps[-1]
 
@@ -303,9 +307,9 @@ class _One:
         return self._start([*words, *self.lives.options], _ranks(self.recipe.world), "", kill_when)
 
     def _rush(self, *words: str, stdin: str = "") -> str:
-        """A command of one process that must succeed; what it printed."""
+        """The standard output of a command of one process, which must succeed."""
         self._finished(self._start(words, [{}], stdin, None))
-        return self._streams().stdout.read_bytes().decode()  # as it is: a model may say a carriage return
+        return self._streams().stdout.read_bytes().decode()  # unchanged: a model may print a carriage return
 
     def _start(
         self,
@@ -323,15 +327,20 @@ class _One:
         return codes
 
     def _finished(self, codes: Sequence[int]) -> None:
-        """Exit code 0, and nothing said that needs an explanation."""
+        """Exit code 0 and, if strict, no unexplained warning."""
         if any(codes):
-            words = f"exit code {', '.join(map(str, codes))}: {checks.last_words(self.said())}"
-            raise Broken(words, next(code for code in codes if code))
+            problem = f"exit code {', '.join(map(str, codes))}: {checks.last_error(self.stderr())}"
+            raise Broken(problem, next(code for code in codes if code))
         if self.lives.strict:
-            checks.check_words(self.said())
+            checks.check_stderr(self.stderr())
 
-    def said(self) -> str:
-        """What the last command wrote to standard error, all its processes."""
+    def failure(self) -> dict[str, Any]:
+        """The identifiers of the run's last failure."""
+        path = self.run.last_failure
+        return dict(json.loads(path.read_text())) if path.exists() else {}
+
+    def stderr(self) -> str:
+        """Standard error of the last command, of all its processes."""
         path = self._streams().stderr
         return "".join(file.read_text() for file in sorted(path.parent.glob(f"{path.name}*")))
 
@@ -346,7 +355,7 @@ class _One:
 
 
 def _ranks(world: int) -> list[dict[str, str]]:
-    """The environments in which processes find each other, as a launcher sets them."""
+    """The environment of each rank, as a launcher sets it."""
     if world == 1:
         return [{}]
     with socket.socket() as free:

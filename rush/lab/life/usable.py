@@ -1,13 +1,12 @@
-"""Whether what was measured can be trained with: a short life of it, and what is written down of that.
+"""Whether a measured recipe is usable: a short life, and its record.
 
-A trial makes steps and nothing else. What a user meets beside them (a validation, a sample, a checkpoint, a resume) may break
-on a recipe that is fast and learns the same: compiled code that cannot run without gradients, state that no checkpoint holds.
-So a recipe is called usable only after four steps of `rush train` in which all of that happens, and the last two of
-them once more in a new process, from the checkpoint of the second, to the same losses. The micro batch is the recipe's own, and
-the compiler finds what it made for the trial.
+A trial makes steps and nothing else. Validation, sampling, checkpoints and resume may fail on a recipe that is fast and has
+parity: compiled code that cannot run under no_grad, state that no checkpoint holds. So a recipe is usable only after four steps
+of `rush train` with all of these, and the last two again in a new process, resumed from the checkpoint of step 2, to the same
+losses. The micro batch is the recipe's own, and the compiler's cache is that of the trial.
 
-Checkpoints of a large model take longer than all the rest. Beyond `LARGEST_BYTES` the life has fewer layers, and says so; what
-only the whole model meets, as memory that runs out at a validation, is not seen then.
+Checkpoints of a large model take longer than the rest. Beyond `LARGEST_BYTES` the life has fewer layers, and the record says
+so; failures of the whole model only, such as running out of memory at a validation, are not seen then.
 """
 
 from __future__ import annotations
@@ -31,20 +30,19 @@ from rush.techniques.api.rounding import trains_adapters
 
 STEPS, EVERY = 4, 2
 LARGEST_BYTES = 8e9
-"""Of a checkpoint, at `STATE_BYTES` a parameter."""
+"""Largest checkpoint, at `STATE_BYTES` per parameter."""
 STATE_BYTES = 12
-"""fp32 weights with two moments; less precise ones take less."""
+"""fp32 weights with two moments; other dtypes take less."""
 CPU_TOLERANCE, GPU_TOLERANCE = 1e-4, 2e-3
-"""Relative, of losses. Kernels of a GPU add in changing orders, and bf16 rounds what comes of it."""
+"""Relative tolerances of losses. GPU reductions are not deterministic, and bf16 rounds their results."""
 NAMES = {"whole": "train", "again": "resume"}
-VERBS = {"the validation after": "validate", "the sample after": "sample", "the checkpoint of": "save",
-         "validations after": "validate", "samples after": "sample", "checkpoints after": "save"}  # fmt: skip
-"""Where a run broke off, or what it left out, as is told of it; and what it cannot do then."""
+VERBS = {"validation": "validate", "sample": "sample", "save": "save"}
+"""What a run that failed in a phase cannot do."""
 NO_ROOM = "No space left on device"
 
 
 def quick(recipe: Recipe) -> Recipe:
-    """The recipe with a schedule of a few steps in which everything happens; its own micro batch, accumulated at most twice."""
+    """The recipe with a schedule of a few steps that has every event; its own micro batch, gradient accumulation of at most 2."""
     tokens = recipe.micro * recipe.batch.sequence * recipe.data_ranks
     changes: dict[str, Any] = {
         "schedule.steps": STEPS,
@@ -63,7 +61,7 @@ def quick(recipe: Recipe) -> Recipe:
 
 
 def _layers(recipe: Recipe) -> int:
-    """All of them; fewer where checkpoints would be too large. Those of adapters do not hold the weights beside them."""
+    """All layers; fewer where checkpoints would be too large. Checkpoints of adapters do not hold the frozen weights."""
     shape = recipe.shape()
     if recipe.model.init_from is not None or trains_adapters(recipe):
         return shape.num_layers
@@ -83,7 +81,7 @@ def live(
     techniques: Sequence[str] = (),
     limit_s: float,
 ) -> LifeRecord:
-    """Take a recipe that `quick` made through its life, in a folder that is removed after it."""
+    """Take a recipe made by `quick` through its life, in a temporary folder."""
     shutil.rmtree(folder, ignore_errors=True)
     lives = Lives(
         starter,
@@ -100,22 +98,25 @@ def live(
         shutil.rmtree(folder, ignore_errors=True)
     verdict, problem = judged(life)
     parts: list[LifePart] = [{"name": NAMES[part.name], "seconds": part.seconds} for part in life.parts]
-    return {"verdict": verdict, "problem": problem, "parts": parts}
+    techniques = [name for part in life.parts if part.problem for name in part.techniques]
+    return {"verdict": verdict, "problem": problem, "parts": parts, "techniques": techniques}
 
 
 def judged(life: LifeResult) -> tuple[str, str | None]:
-    """The verdict on a life, and the sentence to it. What came from outside says nothing about the recipe."""
+    """The verdict on a life, and its problem. Failures from outside the run say nothing about the recipe."""
     part = next((part for part in life.parts if part.problem), None)
     if part is None:
         return "ok", None
-    told = str(part.problem)
+    problem = str(part.problem)
     if part.code == -signal.SIGKILL:
-        killed = "the process was killed from outside (SIGKILL)" if told.startswith("exit code") else told
+        killed = (
+            "the process was killed from outside (SIGKILL)" if problem.startswith("exit code") else problem
+        )
         return "not known", f"{killed}."
-    if NO_ROOM in told:
+    if NO_ROOM in problem:
         return "not known", "there is no room for its checkpoints on the disk."
     if part.name == "whole" and part.code in (RecipeError.exit_code, Diverged.exit_code):
-        # The schedule is not the recipe's own: few steps, at the full learning rate from the first on.
+        # The schedule is not the recipe's own: few steps, at the full learning rate from the first one.
         return "not known", f"its short schedule could not be run: {_message(part)}"
     return "broken", f"it cannot {_what(part)}: {_message(part)}"
 
@@ -123,10 +124,10 @@ def judged(life: LifeResult) -> tuple[str, str | None]:
 def _what(part: PartResult) -> str:
     if part.name == "again":
         return "resume"
-    return next((verb for place, verb in VERBS.items() if place in str(part.problem)), "be trained with")
+    return VERBS.get(part.phase or "", "be trained with")
 
 
 def _message(part: PartResult) -> str:
-    """What the command said, without the log that is gone."""
-    told = re.sub(r"^exit code [^:]*: error: ", "", str(part.problem))
-    return told.split(" The full log is")[0].rstrip(".") + "."
+    """The message of the command, without the path of the log, which is gone."""
+    message = re.sub(r"^exit code [^:]*: error: ", "", str(part.problem))
+    return message.split(" The full log is")[0].rstrip(".") + "."
