@@ -15,6 +15,7 @@ from rush.errors import RecipeError, nearest
 
 if TYPE_CHECKING:
     from rush.explain import ExplainSettings, Topic
+    from rush.records.explain import ExplainRecord
 
 DEVICES = ("auto", "cpu", "cuda")
 
@@ -112,7 +113,7 @@ def _refuse_measuring(device: str, quick: bool, options: dict[str, Any]) -> None
         raise RecipeError(f"--from measures nothing; leave out {', '.join(given)}.")
 
 
-def _measure(topic: Topic, device: str, quick: bool, options: dict[str, str | int]) -> dict[str, Any]:
+def _measure(topic: Topic, device: str, quick: bool, options: dict[str, str | int]) -> ExplainRecord:
     from rush.explain.records import make
 
     foreign = [name for name in options if name not in topic.options]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from rush.explain import say
+from rush.report.svg import binary_unit, ticks
 
 Unit = Literal["", "B", "B/s", "FLOP/s", "s", "%", "×"]
 Style = Literal["measured", "formula", "extrapolated", "dots"]
@@ -114,22 +115,12 @@ def tick_values(low: float, high: float, log: bool, unit: Unit, about: int = 6) 
         step = max(1, math.ceil((last - first + 1) / about))
         return [2.0**k for k in range(first, last + 1, step)]
     if not log:
-        scale = _binary_unit(high) if unit == "B" else 1.0
-        return [value * scale for value in _linear(low / scale, high / scale, about)]
+        scale = binary_unit(high) if unit == "B" else 1.0
+        return [value * scale for value in ticks(low / scale, high / scale, about)]
     tens = [10.0**k for k in range(math.ceil(math.log10(low)), math.floor(math.log10(high)) + 1)]
     if len(tens) >= 3:
         return tens[:: max(1, math.ceil(len(tens) / about))]
     start = math.floor(math.log10(low))
     steps = [m * 10.0**k for k in range(start, start + 4) for m in (1, 2, 5)]
     inside = [value for value in steps if low <= value <= high]
-    return inside if len(inside) >= 2 else _linear(low, high, 4)
-
-
-def _binary_unit(high: float) -> float:
-    return next((unit for unit in (2.0**30, 2.0**20, 2.0**10) if high >= unit), 1.0)
-
-
-def _linear(low: float, high: float, about: int) -> list[float]:
-    from rush.report.svg import ticks
-
-    return ticks(low, high, about)
+    return inside if len(inside) >= 2 else ticks(low, high, 4)

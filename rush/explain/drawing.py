@@ -14,11 +14,13 @@ from markupsafe import Markup
 
 from rush.explain.chart import Bar, Bars, Curve, Curves, Dot, Mark, Panel, Unit, label, tick_values
 from rush.report import formatting
-from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
-from rush.report.svg import Scale, number, path, picture, tag, tooltip
+from rush.report.axes import NARROW, WIDE, Frame, free_spot, x_axis, y_axis
+from rush.report.svg import Scale, number, path, picture, shortened, tag, tooltip
 
 LETTER = 6.7
 """About how wide a letter of the small text is."""
+REACHES = (14.0, 21.0, 29.0, 38.0)
+DIRECTIONS = [(math.cos(math.pi / 4 * turn), -math.sin(math.pi / 4 * turn)) for turn in range(8)]
 SHAPES = ("circle", "square", "triangle", "diamond", "ring", "bar")
 
 
@@ -200,7 +202,7 @@ def _labels(lines: Sequence[Curve], frame: Frame, x: Scale, y: Scale) -> list[Ma
     marks = []
     for line in lines:
         for dot in line.dots:
-            if dot.label and (spot := _free_spot(frame, x(dot.x), y(dot.y), taken)):
+            if dot.label and (spot := free_spot(frame, x(dot.x), y(dot.y), taken, REACHES, DIRECTIONS, 12)):
                 taken.append(spot)
                 marks.append(
                     tag(
@@ -213,19 +215,6 @@ def _labels(lines: Sequence[Curve], frame: Frame, x: Scale, y: Scale) -> list[Ma
                     )
                 )
     return marks
-
-
-def _free_spot(
-    frame: Frame, cx: float, cy: float, taken: Sequence[tuple[float, float]]
-) -> tuple[float, float] | None:
-    for reach in (14, 21, 29, 38):
-        for turn in range(8):
-            angle = math.pi / 4 * turn
-            spot = (cx + reach * math.cos(angle), cy - reach * math.sin(angle))
-            inside = frame.left + 4 < spot[0] < frame.x_end - 4 and frame.top < spot[1] < frame.y_end - 6
-            if inside and all(math.dist(spot, other) > 12 for other in taken):
-                return spot
-    return None
 
 
 def _alt(panel: Curves) -> str:
@@ -285,10 +274,10 @@ def _bar(row: Bar, panel: Bars, scale: Scale, top: float, width: float) -> list[
     said = f"{row.name}: {bar_label(row, panel.unit)}"
     wide = width > 600
     base = top if wide else top + 18
-    marks = [tag("text", cut(row.name, 46), class_="bar-name", x=0, y=top + (17 if wide else 14))]
+    marks = [tag("text", shortened(row.name, 46), class_="bar-name", x=0, y=top + (17 if wide else 14))]
     if row.value is None:
         most = max(12, int((width - scale.start) / LETTER))
-        why = cut(row.note or formatting.MISSING, most)
+        why = shortened(row.note or formatting.MISSING, most)
         marks.append(tag("text", tooltip(said), why, class_="soft", x=scale.start, y=base + 17))
         return marks
     start = scale(row.start) if row.start is not None else scale.start
@@ -312,7 +301,3 @@ def _bar(row: Bar, panel: Bars, scale: Scale, top: float, width: float) -> list[
         end = max(end, high)
     marks.append(tag("text", bar_label(row, panel.unit), class_="value", x=end + 8, y=base + 17))
     return marks
-
-
-def cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -2,44 +2,26 @@
 
 from __future__ import annotations
 
-from importlib import resources
 from pathlib import Path
-
-import jinja2
-from markupsafe import Markup
 
 from rush.explain.drawing import pictures
 from rush.explain.records import Explanation
 from rush.explain.standalone import standalone
 from rush.files import write_atomic, write_json_atomic, writing
 from rush.report import formatting
-from rush.report.page import digest
+from rush.report.page import render
 
 
 def page(explanation: Explanation) -> str:
     """One self-contained file; the same record always gives the same bytes."""
-    style = _asset("style.css") + _asset("explain.css")
-    script = _asset("script.js")
-    policy = (
-        f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; "
-        "base-uri 'none'; form-action 'none'"
-    )
-    environment = jinja2.Environment(
-        loader=jinja2.FunctionLoader(_asset),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
     record = explanation.record
     machine = [
         (str(key), formatting.MISSING if value is None else str(value))
         for key, value in record["machine"].items()
     ]
-    return environment.get_template("explain.html").render(
-        policy=policy,
-        style=Markup(style),
-        script=Markup(script),
+    return render(
+        "explain.html",
+        ("style.css", "explain.css"),
         title=explanation.topic.title,
         topic=explanation.topic,
         sentences=explanation.words,
@@ -69,12 +51,3 @@ def write(explanation: Explanation, folder: Path) -> dict[str, Path]:
 
 def picture(explanation: Explanation) -> str:
     return standalone(explanation.topic.title, explanation.where, explanation.panels) + "\n"
-
-
-def _asset(name: str) -> str:
-    """Our own template or style, or the report's."""
-    for package in ("rush.explain", "rush.report"):
-        path = resources.files(package).joinpath("templates", name)
-        if path.is_file():
-            return path.read_text(encoding="utf-8")
-    raise jinja2.TemplateNotFound(name)

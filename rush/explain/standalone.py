@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from rush.explain.chart import Panel
-from rush.explain.drawing import cut, draw
-from rush.report.svg import number, picture, tag
+from rush.explain.drawing import draw
+from rush.report.svg import number, picture, shortened, tag
 
 STYLE = """
 svg { font: 13px -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
@@ -54,8 +54,8 @@ def standalone(title: str, where: str, panels: Sequence[Panel]) -> str:
     head = [
         tag("style", Markup(style)),
         tag("rect", class_="paper", width=width, height=y, rx=8),
-        tag("text", cut(title, 78), class_="title", x=24, y=34),
-        tag("text", cut(where, 110), class_="soft", x=24, y=54),
+        tag("text", shortened(title, 78), class_="title", x=24, y=34),
+        tag("text", shortened(where, 110), class_="soft", x=24, y=54),
     ]
     alt = f"{title}, {where}. " + " ".join(draw(panel, width).alt for panel in panels)
     size = f"0 0 {width:g} {number(y)}"

@@ -31,7 +31,7 @@ class RecordFile(Generic[T]):
     file: str
     what: str
     command: str
-    version: int = 1
+    format: int | str = 1
 
     def read(self, path: Path) -> T:
         """The record in a file or in a folder; a DataError that names the place when it is something else."""
@@ -57,9 +57,9 @@ class RecordFile(Generic[T]):
         """Raise a DataError that names the first thing that is wrong, what was found and what is allowed."""
         if not isinstance(tree, Mapping):
             raise DataError(f"{where} holds no {self.what}: found {type(tree).__name__}, allowed: an object.")
-        if tree.get("format") != self.version:
+        if tree.get("format") != self.format:
             raise DataError(
-                f"{where}: format is {tree.get('format')!r}; this version reads format {self.version}."
+                f"{where}: format is {tree.get('format')!r}; this version reads format {self.format}."
             )
         try:
             self.schema.validate_python(tree, strict=True)

@@ -72,3 +72,22 @@ def x_axis(
             last = x + half + 4
     marks.append(tag("text", title, class_="axis-title", x=frame.x_end, y=base + 34, text_anchor="end"))
     return marks
+
+
+def free_spot(
+    frame: Frame,
+    cx: float,
+    cy: float,
+    taken: Sequence[tuple[float, float]],
+    reaches: Sequence[float],
+    directions: Sequence[tuple[float, float]],
+    apart: float,
+) -> tuple[float, float] | None:
+    """The nearest place around a dot for its label, inside the plot and `apart` from what is there already."""
+    for reach in reaches:
+        for dx, dy in directions:
+            spot = (cx + dx * reach, cy + dy * reach)
+            inside = frame.left + 4 < spot[0] < frame.x_end - 4 and frame.top < spot[1] < frame.y_end - 6
+            if inside and all(math.dist(spot, other) > apart for other in taken):
+                return spot
+    return None

@@ -15,7 +15,7 @@ from markupsafe import Markup
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
 from rush.report.ladder import BatchPointView, MeasureView, ParityView
-from rush.report.svg import Scale, number, path, picture, tag, ticks, tooltip, widened
+from rush.report.svg import Scale, binary_unit, number, path, picture, tag, ticks, tooltip, widened
 
 
 def batch_curves(points: Sequence[BatchPointView], stops_at: int | None) -> tuple[Markup, Markup] | None:
@@ -98,7 +98,7 @@ def _memory_panel(frame: Frame, upper: Frame, x: Scale, points: Sequence[BatchPo
     sizes = [point.peak_memory_bytes or 0.0 for point in points]
     top = max(sizes) * 1.1
     y = Scale(0, top, lower.y_end, lower.top)
-    unit = next((u for u in (2.0**30, 2.0**20, 2.0**10) if top >= u), 1.0)
+    unit = binary_unit(top)
     marks = y_axis(lower, y, [k * unit for k in ticks(0, top / unit, 3)], formatting.size, "peak memory")
     bar = min(26.0, (lower.x_end - lower.left) / len(points) * 0.5)
     for point, value in zip(points, sizes, strict=True):

@@ -14,7 +14,7 @@ from rush.files import write_atomic
 from rush.report import formatting, headlines
 from rush.report.bars import top_speed
 from rush.report.ladder import LadderView, RungView, read_ladder
-from rush.report.svg import Scale, picture, tag
+from rush.report.svg import Scale, picture, shortened, tag
 from rush.report.symbols import SIGNS
 
 WIDTH, HEAD, ROW = 960.0, 84.0, 30.0
@@ -49,7 +49,7 @@ def ladder_picture(ladder: LadderView) -> str:
         tag("rect", class_="paper", width=WIDTH, height=height, rx=8),
         tag(
             "text",
-            _cut(f"{ladder.name} on {headlines.machine_name(ladder.machine)}", 90),
+            shortened(f"{ladder.name} on {headlines.machine_name(ladder.machine)}", 90),
             class_="title",
             x=20,
             y=34,
@@ -80,7 +80,7 @@ def _row(rung: RungView, y: float, top: float | None, memory: float | None) -> l
     base = y + 20
     marks = [
         tag("line", class_="line", x1=20, x2=WIDTH - 20, y1=y, y2=y),
-        tag("text", _cut(rung.title, MOST_LETTERS), class_=None if rung.kept else "soft", x=20, y=base),
+        tag("text", shortened(rung.title, MOST_LETTERS), class_=None if rung.kept else "soft", x=20, y=base),
     ]
     if rung.speed and top is not None:
         marks += _speed(rung, y, top)
@@ -102,7 +102,9 @@ def _row(rung: RungView, y: float, top: float | None, memory: float | None) -> l
     sign = tag("path", d=SIGNS[verdict.sign], fill_rule="evenodd", class_=verdict.tone)
     place = f"translate({VERDICT_X:g} {y + 10:g}) scale(0.85)"
     marks.append(tag("g", sign, transform=place))
-    marks.append(tag("text", _cut(rung.verdict, MOST_LETTERS), class_=verdict.tone, x=VERDICT_X + 17, y=base))
+    marks.append(
+        tag("text", shortened(rung.verdict, MOST_LETTERS), class_=verdict.tone, x=VERDICT_X + 17, y=base)
+    )
     return marks
 
 
@@ -134,8 +136,3 @@ def _speed(rung: RungView, y: float, top: float) -> list[Markup]:
 def _pale(kind: str, rung: RungView) -> str:
     """What was only tried is drawn pale, so that the eye follows what was built upon."""
     return kind if rung.kept else f"{kind} tried"
-
-
-def _cut(text: str, most: int) -> str:
-    """A picture cannot wrap a line; what is too long ends in an ellipsis."""
-    return text if len(text) <= most else f"{text[: most - 1]}…"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -175,9 +175,9 @@ def badge(word: str, tone: str, sign: str, meaning: str = "") -> Markup:
     return tag("span", drawing, word, class_=f"badge {tone}", title=meaning or None)
 
 
-def render(template: str, **values: Any) -> str:
+def render(template: str, styles: Sequence[str] = ("style.css",), **values: Any) -> str:
     """A page from a template, with its style and script inside and their hashes in the policy."""
-    style, script = _asset("style.css"), _asset("script.js")
+    style, script = "".join(map(_asset, styles)), _asset("script.js")
     policy = (
         f"default-src 'none'; style-src '{digest(style)}'; script-src '{digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
@@ -208,4 +208,9 @@ def digest(content: str) -> str:
 
 
 def _asset(name: str) -> str:
-    return resources.files("rush.report").joinpath("templates", name).read_text(encoding="utf-8")
+    """A template, style sheet or script of the reports or the explanations."""
+    for package in ("rush.report", "rush.explain"):
+        path = resources.files(package).joinpath("templates", name)
+        if path.is_file():
+            return path.read_text(encoding="utf-8")
+    raise jinja2.TemplateNotFound(name)

@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from markupsafe import Markup
 
 from rush.report import formatting
-from rush.report.axes import NARROW, WIDE, Frame, x_axis, y_axis
+from rush.report.axes import NARROW, WIDE, Frame, free_spot, x_axis, y_axis
 from rush.report.ladder import LadderView, RungView
 from rush.report.svg import Scale, decades, path, picture, tag, tooltip
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
+REACHES = (13.0, 20.0, 28.0)
+DIRECTIONS = ((1, 0), (-1, 0), (0.7, -0.8), (-0.7, -0.8), (0.7, 0.8), (-0.7, 0.8), (0, -1), (0, 1))
 
 
 @dataclass(frozen=True)
@@ -178,7 +180,7 @@ def _dots(frame: Frame, x: Scale, y: Scale, places: Sequence[Position]) -> list[
         marks.append(tag("circle", tooltip(said), class_="dot place", cx=cx, cy=cy, r=4.5))
     for place in places:
         cx, cy = x(place.intensity), y(place.flops)
-        spot = _free_spot(frame, cx, cy, taken)
+        spot = free_spot(frame, cx, cy, taken, REACHES, DIRECTIONS, 11)
         if spot is not None:
             taken.append(spot)
             marks.append(
@@ -192,15 +194,3 @@ def _dots(frame: Frame, x: Scale, y: Scale, places: Sequence[Position]) -> list[
                 )
             )
     return marks
-
-
-def _free_spot(
-    frame: Frame, cx: float, cy: float, taken: Sequence[tuple[float, float]]
-) -> tuple[float, float] | None:
-    for reach in (13, 20, 28):
-        for dx, dy in ((1, 0), (-1, 0), (0.7, -0.8), (-0.7, -0.8), (0.7, 0.8), (-0.7, 0.8), (0, -1), (0, 1)):
-            spot = (cx + dx * reach, cy + dy * reach)
-            inside = frame.left < spot[0] < frame.x_end - 4 and frame.top < spot[1] < frame.y_end - 4
-            if inside and all(math.dist(spot, other) > 11 for other in taken):
-                return spot
-    return None

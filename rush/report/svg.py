@@ -52,6 +52,11 @@ def tooltip(text: str) -> Markup:
     return tag("title", text)
 
 
+def shortened(text: str, most: int) -> str:
+    """SVG text does not wrap: what is too long ends in an ellipsis."""
+    return text if len(text) <= most else f"{text[: most - 1]}…"
+
+
 @dataclass(frozen=True)
 class Scale:
     """Maps low…high to start…end, straight or by the logarithm."""
@@ -82,6 +87,11 @@ def ticks(low: float, high: float, about: int) -> list[float]:
     step = next((power * k for k in (1, 2, 2.5, 5, 10) if power * k >= raw), power * 10)
     first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
     return [k * step for k in range(first, last + 1)]
+
+
+def binary_unit(value: float) -> float:
+    """The largest of GiB, MiB and KiB that the value reaches, in bytes."""
+    return next((unit for unit in (2.0**30, 2.0**20, 2.0**10) if value >= unit), 1.0)
 
 
 def decades(low: float, high: float, at_most: int = 7) -> list[float]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 from rush.explain.clock import stat
 from rush.explain.precision import FORMATS, UPDATES
+from rush.records.explain import ExplainRecord
 
 Data = dict[str, Any]
 
@@ -15,13 +16,13 @@ def took(seconds: float, n: int = 9) -> Data:
     return stat([seconds * (1 + 0.0025 * (k - n // 2)) for k in range(n)])
 
 
-def record(topic: str, data: Data, device: str = "cpu", **changes: Any) -> Data:
-    found = {
+def record(topic: str, data: Data, device: str = "cpu", **changes: Any) -> ExplainRecord:
+    found: Data = {
         "format": "rush explain", "version": 1, "topic": topic, "device": device, "quick": False, "options": {},
         "machine": {"summary": "a made-up machine", "cores": 4, "os": "Linux", "python": "3.11", "torch": "2.11", "cuda": None, "driver": None},
         "measured": "2026-11-15T05:00:00+00:00", "seconds": 1.0, "load": 0.1, "data": data,
     }  # fmt: skip
-    return {**found, **changes}
+    return cast(ExplainRecord, {**found, **changes})
 
 
 def attention(*, gain: float = 4.0, oom: bool = False, saves: bool = True) -> Data:
