@@ -59,7 +59,8 @@ class RecordFile(Generic[T]):
             raise DataError(f"{where} holds no {self.what}: found {type(tree).__name__}, allowed: an object.")
         if tree.get("format") != self.format:
             raise DataError(
-                f"{where}: format is {tree.get('format')!r}; this version reads format {self.format}."
+                f"{where}: format is {tree.get('format')!r}; this version reads format {self.format!r}. "
+                f"Run `{self.command}` again, or use the rush that wrote it."
             )
         try:
             self.schema.validate_python(tree, strict=True)

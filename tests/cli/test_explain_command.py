@@ -68,7 +68,7 @@ def test_bad_words_end_in_one_sentence_and_exit_2(
 def test_a_broken_record_is_exit_3(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record.write_text("{}")
     assert call("--from", str(record)) == 3
-    assert "no record of rush explain" in capsys.readouterr().err
+    assert "format is None; this version reads format 'rush explain'" in capsys.readouterr().err
 
 
 def test_a_folder_that_cannot_be_written_is_exit_4(record: Path, capsys: pytest.CaptureFixture[str]) -> None:
