@@ -98,7 +98,7 @@ def variants(group: Group) -> dict[str, list[Variant]]:
     module = {"rmsnorm": rmsnorm, "layernorm": layernorm, "bias_grad": bias_grad}[op]
     sums = _sums() if width in TARGETS and not group.add else []
     if op == "bias_grad":
-        return {"backward": _stretches() + sums}
+        return {"backward": _row_groups() + sums}
     walks = _walks(module, width, group.add)
     if group.add:
         return {"backward": walks}
@@ -127,7 +127,7 @@ def _turns() -> list[Variant]:
     ]
 
 
-def _stretches() -> list[Variant]:
+def _row_groups() -> list[Variant]:
     shapes = [(16, 256, 8, 3, rows) for rows in (64, 128, 256, 512)]
     shapes += [(16, 256, 8, 2, 128), (16, 256, 8, 1, 128), (8, 256, 8, 3, 128), (8, 256, 8, 1, 128)]
     shapes += [(16, 128, 4, 3, 128), (16, 128, 4, 3, 256), (32, 128, 8, 3, 256)]
@@ -137,7 +137,7 @@ def _stretches() -> list[Variant]:
             f"{shape[0]} × {shape[1]}, {shape[2]} warps, {shape[3]} stages, {shape[4]} rows a program",
             (
                 *((bias_grad, name, value) for name, value in zip(names, shape[:4], strict=True)),
-                (bias_grad, "stretch", lambda *_, rows=shape[4]: rows),
+                (bias_grad, "program_rows", lambda *_, rows=shape[4]: rows),
             ),
         )
         for shape in shapes

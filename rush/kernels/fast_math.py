@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-untyped-decorators
-"""2ˣ and 1/x as the hardware has them: one instruction each, good to an ulp or two of fp32.
+"""exp2 and 1/x as single hardware instructions, accurate to an ulp or two of fp32.
 
-Triton's own exp2 and division also get results below 2⁻¹²⁶ and the far ends of the range right. That takes three to five
-more instructions, which a kernel that has a few dozen per element of its memory's time cannot spare. Here what is that
-small is zero. The interpreter does not know the hardware's instructions, and takes the plain way.
+Triton's own exp2 and division also handle denormals and the ends of the range, which takes three to five more
+instructions: too many for a memory-bound kernel with a few dozen per element. Here denormals flush to zero. The
+interpreter uses the plain operations.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 # mypy: allow-untyped-decorators
-"""The end of a sum over rows: many private sums become one, and get their final dtype.
+"""The last step of a sum over rows: partial sums are added and cast to their final dtype.
 
-Kernels that sum over all rows (the gradients of a norm's gain and offset) let each program keep a sum of its
-own, in fp32, without atomics. A thousand such sums are left; this adds them up in a fixed order, so the
-result has the same bits every time, and rounds it once.
+Kernels that sum over all rows (the gradients of a norm's weight and bias) keep one fp32 partial sum per program, without
+atomics. This adds them in a fixed order and rounds once: deterministic.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from torch import Tensor
 from rush.kernels.support import supports_pdl
 
 PARTIALS, COLUMNS = 256, 16
-"""Narrow and tall tiles: the work is small, so it must be spread over many programs to be quick."""
+"""Narrow, tall tiles spread the little work over many programs."""
 
 # Shapes: p partial sums, s quantities, d width.
 
@@ -31,10 +30,10 @@ def sum_partials_kernel(
     QUANTITIES: tl.constexpr,
     PARTIALS: tl.constexpr,
     COLUMNS: tl.constexpr,
-    EARLY: tl.constexpr,
+    PDL: tl.constexpr,
 ) -> None:
-    if EARLY:
-        tl.extra.cuda.gdc_wait()  # until the kernel before this one has written
+    if PDL:
+        tl.extra.cuda.gdc_wait()  # for the writes of the kernel before
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     quantity = tl.program_id(1)
     total = tl.zeros((PARTIALS, COLUMNS), tl.float32)
@@ -50,11 +49,11 @@ def sum_partials_kernel(
 
 
 def sum_partials(partial_psd: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """The sum over the first dim of one or two quantities, each a tensor of its own."""
+    """The sums over the first dim of one or two quantities."""
     num_partials, quantities, width = partial_psd.shape
     assert quantities in (1, 2)
     sums = [torch.empty(width, dtype=dtype, device=partial_psd.device) for _ in range(quantities)]
-    early = supports_pdl(partial_psd.device)
+    pdl = supports_pdl(partial_psd.device)
     sum_partials_kernel[(triton.cdiv(width, COLUMNS), quantities)](
         partial_psd,
         sums[0],
@@ -64,8 +63,8 @@ def sum_partials(partial_psd: Tensor, dtype: torch.dtype) -> list[Tensor]:
         QUANTITIES=quantities,
         PARTIALS=PARTIALS,
         COLUMNS=COLUMNS,
-        EARLY=early,
+        PDL=pdl,
         num_warps=4,
-        **({"launch_pdl": True} if early else {}),
+        **({"launch_pdl": True} if pdl else {}),
     )
     return sums

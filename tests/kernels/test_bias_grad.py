@@ -52,11 +52,11 @@ def plain_parts(product: Tensor, bias_o: Tensor) -> Tensor:
 @pytest.mark.parametrize("width", [768, 2048, 3072, 8192])
 def test_there_are_programs_for_every_multiprocessor(width: int) -> None:
     strips = -(-width // kernels.COLUMNS)
-    rows = kernels.stretch(16384, strips)
+    rows = kernels.program_rows(16384, strips)
     # Whole tiles of rows; and no more rows than leave a thousand programs, where the least stretch allows it.
     assert rows % kernels.ROWS == 0
-    assert strips * 16384 // rows >= 1000 or rows == kernels.LEAST_STRETCH
-    assert kernels.stretch(1, strips) == kernels.LEAST_STRETCH
+    assert strips * 16384 // rows >= 1000 or rows == kernels.MIN_ROWS
+    assert kernels.program_rows(1, strips) == kernels.MIN_ROWS
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -71,7 +71,7 @@ def test_values_and_gradients_are_as_near_to_float64_as_plain_torch(
 def test_a_bias_may_have_another_dtype_and_its_gradient_has_it(device: str) -> None:
     product, bias_o = values(device, (700, 96), torch.bfloat16)
     wide_o = bias_o.float().requires_grad_()
-    for function in (gelu_bias_grad, lambda total, bias: weighted(split_bias_grad(total, bias))):
+    for function in (gelu_bias_grad, lambda x, bias: weighted(split_bias_grad(x, bias))):
         (found,) = torch.autograd.grad(function(product, wide_o).float().sum(), wide_o)
         exact = product.double().requires_grad_()
         made = (
@@ -87,15 +87,15 @@ def test_a_bias_may_have_another_dtype_and_its_gradient_has_it(device: str) -> N
 
 def test_parts_are_views_and_gradients_of_any_strides_are_joined(device: str) -> None:
     product, bias_o = values(device, (2, 5, 24), torch.float32)
-    total = product.requires_grad_()
-    first, second, third = split_bias_grad(total, bias_o.requires_grad_())
-    assert first.untyped_storage().data_ptr() == total.untyped_storage().data_ptr()
+    x = product.requires_grad_()
+    first, second, third = split_bias_grad(x, bias_o.requires_grad_())
+    assert first.untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
     # As attention gives them back: heads before positions.
     turned = [part.unflatten(-1, (2, 4)).transpose(1, 2) for part in (first, second, third)]
     loss = sum((number + 1) * part.square().sum() for number, part in enumerate(turned))
-    d_total, d_bias = torch.autograd.grad(loss, (total, bias_o))
+    dx, d_bias = torch.autograd.grad(loss, (x, bias_o))
     factors = torch.tensor([2.0, 4.0, 6.0], device=device).repeat_interleave(8)
-    torch.testing.assert_close(d_total, factors * product)
+    torch.testing.assert_close(dx, factors * product)
     torch.testing.assert_close(d_bias, (factors * product).sum((0, 1)))
 
 
@@ -119,30 +119,30 @@ def test_they_can_be_recomputed_and_have_the_same_bits_every_time(device: str, r
 
 
 def test_torch_finds_the_operators_well_formed(device: str) -> None:
-    total, bias_o = (value.requires_grad_() for value in values(device, (3, 12), torch.float32))
+    x, bias_o = (value.requires_grad_() for value in values(device, (3, 12), torch.float32))
     checks = ("test_schema", "test_autograd_registration", "test_faketensor")
-    torch.library.opcheck(_gelu_bias_grad, (total, bias_o), test_utils=checks)
-    three = [total.detach().clone() for _ in range(3)]
+    torch.library.opcheck(_gelu_bias_grad, (x, bias_o), test_utils=checks)
+    three = [x.detach().clone() for _ in range(3)]
     torch.library.opcheck(
         _concat_bias_grad, (*three, torch.float32), test_utils=("test_schema", "test_faketensor")
     )
 
 
 def test_what_they_do_not_support_is_refused(device: str) -> None:
-    total, bias_o = values(device, (4, 8), torch.float32)
+    x, bias_o = values(device, (4, 8), torch.float32)
     with pytest.raises(KernelRefusal, match="takes fp32, bf16 and fp16"):
-        gelu_bias_grad(total.double(), bias_o)
+        gelu_bias_grad(x.double(), bias_o)
     with pytest.raises(KernelRefusal, match="a bias as long as the last dim"):
-        gelu_bias_grad(total, bias_o[:4])
+        gelu_bias_grad(x, bias_o[:4])
     with pytest.raises(KernelRefusal, match="a multiple of three"):
-        split_bias_grad(total, bias_o)
+        split_bias_grad(x, bias_o)
 
 
 @pytest.mark.gpu
 def test_more_elements_than_32_bits_can_count() -> None:
-    total = torch.randn(2**31 // 3072 + 7, 3072, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(2**31 // 3072 + 7, 3072, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     bias_o = torch.zeros(3072, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    (d_total,) = torch.autograd.grad(gelu_bias_grad(total, bias_o).sum(), total)
-    tail = total[-3:].detach().float().requires_grad_()
+    (dx,) = torch.autograd.grad(gelu_bias_grad(x, bias_o).sum(), x)
+    tail = x[-3:].detach().float().requires_grad_()
     (expected,) = torch.autograd.grad(reference.gelu_bias_grad(tail, bias_o.float()).sum(), tail)
-    torch.testing.assert_close(d_total[-3:].float(), expected, rtol=2e-2, atol=1e-2)
+    torch.testing.assert_close(dx[-3:].float(), expected, rtol=2e-2, atol=1e-2)

@@ -1,4 +1,4 @@
-"""GELU in its tanh form against float64 and plain torch."""
+"""GELU (tanh approximation) against float64 and plain torch."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
 tensor alike), gradients in either, all contiguous; lr a number, or a tensor that is read on the device. With
 `stochastic_rounding` bf16 weights and second moments are rounded up or down by chance, repeatably (see
 triton.py). `RushAdamW` is a `torch.optim.Optimizer` with the state of torch's own (step, exp_avg, exp_avg_sq).
-Bitwise repeatable.
+Deterministic.
 """
 
 from __future__ import annotations

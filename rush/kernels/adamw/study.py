@@ -86,7 +86,7 @@ def _size(millions: int, bits: int) -> Size:
 
 STUDY = Study(
     op="adamw",
-    about="AdamW over a list of tensors: every weight and moment read and written once, so memory bounds it.",
+    about="AdamW over a list of tensors: every weight and moment read and written once, so it is memory-bound.",
     bound="memory",
     axis="parameters",
     sizes=(_size(64, 16), _size(256, 16), _size(256, 32)),

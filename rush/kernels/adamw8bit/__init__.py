@@ -2,7 +2,7 @@
 
 `adamw8bit_` updates parameters (fp32 or bf16) and packed moments in place, a list of tensors in one launch;
 `quantized_zeros` makes such moments and `dynamic_map` the two tables it reads. `RushAdamW8bit` is a
-`torch.optim.Optimizer` around it. Moments take 2.03 bytes a parameter. Bitwise repeatable.
+`torch.optim.Optimizer` around it. Moments take 2.03 bytes a parameter. Deterministic.
 """
 
 from __future__ import annotations

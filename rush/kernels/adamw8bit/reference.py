@@ -1,4 +1,4 @@
-"""Block-wise 8-bit moments in plain torch: the definition the kernel is held against."""
+"""Block-wise 8-bit moments in plain torch: the reference for the kernel's tests."""
 
 from __future__ import annotations
 

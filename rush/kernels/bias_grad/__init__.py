@@ -1,9 +1,9 @@
 # mypy: allow-untyped-decorators
-"""What follows a layer with a bias, with the bias's gradient made on the way.
+"""What follows a linear layer with a bias, fused with the bias gradient (as cuBLASLt's BGRAD epilogues do).
 
-Both functions take the layer's output with the bias in it already (a matmul adds it for nothing) and the bias itself, of
-which only the gradient is wanted: the sum over all rows of the output's gradient. The kernel that makes that gradient sums
-it, too. Takes fp32, bf16 and fp16; fp32 inside, rounded once. Bitwise repeatable.
+Both functions take the layer's output with the bias already added (the matmul adds it for free), and the bias, whose
+gradient is the sum over rows of the output's gradient: the kernel that writes that gradient also sums it. Takes fp32,
+bf16 and fp16; computes in fp32 and rounds once. Deterministic.
 """
 
 from __future__ import annotations
@@ -15,98 +15,97 @@ from torch import Tensor
 
 from rush.kernels.bias_grad import triton as kernels
 from rush.kernels.gelu import triton as gelu
-from rush.kernels.support import op, require, require_device
+from rush.kernels.support import FLOATS, op, require, require_device
 
 __all__ = ["gelu_bias_grad", "split_bias_grad"]
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-PARTS = 3
+SPLITS = 3
 
 
-def gelu_bias_grad(total: Tensor, bias_o: Tensor) -> Tensor:
-    """GELU (tanh form) of a layer's output, which has the bias in it."""
-    _check("gelu_bias_grad", total, bias_o)
-    out: Tensor = _gelu_bias_grad(total, bias_o)
+def gelu_bias_grad(x: Tensor, bias_o: Tensor) -> Tensor:
+    """GELU (tanh approximation) of a linear layer's output, bias included."""
+    _check("gelu_bias_grad", x, bias_o)
+    out: Tensor = _gelu_bias_grad(x, bias_o)
     return out
 
 
-def split_bias_grad(total: Tensor, bias_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's output, which has the bias in it, cut into three equal parts along its last dim: views."""
-    _check("split_bias_grad", total, bias_o)
-    require(total.shape[-1] % PARTS == 0, "split_bias_grad cuts a last dim that is a multiple of three.")
-    first, second, third = _Parts.apply(total, bias_o)  # type: ignore[no-untyped-call]
+def split_bias_grad(x: Tensor, bias_o: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A linear layer's output, bias included, split into three equal views along its last dim."""
+    _check("split_bias_grad", x, bias_o)
+    require(x.shape[-1] % SPLITS == 0, "split_bias_grad needs a last dim that is a multiple of three.")
+    first, second, third = _Split.apply(x, bias_o)  # type: ignore[no-untyped-call]
     return first, second, third
 
 
-def _check(name: str, total: Tensor, bias_o: Tensor) -> None:
-    require_device(name, total, bias_o)
+def _check(name: str, x: Tensor, bias_o: Tensor) -> None:
+    require_device(name, x, bias_o)
     require(
-        total.dtype in FLOATS and bias_o.dtype in FLOATS,
+        x.dtype in FLOATS and bias_o.dtype in FLOATS,
         f"{name} takes fp32, bf16 and fp16; convert other dtypes first.",
     )
     require(
-        total.dim() > 0 and bias_o.shape == total.shape[-1:],
-        f"{name} needs a bias as long as the last dim of the sum it is in.",
+        x.dim() > 0 and bias_o.shape == x.shape[-1:],
+        f"{name} needs a bias as long as the last dim of the output.",
     )
 
 
 @op("gelu_bias_grad")
-def _gelu_bias_grad(total: Tensor, bias_o: Tensor) -> Tensor:
-    return gelu.forward(total)
+def _gelu_bias_grad(x: Tensor, bias_o: Tensor) -> Tensor:
+    return gelu.forward(x)
 
 
 @op("gelu_bias_grad_backward")
-def _gelu_bias_grad_backward(dout: Tensor, total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return kernels.gelu_bias_grad_backward(dout, total, dtype)
+def _gelu_bias_grad_backward(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return kernels.gelu_bias_grad_backward(dout, x, dtype)
 
 
 @op("concat_bias_grad")
 def _concat_bias_grad(
     first: Tensor, second: Tensor, third: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    return kernels.joined([first, second, third], dtype)
+    return kernels.concat_bias_grad([first, second, third], dtype)
 
 
 @_gelu_bias_grad.register_fake
-def _(total: Tensor, bias_o: Tensor) -> Tensor:
-    return total.new_empty(total.shape)
+def _(x: Tensor, bias_o: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
 
 
 @_gelu_bias_grad_backward.register_fake
-def _(dout: Tensor, total: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    return total.new_empty(total.shape), total.new_empty(total.shape[-1], dtype=dtype)
+def _(dout: Tensor, x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), x.new_empty(x.shape[-1], dtype=dtype)
 
 
 @_concat_bias_grad.register_fake
 def _(first: Tensor, second: Tensor, third: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    width = PARTS * first.shape[-1]
+    width = SPLITS * first.shape[-1]
     return first.new_empty(*first.shape[:-1], width), first.new_empty(width, dtype=dtype)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
-    total, bias_o = inputs
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+    x, bias_o = inputs
     ctx.dtype = bias_o.dtype
-    ctx.save_for_backward(total)
+    ctx.save_for_backward(x)
 
 
 def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
-    (total,) = ctx.saved_tensors
-    d_total, d_bias_o = _gelu_bias_grad_backward(dout, total, ctx.dtype)
-    return d_total, d_bias_o
+    (x,) = ctx.saved_tensors
+    dx, d_bias_o = _gelu_bias_grad_backward(dout, x, ctx.dtype)
+    return dx, d_bias_o
 
 
-_gelu_bias_grad.register_autograd(_gradients, setup_context=_keep)
+_gelu_bias_grad.register_autograd(_gradients, setup_context=_setup_context)
 
 
-class _Parts(torch.autograd.Function):
-    """Views of a sum; what comes back for them is laid side by side and summed in one kernel."""
+class _Split(torch.autograd.Function):
+    """Views; their gradients are concatenated and summed over rows in one kernel."""
 
     @staticmethod
-    def forward(ctx: Any, total: Tensor, bias_o: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, x: Tensor, bias_o: Tensor) -> tuple[Tensor, ...]:
         ctx.dtype = bias_o.dtype
-        return torch.chunk(total, PARTS, dim=-1)
+        return torch.chunk(x, SPLITS, dim=-1)
 
     @staticmethod
     def backward(ctx: Any, first: Tensor, second: Tensor, third: Tensor) -> tuple[Tensor, Tensor]:
-        d_total, d_bias_o = _concat_bias_grad(first, second, third, ctx.dtype)
-        return d_total, d_bias_o
+        dx, d_bias_o = _concat_bias_grad(first, second, third, ctx.dtype)
+        return dx, d_bias_o

@@ -1,5 +1,6 @@
-"""How GELU behind a bias is measured. The matmul before it adds the bias; plain torch adds it here, and sums its gradient
-in a pass of its own, which is what the kernel saves."""
+"""How GELU with the bias gradient is measured. The matmul before it adds the bias; plain torch adds it here, and sums its
+gradient in a separate pass, which the kernel saves.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +14,29 @@ from rush.kernels.study import Inputs, Pass, Size, Study, Target, Work
 
 
 def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
-    total = study.normal(device, 1, size["rows"], size["columns"]).to(dtype)
+    x = study.normal(device, 1, size["rows"], size["columns"]).to(dtype)
     bias = study.normal(device, 2, size["columns"]).to(dtype)
-    return {"total": total.requires_grad_(), "bias": bias.requires_grad_()}
+    return {"x": x.requires_grad_(), "bias": bias.requires_grad_()}
 
 
-def plain(total: Tensor, bias: Tensor) -> Tensor:
-    """The sum has the bias in it; only the gradient must reach both."""
-    return reference.gelu(total + (bias - bias.detach()))
+def plain(x: Tensor, bias: Tensor) -> Tensor:
+    """The output includes the bias already; only the gradient must reach both."""
+    return reference.gelu(x + (bias - bias.detach()))
 
 
-def ours(total: Tensor, bias: Tensor) -> Tensor:
-    return gelu_bias_grad(total, bias)
+def ours(x: Tensor, bias: Tensor) -> Tensor:
+    return gelu_bias_grad(x, bias)
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
-    """Read and written; then two read and one written, with a row for the bias's gradient."""
+    """One read, one written; backward two read, one written, and a row for the bias gradient."""
     passes, sums = {"forward": (2, 0), "backward": (3, 1), "both": (5, 1)}[step]
     return Work(float((passes * size["rows"] + sums) * size["columns"] * element))
 
 
 STUDY = Study(
     op="bias_grad",
-    about="GELU of a layer's output with the gradient of the layer's bias; elementwise and a sum over rows, so memory bounds it.",
+    about="GELU of a linear layer's output with the bias gradient; elementwise and a sum over rows, so it is memory-bound.",
     bound="memory",
     axis="columns",
     sizes=study.MATRICES,

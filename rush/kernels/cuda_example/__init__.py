@@ -58,14 +58,14 @@ def _tell_torch() -> None:
     """What C++ did not say: shapes without data, for the compiler; and the gradient, for autograd."""
     torch.library.register_fake("rush::squared_relu", _like)
     torch.library.register_fake("rush::squared_relu_backward", lambda grad, x: _like(x))
-    torch.library.register_autograd("rush::squared_relu", _gradient, setup_context=_keep)
+    torch.library.register_autograd("rush::squared_relu", _gradient, setup_context=_setup_context)
 
 
 def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 

@@ -166,7 +166,7 @@ def _(do: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Ten
     return empty_bthd(q), empty_bthd(k), empty_bthd(v)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, first, last, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, *output, first, last)
 
@@ -177,4 +177,4 @@ def _gradients(ctx: Any, do: Tensor, _: Tensor) -> tuple[Any, ...]:
     return dq, dk, dv, None, None, None, None
 
 
-_forward.register_autograd(_gradients, setup_context=_keep)
+_forward.register_autograd(_gradients, setup_context=_setup_context)

@@ -1,9 +1,9 @@
-// The arithmetic of a product with fp16 factors on an ARM CPU: casting and laying out factors, and a tile of the result.
+// fp16 matmul on an ARM CPU: casting and packing operands, and one register tile of the result.
 //
-// A vector register holds eight fp16 numbers or four fp32 ones, and a fused multiply-add takes as long for either. The price is
-// range and precision, so a factor is cut into blocks of 64 lines by 128 values along the inner dim, each with a power of two that
-// brings its largest value to [8, 16); sums are made in fp16 over one block (128 products, below 2^15 in all, so nothing
-// overflows), then widened, scaled back and added up in fp32.
+// A vector register holds eight fp16 values or four fp32 ones, and a fused multiply-add takes as long for either. The price is
+// range and precision, so an operand is divided into blocks of 64 lines by 128 values along the inner dim, each scaled by the power
+// of two that brings its amax to [8, 16); one block (128 terms, below 2^15 together, so nothing overflows) is accumulated in fp16,
+// then converted, scaled back and added in fp32.
 #pragma once
 
 #include <arm_neon.h>
@@ -17,7 +17,7 @@ namespace rush::fp16 {
 
 using half_t = float16_t;
 
-constexpr int64_t kLines = 64, kInner = 128;  // a block of a factor: lines with one scale, and products in one fp16 sum
+constexpr int64_t kLines = 64, kInner = 128;  // a block: lines with one scale, and terms of one fp16 sum
 constexpr int64_t kRows = 8, kColumns = 16;  // of the result, held in registers: 16 accumulators of eight numbers
 constexpr int64_t kSteps = 8;                // the inner dim is padded with zeros to a multiple of this
 constexpr int kLargest = 3;                  // exponent of the largest value of a block
@@ -25,15 +25,14 @@ constexpr int kSmallest = -120;              // exponent below which values are 
 
 inline int64_t rounded_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// A factor as the product reads it: `length` lines (rows of the left one, columns of the right one) of `inner` values each.
-// One of the strides is 1.
-struct Factor {
+// An operand: `length` lines (rows of the left one, columns of the right one) of `inner` values. One of the strides is 1.
+struct Operand {
   const float* data;
   int64_t line_stride, inner_stride, length, inner;
 };
 
 struct Scale {
-  float up, unit;  // what values are multiplied by, and what takes that back
+  float up, inv_scale;  // what values are matmul by, and what takes that back
 };
 
 // The power of two for a block whose largest magnitude is this; 1 where nothing can be scaled (zeros, infinities, NaN).
@@ -44,8 +43,7 @@ inline Scale scale_of(float largest) {
 }
 
 // A block copied side by side as `high` rows of `wide` values, padded with zeros; its largest magnitude (NaN if it has one).
-// Copied, because the rows of a matrix may lie a power of two apart, and would push each other out of the cache before they are
-// read again.
+// Copied, because rows whose stride is a power of two evict each other from the cache.
 template <int64_t high, int64_t wide>
 float copied(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
   float32x4_t most[4] = {vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0), vdupq_n_f32(0)};
@@ -93,21 +91,21 @@ inline void transpose(float16x8_t (&rows)[8]) {
   }
 }
 
-// Cast one block of a factor and lay it out in panels of `width` lines: for each step along the inner dim, the values of a
-// panel's lines side by side. `panel` values lie between two panels. Returns what takes the scale back. Where `sums` is given,
-// the sum of each line's values is added to it.
+// Cast one block of an operand and pack it into panels of `width` lines: for each step along the inner dim, the values of a
+// panel's lines are contiguous. `panel` is the stride between panels. Returns the inverse scale. If `sums` is given, the sum of each
+// line's values is added to it.
 template <int64_t width>
-float pack(const Factor& factor, int64_t line, int64_t inner, half_t* to, int64_t panel, float* sums = nullptr) {
+float pack(const Operand& operand, int64_t line, int64_t inner, half_t* to, int64_t panel, float* sums = nullptr) {
   alignas(64) float block[kLines * kInner];
-  const int64_t lines = std::min(kLines, factor.length - line), steps = std::min(kInner, factor.inner - inner);
-  const float* from = factor.data + line * factor.line_stride + inner * factor.inner_stride;
-  const bool turned = factor.inner_stride == 1;  // steps lie side by side in memory, not lines
-  const float largest = turned ? copied<kLines, kInner>(from, factor.line_stride, lines, steps, block)
-                               : copied<kInner, kLines>(from, factor.inner_stride, steps, lines, block);
+  const int64_t lines = std::min(kLines, operand.length - line), steps = std::min(kInner, operand.inner - inner);
+  const float* from = operand.data + line * operand.line_stride + inner * operand.inner_stride;
+  const bool transposed = operand.inner_stride == 1;  // contiguous along the inner dim
+  const float largest = transposed ? copied<kLines, kInner>(from, operand.line_stride, lines, steps, block)
+                               : copied<kInner, kLines>(from, operand.inner_stride, steps, lines, block);
   const Scale scale = scale_of(largest);
   const float32x4_t up = vdupq_n_f32(scale.up);
   const int64_t padded = rounded_up(steps, kSteps);
-  if (turned) {
+  if (transposed) {
     for (int64_t i = 0; i < kLines; i += 8) {
       half_t* panel_to = to + i / width * panel + i % width;
       for (int64_t k = 0; k < padded; k += 8) {
@@ -127,17 +125,17 @@ float pack(const Factor& factor, int64_t line, int64_t inner, half_t* to, int64_
   if (sums != nullptr) {
     alignas(64) float here[kLines] = {};
     for (int64_t k = 0; k < steps; ++k) {
-      for (int64_t i = 0; i < kLines; ++i) here[i] += turned ? block[i * kInner + k] : block[k * kLines + i];
+      for (int64_t i = 0; i < kLines; ++i) here[i] += transposed ? block[i * kInner + k] : block[k * kLines + i];
     }
     for (int64_t i = 0; i < lines; ++i) sums[i] += here[i];
   }
-  return scale.unit;
+  return scale.inv_scale;
 }
 
-// One tile of the result over `steps` steps of one block, added to `base` (which may be the tile itself, or one row for all)
-// or put down alone.
+// One register tile of the result over `steps` steps of one block, added to `base` (which may be the tile itself, or one row for
+// all) or stored alone.
 template <bool add>
-[[gnu::always_inline]] inline void multiply(int64_t steps, const half_t* left, const half_t* right, float unit, const float* base, int64_t base_stride,
+[[gnu::always_inline]] inline void multiply(int64_t steps, const half_t* left, const half_t* right, float inv_scale, const float* base, int64_t base_stride,
               float* to, int64_t stride) {
   float16x8_t sums[kRows][2];
   for (auto& row : sums) row[0] = row[1] = vdupq_n_f16(0);
@@ -160,8 +158,8 @@ template <bool add>
     for (int part = 0; part < 16; part += 8) {
       const float16x8_t sum = sums[row][part / 8];
       const float32x4_t low = vcvt_f32_f16(vget_low_f16(sum)), high = vcvt_high_f32_f16(sum);
-      vst1q_f32(to + part, add ? vfmaq_n_f32(vld1q_f32(base + part), low, unit) : vmulq_n_f32(low, unit));
-      vst1q_f32(to + part + 4, add ? vfmaq_n_f32(vld1q_f32(base + part + 4), high, unit) : vmulq_n_f32(high, unit));
+      vst1q_f32(to + part, add ? vfmaq_n_f32(vld1q_f32(base + part), low, inv_scale) : vmulq_n_f32(low, inv_scale));
+      vst1q_f32(to + part + 4, add ? vfmaq_n_f32(vld1q_f32(base + part + 4), high, inv_scale) : vmulq_n_f32(high, inv_scale));
     }
   }
 }

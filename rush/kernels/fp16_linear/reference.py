@@ -1,9 +1,9 @@
-"""Linear layers with fp16 factors, in plain torch: the casts and scales, and products as the kernel means them.
+"""fp16 linear layers in plain torch: the casts and scales, and emulated matmuls.
 
-A factor is cut into blocks: 64 lines (rows of the left one, columns of the right one) by 128 values along the inner dim. Each
-block is multiplied by the power of two that brings its largest magnitude to [8, 16) and rounded to fp16; scaling rounds
-nothing. The kernel adds up the products of a block in fp16 (128 terms below 256 each cannot reach fp16's largest number) and
-these sums in fp32. Here all sums are made in float64, so that what is left is the rounding of the factors alone.
+An operand is divided into blocks: 64 lines (rows of the left one, columns of the right one) by 128 values along the inner
+dim. Each block is multiplied by the power of two that brings its amax to [8, 16) and rounded to fp16. The kernel
+accumulates a block in fp16 (128 terms below 256 each cannot overflow) and these sums in fp32. Here all sums are in
+float64, so that only the rounding of the operands is left.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 LINES, INNER = 64, 128
-"""Sides of a block: lines with one scale, and products in one fp16 sum."""
+"""Sides of a block: lines with one scale, and terms of one fp16 sum."""
 LARGEST = 3
 """Exponent of a block's largest value."""
 SMALLEST = -120
@@ -21,14 +21,14 @@ SMALLEST = -120
 # Shapes: m rows, k inner, n columns.
 
 
-def scaled(factor_lk: Tensor) -> tuple[Tensor, Tensor]:
-    """A factor [lines, inner] scaled by blocks and rounded to fp16, and for each value what takes its scale back."""
-    lines, inner = factor_lk.shape
-    padded = torch.nn.functional.pad(factor_lk, (0, -inner % INNER, 0, -lines % LINES))
+def scaled(operand_lk: Tensor) -> tuple[Tensor, Tensor]:
+    """An operand [lines, inner] scaled by blocks and rounded to fp16, and each value's inverse scale."""
+    lines, inner = operand_lk.shape
+    padded = torch.nn.functional.pad(operand_lk, (0, -inner % INNER, 0, -lines % LINES))
     blocks = padded.reshape(padded.shape[0] // LINES, LINES, padded.shape[1] // INNER, INNER)
     scale = scale_for(blocks.abs().amax((1, 3), keepdim=True))
-    values, units = (blocks * scale).half(), scale.reciprocal().expand_as(blocks)
-    return _whole(values)[:lines, :inner], _whole(units)[:lines, :inner]
+    values, inv_scales = (blocks * scale).half(), scale.reciprocal().expand_as(blocks)
+    return _whole(values)[:lines, :inner], _whole(inv_scales)[:lines, :inner]
 
 
 def _whole(blocks: Tensor) -> Tensor:
@@ -43,9 +43,10 @@ def scale_for(largest: Tensor) -> Tensor:
 
 
 def fp16_matmul(left_mk: Tensor, right_kn: Tensor) -> Tensor:
-    """left · right with both factors rounded as above, rounded once to fp32."""
+    """left · right with both operands rounded as above, rounded once to fp32."""
     left, right = (
-        values.double() * units.double() for values, units in (scaled(left_mk), scaled(right_kn.t()))
+        values.double() * inv_scales.double()
+        for values, inv_scales in (scaled(left_mk), scaled(right_kn.t()))
     )
     return (left @ right.t()).float()
 

@@ -1,23 +1,19 @@
 # mypy: allow-untyped-decorators
-"""GELU in its tanh form (GPT-2's), nothing kept but its input.
+"""GELU (tanh approximation, GPT-2's); only its input is saved for the backward pass.
 
-Takes fp32, bf16 and fp16 (under autocast: what the linear layer gives); fp32 inside, rounded once. An input
-whose elements do not lie side by side is copied first. Bitwise repeatable.
+Takes fp32, bf16 and fp16; computes in fp32 and rounds once. A non-contiguous input is copied first. Deterministic.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rush.kernels import cpu
-from rush.kernels.support import op, require, require_device, uses_cpp
+from rush.kernels.support import FLOATS, op, require, require_device, uses_cpp
 
 __all__ = ["gelu"]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -56,7 +52,7 @@ def _(dout: Tensor, x: Tensor) -> Tensor:
     return x.new_empty(x.shape)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -65,4 +61,4 @@ def _gradients(ctx: Any, dout: Tensor) -> Tensor:
     return dx
 
 
-_gelu.register_autograd(_gradients, setup_context=_keep)
+_gelu.register_autograd(_gradients, setup_context=_setup_context)

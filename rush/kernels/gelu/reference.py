@@ -1,4 +1,4 @@
-"""GELU in its tanh form, in plain torch: the definition the kernel is held against, float64 included."""
+"""GELU (tanh approximation), in plain torch: the reference for the kernel's tests, float64 included."""
 
 from __future__ import annotations
 
@@ -7,5 +7,4 @@ from torch import Tensor
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³)))."""
     return F.gelu(x, approximate="tanh")

@@ -1,4 +1,4 @@
-"""How GELU is measured. Liger has it only multiplied by a second input (GEGLU), so it does not compete."""
+"""How GELU is measured. Liger has it only as GEGLU, so it is no contender."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def work(size: Size, element: int, step: Pass) -> Work:
 
 STUDY = Study(
     op="gelu",
-    about="GPT-2's activation in its tanh form; elementwise, so memory bounds it.",
+    about="GPT-2's activation (tanh approximation); elementwise, so it is memory-bound.",
     bound="memory",
     axis="columns",
     sizes=study.MATRICES,

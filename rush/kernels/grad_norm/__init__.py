@@ -1,10 +1,9 @@
 # mypy: allow-untyped-decorators
-"""The Euclidean norm of many tensors together: what a step clips its gradients by, in one launch.
+"""The global gradient norm of a list of tensors, for clipping, in one launch.
 
-torch's own way is a norm for each tensor (`torch._foreach_norm`, which needs a launch for every twenty million
-elements) and a norm of those. Here all tensors share one launch, as in `adamw`. In fp32 whatever the tensors are: a norm
-in bf16 has three digits, and clipping would inherit them. Takes contiguous tensors in fp32 and bf16. Bitwise
-repeatable.
+torch computes a norm per tensor (`torch._foreach_norm`, one launch per twenty million elements) and the norm of those.
+Here all tensors share one launch, as in `adamw`. Always in fp32: a bf16 norm has three digits. Takes contiguous fp32 and
+bf16 tensors. Deterministic.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ __all__ = ["grad_norm"]
 
 
 def grad_norm(tensors: Sequence[Tensor], divisions: Divisions | None = None) -> Tensor:
-    """√Σ x² over all elements of all tensors: a number in fp32, on their device. `divisions`: see `adamw_`."""
+    """√Σ x² over all elements of all tensors, an fp32 scalar on their device. `divisions`: see `adamw_`."""
     require(len(tensors) > 0, "grad_norm needs at least one tensor.")
     require_device("grad_norm", *tensors)
     kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
@@ -31,19 +30,20 @@ def grad_norm(tensors: Sequence[Tensor], divisions: Divisions | None = None) -> 
         require(tensor.dtype in DTYPES, f"grad_norm takes fp32 and bf16; found {tensor.dtype}.")
         require(
             tensor.is_contiguous(),
-            "grad_norm walks through memory from end to end: it needs contiguous tensors.",
+            "grad_norm needs contiguous tensors.",
         )
         if tensor.numel():
             kind = tensor.dtype, aligned([tensor.data_ptr()], tensor.numel())
             kinds.setdefault(kind, []).append(tensor.detach())
     squares = [
-        _squares(members, *cut(members, divisions), is_aligned) for (_, is_aligned), members in kinds.items()
+        _squares(members, *_divide(members, divisions), is_aligned)
+        for (_, is_aligned), members in kinds.items()
     ]
     return torch.cat(squares).sum().sqrt() if squares else tensors[0].new_zeros((), dtype=torch.float32)
 
 
-def cut(tensors: list[Tensor], divisions: Divisions | None) -> tuple[Tensor, Tensor]:
-    """Which program works on which part of which tensor."""
+def _divide(tensors: list[Tensor], divisions: Divisions | None) -> tuple[Tensor, Tensor]:
+    """Which program reads which piece of which tensor."""
     sizes = tuple(tensor.numel() for tensor in tensors)
     division = division_of(
         "norm", sizes, kernels.PIECE, tensors[0].device, {} if divisions is None else divisions

@@ -1,4 +1,4 @@
-"""The norm of many tensors, in plain torch."""
+"""The global norm of a list of tensors, in plain torch."""
 
 from __future__ import annotations
 

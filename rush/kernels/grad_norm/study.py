@@ -1,4 +1,4 @@
-"""How the norm of all gradients is measured: over a list of tensors, against torch's norm of each and of those."""
+"""How the global gradient norm is measured: over a list of tensors, against torch's norm per tensor."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def defined(**inputs: Tensor) -> Tensor:
     return reference.grad_norm(list(inputs.values()))
 
 
-class Ours:
-    """As an optimizer calls it: how the work is cut is kept from step to step."""
+class GradNorm:
+    """As an optimizer calls it: the division of the work is kept from step to step."""
 
     def __init__(self) -> None:
         self.divisions: Divisions = {}
@@ -45,7 +45,7 @@ def work(size: Size, element: int, step: Pass) -> Work:
 
 STUDY = Study(
     op="grad_norm",
-    about="The norm of many tensors together, by which gradients are clipped; they are read once, so memory bounds it.",
+    about="The global gradient norm, for clipping; gradients are read once, so it is memory-bound.",
     bound="memory",
     axis="elements",
     sizes=tuple(Size(f"{millions}M", {"elements": millions * 2**20}) for millions in (64, 256, 1024)),
@@ -53,7 +53,7 @@ STUDY = Study(
     make=make,
     reference=defined,
     contenders=(
-        Contender("rush", "ours", Ours()),
+        Contender("rush", "ours", GradNorm()),
         Contender("plain torch", "plain", defined),
         Contender("torch foreach", "rival", foreach),
     ),

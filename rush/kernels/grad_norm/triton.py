@@ -1,9 +1,8 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""Sums of squares over a list of tensors in one launch: every element is read once, and one number a piece is written.
+"""Sums of squares over a list of tensors in one launch: every element is read once, one number per piece is written.
 
-Each thread keeps sums of its own while its program walks over a piece, so that reading is all there is to wait for;
-they are added up at the piece's end. The pieces' sums, some ten thousand numbers for a billion elements, are left for
-one small sum more. All in a fixed order, without atomics: the same bits every time.
+Each thread accumulates its own sums, reduced at the end of the piece. The pieces' sums, some ten thousand numbers for a
+billion elements, are added by torch. Fixed order, no atomics: deterministic.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from rush.kernels.adamw.table import Division
 from rush.kernels.adamw.triton import TYPES
 
 BLOCK, BLOCKS = 4096, 8
-"""A thread of 256 reads two vectors of 16 bytes at a time in bf16."""
+"""With 256 threads, two 16-byte vectors per thread in bf16."""
 PIECE = BLOCK * BLOCKS
-"""Elements of a program."""
+"""Elements per program."""
 COLUMNS = 2
-"""Of the table: the tensor and its number of elements."""
+"""Of the table: address and number of elements."""
 
 
 @triton.jit
@@ -42,7 +41,7 @@ def sum_of_squares_kernel(
     x_ptr = tl.load(entry).to(tl.pointer_type(ELEMENT))
     size = tl.load(entry + 1)
     if ALIGNED:
-        # An address that was read from memory could be anything; told that it is round, the compiler reads vectors.
+        # The compiler vectorizes only if it knows that loaded addresses are aligned.
         x_ptr, size, start = tl.multiple_of(x_ptr, 16), tl.multiple_of(size, 16), tl.multiple_of(start, 16)
     sums = tl.zeros((BLOCK,), tl.float32)
     for block in tl.static_range(BLOCKS):
@@ -53,7 +52,7 @@ def sum_of_squares_kernel(
 
 
 def squares(table: Tensor, division: Division, dtype: torch.dtype, is_aligned: bool) -> Tensor:
-    """Σ x² of each piece, over the tensors of a table, all of one dtype."""
+    """Σ x² of each piece of the tensors in a table, all of one dtype."""
     out = torch.empty(division.rows.shape, dtype=torch.float32, device=table.device)
     sum_of_squares_kernel[(len(division.rows),)](
         table,

@@ -1,9 +1,8 @@
 # mypy: allow-untyped-decorators
-"""LayerNorm with gain and offset, alone or with the residual add before it.
+"""LayerNorm with weight and bias, alone or with the residual add before it.
 
-Takes fp32, bf16 and fp16 as they come: everything is fp32 inside and rounded once at the end. The result
-has the dtype that weight and input promote to, unless `dtype` asks for another: under autocast the caller
-may ask for the dtype the next matmul would round to anyway, and save the trip. Bitwise repeatable.
+Takes fp32, bf16 and fp16; computes in fp32 and rounds once. The result has the dtype that weight and input promote to,
+unless `dtype` is given: under autocast the caller may pass the dtype of the next matmul and save a cast. Deterministic.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ import torch
 from torch import Tensor
 
 from rush.kernels.layernorm import triton as kernels
-from rush.kernels.support import MAX_WIDTH, op, require, require_device
+from rush.kernels.support import FLOATS, MAX_WIDTH, op, require, require_device
 
 __all__ = ["add_layernorm", "layernorm"]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def layernorm(
@@ -33,7 +30,7 @@ def layernorm(
 def add_layernorm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norm of residual + x, and that sum itself (in the dtype the two promote to)."""
+    """The norm of residual + x, and the sum (in the dtype the two promote to)."""
     _check(x, weight, bias, residual)
     total_dtype = torch.promote_types(x.dtype, residual.dtype)
     out, total, _, _ = _add_layernorm(
@@ -54,10 +51,10 @@ def _check(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = No
         x.dim() > 0 and weight.shape == x.shape[-1:] and bias.shape == weight.shape,
         "layernorm needs a weight and a bias as long as the last dim of its input.",
     )
+    require(residual is None or residual.shape == x.shape, "layernorm needs a residual of the input's shape.")
     require(
-        residual is None or residual.shape == x.shape, "layernorm adds a residual of the input's own shape."
+        0 < x.shape[-1] <= MAX_WIDTH, f"layernorm keeps whole rows in registers: at most {MAX_WIDTH} wide."
     )
-    require(0 < x.shape[-1] <= MAX_WIDTH, f"layernorm holds whole rows on chip: at most {MAX_WIDTH} wide.")
 
 
 @op("layernorm")
@@ -125,7 +122,7 @@ def _(
     return _like(x, x.dtype), _like(weight, weight.dtype), _like(weight, weight.dtype)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, weight, _, _, _ = inputs
     _, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
@@ -140,7 +137,9 @@ def _gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, .
     return dx, dweight, dbias, None, None
 
 
-def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]) -> None:
+def _setup_context_add(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]
+) -> None:
     x, residual, weight, _, _, _ = inputs
     _, total, mean, rstd = output
     ctx.mark_non_differentiable(mean, rstd)
@@ -149,7 +148,7 @@ def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, T
     ctx.save_for_backward(total, weight, mean, rstd)
 
 
-def _gradients_of_sum(ctx: Any, dout: Tensor | None, dsum: Tensor | None, *_: Any) -> tuple[Any, ...]:
+def _gradients_add(ctx: Any, dout: Tensor | None, dsum: Tensor | None, *_: Any) -> tuple[Any, ...]:
     x_dtype, residual_dtype = ctx.dtypes
     dweight = dbias = None
     if dout is None:
@@ -163,5 +162,5 @@ def _gradients_of_sum(ctx: Any, dout: Tensor | None, dsum: Tensor | None, *_: An
     return dtotal.to(x_dtype), dtotal.to(residual_dtype), dweight, dbias, None, None
 
 
-_layernorm.register_autograd(_gradients, setup_context=_keep)
-_add_layernorm.register_autograd(_gradients_of_sum, setup_context=_keep_sum)
+_layernorm.register_autograd(_gradients, setup_context=_setup_context)
+_add_layernorm.register_autograd(_gradients_add, setup_context=_setup_context_add)

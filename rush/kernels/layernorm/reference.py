@@ -1,4 +1,4 @@
-"""LayerNorm in plain torch: the definition the kernel is held against, in any dtype, float64 included."""
+"""LayerNorm in plain torch: the reference for the kernel's tests, in any dtype, float64 included."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from torch import Tensor
 
 
 def layernorm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
-    """Centre and scale each vector, then a learned gain and offset; rounded once, at the end."""
+    """Computed in fp32 or float64, rounded once at the end."""
     dtype = torch.promote_types(x.dtype, weight.dtype)
     wide = x if x.dtype == torch.float64 else x.float()
-    centred = wide - wide.mean(-1, keepdim=True)
-    scaled = centred * torch.rsqrt(centred.square().mean(-1, keepdim=True) + eps)
+    centered = wide - wide.mean(-1, keepdim=True)
+    scaled = centered * torch.rsqrt(centered.square().mean(-1, keepdim=True) + eps)
     return (scaled * weight + bias).to(dtype)
 
 

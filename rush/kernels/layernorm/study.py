@@ -33,7 +33,7 @@ def defined(
 def plain(
     x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None
 ) -> Tensor | tuple[Tensor, ...]:
-    """As the plain model does it: torch's own operator, which is one kernel already."""
+    """As the plain model: torch's operator, which is one kernel."""
     if residual is None:
         return F.layer_norm(x, weight.shape, weight, bias, EPS)
     total = residual + x
@@ -59,7 +59,7 @@ def liger(
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
-    """Alone: read and write; then read both gradients' sources and write one. The add reads and writes one more."""
+    """Alone: read x, write out; backward read x and dout, write dx. The add reads and writes one more tensor each."""
     forward, backward = (4, 4) if size["add"] else (2, 3)
     passes = {"forward": forward, "backward": backward, "both": forward + backward}[step]
     return Work(float(passes * size["rows"] * size["columns"] * element))
@@ -67,7 +67,7 @@ def work(size: Size, element: int, step: Pass) -> Work:
 
 STUDY = Study(
     op="layernorm",
-    about="Centres and scales each row, then a learned gain and offset; a row is read once, so memory bounds it.",
+    about="Normalizes each row, then weight and bias; a row is read once, so it is memory-bound.",
     bound="memory",
     axis="columns",
     sizes=study.with_residual(study.MATRICES),

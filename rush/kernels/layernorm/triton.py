@@ -1,14 +1,12 @@
 # mypy: allow-untyped-decorators
 """LayerNorm, forward and backward, each in one pass over memory.
 
-As with RMSNorm, a program holds whole rows in registers: read once, written once. Because the row is at
-hand, the variance is taken from the centred values in a second pass over registers, which costs nothing
-and loses nothing to cancellation.
+As with RMSNorm, a program keeps whole rows in registers: read once, written once. The variance is computed from the
+centered values in a second pass over registers, which is free and avoids cancellation.
 
-Backward, with g = dy · weight and x̂ the centred, scaled row:
-dx = rstd · (g − mean(g) − x̂ · mean(g · x̂)). The gradients of gain and offset are sums over all rows: a fixed
-number of programs keep private sums in registers while they walk over their rows, the next ones already
-on their way, and a small sum over programs ends it. No atomics, so the same bits every time.
+Backward, with g = dy · weight and x̂ the normalized row: dx = rstd · (g − mean(g) − x̂ · mean(g · x̂)). The gradients of
+weight and bias are sums over all rows: persistent programs accumulate partial sums in registers while the next rows are
+prefetched, and a small kernel adds those. No atomics, so it is deterministic.
 """
 
 from __future__ import annotations
@@ -52,16 +50,16 @@ def layernorm_forward_kernel(
         x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
         residual_place = residual_ptr + row * residual_stride + column
         residual = tl.load(residual_place, mask=inside, other=0.0)
-        # What is normalized is the sum as it is stored, so that the backward pass sees the same.
+        # Normalize the rounded sum, which is what the backward pass reads.
         rounded = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * width + column, rounded, mask=inside)
     else:
         rounded = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
     wide = rounded.to(tl.float32)
     mean = tl.sum(wide, axis=1, keep_dims=True) / width
-    centred = tl.where(column < width, wide - mean, 0.0)
-    rstd = tl.rsqrt(tl.sum(centred * centred, axis=1, keep_dims=True) / width + eps)
-    out = centred * rstd * weight.to(tl.float32) + bias.to(tl.float32)
+    centered = tl.where(column < width, wide - mean, 0.0)
+    rstd = tl.rsqrt(tl.sum(centered * centered, axis=1, keep_dims=True) / width + eps)
+    out = centered * rstd * weight.to(tl.float32) + bias.to(tl.float32)
     tl.store(out_ptr + row * width + column, out.to(out_ptr.dtype.element_ty), mask=inside)
     tl.store(mean_ptr + row, mean, mask=row < num_rows)
     tl.store(rstd_ptr + row, rstd, mask=row < num_rows)
@@ -92,7 +90,7 @@ def layernorm_backward_kernel(
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
     dweight = tl.zeros((1, WIDTH), tl.float32)
     dbias = tl.zeros((1, WIDTH), tl.float32)
-    # 64 bits to the first row of a step; from there 32 are enough.
+    # A 64-bit offset to the first row of a step, 32-bit offsets inside.
     first = tl.program_id(0).to(tl.int64) * ROWS
     step = tl.num_programs(0).to(tl.int64) * ROWS
     for start in tl.range(first, num_rows, step, num_stages=STAGES):
@@ -108,14 +106,14 @@ def layernorm_backward_kernel(
             dsum_place = dsum_ptr + start * dsum_stride + (row * dsum_stride + column)
             dsum = tl.load(dsum_place, mask=inside, other=0.0)
 
-        # Beyond the row g is zero, so what stands there in `scaled` reaches no sum.
+        # Beyond the row g is zero, so `scaled` there reaches no sum.
         scaled = (x - mean) * rstd
         dweight += tl.sum(dout * scaled, axis=0, keep_dims=True)
         dbias += tl.sum(dout, axis=0, keep_dims=True)
         g = dout * weight.to(tl.float32)
         # Both means in one reduction: half the barriers.
-        centre, slope = tl.split(tl.sum(tl.join(g, g * scaled), axis=1) / width)
-        dx = rstd * (g - centre[:, None] - scaled * slope[:, None])
+        mean_g, mean_gx = tl.split(tl.sum(tl.join(g, g * scaled), axis=1) / width)
+        dx = rstd * (g - mean_g[:, None] - scaled * mean_gx[:, None])
         if ADD:
             dx += dsum.to(tl.float32)
         dx_place = dx_ptr + start * width + (row * width + column)
@@ -128,7 +126,7 @@ def layernorm_backward_kernel(
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, bias: Tensor, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-    """Normalized rows in `out_dtype`; the sum, where there is something to add; mean and 1 / deviation of each row."""
+    """Normalized rows in `out_dtype`; the sum, if there is a residual; mean and 1 / deviation of each row."""
     x_nd = as_rows(x)
     residual_nd = None if residual is None else as_rows(residual)
     num_rows, width = x_nd.shape
@@ -163,13 +161,13 @@ def forward(
 def backward(
     dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of what was normalized (with that of the sum added, where given), of gain and of offset."""
+    """The gradients of the normalized input (plus `dsum`, if given), of weight and bias."""
     x_nd, dout_nd = as_rows(x), as_rows(dout)
     dsum_nd = None if dsum is None else as_rows(dsum)
     num_rows, width = x_nd.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    walk = persistent_rows(width, [t.element_size() for t in (x_nd, dout_nd, dsum_nd) if t is not None])
-    programs = walk.programs(num_rows, x.device)
+    tile = persistent_rows(width, [t.element_size() for t in (x_nd, dout_nd, dsum_nd) if t is not None])
+    programs = tile.programs(num_rows, x.device)
     partial = torch.empty(programs, 2, width, dtype=torch.float32, device=x.device)
     layernorm_backward_kernel[(programs,)](
         dout_nd,
@@ -186,10 +184,10 @@ def backward(
         num_rows,
         width,
         ADD=dsum is not None,
-        ROWS=walk.rows,
-        WIDTH=walk.width,
-        STAGES=walk.stages,
-        num_warps=walk.num_warps,
+        ROWS=tile.rows,
+        WIDTH=tile.width,
+        STAGES=tile.stages,
+        num_warps=tile.num_warps,
     )
     dweight, dbias = sum_partials(partial, weight.dtype)
     return dx, dweight, dbias

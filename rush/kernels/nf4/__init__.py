@@ -18,11 +18,9 @@ from torch.profiler import record_function
 
 from rush.kernels.nf4 import triton as kernels
 from rush.kernels.nf4.reference import BLOCK, SCALE_BLOCK, VALUES
-from rush.kernels.support import op, require, require_device
+from rush.kernels.support import FLOATS, op, require, require_device
 
 __all__ = ["dequantize_nf4", "dequantize_nf4_unchecked"]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def dequantize_nf4(

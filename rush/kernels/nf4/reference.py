@@ -1,4 +1,4 @@
-"""What NF4 codes stand for, in plain torch: the definition the kernel is held against, float64 included."""
+"""What NF4 codes stand for, in plain torch: the reference for the kernel's tests, float64 included."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def work(size: Size, element: int, step: Pass) -> Work:
 
 STUDY = Study(
     op="nf4",
-    about="A weight of 4 bits unpacked to 16, its 8-bit scales on the way; memory bounds it.",
+    about="A weight of 4 bits unpacked to 16, its 8-bit scales on the way; memory-bound.",
     bound="memory",
     axis="rows",
     sizes=(

@@ -1,10 +1,9 @@
 # mypy: allow-untyped-decorators
 """RMSNorm, alone or with the residual add before it.
 
-Takes fp32, bf16 and fp16 as they come: statistics are fp32, the scaled value is rounded to the input's
-dtype before the gain, as the plain model does. The result has the dtype that weight and input promote
-to, unless `dtype` asks for another: under autocast the caller may ask for the dtype the next matmul would
-round to anyway, and save the trip. Bitwise repeatable.
+Takes fp32, bf16 and fp16: statistics are fp32, and the normalized value is rounded to the input's dtype before it is
+multiplied by the weight, as in the plain model. The result has the dtype that weight and input promote to, unless
+`dtype` is given: under autocast the caller may pass the dtype of the next matmul and save a cast. Deterministic.
 """
 
 from __future__ import annotations
@@ -15,11 +14,9 @@ import torch
 from torch import Tensor
 
 from rush.kernels.rmsnorm import triton as kernels
-from rush.kernels.support import MAX_WIDTH, op, require, require_device
+from rush.kernels.support import FLOATS, MAX_WIDTH, op, require, require_device
 
 __all__ = ["add_rmsnorm", "rmsnorm"]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None) -> Tensor:
@@ -32,7 +29,7 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None 
 def add_rmsnorm(
     x: Tensor, residual: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The norm of residual + x, and that sum itself (in the dtype the two promote to)."""
+    """The norm of residual + x, and the sum (in the dtype the two promote to)."""
     _check(x, weight, residual)
     total_dtype = torch.promote_types(x.dtype, residual.dtype)
     out, total, _ = _add_rmsnorm(
@@ -52,10 +49,8 @@ def _check(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> None:
         x.dim() > 0 and weight.shape == x.shape[-1:],
         "rmsnorm needs a weight as long as the last dim of its input.",
     )
-    require(
-        residual is None or residual.shape == x.shape, "rmsnorm adds a residual of the input's own shape."
-    )
-    require(0 < x.shape[-1] <= MAX_WIDTH, f"rmsnorm holds whole rows on chip: at most {MAX_WIDTH} wide.")
+    require(residual is None or residual.shape == x.shape, "rmsnorm needs a residual of the input's shape.")
+    require(0 < x.shape[-1] <= MAX_WIDTH, f"rmsnorm keeps whole rows in registers: at most {MAX_WIDTH} wide.")
 
 
 @op("rmsnorm")
@@ -116,7 +111,7 @@ def _(dout: Tensor, dsum: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tu
     return _like(x, x.dtype), _like(weight, weight.dtype)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, weight, _, _ = inputs
     _, rstd = output
     ctx.mark_non_differentiable(rstd)
@@ -131,7 +126,7 @@ def _gradients(ctx: Any, dout: Tensor | None, _: Any) -> tuple[Tensor | None, ..
     return dx, dweight, None, None
 
 
-def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context_add(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, residual, weight, _, _ = inputs
     _, total, rstd = output
     ctx.mark_non_differentiable(rstd)
@@ -140,7 +135,7 @@ def _keep_sum(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, T
     ctx.save_for_backward(total, weight, rstd)
 
 
-def _gradients_of_sum(ctx: Any, dout: Tensor | None, dsum: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _gradients_add(ctx: Any, dout: Tensor | None, dsum: Tensor | None, _: Any) -> tuple[Any, ...]:
     x_dtype, residual_dtype = ctx.dtypes
     if dout is None:
         dtotal, dweight = dsum, None
@@ -153,5 +148,5 @@ def _gradients_of_sum(ctx: Any, dout: Tensor | None, dsum: Tensor | None, _: Any
     return dtotal.to(x_dtype), dtotal.to(residual_dtype), dweight, None, None
 
 
-_rmsnorm.register_autograd(_gradients, setup_context=_keep)
-_add_rmsnorm.register_autograd(_gradients_of_sum, setup_context=_keep_sum)
+_rmsnorm.register_autograd(_gradients, setup_context=_setup_context)
+_add_rmsnorm.register_autograd(_gradients_add, setup_context=_setup_context_add)

@@ -1,4 +1,4 @@
-"""RMSNorm in plain torch: the definition the kernel is held against, in any dtype, float64 included."""
+"""RMSNorm in plain torch: the reference for the kernel's tests, in any dtype, float64 included."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Scale each vector to unit mean square, round to its dtype, then a learned gain."""
+    """Normalize by the root mean square, round to the input's dtype, multiply by the weight."""
     wide = x if x.dtype == torch.float64 else x.float()
     scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * scaled.to(x.dtype)

@@ -51,7 +51,7 @@ def liger(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor |
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
-    """Alone: read and write; then read both gradients' sources and write one. The add reads and writes one more."""
+    """Alone: read x, write out; backward read x and dout, write dx. The add reads and writes one more tensor each."""
     forward, backward = (4, 4) if size["add"] else (2, 3)
     passes = {"forward": forward, "backward": backward, "both": forward + backward}[step]
     return Work(float(passes * size["rows"] * size["columns"] * element))
@@ -59,7 +59,7 @@ def work(size: Size, element: int, step: Pass) -> Work:
 
 STUDY = Study(
     op="rmsnorm",
-    about="Scales each row to unit mean square, then a learned gain; a row is read once, so memory bounds it.",
+    about="Normalizes each row by its root mean square, then the weight; a row is read once, so it is memory-bound.",
     bound="memory",
     axis="columns",
     sizes=study.with_residual(study.MATRICES),

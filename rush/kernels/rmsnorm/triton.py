@@ -1,16 +1,14 @@
 # mypy: allow-untyped-decorators
 """RMSNorm, forward and backward, each in one pass over memory.
 
-Plain torch writes the fp32 copy, its square, the scaled value: each a trip to device memory, while the
-arithmetic is a few operations per element. Here a program loads whole rows into registers, reduces them
-there and writes the result: every element is read once and written once, which is all that bandwidth
-allows. With the residual add fused, the sum is made on the way and written once for later.
+Plain torch writes the fp32 copy, its square and the normalized value: each a round trip to device memory for a few
+operations per element. Here a program loads whole rows into registers, reduces them and writes the result: every
+element is read once and written once. With the residual add fused, the sum is computed on the way and written once.
 
-Backward, with g = dy · weight and x̂ = x / rms, dx = (g − x̂ · mean(g · x̂)) / rms: again whole rows. The
-weight's gradient is a sum over all rows. A fixed number of programs (a few for each multiprocessor) each
-walk over their rows with a private sum in registers, and write it at the end; a second small sum makes
-one of them. There are no atomics, so the result has the same bits every time. While rows are being
-reduced the next ones are already on their way to shared memory: that keeps memory busy with few programs.
+Backward, with g = dy · weight and x̂ = x / rms, dx = (g − x̂ · mean(g · x̂)) / rms: again whole rows. The weight's
+gradient is a sum over all rows: a fixed number of persistent programs (a few per SM) each accumulate their rows in
+registers and write a partial sum; a second small kernel adds those. No atomics, so it is deterministic. The next rows
+are prefetched into shared memory, which keeps memory busy with few programs.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ def rmsnorm_forward_kernel(
         x = tl.load(x_ptr + row * x_stride + column, mask=inside, other=0.0)
         residual_place = residual_ptr + row * residual_stride + column
         residual = tl.load(residual_place, mask=inside, other=0.0)
-        # What is normalized is the sum as it is stored, so that the backward pass sees the same.
+        # Normalize the rounded sum, which is what the backward pass reads.
         rounded = (residual.to(tl.float32) + x.to(tl.float32)).to(sum_ptr.dtype.element_ty)
         tl.store(sum_ptr + row * width + column, rounded, mask=inside)
     else:
@@ -87,7 +85,7 @@ def rmsnorm_backward_kernel(
     column = tl.arange(0, WIDTH)[None, :]
     weight = tl.load(weight_ptr + column, mask=column < width, other=0.0)
     dweight = tl.zeros((1, WIDTH), tl.float32)
-    # 64 bits to the first row of a step; from there 32 are enough.
+    # A 64-bit offset to the first row of a step, 32-bit offsets inside.
     first = tl.program_id(0).to(tl.int64) * ROWS
     step = tl.num_programs(0).to(tl.int64) * ROWS
     for start in tl.range(first, num_rows, step, num_stages=STAGES):
@@ -117,7 +115,7 @@ def rmsnorm_backward_kernel(
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor, eps: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Normalized rows in `out_dtype`; the sum, where there is something to add; and 1 / rms of each row."""
+    """Normalized rows in `out_dtype`; the sum, if there is a residual; and 1 / rms of each row."""
     x_nd = as_rows(x)
     residual_nd = None if residual is None else as_rows(residual)
     num_rows, width = x_nd.shape
@@ -149,13 +147,13 @@ def forward(
 def backward(
     dout: Tensor, dsum: Tensor | None, x: Tensor, weight: Tensor, rstd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradients of what was normalized (with that of the sum added, where given) and of the weight."""
+    """The gradients of the normalized input (plus `dsum`, if given) and of the weight."""
     x_nd, dout_nd = as_rows(x), as_rows(dout)
     dsum_nd = None if dsum is None else as_rows(dsum)
     num_rows, width = x_nd.shape
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    walk = persistent_rows(width, [t.element_size() for t in (x_nd, dout_nd, dsum_nd) if t is not None])
-    programs = walk.programs(num_rows, x.device)
+    tile = persistent_rows(width, [t.element_size() for t in (x_nd, dout_nd, dsum_nd) if t is not None])
+    programs = tile.programs(num_rows, x.device)
     partial = torch.empty(programs, 1, width, dtype=torch.float32, device=x.device)
     rmsnorm_backward_kernel[(programs,)](
         dout_nd,
@@ -171,10 +169,10 @@ def backward(
         num_rows,
         width,
         ADD=dsum is not None,
-        ROWS=walk.rows,
-        WIDTH=walk.width,
-        STAGES=walk.stages,
-        num_warps=walk.num_warps,
+        ROWS=tile.rows,
+        WIDTH=tile.width,
+        STAGES=tile.stages,
+        num_warps=tile.num_warps,
     )
     (dweight,) = sum_partials(partial, weight.dtype)
     return dx, dweight

@@ -1,35 +1,31 @@
 # mypy: allow-untyped-decorators
-"""Rotary positions: queries and keys turned in one launch, in the layout the linear layers leave them in.
+"""Rotary position embeddings (RoPE): queries and keys rotated in one launch, in the layout of the linear layers.
 
-Takes fp32, bf16 and fp16 queries and keys with fp32 angles; the turn is done in fp32 and rounded once. No
-gradient goes to the angles. Under autocast it sees what the linear layers give, and keeps that dtype.
-Bitwise repeatable.
+Takes fp32, bf16 and fp16 queries and keys with fp32 cosines and sines; rotates in fp32 and rounds once. The angles get
+no gradient. Deterministic.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rush.kernels.rope import triton as kernels
-from rush.kernels.support import op, require, require_device
+from rush.kernels.support import FLOATS, empty_bthd, op, require, require_device
 
 __all__ = ["rope"]
 
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 MAX_ELEMENTS = 32768
-"""Of all heads of a token, which one program holds on chip."""
+"""Of all heads of a token: one program keeps them in registers."""
 
 # Shapes: b batch, h query heads, k key heads, t positions, d head dim.
 
 
 def rope(q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn each pair (i, i + d/2) of every query and key by its position's angle.
+    """Rotate each pair (i, i + d/2) of every query and key by its position's angle.
 
-    Cosines and sines are given for the full head dim, the second half repeating the first, for each row or once for
-    all (a batch of 1).
+    Cosines and sines have the full head dim, the second half repeating the first, and a batch of b or 1.
     """
     require_device("rope", q_bhtd, k_bktd, cos_btd, sin_btd)
     require(
@@ -42,7 +38,7 @@ def rope(q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tu
     )
     require(
         q_bhtd.shape[2:] == k_bktd.shape[2:] and q_bhtd.shape[-1] % 2 == 0,
-        "rope needs queries and keys of as many positions and one even head dim.",
+        "rope needs queries and keys with equal positions and one even head dim.",
     )
     require(
         cos_btd.shape == sin_btd.shape
@@ -54,35 +50,35 @@ def rope(q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tu
     require(
         q_bhtd.shape[1] * q_bhtd.shape[3] <= MAX_ELEMENTS
         and k_bktd.shape[1] * k_bktd.shape[3] <= MAX_ELEMENTS,
-        f"rope holds all heads of a token on chip: at most {MAX_ELEMENTS} elements.",
+        f"rope keeps all heads of a token in registers: at most {MAX_ELEMENTS} elements.",
     )
-    turned: tuple[Tensor, Tensor] = _rope(q_bhtd, k_bktd, cos_btd, sin_btd)
-    return turned
+    rotated: tuple[Tensor, Tensor] = _rope(q_bhtd, k_bktd, cos_btd, sin_btd)
+    return rotated
 
 
 @op("rope")
 def _rope(q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.turn(q_bhtd, k_bktd, cos_btd, sin_btd, back=False)
+    return kernels.rotate(q_bhtd, k_bktd, cos_btd, sin_btd, inverse=False)
 
 
 @op("rope_backward")
 def _rope_backward(
     dq_bhtd: Tensor, dk_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
 ) -> tuple[Tensor, Tensor]:
-    return kernels.turn(dq_bhtd, dk_bktd, cos_btd, sin_btd, back=True)
+    return kernels.rotate(dq_bhtd, dk_bktd, cos_btd, sin_btd, inverse=True)
 
 
 @_rope.register_fake
 def _(q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.side_by_side(q_bhtd), kernels.side_by_side(k_bktd)
+    return empty_bthd(q_bhtd), empty_bthd(k_bktd)
 
 
 @_rope_backward.register_fake
 def _(dq_bhtd: Tensor, dk_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tuple[Tensor, Tensor]:
-    return kernels.side_by_side(dq_bhtd), kernels.side_by_side(dk_bktd)
+    return empty_bthd(dq_bhtd), empty_bthd(dk_bktd)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
     _, _, cos_btd, sin_btd = inputs
     ctx.save_for_backward(cos_btd, sin_btd)
 
@@ -92,4 +88,4 @@ def _gradients(ctx: Any, dq_bhtd: Tensor, dk_bktd: Tensor) -> tuple[Tensor | Non
     return dq, dk, None, None
 
 
-_rope.register_autograd(_gradients, setup_context=_keep)
+_rope.register_autograd(_gradients, setup_context=_setup_context)

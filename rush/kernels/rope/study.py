@@ -1,6 +1,6 @@
-"""How rotary positions are measured: queries and keys of 16k tokens, as the linear layers leave them.
+"""How RoPE is measured: queries and keys of 16k tokens, in the layout of the linear layers.
 
-Liger's kernel writes into its inputs; it moves as many bytes.
+Liger's kernel overwrites its inputs; it moves as many bytes.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
 def liger(q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor) -> tuple[Tensor, ...]:
     from liger_kernel.ops import LigerRopeFunction
 
-    turned: tuple[Tensor, ...] = LigerRopeFunction.apply(q_bhtd, k_bktd, cos_btd, sin_btd)
-    return turned
+    rotated: tuple[Tensor, ...] = LigerRopeFunction.apply(q_bhtd, k_bktd, cos_btd, sin_btd)
+    return rotated
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
@@ -56,7 +56,7 @@ def _size(
 
 STUDY = Study(
     op="rope",
-    about="Turns every pair of a query and a key by its position's angle; one pass over the data, so memory bounds it.",
+    about="Rotates every pair of a query and a key by its position's angle; one pass over the data, so it is memory-bound.",
     bound="memory",
     axis="columns",
     sizes=(

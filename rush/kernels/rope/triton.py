@@ -1,22 +1,20 @@
 # mypy: allow-untyped-decorators
-"""Rotary positions for queries and keys in one launch.
+"""Rotary position embeddings for queries and keys in one launch.
 
-Plain torch makes an fp32 copy, two concatenations and three more temporaries of queries and keys. The
-turn itself is four multiplications a pair. Here a program takes a token with all its query and key heads:
-it reads each half of every head and the token's cosines and sines once, and writes both halves turned.
-The linear layers leave the heads of a token side by side; the kernel follows strides, so nothing is
-copied first, and its results lie as its inputs do. A turn is undone by the opposite turn, so the
-backward pass is the same kernel with the sine negated, and only the angles are kept.
+Plain torch makes an fp32 copy, two concatenations and three more temporaries of queries and keys, for four
+multiplications per pair. Here a program takes a token with all its query and key heads: it reads each half of every head
+and the token's cosines and sines once, and writes both halves rotated. The kernel follows strides, so the output of the
+linear layers is not copied. The inverse rotation negates the sine, so the backward pass is the same kernel, and only
+cosines and sines are saved.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from rush.kernels.support import INTERPRETED, next_power_of_2
+from rush.kernels.support import INTERPRETED, empty_bthd, next_power_of_2
 
 # Shapes: b batch, h query heads, k key heads, t positions, d head dim.
 
@@ -42,7 +40,7 @@ def _halves(
 
 
 @triton.jit
-def _write_turned(
+def _store_rotated(
     first: tl.tensor,
     second: tl.tensor,
     out_ptr: tl.tensor,
@@ -80,22 +78,22 @@ def rope_kernel(
     k_token_stride: tl.tensor,
     angle_batch_stride: tl.tensor,
     angle_token_stride: tl.tensor,
-    num_places: tl.tensor,
+    num_positions: tl.tensor,
     num_tokens: tl.tensor,
     num_q_heads: tl.tensor,
     num_k_heads: tl.tensor,
     half: tl.tensor,
-    BACK: tl.constexpr,
-    PLACES: tl.constexpr,
+    INVERSE: tl.constexpr,
+    TOKENS: tl.constexpr,
     Q_HEADS: tl.constexpr,
     K_HEADS: tl.constexpr,
     HALF: tl.constexpr,
 ) -> None:
-    # Divided in 32 bits (a division in 64 takes a hundred instructions), multiplied in 64.
-    place = (tl.program_id(0) * PLACES + tl.arange(0, PLACES))[:, None, None]
+    # 32-bit division (64-bit takes a hundred instructions), 64-bit multiplication.
+    place = (tl.program_id(0) * TOKENS + tl.arange(0, TOKENS))[:, None, None]
     batch, token = (place // num_tokens).to(tl.int64), (place % num_tokens).to(tl.int64)
-    inside = place < num_places
-    # All reads are under way before the first is waited for.
+    inside = place < num_positions
+    # Issue all loads before the first is used.
     q_place = batch * q_batch_stride + token * q_token_stride
     q_first, q_second = _halves(q_ptr, q_place, q_head_stride, num_q_heads, half, inside, Q_HEADS, HALF)
     k_place = batch * k_batch_stride + token * k_token_stride
@@ -104,21 +102,21 @@ def rope_kernel(
     angle = batch * angle_batch_stride + token * angle_token_stride + pair
     cos = tl.load(cos_ptr + angle, mask=inside & (pair < half), other=0.0).to(tl.float32)
     sin = tl.load(sin_ptr + angle, mask=inside & (pair < half), other=0.0).to(tl.float32)
-    if BACK:
+    if INVERSE:
         sin = -sin
-    _write_turned(q_first, q_second, q_out_ptr, place, num_q_heads, cos, sin, half, inside, Q_HEADS, HALF)
-    _write_turned(k_first, k_second, k_out_ptr, place, num_k_heads, cos, sin, half, inside, K_HEADS, HALF)
+    _store_rotated(q_first, q_second, q_out_ptr, place, num_q_heads, cos, sin, half, inside, Q_HEADS, HALF)
+    _store_rotated(k_first, k_second, k_out_ptr, place, num_k_heads, cos, sin, half, inside, K_HEADS, HALF)
 
 
-def turn(
-    q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor, back: bool
+def rotate(
+    q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    """Queries and keys turned by their angles, or back; the heads of a token lie side by side in the results."""
+    """Queries and keys rotated by their angles, or by the inverse; the results have memory layout [b, t, h, d]."""
     q_bhtd, k_bktd, cos_btd, sin_btd = (_dense(x) for x in (q_bhtd, k_bktd, cos_btd, sin_btd))
     if cos_btd.stride() != sin_btd.stride():
         cos_btd, sin_btd = cos_btd.contiguous(), sin_btd.contiguous()
     batch, num_q_heads, num_tokens, head_dim = q_bhtd.shape
-    q_out, k_out = side_by_side(q_bhtd), side_by_side(k_bktd)
+    q_out, k_out = empty_bthd(q_bhtd), empty_bthd(k_bktd)
     num_k_heads, half = k_bktd.shape[1], head_dim // 2
     if batch * num_tokens:
         places, num_warps = tile(next_power_of_2(num_q_heads) * next_power_of_2(half))
@@ -142,8 +140,8 @@ def turn(
             num_q_heads,
             num_k_heads,
             half,
-            BACK=back,
-            PLACES=places,
+            INVERSE=inverse,
+            TOKENS=places,
             Q_HEADS=next_power_of_2(num_q_heads),
             K_HEADS=next_power_of_2(num_k_heads),
             HALF=next_power_of_2(half),
@@ -153,21 +151,13 @@ def turn(
 
 
 def tile(token_size: int) -> tuple[int, int]:
-    """Tokens of a program, and its warps, where a token has so many pairs of queries.
+    """Tokens and warps per program, given the query pairs of a token.
 
-    Small models put several tokens into a program; the interpreter many, since it pays for each program. Up to 1024
-    pairs two warps are best, more programs then run side by side; beyond, eight (`scripts/tune_rows.py`, an H200).
+    Small models put several tokens into a program; the interpreter many, since each program is slow. Up to 1024 pairs two
+    warps are best, so that more programs are resident; beyond, eight (`scripts/tune_rows.py`, an H200).
     """
     places = next_power_of_2(max(1, (16384 if INTERPRETED else 1024) // token_size))
     return places, 2 if places * token_size <= 1024 else 8
-
-
-def side_by_side(x_bhtd: Tensor) -> Tensor:
-    """New memory of this shape in which the heads of a token follow each other, as linear layers write them."""
-    batch, heads, tokens, head_dim = x_bhtd.shape
-    return torch.empty(batch, tokens, heads, head_dim, dtype=x_bhtd.dtype, device=x_bhtd.device).transpose(
-        1, 2
-    )
 
 
 def _dense(x: Tensor) -> Tensor:

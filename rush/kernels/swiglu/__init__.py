@@ -1,23 +1,20 @@
 # mypy: allow-untyped-decorators
-"""SwiGLU: silu(gate) · up, nothing kept but its inputs.
+"""SwiGLU: silu(gate) · up; only its inputs are saved for the backward pass.
 
-Takes fp32, bf16 and fp16, both inputs in one dtype (under autocast: what the linear layers give); fp32
-inside, rounded once. Inputs whose elements do not lie side by side are copied first. Bitwise repeatable.
+Takes fp32, bf16 and fp16, both inputs in one dtype; computes in fp32 and rounds once. Non-contiguous inputs are copied
+first. Deterministic.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from rush.kernels import cpu
-from rush.kernels.support import op, require, require_device, uses_cpp
+from rush.kernels.support import FLOATS, op, require, require_device, uses_cpp
 
 __all__ = ["swiglu"]
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -64,7 +61,7 @@ def _(dout: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
     return _like(gate), _like(up)
 
 
-def _keep(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
@@ -73,4 +70,4 @@ def _gradients(ctx: Any, dout: Tensor) -> tuple[Tensor, Tensor]:
     return gradients
 
 
-_swiglu.register_autograd(_gradients, setup_context=_keep)
+_swiglu.register_autograd(_gradients, setup_context=_setup_context)

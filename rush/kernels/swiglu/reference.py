@@ -1,4 +1,4 @@
-"""SwiGLU in plain torch: the definition the kernel is held against, in any dtype, float64 included."""
+"""SwiGLU in plain torch: the reference for the kernel's tests, in any dtype, float64 included."""
 
 from __future__ import annotations
 
@@ -7,5 +7,4 @@ from torch import Tensor
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
-    """One half of the wide layer, through SiLU, gates the other half."""
     return F.silu(gate) * up

@@ -1,4 +1,4 @@
-"""How SwiGLU is measured. Liger's backward kernel writes the gradients over its inputs; it moves as many bytes."""
+"""How SwiGLU is measured. Liger's backward kernel overwrites its inputs with the gradients; it moves as many bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def work(size: Size, element: int, step: Pass) -> Work:
 
 STUDY = Study(
     op="swiglu",
-    about="One half of the wide layer, through SiLU, gates the other; elementwise, so memory bounds it.",
+    about="silu(gate) · up; elementwise, so it is memory-bound.",
     bound="memory",
     axis="columns",
     sizes=study.MATRICES,

@@ -1,10 +1,9 @@
 # mypy: allow-untyped-decorators
 """SwiGLU, silu(gate) · up, as one kernel forward and one backward.
 
-Plain torch writes silu(gate), reads it again to multiply, and keeps it for the backward pass: three
-tensors as wide as the MLP. Here the product is made in registers: two reads, one write. Nothing but gate
-and up is kept; the backward pass makes the sigmoid again, which costs less than fetching it would, and
-writes both gradients in one go: three reads, two writes.
+Plain torch writes silu(gate), reads it again to multiply, and saves it for the backward pass: three tensors as wide as
+the MLP. Here the product stays in registers: two reads, one write. Only gate and up are saved; the backward pass
+recomputes the sigmoid, which costs less than loading it, and writes both gradients: three reads, two writes.
 """
 
 from __future__ import annotations
@@ -17,13 +16,13 @@ from torch import Tensor
 from rush.kernels.fast_math import LOG2_E, exp2, reciprocal
 
 BLOCK = 2048
-"""Elements of a program: with 8 warps each thread moves one vector of 16 bytes of every tensor in bf16."""
+"""Elements per program: with 8 warps each thread moves one 16-byte vector of every tensor in bf16."""
 NUM_WARPS = 8
 
 
 @triton.jit
 def sigmoid(x: tl.tensor) -> tl.tensor:
-    # Where the power is infinite this is zero, as it should be.
+    # Zero where the exponential overflows.
     return reciprocal(1.0 + exp2(-x * LOG2_E))
 
 
@@ -35,7 +34,7 @@ def swiglu_forward_kernel(
     size: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
-    # One step of 64 bits to the block; inside it 32 bits are enough.
+    # A 64-bit offset to the block, 32-bit offsets inside.
     start = tl.program_id(0).to(tl.int64) * BLOCK
     place = tl.arange(0, BLOCK)
     inside = place < size - start
@@ -61,9 +60,9 @@ def swiglu_backward_kernel(
     dout = tl.load(dout_ptr + start + place, mask=inside, other=0.0).to(tl.float32)
     gate = tl.load(gate_ptr + start + place, mask=inside, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + start + place, mask=inside, other=0.0).to(tl.float32)
-    share = sigmoid(gate)
-    silu = gate * share
-    dgate = dout * up * (share + silu * (1.0 - share))
+    s = sigmoid(gate)
+    silu = gate * s
+    dgate = dout * up * (s + silu * (1.0 - s))
     tl.store(dgate_ptr + start + place, dgate.to(dgate_ptr.dtype.element_ty), mask=inside)
     tl.store(dup_ptr + start + place, (dout * silu).to(dup_ptr.dtype.element_ty), mask=inside)
 
