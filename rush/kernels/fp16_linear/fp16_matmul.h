@@ -32,17 +32,17 @@ struct Operand {
 };
 
 struct Scale {
-  float up, inv_scale;  // what values are matmul by, and what takes that back
+  float up, inv_scale;  // the scale and its inverse
 };
 
-// The power of two for a block whose largest magnitude is this; 1 where nothing can be scaled (zeros, infinities, NaN).
+// The power of two for a block with this amax; 1 for zeros, infinities and NaN.
 inline Scale scale_of(float largest) {
   if (largest == 0 || !std::isfinite(largest)) return {1, 1};
   const int exponent = std::max(std::ilogb(largest), kSmallest);
   return {std::ldexp(1.0f, kLargest - exponent), std::ldexp(1.0f, exponent - kLargest)};
 }
 
-// A block copied side by side as `high` rows of `wide` values, padded with zeros; its largest magnitude (NaN if it has one).
+// A contiguous copy of a block as `high` rows of `wide` values, padded with zeros; returns its amax (NaN if it has one).
 // Copied, because rows whose stride is a power of two evict each other from the cache.
 template <int64_t high, int64_t wide>
 float copied(const float* from, int64_t stride, int64_t rows, int64_t columns, float* to) {
