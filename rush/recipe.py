@@ -1,9 +1,8 @@
-"""The recipe: one TOML file that says everything about a run.
+"""The recipe: one TOML file that describes a run completely.
 
-The ladder varies it, the tuner writes it, the planner predicts it, the trainer runs it, so what was
-measured is what is trained. Every part is strict: a key that does not exist or a value of the wrong
-type is refused, with the nearest key that does. `Recipe.digest` names the content: two recipes with
-the same digest describe the same run.
+The ladder varies it, the tuner writes it, the planner predicts it, the trainer runs it, so what was measured is
+what is trained. Every section is strict: an unknown key or a value of the wrong type is refused, with the nearest
+key. `Recipe.digest` identifies the content: two recipes with the same digest describe the same run.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Section(BaseModel):
 
 class ModelSection(Section):
     name: str
-    """A published size (see `rush recipes`); `shape` may change parts of it."""
+    """A published size (see `rush recipes`); `shape` may override fields of it."""
     init_from: str | None = None
-    """A run folder or a Hugging Face folder whose weights are the start; random weights without it."""
+    """A run folder or a Hugging Face folder with the initial weights; random weights without it."""
     shape: dict[str, int | float | bool] = {}
-    """Fields of the shape to change, as in `model.shape.num_layers = 2`."""
+    """Fields of the shape to override, as in `model.shape.num_layers = 2`."""
 
 
 class DataSection(Section):
@@ -51,49 +50,49 @@ class DataSection(Section):
     """The field that holds the text in JSONL, CSV and Parquet rows."""
     tokenizer: str = "train"
     """`train` (byte-level BPE on this corpus), `gpt2`, `llama-3`, a path to a tokenizer.json or its folder, or, for
-    fine-tuning, `model`: the one that comes with `model.init_from`."""
+    fine-tuning, `model`: the one of `model.init_from`."""
     vocab_size: Positive | None = None
     """Vocabulary of the trained tokenizer; the model's vocabulary without it."""
     validation: Annotated[float, Field(gt=0, lt=0.5, allow_inf_nan=False)] = 0.01
-    """Share of documents held out, chosen by a hash of each document."""
+    """Fraction of documents held out, chosen by a hash of each document."""
     limit: Positive | None = None
     """Read at most this many documents."""
     shuffle: bool = True
-    """Shuffle the samples anew each epoch, as a pure function of the seed."""
+    """Shuffle the samples every epoch, as a pure function of the seed."""
     format: Literal["auto", "chat", "prompt", "instruction", "text", "preference"] = "auto"
     """For fine-tuning, what a row holds: `messages`; `prompt` and `completion`; `instruction`, `input`, `output`; a text;
     or `chosen` and `rejected`. `auto` looks at the fields."""
     template: str = "auto"
-    """How a conversation is written: `auto` (the tokenizer's own template, else chatml), `chatml`, `llama-3`, `plain`, or
+    """Chat template: `auto` (the tokenizer's own template, else chatml), `chatml`, `llama-3`, `plain`, or
     `raw` (prompt and answer back to back)."""
     bad_rows: Literal["error", "drop"] = "error"
-    """What becomes of a row that is no conversation (a missing role, an empty answer, nothing to learn); what is dropped
-    is counted by its reason."""
+    """What happens to a row that is no conversation (a missing role, an empty answer, no labels); dropped rows are
+    counted by reason."""
     too_long: Literal["error", "drop", "cut"] = "error"
-    """What becomes of a conversation longer than `batch.sequence`; what is dropped or cut is counted."""
+    """What happens to a conversation longer than `batch.sequence`; dropped and truncated ones are counted."""
 
 
 class ObjectiveSection(Section):
     kind: Literal["lm", "sft", "dpo"] = "lm"
     """`lm`: predict the next token of a corpus. `sft`: of the answers in conversations. `dpo`: prefer one answer."""
     train_on: Literal["completion", "all"] = "completion"
-    """With sft, which tokens are targets: what the assistant says, or everything."""
+    """With sft, which tokens are labels: the assistant's answers, or everything."""
     loss: Literal["sigmoid", "ipo", "orpo", "simpo"] = "sigmoid"
-    """With dpo, how a preference becomes a loss; orpo and simpo need no reference model."""
+    """With dpo, the loss of a preference; orpo and simpo need no reference model."""
     beta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.1
-    """With dpo, how strongly the model is held to its reference (orpo: the weight of the odds)."""
+    """With dpo, the strength of the KL constraint to the reference (orpo: the weight of the odds ratio)."""
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = 0.0
-    """With dpo and sigmoid, the share of pairs assumed to be the wrong way round."""
+    """With dpo and sigmoid, the fraction of pairs assumed to be swapped."""
     margin: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
-    """With simpo, by how much the chosen answer should win."""
+    """With simpo, the target reward margin."""
     reference: Literal["cached", "live"] = "cached"
-    """With dpo, the reference's log-probabilities: computed once before training, or beside every step."""
+    """With dpo, the reference's log-probabilities: computed once before training, or in every step."""
 
 
 class BatchSection(Section):
     micro: Positive | Literal["auto"]
-    """Sequences per forward pass. `auto`: what the planner finds best of all that fits, tried with a real step when a run
-    starts (see docs/plan.md)."""
+    """Sequences per forward pass. `auto`: the fastest that fits according to the planner, checked with a real step when a
+    run starts (see docs/plan.md)."""
     sequence: Positive
     """Tokens per sequence."""
     total_tokens: Positive | None = None
@@ -116,9 +115,9 @@ class OptimizerSection(Section):
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
     eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-8
     weight_decay: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
-    """Decay of tensors with two or more dims; gains and biases never decay."""
+    """Weight decay of tensors with two or more dims; norm weights and biases never decay."""
     clip: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
-    """Largest gradient norm; 0 switches clipping off."""
+    """Maximum global gradient norm; 0 turns clipping off."""
 
 
 class ScheduleSection(Section):
@@ -128,65 +127,64 @@ class ScheduleSection(Section):
     warmup: NotNegative = 0
     """Steps of linear warm-up."""
     final: Fraction = 0.1
-    """Share of the learning rate that is left at the last step."""
+    """Fraction of the learning rate at the last step."""
 
 
 class LayoutSection(Section):
-    """How ranks divide the work; their number is the product of the sizes (see docs/scale.md)."""
+    """Sizes of the parallelism axes; the number of ranks is their product (see docs/scale.md)."""
 
     ddp: Positive = 1
-    """Copies of the model (or of the sharded one), each with other samples."""
+    """Data-parallel replicas of the (sharded) model, each with other samples."""
     fsdp: Positive = 1
-    """Parts that weights, gradients and optimizer state are cut into; each part's rank has other samples."""
+    """Shards of weights, gradients and optimizer state; each rank has other samples."""
     tp: Positive = 1
-    """Parts that every layer is cut into; the ranks of all parts have the same samples."""
+    """Shards of every layer; the ranks have the same samples."""
     pp: Positive = 1
-    """Ranks that the sequence of layers is dealt out to, each with other blocks and the same samples."""
+    """Pipeline stages, each with other blocks and the same samples."""
     cp: Positive = 1
-    """Parts that every sequence is cut into."""
+    """Shards of every sequence."""
 
 
 class RunSection(Section):
     seed: NotNegative = 1337
     deterministic: bool = False
-    """The same bits in every run and after every resume, on a GPU too, where it takes slower kernels; a technique that cannot
-    is refused."""
+    """Bit-for-bit reproducible runs and resumes, on a GPU with slower kernels; techniques that are not deterministic are
+    refused."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     save_every: NotNegative = 0
-    """Steps between checkpoints; 0 saves at the end only."""
+    """Steps between checkpoints; 0: at the end only."""
     keep: Positive = 2
-    """Checkpoints kept besides the best one."""
+    """Checkpoints to keep besides the best one."""
     save_async: bool = True
-    """Copy the state to host memory and write it while training goes on; false waits until it is on the disk, and needs no
-    memory for a copy."""
+    """Asynchronous checkpoints: copy the state to host memory and write it while training continues; false writes
+    synchronously, without a copy."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 600.0
-    """On several ranks, how long one waits for the others in an exchange; then the late one is named and the run starts again."""
+    """On several ranks, timeout of a collective; then the late rank is reported and the run restarts."""
     drift_every: NotNegative = 100
-    """On several ranks, steps between checks that what they hold alike is equal to the bit; also before every checkpoint. 0 never
-    checks."""
+    """On several ranks, steps between checks that replicas are equal bit for bit; also before every checkpoint. 0: never."""
     validate_every: NotNegative = 0
-    """Steps between validations; 0 validates at the end only."""
+    """Steps between validations; 0: at the end only."""
     validate_sequences: Positive = 64
     """Sequences in each validation, always the same ones."""
     sample_every: NotNegative = 0
-    """Steps between text samples; 0 samples at the end only."""
+    """Steps between text samples; 0: at the end only."""
     sample_prompt: str = "def "
-    """What samples go on from. In fine-tuning on conversations it is a user's turn, written in the run's template; a prompt that
-    holds special tokens is taken as it stands."""
+    """The prompt of samples. In fine-tuning on conversations it is a user's turn in the run's chat template; a prompt with
+    special tokens is used unchanged."""
     sample_tokens: NotNegative = 100
     memory_limit_gb: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Use no more of the device's memory than this (GB of 10⁹ bytes), as if it were a smaller card. On a CPU (Linux) a step
-    that took more beyond what Python had is the run's last."""
+    """Limit of device memory (GB of 10⁹ bytes), as if the device were smaller. On a CPU (Linux) a step that needs more stops
+    the run."""
     tensorboard: bool = True
     wandb: str | None = None
-    """A Weights & Biases project to log to; the key comes from the environment, never from a recipe."""
+    """A Weights & Biases project to log to; the API key comes from the environment, never from a recipe."""
 
 
 class Recipe(Section):
     """A complete description of a run."""
 
     about: str = ""
-    """One line for people."""
+    """One-line description."""
     model: ModelSection
     data: DataSection = DataSection()
     objective: ObjectiveSection = ObjectiveSection()
@@ -229,10 +227,10 @@ class Recipe(Section):
         return uses
 
     def shape(self) -> Shape:
-        """The model's shape: the published one, with the changes this recipe asks for."""
+        """The model's shape: the published one with this recipe's overrides."""
         if self.model.name not in SIZES:
             raise RecipeError(
-                f"model.name is {self.model.name!r}, which is no model known here; {nearest(self.model.name, SIZES)}"
+                f"model.name is {self.model.name!r}, which is not a known model; {nearest(self.model.name, SIZES)}"
             )
         base = SIZES[self.model.name]
         fields = {field.name: field for field in dataclasses.fields(Shape)}
@@ -241,7 +239,7 @@ class Recipe(Section):
             known = getattr(base, key) if key in fields else None
             if not isinstance(known, (bool, int, float)):
                 allowed = [name for name in fields if isinstance(getattr(base, name), (bool, int, float))]
-                raise RecipeError(f"model.shape.{key} is not part of a shape; {nearest(key, allowed)}")
+                raise RecipeError(f"model.shape.{key} is not a field of a shape; {nearest(key, allowed)}")
             if type(value) is not type(known) and not (isinstance(known, float) and type(value) is int):
                 raise RecipeError(
                     f"model.shape.{key} is {value!r}; found {_kind(value)}, allowed: {_kind(known)} (as in {known!r})."
@@ -254,18 +252,18 @@ class Recipe(Section):
 
     @property
     def data_ranks(self) -> int:
-        """Ranks that each see different samples."""
+        """Ranks with different samples."""
         return self.layout.ddp * self.layout.fsdp
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Number of ranks."""
         layout = self.layout
         return layout.ddp * layout.fsdp * layout.tp * layout.pp * layout.cp
 
     @property
     def auto(self) -> bool:
-        """Whether `batch.micro` is still to be chosen."""
+        """Whether `batch.micro` is `auto`."""
         return self.batch.micro == AUTO
 
     @property
@@ -274,7 +272,7 @@ class Recipe(Section):
         if isinstance(self.batch.micro, int):
             return self.batch.micro
         raise RecipeError(
-            f'batch.micro is "{AUTO}", which `rush train` settles with a real step and `rush plan` by arithmetic; '
+            f'batch.micro is "{AUTO}", which only `rush train` and `rush plan` choose; '
             "here it must be a number."
         )
 
@@ -299,16 +297,16 @@ class Recipe(Section):
         return whole
 
     def content(self) -> dict[str, Any]:
-        """All that the recipe says. Of `run`, what is not as always: a key that a later version adds there (how often to
-        save, how long to wait) leaves older recipes, and what was measured of them, what they are."""
-        told = self.model_dump(mode="json")
-        told["techniques"] = _renamed(self.techniques, {new: old for old, new in FORMER_NAMES.items()})
-        told["run"] = self.run.model_dump(mode="json", exclude_defaults=True)
-        return told
+        """What the digest covers. `run` without its defaults, so that a key that a later version adds there does not change the
+        digests of older recipes."""
+        content = self.model_dump(mode="json")
+        content["techniques"] = _renamed(self.techniques, {new: old for old, new in FORMER_NAMES.items()})
+        content["run"] = self.run.model_dump(mode="json", exclude_defaults=True)
+        return content
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the content: equal for recipes that describe the same run, however they were written."""
+        """SHA-256 of the content: equal for recipes that describe the same run."""
         canonical = json.dumps(self.content(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
 

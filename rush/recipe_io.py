@@ -1,8 +1,8 @@
-"""Recipes in and out: TOML files, names, dotted overrides, messages for people.
+"""Reading and writing recipes: TOML files, names, dotted overrides, error messages.
 
-A recipe is found by name (the ready ones in `recipes/`) or by path. An override is `key=value` with
-dots between the parts; the value is read as TOML, and as plain text where it is no TOML. A list
-takes `techniques+=compile` and `techniques-=compile` as well.
+A recipe is found by name (the ready ones in `recipes/`) or by path. An override is `key=value` with a dotted key;
+the value is parsed as TOML, or else taken as a string. A list also takes `techniques+=compile` and
+`techniques-=compile`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ _OVERRIDE = re.compile(r"^([A-Za-z_][\w.-]*?)\s*(\+=|-=|=)(.*)$", re.DOTALL)
 
 
 def load_recipe(name_or_path: str, overrides: Iterable[str] = (), *, auto: bool = False) -> Recipe:
-    """A recipe by name or path, with overrides applied; everything checked that needs no machine.
-
-    With `auto` the micro batch may be left to be chosen: for those who choose it, or do without.
-    """
+    """A recipe by name or path, with overrides applied and checked without a machine. With `auto`, batch.micro may be "auto"."""
     tree = read_tree(name_or_path)
     before = _micro(tree)
     for override in overrides:
         apply_override(tree, override)
     if auto and _micro(tree) == AUTO and "total_tokens" not in tree["batch"] and before != AUTO:
-        # Overridden, `auto` keeps the step as large as it was.
+        # An override to `auto` keeps the tokens per step.
         tree["batch"]["total_tokens"] = parse(
             {**tree, "batch": {**tree["batch"], "micro": before}}
         ).step_tokens
@@ -49,14 +46,14 @@ def read_tree(name_or_path: str) -> dict[str, Any]:
     if name_or_path in SIZES and name_or_path not in RECIPES.names():
         alike = get_close_matches(name_or_path, RECIPES.names(), n=1, cutoff=0.0)[0]
         raise RecipeError(
-            f"{name_or_path} is a model without a recipe of its own; give it to another model's, "
+            f"{name_or_path} is a model without its own recipe; use another model's, "
             f"as in {alike} model.name={name_or_path}."
         )
     return RECIPES.read(RECIPES.find(name_or_path))
 
 
 def parse(tree: Mapping[str, Any], *, auto: bool = False) -> Recipe:
-    """A checked recipe from a tree of plain values."""
+    """A validated recipe from a tree of plain values."""
     try:
         recipe = Recipe.model_validate(tree)
     except ValidationError as error:
@@ -75,11 +72,11 @@ def parse(tree: Mapping[str, Any], *, auto: bool = False) -> Recipe:
 
 
 def _check_step(recipe: Recipe) -> None:
-    """A step whose micro batch is to be chosen needs its size, in whole sequences for every data rank."""
+    """With batch.micro = auto a step needs total_tokens, a multiple of the data ranks' sequences."""
     total, row = recipe.batch.total_tokens, recipe.batch.sequence * recipe.data_ranks
     if total is None:
         raise RecipeError(
-            f'batch.micro is "{AUTO}", so batch.total_tokens must say how many tokens a step has; give a multiple of '
+            f'batch.micro is "{AUTO}", so batch.total_tokens must set the tokens per step; give a multiple of '
             f"batch.sequence × data ranks = {row:,}."
         )
     if total % row:
@@ -93,9 +90,7 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     """Change `tree` by one `key=value`, `key+=value` or `key-=value`."""
     match = _OVERRIDE.match(override)
     if not match:
-        raise RecipeError(
-            f"the override {override!r} is not understood; write key=value, as in batch.micro=32."
-        )
+        raise RecipeError(f"the override {override!r} is not valid; write key=value, as in batch.micro=32.")
     key, operator, text = match.groups()
     value = _read_value(text.strip())
     if operator == "=":
@@ -132,7 +127,7 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
         tree = tree.setdefault(part, {})
         if not isinstance(tree, dict):
             raise RecipeError(
-                f"{'.'.join(parents[: position + 1])} is a value, not a part with keys; found {key}."
+                f"{'.'.join(parents[: position + 1])} is a value, not a section with keys; found {key}."
             )
     tree[last] = value
 
@@ -145,7 +140,7 @@ def _read_value(text: str) -> Any:
 
 
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """A copy with dotted keys changed; checked like any recipe."""
+    """A copy with dotted keys changed, validated."""
     tree = recipe.model_dump(exclude_none=True)
     for key, value in values.items():
         assign(tree, key, value)
@@ -206,7 +201,7 @@ def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _explain(error: ValidationError) -> str:
-    """The first thing wrong, as one sentence; the rest counted."""
+    """The first problem as one sentence; the others counted."""
     problems = error.errors(include_url=False)
     first = min(problems, key=lambda item: item["type"] != "extra_forbidden")
     path = [str(part) for part in first["loc"]]
@@ -221,7 +216,7 @@ def _sentence(problem: Mapping[str, Any], path: list[str]) -> str:
         return f'techniques: found {found!r}; allowed: names, or tables such as {{name = "compile", mode = "default"}}.'
     where = ".".join(path)
     if kind == "extra_forbidden":
-        part = _part_at(path[:-1])
+        part = _section_at(path[:-1])
         allowed = [name if len(path) == 1 else ".".join([*path[:-1], name]) for name in part.model_fields]
         return f"{where} is not a key of a recipe; {nearest(where, allowed)}"
     if kind == "missing":
@@ -232,7 +227,7 @@ def _sentence(problem: Mapping[str, Any], path: list[str]) -> str:
         return f"{where} is {found!r}; allowed: {problem['ctx']['expected']}."
     reason = re.sub(r"^Input should be ", "", problem["msg"])
     if kind in ("model_type", "model_attributes_type"):
-        reason = f"a table with the keys {', '.join(_part_at(path).model_fields)}"
+        reason = f"a table with the keys {', '.join(_section_at(path).model_fields)}"
     return f"{where} is {found!r} ({_kind_of(found)}); allowed: {reason}."
 
 
@@ -241,7 +236,7 @@ def _kind_of(value: object) -> str:
     return names.get(type(value), "a table")
 
 
-def _part_at(path: list[str]) -> type[BaseModel]:
+def _section_at(path: list[str]) -> type[BaseModel]:
     part: type[BaseModel] = Recipe
     for name in path:
         annotation = part.model_fields[name].annotation

@@ -1,7 +1,6 @@
-"""Know what fits and how fast it goes before renting: memory and time of a recipe on a machine, by arithmetic alone.
+"""Memory and time of a recipe on a machine, predicted by arithmetic alone.
 
-No device is touched and nothing is measured here. See docs/plan.md for how the numbers come about and how far they
-are off.
+No device is used and nothing is measured. See docs/plan.md for the model and its errors.
 """
 
 from rush.plan.check import check

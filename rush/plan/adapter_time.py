@@ -19,7 +19,7 @@ SHARED = {"k": "q", "v": "q", "mlp_up": "mlp_gate"}
 def recomputed_share(spec: Spec, weights: Weights) -> float:
     """The share of a block's products that its backward pass makes again: of all, not the last one's, whose result nobody
     needs again."""
-    again = spec.work.number("blocks.again")
+    again = spec.work.number("blocks.recomputed")
     return again if again < 1 else 1 - spec.shape.hidden * spec.shape.intermediate / weights.block_linear
 
 
@@ -62,5 +62,5 @@ def dequantize_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies,
     if codes >= 2:
         return 0.0
     moved = (codes + spec.effects.size("compute", 4)) * weights.block_linear / spec.size("tp")
-    reached = spec.work.number("unpack.reaches", efficiency.eager)
+    reached = spec.work.number("dequantize.efficiency", efficiency.eager)
     return (2 + recomputed_share(spec, weights)) * moved / (target.bytes_per_s * reached)

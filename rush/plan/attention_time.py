@@ -48,11 +48,11 @@ def attention_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) 
     """Seconds of one block's attention. A causal query meets half the keys; plain attention multiplies with all of them."""
     work = spec.work
     if not work.number("attention"):
-        again = max(work.number("attention.again"), work.number("scores.again"))
+        again = max(work.number("attention.recomputed"), work.number("scores.recomputed"))
         return _plain(spec, target, efficiency, 1 + again)
     shape, dtype = spec.shape, matmul_dtype(spec)
     width = shape.num_heads * shape.head_dim / spec.size("tp")
-    arithmetic = 6 * spec.tokens * width * spec.sequence * (1 + FORWARD * work.number("attention.again"))
+    arithmetic = 6 * spec.tokens * width * spec.sequence * (1 + FORWARD * work.number("attention.recomputed"))
     if target.kind != "cuda":
         # Kernels' shares are of a GPU's matrix units. A CPU has none: there a kernel multiplies as products do.
         return arithmetic / (target.rate(dtype) * efficiency.matmul.get(dtype, 1.0))
@@ -88,5 +88,5 @@ def ring_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> fl
         return 0.0
     results, sent = spec.shape.num_heads * spec.shape.head_dim / spec.size("tp"), kv_width(spec)
     forward, backward = 32 * results + 4 * sent, 12 * results + 24 * sent
-    moved = (1 + spec.work.number("attention.again")) * forward + backward
+    moved = (1 + spec.work.number("attention.recomputed")) * forward + backward
     return (spec.size("cp") - 1) * spec.tokens * moved / (target.bytes_per_s * efficiency.eager)

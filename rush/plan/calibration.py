@@ -12,7 +12,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from rush.plan.effects import kernels
+from rush.plan.effects import attention_kernels
 from rush.plan.efficiencies import DEFAULT, Efficiencies
 from rush.plan.measured_cases import MeasuredCase
 from rush.plan.spec import matmul_dtype
@@ -50,13 +50,13 @@ def calibrate(cases: Iterable[MeasuredCase], start: Efficiencies = DEFAULT) -> E
     for dtype in matmul:
         of_dtype = [(c, t) for c, t in usual if _main_dtype(c) == dtype]
         matmul[dtype] *= _ratio(of_dtype, "matmul")
-    attention = kernels() | dict(start.attention)
+    attention = attention_kernels() | dict(start.attention)
     for kernel in attention:
         attention[kernel] *= _ratio([(c, t) for c, t in usual if c.spec.uses(kernel)], "attention")
     cored = [(c, t) for c, t in usual if _work(c, "attention")]
     eager = [(c, t) for c, t in cored if not (_work(c, "stream.fused") or _work(c, "launches.pass"))]
     fused = [(c, t) for c, t in cored if _work(c, "stream.fused")]
-    updates = [(c, t) for c, t in usual if _work(c, "update.bytes") and not _work(c, "update.reaches")]
+    updates = [(c, t) for c, t in usual if _work(c, "update.bytes") and not _work(c, "update.efficiency")]
     plain_updates = [(c, t) for c, t in usual if not _work(c, "update.bytes")]
     found = replace(
         start,

@@ -100,7 +100,7 @@ def _weights(spec: Spec, target: TargetMachine, reached: float) -> Communication
         per_pass = not effects.factor("gathered")
         gathers = 2 * spec.passes if per_pass else 1
         # A pipeline's schedules keep gradients until the last pass.
-        scatters = 1 if effects.factor("whole_gradients") or spec.size("pp") > 1 else spec.passes
+        scatters = 1 if effects.factor("unsharded_gradients") or spec.size("pp") > 1 else spec.passes
         units = spec.shape.num_layers / spec.size("pp") + 1
         seconds = gathers * ring(gathered, group, rate) + scatters * ring(each * learned, group, rate)
         seconds += (gathers + scatters) * (units - 1) * min(group - 1, 32) * LATENCY_S
@@ -125,7 +125,7 @@ def _tensor(spec: Spec, target: TargetMachine, reached: float) -> CommunicationT
     rate = bandwidth(spec, target, "tp", reached)
     stream = spec.tokens * spec.shape.hidden * spec.effects.size("compute", 4)
     blocks = spec.shape.num_layers / spec.size("pp")
-    times = 10 + spec.work.number("attention.again")
+    times = 10 + spec.work.number("attention.recomputed")
     seconds = spec.passes * blocks * times * ring(stream, size, rate)
     hides = 0.5 if spec.knob("tp", "async", False) else 0.0
     return CommunicationTime(behind=hides * seconds, waiting=(1 - hides) * seconds)
@@ -141,7 +141,7 @@ def _context(spec: Spec, target: TargetMachine, reached: float) -> Communication
     row = spec.micro * spec.sequence * width
     compute = spec.effects.size("compute", 4)
     blocks = spec.shape.num_layers / spec.size("pp")
-    trips = 2 + spec.work.number("attention.again")
+    trips = 2 + spec.work.number("attention.recomputed")
     seconds = spec.passes * blocks * (trips * ring(compute * row, size, rate) + ring(4 * row, size, rate))
     return CommunicationTime(behind=0.5 * seconds, waiting=0.5 * seconds)
 

@@ -1,4 +1,4 @@
-"""What a search says of its plans: each in a few words, which of them are different ways, and why the others lose."""
+"""One-line descriptions of plans, which of them are distinct, and why the others lose."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _summary(spec: Spec, axis: str) -> str:
 
 
 def distinct(plans: list[Plan], count: int) -> list[Plan]:
-    """The fastest of each layout and checkpointing: variants that differ in the micro batch alone are one way."""
+    """The fastest plan of each layout, checkpointing and precision."""
     found: dict[tuple[object, ...], Plan] = {}
     for one in plans:
         found.setdefault(
@@ -54,7 +54,7 @@ def _precision(spec: Spec) -> str:
 
 
 def _ways(spec: Spec) -> dict[str, str]:
-    """What a plan chose, by question."""
+    """A plan's choices, by question."""
     stage = str(spec.knob("fsdp", "stage", "parameters")) if spec.size("fsdp") > 1 else "none"
     sharding = {
         "none": "no shards (ddp)",
@@ -63,7 +63,7 @@ def _ways(spec: Spec) -> dict[str, str]:
         "optimizer": "fsdp optimizer (ZeRO-1)",
     }
     if spec.size("fsdp") > 1 and spec.size("ddp") > 1:
-        stage_words = f"{sharding[stage]} with copies"
+        stage_words = f"{sharding[stage]} with replicas"
     else:
         stage_words = sharding[stage]
     if spec.knob("fsdp", "offload", False):
@@ -77,7 +77,7 @@ def _ways(spec: Spec) -> dict[str, str]:
 
 
 def lost_to(plans: list[Plan], best: Plan) -> Iterator[str]:
-    """For each choice that is not the best plan's: how the best plan with it compares."""
+    """For each choice that is not the best plan's: how its best plan compares."""
     chosen = _ways(best.spec)
     seen: dict[tuple[str, str], Plan] = {}
     for one in plans:
@@ -95,7 +95,7 @@ def lost_to(plans: list[Plan], best: Plan) -> Iterator[str]:
 
 
 def _reason(other: Plan, best: Plan) -> str:
-    """The part that takes most more of each token's time."""
+    """The part with the largest increase in time per token."""
     per = [(name, other.time.parts.get(name, 0) / other.spec.step_tokens - best.time.parts.get(name, 0) / best.spec.step_tokens)
            for name in {*other.time.parts, *best.time.parts}]  # fmt: skip
     name, more = max(per, key=lambda item: item[1])

@@ -1,8 +1,8 @@
-"""The things a plan counts, by name: what techniques' `memory` and `work` fields speak of.
+"""The terms of the planner, which techniques' `memory` and `work` fields name.
 
 A plain run (fp32, eager, full scores and logits) has the terms of `PLAIN`; those of `ADDED` exist only where a
-technique names them. Widths are those of the plain model's code (`rush/models/layers.py`), read op by op: an
-operation keeps for its backward pass what its derivative needs, and a tensor that two operations keep counts once.
+technique names them. Sizes are read from the plain model's code (`rush/models/layers.py`), operation by operation:
+an operation saves what its derivative needs, and a tensor that two operations save counts once.
 """
 
 from __future__ import annotations
@@ -14,103 +14,102 @@ from rush.techniques import Use, registry
 
 PLAIN = {
     "parameters": "the weights, 4 bytes each",
-    "blocks": "the weights of the blocks' linear layers, as a share of what `parameters` makes of them",
-    "gradients": "4 bytes for each trained weight",
-    "optimizer": "Adam's two moments, 8 bytes for each trained weight",
-    "stream": "what passes between blocks (size of an element)",
-    "compute": "factors and results of matrix products (size of an element)",
-    "activations": "all that blocks leave for their backward pass",
-    "block.input": "what a block's first norm reads, in the dtype of the stream",
-    "block.middle": "what its second norm reads",
-    "norm.wide": "RMSNorm's fp32 copy of its input, where that is not fp32; it is kept in place of the input",
-    "norm.scaled": "RMSNorm before its gain",
-    "norm.output": "the input of the layers behind a norm",
-    "norm.copies": "under autocast, a cast of that input for each layer behind the norm",
-    "queries": "queries, turned",
-    "keys": "keys, turned",
+    "blocks": "the weights of the blocks' linear layers, if they differ from `parameters`",
+    "gradients": "4 bytes per trained weight",
+    "optimizer": "Adam's two moments, 8 bytes per trained weight",
+    "stream": "the residual stream (bytes per element)",
+    "compute": "operands and outputs of matmuls (bytes per element)",
+    "activations": "all saved activations of the blocks",
+    "block.input": "input of a block's first norm, in the dtype of the stream",
+    "block.middle": "input of its second norm",
+    "norm.wide": "RMSNorm's fp32 copy of its input, saved instead of the input",
+    "norm.scaled": "RMSNorm before its weight",
+    "norm.output": "the input of the layers after a norm",
+    "norm.copies": "under autocast, a cast of that input for each layer after the norm",
+    "queries": "rotated queries",
+    "keys": "rotated keys",
     "values": "values",
-    "heads.repeated": "keys and values copied for every query head of their group",
-    "scores": "the softmax of all scores in fp32, and in the dtype of the products where that is another",
-    "attention.flat": "the input of attention's last layer",
+    "heads.repeated": "keys and values repeated for every query head of their group",
+    "scores": "the softmax of all scores in fp32, and in the matmul dtype where that differs",
+    "attention.flat": "the input of the attention's output projection",
     "mlp.gate": "the gate before its activation (GPT-2: the wide layer before GELU)",
     "mlp.activated": "the gate after its activation",
     "mlp.up": "the other wide layer",
-    "mlp.product": "the input of the MLP's last layer",
-    "logits": "tokens × vocabulary while the loss is computed and differentiated",
+    "mlp.product": "the input of the MLP's down projection",
+    "logits": "tokens × vocabulary during the loss, forward and backward",
     "logits.copies": "eager: log-softmax and its gradients in fp32, each as large as the logits",
-    "update": "temporaries of an update that makes one operation after another",
+    "update": "temporaries of an unfused update",
     "buffers": "workspaces of libraries, inputs",
-    "gaps": "what the allocator holds beyond all tensors, in pieces that nothing fits into",
+    "fragmentation": "memory that the allocator reserves but cannot use",
 }
 ADDED = {
-    "frozen": "the weights do not learn; adapters do",
-    "master": "fp32 copies of trained weights",
-    "casts": "weights in the dtype of the products, kept from forward to backward pass",
-    "inputs.cast": "layers keep a cast of what they read (size of an element) instead of it; compiled, it is made again from what is "
-    "kept anyway",
-    "inputs.opaque": "1: by an operator into which no compiler looks, so that casts are kept",
-    "norm.opaque": "1: the norms are such operators, so that casts of what they write are kept",
-    "mlp.opaque": "1: the MLP's activation is one",
-    "head.cast": "the gradient of the logits in 8 bits, as it is and turned over, beside the logits",
-    "values.joined": "1: values are part of one result with the queries and keys before their turn, which stays with them",
-    "mlp.whole": "1: all of the MLP is one, and keeps gate and up, not their product",
-    "attention.output": "attention's result as its kernel keeps it, and a number for each query and head",
-    "attention.projected": "what attention adds to the stream",
-    "logits.padded": "copies of half-precision logits with rows of whole pieces, where the vocabulary is odd",
-    "logits.tokens": "how many tokens' logits exist at once; below 1: their share of all",
-    "head.gradient": "the gradient of the head, made in the forward pass",
-    "passes": "into how many passes a micro batch is cut",
-    "seams": "compiled chunks of a loss are not ordered one after another: the share of logits held at once",
-    "gathered": "of a sharded model, the weights of all blocks instead of those at work",
-    "on_host": "of a sharded model, the parts that a rank keeps lie in host memory, where the update is made",
-    "whole_gradients": "of a sharded model, the gradients in full until the last pass",
-    "buckets": "a second copy of the gradients, for sending",
-    "recording": "memory that a recorded pass keeps apart",
-    "pool": "1: passes are replayed in a memory pool of their own, which stays and nothing else can use",
+    "frozen": "the weights are frozen; adapters are trained",
+    "master": "fp32 master weights",
+    "casts": "weights cast to the matmul dtype, saved for backward",
+    "inputs.cast": "layers save a cast of their input (bytes per element) instead of it; compiled, it is recomputed",
+    "inputs.opaque": "1: by an operator that is opaque to the compiler, so casts are saved",
+    "norm.opaque": "1: the norms are opaque operators, so casts of their outputs are saved",
+    "mlp.opaque": "1: the MLP's activation is an opaque operator",
+    "head.cast": "the gradient of the logits in fp8, also transposed, in addition to the logits",
+    "values.joined": "1: values are a view of one output with queries and keys before RoPE, which is saved too",
+    "mlp.whole": "1: the MLP is one operator, which saves gate and up",
+    "attention.output": "the attention kernel's output and log-sum-exp",
+    "attention.projected": "the output of attention's output projection",
+    "logits.padded": "copies of 16-bit logits with padded rows, where the vocabulary is unaligned",
+    "logits.tokens": "tokens whose logits exist at once; below 1: a fraction of all",
+    "head.gradient": "the LM head's gradient, computed in the forward pass",
+    "passes": "passes per micro batch",
+    "seams": "compiled chunks of a loss are not ordered: the fraction of logits that exist at once",
+    "gathered": "with sharding, the weights of all blocks stay gathered",
+    "on_host": "with sharding, the shards are in host memory, where the update runs",
+    "unsharded_gradients": "with sharding, unsharded gradients until the last pass",
+    "buckets": "a second copy of the gradients, for communication",
+    "cuda_graph.gradients": "static gradients of a captured graph",
+    "cuda_graph.pool": "1: passes run in the memory pool of a CUDA graph, which nothing else can use",
 }
 TERMS = PLAIN | ADDED
 WORK = {
-    "products.dtype": "of matrix products, where the size of their factors does not tell it (a name)",
-    "blocks.dtype": "of the products inside blocks, where it is another (a name)",
-    "head.dtype": "of the head's products, where it is another (a name)",
-    "blocks.casts": "bytes moved for each number that goes into or comes out of a block's products, to cast it",
-    "blocks.again": "the share of a block's products that its backward pass makes again; 1: all but the last one's",
-    "attention.again": "1: attention too",
-    "scores.again": "1: attention too, unless a kernel computes it",
-    "elementwise.again": "the share of elementwise work that is done again",
-    "attention": "what a kernel of attention reaches of the rate of a large product, at heads of 64; plain: all scores are "
+    "matmul.dtype": "dtype of matmuls, where the bytes per element do not determine it (a name)",
+    "blocks.dtype": "dtype of the blocks' matmuls, where it differs (a name)",
+    "head.dtype": "dtype of the LM head's matmuls, where it differs (a name)",
+    "blocks.casts": "bytes moved to cast each input and output of a block's matmuls",
+    "blocks.recomputed": "the fraction of a block's matmuls that is recomputed; 1: all but the last",
+    "attention.recomputed": "1: attention is recomputed too",
+    "scores.recomputed": "1: attention too, unless a fused kernel computes it",
+    "elementwise.recomputed": "the fraction of elementwise work that is recomputed",
+    "attention": "efficiency of an attention kernel relative to a large matmul, at head dim 64; plain: all scores are "
     "written and read",
     "norms.fused": "1: each norm is one kernel",
-    "rotations.fused": "1: queries and keys are turned by one kernel",
+    "rope.fused": "1: RoPE is one kernel",
     "mlp.fused": "1: the MLP's activation is one kernel",
-    "stream.fused": "1: sums and casts between layers are part of other kernels",
-    "sums.fused": "of the sums for the gradients of biases, the share that other kernels make",
-    "head.again": "products of the head that are made again, forward and backward (2: one more forward)",
-    "head.odd": "what the head's product reaches of its rate if the vocabulary is no multiple of 8; plain: 0.6",
-    "loss.bytes": "moved for each logit by a kernel that computes loss and gradient; plain: 32, compiled 11",
-    "update.bytes": "moved for each byte of a weight by an update in one kernel; plain: 24",
-    "update.more": "bytes for each weight besides",
-    "update.reaches": "what that kernel reaches of the copy rate, where that is not the usual",
-    "update.launches": "operations for each tensor; plain: 10",
-    "launches.block": "operations that the host launches for a block's passes; plain: counted",
-    "launches.more": "operations for a block besides those, compiled or not",
-    "launches.pass": "operations for a whole pass; plain: the sum of its blocks'",
-    "unpack.reaches": "what the kernel that unpacks codes reaches of the copy rate; plain: what eager operations do",
-    "unpack.launches": "what unpacking one weight takes of the host, in operations that it launches",
-    "data.ahead": "threads that make batches while the device works",
-    "offloaded": "1: what blocks keep goes to the host and comes back",
-    "inputs.offloaded": "1: the inputs of blocks do, which are all they keep",
+    "stream.fused": "1: residual adds and casts are fused into other kernels",
+    "bias_grad.fused": "the fraction of bias gradients that other kernels compute",
+    "head.recomputed": "FLOPs per weight of the LM head that are recomputed (2: one more forward)",
+    "head.unaligned": "efficiency of the LM head's matmul if the vocabulary is no multiple of 8",
+    "loss.bytes": "bytes per logit of loss and gradient; plain: 32, compiled 11",
+    "update.bytes": "bytes moved per byte of a weight by a fused update; plain: 24",
+    "update.extra_bytes": "additional bytes per weight",
+    "update.efficiency": "efficiency of that kernel relative to the copy rate, where it differs",
+    "update.launches": "launches per tensor; plain: 10",
+    "launches.block": "launches per block, forward and backward; plain: counted",
+    "launches.extra": "additional launches per block",
+    "launches.pass": "launches per pass; plain: the sum over its blocks",
+    "dequantize.efficiency": "efficiency of the dequantize kernel relative to the copy rate; plain: that of eager operations",
+    "dequantize.launches": "launches to dequantize one weight",
+    "data.workers": "worker threads that prepare batches",
+    "offloaded": "1: saved activations are offloaded to the host",
+    "inputs.offloaded": "1: the checkpointed inputs of blocks are offloaded",
 }
-"""Of time. What is no number of its own in a plain run is counted from the code in `rush/plan/time.py`."""
+"""Terms of time. What a plain run does is counted in `rush/plan/time.py`."""
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What the techniques of a recipe do together to the work of a step."""
+    """The combined time effects of a recipe's techniques."""
 
     values: Mapping[str, float | str]
     by: Mapping[str, str]
-    """The technique that each value comes from."""
+    """The technique that sets each value."""
 
     def number(self, term: str, plain: float = 0.0) -> float:
         assert term in WORK, term
@@ -129,7 +128,7 @@ def work_of(uses: Iterable[Use]) -> StepWork:
     by: dict[str, str] = {}
     for use in uses:
         for effect in use.technique.work:
-            assert effect.term in WORK, f"{use.technique.name}: {effect.term} is no work of a plan"
+            assert effect.term in WORK, f"{use.technique.name}: {effect.term} is not a time term"
             if effect.when is not None and not effect.when(use.knobs):
                 continue
             value, before = effect.value_of(use.knobs), values.get(effect.term)
@@ -139,8 +138,8 @@ def work_of(uses: Iterable[Use]) -> StepWork:
     return StepWork(values, by)
 
 
-def kernels() -> dict[str, float]:
-    """Every kernel of attention, with what it says it reaches."""
+def attention_kernels() -> dict[str, float]:
+    """Attention techniques with their declared efficiency."""
     found = {}
     for name, technique in registry().items():
         for effect in technique.work:
@@ -151,12 +150,12 @@ def kernels() -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MemoryEffects:
-    """What the techniques of a recipe do together to the terms."""
+    """The combined memory effects of a recipe's techniques."""
 
     factors: Mapping[str, float]
     sizes: Mapping[str, float]
     keeps: frozenset[str] | None = None
-    """What stays of a block's tensors; None: all."""
+    """Saved terms of a block; None: all."""
 
     def factor(self, term: str) -> float:
         assert term in TERMS, term
@@ -167,13 +166,13 @@ class MemoryEffects:
 
 
 def effects_of(uses: Iterable[Use], axes: Iterable[str] = ()) -> MemoryEffects:
-    """All effects together. Those of the layout's axes count only where they add a term: the planner divides."""
+    """Combine all effects. Those of the layout's axes count only where they add a term: the planner divides."""
     factors: dict[str, float] = {}
     sizes: dict[str, float] = {}
     keeps: frozenset[str] | None = None
     for use in uses:
         for effect in use.technique.memory:
-            assert effect.term in TERMS, f"{use.technique.name}: {effect.term} is no term of a plan"
+            assert effect.term in TERMS, f"{use.technique.name}: {effect.term} is not a memory term"
             if effect.when is not None and not effect.when(use.knobs):
                 continue
             if use.technique.name in axes and effect.term in PLAIN and effect.size is None:

@@ -1,4 +1,4 @@
-"""What parts of a step reach of the rates they are bound by: the few numbers that are fitted to findings."""
+"""Efficiencies relative to measured rates: the few numbers that are fitted to findings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Efficiencies:
-    """What parts reach of the rates they are bound by. Fitted to findings; `rush plan --check` says how well."""
+    """Fractions of the rates that parts of a step reach. Fitted to findings; `rush plan --check` reports the errors."""
 
     matmul: Mapping[str, float] = field(
         default_factory=lambda: {
@@ -19,33 +19,32 @@ class Efficiencies:
             "float8": 1.07,
         }
     )
-    """Of the rate of a large product."""
+    """Relative to the rate of a large matmul."""
     attention: Mapping[str, float] = field(default_factory=dict)
-    """By kernel, of the rate of a large product, at head dim 64, counting the six products of a pass; what is not here is what
-    the kernel's technique says."""
+    """By kernel, relative to a large matmul, at head dim 64, counting six matmuls per pass; default: what the technique declares."""
     wide_heads: float = 1.45
-    """What heads of 128 gain over heads of 64: more arithmetic for each exponential."""
+    """Gain of head dim 128 over 64: more FLOPs per exponential."""
     eager: float = 0.65
-    """Of the copy rate: operations one after another on tensors of a few megabytes."""
+    """Eager elementwise operations, relative to the copy rate."""
     fused: float = 0.87
-    """Of the copy rate: generated and hand-written kernels."""
+    """Generated and hand-written kernels, relative to the copy rate."""
     loss: float = 0.88
     update: float = 0.64
-    """Of the copy rate: the fused update of all tensors."""
+    """Fused update, relative to the copy rate."""
     eager_update: float = 1.0
     launch_s: float = 14.2e-6
-    """What a host needs to call one operator of a pass, where its probe does not say; for machines whose host nobody saw a guess."""
+    """Host time per operator call, where no probe measured it."""
     launching: float = 1.25
-    """Where the probe does say: what an operator of a model takes of what it measured. Assumed: hosts without a probe fit 14.2 µs
-    where others' probes say 10.5 to 14.4; of two steps that a probed host decided, each says more (docs/plan.md)."""
+    """Where a probe measured it: host time of a model's operator relative to the probe's. Assumed: hosts without a probe fit
+    14.2 µs where probes measure 10.5 to 14.4 (docs/plan.md)."""
     step_s: float = 1e-3
-    """What a step takes besides: the wait between two steps, the first launches."""
+    """Overhead per step: the gap between two steps, the first launches."""
     block_s: float = 0.15e-3
-    """And a block for each pass: what the device rests between kernels, a hundred times one or two microseconds."""
+    """Overhead per block and pass: gaps between kernels."""
     link: float = 0.80
-    """Of a link's rate: what collectives reach."""
+    """Collectives, relative to a link's rate."""
     contention: float = 0.15
-    """Of the time of sending that hides behind computing: what computing loses by it."""
+    """Slowdown of compute by overlapped communication, relative to its time."""
 
 
 DEFAULT = Efficiencies()

@@ -1,8 +1,8 @@
-"""Which layout, micro batch, checkpointing and precision is fastest for a model on N devices, and why others lose.
+"""Finds the fastest layout, micro batch, checkpointing and precision for a model on N devices.
 
-Every combination that divides the model and the batch is planned by the same arithmetic as a single plan: a few
-thousand, in seconds. What does not fit is left out with the reason. The batch of a step stays what the recipe says, so
-more devices mean fewer micro batches each.
+Every combination that divides the model and the batch is planned like a single plan: a few thousand, in seconds.
+What does not fit is left out with the reason. The tokens per step are the recipe's, so more devices mean fewer
+micro batches each.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from rush.techniques import conflict_reason, registry
 from rush.techniques.api.contract import Parity
 
 STAGES = ("parameters", "gradients", "optimizer", "")
-"""Of fsdp; the last is no shards."""
+"""Stages of fsdp; the last: no sharding."""
 SCHEDULES: tuple[dict[str, Knob], ...] = ({}, {"name": "pp", "schedule": "interleaved", "stages": 4})
-"""Of a pipeline: one stage a rank, or four."""
+"""Pipeline schedules: one stage per rank, or four."""
 MICROS = (1, 2, 4, 8, 16, 32)
 HOST_DOUBT = 0.85
-"""What a plan with parts on the host counts for: no finding stands behind its figures."""
+"""Derating of plans with CPU offload, which no finding confirms."""
 NEAR, MOST_NEAR = 0.7, 24
-"""Other precisions are tried with layouts that reach so much of the best with the recipe's own, and no more of them."""
+"""Other precisions are tried with layouts that reach this fraction of the best speed, at most this many."""
 TOKENS_PER_DEVICE = 8192
-"""Of a step, where the recipe names no total."""
+"""Tokens per step and device where the recipe has no total."""
 
 
 @dataclass(frozen=True)
 class SearchResult:
-    """What a search came to."""
+    """The result of a search."""
 
     best: tuple[Plan, ...]
     lost: tuple[str, ...]
-    """For each way that is not the best one's: how its best plan compares, and what holds it back."""
+    """For each choice that is not the best plan's: how its best plan compares, and why."""
     tried: int
     fitting: int
 
@@ -59,10 +59,10 @@ def search(
     best: int = 3,
     beyond: bool = False,
 ) -> SearchResult:
-    """The best few plans for all devices of the target; RecipeError where nothing fits at all.
+    """The best plans for all devices of the target; RecipeError where nothing fits.
 
-    All layouts are tried with the recipe's own precision; other precisions where that came near the best, or everywhere
-    if nothing fitted. `beyond`: also layouts and techniques beside them that this trainer refuses today.
+    All layouts are tried with the recipe's own precision; other precisions with layouts near the best, or with all if
+    nothing fits. `beyond`: also combinations that this trainer refuses.
     """
     looked = _Search(recipe, target, efficiency, beyond)
     own = [
@@ -94,7 +94,7 @@ Layout = frozenset[tuple[str, int]]
 
 
 class _Search:
-    """Every combination that was planned so far."""
+    """All combinations planned so far."""
 
     def __init__(self, recipe: Recipe, target: TargetMachine, efficiency: Efficiencies, beyond: bool) -> None:
         self.recipe, self.target, self.efficiency, self.beyond = recipe, target, efficiency, beyond
@@ -104,13 +104,13 @@ class _Search:
         self.plans: list[Plan] = []
         self.tried = 0
         self.least: tuple[float, str] | None = None
-        """What the smallest plan needs, and which it is."""
+        """The smallest plan: bytes and description."""
         self.smallest_batch: int | None = None
-        """Tokens of the smallest step that gives every device of a layout something to do."""
+        """Tokens of the smallest step that uses every device."""
         self.problems: Counter[str] = Counter()
-        """Why combinations cannot run there at all."""
+        """Why combinations cannot run there."""
         self.dropped: dict[str, None] = {}
-        """Why techniques were left out of plans."""
+        """Why techniques were removed from plans."""
         self._settled: dict[tuple[str, frozenset[str]], list[Any] | None] = {}
 
     def at(
@@ -121,8 +121,7 @@ class _Search:
         offload: bool = False,
         only: Collection[Layout] | None = None,
     ) -> None:
-        """Plan these techniques, and one more for its precision, with every layout, checkpointing and micro batch; `only` some
-        layouts."""
+        """Plan these techniques (and `precision`) with every layout, or `only` some, every checkpointing and micro batch."""
         target = self.target
         for spec in self._specs(base, precision, offload, only):
             self.tried += 1
@@ -135,11 +134,11 @@ class _Search:
             if made.host_fits:
                 self.plans.append(made)
             elif self.least is None:
-                words = f"{describe(spec)}, and {made.on_host / 2**30:.0f} GiB of the host, which has less"
+                words = f"{describe(spec)}, and {made.on_host / 2**30:.0f} GiB of host memory, which is not available"
                 self.least = life.total, words
 
     def near(self) -> set[Layout] | None:
-        """The layouts whose best plan is near the best of all; None if there is none."""
+        """The layouts whose best plan is near the best; None without plans."""
         if not self.plans:
             return None
         top = -min(_rank(one) for one in self.plans)
@@ -151,12 +150,12 @@ class _Search:
         return found
 
     def refuse(self, problems: Counter[str]) -> None:
-        """Say why there is no plan; `problems` are those of the recipe's own techniques."""
+        """Raise with why there is no plan; `problems` are those of the recipe's own techniques."""
         name, where = self.recipe.model.name, f"{self.target.devices} × {self.target.name}"
         if self.least is not None:
             raise RecipeError(
-                f"{name} does not fit {where} in any of {self.tried:,} ways; the smallest needs {self.least[0] / 2**30:.0f} of "
-                f"{self.target.memory_bytes / 2**30:.0f} GiB ({self.least[1]}). Take more or larger devices, shorter sequences, "
+                f"{name} does not fit {where} in any of {self.tried:,} combinations; the smallest needs {self.least[0] / 2**30:.0f} of "
+                f"{self.target.memory_bytes / 2**30:.0f} GiB ({self.least[1]}). Use more or larger devices, shorter sequences, "
                 "lora or qlora."
             )
         if self.smallest_batch is not None:
@@ -165,14 +164,14 @@ class _Search:
             raise RecipeError(
                 f"no layout of {where} divides a step of {self.total:,} tokens, {self.total // batch.sequence:,} sequences of "
                 f"{batch.sequence:,}. Set batch.total_tokens to {math.lcm(self.smallest_batch, own * batch.sequence):,} or a multiple of "
-                "that, or take another number of --devices."
+                "that, or change --devices."
             )
         if problems:
             raise RecipeError(f"{name} cannot run on {where}: {problems.most_common(1)[0][0]}.")
         raise RecipeError(f"no layout divides {name} on {where}; change --devices.")
 
     def left_out(self) -> Iterator[str]:
-        """Techniques that cannot run there, and axes that were not tried because one cannot stand beside them."""
+        """Techniques that cannot run there, and axes that were not tried because of a conflict."""
         yield from (f"left out: {problem}" for problem in self.dropped)
         if self.beyond or self.target.devices == 1:
             return
@@ -185,7 +184,7 @@ class _Search:
     def _specs(
         self, base: Techniques, precision: str, offload: bool, only: Collection[Layout] | None
     ) -> Iterator[Spec]:
-        """Every combination that its techniques allow."""
+        """All combinations that the techniques allow."""
         recipe, target, beyond = self.recipe, self.target, self.beyond
         names = {name for name, _ in base}
         whole = "float8" in target.matmul and "compile" in names and "fp8" not in names
@@ -209,7 +208,7 @@ class _Search:
                 turn = layout["ddp"] * layout["fsdp"] * recipe.batch.sequence
                 least = turn * layout["pp"]
                 if self.total % turn and least >= (self.smallest_batch or math.inf):
-                    continue  # it tells nothing, not even of a step that would do
+                    continue  # neither divides nor suggests a smaller step
                 for schedule in SCHEDULES if layout["pp"] > 1 else ({},):
                     start = self._start([*kept, *([schedule] if schedule else [])], layout, least)
                     if start is None or layout["pp"] * start.stages > start.shape.num_layers:
@@ -218,7 +217,7 @@ class _Search:
                     yield from _batches(start, self.total)
 
     def _start(self, entries: list[Any], layout: Mapping[str, int], total: int) -> Spec | None:
-        """The spec at a micro batch of one; None where it does not divide, or cannot run there."""
+        """The spec with micro batch 1; None where it does not divide, or cannot run there."""
         values: dict[str, Any] = {"batch.micro": 1, "batch.total_tokens": total}
         values |= {f"layout.{axis}": size for axis, size in layout.items()}
         try:
@@ -232,13 +231,13 @@ class _Search:
             )
         except RecipeError:
             return None  # it does not divide, or a technique refuses this layout
-        return found if self.beyond or _stand_together(found) else None
+        return found if self.beyond or _compatible(found) else None
 
     def _settle(
         self, entries: list[Any], layout: Mapping[str, int], values: Mapping[str, Any]
     ) -> list[Any] | None:
-        """The techniques as they can run beside these axes: their own, or where one's needs are not met another setting of it
-        that is worth a trial, or without it if it is there for speed alone. None where nothing helps."""
+        """The techniques that can run with these axes: unchanged, with another setting of one whose requirement is not met, or
+        without it if it only affects speed. None where nothing helps."""
         key = repr(entries), frozenset(axis for axis, size in layout.items() if size > 1)
         if key not in self._settled:
 
@@ -279,12 +278,12 @@ def _fixes(entries: list[Any], problems: Sequence[Problem]) -> Iterator[list[Any
 
 
 def _rank(one: Plan) -> float:
-    """The fastest comes first; parts on the host only where that is faster by more than such plans may be off."""
+    """The fastest first; plans with CPU offload are derated."""
     return -one.tokens_per_s * (HOST_DOUBT if one.spec.knob("fsdp", "offload", False) else 1.0)
 
 
 def _in_precision(base: Techniques, name: str) -> Techniques | None:
-    """The recipe's techniques in another precision of 16 bits, with what belongs beside it; None if it is the recipe's own."""
+    """The recipe's techniques in another 16-bit precision; None if it is the recipe's own."""
     own = {each for each, _ in base}
     precisions = alternatives("precision")
     if name in own or not own.intersection(precisions):
@@ -302,7 +301,7 @@ def _in_precision(base: Techniques, name: str) -> Techniques | None:
     return [*kept, *added.items()]
 
 
-def _stand_together(spec: Spec) -> bool:
+def _compatible(spec: Spec) -> bool:
     return all(_may(set(spec.techniques), name) for name in spec.techniques)
 
 
@@ -315,7 +314,7 @@ def _may(names: set[str], name: str) -> bool:
 def _layouts(
     recipe: Recipe, target: TargetMachine, named: set[str], sharded: bool
 ) -> Iterator[dict[str, int]]:
-    """Ways to divide all devices: tensors inside a server, few stages, shards over all, a server or four."""
+    """Layouts of all devices: tp within a node, few stages, shards over all devices, one node or four."""
     shape, devices, per_node = recipe.shape(), target.devices, target.devices_per_node
     sequence = recipe.batch.sequence
     sizes = {

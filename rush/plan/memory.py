@@ -69,7 +69,7 @@ def block_tensors(spec: Spec, *, whole: bool = False) -> dict[str, float]:
     shape, effects, tp = spec.shape, spec.effects, spec.size("tp")
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
     query, key = shape.num_heads * shape.head_dim / tp, shape.num_kv_heads * shape.head_dim / tp
-    wide, hidden, shard = shape.intermediate / tp, shape.hidden, shape.hidden / spec.stream_parts
+    wide, hidden, shard = shape.intermediate / tp, shape.hidden, shape.hidden / spec.stream_shards
     llama = shape.family == "llama"
     kept = None if whole else effects.keeps
     repeated = (effects.factor("heads.repeated") or spec.device == "cpu") and kept is None
@@ -130,9 +130,7 @@ def saved_again(spec: Spec) -> float:
             again += 2 * (4 * shape.hidden + 4)  # squared, and scaled
         if stream == compute:
             again += 3 * compute * shape.hidden  # read by three layers, and by two
-        again += (
-            0 if work.number("rotations.fused") else 16 * shape.head_dim / spec.micro
-        )  # cosines and sines
+        again += 0 if work.number("rope.fused") else 16 * shape.head_dim / spec.micro  # cosines and sines
     if work.number("attention"):
         again += compute * query  # the kernel's own, and the input of the next layer
     elif compute == 4:
@@ -144,7 +142,7 @@ def offloaded_bytes(spec: Spec, blocks: float) -> float:
     """Bytes of so many blocks that go to the host: their inputs, or all that a hook on what is kept is handed, casts of
     weights among them."""
     if spec.work.number("inputs.offloaded"):
-        return blocks * spec.tokens * spec.effects.size("stream", 4) * spec.shape.hidden / spec.stream_parts
+        return blocks * spec.tokens * spec.effects.size("stream", 4) * spec.shape.hidden / spec.stream_shards
     each = spec.tokens * (sum(block_tensors(spec, whole=True).values()) + saved_again(spec))
     return blocks * (each + spec.effects.size("casts", 0) * weights_of(spec).block_linear / spec.size("tp"))
 
@@ -246,14 +244,14 @@ def _stage_memory(spec: Spec, stage: PipelineStage) -> StepMemory:
     parts["buffers"] = held.buffers()
     parts["pipeline"] = _pipes(spec, stage)
     peak = sum(parts.values())
-    if effects.factor("recording"):
+    if effects.factor("cuda_graph.gradients"):
         # Replayed passes use memory of their own; gradients stay.
         peak += held.gradients(stage.blocks) - parts["gradients"]
         parts["gradients"] = held.gradients(stage.blocks)
     streams = held.other_streams(counted=moment not in ("forward pass", "loss"))
     parts["streams"] = streams
     gaps = max(UNFILLED * (peak + streams), GAP * _widest(spec) if spec.device == "cuda" else 0.0)
-    parts["unfilled"] = effects.factor("gaps") * gaps
+    parts["unfilled"] = effects.factor("fragmentation") * gaps
     parts["context"] = context_of(spec.device) + communication_of(spec)
     at_peak = {} if moment == "update" else kept
     moved = spec.work.number("offloaded") or spec.work.number("inputs.offloaded")
@@ -268,7 +266,7 @@ def _pipes(spec: Spec, stage: PipelineStage) -> float:
     (activations, gradients), and of those under way what was sent."""
     if stage.first and stage.last:
         return 0.0
-    each = spec.tokens * spec.shape.hidden / spec.stream_parts * spec.effects.size("stream", 4) * spec.stages
+    each = spec.tokens * spec.shape.hidden / spec.stream_shards * spec.effects.size("stream", 4) * spec.stages
     arriving = (
         0.0 if stage.first else spec.passes - stage.in_flight
     )  # the rest is counted as the input of a block
@@ -295,7 +293,7 @@ def _final(spec: Spec) -> float:
     scaled = stream * effects.factor("norm.scaled") if llama else 0.0
     # The head reads all positions, however the stream is cut.
     head = 0.0 if effects.factor("frozen") else compute
-    return shape.hidden * ((wide + scaled) / spec.stream_parts + head)
+    return shape.hidden * ((wide + scaled) / spec.stream_shards + head)
 
 
 def _loss(spec: Spec, stage: PipelineStage) -> tuple[float, float, float]:
@@ -314,7 +312,7 @@ def _loss(spec: Spec, stage: PipelineStage) -> tuple[float, float, float]:
     cast = head * compute if effects.factor("casts") or "casts" in effects.sizes else 0.0
     if effects.factor("head.gradient"):
         # A sum over a few chunks is kept in bf16, others in fp32.
-        few = spec.tokens <= ROUNDED_CHUNKS * tokens and spec.work.name("products.dtype", "") != "float16"
+        few = spec.tokens <= ROUNDED_CHUNKS * tokens and spec.work.name("matmul.dtype", "") != "float16"
         each = 0.0 if effects.factor("frozen") else compute if few else 4.0
         early = head * each + spec.tokens * shape.hidden * compute
         # A weight whose height is no round number is copied, as one that is cast is anyway.

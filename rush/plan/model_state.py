@@ -105,7 +105,7 @@ class RankState:
     @cached_property
     def keeps_whole(self) -> bool:
         """Whether gradients stay whole until the end of a step: asked for, or because a pipeline's schedules do."""
-        return bool(self.spec.effects.factor("whole_gradients")) or self.spec.size("pp") > 1
+        return bool(self.spec.effects.factor("unsharded_gradients")) or self.spec.size("pp") > 1
 
     def other_streams(self, *, counted: bool) -> float:
         """What shards take that others cannot reuse: gradients' parts and what is being gathered are allocated on streams of

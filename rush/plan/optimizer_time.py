@@ -33,8 +33,8 @@ def update_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> 
     each = effects.size("parameters", 4) if not effects.factor("master") else 4
     work, launches = spec.work, spec.work.number("update.launches", 10)
     if moved := work.number("update.bytes"):
-        reached = work.number("update.reaches", efficiency.update)
-        seconds = (moved * each + work.number("update.more")) / reached
+        reached = work.number("update.efficiency", efficiency.update)
+        seconds = (moved * each + work.number("update.extra_bytes")) / reached
     else:
         seconds = 24 * each / efficiency.eager_update
     if effects.factor("master"):
@@ -51,7 +51,7 @@ def launches(spec: Spec) -> float:
     work, llama = spec.work, spec.shape.family == "llama"
     if whole := work.number("launches.pass"):
         return whole
-    each = work.number("launches.block") * (1 + 0.5 * work.number("attention.again"))
+    each = work.number("launches.block") * (1 + 0.5 * work.number("attention.recomputed"))
     if each:
         each += THIN if spec.effects.factor("frozen") else 0
     else:
@@ -62,11 +62,11 @@ def launches(spec: Spec) -> float:
         elif spec.effects.size("stream", 4) == 2:
             each += 16 if llama else 0  # norms compute in fp32
         each -= 44 * work.number("norms.fused") if llama else 0
-        each -= 32 * work.number("rotations.fused") if llama else 0
-        each *= 1.6 if work.number("blocks.again") else 1.0
+        each -= 32 * work.number("rope.fused") if llama else 0
+        each *= 1.6 if work.number("blocks.recomputed") else 1.0
         each += (140 if llama else 88) if spec.effects.factor("frozen") else 0
-    each += work.number("launches.more")
+    each += work.number("launches.extra")
     layers = 7 if llama else 4
-    unpacked = layers * 2 + (layers - 1) * (work.number("blocks.again") > 0)
-    each += work.number("unpack.launches") * unpacked
+    unpacked = layers * 2 + (layers - 1) * (work.number("blocks.recomputed") > 0)
+    each += work.number("dequantize.launches") * unpacked
     return (80 if llama else 57) + each * spec.shape.num_layers / spec.size("pp")

@@ -1,4 +1,4 @@
-"""One plan: does a spec fit a machine, how fast is it, what does a budget of tokens cost."""
+"""A plan: whether a spec fits a machine, how fast it is, and what a token budget costs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ ERRORS = {
     ("assumed", False): (0.10, 1.0),
     ("assumed", True): (0.15, 1.0),
 }
-"""Expected errors of memory and time, by how the rates were obtained and whether several devices work together; from
+"""Expected errors of memory and time, by the source of the rates and whether there are several devices; from
 `rush plan --check`, rounded up, and guesses for datasheets."""
 HOST_ERROR = 0.3
-"""Of the time where a step waits for a host that was not measured: those at hand lie 10 % apart, others are not known."""
+"""Expected error of the time where a step is bound by a host that was not measured."""
 MOST_MICRO = 4096
 POWER = 0.85
-"""Share of a board's power limit that a busy accelerator draws on average; an assumption."""
+"""Average power draw as a fraction of the board's limit; an assumption."""
 
 
 @dataclass(frozen=True)
@@ -46,27 +46,26 @@ class Plan:
     """The largest micro batch that fits; 0: none."""
     longest_sequence: int
     problems: tuple[str, ...] = ()
-    """Why this recipe cannot run there, besides memory."""
+    """Why this recipe cannot run there, other than memory."""
 
     @property
     def memory(self) -> StepMemory:
-        """Of a step."""
+        """Memory of a step."""
         return self.life.step
 
     @property
     def fits(self) -> bool:
-        """Whether all of a run does: its steps, validation, samples and saves."""
+        """Whether the whole run fits: steps, validation, samples and checkpoints."""
         return self.life.total <= self.target.memory_bytes and self.host_fits
 
     @property
     def on_host(self) -> float:
-        """Bytes that the ranks of one server keep in its own memory."""
+        """Bytes of host memory that the ranks of one node use."""
         return self.memory.host_bytes * min(self.spec.world, self.target.devices_per_node)
 
     @property
     def staged(self) -> float:
-        """Bytes that the ranks of one server take of its memory for a copy of the state, while a checkpoint is written. They do
-        without where there is no room."""
+        """Bytes of host memory per node for the copy of the state while a checkpoint is written; optional."""
         return staged_bytes(self.spec) * min(self.spec.world, self.target.devices_per_node)
 
     @property
@@ -75,7 +74,7 @@ class Plan:
 
     @property
     def tight(self) -> bool:
-        """Whether it fits, but not if it takes as much more as plans are off."""
+        """Whether it fits, but not with the expected error added."""
         return self.fits and self.life.total * (1 + self.expected_error["memory"]) > self.target.memory_bytes
 
     @property
@@ -88,7 +87,7 @@ class Plan:
 
     @property
     def mfu(self) -> float | None:
-        """Against the datasheet's dense peak of the dtype most products have."""
+        """Relative to the datasheet's dense peak of the dtype of most matmuls."""
         peak = self.target.peaks.get(matmul_dtype(self.spec))
         return self.tokens_per_s_per_device * model_flops_per_token(self.spec) / peak if peak else None
 
@@ -99,26 +98,24 @@ class Plan:
 
     @property
     def waits_for_host(self) -> bool:
-        """Whether the device waits for a host that nobody measured."""
+        """Whether the step is bound by a host that was not measured."""
         return not self.target.launch_s and self.time.parts.get("launching", 0.0) > 0.05 * self.time.step
 
     @property
     def sources(self) -> tuple[str, ...]:
-        """Where the rates come from, and what launching takes."""
+        """Sources of the rates, and the launch overhead."""
         if self.target.launch_s:
-            launching = (
-                f"a call of an operator takes its host {1e6 * self.target.launch_s:.1f} µs, as measured"
-            )
+            launching = f"an operator call takes {1e6 * self.target.launch_s:.1f} µs of host time, measured"
         elif self.target.kind == "cuda":
-            launching = f"a call of an operator is taken to need {1e6 * DEFAULT.launch_s:.1f} µs of the host, as on H200s"
+            launching = f"an operator call is assumed to take {1e6 * DEFAULT.launch_s:.1f} µs of host time, as on H200s"
         else:
-            launching = "calls of operators are not counted; `rush probe` measures them"
+            launching = "operator calls are not counted; `rush probe` measures them"
         unknown = [dtype for dtype in matmul_dtypes_of(self.spec) if dtype not in self.target.matmul]
-        taken = [f"of {dtype} products no rate is known here, and fp32's is taken" for dtype in unknown]
+        taken = [f"the rate of {dtype} matmuls is not known; that of fp32 is used" for dtype in unknown]
         return (*self.target.sources, launching, *taken)
 
     def budget(self, tokens: float, price: float | None) -> dict[str, float]:
-        """Hours, device-hours, energy and, given a price of a device-hour, cost of so many tokens."""
+        """Hours, device-hours, energy and, given a price per device-hour, cost of a number of tokens."""
         hours = tokens / self.tokens_per_s / 3600
         device_hours = hours * self.spec.world
         found = {
@@ -130,18 +127,18 @@ class Plan:
         return found if price is None else found | {"cost": device_hours * price}
 
     def say_budget(self, tokens: float, price: float | None) -> str:
-        """The same as a sentence."""
+        """`budget` as a sentence."""
         found = self.budget(tokens, price)
         unless = "" if self.fits else ", if it fitted"
         days = f" ({found['hours'] / 24:,.0f} days)" if found["hours"] >= 48 else ""
-        cost = f", {found['cost']:,.0f} in money" if price is not None else ""
+        cost = f", cost {found['cost']:,.0f}" if price is not None else ""
         return (
             f"{tokens:,.0f} tokens{unless}: {found['hours']:,.1f} h{days}, {found['device_hours']:,.0f} device-hours, "
             f"{found['kwh']:,.0f} kWh{cost}"
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain JSON values."""
+        """As JSON values."""
         spec = self.spec
         return {
             "machine": {
@@ -212,7 +209,7 @@ def plan(
 
 
 def _largest(spec_at: Callable[[int], Spec], target: TargetMachine, most: int) -> int:
-    """The largest number whose spec fits: memory only grows with it."""
+    """The largest number whose spec fits, by bisection."""
 
     def fits(number: int) -> bool:
         return run_peak_of(spec_at(number)).total <= target.memory_bytes
@@ -269,7 +266,7 @@ def problems_of(recipe: Recipe, target: TargetMachine) -> list[Problem]:
 
 
 def fill_devices(spec_layout: dict[str, int], devices: int) -> dict[str, int]:
-    """The layout for so many devices: what it does not take itself become copies (ddp)."""
+    """The layout for this many devices: the rest becomes ddp replicas."""
     world = 1
     for size in spec_layout.values():
         world *= size

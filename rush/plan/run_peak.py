@@ -69,8 +69,8 @@ def run_peak_of(spec: Spec) -> RunPeak:
 
 def _offered(spec: Spec, held: RankState, step: StepMemory, state: float, more: float) -> float:
     """What a device must offer for so many bytes beside the state."""
-    unfilled = 1 + spec.effects.factor("gaps") * UNFILLED
-    if spec.effects.factor("pool"):
+    unfilled = 1 + spec.effects.factor("fragmentation") * UNFILLED
+    if spec.effects.factor("cuda_graph.pool"):
         return step.total + unfilled * more
     return unfilled * (state + more + held.buffers()) + context_of(spec.device) + communication_of(spec)
 

@@ -1,6 +1,6 @@
-"""What is planned: a recipe's shape, batch and layout, and what its techniques do to memory.
+"""What is planned: a recipe's shape, batch and layout, and the effects of its techniques.
 
-Published measurements of other trainers become a `Spec` too, so both go through the same arithmetic.
+Published measurements of other trainers become a `Spec` too.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from rush.techniques import registry, resolve_uses
 
 HALF = ("float16", "bfloat16")
 TEMPLATE_TOKENS = 32
-"""What a chat template may put around the prompt of a sample."""
+"""Tokens that a chat template may add to a prompt."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """Everything memory and time are computed from."""
+    """The input of all predictions."""
 
     shape: Shape
     micro: int
     sequence: int
     passes: int
-    """Micro batches of a step on each data rank."""
+    """Micro batches per step on each data rank."""
     layout: Mapping[str, int]
     effects: MemoryEffects
     techniques: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
     device: str = "cuda"
     work: StepWork = NO_WORK
     rows: float = 1.0
-    """Rows of a pass for each of `batch.micro`: 2 of a pair of answers, less where a micro batch is cut into passes."""
+    """Rows of a pass per `batch.micro`: 2 for a pair of answers, less where a micro batch is split into passes."""
     reference: bool = False
-    """Whether a frozen copy of the model is asked beside every pass."""
+    """Whether every pass also runs a frozen reference model."""
     sampled: tuple[int, int] = (0, 0)
-    """Tokens of the prompt of a sample, at most, and tokens that are drawn; without samples none."""
+    """Maximum prompt tokens and new tokens of a sample; zeros without samples."""
 
     def size(self, axis: str) -> int:
         return self.layout.get(axis, 1)
@@ -56,28 +56,28 @@ class Spec:
 
     @cached_property
     def shards(self) -> int:
-        """Into how many parts weights, gradients and moments are cut; fsdp cuts over the ranks of cp as well."""
+        """Shards of weights, gradients and moments; fsdp shards over the ranks of cp as well."""
         return self.size("fsdp") * (self.size("cp") if self.uses("fsdp") else 1)
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline on each rank."""
+        """Pipeline stages per rank."""
         schedule = str(self.knob("pp", "schedule", "1f1b"))
         return int(self.knob("pp", "stages", 0)) or (2 if schedule in ("interleaved", "zbv") else 1)
 
     @property
-    def stream_parts(self) -> int:
-        """Into how many parts the stream between layers is cut by tensor parallelism."""
+    def stream_shards(self) -> int:
+        """Sequence-parallel shards of the residual stream."""
         return self.size("tp") if self.knob("tp", "sequence", True) else 1
 
     @cached_property
     def tokens(self) -> int:
-        """Of one pass, on one rank."""
+        """Tokens of one pass on one rank."""
         return self.micro * self.sequence // self.size("cp")
 
     @property
     def step_tokens(self) -> int:
-        """Of one step, over all ranks."""
+        """Tokens of one step over all ranks."""
         return self.micro * self.sequence * self.passes * self.size("ddp") * self.size("fsdp")
 
     def uses(self, *names: str) -> bool:
@@ -88,8 +88,8 @@ class Spec:
 
 
 def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Spec:
-    """The spec of a recipe; RecipeError where its layout does not divide the model or the batch, or (unless `beyond` is
-    asked for) is one that this trainer does not run."""
+    """The spec of a recipe; RecipeError where its layout does not divide the model or the batch, or (unless `beyond`) this
+    trainer does not support it."""
     uses = resolve_uses(recipe)
     for use in uses:
         if use.technique.check_sizes is not None and not beyond:
@@ -108,7 +108,7 @@ def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Sp
         device=device,
         work=work_of(uses),
         rows=rows / cut,
-        reference=_asks_reference(recipe),
+        reference=_runs_reference(recipe),
         sampled=(len(recipe.run.sample_prompt.encode()) + TEMPLATE_TOKENS, recipe.run.sample_tokens)
         if recipe.run.sample_tokens
         else (0, 0),
@@ -117,13 +117,13 @@ def spec_of(recipe: Recipe, device: str = "cuda", *, beyond: bool = False) -> Sp
     return spec
 
 
-def _asks_reference(recipe: Recipe) -> bool:
+def _runs_reference(recipe: Recipe) -> bool:
     objective = recipe.objective
     return objective.kind == "dpo" and objective.loss in ("sigmoid", "ipo") and objective.reference == "live"
 
 
 def check_divides(spec: Spec) -> None:
-    """Refuse a layout that does not divide the model or the sequence, with the sizes that do."""
+    """Refuse a layout that does not divide the model or the sequence, with the allowed sizes."""
     shape = spec.shape
     for axis, number, what in (
         ("tp", shape.num_kv_heads, "key/value heads"),
@@ -144,22 +144,22 @@ def check_divides(spec: Spec) -> None:
 
 @dataclass(frozen=True)
 class Weights:
-    """Numbers of parameters by where they are; a block's are of one block."""
+    """Parameter counts; `block_*` are of one block."""
 
     block_linear: int
     block_other: int
     embedding: int
     head: int
-    """0 where the head is the embedding."""
+    """0 with a tied head."""
     final: int
     adapters: int
-    """Of one block; 0 where the weights themselves learn."""
+    """Parameters of one block's adapters; 0 without adapters."""
     largest: int
-    """Of the largest tensor."""
+    """Elements of the largest tensor."""
 
 
 def adapting(spec: Spec) -> tuple[int, str] | None:
-    """Rank and roles of the adapters that learn in place of the weights; None where the weights do."""
+    """Rank and roles of the adapters; None without adapters."""
     if not spec.effects.factor("frozen"):
         return None
     known = registry()
@@ -170,7 +170,7 @@ def adapting(spec: Spec) -> tuple[int, str] | None:
 
 
 def adapted(shape: Shape, roles: str) -> list[ParameterSpec]:
-    """The weights of one block that get an adapter."""
+    """The weights of one block with an adapter."""
     wanted = ROLE_GROUPS[roles]
     return [
         parameter
@@ -212,19 +212,19 @@ def _weights(shape: Shape, adapters: tuple[int, str] | None) -> Weights:
 
 
 def matmul_dtype(spec: Spec) -> str:
-    """The dtype of the products outside 8-bit layers."""
+    """The dtype of the matmuls outside fp8 layers."""
     if spec.effects.size("compute", 4) == 2:
-        half = spec.work.name("products.dtype", "bfloat16")
+        half = spec.work.name("matmul.dtype", "bfloat16")
         return half if half in HALF else "bfloat16"
-    return spec.work.name("products.dtype", "float32")
+    return spec.work.name("matmul.dtype", "float32")
 
 
 def matmul_dtypes_of(spec: Spec) -> tuple[str, ...]:
-    """Those of all its products, as rates are named."""
+    """The dtypes of all matmuls, as rates are named."""
     usual = matmul_dtype(spec)
     return tuple(dict.fromkeys(spec.work.name(term, usual) for term in ("blocks.dtype", "head.dtype")))
 
 
 def with_batch(spec: Spec, micro: int, sequence: int | None = None) -> Spec:
-    """The same with another micro batch, and another length of sequences if given."""
+    """The same with another micro batch, and another sequence length if given."""
     return replace(spec, micro=micro, sequence=sequence or spec.sequence)

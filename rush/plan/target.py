@@ -1,9 +1,8 @@
-"""The machine a plan is for: rates of one device, its links, and where each figure comes from.
+"""The machine of a plan: rates of one device, its links, and the source of each figure.
 
-Three ways to know a rate, said with every answer: *measured here* (this machine's own ceilings, from `rush probe`),
-*calibrated* (an accelerator of the kind that findings under `results/` were made on: the ceilings they carry, also where
-this machine is one and its own differ no more than cards of a kind do), and
-*datasheet*, derated by what large matrix products and copies reach of it where both are known.
+Rates are *measured here* (this machine's ceilings, from `rush probe`), *calibrated* (the mean ceilings of an
+accelerator on which findings under `results/` were made, also for this machine if its own differ little), or from the
+*datasheet*, derated by what large matmuls and copies reach where both are known.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from rush.hardware.links import LINKS, SERVERS
 from rush.hardware.machine import Cpu, Device, Machine
 
 DERATING = {"float32": 0.76, "tf32": 0.76, "float16": 0.70, "bfloat16": 0.74, "float8": 0.65}
-"""Measured ceiling over datasheet peak on the H200s under `results/` (51/67, 380/495, 665/989, 735/989, 1280/1979); taken
-for every accelerator that was not measured. Chips that are not held back by power reach more (an A100 about 0.8)."""
+"""Measured ceiling over datasheet peak on the H200s under `results/` (51/67, 380/495, 665/989, 735/989, 1280/1979); used
+for every accelerator that was not measured. Chips that are not power-limited reach more (an A100 about 0.8)."""
 BANDWIDTH_DERATING = 0.87
 """Measured copy rate over datasheet bandwidth: 4.18 of 4.8 TB/s."""
 BETTER = {
@@ -33,11 +32,11 @@ BETTER = {
     "l40s": 0.65,
     "mi300x": 0.47,
 }
-"""Share of the dense peak that large half-precision products reach, where it differs: published measurements differ by
-±5 %, so this is an assumption, for machines under sustained load. (A T4 is held back by its 70 W; an MI300X is reported to reach
+"""Fraction of the dense peak that large 16-bit matmuls reach, where it differs: published measurements differ by ±5 %, so this
+is an assumption, for machines under sustained load. (A T4 is limited by its 70 W; an MI300X is reported to reach
 about 45 % of its peaks in 16 and 8 bits: Ambati et al., October 2025; its maker's own best case is 0.54.)"""
-EIGHT_TOO = ("mi300x",)
-"""Those whose share holds for 8-bit products as well."""
+FP8_TOO = ("mi300x",)
+"""Those whose fraction holds for fp8 as well."""
 MEASURED = {
     "h200-sxm": {
         "float32": 51e12, "tf32": 381e12, "float16": 666e12, "bfloat16": 736e12, "float8": 1280e12, "copy": 4.18e12,
@@ -45,19 +44,19 @@ MEASURED = {
 }  # fmt: skip
 """Ceilings of accelerators that findings under `results/` were made on: the means of their records."""
 ALIKE = 0.10
-"""How far a probe may be from those means before it tells something of the card. A probe is a short burst: on fourteen H200s it
-found 691 to 793 TFLOP/s in bf16, where the speeds of one recipe differed by 2 to 5 %, and not in the same direction."""
+"""Probes within this distance of the means use the means. A probe is a short burst: on fourteen H200s it measured 691 to 793
+TFLOP/s in bf16, where the speeds of one recipe differed by 2 to 5 %, and not in the same direction."""
 
 
 @dataclass(frozen=True)
 class TargetMachine:
-    """One kind of device, many times."""
+    """A number of equal devices."""
 
     key: str
     name: str
     memory_bytes: float
     matmul: Mapping[str, float]
-    """FLOP/s of a large product by dtype."""
+    """FLOP/s of a large matmul by dtype."""
     peaks: Mapping[str, float]
     """The datasheet's dense peaks; empty where there are none."""
     bytes_per_s: float
@@ -71,20 +70,20 @@ class TargetMachine:
     sources: tuple[str, ...]
     kind: str = "cuda"
     launch_s: float | None = None
-    """What its host needs to call one operator, forward or backward; None where no probe measured it."""
+    """Host time per operator call; None where no probe measured it."""
     network_cards: int = 1
-    """Of a server, which all rings between servers share."""
+    """Network cards per node, shared by all rings between nodes."""
     host_bytes: float | None = None
     """Host memory of a server; None where it is not known."""
     features: tuple[str, ...] = ()
-    """Instruction sets of its CPU, as the probe names them; empty where nobody looked."""
+    """CPU features, as the probe names them; empty if unknown."""
 
     def rate(self, dtype: str) -> float:
-        """FLOP/s of large products; a dtype the device does not have is computed in fp32 (or what was measured)."""
+        """FLOP/s of large matmuls; a dtype without a rate uses fp32's (or what was measured)."""
         return self.matmul.get(dtype) or self.matmul.get("float32") or min(self.matmul.values())
 
     def machine(self) -> Machine:
-        """As a probe would describe it: what techniques' requirements are asked of."""
+        """The machine as a probe would describe it, for techniques' requirements."""
         capability = {
             "t4": (7, 5),
             "v100": (7, 0),
@@ -121,10 +120,10 @@ def target_of(
     network: str | None = None,
     cards: int | None = None,
 ) -> TargetMachine:
-    """A machine of the catalogue by its key; RecipeError names the nearest."""
+    """A machine of the catalog by its key; RecipeError names the nearest."""
     key = name.lower()
     if key != "cpu" and key not in CATALOG:
-        raise RecipeError(f"there is no machine {name!r} in the catalogue; {nearest(key, [*CATALOG, 'cpu'])}")
+        raise RecipeError(f"there is no machine {name!r} in the catalog; {nearest(key, [*CATALOG, 'cpu'])}")
     server = SERVERS[key]
     per_node = server.devices
     total = (devices or 1) * (nodes or 1) if nodes else (devices or 1)
@@ -153,7 +152,7 @@ def target_of(
 
 def _known(link: str) -> str:
     if link not in LINKS:
-        raise RecipeError(f"there is no link {link!r} in the catalogue; {nearest(link, LINKS)}")
+        raise RecipeError(f"there is no link {link!r} in the catalog; {nearest(link, LINKS)}")
     return link
 
 
@@ -164,7 +163,7 @@ def _from_sheet(sheet: Datasheet) -> TargetMachine:
         source = "ceilings measured on this kind of accelerator (results/)"
     else:
         share = next((value for start, value in BETTER.items() if sheet.key.startswith(start)), None)
-        lowered = ("float16", "bfloat16", "tf32", *(("float8",) if sheet.key in EIGHT_TOO else ()))
+        lowered = ("float16", "bfloat16", "tf32", *(("float8",) if sheet.key in FP8_TOO else ()))
         rates = {
             dtype: peak * (share if share is not None and dtype in lowered else DERATING[dtype])
             for dtype, peak in sheet.peak_flops.items()
@@ -185,32 +184,32 @@ def _cpu() -> TargetMachine:
 
 
 def with_memory_limit(target: TargetMachine, limit_gb: float | None) -> TargetMachine:
-    """The machine with no more memory for a process than `run.memory_limit_gb` gives it."""
+    """The machine with its memory limited to `run.memory_limit_gb`."""
     if limit_gb is None:
         return target
     if limit_gb * 1e9 > target.memory_bytes:
         raise RecipeError(
             f"run.memory_limit_gb is {limit_gb:g}, more than the {target.memory_bytes / 1e9:.0f} GB of {target.name}; lower it "
-            "or take it out."
+            "or remove it."
         )
-    said = f"a device's memory is held to {limit_gb:g} GB (run.memory_limit_gb)"
-    return replace(target, memory_bytes=limit_gb * 1e9, sources=(*target.sources, said))
+    source = f"device memory is limited to {limit_gb:g} GB (run.memory_limit_gb)"
+    return replace(target, memory_bytes=limit_gb * 1e9, sources=(*target.sources, source))
 
 
 def target_here(machine: Machine, rates: Mapping[str, Any]) -> TargetMachine:
-    """This machine, from its probe and its measured ceilings (`Ceilings.rates()`); of a kind of card that findings were made on,
-    theirs, unless this one's differ by more than cards of a kind do."""
+    """This machine, from its probe and its measured ceilings (`Ceilings.rates()`), or the mean ceilings of its kind if they are
+    close."""
     from rush.hardware.catalog import find
 
     sheet = find(machine.devices[0]) if machine.device == "cuda" else None
     usual = MEASURED.get(sheet.key, {}) if sheet else {}
 
-    def settled(name: str, found: float) -> float:
+    def calibrated(name: str, found: float) -> float:
         return usual[name] if name in usual and abs(found / usual[name] - 1) <= ALIKE else found
 
     found = {dtype: float(rate) for dtype, rate in rates["matmul"].items() if rate}
-    matmul = {dtype: settled(dtype, rate) for dtype, rate in found.items()}
-    copy = settled("copy", float(rates.get("copy_bytes_per_s") or 10e9))
+    matmul = {dtype: calibrated(dtype, rate) for dtype, rate in found.items()}
+    copy = calibrated("copy", float(rates.get("copy_bytes_per_s") or 10e9))
     as_usual = matmul != found
     server = SERVERS[sheet.key if sheet else "cpu"]
     buses = [row["bus_bytes_per_s"] for row in rates.get("collectives", ())]

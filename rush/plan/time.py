@@ -93,7 +93,7 @@ def time_of(spec: Spec, target: TargetMachine, efficiency: Efficiencies = DEFAUL
         sharing = min(spec.world, target.devices_per_node)
         update = 2 * sharing * (held.on_host() - still) / HOST_BYTES_PER_S
     parts["optimizer"] = update
-    data = 0.0 if spec.work.number("data.ahead") else DATA_S_PER_TOKEN * spec.tokens * passes
+    data = 0.0 if spec.work.number("data.workers") else DATA_S_PER_TOKEN * spec.tokens * passes
     device = sum(parts.values())
     host = data
     if target.kind == "cuda":
@@ -180,9 +180,9 @@ def _matmul(
     rate = target.rate(inside) * efficiency.matmul.get(inside, 1.0) * _full(narrow)
     block = tokens * weights.block_linear / tp * (products + again) / rate
     adapters = adapters_time(spec, target, efficiency, weights)
-    head_products = products + spec.work.number("head.again")
+    head_products = products + spec.work.number("head.recomputed")
     # Tensor cores want rows of whole pieces: an odd vocabulary runs on the slow path, or is padded by a compiler.
-    aligned = spec.work.number("head.odd", ODD.get(dtype, 1.0)) if shape.vocab_size % 8 else 1.0
+    aligned = spec.work.number("head.unaligned", ODD.get(dtype, 1.0)) if shape.vocab_size % 8 else 1.0
     of_head = spec.work.name("head.dtype", dtype)
     head_rate = target.rate(of_head) * efficiency.matmul.get(of_head, 1.0)
     head_rate *= aligned * _full(min(shape.hidden, tokens))
@@ -200,14 +200,14 @@ def _elementwise(spec: Spec, target: TargetMachine, efficiency: Efficiencies) ->
     compiled = work.number("stream.fused")
     eager_bytes = fused_bytes = summed_bytes = 0.0
     # Sums over all tokens for the gradients of biases, and of gains and offsets of norms.
-    biases = (1 - work.number("sums.fused")) * compute * (5 * hidden + wide)
+    biases = (1 - work.number("bias_grad.fused")) * compute * (5 * hidden + wide)
     sums = 0.0 if llama or effects.factor("frozen") else biases + 4 * stream * hidden
     # Two norms: in fp32, some twenty reads and writes each; GPT-2's are one kernel.
     if work.number("norms.fused") or (compiled and not llama):
         fused_bytes += 2 * (3 * stream + 2 * compute) * hidden
     else:
         eager_bytes += (2 * 96 if llama else 10 * stream) * hidden
-    if work.number("rotations.fused"):
+    if work.number("rope.fused"):
         fused_bytes += 4 * compute * turned
     else:
         eager_bytes += 124 * turned
@@ -236,7 +236,7 @@ def _elementwise(spec: Spec, target: TargetMachine, efficiency: Efficiencies) ->
         inputs = 3 * shape.hidden + wide
         outputs = turned + shape.num_kv_heads * shape.head_dim / tp + 2 * shape.hidden + 2 * wide
         fused_bytes += casts * (inputs + outputs) * (1 if compiled else 2)
-    again = 1.0 + work.number("elementwise.again")
+    again = 1.0 + work.number("elementwise.recomputed")
     seconds = again * (eager_bytes / efficiency.eager + fused_bytes / efficiency.fused)
     seconds += summed_bytes / (SUMS if compute == 2 else efficiency.fused)
     return spec.tokens * seconds / target.bytes_per_s
@@ -245,9 +245,9 @@ def _elementwise(spec: Spec, target: TargetMachine, efficiency: Efficiencies) ->
 def _adding(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
     """A step's adding up of gradients: from the second pass on they are added to those that are there (two read, one written).
     A recorded pass finds them emptied and adds from the first on."""
-    recorded = bool(spec.effects.factor("recording"))
+    recorded = bool(spec.effects.factor("cuda_graph.gradients"))
     times = 3 * (spec.passes - (0 if recorded else 1)) + (1 if recorded else 0)
-    parts = 1 if spec.effects.factor("whole_gradients") or spec.size("pp") > 1 else spec.shards
+    parts = 1 if spec.effects.factor("unsharded_gradients") or spec.size("pp") > 1 else spec.shards
     count = trained_weights(spec) / (spec.size("tp") * spec.size("pp") * parts)
     return times * spec.effects.size("gradients", 4) * count / (target.bytes_per_s * efficiency.fused)
 

@@ -49,7 +49,7 @@ def test_the_step_stays_as_large_as_it_was_and_must_be_known() -> None:
     del tree["batch"]["total_tokens"]
     from rush.recipe_io import parse
 
-    with pytest.raises(RecipeError, match=r"batch\.total_tokens must say how many tokens"):
+    with pytest.raises(RecipeError, match=r"batch\.total_tokens must set the tokens per step"):
         parse({**tree, "batch": {**tree["batch"], "micro": "auto"}}, auto=True)
     with pytest.raises(RecipeError, match=r"2,050, which is not a multiple.*nearest allowed: 2,048"):
         auto("tiny", "batch.total_tokens=2050")

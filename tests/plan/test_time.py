@@ -17,7 +17,7 @@ from rush.plan.attention_time import FORWARD, attention_time
 from rush.plan.calibration import _as_timed, _launching, calibrate, calibration_split
 from rush.plan.check import check, other_splits
 from rush.plan.communication import NETWORK, bandwidth, ring
-from rush.plan.effects import kernels
+from rush.plan.effects import attention_kernels
 from rush.plan.efficiencies import DEFAULT
 from rush.plan.measured_cases import read_findings
 from rush.plan.optimizer_time import launches
@@ -140,13 +140,13 @@ def test_the_efficiencies_in_the_code_are_those_of_all_findings() -> None:
     for name in ("eager", "fused", "loss", "update", "eager_update", "launch_s"):
         assert getattr(DEFAULT, name) == pytest.approx(getattr(found, name), rel=0.1), name
     assert DEFAULT.matmul == pytest.approx(found.matmul, rel=0.1)
-    assert kernels() == pytest.approx(found.attention, rel=0.1)
+    assert attention_kernels() == pytest.approx(found.attention, rel=0.1)
 
 
 def test_a_calibration_learns_what_the_cases_show() -> None:
     """Measured steps that are made up from other efficiencies give those back."""
     cases = [case for case in read_findings(RESULTS) if case.breakdown_s and case.spec.uses("compile")]
-    truth = replace(DEFAULT, fused=0.5, attention=dict.fromkeys(kernels(), 0.1))
+    truth = replace(DEFAULT, fused=0.5, attention=dict.fromkeys(attention_kernels(), 0.1))
     names = {"elementwise": "norm_elementwise"}
     made_up = []
     for case in cases:

@@ -232,7 +232,7 @@ def test_where_plain_training_jumps_nothing_is_called_equal_for_its_twins_sake()
         )
 
     assert told(ours).verdict == "not judged"
-    assert "too unsteady to tell" in told(ours).why
+    assert "too unsteady to judge" in told(ours).why
     assert (
         told([loss + 0.03 for loss in plain]).verdict == "equal"
     )  # within 5 % of what was learned, twin or not

@@ -61,5 +61,5 @@ technique = Technique(
         MemoryEffect("blocks", 1.0, "one byte per weight; embeddings and head unchanged", size=1.01),
         *FROZEN_MEMORY,
     ),
-    work=(WorkEffect("unpack.launches", 3.5, "host time, in usual operator calls"),),
+    work=(WorkEffect("dequantize.launches", 3.5, "host time, in usual operator calls"),),
 )

@@ -208,13 +208,13 @@ technique = Technique(
     ),
     work=(
         WorkEffect(
-            "unpack.reaches",
+            "dequantize.efficiency",
             0.83,
             "measured on an H200 for our kernel; bitsandbytes' three reach half of it",
             by_knob=lambda knobs: 0.83 if _plans_ours(knobs) else 0.42,
         ),
         WorkEffect(
-            "unpack.launches",
+            "dequantize.launches",
             7.0,
             "host time of bitsandbytes' two operators, in usual operator calls",
         ),

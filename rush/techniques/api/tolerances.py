@@ -1,19 +1,18 @@
-"""Does it still learn the same? Runs held against plain fp32, with tolerances in one place.
+"""Parity: runs compared with plain fp32, with all tolerances in one place.
 
-Two runs from the same weights on the same batches give losses and gradient norms step by step, and the
-gradient of each tensor at step one. How far they may be apart is the technique's declared class and the
-dtype the matmuls ran in: EXACT means the same bits; CLOSE allows what rounding explains; STATISTICAL
-compares how much was learned, because weights that are themselves rounded drift apart.
+Two runs from the same weights on the same batches give losses and gradient norms step by step, and the gradient of
+each tensor at step one. How far they may differ depends on the technique's declared class and the dtype of the
+matmuls: EXACT means bit for bit; CLOSE allows what rounding explains; STATISTICAL compares the loss curves, because
+rounded weights drift apart.
 
-Training amplifies: two runs that differ in the last bits differ more at every step, and how fast depends on
-the model, the data and the learning rate. So the plain run has a twin, plain as well, that starts from
-weights rounded to bf16 once. How far the twin is off at a step is what one rounding grows to by then; a
-technique may be off by its tolerance and a few times that, and no more.
+Training amplifies differences, and how fast depends on model, data and learning rate. So there is a perturbed
+reference run: plain as well, from weights rounded to bf16 once. Its difference at a step is what one rounding grows
+to by then; a technique may differ by its tolerance plus a few times that.
 
-The tolerances are calibrated: a few times the worst that correct techniques showed over seeds and two
-families (the figures stand beside them), and below what the smallest planted bug showed, one tensor's
-gradient off by 1 %. In bf16 rounding alone puts a gradient off by more than that, so such a bug must be
-looked for in fp32: a technique is judged in fp32 wherever it can run there.
+The tolerances are calibrated: a few times the worst of correct techniques over seeds and two model families (the
+figures are next to them), and below what the smallest planted bug showed, one tensor's gradient off by 1 %. In bf16
+rounding alone puts a gradient off by more than that, so such a bug must be found in fp32: a technique is judged in
+fp32 wherever it can run there.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Tolerance:
     """The largest relative differences that rounding explains."""
 
     loss: float
-    """Of the loss at any step."""
+    """Relative difference of the loss at any step."""
     grad_norm: float
-    """Of the gradient norm at any step."""
+    """Relative difference of the gradient norm at any step."""
     gradient: float
-    """Of one tensor's gradient at step one: the size of the difference over the size of the reference."""
+    """Relative error of one tensor's gradient at step one."""
 
 
 # Measured with correct techniques on models of two layers over 6 to 8 steps: the worst loss / norm / gradient was
@@ -52,31 +51,31 @@ CLOSE: Mapping[str, Tolerance] = {
     "bfloat16": Tolerance(loss=1e-2, grad_norm=5e-2, gradient=1e-1),
 }
 CLOSE_STEPS = 20
-"""Steps that CLOSE is held to one by one: with more, rounding alone has grown too far in one or another. Of a longer run the curve
-counts as well, as with STATISTICAL."""
+"""Steps that CLOSE compares one by one: later, rounding alone has grown too far. Of a longer run the loss curve counts as well, as
+with STATISTICAL."""
 STATISTICAL_LEARNED = 0.05
-"""Of what was learned, the fall of the loss to its mean over the second half of the steps: by how much that mean may differ, and that
-of each quarter. Seen in the first quarter of 200 steps on an H200: sound recipes were off by 0.0 to 0.5 %; bf16 weights rounded to the
-nearest, which lose the small updates of a warm-up, by 20 %, and came within the 5 % later."""
+"""Allowed difference of the mean loss, over the second half of the steps and over each quarter, relative to the decrease of the loss.
+In the first quarter of 200 steps on an H200 correct recipes were off by 0.0 to 0.5 %; bf16 weights with round-to-nearest, which lose
+the small updates of a warm-up, by 20 %, and came within 5 % later."""
 STATISTICAL_LOSS = 0.003
-"""Of the loss itself, where hardly anything was learned yet: ten times what rounding to bf16 showed."""
+"""Allowed difference relative to the loss itself, where it hardly decreased yet: ten times what rounding to bf16 showed."""
 STATISTICAL_END = 0.02
-"""Of the loss, in the mean of the last quarter of the steps: a run that falls behind shows there first, while a share of what was
-learned from random weights, most of it how often words occur, hides it. Seen over 200 steps on an H200: sound recipes were off by 0.03
-to 0.8 %; one whose head summed its 8-bit gradients in short accumulators by 7.2 %, growing, and was within 5 % of what was learned."""
+"""Allowed difference of the mean loss of the last quarter, relative to the loss: a run that falls behind shows there first, while the
+large decrease from random weights, mostly token frequencies, hides it. Over 200 steps on an H200 correct recipes were off by 0.03 to
+0.8 %; one with fast accumulation in the gradients of an fp8 LM head by 7.2 %, growing, and was within 5 % of the decrease."""
 MAX_ALLOWED = 0.5
-"""Of what was learned: a run that is off by more than its class allows is not called equal for the twin's sake where the twin
-gives more room than this. Seen with the `tiny` recipe, whose loss jumps at single steps: 0.63 of 0.79 were allowed, and what was
-called equal over 20 steps had learned less after 200."""
+"""A run beyond its class's tolerance is not called equal where the perturbed run would allow more than this fraction of the decrease
+of the loss. With the `tiny` recipe, whose loss jumps at single steps, 0.63 of 0.79 were allowed, and what was called equal over 20
+steps was behind after 200."""
 TIMES_PERTURBED = 6.0
-"""A technique rounds in every product, the twin once, and where training is chaotic both are single draws. Seen in the
-gradient norm of step 10 of Llama 3.2 1B on an H200, eleven correct bf16 rungs: 1.0 to 4.2 times the twin's."""
-# Half a unit in the last place, over that of bfloat16, which the twin's weights were rounded to.
+"""A technique rounds in every matmul, the perturbed run once. In the gradient norm of step 10 of Llama 3.2 1B on an H200, eleven correct
+bf16 rungs were off by 1.0 to 4.2 times as much as the perturbed run."""
+# Half a unit in the last place, relative to that of bfloat16.
 _ROUNDING = {"float32": 2.0**-16, "tf32": 2.0**-3, "float16": 2.0**-3, "bfloat16": 1.0}
 
 
 class PerturbedRun(NamedTuple):
-    """The plain run from weights that were rounded to bf16 once."""
+    """The plain run from weights rounded to bf16 once."""
 
     losses: Sequence[float]
     grad_norms: Sequence[float]
@@ -86,16 +85,14 @@ class ParityVerdict(NamedTuple):
     verdict: str
     """equal, different, or not judged."""
     worst: float | None
-    """The difference nearest to (or farthest beyond) its tolerance."""
+    """The difference closest to (or farthest beyond) its tolerance."""
     tolerance: float | None
     why: str
 
 
 def gradient_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dict[str, float]:
-    """For each tensor, the size of the difference over the size of the reference.
-
-    A tensor whose gradient is almost nothing is measured against a thousandth of a fair share of the whole.
-    """
+    """For each tensor, the norm of the difference over the norm of the reference, which is at least a thousandth of the
+    RMS over all tensors."""
     assert ours.keys() == reference.keys(), ours.keys() ^ reference.keys()
     norms = {name: _norm(gradient) for name, gradient in reference.items()}
     floor = 1e-3 * math.sqrt(sum(norm**2 for norm in norms.values()) / max(1, len(norms)))
@@ -106,7 +103,7 @@ def gradient_errors(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor])
 
 
 def _wide(gradient: Tensor) -> Tensor:
-    """Wide enough for a difference; float64 for all of a large model's would take most of the time of a comparison."""
+    """At least float32; float64 would dominate the time of a comparison."""
     return gradient.cpu().to(torch.promote_types(gradient.dtype, torch.float32))
 
 
@@ -122,45 +119,52 @@ def judge(
     grad_norms: Sequence[float],
     reference_grad_norms: Sequence[float],
     gradient_errors: Mapping[str, float],
-    twin: PerturbedRun | None = None,
+    perturbed: PerturbedRun | None = None,
 ) -> ParityVerdict:
-    """Hold a run against the plain one. `dtype` is that of the matmuls: float32, tf32, bfloat16 or float16."""
+    """Compare a run with the plain one. `dtype` is that of the matmuls: float32, tf32, bfloat16 or float16."""
     assert len(losses) == len(reference_losses) == len(grad_norms) == len(reference_grad_norms) > 0
     if parity is Parity.CHANGES:
-        return ParityVerdict("not judged", None, None, "what is learned differs by design")
+        return ParityVerdict("not judged", None, None, "the result differs by design")
     if not all(map(math.isfinite, [*losses, *grad_norms])):
-        return ParityVerdict("different", None, None, "a loss or gradient norm is not finite")
+        return ParityVerdict("different", None, None, "a loss or gradient norm is non-finite")
     if parity is Parity.STATISTICAL:
-        return _judge_curve(losses, reference_losses, twin)
+        return _judge_curve(losses, reference_losses, perturbed)
     exact = parity is Parity.EXACT
     first = len(losses) if exact else CLOSE_STEPS
     allowed = Tolerance(0.0, 0.0, 0.0) if exact else CLOSE[dtype]
     grown = 0.0 if exact else TIMES_PERTURBED * _ROUNDING[dtype]
     found = [
-        *_steps("loss", allowed.loss, grown, losses[:first], reference_losses[:first], twin and twin.losses),
+        *_steps(
+            "loss",
+            allowed.loss,
+            grown,
+            losses[:first],
+            reference_losses[:first],
+            perturbed and perturbed.losses,
+        ),
         *_steps(
             "gradient norm",
             allowed.grad_norm,
             grown,
             grad_norms[:first],
             reference_grad_norms[:first],
-            twin and twin.grad_norms,
+            perturbed and perturbed.grad_norms,
         ),
         *((error, allowed.gradient, f"the gradient of {name}") for name, error in gradient_errors.items()),
     ]
     worst, tolerance, what = max(found, key=lambda item: item[0] / item[1] if item[1] else item[0])
     equal = worst <= tolerance
     if exact and equal:
-        return ParityVerdict("equal", worst, tolerance, f"the same bits over {len(losses)} steps")
+        return ParityVerdict("equal", worst, tolerance, f"bit for bit equal over {len(losses)} steps")
     relation = "within" if equal else "beyond"
-    kind = "the same bits" if exact else f"rounding in {dtype}"
-    told = f"{what} is off by {worst:.1e}, {relation} the {tolerance:.1e} of {kind}"
+    kind = "bit-for-bit equality" if exact else f"rounding in {dtype}"
+    why = f"{what} is off by {worst:.1e}, {relation} the {tolerance:.1e} of {kind}"
     if equal and len(losses) > first:
-        curve = _judge_curve(losses, reference_losses, twin)
+        curve = _judge_curve(losses, reference_losses, perturbed)
         if curve.verdict != "equal":
             return curve
-        told += f" in the first {first} steps; over all {curve.why}"
-    return ParityVerdict("equal" if equal else "different", worst, tolerance, told)
+        why += f" in the first {first} steps; over all {curve.why}"
+    return ParityVerdict("equal" if equal else "different", worst, tolerance, why)
 
 
 def _steps(
@@ -169,32 +173,32 @@ def _steps(
     grown: float,
     ours: Sequence[float],
     reference: Sequence[float],
-    twin: Sequence[float] | None,
+    perturbed: Sequence[float] | None,
 ) -> Iterator[tuple[float, float, str]]:
-    """For every step: the difference found, the one allowed, and its name."""
+    """For every step: the difference, its tolerance, and its name."""
     for step, (own, plain) in enumerate(zip(ours, reference, strict=True)):
-        more = grown * _relative(twin[step], plain) if twin else 0.0
+        more = grown * _relative(perturbed[step], plain) if perturbed else 0.0
         yield _relative(own, plain), tolerance + more, f"the {what} of step {step + 1}"
 
 
 class _Allowance(NamedTuple):
-    """How far a run may be off, as the loss that it learns."""
+    """Allowed difference of the loss curve."""
 
     learned: float
-    """By the plain run."""
+    """Decrease of the plain run's loss."""
     own: float
-    """What the class allows."""
-    twin: float
-    """What the twin is off."""
+    """The class's tolerance."""
+    perturbed: float
+    """Difference of the perturbed run."""
 
     @property
     def allowed(self) -> float:
-        return self.own + TIMES_PERTURBED * self.twin
+        return self.own + TIMES_PERTURBED * self.perturbed
 
     @property
     def unsteady(self) -> bool:
-        """Whether the twin's part is what allows, and covers most of what was learned."""
-        return TIMES_PERTURBED * self.twin > self.own and self.allowed > MAX_ALLOWED * self.learned
+        """Whether the perturbed run's part dominates, and covers most of the decrease."""
+        return TIMES_PERTURBED * self.perturbed > self.own and self.allowed > MAX_ALLOWED * self.learned
 
 
 def _later(curve: Sequence[float]) -> float:
@@ -203,7 +207,7 @@ def _later(curve: Sequence[float]) -> float:
 
 
 def _quarters(*curves: Sequence[float]) -> Iterator[tuple[str, list[float]]]:
-    """Of each quarter of the steps its name and the curves' means; of three steps or fewer there are no four."""
+    """The name of each non-empty quarter of the steps and the curves' means."""
     names, count = ("first", "second", "third", "last"), len(curves[0])
     cuts = [count * quarter // 4 for quarter in range(5)]
     for name, start, stop in zip(names, cuts[:-1], cuts[1:], strict=True):
@@ -211,42 +215,44 @@ def _quarters(*curves: Sequence[float]) -> Iterator[tuple[str, list[float]]]:
             yield name, [sum(curve[start:stop]) / (stop - start) for curve in curves]
 
 
-def _room(reference: Sequence[float], twin: Sequence[float] | None) -> _Allowance:
-    """What was learned goes from the first loss of the plain run to the mean over the second half."""
+def _room(reference: Sequence[float], perturbed: Sequence[float] | None) -> _Allowance:
+    """The decrease is from the first loss of the plain run to its mean over the second half."""
     learned = abs(reference[0] - _later(reference))
     own = max(STATISTICAL_LEARNED * learned, STATISTICAL_LOSS * _later(reference))
-    return _Allowance(learned, own, abs(_later(twin) - _later(reference)) if twin else 0.0)
+    return _Allowance(learned, own, abs(_later(perturbed) - _later(reference)) if perturbed else 0.0)
 
 
-def unsteady(reference: Sequence[float], twin: Sequence[float]) -> bool:
-    """Whether plain training from weights rounded once drifts so far that nothing could be told from it by how much is learned."""
-    return _room(reference, twin).unsteady
+def unsteady(reference: Sequence[float], perturbed: Sequence[float]) -> bool:
+    """Whether the perturbed run drifts too far to judge loss curves."""
+    return _room(reference, perturbed).unsteady
 
 
 def _judge_curve(
-    losses: Sequence[float], reference: Sequence[float], twin: PerturbedRun | None
+    losses: Sequence[float], reference: Sequence[float], perturbed: PerturbedRun | None
 ) -> ParityVerdict:
-    """How much was learned."""
-    room = _room(reference, twin.losses if twin else None)
+    """Compare loss curves."""
+    room = _room(reference, perturbed.losses if perturbed else None)
     off = abs(_later(losses) - _later(reference))
     equal = off <= room.allowed
-    told = (
+    why = (
         f"from {reference[0]:.3f} the loss went to {_later(losses):.3f} (mean of the second half) against "
-        f"{_later(reference):.3f}: off by {off:.1e}, {'within' if equal else 'beyond'} the {room.allowed:.1e} of learning the same"
+        f"{_later(reference):.3f}: off by {off:.1e}, {'within' if equal else 'beyond'} the tolerance of {room.allowed:.1e}"
     )
-    for name, (ours, plain, rounded) in _quarters(losses, reference, twin.losses if twin else reference):
+    for name, (ours, plain, rounded) in _quarters(
+        losses, reference, perturbed.losses if perturbed else reference
+    ):
         own = room.own if name != "last" else min(room.own, STATISTICAL_END * plain)
         behind, allowed = abs(ours - plain), own + TIMES_PERTURBED * abs(rounded - plain)
         if equal and behind > allowed:
-            told = (
+            why = (
                 f"in the {name} quarter of the steps the loss is {ours:.3f} against {plain:.3f}: off by {behind:.1e}, beyond the "
-                f"{allowed:.1e} of learning the same"
+                f"tolerance of {allowed:.1e}"
             )
-            return ParityVerdict("different", behind, allowed, told)
+            return ParityVerdict("different", behind, allowed, why)
     if equal and off > room.own and room.unsteady:
-        told += f", but only because plain fp32 from rounded weights is off by {room.twin:.1e} itself: too unsteady to tell"
-        return ParityVerdict("not judged", off, room.allowed, told)
-    return ParityVerdict("equal" if equal else "different", off, room.allowed, told)
+        why += f", but only because plain fp32 from rounded weights is off by {room.perturbed:.1e} itself: too unsteady to judge"
+        return ParityVerdict("not judged", off, room.allowed, why)
+    return ParityVerdict("equal" if equal else "different", off, room.allowed, why)
 
 
 def _relative(value: float, reference: float) -> float:
@@ -255,5 +261,5 @@ def _relative(value: float, reference: float) -> float:
 
 @torch.no_grad()
 def gradients_of(model: torch.nn.Module) -> dict[str, Tensor]:
-    """A copy of every gradient by name, as they are now."""
+    """A copy of every gradient by name."""
     return {name: p.grad.detach().clone() for name, p in model.named_parameters() if p.grad is not None}

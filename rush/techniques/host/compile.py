@@ -118,10 +118,10 @@ technique = Technique(
     settings=(Setting({"scope": "block"}), Setting({"scope": "model"})),
     work=(
         WorkEffect("norms.fused", 1.0),
-        WorkEffect("rotations.fused", 1.0),
+        WorkEffect("rope.fused", 1.0),
         WorkEffect("mlp.fused", 1.0),
         WorkEffect("stream.fused", 1.0),
-        WorkEffect("head.odd", 1.0, "it pads the matmul"),
+        WorkEffect("head.unaligned", 1.0, "it pads the matmul"),
         WorkEffect(
             "launches.block",
             58.0,

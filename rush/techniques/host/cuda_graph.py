@@ -184,13 +184,15 @@ technique = Technique(
     evidence=evidence,
     memory=(
         MemoryEffect(
-            "recording",
+            "cuda_graph.gradients",
             1.0,
             "static gradients; none with gradients = written",
             by_knob=lambda knobs: float(knobs["gradients"] == "added"),
         ),
         MemoryEffect(
-            "pool", 1.0, "the graph's memory pool stays allocated, also during validation and sampling"
+            "cuda_graph.pool",
+            1.0,
+            "the graph's memory pool stays allocated, also during validation and sampling",
         ),
     ),
     settings=(Setting(), Setting({"gradients": "written"})),

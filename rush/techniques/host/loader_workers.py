@@ -52,5 +52,5 @@ technique = Technique(
     parity=Parity.EXACT,
     evidence=evidence,
     memory=(MemoryEffect("buffers", 1.0, "a few prefetched batches in host memory"),),
-    work=(WorkEffect("data.ahead", 2.0, "threads", by_knob=lambda knobs: float(knobs["count"])),),
+    work=(WorkEffect("data.workers", 2.0, "threads", by_knob=lambda knobs: float(knobs["count"])),),
 )

@@ -114,5 +114,5 @@ technique = Technique(
         Setting({"chunk_tokens": 4096}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 4096),
         Setting(when=lambda recipe: recipe.micro * recipe.batch.sequence > 1024),
     ),
-    work=(WorkEffect("head.again", 2.0, "logits are recomputed"),),
+    work=(WorkEffect("head.recomputed", 2.0, "logits are recomputed"),),
 )

@@ -108,5 +108,5 @@ technique = Technique(
         ops=("rush::gelu_bias_grad_backward", "rush::concat_bias_grad"),
     ),
     memory=(MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of GELU's output is saved"),),
-    work=(WorkEffect("sums.fused", 0.78, "queries, keys, values and the wide layer: 7 of 9 widths"),),
+    work=(WorkEffect("bias_grad.fused", 0.78, "queries, keys, values and the wide layer: 7 of 9 widths"),),
 )

@@ -142,6 +142,6 @@ technique = Technique(
     ),
     work=(
         WorkEffect("loss.bytes", 6.0, "logits in 16 bits: read twice, and the gradient written over them"),
-        WorkEffect("head.odd", 1.0, "chunks are padded"),
+        WorkEffect("head.unaligned", 1.0, "chunks are padded"),
     ),
 )

@@ -70,5 +70,5 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=rush_kernels_ran(kernels=("rope_kernel",), ops=("rush::rope", "rush::rope_backward")),
     memory=(MemoryEffect("queries", 1.0, "unchanged: rotation saves nothing, fp32 copies are temporary"),),
-    work=(WorkEffect("rotations.fused", 1.0),),
+    work=(WorkEffect("rope.fused", 1.0),),
 )

@@ -242,7 +242,7 @@ technique = Technique(
     settings=(Setting(), Setting({"parts": "all but loss"})),
     work=(
         WorkEffect("norms.fused", 1.0, when=_with("norm")),
-        WorkEffect("rotations.fused", 1.0, when=_with("rope")),
+        WorkEffect("rope.fused", 1.0, when=_with("rope")),
         WorkEffect("mlp.fused", 1.0, when=_with("mlp")),
         WorkEffect("loss.bytes", 18.0, when=_with("loss")),
     ),

@@ -112,5 +112,5 @@ technique = Technique(
         MemoryEffect("buffers", 1.0, "a padded copy of the LM head's weight during the loss"),
         MemoryEffect("logits.padded", 0.0, "nothing is left to pad"),
     ),
-    work=(WorkEffect("head.odd", 1.0),),
+    work=(WorkEffect("head.unaligned", 1.0),),
 )

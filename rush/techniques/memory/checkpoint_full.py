@@ -124,9 +124,9 @@ technique = Technique(
         ),
     ),
     work=(
-        WorkEffect("blocks.again", 1.0),
-        WorkEffect("attention.again", 1.0),
-        WorkEffect("elementwise.again", 0.2),
+        WorkEffect("blocks.recomputed", 1.0),
+        WorkEffect("attention.recomputed", 1.0),
+        WorkEffect("elementwise.recomputed", 0.2),
         WorkEffect("inputs.offloaded", 1.0, when=lambda knobs: knobs["inputs"] == "host"),
     ),
 )

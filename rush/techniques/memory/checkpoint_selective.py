@@ -172,9 +172,12 @@ technique = Technique(
     settings=(Setting(), Setting({"keep": "half"})),
     work=(
         WorkEffect(
-            "blocks.again", 0.0, "0.5 with keep = half", by_knob=lambda knobs: 0.5 * (knobs["keep"] == "half")
+            "blocks.recomputed",
+            0.0,
+            "0.5 with keep = half",
+            by_knob=lambda knobs: 0.5 * (knobs["keep"] == "half"),
         ),
-        WorkEffect("scores.again", 1.0),
-        WorkEffect("elementwise.again", 0.2),
+        WorkEffect("scores.recomputed", 1.0),
+        WorkEffect("elementwise.recomputed", 0.2),
     ),
 )

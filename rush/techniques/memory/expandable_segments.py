@@ -113,7 +113,7 @@ technique = Technique(
     ),
     parity=Parity.EXACT,
     evidence=evidence,
-    memory=(MemoryEffect("gaps", 0.1, "free pages are released"),),
+    memory=(MemoryEffect("fragmentation", 0.1, "free pages are released"),),
     # A trial measures allocated bytes, which stay the same.
     settings=(),
 )

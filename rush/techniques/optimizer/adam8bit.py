@@ -239,9 +239,9 @@ technique = Technique(
             "our kernel reads and writes the weight and reads its gradient",
             by_knob=lambda knobs: 4.0 if knobs["backend"] == "rush" else 6.0,
         ),
-        WorkEffect("update.more", 4.0, "quantized moments and scales"),
+        WorkEffect("update.extra_bytes", 4.0, "quantized moments and scales"),
         WorkEffect(
-            "update.reaches",
+            "update.efficiency",
             0.2,
             "measured; our kernel 0.85, with stochastic rounding 0.73",
             by_knob=_reaches,

@@ -123,7 +123,7 @@ technique = Technique(
     ),
     work=(
         WorkEffect("update.bytes", 8.0),
-        WorkEffect("update.reaches", 0.96, "measured with 8 billion weights"),
+        WorkEffect("update.efficiency", 0.96, "measured with 8 billion weights"),
         WorkEffect("update.launches", 1.0),
     ),
 )

@@ -299,7 +299,7 @@ technique = Technique(
             when=lambda knobs: bool(knobs["offload"]),
         ),
         MemoryEffect(
-            "whole_gradients",
+            "unsharded_gradients",
             0.0,
             "with stage optimizer",
             by_knob=lambda knobs: float(knobs["stage"] == "optimizer" or knobs["unit"] == "model"),

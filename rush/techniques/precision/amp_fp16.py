@@ -105,5 +105,5 @@ technique = Technique(
         MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
         MemoryEffect("casts", 1.0, "2 bytes for each weight of a matmul", size=2),
     ),
-    work=(WorkEffect("products.dtype", "float16"),),
+    work=(WorkEffect("matmul.dtype", "float16"),),
 )

@@ -175,6 +175,6 @@ technique = Technique(
     work=(
         WorkEffect("blocks.dtype", RATE),
         WorkEffect("head.dtype", RATE, when=_with_head),
-        WorkEffect("sums.fused", 1.0, "all bias gradients"),
+        WorkEffect("bias_grad.fused", 1.0, "all bias gradients"),
     ),
 )

@@ -298,7 +298,7 @@ technique = Technique(
         ),
         WorkEffect("mlp.fused", 1.0, when=_with_one_mlp),
         WorkEffect(
-            "launches.more",
+            "launches.extra",
             54.0,
             "scales and casts of Llama's 7 weights, 4 inputs and 7 gradients: three launches each",
             when=_takes_blocks,

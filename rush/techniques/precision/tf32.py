@@ -71,5 +71,5 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    work=(WorkEffect("products.dtype", "tf32"),),
+    work=(WorkEffect("matmul.dtype", "tf32"),),
 )
