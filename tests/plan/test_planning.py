@@ -349,7 +349,10 @@ def test_a_step_that_waits_for_a_host_nobody_measured_is_said_to_be_less_certain
     errors = [plan(one, target, limits=False).expected_error["time"] for one, target in
               ((short, unknown), (long, unknown), (short, known))]  # fmt: skip
     assert errors[0] > errors[1] == errors[2]
-    assert "12.0 µs of host time, measured" in plan(short, known, limits=False).to_dict()["machine"]["sources"][-1]
+    assert (
+        "12.0 µs of host time, measured"
+        in plan(short, known, limits=False).to_dict()["machine"]["sources"][-1]
+    )
     assert "is assumed to take" in plan(short, unknown, limits=False).to_dict()["machine"]["sources"][-1]
 
 
