@@ -23,7 +23,17 @@ from rush.data.batch import Batch
 from rush.data.documents import Documents
 from rush.data.loader import SampleNames
 from rush.data.order import shuffled
-from rush.data.packing import Concat, Ints, Mix, Packing, Pad, Plan, in_order, join_plans, most_documents
+from rush.data.packing import (
+    Concat,
+    Ints,
+    Mix,
+    Packing,
+    PackingPlan,
+    Pad,
+    in_order,
+    join_plans,
+    most_documents,
+)
 from rush.data.prefetch import Ahead, check_state
 from rush.data.row_tensors import packed_batch, padded_batch
 from rush.errors import DataError, RecipeError
@@ -70,13 +80,13 @@ class DocumentLoader(Ahead[Place]):
         assert documents_per_step is None or world == 1, "steps of the same documents are for one rank"
         if isinstance(packing, Concat):
             documents_per_step = None
-        self.layout = Layout(documents, packing, micro, sequence, paired, references)
+        self.layout = BatchLayout(documents, packing, micro, sequence, paired, references)
         self.batches_per_step = batches_per_step
         self.seed = seed
         self.shuffle = shuffle
         self.documents_per_step = documents_per_step
         self._place: Place = (0, 0)
-        self._plans: dict[int, tuple[Plan, Ints]] = {}
+        self._plans: dict[int, tuple[PackingPlan, Ints]] = {}
 
     def next_step(self) -> Iterator[Batch]:
         """This rank's micro batches of the next step. The state moves on when this is called."""
@@ -106,18 +116,18 @@ class DocumentLoader(Ahead[Place]):
             )
         self._place = (state["epoch"], state["position"])
 
-    def epoch_plan(self, epoch: int) -> Plan:
+    def epoch_plan(self, epoch: int) -> PackingPlan:
         """How an epoch is laid out."""
         return self._plan(epoch)[0]
 
-    def _plan(self, epoch: int) -> tuple[Plan, Ints]:
+    def _plan(self, epoch: int) -> tuple[PackingPlan, Ints]:
         """An epoch's plan, and the first micro batch of each of its steps where those are fixed by documents."""
         if epoch not in self._plans:
             self._plans = {other: plan for other, plan in self._plans.items() if abs(other - epoch) <= 1}
             self._plans[epoch] = self._make_plan(epoch)
         return self._plans[epoch]
 
-    def _make_plan(self, epoch: int) -> tuple[Plan, Ints]:
+    def _make_plan(self, epoch: int) -> tuple[PackingPlan, Ints]:
         count = len(self.layout)
         order = in_order(count)
         if self.shuffle:
@@ -155,7 +165,7 @@ class DocumentLoader(Ahead[Place]):
         return lambda: self.layout.batch(rows)
 
 
-class Layout:
+class BatchLayout:
     """Documents, a packing and the size of a micro batch: from lengths to plans, from plans to tensors."""
 
     def __init__(
@@ -182,7 +192,7 @@ class Layout:
         """Documents, or pairs of them."""
         return len(self.lengths)
 
-    def plan(self, order: Ints, mix: Mix) -> Plan:
+    def plan(self, order: Ints, mix: Mix) -> PackingPlan:
         return self.packing.plan(self.lengths, order, self.micro, self.sequence, mix)
 
     def batch(self, rows: list[Ints]) -> Batch:
@@ -235,7 +245,7 @@ def document_validation(
     """
     packing = packing or Pad()
     _check(documents, packing, paired)
-    layout = Layout(
+    layout = BatchLayout(
         documents, Pad() if isinstance(packing, Concat) else packing, micro, sequence, paired, references
     )
     count = len(layout) if samples is None else min(samples, len(layout))
@@ -250,7 +260,7 @@ def largest_batch(
     """The micro batch that takes most memory: of the longest documents, as many as fill one however they are packed."""
     packing = packing or Pad()
     _check(documents, packing, paired)
-    layout = Layout(documents, packing, micro, sequence, paired)
+    layout = BatchLayout(documents, packing, micro, sequence, paired)
     longest = np.argsort(-layout.lengths, kind="stable")
     enough = int(np.searchsorted(np.cumsum(layout.lengths[longest] - 1), micro * sequence)) + 1
     plan = layout.plan(longest[: max(micro, enough)], in_order)

@@ -1,6 +1,6 @@
 """Documents into rows: which piece of which document stands where, for a whole epoch at once.
 
-A packing lays out an epoch as a `Plan` from the documents' lengths alone, so the layout is a pure function of
+A packing lays out an epoch as a `PackingPlan` from the documents' lengths alone, so the layout is a pure function of
 lengths, seed and epoch, and a place in it is one number. What is left empty is padding: it costs as much
 as real tokens and teaches nothing. Padding rows to the longest is simple and wastes most; sorting by length
 first wastes little but makes batches of one kind; packing several documents into a row wastes almost nothing,
@@ -34,7 +34,7 @@ def in_order(count: int) -> Ints:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PackingPlan:
     """The micro batches of an epoch."""
 
     pieces: Ints
@@ -66,7 +66,7 @@ class Packing(Protocol):
     pairs: ClassVar[bool]
     """Whether it can keep the two answers of a preference together."""
 
-    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> PackingPlan:
         """Lay out the documents of `order`; `lengths` are the tokens of all of them."""
         ...
 
@@ -85,9 +85,9 @@ class Pad:
     one_row: ClassVar[bool] = False
     pairs: ClassVar[bool] = True
 
-    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> PackingPlan:
         pieces = _pieces(lengths, order, sequence)
-        return Plan(pieces, in_order(len(pieces) + 1), _cut(len(pieces), micro))
+        return PackingPlan(pieces, in_order(len(pieces) + 1), _cut(len(pieces), micro))
 
     def row_length(self, longest: int, sequence: int) -> int:
         return longest if self.shapes == 0 else _round_up(longest, sequence, self.shapes)
@@ -107,7 +107,7 @@ class Bucket:
     one_row: ClassVar[bool] = False
     pairs: ClassVar[bool] = False
 
-    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> PackingPlan:
         pieces = _pieces(lengths, order, sequence)
         sizes = _sizes(pieces)
         self._note_unsorted(pieces[: self.window * micro], micro, sequence)
@@ -116,10 +116,10 @@ class Bucket:
         batches = [pieces[some] for some in _windows(len(pieces), micro)]
         batches = [batches[place] for place in mix(len(batches))]
         first = np.cumsum([0, *map(len, batches)])
-        return Plan(np.concatenate(batches), in_order(len(pieces) + 1), first)
+        return PackingPlan(np.concatenate(batches), in_order(len(pieces) + 1), first)
 
     def _note_unsorted(self, pieces: Ints, micro: int, sequence: int) -> None:
-        plan = Plan(pieces, in_order(len(pieces) + 1), _cut(len(pieces), micro))
+        plan = PackingPlan(pieces, in_order(len(pieces) + 1), _cut(len(pieces), micro))
         tokens, padding = padded_tokens(plan, self, micro, sequence)
         self.unsorted.update(tokens=tokens, padding=padding)
 
@@ -136,7 +136,7 @@ class Concat:
     one_row: ClassVar[bool] = False
     pairs: ClassVar[bool] = False
 
-    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> PackingPlan:
         ends = np.cumsum(lengths[order])
         total = int(ends[-1])
         num_rows = total // sequence
@@ -152,7 +152,7 @@ class Concat:
         begins = (ends - lengths[order])[which]
         pieces = np.stack([order[which], starts - begins, stops - begins], axis=1)
         rows = np.searchsorted(starts, np.concatenate(([0], edges))).astype(np.int64)
-        return Plan(pieces, rows, _cut(num_rows, micro), dropped=total - num_rows * sequence)
+        return PackingPlan(pieces, rows, _cut(num_rows, micro), dropped=total - num_rows * sequence)
 
     def row_length(self, longest: int, sequence: int) -> int:
         return sequence
@@ -169,7 +169,7 @@ class BestFit:
     one_row: ClassVar[bool] = False
     pairs: ClassVar[bool] = False
 
-    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> PackingPlan:
         pieces = _pieces(lengths, order, sequence)
         sizes, most = _sizes(pieces), most_documents(lengths, sequence)
         rows: list[Ints] = []
@@ -178,7 +178,7 @@ class BestFit:
             rows += [inside[row] for row in best_fit(sizes[window].tolist(), sequence, most)]
         rows = [rows[place] for place in mix(len(rows))]
         first = np.cumsum([0, *map(len, rows)])
-        return Plan(np.concatenate(rows), first, _cut(len(rows), micro))
+        return PackingPlan(np.concatenate(rows), first, _cut(len(rows), micro))
 
     def row_length(self, longest: int, sequence: int) -> int:
         return sequence
@@ -196,14 +196,14 @@ class Flatten:
     one_row: ClassVar[bool] = True
     pairs: ClassVar[bool] = False
 
-    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> Plan:
+    def plan(self, lengths: Ints, order: Ints, micro: int, sequence: int, mix: Mix) -> PackingPlan:
         pieces = _pieces(lengths, order, sequence)
         most = most_documents(lengths, micro * sequence)
         rows = list(fill_rows(_sizes(pieces).tolist(), micro * sequence, most, self.window))
         # The last row is the emptiest, and the fillers were taken from ahead: the shuffle spreads both.
         rows = [rows[place] for place in mix(len(rows))]
         first = np.cumsum([0, *map(len, rows)])
-        return Plan(pieces[np.concatenate(rows)], first, in_order(len(rows) + 1))
+        return PackingPlan(pieces[np.concatenate(rows)], first, in_order(len(rows) + 1))
 
     def row_length(self, longest: int, sequence: int) -> int:
         return longest
@@ -269,7 +269,7 @@ def most_documents(lengths: Ints, capacity: int) -> int:
     return 1 << max(4, int(np.ceil(np.log2(max(1.0, 4 * capacity / positions)))))
 
 
-def padded_tokens(plan: Plan, packing: Packing, micro: int, sequence: int) -> tuple[int, int]:
+def padded_tokens(plan: PackingPlan, packing: Packing, micro: int, sequence: int) -> tuple[int, int]:
     """Tokens of a plan's micro batches, and how many of them are padding, from lengths alone."""
     real, whole = 0, 0
     for index in range(len(plan)):
@@ -309,7 +309,7 @@ def _round_up(length: int, limit: int, shapes: int) -> int:
     return min(limit, -(-length // each) * each)
 
 
-def join_plans(plans: Iterable[Plan]) -> Plan:
+def join_plans(plans: Iterable[PackingPlan]) -> PackingPlan:
     """One after the other."""
     listed = list(plans)
     rows, batches, num_pieces, num_rows = [np.zeros(1, np.int64)], [np.zeros(1, np.int64)], 0, 0
@@ -319,4 +319,4 @@ def join_plans(plans: Iterable[Plan]) -> Plan:
         num_pieces, num_rows = num_pieces + len(plan.pieces), num_rows + len(plan.rows) - 1
     pieces = np.concatenate([plan.pieces for plan in listed])
     dropped = sum(plan.dropped for plan in listed)
-    return Plan(pieces, np.concatenate(rows), np.concatenate(batches), dropped)
+    return PackingPlan(pieces, np.concatenate(rows), np.concatenate(batches), dropped)

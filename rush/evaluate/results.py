@@ -31,7 +31,7 @@ Note = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Judged:
+class EvaluatedModel:
     folder: str
     held_out: HeldOut | None
     wins: Wins | None
@@ -50,7 +50,7 @@ class Answers:
 class Card:
     about: str
     """The data, in words; empty where only questions were asked."""
-    models: list[Judged]
+    models: list[EvaluatedModel]
     answers: list[Answers]
 
 
@@ -75,7 +75,7 @@ def report_card(
     folders = [path for path in (against, folder) if path is not None]
     held_out: HeldOutData | None = None
     prompts: list[list[int]] = []
-    judged: list[Judged] = []
+    judged: list[EvaluatedModel] = []
     texts: list[list[str]] = []
     before: Scores | None = None
     tokenizer = _shared_tokenizer(folders)
@@ -111,11 +111,11 @@ def _judge(
     before: Scores | None,
     asked: list[Question],
     rows: int,
-) -> Judged:
+) -> EvaluatedModel:
     loss = None
     if held_out is not None:
         loss = held_out_of(scores) if scores else held_out_loss(model, held_out.batches())
-    return Judged(
+    return EvaluatedModel(
         folder=str(path),
         held_out=loss,
         wins=win_rates(scores, before) if scores else None,

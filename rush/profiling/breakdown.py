@@ -1,8 +1,8 @@
-"""What a step's time went to, from a profile: attention, matmul, elementwise work, loss, optimizer, data, idle.
+"""The breakdown of a step's time, from a profile: attention, matmul, elementwise, loss, optimizer, data, idle.
 
-A piece of time (a kernel on a GPU, an operator's own time on a CPU) is told by its name and the names of
-what called it. Fused kernels of a compiled graph carry the names of what was fused into them; on a CPU
-they carry none, and count as elementwise. On a GPU "idle" is time in which the device had no work.
+A kernel on a GPU, or an operator's self time on a CPU, is classified by its name and its callers' names. Fused kernels of a
+compiled graph carry the names of what was fused; on a CPU they carry none, and count as elementwise. "idle" is time in which
+a GPU had no work.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.autograd.profiler_util import FunctionEvent
 CLASSES = ("attention", "matmul", "norm_elementwise", "loss", "optimizer", "data", "other", "idle")
 
 LONGEST, NAME = 16, 120
-"""How many of the longest kernels are kept, and how much of a name: templates make some very long."""
+"""The number of longest kernels that are kept, and the characters of their names."""
 
-# In this order: the update's elementwise work is the optimizer's, a softmax over the vocabulary the loss's.
+# In this order: elementwise work of the update is the optimizer's, a softmax over the vocabulary the loss's.
 _RULES = tuple(
     (kind, re.compile(pattern))
     for kind, pattern in (
@@ -49,7 +49,7 @@ _ELEMENTWISE = re.compile(r"aten::|triton_|CompiledFxGraph|CompiledFunction|kern
 
 
 def classify(names: Sequence[str]) -> str:
-    """The class of a piece of time, from its callers' names and its own, outermost first."""
+    """The class of a kernel, from its callers' names and its own, outermost first."""
     chain = " > ".join(names)
     for kind, pattern in _RULES:
         if pattern.search(chain):
@@ -58,8 +58,8 @@ def classify(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Time that one kernel (on a CPU one operator) took, all its calls together."""
+class KernelTime:
+    """The time of one kernel (on a CPU one operator), over all its calls."""
 
     name: str
     kind: str
@@ -67,22 +67,22 @@ class Piece:
     calls: int
 
 
-def pieces(events: Iterable[FunctionEvent], *, on_gpu: bool) -> list[Piece]:
-    """What the time of a profile went to, the longest first; one name may be of several kinds, by who called it."""
-    found: dict[tuple[str, str], Piece] = {}
+def kernel_times(events: Iterable[FunctionEvent], *, on_gpu: bool) -> list[KernelTime]:
+    """Kernel times of a profile, the longest first; one name may have several kinds, by its callers."""
+    found: dict[tuple[str, str], KernelTime] = {}
     for piece in (_device_times if on_gpu else _host_times)(list(events)):
-        sofar = found.get((piece.name, piece.kind), Piece(piece.name, piece.kind, 0.0, 0))
+        sofar = found.get((piece.name, piece.kind), KernelTime(piece.name, piece.kind, 0.0, 0))
         both = replace(sofar, ms=sofar.ms + piece.ms, calls=sofar.calls + piece.calls)
         found[piece.name, piece.kind] = both
     return sorted(found.values(), key=lambda piece: -piece.ms)
 
 
-def breakdown(found: Iterable[Piece], *, wall_ms: float, data_ms: float, steps: int) -> dict[str, float]:
-    """Milliseconds of a step by class. `data_ms` is the wait for batches that was measured beside the profile."""
+def breakdown(found: Iterable[KernelTime], *, wall_ms: float, data_ms: float, steps: int) -> dict[str, float]:
+    """Milliseconds of a step by class. `data_ms` is the measured wait for batches."""
     spent = dict.fromkeys(CLASSES, 0.0)
     for piece in found:
         spent[piece.kind] += piece.ms
-    # Waiting for data is time in which nothing ran; where work went on meanwhile, it cost nothing.
+    # Waiting for data only counts while nothing ran.
     nothing_ran = max(0.0, wall_ms - sum(spent.values()))
     waited = min(data_ms, nothing_ran)
     spent["data"] += waited
@@ -90,8 +90,8 @@ def breakdown(found: Iterable[Piece], *, wall_ms: float, data_ms: float, steps: 
     return {kind: spent[kind] / steps for kind in CLASSES}
 
 
-def longest(found: Iterable[Piece], *, steps: int) -> list[dict[str, Any]]:
-    """The longest pieces of a step, as plain JSON values."""
+def longest(found: Iterable[KernelTime], *, steps: int) -> list[dict[str, Any]]:
+    """The longest kernels of a step, as JSON values."""
     return [
         {"name": piece.name[:NAME], "kind": piece.kind, "ms": piece.ms / steps, "calls": piece.calls / steps}
         for piece in islice(found, LONGEST)
@@ -99,7 +99,7 @@ def longest(found: Iterable[Piece], *, steps: int) -> list[dict[str, Any]]:
 
 
 def callers(event: FunctionEvent) -> list[str]:
-    """The names of what called this, and its own, outermost first."""
+    """The callers' names and its own, outermost first."""
     names = [event.name]
     while event.cpu_parent is not None:
         event = event.cpu_parent
@@ -107,28 +107,28 @@ def callers(event: FunctionEvent) -> list[str]:
     return names[::-1]
 
 
-def _host_times(events: list[FunctionEvent]) -> Iterable[Piece]:
+def _host_times(events: list[FunctionEvent]) -> Iterable[KernelTime]:
     for event in events:
         if event.device_type == DeviceType.CPU and event.self_cpu_time_total > 0:
-            yield Piece(event.name, classify(callers(event)), event.self_cpu_time_total / 1000, 1)
+            yield KernelTime(event.name, classify(callers(event)), event.self_cpu_time_total / 1000, 1)
 
 
-def _device_times(events: list[FunctionEvent]) -> Iterable[Piece]:
+def _device_times(events: list[FunctionEvent]) -> Iterable[KernelTime]:
     ran = Counter(
         (event.name, event.time_range.elapsed_us())  # type: ignore[no-untyped-call]
         for event in events
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation
     )
     owners = [event for event in events if event.device_type == DeviceType.CPU and event.kernels]
-    # The profiler hands a kernel to every event that bears its launcher's number, and calls and waits of the driver are
-    # numbered apart from operators: one may bear the number by accident. A kernel counts once, the operator's first.
+    # The profiler gives a kernel to every event with its correlation id, and driver calls are numbered apart from operators:
+    # one may have the same id by accident. A kernel counts once, the operator's first.
     for event in sorted(owners, key=lambda event: "::" not in event.name):
         above = callers(event)
         for kernel in event.kernels:
             if ran[kernel.name, kernel.duration] > 0:
                 ran[kernel.name, kernel.duration] -= 1
-                yield Piece(kernel.name, classify([*above, kernel.name]), kernel.duration / 1000, 1)
-    # Kernels replayed from a recording have no caller in the profile: their own names must do.
+                yield KernelTime(kernel.name, classify([*above, kernel.name]), kernel.duration / 1000, 1)
+    # Kernels replayed from a CUDA graph have no caller in the profile.
     for (name, microseconds), calls in ran.items():
         if calls:
-            yield Piece(name, classify([name]), calls * microseconds / 1000, calls)
+            yield KernelTime(name, classify([name]), calls * microseconds / 1000, calls)

@@ -1,9 +1,9 @@
-"""How much of a step the ranks only talk: exchanges that no computation hides, from a profile.
+"""Exposed communication: collectives that no computation overlaps, from a profile.
 
-On a GPU an exchange is a kernel of NCCL, on the CPU an operation of gloo in a thread of its own; computation is every other
-kernel, or an operator in a thread that is not gloo's. An exchange is exposed for as long as it runs and nothing is computed
-beside it: that time would be gone if links were infinitely fast. A rank that has to wait for a slower one waits inside an
-exchange, so uneven work counts here as well. The profiler slows small operators down, which hides more than usual.
+On a GPU communication is NCCL's kernels, on the CPU gloo's operations in their own thread; computation is every other kernel,
+or an operator in a thread that is not gloo's. Communication is exposed while it runs and nothing is computed. A rank waits for
+a slower one inside a collective, so uneven work counts as well. The profiler slows small operators down, which hides more than
+usual.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ HOW = {
 
 
 @dataclass(frozen=True)
-class Exchanges:
-    """Milliseconds of a step in which this rank exchanged anything, and in which it did nothing else."""
+class CommTime:
+    """Milliseconds of a step in which this rank communicated, and in which it did nothing else."""
 
     total_ms: float
     exposed_ms: float
 
 
-def exchanges(events: Iterable[FunctionEvent], *, steps: int, on_gpu: bool) -> Exchanges:
+def comm_time(events: Iterable[FunctionEvent], *, steps: int, on_gpu: bool) -> CommTime:
     events = list(events)
     sent, computed = _on_gpu(events) if on_gpu else _on_cpu(events)
-    total, hidden = joined(sent), joined(computed)
-    return Exchanges(_length(total) / 1000 / steps, _length(without(total, hidden)) / 1000 / steps)
+    total, hidden = merged(sent), merged(computed)
+    return CommTime(_length(total) / 1000 / steps, _length(subtract(total, hidden)) / 1000 / steps)
 
 
 def _on_gpu(events: Sequence[FunctionEvent]) -> tuple[list[Span], list[Span]]:
@@ -56,9 +56,9 @@ def _on_cpu(events: Sequence[FunctionEvent]) -> tuple[list[Span], list[Span]]:
     # gloo's threads copy with the same operators; the rank's own thread is where its passes are.
     threads = {event.thread for event in host if event.name == FORWARD}
     own = [event for event in host if event.thread in threads]
-    # An operator on a sharded tensor may hold the exchange that it waits for.
-    waits = joined(_span(event) for event in own if event.name == _WAITS)
-    return sent, without(joined(_span(event) for event in own if _computes(event.name)), waits)
+    # An operator on a DTensor may contain the collective that it waits for.
+    waits = merged(_span(event) for event in own if event.name == _WAITS)
+    return sent, subtract(merged(_span(event) for event in own if _computes(event.name)), waits)
 
 
 def _computes(name: str) -> bool:
@@ -69,8 +69,8 @@ def _span(event: FunctionEvent) -> Span:
     return event.time_range.start, event.time_range.end
 
 
-def joined(spans: Iterable[Span]) -> list[Span]:
-    """The same time as spans that do not touch, in order."""
+def merged(spans: Iterable[Span]) -> list[Span]:
+    """The union of the spans, as disjoint spans in order."""
     found: list[Span] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:
@@ -80,8 +80,8 @@ def joined(spans: Iterable[Span]) -> list[Span]:
     return found
 
 
-def without(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
-    """What is left of `spans` outside `others`; both in order, none touching its neighbour."""
+def subtract(spans: Sequence[Span], others: Sequence[Span]) -> list[Span]:
+    """`spans` minus `others`; both disjoint and in order."""
     left: list[Span] = []
     for start, end in spans:
         at = max(0, bisect_left(others, (start, start)) - 1)

@@ -1,10 +1,9 @@
-"""Watch a run make a step or two, and write down what happened: the material evidence is made of.
+"""Profile a step or two of a run: the observation that evidence is made of.
 
-A profile lists every operator with the shapes and dtypes of its inputs, and every kernel with its time.
-Compiled code calls matmuls through the same operators, so they are seen there too. Where a step is
-replayed from a recording (a CUDA graph), or its matmuls are generated kernels, operators do not show;
-then one more step is made without recording or compiler, and what only it could tell is marked as told
-by the "eager twin". Nothing is concluded from what was asked for, only from what ran.
+A profile lists every operator with the shapes and dtypes of its inputs, and every kernel with its time. Compiled code calls
+matmuls through the same operators. Where a step is replayed from a captured CUDA graph, or its matmuls are generated kernels,
+operators do not show; then one more step runs without graph and compiler, and the facts say that matmuls were seen in the
+"eager step". Nothing is concluded from what was asked for, only from what ran.
 
 Legend: a matmul is (rows, inner, columns).
 """
@@ -29,8 +28,8 @@ from rush.data import Batch
 from rush.hardware import peak_memory_bytes, reset_peak_memory
 from rush.models.adapted_linears import NAMES as ADAPTED
 from rush.models.adapters import adapters
-from rush.profiling.breakdown import breakdown, callers, longest, pieces
-from rush.profiling.comm_overlap import Exchanges, exchanges
+from rush.profiling.breakdown import breakdown, callers, kernel_times, longest
+from rush.profiling.comm_overlap import CommTime, comm_time
 from rush.techniques.api.contract import Observation
 from rush.techniques.api.evidence import dynamo_counts
 from rush.train.build import FORWARD, Run
@@ -49,28 +48,28 @@ _DTYPES = {
 
 
 def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Observation:
-    """Make `steps` optimizer steps under a profile; the caller has warmed the run up.
+    """Profile `steps` optimizer steps; the caller has warmed the run up.
 
-    `batches` gives the micro batches of the next step, and the time it takes is the wait for data.
+    `batches` returns the micro batches of the next step; its time is the wait for data.
     """
     live = _Live()
     before = run.facts.get("dynamo_before", dynamo_counts())
     settings = _settings(run)
     seen = _profiled(run, batches, steps, live)
-    told_by = "profile"
+    seen_in = "profile"
     if not seen.matmuls:
-        told_by = "eager twin"
+        seen_in = "eager step"
         with torch.compiler.set_stance("force_eager"), _unwrapped(run):
-            twin = _profiled(run, batches, 1, _Live())
-        seen.matmuls, seen.products_by, seen.dtypes = twin.matmuls, twin.products_by, twin.dtypes
-        seen.largest, seen.held, seen.block_forwards = twin.largest, twin.held, twin.block_forwards
+            eager = _profiled(run, batches, 1, _Live())
+        seen.matmuls, seen.matmuls_by_op, seen.dtypes = eager.matmuls, eager.matmuls_by_op, eager.dtypes
+        seen.largest, seen.held, seen.block_forwards = eager.largest, eager.held, eager.block_forwards
     after = dynamo_counts()
     micro_batches = seen.passes or live.micro_batches
     facts = {
         **run.facts,
         **settings,
-        "matmuls_told_by": told_by,
-        "products_by": seen.products_by,
+        "matmuls_seen_in": seen_in,
+        "matmuls_by_op": seen.matmuls_by_op,
         "vocab_size": run.model.shape.vocab_size,
         "hidden": run.model.shape.hidden,
         "holds_head": run.model.holds("head.weight"),
@@ -79,8 +78,8 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
         "loader_threads": _loader_threads(),
         "pinned": live.pinned,
         "skipped_steps": live.skipped,
-        "exchange_ms": seen.exchanges.total_ms,
-        "exposed_ms": seen.exchanges.exposed_ms,
+        "exchange_ms": seen.comm_time.total_ms,
+        "exposed_ms": seen.comm_time.exposed_ms,
     }
     return Observation(
         kernels=seen.kernels,
@@ -108,7 +107,7 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
 
 @dataclass
 class _Live:
-    """What the steps themselves told."""
+    """What the steps themselves report."""
 
     micro_batches: int = 0
     micro_tokens: int = 0
@@ -121,7 +120,7 @@ class _Profiled:
     kernels: dict[str, float]
     ops: dict[str, int]
     matmuls: dict[tuple[int, int, int], float]
-    products_by: dict[str, float]
+    matmuls_by_op: dict[str, float]
     dtypes: set[str]
     largest: int
     held: int
@@ -132,14 +131,14 @@ class _Profiled:
     peak_memory_bytes: int
     breakdown_ms: dict[str, float]
     longest: list[dict[str, Any]]
-    exchanges: Exchanges
+    comm_time: CommTime
 
 
 def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _Live) -> _Profiled:
     on_gpu = run.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     waited = 0.0
-    gc.collect()  # what is left from before would be let go in some pass, and count against what that pass keeps
+    gc.collect()  # garbage collected in a pass would count against its saved activations
     reset_peak_memory(run.device.type)
     # Without acc_events the profiler warns on its first use in a process.
     launched = []
@@ -167,39 +166,39 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
         for event in prof.profiler.kineto_results.events()
         if event.name() in operands or event.name() in _BATCHED
     }
-    # What making the batches did is not the step's.
+    # Work of the loader is not the step's.
     events = [event for event in (prof.events() or []) if DATA not in callers(event)]
     host = [event for event in events if event.device_type == DeviceType.CPU]
-    products = _matmuls(host, input_dtypes, run)
+    counts = _matmuls(host, input_dtypes, run)
     kernels: Counter[str] = Counter()
     for event in events:
         if event.device_type == DeviceType.CUDA and not event.is_user_annotation:
             kernels[event.name] += event.time_range.elapsed_us() / 1000
     forwards = [event for event in host if event.name == FORWARD]
     held = [event.device_memory_usage if on_gpu else event.cpu_memory_usage for event in forwards]
-    parts = pieces(events, on_gpu=on_gpu)
+    times = kernel_times(events, on_gpu=on_gpu)
     return _Profiled(
         kernels=dict(kernels),
         ops=dict(Counter(event.name for event in host)),
-        matmuls={shape: count / steps for shape, count in products.shapes.items()},
-        products_by={name: count / steps for name, count in products.by.items()},
-        dtypes=products.dtypes,
-        largest=products.largest,
+        matmuls={shape: count / steps for shape, count in counts.shapes.items()},
+        matmuls_by_op={name: count / steps for name, count in counts.by.items()},
+        dtypes=counts.dtypes,
+        largest=counts.largest,
         held=max(held, default=0),
         passes=len(forwards) // steps,
-        block_forwards=_block_forwards(run, products.shapes, len(forwards)),
+        block_forwards=_block_forwards(run, counts.shapes, len(forwards)),
         step_ms=1000 * seconds / steps,
         data_wait_ms=1000 * waited / steps,
         peak_memory_bytes=peak,
-        breakdown_ms=breakdown(parts, wall_ms=1000 * seconds, data_ms=1000 * waited, steps=steps),
-        longest=longest(parts, steps=steps),
-        exchanges=exchanges(events, steps=steps, on_gpu=on_gpu),
+        breakdown_ms=breakdown(times, wall_ms=1000 * seconds, data_ms=1000 * waited, steps=steps),
+        longest=longest(times, steps=steps),
+        comm_time=comm_time(events, steps=steps, on_gpu=on_gpu),
     )
 
 
 @dataclass
-class _Products:
-    """Products of matrices by shape and by operator, the dtypes of all products' factors, and the largest tensor read."""
+class _MatmulCounts:
+    """Matmuls by shape and by operator, the dtypes of their operands, and the largest tensor read."""
 
     shapes: Counter[tuple[int, int, int]]
     by: Counter[str]
@@ -212,7 +211,7 @@ def _own_ops(run: Run) -> dict[str, str]:
     return {op: dtype for use in run.uses for op, dtype in use.technique.matmul_ops.items()}
 
 
-def _matmuls(host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Run) -> _Products:
+def _matmuls(host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Run) -> _MatmulCounts:
     found: Counter[tuple[int, int, int]] = Counter()
     by: Counter[str] = Counter()
     seen_dtypes: set[str] = set()
@@ -236,7 +235,7 @@ def _matmuls(host: list[FunctionEvent], dtypes: Mapping[int, list[str]], run: Ru
             (rows, inner), (_, columns) = shapes[first : first + 2]
             found[rows, inner, columns] += 1
             by[event.name] += 1
-    return _Products(found, by, seen_dtypes, largest)
+    return _MatmulCounts(found, by, seen_dtypes, largest)
 
 
 def _recorded_twice(
@@ -244,9 +243,9 @@ def _recorded_twice(
 ) -> set[int]:
     """Events of matmuls that computed nothing themselves.
 
-    Under a dispatch mode (selective checkpointing) an operator is recorded once when the mode takes it and once,
-    inside, when it runs. In the recomputation the mode hands out what it kept, and nothing is inside. (It takes layers with
-    adapters as one operator: products inside of that ran.)
+    Under a dispatch mode (selective checkpointing) an operator is recorded once when the mode handles it and once,
+    inside, when it runs. In the recomputation the mode returns saved activations, and nothing is inside. (It handles layers
+    with adapters as one operator: matmuls inside of that ran.)
     """
     matmuls = [event for event in host if event.name in operands]
     taken: set[int] = set()
@@ -259,28 +258,25 @@ def _recorded_twice(
             taken.add(above.id)
             ran_inside.add(event.id)
     if not any(_is_layers(event, vocabularies) for event in matmuls if event.id in taken):
-        return (
-            taken  # the head alone: its product may be a distributed tensor's, which is recorded so as well
-        )
-    handed_out = {
+        return taken  # the head alone: a matmul of DTensors is recorded like this, too
+    returned = {
         event.id
         for event in matmuls
         if event.id not in ran_inside
         and {"aten::linear", "aten::matmul"}.intersection(callers(event))
         and not {FORWARD, *ADAPTED}.intersection(callers(event))
     }
-    return taken | handed_out
+    return taken | returned
 
 
 def _vocabularies(run: Run) -> set[int]:
-    """How wide a product with the vocabulary may be: as it is, as a technique pads it, or as a compiler does on its own,
-    which likes rows of 16 bytes."""
+    """Possible widths of a matmul with the vocabulary: as it is, as a technique pads it, or as a compiler does."""
     size = run.model.shape.vocab_size
     return {size, run.facts.get("padded_vocab_size", 0), *(-(-size // grain) * grain for grain in (4, 8, 16))}
 
 
 def _is_layers(event: FunctionEvent, vocabularies: set[int]) -> bool:
-    """Whether a product is a block's: the head's has the vocabulary as a dim."""
+    """Whether a matmul is a block's: the head's has the vocabulary as a dim."""
     shapes: Any = event.input_shapes or []
     return not vocabularies & {size for shape in shapes for size in shape if isinstance(size, int)}
 
@@ -293,33 +289,33 @@ def _elements(shape: Any) -> int:
 
 
 def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_passes: int) -> float:
-    """From counts: a linear layer is one product forward and two backward (one, if its weight is frozen); what is more
-    was recomputed.
+    """From counts: a linear layer is one matmul forward and two backward (one, if its weight is frozen); any more were
+    recomputed.
 
-    Products that have the vocabulary as a dim are the head's, those with the rank of an adapter are its own; neither
-    count. Layers that a technique makes one product of (it notes how many products that saves) are one layer here.
+    Matmuls with the vocabulary as a dim are the head's, those with the rank of an adapter are its own; neither count. Layers
+    that a technique fuses into one matmul (it notes how many that saves) are one layer here.
     """
     linears = [
         module for role, layers in run.model.linears().items() if role != "head" for _, module in layers
     ]
     others = _vocabularies(run)
-    # Up to three adapters of one input share a product.
-    others |= {share * adapter.spec.rank for _, _, adapter in adapters(run.model) for share in (1, 2, 3)}
+    # Up to three adapters of one input share a matmul.
+    others |= {n * adapter.spec.rank for _, _, adapter in adapters(run.model) for n in (1, 2, 3)}
     if any(others & {module.in_features, module.out_features} for module in linears):
-        return 0.0  # a vocabulary as wide as a layer: the head's products cannot be told from the others
+        return 0.0  # a vocabulary as wide as a layer: the head's matmuls cannot be told apart
     count = sum(count for shape, count in matmuls.items() if not others.intersection(shape))
     backward = sum(
         2 if any(p.requires_grad for p in module.parameters(recurse=False)) else 1 for module in linears
     )
-    saved = int(run.facts.get("products_saved", 0))
-    # A rank's stages are passed one by one.
+    saved = int(run.facts.get("matmuls_saved", 0))
+    # Each stage of a rank has its own pass.
     num_passes //= len(run.stages)
     forward = count / num_passes - (backward - 2 * saved) if num_passes else 0.0
     return max(0.0, forward) / (len(linears) - saved)
 
 
 def _settings(run: Run) -> dict[str, Any]:
-    """The process's settings as they are inside the surroundings of a step."""
+    """The process's settings inside of a step."""
     with run.in_step():
         return {
             "gc_enabled_in_step": gc.isenabled(),
@@ -329,9 +325,9 @@ def _settings(run: Run) -> dict[str, Any]:
 
 @torch.no_grad()
 def _fp32_matmul_error(device: torch.device) -> float:
-    """How far an fp32 product made right here is from the exact one, relative to its size.
+    """The relative error of an fp32 matmul.
 
-    About 1e-7 in fp32; a thousand times more where the units round the factors to a shorter mantissa.
+    About 1e-7 in fp32; a thousand times more where operands are rounded to a shorter mantissa (tf32).
     """
     generator = torch.Generator().manual_seed(0)
     left, right = (torch.randn(512, 512, generator=generator) for _ in range(2))
@@ -342,7 +338,7 @@ def _fp32_matmul_error(device: torch.device) -> float:
 
 @contextmanager
 def _unwrapped(run: Run) -> Iterator[None]:
-    """The run without what was put around its passes (recordings)."""
+    """The run without the wrappers of its passes (captured graphs)."""
     wrapped = run.micro_pass
     run.micro_pass = run.innermost
     try:
@@ -352,7 +348,7 @@ def _unwrapped(run: Run) -> Iterator[None]:
 
 
 def state_bytes(optimizer: torch.optim.Optimizer) -> dict[str, int]:
-    """The optimizer's state by dtype, step counters left out; wrappers count as what they hold."""
+    """Bytes of the optimizer's state by dtype, without step counters."""
     found: Counter[str] = Counter()
     for state in optimizer.state.values():
         for key, value in state.items():

@@ -22,7 +22,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from rush.data.document_loader import Layout
+from rush.data.document_loader import BatchLayout
 from rush.data.documents import Documents
 from rush.data.packing import Pad, in_order
 from rush.errors import DataError
@@ -122,7 +122,9 @@ def compute(
     if count == 0:
         return np.zeros(0, np.float32)
     batch, options = run.recipe.batch, run.loader_options
-    layout = Layout(documents, options.get("packing") or Pad(), run.recipe.micro, batch.sequence, paired=True)
+    layout = BatchLayout(
+        documents, options.get("packing") or Pad(), run.recipe.micro, batch.sequence, paired=True
+    )
     plan = layout.plan(in_order(count // 2), in_order)
     partial = path.with_name(f".{path.stem}.{ranks.data_rank}-of-{ranks.data_ranks}.partial.npy")
     own = [
@@ -162,7 +164,7 @@ def _answers(rows: list[npt.NDArray[np.int64]]) -> npt.NDArray[np.int64]:
     return np.concatenate((2 * pairs, 2 * pairs + 1))
 
 
-def _of_batch(run: Run, layout: Layout, rows: list[npt.NDArray[np.int64]]) -> Values:
+def _of_batch(run: Run, layout: BatchLayout, rows: list[npt.NDArray[np.int64]]) -> Values:
     batch = layout.batch(rows)
     run.objective.units(batch)  # refuses data without pairs, before hours are spent on it
     with run.in_step(), run.autocast():

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rush.data.batch import IGNORED, Batch
-from rush.data.document_loader import Layout
+from rush.data.document_loader import BatchLayout
 from rush.data.packing import (
     BestFit,
     Bucket,
@@ -219,7 +219,7 @@ def test_a_row_of_uncommonly_many_short_documents_is_closed_early() -> None:
 def batches_of(
     packing: Packing, documents: SmallDocuments, micro: int, sequence: int
 ) -> list[tuple[Any, Batch]]:
-    layout = Layout(documents, packing, micro, sequence)
+    layout = BatchLayout(documents, packing, micro, sequence)
     plan = layout.plan(shuffle_of(5)(len(documents)), shuffle_of(6))
     return [(plan.batch(index), layout.batch(plan.batch(index))) for index in range(len(plan))]
 
@@ -325,7 +325,7 @@ def test_parts_of_a_packed_batch_know_where_their_documents_begin() -> None:
 def test_an_empty_micro_batch_is_all_padding() -> None:
     documents = SmallDocuments([9, 9])
     for packing in (Pad(), BestFit(), Flatten()):
-        batch = Layout(documents, packing, 2, 32).batch([])
+        batch = BatchLayout(documents, packing, 2, 32).batch([])
         assert batch.num_labels == 0
         assert batch.padding == batch.tokens_bt.numel() == 64
 

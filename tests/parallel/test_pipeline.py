@@ -291,7 +291,7 @@ def test_the_idle_share_is_the_papers(name: str, p: int, m: int) -> None:
 
 def test_a_schedule_is_made_anew_only_when_micro_batches_outgrow_it(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[Any] = []
-    monkeypatch.setattr(Pipeline, "_made", lambda self, count, dims: made.append((count, dims)))
+    monkeypatch.setattr(Pipeline, "_build_schedule", lambda self, count, dims: made.append((count, dims)))
     group: Any = type("Group", (), {"size": lambda self: 2})()
     monkeypatch.setattr("rush.parallel.pipeline._comm_device", lambda group, device: device)
     pipeline = Pipeline(

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
-from rush.profiling.comm_overlap import exchanges, joined, without
+from rush.profiling.comm_overlap import comm_time, merged, subtract
 
 
 def event(name: str, start: float, end: float, thread: int = 1, device: Any = DeviceType.CPU) -> Any:
@@ -22,11 +22,11 @@ def event(name: str, start: float, end: float, thread: int = 1, device: Any = De
 
 
 def test_spans_are_joined_and_cut_out_of_each_other() -> None:
-    assert joined([(5, 7), (0, 2), (1, 3), (3, 4), (6, 6)]) == [(0, 4), (5, 7)]
-    assert without([(0, 10)], [(2, 3), (5, 6)]) == [(0, 2), (3, 5), (6, 10)]
-    assert without([(0, 4), (6, 9)], [(-1, 1), (3, 7), (8, 20)]) == [(1, 3), (7, 8)]
-    assert without([(0, 4)], [(0, 4)]) == []
-    assert without([(4, 6)], [(0, 1), (1.5, 2), (5, 5.5)]) == [(4, 5), (5.5, 6)]
+    assert merged([(5, 7), (0, 2), (1, 3), (3, 4), (6, 6)]) == [(0, 4), (5, 7)]
+    assert subtract([(0, 10)], [(2, 3), (5, 6)]) == [(0, 2), (3, 5), (6, 10)]
+    assert subtract([(0, 4), (6, 9)], [(-1, 1), (3, 7), (8, 20)]) == [(1, 3), (7, 8)]
+    assert subtract([(0, 4)], [(0, 4)]) == []
+    assert subtract([(4, 6)], [(0, 1), (1.5, 2), (5, 5.5)]) == [(4, 5), (5.5, 6)]
 
 
 def test_on_a_cpu_what_runs_beside_gloo_hides_it() -> None:
@@ -40,7 +40,7 @@ def test_on_a_cpu_what_runs_beside_gloo_hides_it() -> None:
         event("_c10d_functional::wait_tensor", 4500, 6000),
         event("gloo:all_gather", 4000, 5500, thread=8),
     ]
-    found = exchanges(events, steps=2, on_gpu=False)
+    found = comm_time(events, steps=2, on_gpu=False)
     assert found.total_ms == pytest.approx((2.5 + 1.5) / 2)
     assert found.exposed_ms == pytest.approx((2.0 + 1.0) / 2)
 
@@ -53,10 +53,10 @@ def test_on_a_gpu_kernels_hide_those_of_nccl() -> None:
         event("void cutlass_gemm", 1000, 2000, device=DeviceType.CUDA),
         event("void elementwise", 1500, 3500, device=DeviceType.CUDA),
     ]
-    found = exchanges(events, steps=1, on_gpu=True)
+    found = comm_time(events, steps=1, on_gpu=True)
     assert (found.total_ms, found.exposed_ms) == (pytest.approx(5.0), pytest.approx(2.5))
 
 
 def test_one_rank_exchanges_nothing() -> None:
-    found = exchanges([event("rush::forward", 0, 10), event("aten::mm", 0, 10)], steps=1, on_gpu=False)
+    found = comm_time([event("rush::forward", 0, 10), event("aten::mm", 0, 10)], steps=1, on_gpu=False)
     assert (found.total_ms, found.exposed_ms) == (0.0, 0.0)

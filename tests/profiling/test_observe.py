@@ -16,7 +16,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from rush.data import Batch
 from rush.hardware import probe
-from rush.profiling.breakdown import CLASSES, classify, pieces
+from rush.profiling.breakdown import CLASSES, classify, kernel_times
 from rush.profiling.observe import observe, state_bytes
 from tests.techniques.tiny_runs import make_loader, make_run
 
@@ -53,7 +53,7 @@ def test_the_matmuls_of_a_plain_step_are_three_for_every_linear_layer_and_pass()
     assert seen.weight_dtypes == {"float32"}
     # Logits of a micro batch are the largest tensor that is no parameter.
     assert seen.largest_tensor == tokens * vocab
-    assert seen.facts["matmuls_told_by"] == "profile"
+    assert seen.facts["matmuls_seen_in"] == "profile"
     assert seen.facts["micro_tokens"] == tokens
     assert 0 < seen.facts["fp32_matmul_error"] < 5e-6
 
@@ -107,7 +107,7 @@ def test_a_kernel_counts_once_though_a_call_of_the_driver_bears_its_launchers_nu
         event("nvjet_product", DeviceType.CUDA, [], 1000.0),
         event("nvjet_product", DeviceType.CUDA, [], 3000.0),  # replayed: nobody's
     ]
-    found = {(piece.kind, piece.ms, piece.calls) for piece in pieces(events, on_gpu=True)}
+    found = {(piece.kind, piece.ms, piece.calls) for piece in kernel_times(events, on_gpu=True)}
     assert found == {("loss", 1.0, 1), ("matmul", 3.0, 1)}
 
 
@@ -168,7 +168,7 @@ def test_a_step_replayed_from_a_recording_is_told_by_its_eager_twin() -> None:
     run.micro_pass = replayed
     with make_loader(run) as loader:
         seen = observe(run, lambda: list(loader.next_step()), steps=1)
-    assert seen.facts["matmuls_told_by"] == "eager twin"
+    assert seen.facts["matmuls_seen_in"] == "eager step"
     assert seen.matmul_dtypes == {"float32"}
     assert seen.block_forwards == 1.0
     assert run.micro_pass is replayed, "what was taken off for the twin is on again"

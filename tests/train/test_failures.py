@@ -140,10 +140,10 @@ def test_a_folder_that_takes_no_log_has_it_elsewhere(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize(
     ("file", "techniques", "said"),
     [
-        ("techniques/fused_adamw.py", "['fused_adamw', 'compile']",
+        ("techniques/optimizer/fused_adamw.py", "['fused_adamw', 'compile']",
          "The code of the technique fused_adamw (rush/techniques/optimizer/fused_adamw.py:1, in <module>) stands on the stack: take it "
          "out with techniques-=fused_adamw. Please report it, with the log."),
-        ("techniques/ddp.py", "[]", "stands on the stack: take it out with layout.ddp=1."),
+        ("techniques/parallel/ddp.py", "[]", "stands on the stack: take it out with layout.ddp=1."),
         ("train/step.py", "['fused_adamw', 'compile']",
          "No technique's code stands on the stack; on are: compile, ddp, fused_adamw. This looks like a mistake in rush"),
     ],

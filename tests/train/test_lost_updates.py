@@ -49,5 +49,5 @@ def test_a_run_says_whether_its_weights_can_move(
     assert len(said) == told
     if told:
         assert said[0].startswith("Only ")
-        assert "they are bfloat16, rounded to the nearest" in said[0]
+        assert "they are bfloat16 with round-to-nearest" in said[0]
         assert "fused_update" in said[0]

@@ -12,13 +12,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rush.data.clean.spec import load_pipeline, parse_pipeline
-from rush.data.clean.stages import Pipeline
+from rush.data.clean.stages import CleaningPipeline
 from rush.data.readers import import_extra
 
 if TYPE_CHECKING:
     from rush.data.clean.run import CleanProgress, clean
 
-__all__ = ["CleanProgress", "Pipeline", "clean", "load_pipeline", "parse_pipeline"]
+__all__ = ["CleanProgress", "CleaningPipeline", "clean", "load_pipeline", "parse_pipeline"]
 
 
 def __getattr__(name: str) -> Any:

@@ -22,8 +22,8 @@ from datatrove.pipeline.base import PipelineStep
 from rush.data.clean.fields import items_at, plain_items
 from rush.data.clean.filters import StageFilter
 from rush.data.clean.removal import Removals
-from rush.data.clean.row_files import Row
-from rush.data.clean.stages import Pipeline, RareItems
+from rush.data.clean.row_files import FileRow
+from rush.data.clean.stages import CleaningPipeline, RareItems
 from rush.data.pipeline import leave_with_parent
 from rush.files import replacing
 
@@ -60,11 +60,11 @@ class PickItems(StageFilter):
 
     stage: RareItems
 
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         document.metadata["items"] = self.items(row)
         return None
 
-    def items(self, row: Row) -> list[str]:
+    def items(self, row: FileRow) -> list[str]:
         items = items_at(row.values, self.field, row.name, self.stage.separator)
         return plain_items(items, self.field, row.name, self.stage.ignore_case)
 
@@ -146,14 +146,14 @@ class RareItemsFilter(PickItems):
     """Drops what contains a rare item."""
 
     def __init__(
-        self, stage: RareItems, pipeline: Pipeline, removals: Removals, rare: str, parts: int
+        self, stage: RareItems, pipeline: CleaningPipeline, removals: Removals, rare: str, parts: int
     ) -> None:
         super().__init__(stage, pipeline, removals)
         self.rare = rare
         self.num_parts = parts
         self.parts: list[Counted] | None = None
 
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         if self.parts is None:
             paths = [Path(self.rare) / f"{part:02d}.npy" for part in range(self.num_parts)]
             self.parts = [np.load(path, mmap_mode="r", allow_pickle=False) for path in paths]

@@ -41,7 +41,7 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 from rush.data.clean.fields import value_at
 from rush.data.clean.filters import StageFilter
 from rush.data.clean.removal import Example, Removals
-from rush.data.clean.row_files import Row, load_inputs, place_name
+from rush.data.clean.row_files import FileRow, load_inputs, place_name
 from rush.data.clean.stages import ExactDuplicates, NearDuplicates
 from rush.data.pipeline import leave_with_parent
 from rush.files import replacing
@@ -55,7 +55,7 @@ class PickKey(StageFilter):
 
     stage: ExactDuplicates
 
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         fields = self.stage.fields or [self.pipeline_text]
         values = [row.values if field == "*" else value_at(row.values, field) for field in fields]
         compared = _alike(values, self.stage.ignore_case, self.stage.ignore_space)
@@ -124,7 +124,7 @@ def exact_filter(found: str, removals: Removals) -> ExactDedupFilter:
 class PickText(StageFilter):
     """Puts the text to compare into the document; drops only where the field is missing."""
 
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         document.text = self.text(row)
         return None
 

@@ -22,8 +22,8 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 from rush.data.clean.fields import Missing, items_at, text_at
 from rush.data.clean.language import identify
 from rush.data.clean.removal import Removals, dead_rows
-from rush.data.clean.row_files import Row, load_inputs, read_rows
-from rush.data.clean.stages import Items, Language, Pipeline, Regex, StagePart, Tokens, Words
+from rush.data.clean.row_files import FileRow, load_inputs, read_rows
+from rush.data.clean.stages import CleaningPipeline, Items, Language, Regex, StagePart, Tokens, Words
 from rush.data.pipeline import leave_with_parent
 from rush.data.tokenizer import Tokenizer
 from rush.errors import DataError
@@ -54,7 +54,7 @@ class ReadRows(PipelineStep):  # type: ignore[misc]
         rows = read_rows(inputs.units[rank], inputs.labels, dead_rows(self.dead, rank))
         if self.first is None:
             for row in rows:
-                assert isinstance(row, Row)  # what cannot be read is among the dead
+                assert isinstance(row, FileRow)  # what cannot be read is among the dead
                 yield Document("", row.name, metadata={"row": row})
             return
         count = 0
@@ -62,7 +62,7 @@ class ReadRows(PipelineStep):  # type: ignore[misc]
             for row in rows:
                 count += 1
                 self.stat_update("documents")
-                if isinstance(row, Row):
+                if isinstance(row, FileRow):
                     yield Document("", row.name, metadata={"row": row})
                     continue
                 if not self.skip:
@@ -79,7 +79,7 @@ class StageFilter(BaseFilter):  # type: ignore[misc]
 
     type = "rush stage"
 
-    def __init__(self, stage: StagePart, pipeline: Pipeline, removals: Removals) -> None:
+    def __init__(self, stage: StagePart, pipeline: CleaningPipeline, removals: Removals) -> None:
         super().__init__(exclusion_writer=removals)
         self.stage: Any = stage
         self.pipeline_text = pipeline.text
@@ -87,11 +87,11 @@ class StageFilter(BaseFilter):  # type: ignore[misc]
         self.name = stage.label
 
     @abstractmethod
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         """Why the document goes, or None."""
 
     def filter(self, doc: Document) -> bool:
-        row: Row = doc.metadata["row"]
+        row: FileRow = doc.metadata["row"]
         try:
             reason = self.judge(row, doc)
         except Missing as missing:
@@ -109,7 +109,7 @@ class StageFilter(BaseFilter):  # type: ignore[misc]
     def field(self) -> str:
         return str(getattr(self.stage, "field", None) or self.pipeline_text)
 
-    def text(self, row: Row) -> str:
+    def text(self, row: FileRow) -> str:
         return text_at(row.values, self.field, row.name)
 
 
@@ -126,18 +126,20 @@ def outside(count: int, noun: str, low: int | None, high: int | None) -> str | N
 class WordsFilter(StageFilter):
     stage: Words
 
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         return outside(len(self.text(row).split()), "words", self.stage.min, self.stage.max)
 
 
 class TokensFilter(StageFilter):
     stage: Tokens
 
-    def __init__(self, stage: Tokens, pipeline: Pipeline, removals: Removals, tokenizer_folder: str) -> None:
+    def __init__(
+        self, stage: Tokens, pipeline: CleaningPipeline, removals: Removals, tokenizer_folder: str
+    ) -> None:
         super().__init__(stage, pipeline, removals)
         self.tokenizer_folder = tokenizer_folder
 
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         ids = load_once(self.tokenizer_folder).encode(self.text(row), specials=False)
         return outside(len(ids), "tokens", self.stage.min, self.stage.max)
 
@@ -150,7 +152,7 @@ def load_once(folder: str) -> Tokenizer:
 class ItemsFilter(StageFilter):
     stage: Items
 
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         items = items_at(row.values, self.field, row.name, self.stage.separator)
         return outside(len(items), "items", self.stage.min, self.stage.max)
 
@@ -158,7 +160,7 @@ class ItemsFilter(StageFilter):
 class LanguageFilter(StageFilter):
     stage: Language
 
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         language, confidence = identify(self.text(row))
         if language not in self.stage.languages:
             return f"language {language} ({confidence:.0%}), not {' or '.join(self.stage.languages)}"
@@ -170,7 +172,7 @@ class LanguageFilter(StageFilter):
 class RegexFilter(StageFilter):
     stage: Regex
 
-    def judge(self, row: Row, document: Document) -> str | None:
+    def judge(self, row: FileRow, document: Document) -> str | None:
         text = self.text(row)
         if self.stage.must_match and not re.search(self.stage.must_match, text):
             return f"nothing matches {self.stage.must_match!r}"

@@ -14,10 +14,10 @@ from datatrove.pipeline.base import PipelineStep
 
 from rush.data.clean.failure import noting_errors
 from rush.data.clean.output import input_schema, join_parts, parts_schema
-from rush.data.clean.plan import Layout
+from rush.data.clean.plan import CleaningLayout
 from rush.data.clean.report import write_report
 from rush.data.clean.row_files import Inputs
-from rush.data.clean.stages import Pipeline
+from rush.data.clean.stages import CleaningPipeline
 from rush.data.readers import import_extra
 from rush.errors import RecipeError
 from rush.files import fsync_file, fsync_folder
@@ -27,14 +27,14 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 
 
 @dataclass(frozen=True)
-class Target:
+class JoinTarget:
     """Where the output goes: a file by its ending, or a folder with a file for each unit."""
 
     path: Path
     format: str
 
     @classmethod
-    def of(cls, path: str | Path, format: str | None, inputs_are_parquet: bool) -> Target:
+    def of(cls, path: str | Path, format: str | None, inputs_are_parquet: bool) -> JoinTarget:
         path = Path(path).expanduser().absolute()
         ending = next((ending for ending in ENDINGS if path.name.lower().endswith(ending)), None)
         if ending is None and path.suffix:
@@ -69,7 +69,7 @@ class Join(PipelineStep):  # type: ignore[misc]
     type = "rush writer"
 
     def __init__(
-        self, pipeline: Pipeline, inputs: Inputs, target: Target, examples: int, force: bool
+        self, pipeline: CleaningPipeline, inputs: Inputs, target: JoinTarget, examples: int, force: bool
     ) -> None:
         super().__init__()
         self.pipeline = pipeline
@@ -81,7 +81,7 @@ class Join(PipelineStep):  # type: ignore[misc]
     def run(
         self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
-        layout = Layout(self.target.working)
+        layout = CleaningLayout(self.target.working)
         with noting_errors(layout.errors, rank):
             result = self.target.working / "result"
             shutil.rmtree(result, ignore_errors=True)

@@ -19,7 +19,7 @@ from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
 from rush.data.clean.failure import noting_errors
-from rush.data.clean.row_files import Inputs, Row
+from rush.data.clean.row_files import FileRow, Inputs
 from rush.data.readers import import_extra, open_parquet
 from rush.errors import DataError
 from rush.files import json_safe, replacing
@@ -71,7 +71,7 @@ class WriteKept(PipelineStep):  # type: ignore[misc]
             temporary.write_text(str(kept))
         yield from ()
 
-    def _write_lines(self, file: IO[bytes], rows: Iterable[Row], schema_path: Path) -> int:
+    def _write_lines(self, file: IO[bytes], rows: Iterable[FileRow], schema_path: Path) -> int:
         kept = 0
         schema: Any = None
         for chunk in _chunks(rows):
@@ -88,8 +88,8 @@ class WriteKept(PipelineStep):  # type: ignore[misc]
         return kept
 
 
-def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
-    chunk: list[Row] = []
+def _chunks(rows: Iterable[FileRow]) -> Iterator[list[FileRow]]:
+    chunk: list[FileRow] = []
     held = 0
     batch = None
     for row in rows:
@@ -105,7 +105,7 @@ def _chunks(rows: Iterable[Row]) -> Iterator[list[Row]]:
         yield chunk
 
 
-def as_line(row: Row) -> bytes:
+def as_line(row: FileRow) -> bytes:
     """A row of CSV or Parquet as a line of JSON. Dates as ISO text, decimals as text, no NaN: JSON has none."""
 
     def plain(value: object) -> str:
@@ -121,7 +121,7 @@ def as_line(row: Row) -> bytes:
     return json.dumps(values, ensure_ascii=False, default=plain).encode()
 
 
-def _write_batches(path: Path, rows: Iterable[Row]) -> int:
+def _write_batches(path: Path, rows: Iterable[FileRow]) -> int:
     """Rows of Parquet, taken out of the batches they came in, so that types and order stay."""
     arrow = import_extra("pyarrow", "parquet", "Writing Parquet files")
     parquet = import_extra("pyarrow.parquet", "parquet", "Writing Parquet files")
@@ -141,7 +141,7 @@ def _write_batches(path: Path, rows: Iterable[Row]) -> int:
     return kept
 
 
-def _by_batch(rows: list[Row]) -> Iterator[tuple[Any, list[int]]]:
+def _by_batch(rows: list[FileRow]) -> Iterator[tuple[Any, list[int]]]:
     batch, offsets = rows[0].batch, [rows[0].offset]
     for row in rows[1:]:
         if row.batch is not batch:

@@ -19,11 +19,11 @@ from rush.data.clean.output import WriteKept
 from rush.data.clean.removal import Removals
 from rush.data.clean.row_files import Inputs
 from rush.data.clean.stages import (
+    CleaningPipeline,
     ExactDuplicates,
     Items,
     Language,
     NearDuplicates,
-    Pipeline,
     RareItems,
     Regex,
     Tokens,
@@ -41,7 +41,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Layout:
+class CleaningLayout:
     """Where things lie in the working folder."""
 
     folder: Path
@@ -81,7 +81,9 @@ ALONE: dict[type[Any], type[filters.StageFilter]] = {
 }
 
 
-def plan(pipeline: Pipeline, inputs: Inputs, layout: Layout, *, parquet: bool, examples: int) -> list[Step]:
+def plan(
+    pipeline: CleaningPipeline, inputs: Inputs, layout: CleaningLayout, *, parquet: bool, examples: int
+) -> list[Step]:
     """The passes over the data and the merges between them, in order. What comes after them is the joining."""
     inputs_file = inputs.save(layout.folder)
     units = len(inputs.units)
@@ -116,7 +118,11 @@ def plan(pipeline: Pipeline, inputs: Inputs, layout: Layout, *, parquet: bool, e
 
 
 def _reader(
-    pipeline: Pipeline, inputs_file: str, layout: Layout, dead: tuple[str, ...], first: Removals | None
+    pipeline: CleaningPipeline,
+    inputs_file: str,
+    layout: CleaningLayout,
+    dead: tuple[str, ...],
+    first: Removals | None,
 ) -> filters.ReadRows:
     return filters.ReadRows(inputs_file, dead, pipeline.on_unreadable == "skip", first, layout.counts)
 
@@ -124,10 +130,10 @@ def _reader(
 def _together(
     stage: Any,
     number: int,
-    pipeline: Pipeline,
+    pipeline: CleaningPipeline,
     inputs_file: str,
     units: int,
-    layout: Layout,
+    layout: CleaningLayout,
     removals: Removals,
     examples: int,
 ) -> tuple[list[Any], list[Step], Any]:

@@ -11,10 +11,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rush.data.clean.plan import Layout
+from rush.data.clean.plan import CleaningLayout
 from rush.data.clean.removal import Removed, clipped, gather
 from rush.data.clean.row_files import Inputs
-from rush.data.clean.stages import Pipeline
+from rush.data.clean.stages import CleaningPipeline
 from rush.files import write_atomic, write_json_atomic
 
 REPORT = "report.json"
@@ -23,7 +23,12 @@ CLIP_IN_REPORT = 400
 
 
 def write_report(
-    folder: Path, pipeline: Pipeline, inputs: Inputs, layout: Layout, output: str, examples: int
+    folder: Path,
+    pipeline: CleaningPipeline,
+    inputs: Inputs,
+    layout: CleaningLayout,
+    output: str,
+    examples: int,
 ) -> dict[str, Any]:
     """Write the samples of every stage and the report into `folder`; return the report."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,7 @@ MIN_UNIT_BYTES = 8 << 20  # the engine takes some 30 ms to begin a task, in each
 
 
 @dataclass(slots=True)
-class Row:
+class FileRow:
     """A row of a unit. `place` is the slice of the unit it is in, and the line (or row) there."""
 
     index: int
@@ -135,7 +135,7 @@ def _cut(path: str, unit_bytes: int) -> list[Slice]:
 
 def read_rows(
     unit: Sequence[Slice], labels: dict[str, str], dead: npt.NDArray[np.bool_] | None = None
-) -> Iterator[Row | Unreadable]:
+) -> Iterator[FileRow | Unreadable]:
     """The rows of a unit in order, without those marked in `dead` (by index; missing marks mean alive)."""
     index = 0
     marks = dead if dead is not None else np.empty(0, dtype=np.bool_)
@@ -157,15 +157,15 @@ def place_name(piece: Slice, labels: dict[str, str], at: int) -> str:
     return f"{labels[piece.path]}:{'row ' if piece.kind == 'parquet' else ''}{at}"
 
 
-def _row(kind: str, raw: Any, index: int, place: tuple[int, int], name: str) -> Row | Unreadable:
+def _row(kind: str, raw: Any, index: int, place: tuple[int, int], name: str) -> FileRow | Unreadable:
     if kind == "parquet":
         batch, offset, values = raw
-        return Row(index, place, name, values, batch=batch, offset=offset)
+        return FileRow(index, place, name, values, batch=batch, offset=offset)
     if kind == "csv":
         header, cells = raw
         if len(cells) != len(header):
             return Unreadable(index, name, ragged(header, cells), " | ".join(cells))
-        return Row(index, place, name, dict(zip(header, cells, strict=True)))
+        return FileRow(index, place, name, dict(zip(header, cells, strict=True)))
     try:
         values = json.loads(raw.decode("utf-8"))
     except UnicodeDecodeError as error:
@@ -179,7 +179,7 @@ def _row(kind: str, raw: Any, index: int, place: tuple[int, int], name: str) -> 
             json.dumps(values, ensure_ascii=False).encode()
         except UnicodeEncodeError:
             return _unreadable(index, name, "half of a surrogate pair, which no encoding can write", raw)
-    return Row(index, place, name, values, line=raw)
+    return FileRow(index, place, name, values, line=raw)
 
 
 def _unreadable(index: int, name: str, reason: str, raw: bytes) -> Unreadable:

@@ -23,13 +23,13 @@ from typing import Any
 from datatrove.utils.logging import setup_default_logger
 
 from rush.data.clean.failure import first_error
-from rush.data.clean.join import Join, Target, exists
+from rush.data.clean.join import Join, JoinTarget, exists
 from rush.data.clean.language import check_languages
 from rush.data.clean.output import input_schema
-from rush.data.clean.plan import Layout, Step, plan
+from rush.data.clean.plan import CleaningLayout, Step, plan
 from rush.data.clean.report import REPORT
 from rush.data.clean.row_files import Inputs, find_inputs
-from rush.data.clean.stages import Language, Pipeline, Tokens
+from rush.data.clean.stages import CleaningPipeline, Language, Tokens
 from rush.data.clean.workers import minding_workers
 from rush.data.pipeline import check_executor, engine_running, make_executor
 from rush.data.published_tokenizers import find_tokenizer
@@ -53,7 +53,7 @@ class CleanProgress:
 
 
 def clean(
-    pipeline: Pipeline,
+    pipeline: CleaningPipeline,
     files: Sequence[str],
     output: str | Path,
     *,
@@ -73,14 +73,14 @@ def clean(
     if workers is not None and workers < 1:
         raise RecipeError(f"The number of workers is {workers}; it must be at least 1.")
     inputs = find_inputs(files)
-    target = Target.of(output, format, inputs.parquet)
+    target = JoinTarget.of(output, format, inputs.parquet)
     _check_target(target, inputs, force)
     _check_pipeline(pipeline)
     if target.format == "parquet" and inputs.parquet:
         input_schema(inputs)
     if workers is None and executor == "local" and inputs.num_bytes < SMALL_BYTES:
         workers = 1  # starting processes for every step would take longer than the work
-    layout = Layout(target.working)
+    layout = CleaningLayout(target.working)
     with writing(target.path, "the cleaned data to "):
         target.path.parent.mkdir(parents=True, exist_ok=True)
         layout.folder.mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
-def _check_target(target: Target, inputs: Inputs, force: bool) -> None:
+def _check_target(target: JoinTarget, inputs: Inputs, force: bool) -> None:
     if target.path.exists() and not force:
         raise RecipeError(exists(target.path))
     if target.path.exists() and target.path.is_dir() == target.one_file:
@@ -142,13 +142,13 @@ def _check_target(target: Target, inputs: Inputs, force: bool) -> None:
         raise RecipeError(exists(beside))
 
 
-def _check_pipeline(pipeline: Pipeline) -> None:
+def _check_pipeline(pipeline: CleaningPipeline) -> None:
     for stage in pipeline.stage:
         if isinstance(stage, Language):
             check_languages(stage.languages)
 
 
-def _key(pipeline: Pipeline, inputs: Inputs, target: Target, examples: int) -> str:
+def _key(pipeline: CleaningPipeline, inputs: Inputs, target: JoinTarget, examples: int) -> str:
     described = {
         "version": VERSION,
         "pipeline": pipeline.model_dump(),
@@ -159,7 +159,7 @@ def _key(pipeline: Pipeline, inputs: Inputs, target: Target, examples: int) -> s
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest()
 
 
-def _open(layout: Layout, key: str) -> None:
+def _open(layout: CleaningLayout, key: str) -> None:
     """Keep what an interrupted run of the same cleaning did; sweep away everything else."""
     path = layout.folder / "key.json"
     known = json.loads(path.read_bytes())["key"] if path.is_file() else None
@@ -176,7 +176,7 @@ def _open(layout: Layout, key: str) -> None:
         Path(folder).mkdir(exist_ok=True)
 
 
-def _settle_tokenizers(pipeline: Pipeline, layout: Layout) -> None:
+def _settle_tokenizers(pipeline: CleaningPipeline, layout: CleaningLayout) -> None:
     """Copies for the workers, who may have no network."""
     for number, stage in enumerate(pipeline.stage):
         if isinstance(stage, Tokens):
@@ -185,7 +185,11 @@ def _settle_tokenizers(pipeline: Pipeline, layout: Layout) -> None:
 
 
 def _executors(
-    steps: Sequence[Step], layout: Layout, executor: str, workers: int | None, options: Mapping[str, Any]
+    steps: Sequence[Step],
+    layout: CleaningLayout,
+    executor: str,
+    workers: int | None,
+    options: Mapping[str, Any],
 ) -> list[Any]:
     made: list[Any] = []
     for number, step in enumerate(steps):
@@ -206,7 +210,7 @@ def _executors(
     return made
 
 
-def _logs(layout: Layout, number: int) -> str:
+def _logs(layout: CleaningLayout, number: int) -> str:
     return str(layout.folder / "pipeline" / f"{number:02d}")
 
 
@@ -214,7 +218,7 @@ def _run(
     steps: Sequence[Step],
     runners: Sequence[Any],
     executor: str,
-    layout: Layout,
+    layout: CleaningLayout,
     progress: Callable[[CleanProgress], None] | None,
 ) -> None:
     with _watching(steps, layout, progress), quiet(layout.folder / "log.txt"), engine_running(executor):
@@ -235,7 +239,7 @@ def _run(
 
 @contextlib.contextmanager
 def _watching(
-    steps: Sequence[Step], layout: Layout, progress: Callable[[CleanProgress], None] | None
+    steps: Sequence[Step], layout: CleaningLayout, progress: Callable[[CleanProgress], None] | None
 ) -> Iterator[None]:
     """Report from the marks of finished tasks, which all engines leave alike."""
     if progress is None:
@@ -286,7 +290,7 @@ def quiet(log: Path) -> Iterator[None]:
     setup_default_logger()
 
 
-def _read_report(target: Target) -> dict[str, Any]:
+def _read_report(target: JoinTarget) -> dict[str, Any]:
     path = (target.removed if target.one_file else target.path) / REPORT
     found: dict[str, Any] = json.loads(path.read_bytes())
     return found

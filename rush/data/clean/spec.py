@@ -8,25 +8,25 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from rush.data.clean.stages import KINDS, Pipeline
+from rush.data.clean.stages import KINDS, CleaningPipeline
 from rush.errors import RecipeError, nearest
 from rush.ready import PIPELINES
 
 
-def load_pipeline(name_or_path: str) -> Pipeline:
+def load_pipeline(name_or_path: str) -> CleaningPipeline:
     """A pipeline by the name of a ready one, or by path."""
     return parse_pipeline(PIPELINES.read(PIPELINES.find(name_or_path)))
 
 
-def parse_pipeline(tree: Mapping[str, Any]) -> Pipeline:
+def parse_pipeline(tree: Mapping[str, Any]) -> CleaningPipeline:
     """A checked pipeline from a tree of plain values."""
-    if not tree.get("stage") and not set(tree) - set(Pipeline.model_fields):
+    if not tree.get("stage") and not set(tree) - set(CleaningPipeline.model_fields):
         raise RecipeError(
             "the pipeline is empty: it has no [[stage]], so nothing would be removed; add one, such as "
             'kind = "words" with min = 5.'
         )
     try:
-        return Pipeline.model_validate(tree)
+        return CleaningPipeline.model_validate(tree)
     except ValidationError as error:
         problems = error.errors(include_url=False)
         first = min(problems, key=lambda item: item["type"] != "extra_forbidden")
@@ -35,7 +35,7 @@ def parse_pipeline(tree: Mapping[str, Any]) -> Pipeline:
 
 def _sentence(problem: Mapping[str, Any], tree: Mapping[str, Any]) -> str:
     kind, found, path = problem["type"], problem.get("input"), list(problem["loc"])
-    fields, where = Pipeline.model_fields, "the pipeline"
+    fields, where = CleaningPipeline.model_fields, "the pipeline"
     if len(path) > 1 and path[0] == "stage":
         table = tree["stage"][path[1]]
         named = table.get("name") or table.get("kind") if isinstance(table, dict) else None

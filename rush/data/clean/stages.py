@@ -151,7 +151,7 @@ KINDS: dict[str, type[StagePart]] = {
 }
 
 
-class Pipeline(Part):
+class CleaningPipeline(Part):
     """A cleaning pipeline: stages in the order they act, and what to do with what cannot be judged."""
 
     text: Annotated[str, Field(min_length=1)] = "text"

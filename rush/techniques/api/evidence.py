@@ -75,7 +75,7 @@ def matmuls_took(seen: Observation, dtype: str) -> bool:
 def describe_dtypes(seen: Observation) -> str:
     listed = ", ".join(sorted(seen.matmul_dtypes)) or "not seen"
     eager = " (in an eager step without CUDA graph)"
-    return f"matmul inputs were {listed}{eager if seen.facts.get('matmuls_told_by') == 'eager twin' else ''}"
+    return f"matmul inputs were {listed}{eager if seen.facts.get('matmuls_seen_in') == 'eager step' else ''}"
 
 
 def state_per_parameter(seen: Observation) -> float:

@@ -158,7 +158,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
     build.step_contexts.append(checked)
     build.facts[NOTED] = {"fused": fused, "others": plain}
-    build.facts["products_saved"] = sum(len(group.names) - 1 for group in groups)
+    build.facts["matmuls_saved"] = sum(len(group.names) - 1 for group in groups)
 
 
 def _weight(outputs: int, inputs: int) -> Weight:

@@ -103,9 +103,9 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Our operators `rush::fp16_matmul…` ran three matmuls per layer and micro batch: forward and both gradients (at
     least the forward one where weights are frozen). Layers that another technique joins count once."""
-    layers = int(seen.facts.get("half_layers", 0)) - int(seen.facts.get("products_saved", 0))
-    made = sum(seen.facts["products_by"].get(name, 0.0) for name in OPERATORS)
-    others = sum(seen.facts["products_by"].values()) - made
+    layers = int(seen.facts.get("half_layers", 0)) - int(seen.facts.get("matmuls_saved", 0))
+    made = sum(seen.facts["matmuls_by_op"].get(name, 0.0) for name in OPERATORS)
+    others = sum(seen.facts["matmuls_by_op"].values()) - made
     each = 1 if "adapters" in seen.facts else 3
     wanted = each * layers * max(1, seen.micro_batches)
     return Proof(
