@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rush.data.batch import IGNORED, Batch
-from rush.data.document_loader import Layout
+from rush.data.document_loader import BatchLayout
 from rush.data.packing import BestFit, Concat, Flatten, Ints, Packing, Pad, in_order
 from rush.models import SIZES, Decoder, build_model
 from tests.data.small_documents import SmallDocuments
@@ -37,7 +37,7 @@ def small_model(family: str, dtype: torch.dtype = torch.float64) -> Decoder:
 
 
 def planned(packing: Packing, micro: int = 3, sequence: int = 32) -> list[tuple[list[Ints], Batch]]:
-    layout = Layout(DOCUMENTS, packing, micro, sequence)
+    layout = BatchLayout(DOCUMENTS, packing, micro, sequence)
     plan = layout.plan(in_order(len(DOCUMENTS)), in_order)
     return [(plan.batch(index), layout.batch(plan.batch(index))) for index in range(len(plan))]
 

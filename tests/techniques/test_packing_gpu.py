@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rush.data import Batch
-from rush.data.document_loader import Layout
+from rush.data.document_loader import BatchLayout
 from rush.data.packing import BestFit, Flatten, Packing, in_order
 from rush.hardware import probe
 from rush.models import Decoder
@@ -56,7 +56,7 @@ def run_of(*techniques: str) -> Run:
 
 
 def packed(packing: Packing) -> Batch:
-    layout = Layout(TextDocuments(longest=200), packing, 4, SEQUENCE)
+    layout = BatchLayout(TextDocuments(longest=200), packing, 4, SEQUENCE)
     plan = layout.plan(in_order(100), in_order)
     return layout.batch(next(plan.batch(i) for i in range(len(plan)) if len(plan.batch(i)[0]) >= 3))
 
@@ -117,7 +117,7 @@ def test_padding_that_fills_a_whole_row_gives_finite_numbers() -> None:
     """A batch whose rows are mostly empty: padding is documents no longer than the kernel was told."""
     for packing in (BestFit(), Flatten()):
         run = run_of("flash_attention", "amp_bf16", NAMES[type(packing)])
-        layout = Layout(TextDocuments(longest=200), packing, 4, SEQUENCE)
+        layout = BatchLayout(TextDocuments(longest=200), packing, 4, SEQUENCE)
         batch = layout.batch(layout.plan(in_order(2), in_order).batch(0))
         assert batch.padding > 2 * SEQUENCE
         result = train_step(run, 1, 1e-3, [batch])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rush.data import Batch
 from rush.data.batch import IGNORED
-from rush.data.document_loader import Layout
+from rush.data.document_loader import BatchLayout
 from rush.data.packing import BestFit, Flatten, Packing, in_order
 from rush.models import Decoder
 from rush.techniques.api.evidence import dynamo_counts
@@ -39,7 +39,7 @@ NAMES = {BestFit: "pack_best_fit", Flatten: "flatten"}
 
 def packed(packing: Packing, micro: int = 2, sequence: int = 32) -> Batch:
     """A batch with at least three documents in its first row."""
-    layout = Layout(TextDocuments(longest=sequence // 2), packing, micro, sequence)
+    layout = BatchLayout(TextDocuments(longest=sequence // 2), packing, micro, sequence)
     plan = layout.plan(in_order(40), in_order)
     rows = next(plan.batch(i) for i in range(len(plan)) if len(plan.batch(i)[0]) >= 3)
     return layout.batch(rows)
