@@ -1,8 +1,7 @@
-"""From C++ and CUDA source to operators of torch: built once, kept in the user's cache, loaded from there.
+"""Build C++ and CUDA sources into torch operators, once, cached on disk.
 
-C++ needs a compiler and nothing else; with CUDA source among it torch's own builder is used, which needs nvcc and ninja.
-A build happens in a folder of its own and its result is moved to a name made of everything it depends on, so a build
-that was killed leaves nothing that a later one could trip over, and two at once do no harm.
+C++ needs a compiler only; CUDA sources use torch's own builder, which needs nvcc and ninja. A build runs in a temporary
+folder and its result is renamed to a digest of everything it depends on, so killed and concurrent builds do no harm.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ def cannot_build() -> str | None:
 
 
 def cannot_build_cuda() -> str | None:
-    """Why the CUDA part of an extension cannot be built here; None if it can."""
+    """Why the CUDA sources of an extension cannot be built here; None if they can."""
     from torch.utils.cpp_extension import CUDA_HOME, is_ninja_available
 
     if torch.version.cuda is None:
@@ -49,10 +48,7 @@ def cannot_build_cuda() -> str | None:
 def build(
     name: str, sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = FLAGS
 ) -> Path:
-    """Load the operators that the sources register, building them if the cache does not hold them: the library.
-
-    `flags` are the C++ compiler's.
-    """
+    """Load the operators that the sources register, building them if they are not cached. Returns the library's path."""
     library = library_of(name, sources, headers, flags)
     if library.is_file():
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
@@ -64,7 +60,7 @@ def build(
 def library_of(
     name: str, sources: Sequence[Path], headers: Sequence[Path] = (), flags: Sequence[str] = FLAGS
 ) -> Path:
-    """Where the library of these sources is kept, once it is built."""
+    """The cache path of these sources' library."""
     return cache_folder() / "extensions" / f"{name}-{_identity([*sources, *headers], flags)}.so"
 
 
@@ -72,46 +68,45 @@ def _build_and_load(name: str, sources: Sequence[Path], flags: Sequence[str], li
     has_cuda = any(source.suffix == ".cu" for source in sources)
     if reason := cannot_build_cuda() if has_cuda else cannot_build():
         raise MachineError(f"The extension {name} cannot be built here: {reason}.")
-    # Or nobody would know what takes so long.
     print(f"rush: building {name} (once, half a minute or so)", file=sys.stderr, flush=True)  # noqa: T201
     try:
         library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=library.parent) as workshop:
-            make = _make_with_cuda if has_cuda else _make
-            os.replace(make(name, sources, flags, Path(workshop)), library)
+        with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=library.parent) as folder:
+            make = _build_with_cuda if has_cuda else _build_cpp
+            os.replace(make(name, sources, flags, Path(folder)), library)
     except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
         raise MachineError(f"The extension {name} could not be built: {error}") from error
     if not has_cuda:
         torch.ops.load_library(str(library))  # type: ignore[no-untyped-call]
 
 
-def _make(name: str, sources: Sequence[Path], flags: Sequence[str], workshop: Path) -> Path:
-    """The library of C++ sources, made by the commands that torch's builder would give to ninja.
+def _build_cpp(name: str, sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:
+    """Compile and link C++ sources as torch's builder would by ninja.
 
-    The linker is not given the flags: with -fopenmp it would take the system's OpenMP, and torch has its own loaded.
+    The linker does not get the flags: -fopenmp would link the system's OpenMP beside torch's.
     """
     from torch.utils.cpp_extension import include_paths, library_paths
 
-    includes = [word for folder in include_paths() for word in ("-isystem", folder)]
+    includes = [flag for path in include_paths() for flag in ("-isystem", path)]
     _compile(
         [*includes, "-fPIC", "-std=c++20", *flags, "-c", *(str(source.resolve()) for source in sources)],
-        workshop,
+        folder,
     )
     objects = [f"{source.stem}.o" for source in sources]
     folders = [f"-L{folder}" for folder in library_paths()]
-    library = workshop / f"{name}.so"
-    _compile([*objects, "-shared", *folders, "-lc10", "-ltorch_cpu", "-ltorch", "-o", library.name], workshop)
+    library = folder / f"{name}.so"
+    _compile([*objects, "-shared", *folders, "-lc10", "-ltorch_cpu", "-ltorch", "-o", library.name], folder)
     return library
 
 
-def _compile(words: Sequence[str], folder: Path) -> None:
+def _compile(arguments: Sequence[str], folder: Path) -> None:
     english = {**os.environ, "LC_ALL": "C"}
     done = subprocess.run(
-        [_compiler(), *words], cwd=folder, env=english, capture_output=True, text=True, check=False
+        [_compiler(), *arguments], cwd=folder, env=english, capture_output=True, text=True, check=False
     )
     if done.returncode != 0:
-        said = done.stderr.splitlines()
-        wrong = [line for line in said if "error" in line] or said or [f"exit status {done.returncode}"]
+        lines = done.stderr.splitlines()
+        wrong = [line for line in lines if "error" in line] or lines or [f"exit status {done.returncode}"]
         raise RuntimeError("; ".join(wrong[:2]))
 
 
@@ -119,8 +114,8 @@ def _compiler() -> str:
     return os.environ.get("CXX", "c++")
 
 
-def _make_with_cuda(name: str, sources: Sequence[Path], flags: Sequence[str], workshop: Path) -> Path:
-    """The library, which torch's builder also loads: it is mapped already, and stays so under its new name."""
+def _build_with_cuda(name: str, sources: Sequence[Path], flags: Sequence[str], folder: Path) -> Path:
+    """Build by torch's builder, which also loads the library; it stays mapped when the file is renamed."""
     from torch.utils.cpp_extension import load
 
     load(
@@ -129,14 +124,14 @@ def _make_with_cuda(name: str, sources: Sequence[Path], flags: Sequence[str], wo
         extra_cflags=list(flags),
         extra_cuda_cflags=["-O3"],
         extra_ldflags=[f"-L{folder}" for folder in _cuda_libraries()],
-        build_directory=str(workshop),
+        build_directory=str(folder),
         is_python_module=False,
     )
-    return workshop / f"{name}.so"
+    return folder / f"{name}.so"
 
 
 def _cuda_libraries() -> list[Path]:
-    """Where the CUDA runtime may lie: nvcc on the path can be a link or a script far from its libraries."""
+    """Folders with the CUDA runtime: nvcc on the path can be a link or a script far from its libraries."""
     from torch.utils.cpp_extension import CUDA_HOME
 
     homes = [
@@ -148,9 +143,9 @@ def _cuda_libraries() -> list[Path]:
 
 
 def _identity(files: Sequence[Path], flags: Sequence[str] = FLAGS) -> str:
-    """Of everything a library depends on: sources and flags, torch, Python's platform, the GPU it is built for."""
-    said = [torch.__version__, torch.version.cuda, platform.machine(), *flags]
-    digest = hashlib.sha256(" ".join(map(str, said)).encode())
+    """A digest of sources, flags, torch version, platform and GPU."""
+    parts = [torch.__version__, torch.version.cuda, platform.machine(), *flags]
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode())
     if torch.cuda.is_available():
         digest.update(str(torch.cuda.get_device_capability()).encode())
     for file in files:
@@ -159,7 +154,7 @@ def _identity(files: Sequence[Path], flags: Sequence[str] = FLAGS) -> str:
 
 
 def cache_folder() -> Path:
-    """`$RUSH_CACHE`, else `$XDG_CACHE_HOME/rush`, else `~/.cache/rush`: where the measured ceilings are kept too."""
+    """`$RUSH_CACHE`, else `$XDG_CACHE_HOME/rush`, else `~/.cache/rush`."""
     if chosen := os.environ.get("RUSH_CACHE"):
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME")

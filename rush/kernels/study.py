@@ -1,12 +1,10 @@
-"""What a fair measurement of an op needs: its inputs, who competes, how much work it is at the least.
+"""What a fair benchmark of an op needs: its inputs, its contenders, its least work.
 
-Each op's folder has a `study.py` with one `STUDY`; the bench finds them by walking this package, so adding
-a kernel is adding a folder. A study says nothing about clocks or files: it gives functions, and the bench
-calls them, checks what they return and times them.
+Each op's folder has a `study.py` with one `STUDY`; the bench finds them, so adding a kernel is adding a folder. A study
+has no timers and no files: the bench calls its functions, checks their results and times them.
 
-Bytes and FLOPs are those of the op, not of an implementation: every input read once, every result written
-once, every product computed once. A contender that moves more than that reaches less of the ceiling,
-which is the point.
+Bytes and FLOPs are those of the op, not of an implementation: every input read once, every result written once, every
+matmul computed once. A contender that moves more reaches less of the ceiling, which is the point.
 """
 
 from __future__ import annotations
@@ -22,8 +20,7 @@ import torch
 from torch import Tensor
 
 Pass = Literal["forward", "backward", "both"]
-"""The pass forward as training does it (keeping what the backward pass needs), the backward pass by itself, or
-one after the other."""
+"""Forward as in training (with saved activations), backward alone, or both."""
 Kind = Literal["ours", "plain", "compiled", "rival"]
 Bound = Literal["memory", "matmul"]
 Inputs = Mapping[str, Tensor]
@@ -33,12 +30,12 @@ Call = Callable[..., "Tensor | tuple[Tensor, ...]"]
 
 @dataclass(frozen=True)
 class Size:
-    """One size of the op: a name for people, and the numbers."""
+    """One size of the op."""
 
     label: str
     dims: Mapping[str, int]
     target: bool = True
-    """Whether a target is judged here; a quick bench measures only these."""
+    """Whether targets apply here; a quick bench measures only these sizes."""
 
     def __getitem__(self, dim: str) -> int:
         return self.dims[dim]
@@ -46,7 +43,7 @@ class Size:
 
 @dataclass(frozen=True)
 class Work:
-    """What a pass must do at the least."""
+    """The least bytes and FLOPs of a pass."""
 
     bytes: float
     flops: float = 0.0
@@ -54,27 +51,27 @@ class Work:
 
 @dataclass(frozen=True)
 class Contender:
-    """One way to compute the op."""
+    """One implementation of the op."""
 
     name: str
     kind: Kind
     call: Call
     absent: Callable[[torch.device], str | None] = lambda device: None
-    """Why it cannot run here, None when it can. Asked before `call`, which may import its library."""
+    """Why it cannot run here, None if it can. Called before `call`, which may import its library."""
     tolerance: float | None = None
-    """The relative error allowed where the format itself rounds (fp8, 8 bits); otherwise plain torch's own
-    error, doubled forward and tripled backward, is the measure."""
+    """The relative error allowed where the format rounds (fp8, 8-bit moments); by default twice plain torch's error
+    forward and three times backward."""
     compile: bool = False
-    """Whether the bench puts torch.compile around `call`."""
+    """Whether the bench wraps `call` in torch.compile."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """A figure our kernel must reach at every size marked for it."""
+    """What our kernel must reach at every size with `target`."""
 
     metric: Literal["ceiling", "speed", "time", "memory"]
-    """Fraction of the ceiling; how many times as fast as `against`; its time over that of `against`; or memory
-    beyond the results over `of(size)` bytes."""
+    """Fraction of the ceiling; speedup over `against`; time relative to `against`; or memory beyond the results
+    relative to `of(size)` bytes."""
     passes: tuple[Pass, ...]
     at_least: float | None = None
     at_most: float | None = None
@@ -90,45 +87,44 @@ class Study:
     """One sentence: what it computes and what bounds it."""
     bound: Bound
     axis: str
-    """The dim that grows along the picture."""
+    """The dim on the x axis of the chart."""
     sizes: tuple[Size, ...]
     small: tuple[Size, ...]
-    """For a CPU, where our kernels are interpreted: checked, not timed."""
+    """For a CPU under the interpreter: checked, not timed."""
     make: Callable[[Size, torch.device, torch.dtype], Inputs]
-    """Random inputs; the same ones for the same size. Those that need a gradient require it."""
+    """Random inputs, the same for the same size; differentiable ones require grad."""
     reference: Call
-    """The op in plain torch, in any dtype; what contenders are checked against, computed in `exact`."""
+    """The op in plain torch, in any dtype; contenders are checked against it in `exact`."""
     contenders: tuple[Contender, ...]
     work: Callable[[Size, int, Pass], Work]
-    """The least work of a pass, given the bytes of an element."""
+    """The least work of a pass, given the element size in bytes."""
     on_cpu: tuple[Size, ...] = ()
-    """For a CPU, where our kernel has a side in C++ and is timed; none where it has not."""
+    """For a CPU where our kernel is in C++ and timed; none otherwise."""
     targets: tuple[Target, ...] = ()
     passes: tuple[Pass, ...] = ("forward", "both")
-    """Only `forward` for an op without gradients, such as an update of weights."""
+    """Only `forward` for an op without gradients, such as an optimizer step."""
     dtype: torch.dtype = torch.bfloat16
     matmul_dtype: str | None = None
-    """Whose measured matmul rate is the ceiling of a matmul-bound op; `dtype`'s without it."""
+    """Whose measured matmul rate is the ceiling of a compute-bound op; by default `dtype`'s."""
     exact: torch.dtype = torch.float64
     series: Callable[[Size], str] = field(default=lambda size: "")
-    """Sizes of one series form one picture: for attention, those of one head dim."""
+    """Sizes of one series share a chart: for attention, those of one head dim."""
 
 
 def names() -> list[str]:
-    """The ops that have a study, found without importing a kernel."""
+    """The ops with a study, found without importing a kernel."""
     root = Path(__file__).parent
     return sorted(path.parent.name for path in root.glob("*/study.py"))
 
 
 def load(name: str) -> Study:
-    """The study of one op."""
     study: Study = import_module(f"rush.kernels.{name}.study").STUDY
     assert study.op == name, f"{name}/study.py studies {study.op}"
     return study
 
 
 def needs(*libraries: str) -> Callable[[torch.device], str | None]:
-    """A rival that needs these libraries and a CUDA device."""
+    """For a baseline that needs these libraries and a CUDA device."""
 
     def absent(device: torch.device) -> str | None:
         if missing := [library for library in libraries if find_spec(library) is None]:
@@ -143,7 +139,7 @@ def needs_cuda(device: torch.device) -> str | None:
 
 
 def normal(device: torch.device, seed: int, *dims: int, scale: float = 1.0) -> Tensor:
-    """Normal values in fp32 from a generator of their own, so that every contender meets the same."""
+    """Normal fp32 values from a seed, so that all contenders get the same."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(*dims, device=device, generator=generator) * scale
 
@@ -153,7 +149,7 @@ def ours(call: Call) -> Contender:
 
 
 def torch_pair(call: Call) -> tuple[Contender, Contender]:
-    """Plain torch, and the same function compiled."""
+    """Plain torch, eager and compiled."""
     return Contender("plain torch", "plain", call), Contender(
         "compiled torch", "compiled", call, compile=True
     )
@@ -171,7 +167,7 @@ def labels(device: torch.device, count: int, classes: int) -> Tensor:
     return drawn
 
 
-# Matrices of 16k rows (a batch of 8 × 2048 tokens), as wide as small and large models are.
+# 16k rows (a batch of 8 × 2048 tokens), the widths of small and large models.
 TOKENS = 16384
 MATRICES = (
     Size("16k × 2048", {"rows": TOKENS, "columns": 2048}),
@@ -182,7 +178,7 @@ SMALL_MATRICES = (
     Size("64 × 128", {"rows": 64, "columns": 128}),
     Size("64 × 512", {"rows": 64, "columns": 512}),
 )
-# What fits a CPU: 2k rows, as a small model has them.
+# For a CPU: 2k rows, as in a small model.
 MATRICES_ON_CPU = tuple(
     Size(f"2k × {columns}", {"rows": 2048, "columns": columns}) for columns in (512, 2048, 8192)
 )
@@ -193,6 +189,6 @@ MEMORY_TARGETS = (
 
 
 def with_residual(sizes: tuple[Size, ...]) -> tuple[Size, ...]:
-    """The same sizes once more, with the residual add before the op."""
+    """The same sizes, without and with the residual add before the op."""
     added = (Size(f"{s.label}, residual add", {**s.dims, "add": 1}, s.target) for s in sizes if s.target)
     return (*(Size(s.label, {**s.dims, "add": 0}, s.target) for s in sizes), *added)

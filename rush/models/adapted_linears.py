@@ -1,20 +1,19 @@
-"""Frozen linear layers of one input with their adapters, as one operator: the adapters' part is added in place.
+"""Frozen linear layers of one input with their adapters, as one operator that adds the low-rank update in place.
 
-Out of place, adding a low-rank product to a layer's output copies that output first, and the input's gradient gets
-a second tensor as large as the first, to be added afterwards. Both are passes over the widest activations there
-are. Here the thin product is written first and the frozen one adds to it where it lies: it has so much to multiply
-that reading what is there hides behind it, while a thin product that came second would do nothing but read and write.
+Out of place, adding a low-rank product to a layer's output copies that output, and the input's gradient gets a second
+tensor of its size, added afterwards: passes over the widest activations. Here the low-rank matmul is written first and
+the frozen matmul accumulates into it, which hides the read.
 
     forward     down = x Aᵀ;  out_l = s_l down_l B_lᵀ;  out_l += x W_lᵀ
     backward    d_down_l = s_l d_out_l B_l;  dx = d_down A;  dx += Σ d_out_l W_l
                 dA = d_downᵀ x;  dB_l = s_l d_out_lᵀ down_l
 
-A compiler takes operators that write in place apart and copies again, so to it this is one step, but for the thin product
-with A: an operator of its own, whose gradient is nevertheless made here. What is kept for
-the backward pass is the input, once for all layers, and `rank` values for each token and layer. The same is there
-twice, under two names: for plain weights, and for weights that are stored as codes and unpacked for each product.
+torch.compile would functionalize in-place operators and copy again, so this is one custom operator, except for the
+low-rank matmul with A, whose gradient is computed here nevertheless. Saved activations: the input, once for all layers,
+and `rank` values per token and layer. There are two operators: for dense weights, and for quantized weights that are
+dequantized for each matmul.
 
-Shapes: n tokens, i inputs, o outputs of a layer, r ranks of all layers side by side.
+Shapes: n tokens, i inputs, o outputs of a layer, r ranks of all layers concatenated.
 """
 
 from __future__ import annotations
@@ -26,15 +25,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rush.models.quantized_formats import unpack
+from rush.models.quantized_formats import dequantize
 
 PLAIN = ""
 
 
 @dataclass(frozen=True)
 class Frozen:
-    """What is not trained of layers with one input: weights as they are stored (`dequantizer` is PLAIN for plain matrices), all
-    in the same form, and all or none with a bias."""
+    """The frozen tensors of layers with one input: stored weights (`dequantizer` is PLAIN for dense matrices), all in the
+    same form, and all or none with a bias."""
 
     dequantizer: str
     weights: Sequence[Sequence[Tensor]]
@@ -44,10 +43,10 @@ class Frozen:
 def adapted_linears(
     x: Tensor, frozen: Frozen, a_ri: Tensor, bs: Sequence[Tensor], scales: Sequence[float]
 ) -> Sequence[Tensor]:
-    """What each layer makes of the input, its adapter's part included."""
+    """The output of each layer, adapter included."""
     operator = _plain if frozen.dequantizer == PLAIN else _quantized
     flat = [part for parts in frozen.weights for part in parts]
-    # Apart from the wide products, because of a last layer computed again the backward pass needs only this.
+    # Separate from the wide matmuls: of a recomputed last layer the backward pass needs only this.
     down_nr = x.detach().flatten(0, -2) @ a_ri.detach().t()
     outs: list[Tensor] = operator(
         x, down_nr, a_ri, list(bs), list(scales), flat, list(frozen.biases), frozen.dequantizer
@@ -58,21 +57,21 @@ def adapted_linears(
 def _weight(
     dequantizer: str, weights: Sequence[Tensor], a_ri: Tensor, bs: Sequence[Tensor], layer: int
 ) -> Tensor:
-    """The matrix of one layer. Nobody gives it a name, so that an unpacked one is gone after its product."""
+    """The matrix of one layer. Callers do not name it, so that a dequantized one is freed after its matmul."""
     if dequantizer == PLAIN:
         return weights[layer]
     count = len(weights) // len(bs)
     parts = weights[layer * count : (layer + 1) * count]
-    return unpack(dequantizer, parts, (bs[layer].shape[0], a_ri.shape[1]), a_ri.dtype)
+    return dequantize(dequantizer, parts, (bs[layer].shape[0], a_ri.shape[1]), a_ri.dtype)
 
 
 def _columns(of_all_nr: Tensor, bs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Each layer's own ranks."""
+    """Each layer's own columns."""
     return torch.split(of_all_nr, [b_or.shape[1] for b_or in bs], dim=1)
 
 
-def _product(left: Tensor, right: Tensor, scale: float) -> Tensor:
-    """beta=0: written, not added to; so the factor costs no pass of its own."""
+def _scaled_mm(left: Tensor, right: Tensor, scale: float) -> Tensor:
+    """beta=0 overwrites, and alpha applies the scale without a pass of its own."""
     return left.new_empty(left.shape[0], right.shape[1]).addmm_(left, right, beta=0, alpha=scale)
 
 
@@ -86,7 +85,7 @@ def _forward(
         if biases:
             out_no = torch.addmm(biases[layer], own_nr, b_or.t(), alpha=scale)
         else:
-            out_no = _product(own_nr, b_or.t(), scale)
+            out_no = _scaled_mm(own_nr, b_or.t(), scale)
         out_no.addmm_(x_ni, _weight(dequantizer, weights, a_ri, bs, layer).t())
         outs.append(out_no.view(*x.shape[:-1], b_or.shape[0]))
     return outs
@@ -108,7 +107,7 @@ def _backward(
     for d_no, b_or, scale, d_own_nr in zip(d_flat, bs, scales, _columns(d_down_nr, bs), strict=True):
         d_own_nr.addmm_(d_no, b_or, beta=0, alpha=scale)
     d_bs = [
-        _product(d_no.t(), own_nr, scale)
+        _scaled_mm(d_no.t(), own_nr, scale)
         for d_no, own_nr, scale in zip(d_flat, _columns(down_nr, bs), scales, strict=True)
     ]
     gradients = [d_down_nr.t() @ x.flatten(0, -2), *d_bs]
@@ -128,15 +127,15 @@ def _backward_shapes(
     return [like.new_empty(like.shape) for like in likes]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     x, down_nr, a_ri, bs, ctx.scales, weights, biases, ctx.dequantizer = inputs
     ctx.num_layers, ctx.num_biases = len(bs), len(biases)
-    # Weights are there anyway; no layer's output is kept, and no unpacked weight.
+    # Weights are stored anyway; no output and no dequantized weight is saved.
     ctx.save_for_backward(x, down_nr, a_ri, *bs, *weights)
 
 
 def _define(name: str) -> Any:
-    """The operator, forward and backward, under a name of its own."""
+    """Define the operator, forward and backward, under this name."""
     forward = torch.library.custom_op(f"rush::{name}", _forward, mutates_args=())
     backward = torch.library.custom_op(f"rush::{name}_backward", _backward, mutates_args=())
     forward.register_fake(_forward_shapes)
@@ -150,17 +149,17 @@ def _define(name: str) -> Any:
         d_bs, d_x = d_rest[: ctx.num_layers], d_rest[-1] if asked else None
         return d_x, None, d_a, d_bs, None, [None] * len(weights), [None] * ctx.num_biases, None
 
-    forward.register_autograd(gradient, setup_context=_keep)
+    forward.register_autograd(gradient, setup_context=_setup_context)
     return forward
 
 
 _plain, _quantized = _define("adapted_linears"), _define("adapted_quantized_linears")
 
 OPERATORS = (torch.ops.rush.adapted_linears.default, torch.ops.rush.adapted_quantized_linears.default)
-"""As a dispatch mode meets them: for who keeps the results of products."""
+"""As a dispatch mode sees them: for selective checkpointing of matmuls."""
 NAMES = frozenset(
     f"rush::{name}{way}"
     for name in ("adapted_linears", "adapted_quantized_linears")
     for way in ("", "_backward")
 )
-"""As a profile calls them, forward and backward."""
+"""Their names in a profile, forward and backward."""

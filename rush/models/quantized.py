@@ -1,8 +1,8 @@
-"""Frozen weights in fewer bits: stored as codes, unpacked where they are used, and forgotten again.
+"""Quantized frozen weights: dequantized for each matmul, and freed again.
 
-The forward pass unpacks a weight and multiplies; nothing unpacked is kept, the backward pass unpacks it again.
-Both are single operators to a compiler, because it would otherwise see the same unpacking twice, do it once and
-keep the result: the whole model in full precision. With an adapter both are part of `rush.models.adapted_linears`.
+The backward pass dequantizes a weight again; nothing dequantized is saved. Forward and backward are one operator each,
+because torch.compile would otherwise dequantize once and save the result: the whole model in full precision. With an
+adapter both are part of `rush.models.adapted_linears`.
 
 Shapes: i inputs, o outputs; codes are flat.
 """
@@ -19,23 +19,23 @@ from torch import Tensor, nn
 from rush.models.adapters import See, autocast_input
 from rush.models.decoder import Decoder
 from rush.models.fingerprints import base_fingerprint, fingerprint
-from rush.models.quantized_formats import Form, Parts, pack, stored_parts, unpack
+from rush.models.quantized_formats import Form, Parts, dequantize, quantize, stored_parts
 
 
 @torch.library.custom_op("rush::quantized_linear", mutates_args=())
-def _product(x: Tensor, parts: list[Tensor], dequantizer: str, out_features: int) -> Tensor:
-    weight_oi = unpack(dequantizer, parts, (out_features, x.shape[-1]), x.dtype)
+def _quantized_linear(x: Tensor, parts: list[Tensor], dequantizer: str, out_features: int) -> Tensor:
+    weight_oi = dequantize(dequantizer, parts, (out_features, x.shape[-1]), x.dtype)
     return F.linear(x, weight_oi)
 
 
-@_product.register_fake
+@_quantized_linear.register_fake
 def _(x: Tensor, parts: list[Tensor], dequantizer: str, out_features: int) -> Tensor:
     return x.new_empty((*x.shape[:-1], out_features))
 
 
 @torch.library.custom_op("rush::quantized_linear_backward", mutates_args=())
 def _input_gradient(d_out: Tensor, parts: list[Tensor], dequantizer: str, in_features: int) -> Tensor:
-    weight_oi = unpack(dequantizer, parts, (d_out.shape[-1], in_features), d_out.dtype)
+    weight_oi = dequantize(dequantizer, parts, (d_out.shape[-1], in_features), d_out.dtype)
     return d_out @ weight_oi
 
 
@@ -44,10 +44,10 @@ def _(d_out: Tensor, parts: list[Tensor], dequantizer: str, in_features: int) ->
     return d_out.new_empty((*d_out.shape[:-1], in_features))
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, parts, ctx.dequantizer, _ = inputs
     ctx.in_features = x.shape[-1]
-    # The codes are there anyway; neither the input nor the unpacked weight is kept.
+    # The quantized weight is stored anyway; neither the input nor the dequantized weight is saved.
     ctx.save_for_backward(*parts)
 
 
@@ -61,18 +61,18 @@ def _gradient(ctx: Any, d_out: Tensor) -> tuple[Any, ...]:
     )
 
 
-_product.register_autograd(_gradient, setup_context=_keep)
+_quantized_linear.register_autograd(_gradient, setup_context=_setup_context)
 
 
 class QuantizedLinear(nn.Linear):
-    """A linear layer whose frozen weight is stored in codes. It takes weights in full precision, one layer at a time."""
+    """A linear layer with a quantized, frozen weight. Loading quantizes full-precision weights, one layer at a time."""
 
     def __init__(self, plain: nn.Linear, form: Form) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = plain.in_features, plain.out_features
         self.form = form
         self.dequantizer = str(form)
-        """Who unpacks it in products: the form's library, or who offered it (`register_dequantizer`)."""
+        """Which dequantizer matmuls use: the form's library, or a registered one (`register_dequantizer`)."""
         self.bias = plain.bias
         self.source = ""
         self.base_source = ""
@@ -86,8 +86,8 @@ class QuantizedLinear(nn.Linear):
         return [getattr(self, name) for name in self.part_names]
 
     def hold_as_parameters(self) -> None:
-        """Make frozen parameters of codes and 8-bit scales, so that what cuts a model's parameters cuts them too. The rest
-        (tables, a scale for 256 others) is next to nothing and stays a buffer."""
+        """Make frozen parameters of codes and 8-bit scales, so that sharding applies to them. The rest (tables, second-level
+        scales) is small and stays a buffer."""
         for name in self.part_names:
             part = getattr(self, name)
             if not part.is_floating_point():
@@ -96,34 +96,34 @@ class QuantizedLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         x = autocast_input(x)
-        out: Tensor = _product(x, self.parts, self.dequantizer, self.out_features)
+        out: Tensor = _quantized_linear(x, self.parts, self.dequantizer, self.out_features)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def set_weight(self, weight_oi: Tensor) -> None:
-        """Quantize this weight where the codes are; its full precision is there for that moment alone."""
+        """Quantize this weight on the device of the codes."""
         for name, value in self.stored(weight_oi).items():
             getattr(self, name).copy_(value)
 
     @torch.no_grad()
     def stored(self, weight_oi: Tensor) -> Parts:
-        """This weight as the parts that stand for it; it is noted as what they were made from."""
+        """The quantized parts of this weight; its fingerprints are recorded."""
         assert weight_oi.shape == (self.out_features, self.in_features), weight_oi.shape
         here = weight_oi.to(self.parts[0].device).float()
         self.source, self.base_source = fingerprint(here), base_fingerprint(here)
-        packed = pack(self.form, here)
+        packed = quantize(self.form, here)
         return {name: packed[name].view(getattr(self, name).shape) for name in self.part_names}
 
     def dense_weight(self, dtype: torch.dtype | None = None, see: See = Tensor.detach) -> Tensor:
-        """The weight the codes stand for."""
+        """The dequantized weight."""
         dims = (self.out_features, self.in_features)
         parts = [see(part) for part in self.parts]
-        # By the library: wherever the codes are.
-        return unpack(str(self.form), parts, dims, dtype or torch.float32)
+        # By the library, which runs on any device.
+        return dequantize(str(self.form), parts, dims, dtype or torch.float32)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def keep_dtype(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
-            # The scales of the scales stay in fp32 whatever the model becomes.
+            # Scales stay in fp32 when the model is cast.
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         parts = {name: keep_dtype(self.get_buffer(name)) for name in self.part_names if name in self._buffers}
@@ -144,8 +144,8 @@ class QuantizedLinear(nn.Linear):
 
 
 def quantize_linears(model: Decoder, form: Form) -> None:
-    """Put a layer of codes in the place of every linear layer of the blocks. For a model on meta: the weights come
-    afterwards, through `load_state_dict` or `init_weights`, and are quantized one by one."""
+    """Replace every linear layer of the blocks by a quantized one. For a model on meta: the weights come afterwards,
+    through `load_state_dict` or `init_weights`, and are quantized one by one."""
     for role, layers in model.linears().items():
         for name, plain in layers if role != "head" else []:
             parent, _, own = name.rpartition(".")
@@ -153,7 +153,7 @@ def quantize_linears(model: Decoder, form: Form) -> None:
 
 
 def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Weights as this model stores them, one at a time: a quantized layer's as its parts."""
+    """Weights as this model stores them: those of quantized layers as their parts."""
     for name, value in values:
         owner, _, own = name.rpartition(".")
         layer = model.get_submodule(owner)

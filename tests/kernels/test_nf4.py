@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from rush.errors import KernelRefusal
-from rush.kernels.nf4 import _unpack, dequantize_nf4, reference
+from rush.kernels.nf4 import _dequantize, dequantize_nf4, reference
 from rush.kernels.nf4.study import bitsandbytes
-from rush.models.quantized_formats import Form, pack, unpack
+from rush.models.quantized_formats import Form, dequantize, quantize
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A block, less than a tile, several tiles with a rest, and more than one scale of scales (256 blocks of 64).
@@ -24,7 +24,7 @@ def parts_of(dims: tuple[int, int], device: str) -> list[Tensor]:
     generator = torch.Generator().manual_seed(dims[0])
     # Rows of very different size, so that scales take many of their 256 codes.
     weight = torch.randn(dims, generator=generator) * torch.logspace(-3, 0, dims[0])[:, None]
-    return list(pack(Form("nf4", "bitsandbytes"), weight.to(device)).values())
+    return list(quantize(Form("nf4", "bitsandbytes"), weight.to(device)).values())
 
 
 def all_codes(device: str, blocks: int = 512) -> list[Tensor]:
@@ -59,14 +59,16 @@ def test_the_plain_model_takes_what_bitsandbytes_stored_for_what_it_is(
 ) -> None:
     """Rows that end inside a block too: the library's own kernel for x86 reads those with another block's scale."""
     parts = parts_of(dims, device)
-    weight = unpack(str(Form("nf4", "bitsandbytes")), parts, dims, torch.float32)
+    weight = dequantize(str(Form("nf4", "bitsandbytes")), parts, dims, torch.float32)
     assert torch.equal(weight, reference.dequantize_nf4(*parts, dims, torch.float32))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_code_is_unpacked_as_the_definition_says(device: str, dtype: torch.dtype) -> None:
     parts = all_codes(device)
-    ours, plain = (unpack(*parts, (512, 64), dtype) for unpack in (dequantize_nf4, reference.dequantize_nf4))
+    ours, plain = (
+        dequantize(*parts, (512, 64), dtype) for unpack in (dequantize_nf4, reference.dequantize_nf4)
+    )
     assert torch.equal(ours, plain)
     wide = [part.double() if part.is_floating_point() else part for part in parts]
     exact = reference.dequantize_nf4(*wide, (512, 64), torch.float64)
@@ -92,7 +94,9 @@ def test_it_compiles_without_a_graph_break(device: str, backend: str) -> None:
 
 def test_torch_finds_the_operator_well_formed(device: str) -> None:
     torch.library.opcheck(
-        _unpack, (*all_codes(device), 512, 64, torch.bfloat16), test_utils=("test_schema", "test_faketensor")
+        _dequantize,
+        (*all_codes(device), 512, 64, torch.bfloat16),
+        test_utils=("test_schema", "test_faketensor"),
     )
 
 

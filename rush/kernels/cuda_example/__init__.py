@@ -1,9 +1,8 @@
-"""How a kernel in C++ and CUDA is added: the squared ReLU, forward and backward.
+"""An example of a kernel in C++ and CUDA: the squared ReLU, forward and backward.
 
-For nearly all kernels Triton is the shorter way. This folder shows the other one, for what Triton cannot say: the
-source is compiled on the spot (`building.py`), registers operators of torch in C++, and Python adds what the
-compiler and autograd need to know. The CPU's part is built wherever a C++ compiler is, the GPU's where nvcc is too.
-`docs/custom-kernels.md` walks through both ways.
+For nearly all kernels Triton is shorter. This folder shows the alternative: sources are built on first use
+(`building.py`) and register torch operators in C++; Python adds fake implementations and the backward formula. The CPU
+kernel needs a C++ compiler, the GPU kernel nvcc too. `docs/custom-kernels.md` explains both.
 """
 
 from __future__ import annotations
@@ -43,19 +42,19 @@ def squared_relu(x: Tensor) -> Tensor:
 
 
 def load() -> Path:
-    """Build the extension or take it from the cache, and register it: once in a process. The library's path."""
+    """Load the extension, building it if it is not cached, and register it: once per process. Returns its path."""
     global _library
     if _library is None:
         sources = [_FOLDER / "squared_relu.cpp"]
         if cannot_build_cuda() is None:
             sources.append(_FOLDER / "squared_relu.cu")
         _library = build("rush_squared_relu", sources, [_FOLDER / "squared_relu.h"])
-        _tell_torch()
+        _register()
     return _library
 
 
-def _tell_torch() -> None:
-    """What C++ did not say: shapes without data, for the compiler; and the gradient, for autograd."""
+def _register() -> None:
+    """Fake implementations for torch.compile, and the backward formula for autograd."""
     torch.library.register_fake("rush::squared_relu", _like)
     torch.library.register_fake("rush::squared_relu_backward", lambda grad, x: _like(x))
     torch.library.register_autograd("rush::squared_relu", _gradient, setup_context=_setup_context)
@@ -71,5 +70,5 @@ def _setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
 
 def _gradient(ctx: Any, grad: Tensor) -> Tensor:
     (x,) = ctx.saved_tensors
-    down: Tensor = torch.ops.rush.squared_relu_backward(grad, x)
-    return down
+    dx: Tensor = torch.ops.rush.squared_relu_backward(grad, x)
+    return dx

@@ -1,4 +1,4 @@
-"""The squared ReLU as its definition says it."""
+"""The squared ReLU, max(x, 0)², in plain torch."""
 
 from __future__ import annotations
 
@@ -6,5 +6,4 @@ from torch import Tensor
 
 
 def squared_relu(x: Tensor) -> Tensor:
-    """max(x, 0)², in the dtype it is given."""
     return x.relu().square()

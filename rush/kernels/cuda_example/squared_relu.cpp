@@ -1,4 +1,4 @@
-// The operators' schemas, and how a CPU computes them. Where nvcc is present, squared_relu.cu is built beside this.
+// The operators' schemas and CPU kernels. Where nvcc is present, squared_relu.cu is built too.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/Parallel.h>
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int64_t kGrain = 32768;  // elements below which another thread costs more than it brings
+constexpr int64_t kGrain = 32768;  // elements per thread, at least
 
 at::Tensor forward_cpu(const at::Tensor& x) {
   const at::Tensor input = x.contiguous();

@@ -1,4 +1,4 @@
-// How a GPU computes them: every value read once and written once, 16 bytes at a time by each thread.
+// CUDA kernels: every value read once and written once, 16 bytes at a time by each thread.
 #include <ATen/Dispatch.h>
 #include <ATen/OpMathType.h>
 #include <ATen/core/Tensor.h>
@@ -24,8 +24,8 @@ struct alignas(kBytes) Pack {
   scalar_t values[size];
 };
 
-// `down` is null in the forward pass. Packs first, by a loop that strides over the grid; the few left over by its
-// first threads. 64 bits count the elements: a large batch has more than 2^31.
+// `down` is null in the forward pass. A grid-stride loop over packs, then the remainder by the first threads. 64-bit counts: a
+// large batch has more than 2^31 elements.
 template <typename scalar_t, bool kBackward>
 __global__ void squared_relu_kernel(const scalar_t* from, const scalar_t* down, scalar_t* to, int64_t count,
                                     bool aligned) {

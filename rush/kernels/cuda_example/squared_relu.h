@@ -1,4 +1,4 @@
-// The arithmetic of one element, for the CPU's loop and the GPU's kernel alike. In fp32 whatever the tensor's dtype.
+// The arithmetic of one element, for CPU and GPU kernels. In fp32 for 16-bit tensors.
 #pragma once
 
 #ifdef __CUDACC__
@@ -11,7 +11,7 @@ namespace rush {
 
 template <typename wide_t>
 RUSH_BOTH wide_t squared_relu(wide_t x) {
-  // Not a maximum with zero: that would turn NaN into 0.
+  // Not max(x, 0), which would turn NaN into 0.
   return x < wide_t(0) ? wide_t(0) : x * x;
 }
 

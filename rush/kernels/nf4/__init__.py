@@ -1,9 +1,9 @@
 # mypy: allow-untyped-decorators
-"""Unpacking weights that bitsandbytes stored as NF4 with double quantization, in one kernel.
+"""Dequantize NF4 weights of bitsandbytes with double quantization, in one kernel.
 
-bitsandbytes unpacks the scales into memory, adds their offset and then unpacks the weights: three kernels. This is
-one, with the same bits as result. Takes what `quantize_4bit` gives with blocks of 64 (scales in blocks of 256), all of it
-contiguous, and writes fp32, bf16 or fp16. There is no gradient: such weights are frozen.
+bitsandbytes dequantizes the scales into memory, adds their offset and then dequantizes the weights: three kernels. This
+is one, bit-identical. Takes the output of `quantize_4bit` with blocks of 64 (scales in blocks of 256), contiguous, and
+writes fp32, bf16 or fp16. No gradient: such weights are frozen.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def dequantize_nf4(
     dims: tuple[int, int],
     dtype: torch.dtype,
 ) -> Tensor:
-    """The weight of this size that the codes stand for; `reference.py` is the formula."""
+    """The dequantized weight of size `dims`; `reference.py` has the formula."""
     parts = (codes, scales, scale_scales, scale_table, offset)
     require_device("dequantize_nf4", *parts)
     require(dtype in FLOATS, "dequantize_nf4 writes fp32, bf16 and fp16.")
@@ -52,21 +52,21 @@ def dequantize_nf4(
     )
     for part, size, kind, what in expected:
         require(part.numel() == size and part.dtype == kind, f"dequantize_nf4 needs {what}.")
-    weight: Tensor = _unpack(*parts, dims[0], dims[1], dtype)
+    weight: Tensor = _dequantize(*parts, dims[0], dims[1], dtype)
     return weight
 
 
 def dequantize_nf4_unchecked(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """The same for callers that are operators themselves, and know what they hold: a step asks for hundreds of weights, and
-    checking and registering takes longer than launching. A profile still shows it by name."""
+    """The same without checks, for callers that are operators themselves: a step dequantizes hundreds of weights, and
+    checks and dispatch take longer than the launch. A profile still shows its name."""
     codes, scales, scale_scales, scale_table, offset = parts
     with record_function("rush::dequantize_nf4") if torch._C._autograd._profiler_enabled() else nullcontext():
         values = _values(codes.device)
-        return kernels.unpack(codes, scales, scale_scales, scale_table, offset, values, dtype).view(dims)
+        return kernels.dequantize(codes, scales, scale_scales, scale_table, offset, values, dtype).view(dims)
 
 
 @op("dequantize_nf4")
-def _unpack(
+def _dequantize(
     codes: Tensor,
     scales: Tensor,
     scale_scales: Tensor,
@@ -80,7 +80,7 @@ def _unpack(
     return dequantize_nf4_unchecked(parts, (rows, columns), dtype)
 
 
-@_unpack.register_fake
+@_dequantize.register_fake
 def _(
     codes: Tensor,
     scales: Tensor,
@@ -96,5 +96,4 @@ def _(
 
 @cache
 def _values(device: torch.device) -> Tensor:
-    """The 16 values where the kernel can read them."""
     return torch.tensor(VALUES, dtype=torch.float32, device=device)

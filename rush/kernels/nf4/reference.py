@@ -1,4 +1,4 @@
-"""What NF4 codes stand for, in plain torch: the reference for the kernel's tests, float64 included."""
+"""NF4 dequantization in plain torch: the reference for the kernel's tests, float64 included."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 BLOCK, SCALE_BLOCK = 64, 256
-"""Weights that share a scale, and scales that share a scale of their own."""
+"""Weights per scale, and scales per second-level scale."""
 
 # Dettmers et al. 2023 (arXiv:2305.14314), appendix E.
 VALUES = (

@@ -1,4 +1,4 @@
-"""How unpacking NF4 is measured, against bitsandbytes and plain torch. Sizes are the layers of Llama's 1B and 8B."""
+"""How NF4 dequantization is measured, against bitsandbytes and plain torch. Sizes are the layers of Llama's 1B and 8B."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rush.kernels.study import Contender, Inputs, Pass, Size, Study, Target, Wor
 
 
 def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
-    """Codes as drawn weights would have them, nearly: any code, scales around their offset."""
+    """Uniform codes, scales around their offset."""
     count = size["rows"] * size["columns"]
     blocks = count // BLOCK
     generator = torch.Generator(device).manual_seed(5)
@@ -30,7 +30,7 @@ def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
         "scale_scales": study.normal(device, 6, -(-blocks // SCALE_BLOCK)).abs() * 0.01 + 0.01,
         "scale_table": torch.linspace(-1, 1, 256, device=device),
         "offset": torch.full((1,), 0.04, device=device),
-        # Nothing in it: it tells the number of rows and the dtype of the result.
+        # Empty: gives the number of rows and the dtype of the result.
         "like": torch.zeros(size["rows"], 0, device=device, dtype=dtype),
     }
 
@@ -67,7 +67,7 @@ def work(size: Size, element: int, step: Pass) -> Work:
 
 STUDY = Study(
     op="nf4",
-    about="A weight of 4 bits unpacked to 16, its 8-bit scales on the way; memory-bound.",
+    about="A 4-bit weight dequantized to 16 bits, with its 8-bit scales; memory-bound.",
     bound="memory",
     axis="rows",
     sizes=(
