@@ -2,7 +2,7 @@
 H200 in docs/explain/h200.
 
 python scripts/explain_pages.py             write the pages
-python scripts/explain_pages.py --measure   measure every topic anew first: two minutes, on a quiet CPU
+python scripts/explain_pages.py --measure   measure every topic again first: two minutes, on a quiet CPU
 """
 
 from __future__ import annotations

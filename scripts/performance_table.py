@@ -4,7 +4,7 @@ Every figure comes from a `models.json` or `kernels.json` that the benches wrote
 a kernel that was measured more than once on such a machine, the later record counts. Recipes go by what they measured, not by the
 name they had. What a record calls equal is judged again by
 the rule of now from the losses it holds, since rules become stricter when they are found out. The tables stand between two marks
-in README.md, with docs/pictures/beside-rivals.svg above them; without results it says so.
+in README.md, with docs/pictures/beside-baselines.svg above them; without results it says so.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rush.report.baseline_picture import BaselinePair, beside_picture  # noqa: E
 from rush.report.kernels import PASS_WORDS, reached_words  # noqa: E402
 from rush.report.models import lengths, table  # noqa: E402
 from rush.techniques import Parity  # noqa: E402
-from rush.techniques.api.tolerances import Twin, judge  # noqa: E402
+from rush.techniques.api.tolerances import PerturbedRun, judge  # noqa: E402
 
-PICTURE = ROOT / "docs" / "pictures" / "beside-rivals.svg"
+PICTURE = ROOT / "docs" / "pictures" / "beside-baselines.svg"
 BEGIN, END = "<!-- performance: begin, by scripts/performance_table.py -->", "<!-- performance: end -->"
 
 
@@ -47,9 +47,18 @@ def _models(results: Path) -> list[str]:
         longest = [(row, path) for path, record in found if record["finished"] for row in lengths(record)]
         if tables:
             parts.append(
-                f"Whole runs on {where}, ours beside the rival in the same command; each verdict leads to its record.\n"
+                f"Whole runs on {where}, ours beside the baseline in the same command; each verdict leads to its record.\n"
             )
-            head = ("workload", "rival", "ours", "ratio (95 %)", "wanted", "peak memory", "parity", "verdict")
+            head = (
+                "workload",
+                "baseline",
+                "ours",
+                "ratio (95 %)",
+                "wanted",
+                "peak memory",
+                "parity",
+                "verdict",
+            )
             parts.append(_markdown(head, _linked(tables, results)))
         if longest:
             parts.append(f"The longest sequence that fits, on {where}:\n")
@@ -84,9 +93,9 @@ def _judged_again(record: ModelRecord) -> ModelRecord:
             if found.get("verdict") != "equal" or found.get("class") != Parity.STATISTICAL.name:
                 continue
             norms = found["grad_norms"], found["reference_grad_norms"]
-            twin = Twin(found["twin_losses"], norms[1]) if found.get("twin_losses") else None
+            perturbed = PerturbedRun(found["twin_losses"], norms[1]) if found.get("twin_losses") else None
             curves = found["losses"], found["reference_losses"], *norms
-            judged = judge(Parity.STATISTICAL, "bfloat16", *curves, {}, twin)
+            judged = judge(Parity.STATISTICAL, "bfloat16", *curves, {}, perturbed)
             if judged.verdict != "equal":
                 found["verdict"] = f"{judged.verdict}, judged again"
                 ours["target"] |= {"verdict": "missed: it learns something else"}
@@ -252,7 +261,7 @@ def main() -> None:
 def drawn(results: Path) -> str:
     """The picture, of the machine with the most pairs."""
     where, most = max(pairs(results).items(), key=lambda item: len(item[1]))
-    return beside_picture(f"Beside the rivals on {where}", most) + "\n"
+    return beside_picture(f"Beside the baselines on {where}", most) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The hardware explained by measurement: small experiments made here and now, a picture, a page of plain words.
 
-A topic is one file in this folder that defines `topic`: how to measure, what to say about the numbers, how
+A topic is one file in this folder that defines `topic`: how to measure, how to describe the numbers, how
 to draw them. Adding a topic is adding a file; this page finds it.
 """
 

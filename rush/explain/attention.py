@@ -3,7 +3,7 @@
 Plain is this project's own core, which writes the whole score matrix; flash is torch's flash operator for the
 device, called by name so that nothing else can take its place. Forward and backward, causal, as in training.
 Where plain no longer fits on a GPU it is tried and fails for real. On a CPU running out of memory would take
-the machine down with it, so there the length is extrapolated from what was measured, and the words say so.
+the machine down with it, so there the length is extrapolated from what was measured, and the sentences say so.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rush.explain import say
+from rush.explain import units
 from rush.explain.chart import Curve, Curves, Dot, Mark, Panel, dot
 from rush.explain.clock import timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 HEAD_DIM = 64
 NAMES = {"plain": "plain", "flash": "flash"}
-COLOURS = {"plain": 2, "flash": 1}
+COLORS = {"plain": 2, "flash": 1}
 TOO_LONG_S = 2.5
 """A call longer than this is not made: one more doubling would take four times as long."""
 
@@ -37,7 +37,7 @@ def measure(settings: ExplainSettings) -> Data:
     rows: list[Data] = []
     for way in ("plain", "flash"):
         for length in lengths:
-            settings.tell(f"attention: {way}, {length} tokens", len(rows), 2 * len(lengths))
+            settings.progress(f"attention: {way}, {length} tokens", len(rows), 2 * len(lengths))
             row = _row(way, length, heads, settings)
             rows.append(row)
             if row["status"] != "ok":
@@ -148,31 +148,31 @@ def words(data: Data) -> list[str]:
         return [f"{'Flash' if not flash else 'Plain'} attention could not be measured here: {why}."]
     length = min(plain[-1]["length"], flash[-1]["length"])
     a, b = _at(plain, length), _at(flash, length)
-    ratio = say.speedup(a["seconds"], b["seconds"])
-    head = f"At {say.plain_number(length)} tokens plain attention takes {say.duration(a['seconds']['median'])} and flash {say.duration(b['seconds']['median'])}"
+    ratio = units.speedup(a["seconds"], b["seconds"])
+    head = f"At {units.plain_number(length)} tokens plain attention takes {units.duration(a['seconds']['median'])} and flash {units.duration(b['seconds']['median'])}"
     if ratio.faster:
-        said = [f"{head}: flash is {say.interval(ratio)} faster."]
+        sentences = [f"{head}: flash is {units.interval(ratio)} faster."]
     elif ratio.slower:
-        said = [f"{head}: flash is slower here, {say.interval(ratio)}."]
+        sentences = [f"{head}: flash is slower here, {units.interval(ratio)}."]
     else:
-        said = [f"{head}: no difference that can be told from chance, {say.interval(ratio)}."]
+        sentences = [f"{head}: no difference that can be told from chance, {units.interval(ratio)}."]
     if a["peak_bytes"] and b["peak_bytes"]:
-        said.append(_memory_words(data, plain, flash, length))
+        sentences.append(_memory_words(data, plain, flash, length))
     if len(plain) > 1 and len(flash) > 1:
-        said.append(_time_words(plain, flash))
-    said.append(_limit_words(data, plain, flash))
+        sentences.append(_time_words(plain, flash))
+    sentences.append(_limit_words(data, plain, flash))
     short_a, short_b = _at(plain, plain[0]["length"]), _at(flash, plain[0]["length"])
     if short_b is not None and plain[0]["length"] < length:
-        small = say.speedup(short_a["seconds"], short_b["seconds"])
+        small = units.speedup(short_a["seconds"], short_b["seconds"])
         how = (
-            f"{say.times(small.ratio)} faster"
+            f"{units.times(small.ratio)} faster"
             if small.faster
-            else f"slower ({say.times(small.ratio)})"
+            else f"slower ({units.times(small.ratio)})"
             if small.slower
             else "not faster"
         )
-        said.append(f"At {plain[0]['length']} tokens flash is {how}: {_short_reason(small, ratio)}.")
-    return said
+        sentences.append(f"At {plain[0]['length']} tokens flash is {how}: {_short_reason(small, ratio)}.")
+    return sentences
 
 
 def _short_reason(small: Any, large: Any) -> str:
@@ -187,16 +187,16 @@ def _memory_words(data: Data, plain: list[Data], flash: list[Data], length: int)
     a, b = _at(plain, length), _at(flash, length)
     scores = data["heads"] * length * length * (2 if data["dtype"] == "bfloat16" else 4)
     text = (
-        f"For that plain needs {say.size(a['peak_bytes'])} ({say.times(a['peak_bytes'] / scores)} one score matrix of "
-        f"{say.size(scores)}), flash {say.size(b['peak_bytes'])}: {say.times(a['peak_bytes'] / b['peak_bytes'])} "
+        f"For that plain needs {units.size(a['peak_bytes'])} ({units.times(a['peak_bytes'] / scores)} one score matrix of "
+        f"{units.size(scores)}), flash {units.size(b['peak_bytes'])}: {units.times(a['peak_bytes'] / b['peak_bytes'])} "
         f"{'less' if a['peak_bytes'] > b['peak_bytes'] else 'as little, no saving'}."
     )
     growth_a, growth_b = _growth(plain, "peak_bytes"), _growth(flash, "peak_bytes")
     if growth_a is None or growth_b is None:
         return text
     return (
-        f"{text} Per doubling of the sequence plain's memory grows {say.times(growth_a)} ({_law(growth_a)}), "
-        f"flash's {say.times(growth_b)} ({_law(growth_b)})."
+        f"{text} Per doubling of the sequence plain's memory grows {units.times(growth_a)} ({_law(growth_a)}), "
+        f"flash's {units.times(growth_b)} ({_law(growth_b)})."
     )
 
 
@@ -222,10 +222,10 @@ def _time_words(plain: list[Data], flash: list[Data]) -> str:
     a, b = _growth(plain, "seconds"), _growth(flash, "seconds")
     assert a is not None
     assert b is not None
-    head = f"Time grows {say.times(a)} per doubling for plain and {say.times(b)} for flash"
+    head = f"Time grows {units.times(a)} per doubling for plain and {units.times(b)} for flash"
     if b > 2.6:
         return f"{head}: every pair of tokens is still compared, so flash saves traffic and memory, not arithmetic."
-    return f"{head}: at these lengths the products of all pairs are not yet most of flash's time."
+    return f"{head}: at these lengths the matmuls over all pairs are not yet most of flash's time."
 
 
 def limit(data: Data) -> tuple[int | None, bool]:
@@ -247,19 +247,19 @@ def limit(data: Data) -> tuple[int | None, bool]:
 
 def _limit_words(data: Data, plain: list[Data], flash: list[Data]) -> str:
     length, measured = limit(data)
-    room = say.size(data["memory_bytes"])
+    room = units.size(data["memory_bytes"])
     if length is None:
         return "Where plain runs out of memory is not known: its memory was not measured."
     if measured:
         longest = flash[-1]
         return (
-            f"Measured: plain runs out of the device's {room} at {say.plain_number(2 * length)} tokens; flash still runs at "
-            f"{say.plain_number(longest['length'])}, with {say.size(longest['peak_bytes'])}."
+            f"Measured: plain runs out of the device's {room} at {units.plain_number(2 * length)} tokens; flash still runs at "
+            f"{units.plain_number(longest['length'])}, with {units.size(longest['peak_bytes'])}."
         )
     needed = plain[-1]["peak_bytes"] * (2 * length / plain[-1]["length"]) ** 2
     return (
         f"Extrapolated, not measured: by the square of the length, plain would run out of this machine's {room} at "
-        f"{say.plain_number(2 * length)} tokens, where it would need {say.size(needed)} for this one layer."
+        f"{units.plain_number(2 * length)} tokens, where it would need {units.size(needed)} for this one layer."
     )
 
 
@@ -273,7 +273,7 @@ def _at(rows: list[Data], length: int) -> Any:
 
 def picture(data: Data) -> list[Panel]:
     speed = [
-        Curve(NAMES[way], [dot(row["length"], row["seconds"]) for row in rows], COLOURS[way])
+        Curve(NAMES[way], [dot(row["length"], row["seconds"]) for row in rows], COLORS[way])
         for way in NAMES
         if (rows := _measured(data, way))
     ]
@@ -289,7 +289,7 @@ def picture(data: Data) -> list[Panel]:
         )
     ]
     memory = [
-        Curve(NAMES[way], [Dot(row["length"], row["peak_bytes"]) for row in rows], COLOURS[way])
+        Curve(NAMES[way], [Dot(row["length"], row["peak_bytes"]) for row in rows], COLORS[way])
         for way in NAMES
         if (rows := [row for row in _measured(data, way) if row["peak_bytes"]])
     ]
@@ -329,7 +329,7 @@ def _beyond(data: Data, length: int) -> Curve:
     while at <= 2 * length:
         dots.append(Dot(at, last["peak_bytes"] * (at / last["length"]) ** 2))
         at *= 2
-    return Curve("plain, extrapolated by the square", dots, COLOURS["plain"], "extrapolated")
+    return Curve("plain, extrapolated by the square", dots, COLORS["plain"], "extrapolated")
 
 
 def _ends(lines: list[Curve]) -> tuple[float, float]:
@@ -341,9 +341,9 @@ def table(data: Data) -> TopicTable:
     rows = [
         [
             row["way"],
-            say.plain_number(row["length"]),
-            say.span(row["seconds"]) if row["seconds"] else row["status"],
-            say.size(row["peak_bytes"]),
+            units.plain_number(row["length"]),
+            units.span(row["seconds"]) if row["seconds"] else row["status"],
+            units.size(row["peak_bytes"]),
         ]
         for row in data["rows"]
     ]
@@ -357,7 +357,7 @@ topic = Topic(
     idea=(
         "Attention compares every token with every token before it. Written down as in the textbook, that is a matrix of scores "
         "with as many rows and columns as the sequence has tokens, for every head: it is written to memory, read for the "
-        "masking, written, read for the softmax, written, read for the product with the values, and kept for the backward pass.",
+        "masking, written, read for the softmax, written, read for the matmul with the values, and saved for the backward pass.",
         "FlashAttention computes the same numbers tile by tile. A tile of queries meets one tile of keys after another in a "
         "store near the arithmetic units; a running maximum and a running sum let the softmax be completed as it goes. The "
         "score matrix never exists as a whole. The backward pass computes the tiles again instead of reading them.",
@@ -368,7 +368,7 @@ topic = Topic(
     method=(
         (
             "plain",
-            "this project's PlainAttention: scores, mask, softmax and product as separate operations, scores kept for the backward pass",
+            "this project's PlainAttention: scores, mask, softmax and matmul as separate operations, scores kept for the backward pass",
         ),
         ("flash", "torch's flash operator for the device, called by name"),
         ("time", "forward and backward, causal, batch 1, random inputs; CUDA by events, CPU by the clock"),

@@ -13,7 +13,7 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-from rush.explain import say
+from rush.explain import units
 from rush.explain.chart import Curve, Curves, Dot, Mark, Panel, dot
 from rush.explain.clock import stat, timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
@@ -36,14 +36,14 @@ def measure(settings: ExplainSettings) -> Data:
     weight = torch.randn(outer, inner, device=settings.device, generator=generator).to(dtype)
     rows = []
     for done, batch in enumerate(batches):
-        settings.tell(f"a linear layer with {batch} rows", done, len(batches) + 1)
+        settings.progress(f"a linear layer with {batch} rows", done, len(batches) + 1)
         x = torch.randn(batch, inner, device=settings.device, generator=generator).to(dtype)
         out = torch.empty(batch, outer, device=settings.device, dtype=dtype)
         budget = 0.1 if settings.quick else 0.8
         product = partial(torch.mm, x, weight.t(), out=out)
         found = timed(product, settings.device, budget_s=budget, most=15, cold=True)
         rows.append({"batch": batch, "seconds": found})
-    settings.tell("the roofs", len(batches), len(batches) + 1)
+    settings.progress("the roofs", len(batches), len(batches) + 1)
     data = {
         "kind": settings.device,
         "dtype": str(dtype).removeprefix("torch."),
@@ -92,23 +92,23 @@ def words(data: Data) -> list[str]:
     first, last = rows[0], rows[-1]
     best = max(rows, key=lambda row: _rate(data, row))
     slow, fast = _rate(data, first), _rate(data, best)
-    gain = say.speedup(
+    gain = units.speedup(
         stat([s * best["batch"] / first["batch"] for s in first["seconds"]["samples"]]), best["seconds"]
     )
-    head = f"With {_rows(first['batch'])} the layer reaches {say.flops(slow)}, with {_rows(best['batch'])} {say.flops(fast)}"
+    head = f"With {_rows(first['batch'])} the layer reaches {units.flops(slow)}, with {_rows(best['batch'])} {units.flops(fast)}"
     if gain.faster and gain.ratio > 1.3:
-        said = [f"{head}: {say.times(gain.ratio)} as much work per second from the same weights."]
+        sentences = [f"{head}: {units.times(gain.ratio)} as much work per second from the same weights."]
     else:
-        said = [f"{head}: the batch makes no difference that is worth the name here."]
+        sentences = [f"{head}: the batch makes no difference that is worth the name here."]
     weight = data["bytes_each"] * data["inner"] * data["outer"]
-    said.append(
-        f"Every batch fetches the same {say.size(weight)} of weights, so the arithmetic per byte grows from "
-        f"{say.si(intensity(data, first['batch']))} to {say.si(intensity(data, last['batch']))} FLOP per byte."
+    sentences.append(
+        f"Every batch fetches the same {units.size(weight)} of weights, so the arithmetic per byte grows from "
+        f"{units.si(intensity(data, first['batch']))} to {units.si(intensity(data, last['batch']))} FLOP per byte."
     )
-    said.append(_free_words(data))
-    said.append(_bandwidth_words(data, weight))
-    said.append(_ridge_words(data, fast))
-    return said
+    sentences.append(_free_words(data))
+    sentences.append(_bandwidth_words(data, weight))
+    sentences.append(_ridge_words(data, fast))
+    return sentences
 
 
 def free_range(rows: Sequence[Data]) -> Sequence[Data]:
@@ -129,25 +129,25 @@ def _free_words(data: Data) -> str:
     first, last = found[0], found[-1]
     if len(found) < 2:
         steps = max(b["seconds"]["median"] / a["seconds"]["median"] for a, b in pairwise(rows))
-        return f"Nothing is free here: more rows always take longer, up to {say.times(steps)} from one size to the next."
-    said = (
-        f"From {_rows(first['batch'])} to {_rows(last['batch'])} the time grows by {say.times(last['seconds']['median'] / first['seconds']['median'])} "
-        f"only ({say.duration(first['seconds']['median'])} to {say.duration(last['seconds']['median'])}): there the further rows "
+        return f"Nothing is free here: more rows always take longer, up to {units.times(steps)} from one size to the next."
+    description = (
+        f"From {_rows(first['batch'])} to {_rows(last['batch'])} the time grows by {units.times(last['seconds']['median'] / first['seconds']['median'])} "
+        f"only ({units.duration(first['seconds']['median'])} to {units.duration(last['seconds']['median'])}): there the further rows "
         f"are nearly free, {_why_free(data, first)}."
     )
     if first is rows[0]:
-        return said
+        return description
     apart = first["seconds"]["median"] / rows[0]["seconds"]["median"]
-    return f"{said} ({_rows(rows[0]['batch'])} alone {'is' if rows[0]['batch'] == 1 else 'are'} {say.times(apart)} quicker than {_rows(first['batch'])}: another kernel, made for it.)"
+    return f"{description} ({_rows(rows[0]['batch'])} alone {'is' if rows[0]['batch'] == 1 else 'are'} {units.times(apart)} quicker than {_rows(first['batch'])}: another kernel, made for it.)"
 
 
 def _why_free(data: Data, first: Data) -> str:
     """Only what the bytes per second bear out."""
     got = _bandwidth(data, first)
     if got > 0.6 * data["read_bytes_per_s"]:
-        return f"because the time goes into fetching weights (at {say.bandwidth(got)})"
+        return f"because the time goes into fetching weights (at {units.bandwidth(got)})"
     return (
-        f"though the weights flow at {say.bandwidth(got)} only: the kernel does something with each of them that does not "
+        f"though the weights flow at {units.bandwidth(got)} only: the kernel does something with each of them that does not "
         "depend on the rows"
     )
 
@@ -156,11 +156,11 @@ def _bandwidth_words(data: Data, weight: float) -> str:
     first = data["rows"][0]
     got = _bandwidth(data, first)
     part = got / data["read_bytes_per_s"]
-    head = f"With {_rows(first['batch'])}, bytes flow at {say.bandwidth(got)}"
-    top = say.bandwidth(data["read_bytes_per_s"])
+    head = f"With {_rows(first['batch'])}, bytes flow at {units.bandwidth(got)}"
+    top = units.bandwidth(data["read_bytes_per_s"])
     if part > 0.6:
-        return f"{head}, {say.share(part)} of the {top} at which the weights can merely be read: memory is the limit there."
-    return f"{head}, only {say.share(part)} of the {top} at which the weights can merely be read: something else (the call, a kernel not made for so few rows) holds it back as well."
+        return f"{head}, {units.share(part)} of the {top} at which the weights can merely be read: memory is the limit there."
+    return f"{head}, only {units.share(part)} of the {top} at which the weights can merely be read: something else (the call, a kernel not made for so few rows) holds it back as well."
 
 
 def ridge(data: Data) -> float:
@@ -182,7 +182,7 @@ def _ridge_words(data: Data, fast: float) -> str:
 
 
 def _rows(batch: int) -> str:
-    return "1 row" if batch == 1 else f"{say.plain_number(batch)} rows"
+    return "1 row" if batch == 1 else f"{units.plain_number(batch)} rows"
 
 
 def picture(data: Data) -> list[Panel]:
@@ -219,11 +219,11 @@ def picture(data: Data) -> list[Panel]:
 def table(data: Data) -> TopicTable:
     rows = [
         [
-            say.plain_number(row["batch"]),
-            say.si(intensity(data, row["batch"])),
-            say.span(row["seconds"]),
-            say.flops(_rate(data, row)),
-            say.bandwidth(_bandwidth(data, row)),
+            units.plain_number(row["batch"]),
+            units.si(intensity(data, row["batch"])),
+            units.span(row["seconds"]),
+            units.flops(_rate(data, row)),
+            units.bandwidth(_bandwidth(data, row)),
         ]
         for row in data["rows"]
     ]
@@ -252,9 +252,9 @@ topic = Topic(
         ),
         (
             "roof",
-            "the lesser of intensity × the rate of reading the weights (alone, or in a product where that was faster), and the best rate measured",
+            "the lesser of intensity × the rate of reading the weights (alone, or in a matmul where that was faster), and the best rate measured",
         ),
-        ("time", "median of repeated products; on CUDA by events, the cache emptied before each"),
+        ("time", "median of repeated matmuls; on CUDA by events, the cache emptied before each"),
         ("intervals", "95 %, from resampling the samples of this one process"),
     ),
     measure=measure,

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from rush.explain import say
+from rush.explain import units
 from rush.report.svg import binary_unit, ticks
 
 Unit = Literal["", "B", "B/s", "FLOP/s", "s", "%", "×"]
@@ -35,7 +35,7 @@ class Curve:
 
     name: str
     dots: Sequence[Dot]
-    colour: int
+    color: int
     style: Style = "measured"
 
 
@@ -69,7 +69,7 @@ class Bar:
     value: float | None
     low: float | None = None
     high: float | None = None
-    colour: int = 1
+    color: int = 1
     note: str = ""
     start: float | None = None
 
@@ -89,16 +89,16 @@ Panel = Curves | Bars
 def label(value: float, unit: Unit) -> str:
     """A value with its unit, as a person reads it."""
     if unit == "s":
-        return say.duration(value)
+        return units.duration(value)
     if unit == "B":
-        return say.size(value)
+        return units.size(value)
     if unit == "%":
-        return say.share(value)
+        return units.share(value)
     if unit == "×":
-        return say.times(value)
+        return units.times(value)
     if unit == "" and value == int(value) and abs(value) < 1e6:
-        return say.plain_number(int(value))
-    return say.si(value, unit)
+        return units.plain_number(int(value))
+    return units.si(value, unit)
 
 
 def dot(x: float, stat: Mapping[str, Any], amount: float | None = None, *, note: str = "") -> Dot:

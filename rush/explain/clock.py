@@ -1,9 +1,9 @@
-"""The stopwatch of the topics: warm up, then samples until the budget is used up, all of them kept.
+"""Timing for the topics: warm up, then samples until the budget is used up, all of them kept.
 
 A CPU sample is the clock around as many calls as fill a fifth of a millisecond. On CUDA it is a pair of events
 on the device, so that the time of a launch from Python is not taken for the kernel's. With `cold` the
 last-level cache is filled with something else before every call: a tensor that a step would find in memory
-must not be found in the cache only because the stopwatch asked for it twice.
+must not be found in the cache only because it was timed twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def timed(
 def _on_host(work: Work, budget_s: float, least: int, most: int) -> list[float]:
     once = _host_once(work, 1)
     began = time.perf_counter()
-    # A few more warm-up calls, a tenth of the budget at most; the last tells how long one takes.
+    # A few more warm-up calls, a tenth of the budget at most; the last one gives the time of a call.
     while time.perf_counter() - began < budget_s / 10:
         once = _host_once(work, 1)
     inner = max(1, math.ceil(WINDOW_S / max(once, 1e-9)))
@@ -62,21 +62,21 @@ def _on_device(work: Work, budget_s: float, least: int, most: int, cold: bool) -
     for _ in range(3):
         work()
     torch.cuda.synchronize()
-    spoiler = _spoiler() if cold else None
+    flush_buffer = _flush_buffer() if cold else None
     once = max(_device_samples(work, 1, 3, None))
     inner = 1 if cold else max(1, min(200, math.ceil(WINDOW_S / max(once, 1e-9))))
     number = max(least, min(most, int(budget_s / max(once * inner, 1e-6))))
-    return _device_samples(work, inner, number, spoiler)
+    return _device_samples(work, inner, number, flush_buffer)
 
 
-def _device_samples(work: Work, inner: int, number: int, spoiler: Any) -> list[float]:
+def _device_samples(work: Work, inner: int, number: int, flush_buffer: Any) -> list[float]:
     """Samples enqueued without waiting in between, so that the device never idles for Python."""
     import torch
 
     pairs = []
     for _ in range(number):
-        if spoiler is not None:
-            spoiler.zero_()
+        if flush_buffer is not None:
+            flush_buffer.zero_()
         start = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         end = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         start.record()
@@ -89,7 +89,7 @@ def _device_samples(work: Work, inner: int, number: int, spoiler: Any) -> list[f
     return [max(start.elapsed_time(end) / 1000 / inner, 1e-9) for start, end in pairs]
 
 
-def _spoiler() -> Any:
+def _flush_buffer() -> Any:
     """A buffer larger than the last-level cache; writing it drives out everything else."""
     import torch
 

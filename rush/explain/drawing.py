@@ -1,6 +1,6 @@
-"""Panels as SVG, with the report's own tools: classes instead of colours, escaped text, a wide and a narrow form.
+"""Panels as SVG, with the report's own tools: classes instead of colors, escaped text, a wide and a narrow form.
 
-A series is told from the others by the shape of its marks as well as by its colour, and named in a legend
+A series differs from the others by the shape of its marks as well as by its color, and named in a legend
 above the plot.
 """
 
@@ -50,7 +50,7 @@ def draw(panel: Panel, width: float) -> Drawn:
 
 
 def short(value: float, unit: Unit) -> str:
-    """A label on an axis, without the zeros that say how exact a measurement is."""
+    """A label on an axis, without the zeros that show the precision of a measurement."""
     text = label(value, unit)
     if value == 0:
         return "0"
@@ -79,7 +79,7 @@ def _curves(panel: Curves, width: float) -> Drawn:
 
 
 def _places(marked: Sequence[Mark], frame: Frame, x: Scale) -> list[Markup]:
-    """Dashed lines with their names, each a little lower than the last, so that neighbours do not meet."""
+    """Dashed lines with their names, each a little lower than the last, so that neighbors do not meet."""
     marks = []
     inside = [mark for mark in marked if x.low <= mark.x <= x.high]
     for index, mark in enumerate(inside):
@@ -144,28 +144,28 @@ def _line(line: Curve, panel: Curves, x: Scale, y: Scale) -> list[Markup]:
     marks = []
     if line.style != "dots" and len(line.dots) > 1:
         points = [(x(dot.x), y(dot.y)) for dot in line.dots]
-        marks.append(tag("path", class_=f"curve series-{line.colour} {line.style}", d=path(points)))
+        marks.append(tag("path", class_=f"curve series-{line.color} {line.style}", d=path(points)))
     if line.style == "formula":
         return marks
     return marks + [_dot(line, dot, panel, x(dot.x), y) for dot in line.dots]
 
 
 def _dot(line: Curve, dot: Dot, panel: Curves, cx: float, y: Scale) -> Markup:
-    said = f"{line.name}, {label(dot.x, panel.x_unit)}: {label(dot.y, panel.y_unit)}"
-    parts = [tooltip(f"{said}. {dot.note}" if dot.note else said)]
+    description = f"{line.name}, {label(dot.x, panel.x_unit)}: {label(dot.y, panel.y_unit)}"
+    parts = [tooltip(f"{description}. {dot.note}" if dot.note else description)]
     if dot.low is not None and dot.high is not None:
         low, high = (y(max(value, y.low)) for value in (dot.low, min(dot.high, y.high)))
         if low - high > 3:
             ends = "".join(f"M{number(cx - 3)} {number(end)}h6" for end in (low, high))
             parts.append(tag("path", class_="whisker", d=f"M{number(cx)} {number(low)}V{number(high)}{ends}"))
     hollow = " hollow" if line.style == "extrapolated" else ""
-    parts.append(shape(line.colour, cx, y(dot.y), f"dot series-{line.colour}{hollow}"))
+    parts.append(shape(line.color, cx, y(dot.y), f"dot series-{line.color}{hollow}"))
     return tag("g", *parts)
 
 
-def shape(colour: int, cx: float, cy: float, class_: str) -> Markup:
-    """The mark of a series: another shape for each colour."""
-    kind = SHAPES[(colour - 1) % len(SHAPES)]
+def shape(color: int, cx: float, cy: float, class_: str) -> Markup:
+    """The mark of a series: another shape for each color."""
+    kind = SHAPES[(color - 1) % len(SHAPES)]
     if kind in ("circle", "ring"):
         return tag("circle", class_=class_, cx=cx, cy=cy, r=4.2 if kind == "circle" else 3)
     at = f"M{number(cx)} {number(cy)}"
@@ -186,11 +186,11 @@ def _legend(lines: Sequence[Curve], width: float) -> tuple[list[Markup], float]:
         if x > 4 and x + room > width:
             x, y = 4.0, y + 19
         if line.style != "dots":
-            stroke = f"curve series-{line.colour} {line.style}"
+            stroke = f"curve series-{line.color} {line.style}"
             marks.append(tag("path", class_=stroke, d=f"M{number(x)} {number(y)}h20"))
         if line.style != "formula":
             hollow = " hollow" if line.style == "extrapolated" else ""
-            marks.append(shape(line.colour, x + 10, y, f"dot series-{line.colour}{hollow}"))
+            marks.append(shape(line.color, x + 10, y, f"dot series-{line.color}{hollow}"))
         marks.append(tag("text", line.name, class_="tick", x=x + 26, y=y + 4))
         x += room + 12
     return marks, y + 8
@@ -222,11 +222,11 @@ def _alt(panel: Curves) -> str:
     parts = []
     for line in panel.lines:
         if line.style == "dots":
-            said = ", ".join(
+            description = ", ".join(
                 f"{dot.label or label(dot.x, panel.x_unit)} at {label(dot.y, panel.y_unit)}"
                 for dot in line.dots
             )
-            parts.append(f"{line.name}: {said}")
+            parts.append(f"{line.name}: {description}")
         elif line.style != "formula":
             first, last = line.dots[0], line.dots[-1]
             parts.append(
@@ -271,22 +271,22 @@ def bar_label(row: Bar, unit: Unit) -> str:
 
 
 def _bar(row: Bar, panel: Bars, scale: Scale, top: float, width: float) -> list[Markup]:
-    said = f"{row.name}: {bar_label(row, panel.unit)}"
+    description = f"{row.name}: {bar_label(row, panel.unit)}"
     wide = width > 600
     base = top if wide else top + 18
     marks = [tag("text", shortened(row.name, 46), class_="bar-name", x=0, y=top + (17 if wide else 14))]
     if row.value is None:
         most = max(12, int((width - scale.start) / LETTER))
         why = shortened(row.note or formatting.MISSING, most)
-        marks.append(tag("text", tooltip(said), why, class_="soft", x=scale.start, y=base + 17))
+        marks.append(tag("text", tooltip(description), why, class_="soft", x=scale.start, y=base + 17))
         return marks
     start = scale(row.start) if row.start is not None else scale.start
     end = scale(row.value)
     marks.append(
         tag(
             "rect",
-            tooltip(said),
-            class_=f"bar series-{row.colour}",
+            tooltip(description),
+            class_=f"bar series-{row.color}",
             x=start,
             y=base + 3,
             width=max(end - start, 1.0),

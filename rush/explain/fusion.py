@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from rush.explain import say
+from rush.explain import units
 from rush.explain.chart import Bar, Bars, Curve, Curves, Panel, dot
 from rush.explain.clock import timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
@@ -27,7 +27,7 @@ NAMES = {
     "fused": "one compiled kernel",
     "sliced": "separate, in cache-sized slices",
 }
-COLOURS = {"separate": 2, "fused": 1, "sliced": 3}
+COLORS = {"separate": 2, "fused": 1, "sliced": 3}
 
 
 def measure(settings: ExplainSettings) -> Data:
@@ -49,7 +49,7 @@ def measure(settings: ExplainSettings) -> Data:
     parts = len(ways) * len(lengths)
     for way in ways:
         for length in lengths:
-            settings.tell(f"fusion: {NAMES[way]}, {say_length(length)}", len(rows), parts)
+            settings.progress(f"fusion: {NAMES[way]}, {say_length(length)}", len(rows), parts)
             if way == "fused":
                 began = time.perf_counter()
                 built = _compiled(length, x, out)
@@ -157,58 +157,58 @@ def words(data: Data) -> list[str]:
     separate = _of(data, "separate")
     longest = separate[-1]
     best = _best(data)
-    said = []
+    sentences = []
     if best is None:
-        said.append(f"Nothing could be fused here: {data['missing'] or 'no fused chain was measured'}.")
+        sentences.append(f"Nothing could be fused here: {data['missing'] or 'no fused chain was measured'}.")
     else:
-        said.append(_gain_words(longest, best))
-    said.append(
-        f"As separate kernels, {say_length(longest['length'])} on {say.size(data['numbers'] * data['bytes_each'])} move "
-        f"{say.size(longest['moved'])} and take {say.duration(longest['seconds']['median'])}: {say.bandwidth(_rate(longest))}."
+        sentences.append(_gain_words(longest, best))
+    sentences.append(
+        f"As separate kernels, {say_length(longest['length'])} on {units.size(data['numbers'] * data['bytes_each'])} move "
+        f"{units.size(longest['moved'])} and take {units.duration(longest['seconds']['median'])}: {units.bandwidth(_rate(longest))}."
     )
     if best is not None:
-        said.append(_traffic_words(longest, best))
-        said.append(_growth_words(separate, _of(data, best["way"])))
+        sentences.append(_traffic_words(longest, best))
+        sentences.append(_growth_words(separate, _of(data, best["way"])))
     sliced, fused = _of(data, "sliced"), _of(data, "fused")
     if best is not None and sliced and sliced[-1] is not best:
-        ratio = say.speedup(longest["seconds"], sliced[-1]["seconds"])
+        ratio = units.speedup(longest["seconds"], sliced[-1]["seconds"])
         effect = (
-            f"{say.times(ratio.ratio)} faster than over the whole tensor: the cache alone does part of it"
+            f"{units.times(ratio.ratio)} faster than over the whole tensor: the cache alone does part of it"
             if ratio.faster
             else "no faster than over the whole tensor"
         )
-        said.append(
-            f"The same separate kernels on slices that fit into the cache take {say.duration(sliced[-1]['seconds']['median'])}, {effect}."
+        sentences.append(
+            f"The same separate kernels on slices that fit into the cache take {units.duration(sliced[-1]['seconds']['median'])}, {effect}."
         )
     if fused:
-        said.append(f"Compiling took {say.duration(data['compile_s'])} in all, once.")
+        sentences.append(f"Compiling took {units.duration(data['compile_s'])} total, once.")
     elif data["missing"] and best is not None:
-        said.append(f"The compiled chain is missing: {data['missing']}.")
-    return said
+        sentences.append(f"The compiled chain is missing: {data['missing']}.")
+    return sentences
 
 
 def _gain_words(longest: Data, best: Data) -> str:
-    ratio = say.speedup(longest["seconds"], best["seconds"])
+    ratio = units.speedup(longest["seconds"], best["seconds"])
     how = {"fused": "as one compiled kernel", "sliced": "in slices that fit into the cache"}[best["way"]]
-    head = f"{say_length(longest['length'])} {how} take {say.duration(best['seconds']['median'])} instead of {say.duration(longest['seconds']['median'])}"
+    head = f"{say_length(longest['length'])} {how} take {units.duration(best['seconds']['median'])} instead of {units.duration(longest['seconds']['median'])}"
     if ratio.faster:
-        return f"{head}: {say.interval(ratio)} faster."
+        return f"{head}: {units.interval(ratio)} faster."
     if ratio.slower:
-        return f"{head}: slower, {say.interval(ratio)}. Fusion does not pay here."
-    return f"{head}: no gain that can be told from chance, {say.interval(ratio)}."
+        return f"{head}: slower, {units.interval(ratio)}. Fusion does not pay here."
+    return f"{head}: no gain beyond noise, {units.interval(ratio)}."
 
 
 def _traffic_words(longest: Data, best: Data) -> str:
     less = longest["moved"] / best["moved"]
     gain = longest["seconds"]["median"] / best["seconds"]["median"]
-    head = f"The bytes fell by {say.times(less)}, to {say.size(best['moved'])}"
+    head = f"The bytes fell by {units.times(less)}, to {units.size(best['moved'])}"
     if gain < 1.05:
         return f"{head}, but the time did not: here it does not hang on this traffic."
-    head = f"{head}, and the time by {say.times(gain)}"
+    head = f"{head}, and the time by {units.times(gain)}"
     if gain > 0.75 * less:
         return f"{head}: the time follows the bytes, as it does when memory is the limit."
     return (
-        f"{head}: less than the bytes, so at {say.bandwidth(_rate(best))} something else than this traffic has become "
+        f"{head}: less than the bytes, so at {units.bandwidth(_rate(best))} something else than this traffic has become "
         "the limit (the arithmetic itself, the launches, or a cache that had already caught part of it)."
     )
 
@@ -227,7 +227,7 @@ def _growth_words(separate: list[Data], fused: list[Data]) -> str:
         if apart < 1.3 * joined
         else "so a further operation costs much less inside a fused pass"
     )
-    return f"From {say_length(first)} to {last}, the separate kernels' time grows by {say.times(apart)}, the other's by {say.times(joined)}: {contrast}."
+    return f"From {say_length(first)} to {last}, the separate kernels' time grows by {units.times(apart)}, the other's by {units.times(joined)}: {contrast}."
 
 
 def _of(data: Data, way: str) -> list[Data]:
@@ -248,14 +248,14 @@ def _rate(row: Data) -> float:
 def picture(data: Data) -> list[Panel]:
     ways = [way for way in NAMES if _of(data, way)]
     lines = [
-        Curve(NAMES[way], [dot(r["length"], r["seconds"]) for r in _of(data, way)], COLOURS[way])
+        Curve(NAMES[way], [dot(r["length"], r["seconds"]) for r in _of(data, way)], COLORS[way])
         for way in ways
     ]
     bars = []
     for way in ways:
         last = _of(data, way)[-1]
         bars.append(
-            Bar(NAMES[way], last["moved"], colour=COLOURS[way], note=f"at {say.bandwidth(_rate(last))}")
+            Bar(NAMES[way], last["moved"], color=COLORS[way], note=f"at {units.bandwidth(_rate(last))}")
         )
     length = say_length(_of(data, "separate")[-1]["length"])
     return [
@@ -278,9 +278,9 @@ def table(data: Data) -> TopicTable:
         [
             NAMES[row["way"]],
             str(row["length"]),
-            say.size(row["moved"]),
-            say.span(row["seconds"]),
-            say.bandwidth(_rate(row)),
+            units.size(row["moved"]),
+            units.span(row["seconds"]),
+            units.bandwidth(_rate(row)),
         ]
         for row in data["rows"]
     ]

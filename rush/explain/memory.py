@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import MachineError
-from rush.explain import say
+from rush.explain import units
 from rush.explain.chart import Bar, Bars, Curve, Curves, Mark, Panel, dot
 from rush.explain.clock import stat, timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
@@ -55,7 +55,7 @@ def _on_host(settings: ExplainSettings) -> Data:
         return data
     samples = 5 if settings.quick else 11
     for done, size in enumerate(sizes):
-        settings.tell(f"memory, {say.size(size)} in use", done, len(sizes))
+        settings.progress(f"memory, {units.size(size)} in use", done, len(sizes))
         data["latency"].append({"bytes": size, "seconds": _hop(walks, size, line, samples)})
         data["bandwidth"].append({"bytes": size, "moved": size, "seconds": _pass(walks, size, samples)})
     data["together"] = _all_cores(walks, largest, settings.machine.cpu.num_threads, samples)
@@ -142,7 +142,7 @@ def _bandwidth_by_calls(sizes: Sequence[int], settings: ExplainSettings) -> list
 
     rows = []
     for done, size in enumerate(sizes):
-        settings.tell(f"memory, {say.size(size)} in use", done, len(sizes))
+        settings.progress(f"memory, {units.size(size)} in use", done, len(sizes))
         x = torch.rand(size // 4)
         rows.append({"bytes": size, "moved": size, "seconds": timed(x.sum, "cpu", budget_s=0.05)})
     return rows
@@ -205,7 +205,7 @@ def _on_device(settings: ExplainSettings) -> Data:
     parts, hops = len(chases) + len(streams) + 4, 4000
     budget = 0.02 if settings.quick else 0.1
     for done, size in enumerate(chases):
-        settings.tell(f"latency, {say.size(size)} in use", done, parts)
+        settings.progress(f"latency, {units.size(size)} in use", done, parts)
         walk = Chase(size, 128, hops)
         # Once around, where that is quick, so that what fits into a cache is there.
         walk(min(size // 128, 200_000))
@@ -213,7 +213,7 @@ def _on_device(settings: ExplainSettings) -> Data:
         per_hop = stat([sample / hops for sample in found["samples"]])
         data["latency"].append({"bytes": size, "seconds": per_hop})
     for done, size in enumerate(streams, start=len(chases)):
-        settings.tell(f"bandwidth, {say.size(size)} in use", done, parts)
+        settings.progress(f"bandwidth, {units.size(size)} in use", done, parts)
         stream = DeviceStream(size, properties.multi_processor_count, max(size, GIB))
         found = timed(stream, "cuda", budget_s=budget, most=11)
         data["bandwidth"].append({"bytes": size, "moved": stream.moved_bytes, "seconds": found})
@@ -240,7 +240,7 @@ def _links(settings: ExplainSettings, parts: int, budget: float) -> list[Data]:
         ("device to host, ordinary", card, plain),
     )
     for done, (name, source, target) in enumerate(cases):
-        settings.tell(name, parts - 4 + done, parts)
+        settings.progress(name, parts - 4 + done, parts)
         copy = partial(target.copy_, source, non_blocking=True)
         found = timed(copy, "cuda", budget_s=budget, most=9)
         rows.append({"name": name, "moved": size, "seconds": found})
@@ -248,79 +248,81 @@ def _links(settings: ExplainSettings, parts: int, budget: float) -> list[Data]:
 
 
 def words(data: Data) -> list[str]:
-    said = []
+    sentences = []
     latency, speed = data["latency"], data["bandwidth"]
     if latency:
-        said += _latency_words(data)
+        sentences += _latency_words(data)
     first, last = speed[0], speed[-1]
     fast, slow = _rate(first), _rate(last)
     who = "the device" if data["kind"] == "cuda" else "one core" if latency else "torch"
     best = max(speed, key=_rate)
     shape = (
-        f"{say.times(_rate(best) / slow)} less than at best ({say.bandwidth(_rate(best))} with {say.size(best['bytes'])})"
+        f"{units.times(_rate(best) / slow)} less than at best ({units.bandwidth(_rate(best))} with {units.size(best['bytes'])})"
         if _rate(best) / slow > 1.2
         else "hardly less than at best"
     )
-    said.append(
-        f"Reading in order, {who} gets {say.bandwidth(fast)} from {say.size(first['bytes'])} and "
-        f"{say.bandwidth(slow)} from {say.size(last['bytes'])}: {shape}."
+    sentences.append(
+        f"Reading in order, {who} gets {units.bandwidth(fast)} from {units.size(first['bytes'])} and "
+        f"{units.bandwidth(slow)} from {units.size(last['bytes'])}: {shape}."
     )
     if data["missing"]:
-        said.append(f"Latency was not measured: {data['missing']}. It needs a few lines of machine code.")
+        sentences.append(
+            f"Latency was not measured: {data['missing']}. It needs a few lines of machine code."
+        )
         needed = first["bytes"] / _rate(best) / first["seconds"]["median"]
-        said.append(
-            f"Of the {say.duration(first['seconds']['median'])} that adding up {say.size(first['bytes'])} took, {say.share(needed)} "
+        sentences.append(
+            f"Of the {units.duration(first['seconds']['median'])} that adding up {units.size(first['bytes'])} took, {units.share(needed)} "
             "would be enough at the best rate seen; the rest is the call, so small caches do not show."
         )
     if latency:
-        said.append(_order_words(data))
+        sentences.append(_order_words(data))
     if data["together"]:
         both = _rate(data["together"])
         gain = both / slow
         more = (
-            f"{say.times(gain)} one core"
+            f"{units.times(gain)} one core"
             if gain > 1.1
             else "no more than one core alone: they share the memory, or other programs took a part of it"
         )
-        said.append(
-            f"All {data['together']['workers']} cores reading together get {say.bandwidth(both)}, {more}."
+        sentences.append(
+            f"All {data['together']['workers']} cores reading together get {units.bandwidth(both)}, {more}."
         )
     if data["links"]:
-        said.append(_link_words(data, slow))
-    return said
+        sentences.append(_link_words(data, slow))
+    return sentences
 
 
 def _latency_words(data: Data) -> list[str]:
     latency = data["latency"]
     first, last = latency[0], latency[-1]
-    ratio = say.speedup(last["seconds"], first["seconds"])
-    opening = f"A visit to a random place takes {say.duration(first['seconds']['median'])} when {say.size(first['bytes'])} are in use"
+    ratio = units.speedup(last["seconds"], first["seconds"])
+    opening = f"A visit to a random place takes {units.duration(first['seconds']['median'])} when {units.size(first['bytes'])} are in use"
     if not ratio.faster or ratio.ratio < 1.3:
         return [
-            f"{opening} and {say.duration(last['seconds']['median'])} when {say.size(last['bytes'])} are: "
+            f"{opening} and {units.duration(last['seconds']['median'])} when {units.size(last['bytes'])} are: "
             "no hierarchy shows at these sizes."
         ]
-    said = [
-        f"{opening} and {say.duration(last['seconds']['median'])} when {say.size(last['bytes'])} are: "
-        f"{say.times(ratio.ratio)} longer, for the same instruction."
+    sentences = [
+        f"{opening} and {units.duration(last['seconds']['median'])} when {units.size(last['bytes'])} are: "
+        f"{units.times(ratio.ratio)} longer, for the same instruction."
     ]
     climbs = steps(latency)
-    known = [f"{level['name']} {say.size(level['bytes'])}" for level in data["levels"]]
+    known = [f"{level['name']} {units.size(level['bytes'])}" for level in data["levels"]]
     reported = (
-        f"; the system reports caches of {say.listed(known)}"
+        f"; the system reports caches of {units.listed(known)}"
         if known
         else "; the system reports no cache sizes"
     )
     if climbs:
-        places = say.listed(
-            [f"{say.size(low)} and {say.size(high)} ({say.times(rise)})" for low, high, rise in climbs]
+        places = units.listed(
+            [f"{units.size(low)} and {units.size(high)} ({units.times(rise)})" for low, high, rise in climbs]
         )
-        said.append(f"It climbs between {places}{reported}.")
-    return said
+        sentences.append(f"It climbs between {places}{reported}.")
+    return sentences
 
 
 def steps(latency: Sequence[Data]) -> list[tuple[int, int, float]]:
-    """The climbs of a latency curve: neighbours that differ by a fifth, joined; the three largest, in order."""
+    """The climbs of a latency curve: neighbors that differ by a fifth, joined; the three largest, in order."""
     climbs: list[tuple[int, int, float]] = []
     open_at: tuple[int, float] | None = None
     for low, high in itertools.pairwise(latency):
@@ -344,11 +346,13 @@ def _order_words(data: Data) -> str:
     random = data["line_bytes"] / last["seconds"]["median"]
     ordered = _rate(data["bandwidth"][-1])
     gain = ordered / random
-    head = f"From {say.size(last['bytes'])}, one random visit after another brings {say.bandwidth(random)}"
+    head = (
+        f"From {units.size(last['bytes'])}, one random visit after another brings {units.bandwidth(random)}"
+    )
     if gain < 1.5:
         return f"{head}, about what reading in order brings."
     return (
-        f"{head} in lines of {data['line_bytes']} bytes, reading in order {say.times(gain)} as much: the next lines are "
+        f"{head} in lines of {data['line_bytes']} bytes, reading in order {units.times(gain)} as much: the next lines are "
         "fetched before they are asked for, so order hides the latency."
     )
 
@@ -357,16 +361,14 @@ def _link_words(data: Data, own: float) -> str:
     best = max(data["links"], key=_rate)
     ratio = own / _rate(best)
     than = (
-        f"{say.times(ratio)} slower than the device's own memory"
+        f"{units.times(ratio)} slower than the device's own memory"
         if ratio > 1.1
         else "as fast as the device's own memory"
     )
     fetch = (
-        f" Fetching a single number takes {say.duration(data['fetch']['median'])}." if data["fetch"] else ""
+        f" Fetching a single number takes {units.duration(data['fetch']['median'])}." if data["fetch"] else ""
     )
-    return (
-        f"The link to the host carries at best {say.bandwidth(_rate(best))} ({best['name']}), {than}.{fetch}"
-    )
+    return f"The link to the host carries at best {units.bandwidth(_rate(best))} ({best['name']}), {than}.{fetch}"
 
 
 def _rate(row: Data) -> float:
@@ -375,7 +377,9 @@ def _rate(row: Data) -> float:
 
 
 def picture(data: Data) -> list[Panel]:
-    marks = [Mark(level["bytes"], f"{level['name']} {say.size(level['bytes'])}") for level in data["levels"]]
+    marks = [
+        Mark(level["bytes"], f"{level['name']} {units.size(level['bytes'])}") for level in data["levels"]
+    ]
     panels: list[Panel] = []
     if data["latency"]:
         line = Curve(
@@ -393,18 +397,18 @@ def picture(data: Data) -> list[Panel]:
     return panels
 
 
-def _bar(name: str, row: Data, colour: int) -> Bar:
+def _bar(name: str, row: Data, color: int) -> Bar:
     moved, seconds = row["moved"], row["seconds"]
-    return Bar(name, _rate(row), moved / seconds["high"], moved / seconds["low"], colour)
+    return Bar(name, _rate(row), moved / seconds["high"], moved / seconds["low"], color)
 
 
 def table(data: Data) -> TopicTable:
-    visits = {row["bytes"]: say.span(row["seconds"]) for row in data["latency"]}
-    speed = {row["bytes"]: say.bandwidth(_rate(row)) for row in data["bandwidth"]}
+    visits = {row["bytes"]: units.span(row["seconds"]) for row in data["latency"]}
+    speed = {row["bytes"]: units.bandwidth(_rate(row)) for row in data["bandwidth"]}
     rows = [
-        [say.size(size), visits.get(size, "–"), speed.get(size, "–")] for size in sorted({*visits, *speed})
+        [units.size(size), visits.get(size, "–"), speed.get(size, "–")] for size in sorted({*visits, *speed})
     ]
-    rows += [[row["name"], "–", say.bandwidth(_rate(row))] for row in data["links"]]
+    rows += [[row["name"], "–", units.bandwidth(_rate(row))] for row in data["links"]]
     return TopicTable(("bytes in use", "one random visit (95 % interval)", "in order"), rows)
 
 

@@ -17,7 +17,7 @@ from threading import Barrier
 from typing import Any
 
 from rush.errors import MachineError
-from rush.explain import say
+from rush.explain import units
 from rush.explain.chart import Bar, Bars, Curve, Curves, Mark, Panel, dot
 from rush.explain.clock import timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
@@ -37,7 +37,7 @@ def measure(settings: ExplainSettings) -> Data:
     parts = len(counts) + 2 * len(PRODUCTS) + 5
     tasks: list[Data] = []
     for number in counts:
-        settings.tell(f"{number} equal tasks on {workers} workers", len(tasks), parts)
+        settings.progress(f"{number} equal tasks on {workers} workers", len(tasks), parts)
         found = timed(partial(run, number), settings.device, budget_s=budget, most=15)
         tasks.append({"tasks": number, "seconds": found})
     sizes = _sizes(settings, dtype, len(counts), parts)
@@ -136,7 +136,7 @@ def _sizes(settings: ExplainSettings, dtype: Any, done: int, parts: int) -> list
     generator = torch.Generator(settings.device).manual_seed(0)
     rows = []
     for step, size in enumerate((base - 1, base, base + 1, base + 8, base + 64)):
-        settings.tell(f"matrix products of {size}", done + step, parts)
+        settings.progress(f"matrix products of {size}", done + step, parts)
         a, b = (
             torch.randn(size, size, device=settings.device, generator=generator).to(dtype) for _ in range(2)
         )
@@ -170,7 +170,7 @@ def _vocabulary(settings: ExplainSettings, dtype: Any, done: int, parts: int) ->
             partial(torch.mm, slope.t(), x),
         )
         for name, work in zip(PRODUCTS, works, strict=True):
-            settings.tell(f"vocabulary {size}: {name}", done + len(rows), parts)
+            settings.progress(f"vocabulary {size}: {name}", done + len(rows), parts)
             found = timed(work, settings.device, budget_s=0.05 if settings.quick else 1.2, most=15)
             rows.append({"vocabulary": size, "product": name, "seconds": found})
     return {"tokens": tokens, "hidden": hidden, "vocabulary": rows}
@@ -192,7 +192,7 @@ def _total(data: Data, size: int) -> list[float]:
 def padding(data: Data) -> Any:
     """How much faster the padded vocabulary is, over the three products, with its interval."""
     odd, padded = (_total(data, size) for size in VOCABULARIES)
-    return say.speedup({"samples": odd}, {"samples": padded})
+    return units.speedup({"samples": odd}, {"samples": padded})
 
 
 def _median(values: Sequence[float]) -> float:
@@ -204,32 +204,30 @@ def _vocabulary_words(data: Data) -> str:
     odd, padded = (_median(_total(data, size)) for size in VOCABULARIES)
     ratio = padding(data)
     head = (
-        f"GPT-2's head and its gradients take {say.duration(odd)} with a vocabulary of {VOCABULARIES[0]} and "
-        f"{say.duration(padded)} with {VOCABULARIES[1]}, which is {say.share(VOCABULARIES[1] / VOCABULARIES[0] - 1)} larger"
+        f"GPT-2's head and its gradients take {units.duration(odd)} with a vocabulary of {VOCABULARIES[0]} and "
+        f"{units.duration(padded)} with {VOCABULARIES[1]}, which is {units.share(VOCABULARIES[1] / VOCABULARIES[0] - 1)} larger"
     )
     if ratio.faster:
-        return f"{head}: the larger one is {say.interval(ratio)} faster."
+        return f"{head}: the larger one is {units.interval(ratio)} faster."
     if ratio.slower:
-        return f"{head}: here padding costs time, {say.interval(ratio)}."
-    return (
-        f"{head}: on this device padding changes nothing that can be told from chance, {say.interval(ratio)}."
-    )
+        return f"{head}: here padding costs time, {units.interval(ratio)}."
+    return f"{head}: on this device padding changes nothing that can be told from chance, {units.interval(ratio)}."
 
 
 def step(data: Data) -> Any:
     """How much longer one task more than a full wave takes than the full wave."""
     found = {row["tasks"]: row["seconds"] for row in data["tasks"]}
-    return say.speedup(found[data["workers"] + 1], found[data["workers"]])
+    return units.speedup(found[data["workers"] + 1], found[data["workers"]])
 
 
 def _wave_words(data: Data) -> str:
     workers, found = data["workers"], {row["tasks"]: row["seconds"] for row in data["tasks"]}
     ratio = step(data)
     kind = "multiprocessors" if data["kind"] == "cuda" else "cores" if workers > 1 else "core"
-    head = f"{workers} equal tasks on {workers} {kind} take {say.duration(found[workers]['median'])}, {workers + 1} take {say.duration(found[workers + 1]['median'])}"
+    head = f"{workers} equal tasks on {workers} {kind} take {units.duration(found[workers]['median'])}, {workers + 1} take {units.duration(found[workers + 1]['median'])}"
     if ratio.faster and ratio.ratio > 1.3:
-        return f"{head}: one task more costs {say.times(ratio.ratio)}, because it needs a second wave in which the others have nothing to do."
-    return f"{head}: no step shows between one wave and the next ({say.interval(ratio)})."
+        return f"{head}: one task more costs {units.times(ratio.ratio)}, because it needs a second wave in which the others have nothing to do."
+    return f"{head}: no step shows between one wave and the next ({units.interval(ratio)})."
 
 
 def _step_words(data: Data) -> str:
@@ -241,8 +239,8 @@ def _step_words(data: Data) -> str:
     worst = min(full, key=lambda tasks: use[tasks])
     predicted = worst / (math.ceil(worst / data["workers"]) * data["workers"])
     return (
-        f"With at least a full wave, the machine is used worst with {worst} tasks: {say.share(use[worst])} of the best, where "
-        f"whole waves would give {say.share(predicted)}."
+        f"With at least a full wave, the machine is used worst with {worst} tasks: {units.share(use[worst])} of the best, where "
+        f"whole waves would give {units.share(predicted)}."
     )
 
 
@@ -255,15 +253,15 @@ def _size_words(data: Data) -> str:
     base = rows[1]
     worst = min((row for row in rows if row is not base), key=_rate)
     # Per operation, since the sizes differ: seconds divided by FLOPs.
-    ratio = say.speedup(
+    ratio = units.speedup(
         {"samples": [s / worst["flops"] for s in worst["seconds"]["samples"]]},
         {"samples": [s / base["flops"] for s in base["seconds"]["samples"]]},
     )
-    head = f"A product of size {base['size']} runs at {say.flops(_rate(base))}, of size {worst['size']} at {say.flops(_rate(worst))}"
+    head = f"A product of size {base['size']} runs at {units.flops(_rate(base))}, of size {worst['size']} at {units.flops(_rate(worst))}"
     if ratio.faster:
-        return f"{head}: beside the power of two the rate is down to {say.share(1 / ratio.ratio)}."
+        return f"{head}: beside the power of two the rate is down to {units.share(1 / ratio.ratio)}."
     if ratio.slower:
-        return f"{head}: here even the slowest of its neighbours is faster than the power of two, by {say.times(1 / ratio.ratio)} (rows a power of two apart can fall onto the same places of a cache)."
+        return f"{head}: here even the slowest of its neighbors is faster than the power of two, by {units.times(1 / ratio.ratio)} (rows a power of two apart can fall onto the same places of a cache)."
     return f"{head}: no difference that can be told from chance."
 
 
@@ -277,7 +275,7 @@ def _advice(data: Data) -> str:
         if gain
     ]
     return (
-        f"On this device it pays to {say.listed(pays)}."
+        f"On this device it pays to {units.listed(pays)}."
         if pays
         else "On this device neither padding the vocabulary nor filling whole waves shows a gain in these measurements."
     )
@@ -331,19 +329,19 @@ def picture(data: Data) -> list[Panel]:
 
 def table(data: Data) -> TopicTable:
     rows = [
-        [f"{row['tasks']} task{'s' if row['tasks'] > 1 else ''}", say.span(row["seconds"]), "–"]
+        [f"{row['tasks']} task{'s' if row['tasks'] > 1 else ''}", units.span(row["seconds"]), "–"]
         for row in data["tasks"]
     ]
     rows += [
         [
             f"vocabulary {row['vocabulary']}: {row['product']}",
-            say.span(row["seconds"]),
-            say.flops(_head_flops(data, row) / row["seconds"]["median"]),
+            units.span(row["seconds"]),
+            units.flops(_head_flops(data, row) / row["seconds"]["median"]),
         ]
         for row in data["vocabulary"]
     ]
     rows += [
-        [f"product of size {row['size']}", say.span(row["seconds"]), say.flops(_rate(row))]
+        [f"product of size {row['size']}", units.span(row["seconds"]), units.flops(_rate(row))]
         for row in data["sizes"]
     ]
     return TopicTable(("what", "time (95 % interval)", "rate"), rows)

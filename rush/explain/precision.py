@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from rush.explain import say
+from rush.explain import units
 from rush.explain.chart import Bar, Bars, Curve, Curves, Dot, Panel
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
@@ -43,7 +43,7 @@ def measure(settings: ExplainSettings) -> Data:
     rows: list[Data] = []
     parts = len(FORMATS) + len(RATES)
     for name, (kind, exponent, fraction) in FORMATS.items():
-        settings.tell(f"rounding in {name}", len(rows), parts)
+        settings.progress(f"rounding in {name}", len(rows), parts)
         rows.append(
             {
                 "name": name,
@@ -61,7 +61,7 @@ def measure(settings: ExplainSettings) -> Data:
         if row["name"] not in RATES:
             row["why"] = "products take e4m3; e5m2 is for gradients"
             continue
-        settings.tell(f"matrix products in {row['name']}", len(FORMATS) + done, parts)
+        settings.progress(f"matrix products in {row['name']}", len(FORMATS) + done, parts)
         found = rates.matmul(settings.device, RATES[row["name"]], budget_s=0.15 if settings.quick else 1.5)
         if isinstance(found, str):
             row["why"] = found
@@ -150,7 +150,9 @@ def _rate_words(rows: list[Data]) -> str:
     if base is None or len(known) < 2:
         return "Matrix products could be timed in one number format only, so no rates can be compared here."
     others = {name: rate / base for name, rate in known.items() if name != "fp32"}
-    said = [f"{name} {say.flops(known[name])} ({say.times(ratio)})" for name, ratio in others.items()]
+    sentences = [
+        f"{name} {units.flops(known[name])} ({units.times(ratio)})" for name, ratio in others.items()
+    ]
     fastest = max(others, key=lambda name: others[name])
     verdict = (
         f"{fastest} buys the most speed"
@@ -158,29 +160,29 @@ def _rate_words(rows: list[Data]) -> str:
         else "no shorter format is faster on this device, so here it saves memory and traffic, not arithmetic"
     )
     slow = [name for name, ratio in others.items() if ratio < 0.5]
-    tail = f" (for {say.listed(slow)} this device, or torch on it, has no fast way)" if slow else ""
+    tail = f" (for {units.listed(slow)} this device, or torch on it, has no fast way)" if slow else ""
     absent = [row["name"] for row in rows if row["rate"] is None]
-    lacks = f" There is no product in {say.listed(absent)} here." if absent else ""
-    return f"Matrix products run at {say.flops(base)} in fp32; {say.listed(said)}: {verdict}{tail}.{lacks}"
+    lacks = f" There is no product in {units.listed(absent)} here." if absent else ""
+    return f"Matrix products run at {units.flops(base)} in fp32; {units.listed(sentences)}: {verdict}{tail}.{lacks}"
 
 
 def _rounding_words(rows: dict[str, Data]) -> str:
-    parts = [f"{say.si(row['error_max'] * 100)} % ({name})" for name, row in rows.items() if name != "fp32"]
-    return f"Storing an fp32 weight in a shorter format changes it by up to {say.listed(parts)}."
+    parts = [f"{units.si(row['error_max'] * 100)} % ({name})" for name, row in rows.items() if name != "fp32"]
+    return f"Storing an fp32 weight in a shorter format changes it by up to {units.listed(parts)}."
 
 
 def _sum_words(data: Data) -> str:
     stuck = [row for row in data["rows"] if row["adds_up_to"] < data["added"]]
     right = [row["name"] for row in data["rows"] if row["adds_up_to"] >= data["added"]]
-    number = say.plain_number(data["added"])
+    number = units.plain_number(data["added"])
     if not stuck:
         return f"Adding up {number} ones, one after the other, comes out right in every format."
     ends = [f"{row['adds_up_to']:g} in {row['name']}" for row in stuck]
     fine = ""
     if right:
-        fine = f"; only {right[0]} gets there" if len(right) == 1 else f"; {say.listed(right)} get there"
+        fine = f"; only {right[0]} gets there" if len(right) == 1 else f"; {units.listed(right)} get there"
     return (
-        f"Adding up {number} ones, one after the other, gets stuck at {say.listed(ends)}{fine}: the sum has grown so "
+        f"Adding up {number} ones, one after the other, gets stuck at {units.listed(ends)}{fine}: the sum has grown so "
         "large that 1 is no more than half of its last digit. That is why products are summed in fp32."
     )
 
@@ -195,9 +197,9 @@ def _update_words(data: Data) -> str:
     known = [(row["name"], step) for row in data["rows"] if (step := lost_below(data, row)) is not None]
     if not known:
         return "Updates of all sizes tried here change most weights in every format."
-    parts = [f"{say.si(step * 100)} % ({name})" for name, step in known]
+    parts = [f"{units.si(step * 100)} % ({name})" for name, step in known]
     return (
-        f"An update is lost in most weights once it is as small, in per cent of the weight, as {say.listed(parts)}: the weight "
+        f"An update is lost in most weights once it is as small, in percent of the weight, as {units.listed(parts)}: the weight "
         "rounds back to where it was. That is why a master copy of the weights is kept in fp32, or rounding is made random."
     )
 
@@ -205,8 +207,8 @@ def _update_words(data: Data) -> str:
 def _range_words(rows: dict[str, Data]) -> str:
     half, brain = rows["fp16"], rows["bf16"]
     return (
-        f"The range of fp16 ends at {say.si(half['largest'])}, that of bf16 at {say.si(brain['largest'])}, which is why fp16 training "
-        f"scales its loss; in return, bf16 is {say.times(brain['eps'] / half['eps'])} coarser."
+        f"The range of fp16 ends at {units.si(half['largest'])}, that of bf16 at {units.si(brain['largest'])}, which is why fp16 training "
+        f"scales its loss; in return, bf16 is {units.times(brain['eps'] / half['eps'])} coarser."
     )
 
 
@@ -225,11 +227,11 @@ def picture(data: Data) -> list[Panel]:
         Curve(
             row["name"],
             [Dot(step, share) for step, share in zip(data["updates"], row["moved"], strict=True)],
-            colour,
+            color,
         )
-        for colour, row in enumerate(data["rows"], start=1)
+        for color, row in enumerate(data["rows"], start=1)
     ]
-    spans = [Bar(row["name"], row["largest"], start=row["smallest_normal"], colour=3) for row in data["rows"]]
+    spans = [Bar(row["name"], row["largest"], start=row["smallest_normal"], color=3) for row in data["rows"]]
     return [
         Bars("Rate of matrix products (whiskers: slowest and fastest sample)", "FLOP/s", rates),
         Curves(
@@ -253,11 +255,11 @@ def table(data: Data) -> TopicTable:
             [
                 row["name"],
                 f"{row['exponent_bits']} + {row['fraction_bits']}",
-                say.si(row["largest"]),
-                say.si(row["smallest_normal"]),
-                f"{say.si(row['error_max'] * 100)} %",
+                units.si(row["largest"]),
+                units.si(row["smallest_normal"]),
+                f"{units.si(row['error_max'] * 100)} %",
                 f"{row['adds_up_to']:g}",
-                say.flops(rate) if rate is not None else "–",
+                units.flops(rate) if rate is not None else "–",
             ]
         )
     head = (
@@ -278,7 +280,7 @@ topic = Topic(
     about="fp32, TF32, bf16, fp16 and fp8: range, rounding, what rounding does to a sum and to an update, and the rate",
     idea=(
         "A floating-point number spends its bits on two things: the exponent says how large it may be, the fraction how finely it "
-        "is told from its neighbours. bf16 keeps fp32's exponent and gives up fraction; fp16 does the reverse; fp8 has little of "
+        "is told from its neighbors. bf16 keeps fp32's exponent and gives up fraction; fp16 does the reverse; fp8 has little of "
         "both and needs a scale beside it. TF32 is fp32 in memory, with only ten bits of fraction inside the matrix units.",
         "Half the bits are half the traffic and half the memory, and matrix units multiply short numbers faster, where the device has "
         "such units. Without them a short format has to be converted for every operation and can be slower than the long one.",

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import MachineError, RecipeError
-from rush.explain import say
+from rush.explain import units
 from rush.explain.chart import Curve, Curves, Dot, Panel
 from rush.explain.clock import timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
@@ -57,7 +57,7 @@ def measure(settings: ExplainSettings) -> Data:
     used = [HALF[name] for name, _ in recipe.technique_uses() if name in HALF]
     # A CPU without instructions for half precision would take minutes for what it does in fp32 in a second.
     dtype = used[0] if used and settings.device == "cuda" else "float32"
-    settings.tell("the roofs", 0, 10)
+    settings.progress("the roofs", 0, 10)
     budget = 0.1 if settings.quick else 1.5
     matmul = rates.matmul(settings.device, dtype, budget_s=budget)
     assert not isinstance(matmul, str), matmul
@@ -67,7 +67,7 @@ def measure(settings: ExplainSettings) -> Data:
     cases = _cases(shape, rows, sequence, getattr(torch, dtype), settings.device)
     ops = []
     for done, (name, make) in enumerate(cases):
-        settings.tell(f"{recipe.model.name}: {name}", done + 1, len(cases) + 1)
+        settings.progress(f"{recipe.model.name}: {name}", done + 1, len(cases) + 1)
         try:
             case = make()
             found = timed(
@@ -116,9 +116,9 @@ def _check_size(shape: Shape, rows: int, sequence: int, peak: float, machine: Ma
     needed = max(8 * tokens * shape.vocab_size, 4 * scores, 16 * count_parameters(shape))
     if seconds > TOO_LONG_S or needed > 0.7 * machine.memory_bytes:
         reason = (
-            f"take about {say.duration(seconds)}"
+            f"take about {units.duration(seconds)}"
             if seconds > TOO_LONG_S
-            else f"need about {say.size(needed)}"
+            else f"need about {units.size(needed)}"
         )
         raise RecipeError(
             f"the operations of this model with {rows} × {sequence} tokens would {reason} on this device; "
@@ -277,23 +277,23 @@ def words(data: Data) -> list[str]:
     ops = data["ops"]
     turn = data["matmul_flops"] / data["copy_bytes_per_s"]
     under_memory = [op for op in ops if intensity(op) < turn]
-    said = [
-        f"This machine multiplies at {say.flops(data['matmul_flops'])} ({data['dtype']}) and copies at "
-        f"{say.bandwidth(data['copy_bytes_per_s'])}, so whatever does less than {say.si(turn)} FLOP per byte is bound by memory: "
+    sentences = [
+        f"This machine multiplies at {units.flops(data['matmul_flops'])} ({data['dtype']}) and copies at "
+        f"{units.bandwidth(data['copy_bytes_per_s'])}, so whatever does less than {units.si(turn)} FLOP per byte is bound by memory: "
         f"of {data['model']}'s operations with {data['batch']} × {data['sequence']} tokens, "
-        f"{say.listed([op['name'] for op in under_memory]) if under_memory else 'none'}."
+        f"{units.listed([op['name'] for op in under_memory]) if under_memory else 'none'}."
     ]
-    said.append(_share_words(ops))
-    said.append(_ends_words(data))
+    sentences.append(_share_words(ops))
+    sentences.append(_ends_words(data))
     above = [op for op in ops if rate(op) > 1.1 * roof(data, op)]
     if above:
-        said.append(
-            f"{_capital(say.listed([op['name'] for op in above]))} {'stands' if len(above) == 1 else 'stand'} above the slope: "
+        sentences.append(
+            f"{_capital(units.listed([op['name'] for op in above]))} {'stands' if len(above) == 1 else 'stand'} above the slope: "
             "that is no miracle but a cache; so few bytes did not have to come from memory, while the slope was measured with "
             "a copy too large for any cache."
         )
     attention = _attention_words(ops)
-    return [*said, attention] if attention else said
+    return [*sentences, attention] if attention else sentences
 
 
 def _share_words(ops: list[Data]) -> str:
@@ -305,8 +305,8 @@ def _share_words(ops: list[Data]) -> str:
     matmul = sum(parts[op["name"]] for op in ops if op["kind"] == "matmul")
     longest = max(parts, key=lambda name: parts[name])
     return (
-        f"Added up over all layers, the matrix products take {say.share(matmul / total)} of the time of these operations; "
-        f"the largest single part is {longest} with {say.share(parts[longest] / total)}."
+        f"Added up over all layers, the matrix products take {units.share(matmul / total)} of the time of these operations; "
+        f"the largest single part is {longest} with {units.share(parts[longest] / total)}."
     )
 
 
@@ -319,18 +319,18 @@ def _ends_words(data: Data) -> str:
         if low < 0.5
         else "so even that one is near its roof"
     )
-    return f"Nearest to its roof is {best} with {say.share(top)} of it; farthest is {worst} with {say.share(low)}, {tail}."
+    return f"Nearest to its roof is {best} with {units.share(top)} of it; farthest is {worst} with {units.share(low)}, {tail}."
 
 
 def _attention_words(ops: list[Data]) -> str | None:
     found = {op["name"]: op for op in ops if op["kind"] == "attention"}
     if len(found) < 2:
         return None
-    ratio = say.speedup(found["plain attention"]["seconds"], found["flash attention"]["seconds"])
+    ratio = units.speedup(found["plain attention"]["seconds"], found["flash attention"]["seconds"])
     what = (
-        f"{say.times(ratio.ratio)} faster than"
+        f"{units.times(ratio.ratio)} faster than"
         if ratio.faster
-        else f"slower than ({say.times(ratio.ratio)})"
+        else f"slower than ({units.times(ratio.ratio)})"
         if ratio.slower
         else "as fast as"
     )
@@ -344,7 +344,7 @@ def _capital(text: str) -> str:
 def picture(data: Data) -> list[Panel]:
     lines = []
     numbered = list(enumerate(data["ops"], start=1))
-    for kind, colour in KINDS.items():
+    for kind, color in KINDS.items():
         dots = [
             Dot(
                 intensity(op),
@@ -358,7 +358,7 @@ def picture(data: Data) -> list[Panel]:
             if op["kind"] == kind
         ]
         if dots:
-            lines.append(Curve(kind, dots, colour, "dots"))
+            lines.append(Curve(kind, dots, color, "dots"))
     places = [intensity(op) for op in data["ops"]]
     turn = data["matmul_flops"] / data["copy_bytes_per_s"]
     start, end = min([*places, turn]) / 2, max([*places, turn]) * 2
@@ -369,7 +369,7 @@ def picture(data: Data) -> list[Panel]:
     ]
     lines.append(
         Curve(
-            f"roof: {say.bandwidth(data['copy_bytes_per_s'])}, then {say.flops(data['matmul_flops'])}",
+            f"roof: {units.bandwidth(data['copy_bytes_per_s'])}, then {units.flops(data['matmul_flops'])}",
             corners,
             6,
             "formula",
@@ -389,10 +389,10 @@ def table(data: Data) -> TopicTable:
         [
             f"{index} {op['name']}",
             f"{op['copies']} ×",
-            say.span(op["seconds"]),
-            say.si(intensity(op)),
-            say.flops(rate(op)),
-            say.share(rate(op) / roof(data, op)),
+            units.span(op["seconds"]),
+            units.si(intensity(op)),
+            units.flops(rate(op)),
+            units.share(rate(op) / roof(data, op)),
         ]
         for index, op in enumerate(data["ops"], start=1)
     ]
@@ -412,7 +412,7 @@ topic = Topic(
         "limits look like a roof: a slope, where memory decides, and a flat part, where the arithmetic units do.",
         "Large matrix products belong under the flat part: use a faster number format to lift it. Norms, activations, losses and "
         "optimizer updates belong under the slope: the only way to make them faster is to move fewer bytes, by fusing them "
-        "with their neighbours or by smaller numbers.",
+        "with their neighbors or by smaller numbers.",
         "An operation far below its roof wastes something: it moves its data more than once, as plain attention and unfused norms "
         "do, or it is too small to fill the machine. An operation above the slope found its data in a cache.",
     ),

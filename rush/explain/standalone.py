@@ -1,6 +1,6 @@
 """All panels of a topic in one SVG file, to stand in a README or on a slide.
 
-A picture that stands alone needs its colours inside, for a light and for a dark page. No script, no font,
+A picture that stands alone needs its colors inside, for a light and for a dark page. No script, no font,
 nothing to load.
 """
 
@@ -25,7 +25,7 @@ svg { font: 13px -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, san
 .whisker { stroke: #16191d; stroke-width: 1.4; fill: none; }
 .curve { fill: none; stroke-width: 2; stroke-linejoin: round; } .formula { stroke-dasharray: 2 4; } .extrapolated { stroke-dasharray: 7 5; }
 .dot { stroke: #fcfbf8; stroke-width: 1.2; } .dot.hollow { fill: #fcfbf8; stroke-width: 2; }
-COLOURS
+COLORS
 @media (prefers-color-scheme: dark) {
   .paper { fill: #14171b; } text { fill: #e6e4de; } .tick, .axis-title, .note, .soft { fill: #a5adb8; }
   .note { stroke: #14171b; } .strong { fill: #e6e4de; }
@@ -50,7 +50,7 @@ def standalone(title: str, where: str, panels: Sequence[Panel]) -> str:
         for line in textwrap.wrap(panel.caption, 105):
             marks.append(tag("text", line, class_="soft", x=24, y=y - 14))
             y += 17
-    style = STYLE.replace("COLOURS", _colours(_LIGHT)).replace("DARK", _colours(_DARK))
+    style = STYLE.replace("COLORS", _colors(_LIGHT)).replace("DARK", _colors(_DARK))
     head = [
         tag("style", Markup(style)),
         tag("rect", class_="paper", width=width, height=y, rx=8),
@@ -64,10 +64,10 @@ def standalone(title: str, where: str, panels: Sequence[Panel]) -> str:
     )
 
 
-def _colours(palette: Sequence[str]) -> str:
+def _colors(palette: Sequence[str]) -> str:
     rules = []
-    for index, colour in enumerate(palette, start=1):
-        rules.append(f".bar.series-{index}, .dot.series-{index} {{ fill: {colour}; }}")
-        rules.append(f".curve.series-{index}, .dot.hollow.series-{index} {{ stroke: {colour}; }}")
+    for index, color in enumerate(palette, start=1):
+        rules.append(f".bar.series-{index}, .dot.series-{index} {{ fill: {color}; }}")
+        rules.append(f".curve.series-{index}, .dot.hollow.series-{index} {{ stroke: {color}; }}")
         rules.append(f".dot.hollow.series-{index} {{ fill: none; }}")
     return "\n".join(rules)

@@ -16,7 +16,7 @@ from rush.explain.drawing import bar_label, bar_scale, short
 from rush.explain.topic import TopicTable
 
 SIGNS = "●■▲◆○▬"
-COLOURS = ("blue", "red", "green", "magenta", "yellow", "white")
+COLORS = ("blue", "red", "green", "magenta", "yellow", "white")
 ROWS = 11
 
 
@@ -60,28 +60,28 @@ def curves(panel: Curves, width: int) -> Text:
     up = _mapping(y_low, max(ys), ROWS - 1, panel.y_log)
     grid: list[list[tuple[str, str]]] = [[(" ", "")] * columns for _ in range(ROWS)]
     for line in panel.lines:
-        colour = COLOURS[(line.colour - 1) % len(COLOURS)]
+        color = COLORS[(line.color - 1) % len(COLORS)]
         places = [(across(dot.x), up(dot.y)) for dot in line.dots]
         if line.style != "dots":
             for first, second in itertools.pairwise(places):
                 for column, row in _between(first, second):
-                    grid[row][column] = ("·", colour)
+                    grid[row][column] = ("·", color)
         if line.style != "formula":
             for dot, (column, row) in zip(line.dots, places, strict=True):
-                grid[row][column] = (dot.label[:1] or SIGNS[(line.colour - 1) % len(SIGNS)], colour)
+                grid[row][column] = (dot.label[:1] or SIGNS[(line.color - 1) % len(SIGNS)], color)
                 if len(dot.label) > 1 and column + 1 < columns:
-                    grid[row][column + 1] = (dot.label[1], colour)
+                    grid[row][column + 1] = (dot.label[1], color)
     labels = {up(value): short(value, panel.y_unit) for value in ticks}
     text = Text()
     for line in panel.lines:
-        sign = "··" if line.style == "formula" else SIGNS[(line.colour - 1) % len(SIGNS)]
-        text.append(f"{sign} ", COLOURS[(line.colour - 1) % len(COLOURS)])
+        sign = "··" if line.style == "formula" else SIGNS[(line.color - 1) % len(SIGNS)]
+        text.append(f"{sign} ", COLORS[(line.color - 1) % len(COLORS)])
         text.append(f"{line.name}   ")
     text.append("\n")
     for row in reversed(range(ROWS)):
         text.append(f"{labels.get(row, ''):>{margin}} │", "dim")
-        for character, colour in grid[row]:
-            text.append(character, colour)
+        for character, color in grid[row]:
+            text.append(character, color)
         text.append("\n")
     text.append(f"{'':>{margin}} └{'─' * columns}\n", "dim")
     ends = short(min(xs), panel.x_unit), short(max(xs), panel.x_unit)
@@ -121,6 +121,6 @@ def bars(panel: Bars, width: int) -> Text:
         if row.value is not None:
             start = round(scale(row.start)) if row.start is not None else 0
             length = max(1, round(scale(row.value)) - start)
-            text.append(" " * start + "█" * length, COLOURS[(row.colour - 1) % len(COLOURS)])
+            text.append(" " * start + "█" * length, COLORS[(row.color - 1) % len(COLORS)])
         text.append(f" {bar_label(row, panel.unit)}" + ("\n" if index < len(panel.rows) - 1 else ""))
     return text

@@ -1,7 +1,7 @@
 """What a topic is: a way to measure, words that follow from the numbers, and pictures of them.
 
 `measure` returns plain data (JSON values only). Everything shown is made from that data alone, so a record
-can be drawn again on another machine, and a test can hand in made-up numbers and see the words change.
+can be drawn again on another machine, and a test can pass made-up numbers and see the sentences change.
 The words about *this* machine come from `words`; `idea` teaches what is true on any machine and states no
 result.
 """
@@ -29,8 +29,8 @@ class ExplainSettings:
     """A coarse look in a few seconds, for tests and the impatient."""
     options: Mapping[str, str | int] = field(default_factory=dict)
     """What the topic's own options were set to."""
-    tell: Callable[[str, int, int], None] = lambda what, done, total: None
-    """Hears what is being measured, how many parts are done, and of how many."""
+    progress: Callable[[str, int, int], None] = lambda what, done, total: None
+    """Called with what is being measured, how many parts are done, and of how many."""
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Bars: the ladder itself, the time breakdown, claims against findings.
 
-Every bar begins at zero, so that lengths compare as the numbers do. A row's picture is drawn in per cent
+Every bar begins at zero, so that lengths compare as the numbers do. A row's picture is drawn in percent
 of its column, which leaves room at the right for the number; the page stacks the columns on a phone.
 """
 
@@ -18,11 +18,11 @@ from rush.report.svg import Scale, percent, picture, tag, tooltip
 
 SPEED_FULL = 64.0
 MEMORY_FULL = 56.0
-"""Where the longest bar ends, in per cent of the column: the rest is for the number beside it."""
+"""Where the longest bar ends, in percent of the column: the rest is for the number beside it."""
 
 CLASSES = {
     "attention": "attention",
-    "matmul": "matrix products",
+    "matmul": "matmuls",
     "norm_elementwise": "norms and elementwise",
     "loss": "loss",
     "optimizer": "optimizer",
@@ -55,7 +55,7 @@ def speed_bar(
     kind: str = "speed",
     total: float | None = None,
 ) -> Markup | None:
-    """One bar with its whisker, its number and the gain in all; None when nothing was measured."""
+    """One bar with its whisker, its number and the cumulative gain; None when nothing was measured."""
     if measure is None or top is None:
         return None
     scale = Scale(0, top, 0, SPEED_FULL)
@@ -74,13 +74,13 @@ def speed_bar(
         alt += f", {formatting.plural(measure.n, 'sample')}"
     beside = [tag("tspan", formatting.ratio(total), class_="soft", dx=7)] if total is not None else []
     if total is not None:
-        alt += f", {formatting.ratio(total)} in all"
+        alt += f", {formatting.ratio(total)} cumulative"
     marks.append(tag("text", label, *beside, class_="value", x=percent(end), dx=8, y=18))
     return picture(alt, tooltip(alt), *marks, class_="row", height=26)
 
 
 def whisker(low: float, high: float, middle: float, half: float) -> list[Markup]:
-    """An interval: a line with a cap at either end. `low` and `high` are per cent of the width."""
+    """An interval: a line with a cap at either end. `low` and `high` are percent of the width."""
     return [
         tag("line", class_="whisker", x1=percent(low), x2=percent(high), y1=middle, y2=middle),
         tag("line", class_="whisker", x1=percent(low), x2=percent(low), y1=middle - half, y2=middle + half),
@@ -121,7 +121,7 @@ def ms_per_thousand(rung: RungView) -> float | None:
 
 
 def breakdown_bar(rung: RungView, full: float) -> Markup | None:
-    """A step's time stacked by class, `full` per cent wide in all."""
+    """A step's time stacked by class, `full` percent wide."""
     parts = segments(rung.breakdown)
     if not parts:
         return None
@@ -146,9 +146,9 @@ def breakdown_bar(rung: RungView, full: float) -> Markup | None:
             )
         marks += inside
         x += width
-    said = ", ".join(f"{CLASSES[part.kind]} {formatting.share(part.share)}" for part in parts)
+    description = ", ".join(f"{CLASSES[part.kind]} {formatting.share(part.share)}" for part in parts)
     total = formatting.milliseconds(sum(rung.breakdown.values()))
-    return picture(f"{rung.title}: {total} a step. {said}", *marks, class_="row", height=26)
+    return picture(f"{rung.title}: {total} a step. {description}", *marks, class_="row", height=26)
 
 
 def claim_scale(ratios: Sequence[float]) -> Scale:
@@ -186,7 +186,7 @@ def claim_row(
     if found is not None:
         marks.append(tag("circle", class_="found", cx=percent(scale(found)), cy=13, r=5))
     if claimed is not None and claimed > 0:
-        # A nested svg moves by per cent, which a path cannot.
+        # A nested svg moves by percent, which a path cannot.
         diamond = tag("path", class_="claimed", d="M0 -7L7 0L0 7L-7 0Z")
         marks.append(tag("svg", diamond, x=percent(scale(claimed)), y=13, class_="over"))
     return picture(alt, tooltip(alt), *marks, class_="row", height=26)

@@ -1,6 +1,6 @@
-"""Our recipes beside their rivals as one SVG file, for a README: the ratio of speeds, its interval, what was wanted.
+"""Our recipes beside their baselines as one SVG file, for a README: the ratio of speeds, its interval, what was wanted.
 
-A bar is our speed over the rival's, measured in the same command; the line at 1 is the rival. A mark shows what was wanted.
+A bar is our speed over the baseline's, measured in the same command; the line at 1 is the baseline. A mark shows what was wanted.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ WIDTH, HEAD, ROW = 960.0, 84.0, 34.0
 BAR_X, BAR_END, MEMORY_X, VERDICT_X = 312.0, 630.0, 736.0, 848.0
 
 OWN_STYLE = """
-.wanted { stroke-width: 3; } .rival { stroke: #c4632f; stroke-width: 1.5; stroke-dasharray: 4 3; }
+.wanted { stroke-width: 3; } .baseline { stroke: #c4632f; stroke-width: 1.5; stroke-dasharray: 4 3; }
 """
 
 
 @dataclass(frozen=True)
 class BaselinePair:
-    """One of our recipes and its rival."""
+    """One of our recipes and its baseline."""
 
     ours: str
-    rival: str
+    baseline: str
     ratio: float
     low: float
     high: float
     wanted: float
     memory: float | None
-    """Our peak over the rival's."""
+    """Our peak over the baseline's."""
     verdict: str
 
 
@@ -47,7 +47,7 @@ def beside_picture(title: str, pairs: Sequence[BaselinePair]) -> str:
         tag("text", title, class_="title", x=20, y=34),
         tag(
             "text",
-            "tokens/s over the rival's (dashed: as fast as it; thick mark: wanted)",
+            "tokens/s over the baseline's (dashed: as fast as it; thick mark: wanted)",
             class_="soft",
             x=BAR_X,
             y=HEAD - 16,
@@ -57,10 +57,10 @@ def beside_picture(title: str, pairs: Sequence[BaselinePair]) -> str:
     ]
     for place, pair in enumerate(pairs):
         marks += _row(pair, HEAD + ROW * place, scale)
-    rival = scale(1.0)
-    marks.append(tag("line", class_="rival", x1=rival, x2=rival, y1=HEAD - 8, y2=height - 14))
-    told = "; ".join(f"{pair.ours} {pair.ratio:.2f} times {pair.rival}" for pair in pairs)
-    alt, box = f"{title}: {told}.", f"0 0 {WIDTH:g} {height:g}"
+    at_one = scale(1.0)
+    marks.append(tag("line", class_="baseline", x1=at_one, x2=at_one, y1=HEAD - 8, y2=height - 14))
+    pairs_text = "; ".join(f"{pair.ours} {pair.ratio:.2f} times {pair.baseline}" for pair in pairs)
+    alt, box = f"{title}: {pairs_text}.", f"0 0 {WIDTH:g} {height:g}"
     xmlns = "http://www.w3.org/2000/svg"
     return str(picture(alt, *marks, xmlns=xmlns, viewBox=box, width=WIDTH, height=height))
 
@@ -70,7 +70,7 @@ def _row(pair: BaselinePair, top: float, scale: Scale) -> list[Markup]:
     low, high, wanted = scale(pair.low), scale(pair.high), scale(pair.wanted)
     return [
         tag("text", pair.ours, x=20, y=top + 11),
-        tag("text", f"beside {pair.rival}", class_="soft", x=20, y=top + 26),
+        tag("text", f"beside {pair.baseline}", class_="soft", x=20, y=top + 26),
         tag("rect", class_="bar speed", x=BAR_X, y=top + 2, width=scale(pair.ratio) - BAR_X, height=20, rx=2),
         tag("line", class_="whisker", x1=low, x2=high, y1=middle, y2=middle),
         *(tag("line", class_="whisker", x1=x, x2=x, y1=middle - 3, y2=middle + 3) for x in (low, high)),

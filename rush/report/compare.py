@@ -79,7 +79,7 @@ def letter_of(index: int) -> str:
 
 
 def series_of(index: int) -> int:
-    """Which of the six colours a ladder gets; its letter tells it apart in any case."""
+    """Which of the six colors a ladder gets; its letter identifies it in any case."""
     return index % 6 + 1
 
 

@@ -163,7 +163,7 @@ def _short(value: float) -> str:
 
 
 def _broken(x: Scale, y: Scale, values: Sequence[float | None], length: int) -> str:
-    """A line that stops where a value is missing (a loss that was no number) and goes on after it."""
+    """A line that stops where a value is missing (a non-finite loss) and continues after it."""
     text, pen_down = "", False
     for step, value in enumerate(values[:length]):
         if value is not None:

@@ -47,7 +47,7 @@ def si(value: float | None, unit: str = "") -> str:
 
 
 def tick(value: float) -> str:
-    """A label on an axis: as `si`, without the zeros that tell how exact a measurement is."""
+    """A label on an axis: as `si`, without the zeros that show the precision of a measurement."""
     return re.sub(r"\.0+(?!\d)|(?<=\.)(\d*?[1-9])0+(?!\d)", r"\1", si(value))
 
 
@@ -75,7 +75,7 @@ def ratio(value: float | None) -> str:
 
 
 def share(value: float | None) -> str:
-    """A fraction as per cent."""
+    """A fraction as percent."""
     return MISSING if value is None else f"{digits(value * 100)}{JOIN}%"
 
 
@@ -144,5 +144,5 @@ def _parsed(text: str | None) -> datetime | None:
         when = datetime.fromisoformat(text)
     except ValueError:
         return None
-    # A time without a zone was written by a clock that did not say; taken as UTC, like all of ours.
+    # A time without a zone was written without a time zone; taken as UTC, like all of ours.
     return when.replace(tzinfo=UTC) if when.tzinfo is None else when.astimezone(UTC)

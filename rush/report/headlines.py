@@ -1,6 +1,6 @@
-"""What the numbers say, in words: verdicts, the headline, claims against findings, warnings.
+"""What the numbers mean, in words: verdicts, the headline, claims against findings, warnings.
 
-A verdict never rests on colour alone: it has a sign of its own and its words. A speed counts as the
+A verdict never rests on color alone: it has a sign of its own and its words. A speed counts as the
 ladder's result only when the model still learns the same and can be trained with, so the headline names the
 fastest *equal* and usable rung and says it apart when something faster was neither.
 """
@@ -23,7 +23,7 @@ VIEWS = {
 
 @dataclass(frozen=True)
 class VerdictStyle:
-    """How a verdict is shown: `tone` picks the colour, `sign` the drawn sign, `meaning` explains it."""
+    """How a verdict is shown: `tone` picks the color, `sign` the drawn sign, `meaning` explains it."""
 
     tone: str
     sign: str
@@ -32,18 +32,18 @@ class VerdictStyle:
 
 VERDICTS = {
     "baseline": VerdictStyle("plain", "dot", "where the comparison begins"),
-    "equal and faster": VerdictStyle("good", "up", "learns the same, and the gain's interval excludes chance"),
+    "equal and faster": VerdictStyle("good", "up", "learns the same, and the gain is beyond noise"),
     "equal and smaller": VerdictStyle("good", "shrink", "learns the same in less memory"),
     "faster but different": VerdictStyle("caution", "unequal", "faster, but what it learns differs from the reference"),
     "smaller but different": VerdictStyle("caution", "unequal", "less memory, but what it learns differs from the reference"),
-    "no gain": VerdictStyle("plain", "level", "took effect and learns the same; the difference is within chance"),
+    "no gain": VerdictStyle("plain", "level", "took effect and learns the same; the difference is within noise"),
     "slower": VerdictStyle("caution", "down", "took effect, and costs speed here"),
     "no effect": VerdictStyle("caution", "ring", "was switched on but left no trace in the profile"),
     "unsupported": VerdictStyle("plain", "barred", "cannot run on this machine or with this recipe"),
     "out of memory": VerdictStyle("bad", "cross", "did not fit"),
     "crashed": VerdictStyle("bad", "cross", "the process died"),
     "timed out": VerdictStyle("bad", "clock", "did not finish in its time"),
-    "diverged": VerdictStyle("bad", "unequal", "the loss stopped being a finite number"),
+    "diverged": VerdictStyle("bad", "unequal", "the loss became non-finite"),
     "different": VerdictStyle("caution", "unequal", "what it learns differs from the reference"),
     "unusable": VerdictStyle("bad", "barred", "was measured, but cannot validate, sample, save or resume"),
 }  # fmt: skip
@@ -138,7 +138,7 @@ def figures(ladder: LadderView) -> list[HeadlineFigure]:
 
 
 def _in_all(best: RungView, by_medians: float) -> float:
-    """The gain over the first rung; told batch by batch it is not the quotient of the two medians."""
+    """The gain over the first rung; compared batch by batch it is not the quotient of the two medians."""
     total = best.total_gain
     return total.ratio if total and total.paired else by_medians
 
@@ -187,7 +187,7 @@ class ClaimCheck:
 
 
 def compare_claim(ladder: LadderView, rung: RungView) -> ClaimCheck | None:
-    """What the authors say against what was measured; None when there is no claim."""
+    """The authors' claim against what was measured; None when there is no claim."""
     claim = rung.claim
     if claim is None:
         return None
@@ -205,18 +205,20 @@ def compare_claim(ladder: LadderView, rung: RungView) -> ClaimCheck | None:
 
 
 def effects(ladder: LadderView, rung: RungView) -> str:
-    """What the rung changed here, whatever its claim speaks of: speed, memory, waiting for data."""
+    """What the rung changed here, whatever its claim is about: speed, memory, waiting for data."""
     before = ladder.rung(rung.gain.over) if rung.gain else None
-    said = []
+    sentences = []
     if rung.gain:
-        chance = ", within chance" if rung.gain.real is False else ""
-        said.append(f"speed {formatting.change(rung.gain.ratio)}{chance}")
+        chance = ", within noise" if rung.gain.real is False else ""
+        sentences.append(f"speed {formatting.change(rung.gain.ratio)}{chance}")
     if before and before.peak_memory_bytes and rung.peak_memory_bytes:
-        said.append(f"peak memory {formatting.change(rung.peak_memory_bytes / before.peak_memory_bytes)}")
+        sentences.append(
+            f"peak memory {formatting.change(rung.peak_memory_bytes / before.peak_memory_bytes)}"
+        )
     if before and rung.claim and "data" in rung.claim.metric:
         waits = (formatting.milliseconds(before.data_wait_ms), formatting.milliseconds(rung.data_wait_ms))
-        said.append(f"waiting for data {waits[0]} before, {waits[1]} now")
-    return f"Here: {'; '.join(said)}." if said else ""
+        sentences.append(f"waiting for data {waits[0]} before, {waits[1]} now")
+    return f"Here: {'; '.join(sentences)}." if sentences else ""
 
 
 def _finding(
@@ -257,7 +259,7 @@ def warnings(ladder: LadderView) -> list[str]:
     if ladder.finished is None:
         notes.append(
             f"This ladder is not finished: {formatting.plural(len(ladder.rungs), 'rung')} so far. "
-            "Start it again and it goes on where it stopped."
+            "Run the same command again and it resumes where it stopped."
         )
     if ladder.drift and ladder.drift.flagged:
         notes.append(
@@ -267,13 +269,13 @@ def warnings(ladder: LadderView) -> list[str]:
     if ladder.drift and ladder.drift.restless and ladder.drift.uneven:
         notes.append(
             "Batches of this data hold such unequal numbers of tokens that times of one and the same rung lie far apart, and its "
-            "two measurements share too few batches to compare them one by one. Smaller gains cannot be told, and whether the "
-            "machine was quiet cannot be told from this. More samples (measure.windows, measure.timed_max_s) help."
+            "two measurements share too few batches to compare them one by one. Smaller gains cannot be resolved, and whether the "
+            "machine was quiet cannot be concluded from this. More samples (measure.windows, measure.timed_max_s) help."
         )
     elif ladder.drift and ladder.drift.restless:
         notes.append(
             "The machine was too busy with other things: times of one and the same rung lie so far apart that smaller gains "
-            "cannot be told. Run it again when nothing else runs."
+            "cannot be resolved. Run it again when nothing else runs."
         )
     throttled = [r.title for r in ladder.rungs if r.environment.get("throttle")]
     if throttled:
@@ -301,8 +303,8 @@ def environment(rung: RungView) -> list[tuple[str, str]]:
     rows = []
     for key, value in rung.environment.items():
         if value not in (None, [], {}):
-            said = ", ".join(map(shown, value)) if isinstance(value, list) else shown(value)
-            rows.append((names.get(key, text(key) or ""), said))
+            description = ", ".join(map(shown, value)) if isinstance(value, list) else shown(value)
+            rows.append((names.get(key, text(key) or ""), description))
     return rows
 
 

@@ -32,7 +32,7 @@ TONES = {
     "different": ("bad", "unequal"),
     "not judged": ("caution", "ring"),
 }
-"""The colour and the sign of each verdict."""
+"""The color and the sign of each verdict."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class ChartPoint:
     y: float
     low: float
     high: float
-    said: str
+    description: str
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def part_of(op: KernelOp) -> KernelSection:
     """The pictures of an op: one for each series and pass in which something was timed."""
     names = list(dict.fromkeys(row["contender"] for row in op["rows"]))
     reached = [row.get("ceiling_fraction") or 0.0 for row in op["rows"] if row.get("time_ms")]
-    # Where all stay far below the ceiling (tiny sizes, as on a CPU) nothing could be told apart under it.
+    # Where all stay far below the ceiling (tiny sizes, as on a CPU) nothing could be distinguished under it.
     fractions = all(map(_finite, reached)) and max(reached, default=0.0) >= 0.1
     figures = []
     for series in dict.fromkeys(row.get("series", "") for row in op["rows"]):
@@ -167,9 +167,9 @@ def _point(op: KernelOp, row: KernelRow, fractions: bool) -> ChartPoint:
     assert time is not None
     x = float(row["dims"].get(op["axis"], 1))
     low, high = time["ci95"]
-    said = f"{row['contender']}, {row['size']}: {formatting.milliseconds(time['median'])}"
+    description = f"{row['contender']}, {row['size']}: {formatting.milliseconds(time['median'])}"
     if not fractions:
-        return ChartPoint(x, time["median"], low, high, said)
+        return ChartPoint(x, time["median"], low, high, description)
     y = row["ceiling_fraction"]
     assert y is not None
     rate = (
@@ -177,8 +177,8 @@ def _point(op: KernelOp, row: KernelRow, fractions: bool) -> ChartPoint:
         if op["bound"] == "memory"
         else formatting.si(row["flops_per_s"], "FLOP/s")
     )
-    said += f", {rate}, {formatting.share(y)} of the ceiling"
-    return ChartPoint(x, y, y * time["median"] / high, y * time["median"] / low, said)
+    description += f", {rate}, {formatting.share(y)} of the ceiling"
+    return ChartPoint(x, y, y * time["median"] / high, y * time["median"] / low, description)
 
 
 def _picture(op: KernelOp, lines: Sequence[ChartLine], title: str, fractions: bool) -> Markup:
@@ -203,7 +203,10 @@ def _picture(op: KernelOp, lines: Sequence[ChartLine], title: str, fractions: bo
     marks += place_letters(frame, lines, x, y)
     best = max(points, key=lambda point: point.y if fractions else -point.y)
     return picture(
-        f"{op['op']}, {title}. Best: {best.said}.", *marks, class_="curve-picture", viewBox=frame.view_box
+        f"{op['op']}, {title}. Best: {best.description}.",
+        *marks,
+        class_="curve-picture",
+        viewBox=frame.view_box,
     )
 
 
@@ -221,7 +224,7 @@ def draw_line(line: ChartLine, x: Scale, y: Scale) -> list[Markup]:
             "path", class_="whisker thin", d=f"M{number(cx)} {number(y(point.low))}V{number(y(point.high))}"
         )
         dot = tag("circle", class_=f"dot {kind}", cx=cx, cy=y(point.y), r=5 if line.ours else 4)
-        marks.append(tag("g", tooltip(point.said), whisker, dot))
+        marks.append(tag("g", tooltip(point.description), whisker, dot))
     return marks
 
 

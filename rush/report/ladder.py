@@ -90,12 +90,12 @@ class LifeView:
     """Whether a rung could be trained with: `ok`, `broken` or `not known`, and the sentence to it."""
 
     verdict: Word
-    said: str
+    description: str
 
 
 def _life(value: Json) -> Json:
     row = table(value)
-    return {**row, "said": (text(life_words(row)) or "").rstrip(".")} if row.get("verdict") else value
+    return {**row, "description": (text(life_words(row)) or "").rstrip(".")} if row.get("verdict") else value
 
 
 @dataclass(frozen=True)

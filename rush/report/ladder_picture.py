@@ -1,6 +1,6 @@
 """The ladder as one SVG file, to stand in a README or on a slide.
 
-The page's own bars stretch with their column; a picture that stands alone needs fixed places, its colours
+The page's own bars stretch with their column; a picture that stands alone needs fixed places, its colors
 inside, and both of them: a viewer on a dark page gets the dark ones. No script, no font, nothing to load.
 """
 
@@ -56,7 +56,7 @@ def ladder_picture(ladder: LadderView) -> str:
         ),
     ]
     for x, word in (
-        (SPEED_X, f"{ladder.rate} (× in all); pale: tried, not built upon"),
+        (SPEED_X, f"{ladder.rate} (× cumulative); pale: tried, not built upon"),
         (MEMORY_X, "peak memory"),
         (VERDICT_X, "verdict"),
     ):

@@ -1,4 +1,4 @@
-"""The end-to-end bench as a page: each workload as bars, the rival beside ours, with its targets and every number."""
+"""The end-to-end bench as a page: each workload as bars, the baseline beside ours, with its targets and every number."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rush.report.page import flattened, render
 
 @dataclass(frozen=True)
 class Side:
-    """The rival, or one of ours, as a row of the picture."""
+    """The baseline, or one of ours, as a row of the chart."""
 
     title: str
     rung: RungRecord
@@ -55,7 +55,7 @@ def model_page(record: ModelRecord) -> str:
 
 
 def sides(workload: WorkloadRecord) -> list[Side]:
-    """The rival first, then ours, on one scale; none where only lengths were tried."""
+    """The baseline first, then ours, on one scale; none where only lengths were tried."""
     if "longest" in workload:
         return []
     every: list[tuple[RungRecord, dict[str, Any] | None, bool]] = [(workload["rival"], None, True)]
@@ -90,23 +90,23 @@ def _side(
 
 
 def table(record: ModelRecord) -> list[Sequence[str]]:
-    """Every measured pair as plain words: workload, rival's rate, ours, ratio with interval, memory, verdicts."""
+    """Every measured pair as plain words: workload, baseline's rate, ours, ratio with interval, memory, verdicts."""
     rows: list[Sequence[str]] = []
     for workload in record["workloads"]:
         if "longest" in workload:
             continue
-        rival = workload["rival"]
+        baseline = workload["rival"]
         for ours in workload["ours"]:
             rung, target = ours["rung"], dict(ours["target"])
             beside = "" if ours.get("primary", True) else " (beside it)"
             rows.append(
                 (
                     workload["about"],
-                    f"{rival['title']}: {_rate(rival)}",
+                    f"{baseline['title']}: {_rate(baseline)}",
                     f"`{rung['name']}`{beside}: {_rate(rung)}",
                     ratio_words(target),
                     wanted_words(target),
-                    f"{formatting.size(rung.get('peak_memory_bytes'))} (rival {formatting.size(rival.get('peak_memory_bytes'))}"
+                    f"{formatting.size(rung.get('peak_memory_bytes'))} (baseline {formatting.size(baseline.get('peak_memory_bytes'))}"
                     f"{memory_ratio(target)})",
                     (rung.get("parity") or {}).get("verdict", "not judged"),
                     verdict_words(target),

@@ -1,6 +1,6 @@
 """Assembling a page: one file, no network, and a policy that forbids what the page does not need.
 
-The browser is told by a Content-Security-Policy that nothing may be loaded and that only this very style
+A Content-Security-Policy tells the browser that nothing may be loaded and that only this very style
 sheet and this very script (by their SHA-256) may act. Text from a record is escaped by the template; were
 a hole ever left there, the policy would still refuse to run what came through it. For the same reason
 there are no style attributes and no inline handlers anywhere.
@@ -125,16 +125,16 @@ def limit_rows(row: Mapping[str, Json]) -> list[tuple[str, str]]:
     for key, value in row.items():
         size = real(value) if key.endswith("_bytes") else None
         if size is not None:
-            said = formatting.size(size)
+            description = formatting.size(size)
         elif key == "tried":
-            said = (
+            description = (
                 ", ".join(_tried(point) for point in value) if isinstance(value, list) else formatting.MISSING
             )
         elif isinstance(value, list):
-            said = ", ".join(map(shown, value)) or "nothing"
+            description = ", ".join(map(shown, value)) or "nothing"
         else:
-            said = formatting.MISSING if value is None else shown(value)
-        rows.append((names.get(key, (text(key) or "").replace("_", " ")), said))
+            description = formatting.MISSING if value is None else shown(value)
+        rows.append((names.get(key, (text(key) or "").replace("_", " ")), description))
     return rows
 
 
@@ -164,7 +164,7 @@ def flattened(value: Json, name: str = "") -> list[tuple[str, str]]:
 
 
 def badge(word: str, tone: str, sign: str, meaning: str = "") -> Markup:
-    """A verdict: a sign, the words, and a colour that says nothing the words do not."""
+    """A verdict: a sign, the words, and a color that adds nothing to the words."""
     drawing = tag(
         "svg",
         tag("path", d=SIGNS[sign], fill_rule="evenodd"),

@@ -53,7 +53,7 @@ def _time(plan: Mapping[str, Any]) -> tuple[Markup, list[tuple[str, str]]]:
 
 
 def _stacked(parts: Mapping[str, float], whole: float, limit: float | None, say: Any) -> Markup:
-    """Parts side by side, in per cent of the column, and a line at the limit."""
+    """Parts side by side, in percent of the column, and a line at the limit."""
     at, marks = 0.0, []
     alt = ", ".join(f"{part} {say(value)}" for part, value in parts.items())
     for number, (part, value) in enumerate(parts.items()):

@@ -1,6 +1,6 @@
 """The roofline: what bounds a rung, arithmetic or memory.
 
-A chip multiplies at most so fast (the flat roofs, one per dtype, measured here with large products) and
+A chip multiplies at most so fast (the flat roofs, one per dtype, measured here with large matmuls) and
 moves bytes at most so fast (the slope, measured with a large copy). Work that does few operations per
 byte sits under the slope and wants less traffic; work under a flat roof wants a faster dtype.
 
@@ -134,8 +134,10 @@ def _roofs(
         for dtype, rate in group:
             corner = x(rate / bandwidth) if bandwidth else frame.left
             start = min(max(corner, frame.left), frame.x_end - 30)
-            said = tooltip(f"measured ceiling, {dtype}: {formatting.si(rate, 'FLOP/s')}")
-            lines.append(tag("path", said, class_="roof", d=path([(start, y(rate)), (frame.x_end, y(rate))])))
+            description = tooltip(f"measured ceiling, {dtype}: {formatting.si(rate, 'FLOP/s')}")
+            lines.append(
+                tag("path", description, class_="roof", d=path([(start, y(rate)), (frame.x_end, y(rate))]))
+            )
         label = ", ".join(f"{dtype} {formatting.si(rate)}" for dtype, rate in group)
         box = _label_box(frame, start, y(group[0][1]), y(group[-1][1]), len(label) * 6.4, boxes)
         boxes.append(box)
@@ -176,8 +178,8 @@ def _dots(frame: Frame, x: Scale, y: Scale, places: Sequence[Position]) -> list[
     marks, taken = [], [(x(place.intensity), y(place.flops)) for place in places]
     for place in places:
         cx, cy = x(place.intensity), y(place.flops)
-        said = f"{place.rung.index}. {place.rung.title}: {formatting.si(place.flops, 'FLOP/s')}, {formatting.digits(place.intensity)} FLOP per byte"
-        marks.append(tag("circle", tooltip(said), class_="dot place", cx=cx, cy=cy, r=4.5))
+        description = f"{place.rung.index}. {place.rung.title}: {formatting.si(place.flops, 'FLOP/s')}, {formatting.digits(place.intensity)} FLOP per byte"
+        marks.append(tag("circle", tooltip(description), class_="dot place", cx=cx, cy=cy, r=4.5))
     for place in places:
         cx, cy = x(place.intensity), y(place.flops)
         spot = free_spot(frame, cx, cy, taken, REACHES, DIRECTIONS, 11)

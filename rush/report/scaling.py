@@ -37,7 +37,7 @@ TONES = {
     "timed out": ("bad", "clock"),
     "diverged": ("bad", "cross"),
 }
-"""The colour and the sign of each verdict."""
+"""The color and the sign of each verdict."""
 MEANINGS = {
     "baseline": "One device: what the others are compared with.",
     "equal": "The ranks learn what one rank learns, and the profile shows the layout at work: a finding.",
@@ -88,8 +88,8 @@ def scale_page(record: ScaleRecord) -> str:
         no_links=[link for link in record["links"] if link.get("reason")],
         tones=TONES,
         meanings={
-            name: said
-            for name, said in MEANINGS.items()
+            name: description
+            for name, description in MEANINGS.items()
             if any(p["verdict"] == name for p in record["points"])
         },
         memory_words=memory_words,
@@ -131,29 +131,29 @@ def _speed(point: PointRecord) -> float:
 
 
 def warnings(record: ScaleRecord) -> list[str]:
-    said = []
+    sentences = []
     if record["machine"].get("device") == "cpu":
         cores = record.get("threads_per_rank") or 1
-        said.append(
+        sentences.append(
             f"These ranks ran on a CPU, {formatting.plural(cores, 'core')} each, and talked through gloo: this shows that the machinery "
             "works, and is no figure for GPUs."
         )
     if any(point.get("shared") for point in record["points"]):
-        said.append(
+        sentences.append(
             "Some ranks shared a device. They show that a layout learns the same; they have no speed."
         )
     drift = record.get("drift")
     if drift and drift.get("flagged"):
-        said.append(
+        sentences.append(
             f"The first point was measured again at the end and had moved by {formatting.change(drift['ratio'])}."
         )
     elif drift and drift.get("restless"):
-        said.append(
+        sentences.append(
             "Batches differ, and the two measurements of the first point share too few of them to tell small differences."
             if drift.get("uneven")
             else "The machine was too busy to tell small differences; run the study again when nothing else runs."
         )
-    return said
+    return sentences
 
 
 def rows_of(record: ScaleRecord) -> list[LayoutRow]:
@@ -258,17 +258,17 @@ def _speed_dot(point: PointRecord) -> ChartPoint:
     speed = point["tokens_per_s"]
     assert speed is not None
     low, high = speed["ci95"]
-    said = f"{_name(point)}, {formatting.plural(point['devices'], 'device')}: {formatting.speed(speed['median'])}"
-    return ChartPoint(float(point["devices"]), speed["median"], low, high, said)
+    description = f"{_name(point)}, {formatting.plural(point['devices'], 'device')}: {formatting.speed(speed['median'])}"
+    return ChartPoint(float(point["devices"]), speed["median"], low, high, description)
 
 
 def _share_dot(point: PointRecord, scaling: str) -> ChartPoint:
     found = point["efficiency"][scaling]
     low, high = found["ci95"]
-    said = (
+    description = (
         f"{_name(point)}, {formatting.plural(point['devices'], 'device')}: {formatting.share(found['ratio'])}"
     )
-    return ChartPoint(float(point["devices"]), found["ratio"], low, high, said)
+    return ChartPoint(float(point["devices"]), found["ratio"], low, high, description)
 
 
 def _picture(
@@ -313,13 +313,13 @@ def _picture(
             )
     marks += place_letters(frame, shown, x, y)
     best = max(dots, key=lambda dot: (dot.x, dot.y))
-    alt = f"{title} over {', '.join(map(str, devices))} devices. Best on the most: {best.said}."
+    alt = f"{title} over {', '.join(map(str, devices))} devices. Best on the most: {best.description}."
     return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
 
 
 def _within(line: ChartLine, top: float) -> ChartLine:
     """The line with whiskers that end where the picture does."""
-    dots = tuple(ChartPoint(d.x, d.y, max(0.0, d.low), min(d.high, top), d.said) for d in line.points)
+    dots = tuple(ChartPoint(d.x, d.y, max(0.0, d.low), min(d.high, top), d.description) for d in line.points)
     return ChartLine(line.letter, line.series, line.name, line.ours, dots)
 
 
@@ -355,8 +355,10 @@ def _link_dots(link: LinkRecord) -> tuple[ChartPoint, ...]:
     for size in link["sizes"]:
         rate, each = size["bus_bytes_per_s"], sorted(size["seconds"])
         middle = each[len(each) // 2]
-        said = f"{link['operation'].replace('_', '-')} of {formatting.size(size['bytes'])}: {formatting.si(rate, 'B/s')}"
-        dots.append(ChartPoint(size["bytes"], rate, rate * middle / each[-1], rate * middle / each[0], said))
+        description = f"{link['operation'].replace('_', '-')} of {formatting.size(size['bytes'])}: {formatting.si(rate, 'B/s')}"
+        dots.append(
+            ChartPoint(size["bytes"], rate, rate * middle / each[-1], rate * middle / each[0], description)
+        )
     return tuple(sorted(dots, key=lambda dot: dot.x))
 
 
@@ -374,4 +376,6 @@ def _link_picture(lines: Sequence[ChartLine], title: str) -> Markup:
         marks += draw_line(line, x, y)
     marks += place_letters(frame, shown, x, y)
     best = max(dots, key=lambda dot: dot.y)
-    return picture(f"{title}. Best: {best.said}.", *marks, class_="curve-picture", viewBox=frame.view_box)
+    return picture(
+        f"{title}. Best: {best.description}.", *marks, class_="curve-picture", viewBox=frame.view_box
+    )

@@ -1,8 +1,8 @@
 """Small tools to draw with: SVG elements that escape what they are given, scales and ticks.
 
 The pictures are written by hand as SVG inside the page, so the file stays small, prints sharply and needs
-no script. Colours never stand in the SVG: an element has a class, the style sheet gives the class its
-colour, and the same picture serves the light page, the dark one and the printed one.
+no script. Colors never stand in the SVG: an element has a class, the style sheet gives the class its
+color, and the same picture serves the light page, the dark one and the printed one.
 
 A bar is drawn in percentages of its own width (an `svg` without a view box), so it fills whatever column
 the page gives it while its text keeps its size. Curves need coordinates and use a view box.

@@ -1,4 +1,4 @@
-"""The signs of the verdicts: shapes that tell them apart without colour, and in any font."""
+"""The signs of the verdicts: shapes that distinguish them without color, and in any font."""
 
 from __future__ import annotations
 

@@ -19,9 +19,9 @@ from rush.report.svg import Scale, path, picture, tag, ticks, tooltip, widened
 TONES = {
     "won": ("good", "up", "the best that was proved"),
     "ahead": ("good", "up", "took the lead when it was tried"),
-    "start": ("plain", "dot", "the recipe as it was given"),
+    "start": ("plain", "dot", "the unchanged recipe"),
     "lost": ("plain", "level", "was tried, and another is better"),
-    "different": ("caution", "unequal", "learns something else than plain fp32"),
+    "different": ("caution", "unequal", "its loss curve is outside the tolerance of plain fp32"),
     "no effect": ("caution", "ring", "part of it left no trace in the profile"),
     "unusable": ("bad", "barred", "cannot validate, sample, save or resume"),
     "failed": ("bad", "cross", "did not run to its end"),
@@ -83,7 +83,7 @@ def headline(record: TuneRecord) -> str:
         return f"Sequences of {formatting.count(winner['sequence'])} tokens fit; {proof}."
     if record["objective"] == "memory":
         return f"{formatting.change(winner['memory_ratio'])} peak memory; {proof}."
-    return f"{formatting.ratio(winner['gain']['ratio'])} the speed of the recipe as it stood; {proof}."
+    return f"{formatting.ratio(winner['gain']['ratio'])} the speed of the unchanged recipe; {proof}."
 
 
 def _figures(record: TuneRecord) -> list[HeadlineFigure]:
@@ -94,7 +94,7 @@ def _figures(record: TuneRecord) -> list[HeadlineFigure]:
         found.append(HeadlineFigure(formatting.size(winner["peak_memory_bytes"]), "its peak memory"))
     if winner is not None and "cost_per_million_tokens" in winner:
         found.append(
-            HeadlineFigure(formatting.digits(winner["cost_per_million_tokens"]), "money per million tokens")
+            HeadlineFigure(formatting.digits(winner["cost_per_million_tokens"]), "cost per million tokens")
         )
     tried = sum(event["kind"] != "reference" for event in record["events"])
     found.append(
@@ -158,12 +158,12 @@ def _trial(
     value = _value(row, memory)
     state = row["state"] if row is not None else "start"
     kind = KINDS[event["kind"]]
-    said = f"{event['candidate']} ({kind}): " + (say(value) if value is not None else event["status"])
-    said += f"; {row['reason']}" if row is not None and row["reason"] else ""
+    description = f"{event['candidate']} ({kind}): " + (say(value) if value is not None else event["status"])
+    description += f"; {row['reason']}" if row is not None and row["reason"] else ""
     tone = TONES[state][0] if value is not None or event["kind"] == "reference" else "bad"
     height = y(value) if value is not None else y.start - 8
     thin = 9.0 if event["kind"] in ("rank", "confirm", "length") else 5.0
-    return tag("rect", tooltip(said), class_=f"trial {tone}", x=begin, y=height - thin / 2,
+    return tag("rect", tooltip(description), class_=f"trial {tone}", x=begin, y=height - thin / 2,
                width=max(2.0, end - begin - 1), height=thin, rx=2)  # fmt: skip
 
 
@@ -189,9 +189,16 @@ def _pruned(rows: Sequence[CandidateRow], x: Scale, frame: Frame) -> list[Markup
             at = x(row["at_s"]) + 5
             place = round(at / 10)
             heights[place] = heights.get(place, 0) + 1
-            said = tooltip(f"{row['key']}: {row['reason']}")
+            description = tooltip(f"{row['key']}: {row['reason']}")
             marks.append(
-                tag("circle", said, class_="claimed", cx=at, cy=frame.y_end - 10 * heights[place], r=3.5)
+                tag(
+                    "circle",
+                    description,
+                    class_="claimed",
+                    cx=at,
+                    cy=frame.y_end - 10 * heights[place],
+                    r=3.5,
+                )
             )
     return marks
 

@@ -12,7 +12,7 @@ Data = dict[str, Any]
 
 
 def took(seconds: float, n: int = 9) -> Data:
-    """Timings around a median, two per cent apart."""
+    """Timings around a median, two percent apart."""
     return stat([seconds * (1 + 0.0025 * (k - n // 2)) for k in range(n)])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rush.errors import DataError, RecipeError
-from rush.explain import ExplainSettings, find, say, topics
+from rush.explain import ExplainSettings, find, topics, units
 from rush.explain.drawing import draw
 from rush.explain.page import page, picture, write
 from rush.explain.records import explain, make, read
@@ -29,12 +29,13 @@ SVG = "{http://www.w3.org/2000/svg}"
 @cache
 def measured(name: str) -> dict[str, Any]:
     """A real, quick measurement; once for all tests of a process."""
-    told: list[tuple[str, int, int]] = []
+    reported: list[tuple[str, int, int]] = []
     record = make(
-        find(name), ExplainSettings(probe("cpu"), "cpu", quick=True, tell=lambda *said: told.append(said))
+        find(name),
+        ExplainSettings(probe("cpu"), "cpu", quick=True, progress=lambda *seen: reported.append(seen)),
     )
-    assert told, "progress is told"
-    assert all(done < total for _, done, total in told)
+    assert reported, "progress is reported"
+    assert all(done < total for _, done, total in reported)
     return record
 
 
@@ -64,21 +65,21 @@ def test_the_words_contain_the_numbers_of_the_record() -> None:
 
     for way in ("plain", "flash"):
         row = [r for r in data("attention")["rows"] if r["way"] == way][-1]
-        assert say.duration(row["seconds"]["median"]) in text("attention")
-        assert say.size(row["peak_bytes"]) in text("attention")
+        assert units.duration(row["seconds"]["median"]) in text("attention")
+        assert units.size(row["peak_bytes"]) in text("attention")
     for row in (data("memory")["bandwidth"][0], data("memory")["bandwidth"][-1]):
-        assert say.bandwidth(row["moved"] / row["seconds"]["median"]) in text("memory")
+        assert units.bandwidth(row["moved"] / row["seconds"]["median"]) in text("memory")
     for row in data("memory")["latency"][:1] + data("memory")["latency"][-1:]:
-        assert say.duration(row["seconds"]["median"]) in text("memory")
+        assert units.duration(row["seconds"]["median"]) in text("memory")
     separate = [r for r in data("fusion")["rows"] if r["way"] == "separate"][-1]
-    assert say.duration(separate["seconds"]["median"]) in text("fusion")
+    assert units.duration(separate["seconds"]["median"]) in text("fusion")
     first = data("batch")["rows"][0]
-    assert say.flops(2 * 512 * 1024 / first["seconds"]["median"]) in text("batch")
-    assert say.flops(data("roofline")["matmul_flops"]) in text("roofline")
-    assert say.bandwidth(data("roofline")["copy_bytes_per_s"]) in text("roofline")
+    assert units.flops(2 * 512 * 1024 / first["seconds"]["median"]) in text("batch")
+    assert units.flops(data("roofline")["matmul_flops"]) in text("roofline")
+    assert units.bandwidth(data("roofline")["copy_bytes_per_s"]) in text("roofline")
     assert "256 in bf16" in text("precision")
     full = next(r for r in data("occupancy")["tasks"] if r["tasks"] == data("occupancy")["workers"])
-    assert say.duration(full["seconds"]["median"]) in text("occupancy")
+    assert units.duration(full["seconds"]["median"]) in text("occupancy")
 
 
 def test_the_measured_shapes_are_the_recipes() -> None:

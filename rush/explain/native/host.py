@@ -48,15 +48,15 @@ def compile_walks() -> Walks | str:
     with tempfile.TemporaryDirectory(prefix="rush-explain-") as folder:
         code, built = Path(folder) / "memory.c", Path(folder) / "memory.so"
         code.write_text(source, encoding="utf-8")
-        said = ""
+        description = ""
         for flags in FLAGS:
             words = [compiler, "-O3", *flags, "-shared", "-fPIC", "-o", str(built), str(code)]
             done = subprocess.run(words, capture_output=True, text=True, check=False)
             if done.returncode == 0:
                 break
-            said = (done.stderr.strip().splitlines() or ["it said nothing"])[0]
+            description = (done.stderr.strip().splitlines() or ["it description nothing"])[0]
         else:
-            return f"{Path(compiler).name} could not compile the walks: {said[:200]}"
+            return f"{Path(compiler).name} could not compile the walks: {description[:200]}"
         library = ctypes.CDLL(str(built))
     library.chase.restype = ctypes.c_void_p
     library.chase.argtypes = (ctypes.c_void_p, ctypes.c_long)

@@ -1,6 +1,6 @@
-"""How the sentences speak: numbers with units, comparisons that claim no more than was measured.
+"""Numbers with units for the sentences, and comparisons that claim no more than was measured.
 
-Samples taken one after the other in one process are alike, so a difference below five per cent is never
+Samples taken one after the other in one process are alike, so a difference below five percent is never
 called one, however narrow the intervals are.
 """
 
@@ -69,5 +69,5 @@ def listed(parts: Sequence[str]) -> str:
 
 
 def plain_number(value: int) -> str:
-    """A whole number as it stands in a table: small ones as they are, large ones with thin spaces."""
+    """A whole number for a table: large ones with thin spaces."""
     return str(value) if value < 10_000 else count(value)
