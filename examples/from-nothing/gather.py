@@ -3,7 +3,7 @@
     python examples/from-nothing/gather.py --to build/from-nothing
 
 fetches the packages of packages.toml (`apt-get download`: any user, nothing is installed), unpacks them
-(`dpkg-deb -x`) and writes raw/PACKAGE.jsonl, a document a row: `text` and `source`. It goes on where it was
+(`dpkg-deb -x`) and writes raw/PACKAGE.jsonl, a document a row: `text` and `source`. It resumes where it was
 interrupted. Needs Debian or Ubuntu; a package that the release does not have is named and left out.
 """
 

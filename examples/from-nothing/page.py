@@ -67,7 +67,7 @@ def _opening(records: Records, folder: Path) -> str:
 
 One GPU, {_minutes(_train_seconds(records))} of training, nothing but `rush` commands, and text that any Debian machine can fetch: a GPT-2 of
 124M parameters is pretrained from random weights, killed twice on the way, taught to answer questions, and taught to prefer
-right answers to wrong ones. In the end it tells four definitions of a word apart in {shares["share"]:.0%} of the cases (chance: 25 %) and
+right answers to wrong ones. In the end it picks the right one of four definitions of a word in {shares["share"]:.0%} of the cases (chance: 25 %) and
 answers questions. It is a small model that has read {rows[-1]["tokens"] / 1e6:,.0f}M tokens, no more: what it says, right or wrong, is
 below as it came.
 
@@ -224,7 +224,7 @@ def _finetuning_part(records: Records) -> str:
     settings = {run: records.recipe(run) for run in ("sft", "dpo")}
     before, after = (_held(rows) for rows in (sft, dpo))
     margin = next((row["reward_margin"] for row in reversed(dpo) if "reward_margin" in row), None)
-    told = "" if margin is None else f" The reward margin ended at {margin:.2f}."
+    margin_text = "" if margin is None else f" The reward margin ended at {margin:.2f}."
     return f"""
 ## Fine-tuning
 
@@ -237,7 +237,7 @@ docstrings and a little small talk. A twentieth of the words is never asked abou
 
 **DPO** ([dpo.toml](../examples/from-nothing/dpo.toml)): the right definition is preferred to another word's, to one that repeats
 itself and to one that breaks off. {dpo[-1]["step"]:,} steps at a learning rate of {settings["dpo"]["optimizer"]["lr"]:g}; held-out loss
-{after[0]:.3f} → {after[-1]:.3f} (0.693 is indifference).{told}
+{after[0]:.3f} → {after[-1]:.3f} (0.693 is indifference).{margin_text}
 
 ![Losses of SFT and DPO](pictures/from-nothing-finetune.svg)
 """

@@ -4,12 +4,12 @@
 #     bash examples/from-nothing/story.sh prepare pretrain        # one call of at most ten minutes on one H200
 #     bash examples/from-nothing/story.sh finetune                # another one, of some five
 #
-# A stage that is done is not done again; one that was interrupted goes on. Records (no weights) are packed into $OUT, or
+# A stage that is done is not done again; an interrupted one resumes. Records (no weights) are packed into $OUT, or
 # runs/from-nothing, as records.tar.gz whenever the script ends. text.sh made the text; page.py makes the page.
 #
 #     RUSH, PYTHON   how to call them                     LIMIT   seconds that `prepare pretrain` may take together
 #     RATE           tokens/s to expect                   TINY=1  a rehearsal with a tiny model on a CPU, some minutes
-#     STEPS          of pretraining, instead of what LIMIT and RATE give; what one call does not finish, the next goes on with
+#     STEPS          of pretraining, instead of what LIMIT and RATE give; what one call does not finish, the next resumes
 #     PRETRAIN_CHANGES, SFT_CHANGES, DPO_CHANGES          more KEY=VALUE for a recipe, without spaces inside
 set -euo pipefail
 began=$SECONDS
@@ -173,7 +173,7 @@ judge() { # RUN, and what it is held against: the two multiple choices, side by 
     recorded "$name-synonyms" $RUSH evaluate "$RUNS/$name" --choices "$TEXT/choices-synonyms.jsonl" --answers 0 "${EVALUATE[@]}" &
 }
 
-wrote() { # NAME PROMPT: what the pretrained model goes on with
+wrote() { # NAME PROMPT: how the pretrained model continues
     $RUSH generate "$RUNS/pretrain" --prompt "$2" --max-tokens 80 --temperature 0.7 >"$RUNS/evaluations/wrote-$1.txt" 2>"$RUNS/logs/wrote-$1.log" &
 }
 

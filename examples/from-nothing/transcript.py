@@ -22,7 +22,7 @@ def main() -> None:
     command = sys.argv[3:] if sys.argv[2] == "--" else sys.argv[2:]
     child, terminal = pty.fork()
     if child == 0:
-        os.environ["TERM"] = "dumb"  # no colours, no line editing
+        os.environ["TERM"] = "dumb"  # no colors, no line editing
         os.execvp(command[0], command)
     seen = b""
     for line in [*lines, "/quit"]:

@@ -1,6 +1,7 @@
-"""What a run writes down, and how it is kept safe. Nothing here needs torch.
+"""The files that runs, ladders, searches and benches write: typed, checked and sealed. Nothing here needs torch.
 
-`files`        atomic writing and hashing          `lock`         one run per folder
-`metrics`      a row per step, in JSON lines       `checkpoints`  sealed folders with a manifest
-`pieces`       which rank wrote which part           `run_folder`   where everything lies
+`typed`         records of one JSON object   `lock`                 one run per folder
+`metrics`       a row per step, JSON lines   `checkpoint_store`     sealed folders, renamed when complete
+`run_folder`    the files of a run           `checkpoint_manifest`  size and SHA-256 of every file
+                                             `checkpoint_pieces`    which file holds which piece of a tensor
 """

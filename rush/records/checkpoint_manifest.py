@@ -36,7 +36,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class CheckpointManifest:
-    """What a checkpoint says of itself; `meta` is free (metrics, recipe hash, versions)."""
+    """The files of a checkpoint; `meta` is free (metrics, recipe hash, versions)."""
 
     step: int
     files: Mapping[str, FileEntry]
@@ -59,7 +59,7 @@ class CheckpointManifest:
 
 
 def describe_files(folder: Path, known: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
-    """Size and SHA-256 of every file; of `known` ones the hash is not computed again. A checkpoint is flat: anything but
+    """Size and SHA-256 of every file; the hash of `known` ones is not recomputed. A checkpoint is flat: anything but
     plain files is our bug."""
     entries: dict[str, FileEntry] = {}
     for path in sorted(folder.iterdir()):
@@ -109,7 +109,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
 def check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
     """The quick half of verification: the right files under the right name, with the right lengths."""
-    # The name of the folder says the step as well, because that is how the newest one is found.
+    # The folder's name holds the step as well: that is how the newest one is found.
     if folder.resolve().name != folder_name(manifest.step):
         raise _damaged(
             folder,
@@ -130,7 +130,7 @@ def check_sizes(folder: Path, manifest: CheckpointManifest) -> None:
 
 
 def check_contents(folder: Path, manifest: CheckpointManifest, share: tuple[int, int] = (0, 1)) -> None:
-    """The thorough half: every byte, through SHA-256. Of several readers (`share`: number, count) each takes some files."""
+    """The thorough half: every byte, through SHA-256. With several readers (`share`: number, count) each verifies some of the files."""
     number, count = share
     by_size = sorted(manifest.files.items(), key=lambda item: -item[1].size_bytes)
     for name, entry in by_size[number::count]:

@@ -72,7 +72,7 @@ def overlap(a: Box, b: Box) -> Box | None:
 def problem_with(tensor: TensorPieces) -> str | None:
     """Why the pieces do not fill the tensor exactly; None if they do.
 
-    Ranks cut a tensor like a grid, so the pieces must be all the cells of one: along every dim the cuts fill the dim, and
+    Ranks shard a tensor as a grid, so the pieces must be all its cells: along every dim the ranges fill the dim, and
     each combination of them is there once. That takes no comparison of pieces in pairs.
     """
     offsets = [piece.offset for piece in tensor.pieces]
@@ -133,7 +133,7 @@ def read_pieces(path: Path, files: Iterable[str]) -> dict[str, PieceTable]:
             for piece in tensor.pieces:
                 if piece.file not in allowed or not piece.file.endswith(".safetensors"):
                     raise DataError(
-                        f"{path}: a piece of {name} is said to be in {piece.file!r}, which is no file of this checkpoint."
+                        f"{path}: a piece of {name} is assigned to {piece.file!r}, which is no file of this checkpoint."
                     )
             if problem := problem_with(tensor):
                 raise DataError(f"{path}: {name} ({kind}) is not whole: {problem}.")

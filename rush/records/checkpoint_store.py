@@ -2,8 +2,8 @@
 
 A checkpoint is written under a hidden name. Only when every file is on the disk, its hash is known and
 the manifest is written does one rename give it its real name. So a folder with a real name was complete
-when it got it; what happens to a disk later is for `verify` to find. Deleting goes the other way round:
-hide by a rename, then remove, so that a crash half-way leaves litter and never half a checkpoint.
+when it got it; `verify` finds what a disk damages later. Deletion is the reverse: hide by a rename, then
+remove, so that a crash half-way leaves temporary files and never half a checkpoint.
 The store does not know tensors; the caller writes the files between `begin` and `commit`. One writer at a
 time: hold the run folder's lock.
 """
@@ -56,7 +56,7 @@ class Checkpoint:
 def verify(folder: Path, share: tuple[int, int] = (0, 1)) -> Checkpoint:
     """Read every byte of a checkpoint; CheckpointDamaged names the first file that is not as sealed.
 
-    Several readers (`share`: number, count) can divide the files among them; each must hear what the others found.
+    Several readers (`share`: number, count) can divide the files among them; each must collect what the others found.
     """
     manifest = read_manifest(folder)
     check_sizes(folder, manifest)

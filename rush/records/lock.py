@@ -4,7 +4,7 @@ A file that merely exists is a poor lock: after a kill -9 it stays behind and so
 whether to delete it. `flock` is held by the open file instead, so the kernel releases it the moment
 the process is gone, however it went. The text inside (process, host, time) is only for the message
 to whoever comes second. A forked child would inherit the open file and keep the lock alive beyond
-its parent, so children drop it at birth. The file itself is never deleted: deleting a lock file that
+its parent, so children drop it after the fork. The file itself is never deleted: deleting a lock file that
 another process is just opening is the classic way to let two in.
 """
 
@@ -51,7 +51,7 @@ class FolderLock:
         try:
             with writing(self.path):
                 os.ftruncate(descriptor, 0)
-                os.pwrite(descriptor, _introduction(), 0)
+                os.pwrite(descriptor, _holder(), 0)
         except MachineError:
             self.release()
             raise
@@ -60,7 +60,7 @@ class FolderLock:
         os.register_at_fork(after_in_child=lambda: _drop(itself))
 
     def release(self) -> None:
-        """Let the next one in. Releasing twice is harmless."""
+        """Release the lock. Releasing twice is harmless."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
@@ -81,13 +81,13 @@ def _drop(reference: weakref.ReferenceType[FolderLock]) -> None:
         lock.release()
 
 
-def _introduction() -> bytes:
+def _holder() -> bytes:
     started = time.strftime("%Y-%m-%d %H:%M:%S %z")
     return json.dumps({"pid": os.getpid(), "host": socket.gethostname(), "started": started}).encode()
 
 
 def _describe(content: bytes) -> str:
-    """Who holds the lock, as far as the file tells (the holder may just be writing its name)."""
+    """Who holds the lock, as far as the file shows (the holder may just be writing it)."""
     try:
         holder = json.loads(content)
         return f"process {holder['pid']} on {holder['host']} since {holder['started']}"

@@ -1,4 +1,4 @@
-"""Where the parts of a run lie, and the rules for opening a run folder.
+"""The files of a run, and the rules for opening a run folder.
 
 A new run never mixes with an old one: starting in a folder that already holds a run is refused, and so
 is resuming where there is none. Both are decided under the lock, so that two starts at the same moment
@@ -39,7 +39,7 @@ class RunFolder:
 
     @property
     def failures(self) -> Path:
-        """What went wrong, with tracebacks: a part for each failure."""
+        """Tracebacks, one section for each failure."""
         return self.path / "failure.log"
 
     @property
@@ -101,7 +101,7 @@ def new_run(path: Path) -> Iterator[RunFolder]:
 
 @contextlib.contextmanager
 def resumed_run(path: Path) -> Iterator[RunFolder]:
-    """The locked folder of an interrupted run, with the litter of its crash removed."""
+    """The locked folder of an interrupted run, with the temporary files of its crash removed."""
     folder = existing_run(path)
     with FolderLock(path):
         _clean(folder)

@@ -109,7 +109,7 @@ class MessageSize(TypedDict, total=False):
 
 
 class LinkRecord(TypedDict, total=False):
-    """One operation between so many ranks over message sizes; `reason` says why there are none."""
+    """One collective over message sizes; `reason` is set where there are none."""
 
     operation: Required[str]
     backend: SkipValidation[str]

@@ -118,7 +118,7 @@ def _parts(row: CandidateRow) -> list[str]:
 
 
 def mark(fingerprint: str, machine: str) -> str:
-    """The comment that says which machine a recipe was tuned on."""
+    """The comment that names the machine a recipe was tuned on."""
     return f"# tuned-on: {fingerprint} {machine}"
 
 
