@@ -1,8 +1,8 @@
-"""The frozen base of an adapted model: which one it is, written down, and made again.
+"""The frozen base of an adapted model: its record in a checkpoint, and the model rebuilt from it.
 
-A checkpoint of adapters is worth nothing beside another base, and the two look alike. So it holds what the base
-was: a digest of its exact values, their dtype and form, and which layers have adapters of which kind. From that
-and the base's own weights (a folder, or the seed they were drawn from) the whole model can be made again.
+Adapters are only valid with their own base. So a checkpoint of adapters records the base: a digest of its exact values, their
+dtype and quantization, and which layers have which adapters. From that and the base's weights (a folder, or the seed of random
+ones) the full model is rebuilt.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from rush.parallel.pipeline import gather_stages
 from rush.parallel.sharded import full_tensor, gather, is_sharded
 
 ROOMY = 0.8
-"""Of the memory that is free somewhere, what a whole model that is put together there may take."""
+"""Fraction of the free memory that a gathered model may take."""
 
 
 def describe_base(model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
-    """What a checkpoint says about the base its adapters belong to; of a model in parts all ranks must ask."""
+    """The base's record in a checkpoint of adapters; a collective where the model is sharded."""
     form = form_of(model)
     assert isinstance(model, Decoder), type(model)
-    told = model.__dict__.get("base_names")
-    if told is None:
-        told = _told(model, ranks or Ranks())
+    digests = model.__dict__.get("base_digests")
+    if digests is None:
+        digests = _digests(model, ranks or Ranks())
         if ranks is not None and not ranks.alone:
             # The base does not change, and gathering it for every checkpoint would be the longest part of a save.
-            model.__dict__["base_names"] = told
+            model.__dict__["base_digests"] = digests
     dtype = next(p.dtype for p in model.parameters() if not p.requires_grad and p.is_floating_point())
     return {
-        **told,
+        **digests,
         "dtype": str(dtype).removeprefix("torch."),
         "form": None if form is None else asdict(form),
     }
 
 
-def _told(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
-    """Names for all values of the base, and the adapters on it; stages of a pipeline put together what each knows."""
+def _digests(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
+    """Digests of all values of the base, and its adapters; pipeline stages gather theirs."""
     own: list[dict[str, Any]] = [
-        _exact_names(model),
-        _rounded_names(model),
+        _exact_digests(model),
+        _rounded_digests(model),
         {name: asdict(adapter.spec) for name, _, adapter in adapters(model)},
     ]
-    heard = [own] if ranks.stages is None else ranks.all_gather_object(own)
-    exact, rounded, specs = ({k: v for parts in heard for k, v in parts[n].items()} for n in range(3))
-    return {"digest": _name_of(exact), "values": _name_of(rounded)[:32], "adapters": specs}
+    gathered = [own] if ranks.stages is None else ranks.all_gather_object(own)
+    exact, rounded, specs = ({k: v for parts in gathered for k, v in parts[n].items()} for n in range(3))
+    return {"digest": _digest_of(exact), "values": _digest_of(rounded)[:32], "adapters": specs}
 
 
-def _exact_names(model: nn.Module) -> dict[str, str]:
-    """Names the frozen values exactly. A quantized layer is named by what it was made from, so the name is the same on
-    every device."""
+def _exact_digests(model: nn.Module) -> dict[str, str]:
+    """Fingerprints of the exact frozen values. A quantized layer has that of its source weights, so it is the same on every
+    device."""
     told = {
         name: fingerprint(full_tensor(parameter))
         for name, parameter in model.named_parameters()
@@ -75,12 +75,12 @@ def _exact_names(model: nn.Module) -> dict[str, str]:
 
 
 def base_identity(base: nn.Module | Mapping[str, Tensor]) -> str:
-    """Names a base by all of its weights, rounded to bf16, so that their dtype does not matter; a quantized layer by what
-    it was made from. One quick pass: it is asked whenever adapters meet a base."""
-    return _name_of(_rounded_names(base))[:32]
+    """A digest of all weights of a base, rounded to bf16, so that their dtype does not matter; a quantized layer counts by its
+    source weights."""
+    return _digest_of(_rounded_digests(base))[:32]
 
 
-def _rounded_names(base: nn.Module | Mapping[str, Tensor]) -> dict[str, str]:
+def _rounded_digests(base: nn.Module | Mapping[str, Tensor]) -> dict[str, str]:
     given = dict(base.named_parameters()) if isinstance(base, nn.Module) else base
     told = {
         name: base_fingerprint(full_tensor(value))
@@ -94,7 +94,7 @@ def _rounded_names(base: nn.Module | Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def partial_identity(weights: Mapping[str, Tensor]) -> str:
-    """What older adapters know of their base: embedding, norms and head."""
+    """The digest that older adapters have of their base: embedding, norms and head."""
     kept = {
         name: fingerprint(weights[name].detach().to(torch.bfloat16))
         for name in weights
@@ -103,7 +103,7 @@ def partial_identity(weights: Mapping[str, Tensor]) -> str:
     return hashlib.sha256(repr(sorted(kept.items())).encode()).hexdigest()[:32]
 
 
-def _name_of(told: Mapping[str, str]) -> str:
+def _digest_of(told: Mapping[str, str]) -> str:
     clean = sorted((name.replace("_orig_mod.", ""), value) for name, value in told.items())
     return hashlib.sha256(repr(clean).encode()).hexdigest()
 
@@ -121,19 +121,19 @@ def check_base(path: object, saved: Mapping[str, Any], model: nn.Module, ranks: 
 
 def _short(value: Any) -> str:
     if value is None:
-        return "plainly"
+        return "unquantized"
     if isinstance(value, dict):
         return f"as {value['kind']} by {value['backend']}"
     return str(value)[:12]
 
 
 def gather_device(model: Decoder) -> torch.device | None:
-    """Where the first rank can put all of a model in parts together: where it is computed with, if it is in stages and there is
-    room, or on the host; None if that has no room either."""
+    """Where rank 0 can gather a sharded or pipelined model: on its device, if it is only pipelined and fits, or on the host; None
+    if it does not fit there either."""
     held = {id(tensor): tensor for tensor in [*model.parameters(), *model.buffers()]}.values()
     known = sum(tensor.numel() * tensor.element_size() for tensor in held)
     first = next(model.parameters())
-    # What other stages hold is not known here: as if all weights had one dtype.
+    # Other stages' dtypes are unknown here: as if all weights had one dtype.
     size = max(known, count_parameters(model.shape) * first.element_size())
     if not any(map(is_sharded, held)) and size < ROOMY * free_memory(first.device.type):
         return first.device
@@ -141,9 +141,8 @@ def gather_device(model: Decoder) -> torch.device | None:
 
 
 def gathered_model(model: Decoder, ranks: Ranks, place: torch.device | None = None) -> Decoder | None:
-    """All of a model in parts, adapters and codes included, without what techniques changed: for the first rank, and the
-    others must ask as well. One that is sharded is put together on the host, one in stages where it is computed with, or in
-    the `place` that the first rank says."""
+    """Gather the full plain model on rank 0, with adapters and quantized weights; a collective. A sharded model is gathered on the
+    host, a pipelined one on its device, or on `place`."""
     stages, keep = ranks.stages, ranks.main
     tensors = dict([*model.named_parameters(), *model.named_buffers()])
     sharded = any(is_sharded(tensor) for tensor in tensors.values())
@@ -155,15 +154,15 @@ def gathered_model(model: Decoder, ranks: Ranks, place: torch.device | None = No
     if not keep:
         return None
     with torch.device("meta"):
-        twin = build_model(model.shape)
+        full = build_model(model.shape)
     form, known = form_of(model), [adapter.spec for _, _, adapter in adapters(model)]
     if form is not None:
-        quantize_linears(twin, form)
+        quantize_linears(full, form)
     if known:
         # All have one spec, those of other stages too.
         adapted = [name.removesuffix(".adapter.a") for name in values if name.endswith(".adapter.a")]
-        adapt(twin, dict.fromkeys(adapted, known[0]))
-    for module_name, module in twin.named_modules():
+        adapt(full, dict.fromkeys(adapted, known[0]))
+    for module_name, module in full.named_modules():
         for held in (module._parameters, module._buffers):
             for own, tensor in held.items():
                 value = values.get(f"{module_name}.{own}".removeprefix("."))
@@ -172,15 +171,15 @@ def gathered_model(model: Decoder, ranks: Ranks, place: torch.device | None = No
                     held[own] = (
                         nn.Parameter(here, requires_grad=False) if held is module._parameters else here
                     )
-    twin.tie_head()
-    twin.init_buffers()
-    return twin
+    full.tie_head()
+    full.init_buffers()
+    return full
 
 
 def adapted_model(
     shape: Shape, record: Mapping[str, Any], weights: dict[str, Tensor] | None, seed: int, device: str = "cpu"
 ) -> Decoder:
-    """The base as a checkpoint's record describes it, with adapters that wait for their values."""
+    """The base as a checkpoint's record describes it, with uninitialized adapters."""
     with torch.device("meta"):
         model = build_model(shape)
     if record["form"] is not None:

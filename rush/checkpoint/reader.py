@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint, whoever wrote them: one file with whole tensors, or many with pieces.
+"""Read the tensors of a checkpoint: one file with full tensors, or many with pieces.
 
-Nothing is read on opening but headers. A value is read as the box that is asked for, out of the pieces that overlap it, so
-a rank fetches its part of a tensor and no more, whatever layout the checkpoint was saved in.
+Opening reads only headers. A box of a tensor is read from the pieces that overlap it, so a rank reads only its own shard,
+whatever layout the checkpoint was saved in.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class SavedTensors(Mapping[str, Tensor]):
         self.tied = dict(self._table.tied)
 
     def header(self, name: str) -> tuple[torch.Size, torch.dtype]:
-        """Shape and dtype of the whole, without reading the values."""
+        """Full shape and dtype, without reading the values."""
         tensor = self._pieces(name)
         return torch.Size(tensor.shape), DTYPES[tensor.dtype]
 
@@ -57,13 +57,11 @@ class SavedTensors(Mapping[str, Tensor]):
         return torch.empty(shape, dtype=dtype, device="meta")
 
     def __getitem__(self, name: str) -> Tensor:
-        """All of a tensor, on the host, in memory of its own."""
+        """The full tensor, copied to the host."""
         shape, dtype = self.header(name)
         found = torch.empty(shape, dtype=dtype)
         self._read(name, full_box(tuple(shape)), found)
-        if (
-            not self._keep_open
-        ):  # pages of mapped files count as this process's memory for as long as the system likes
+        if not self._keep_open:  # pages of mapped files may count as this process's memory
             self.close()
         return found
 
@@ -76,8 +74,7 @@ class SavedTensors(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def fill(self, tensor: Tensor, name: str, *, by_rows: bool = False) -> None:
-        """Copy the values in: of a sharded tensor those of this rank's part. With `by_rows` a table may have been saved as
-        one long row."""
+        """Copy the values in; a sharded tensor gets this rank's shard. With `by_rows` a table may have been saved flat."""
         shape = self._pieces(name).shape
         if by_rows and len(shape) == 1 and tensor.dim() == 2 and tensor.numel() == shape[0]:
             width = tensor.shape[1]
@@ -92,7 +89,7 @@ class SavedTensors(Mapping[str, Tensor]):
             self._read(name, (part.offset, tuple(part.values.shape)), part.values)
 
     def check(self, tensor: Tensor, name: str) -> None:
-        """Compare the files with the table, for what `fill` would read, so that nothing is refused half-way."""
+        """Check the pieces that `fill` would read against the table, before anything is copied."""
         for part in local_shards(tensor):
             for piece, _ in self._overlapping(name, (part.offset, tuple(part.values.shape))):
                 self._piece(name, piece)
@@ -115,14 +112,14 @@ class SavedTensors(Mapping[str, Tensor]):
         return self._table.tensors[self._stored(name)]
 
     def _piece(self, name: str, piece: TensorPiece) -> TensorFile:
-        """The open file of a piece, which holds what the table says."""
+        """The open file of a piece, checked against the table."""
         file, stored = self._file(piece.file), piece.key or self._stored(name)
-        said = torch.Size(piece.shape), DTYPES[self._pieces(name).dtype]
+        expected = torch.Size(piece.shape), DTYPES[self._pieces(name).dtype]
         found = file.header(stored) if stored in file.names else None
-        if found != said:
+        if found != expected:
             raise DataError(
                 f"{file.path}: the piece of {stored} at {list(piece.offset)} is "
-                f"{describe(*found) if found else 'not there'}, {PIECES} says {describe(*said)}."
+                f"{describe(*found) if found else 'not there'}, {PIECES} says {describe(*expected)}."
             )
         return file
 
@@ -141,7 +138,7 @@ class SavedTensors(Mapping[str, Tensor]):
             self._close(name)
 
     def expect_names(self, wanted: Iterable[str], *, part: bool = False) -> None:
-        """Refuse a checkpoint that lacks one of these tensors or has others (`part`: others are other ranks')."""
+        """Refuse a checkpoint that lacks one of these tensors or has others (`part`: others belong to other ranks)."""
         wanted = set(wanted)
         missing, extra = sorted(wanted - self.names), sorted(self.names - wanted)
         if missing or (extra and not part):
@@ -169,7 +166,7 @@ class SavedTensors(Mapping[str, Tensor]):
 
 
 def _whole(file: TensorFile) -> PieceTable:
-    """A file of whole tensors, as a table in which each has one piece."""
+    """A file of full tensors, as a table with one piece each."""
     tensors = {}
     for name in sorted(file.names):
         shape, dtype = file.header(name)
@@ -179,7 +176,7 @@ def _whole(file: TensorFile) -> PieceTable:
 
 
 def _slices(begin: tuple[int, ...], shape: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:
-    """A box of the whole as slices of a part that begins at `origin`."""
+    """A box of the full tensor as slices of a piece at `origin`."""
     return tuple(slice(b - o, b - o + s) for b, s, o in zip(begin, shape, origin, strict=True))
 
 

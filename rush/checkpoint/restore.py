@@ -1,16 +1,16 @@
-"""A whole training state on disk, restored to the last bit, into any layout.
+"""Save and restore a training state bit for bit, into any layout.
 
     model.safetensors      parameters and buffers; a tied tensor once, its other names in the header
     optimizer.safetensors  its tensors by the NAME of their parameter: "blocks.0.mlp.up.weight/exp_avg"
     random.safetensors     the generators of torch, CUDA, numpy and Python
     state.json             the numbers: hyperparameters, loader position, schedule, counters
 
-That is what one rank writes. Of several each writes its pieces, `model-00001-of-00004.safetensors` and so on, and
-`pieces.json` says where each lies in the whole. Either is read by any layout: a rank takes the parts it holds.
+That is what one rank writes. Several write pieces, `model-00001-of-00004.safetensors` and so on, and `pieces.json` has their
+offsets. Either is read by any layout: each rank reads its own shards.
 
-Everything is compared (names, shapes, dtypes) before the first value is copied, so a checkpoint that does not fit leaves
-the model as it was. There is no pickle: reading a stranger's checkpoint runs nothing. Of a model with adapters
-only what is trained is saved; state.json says which frozen base it belongs to.
+Names, shapes and dtypes are compared before the first value is copied, so a checkpoint that does not fit leaves the model
+unchanged. There is no pickle: reading an untrusted checkpoint runs no code. Of a model with adapters only the trained tensors
+are saved; state.json records the frozen base.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rush.records.checkpoint_store import Checkpoint, CheckpointStore, verify
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
 _PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt"}
-# Optimizer tensors that mirror their parameter; others (quantized blocks, factors) have their own shapes.
+# Optimizer tensors that mirror their parameter; others (quantized blocks, scales) have their own shapes.
 _PARAMETER_SHAPED = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master"}
 
 
@@ -56,9 +56,9 @@ def save(
     meta: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
-    """Write and seal the checkpoint of `step`, and wait for it; on any failure nothing of it stays and older ones are intact.
+    """Write and commit the checkpoint of `step`, synchronously; on failure nothing of it stays and older ones are intact.
 
-    Of several ranks all call this. A run saves with a `Saver`, in the background.
+    All ranks call this. A run saves with a `Saver`, in the background.
     """
     saver = Saver(store, ranks or Ranks(), background=False)
     saver.save(step, model, optimizer, extra, metrics, meta)
@@ -74,8 +74,8 @@ def load(
 ) -> dict[str, Any]:
     """Restore model, optimizer and the random generators in place, and return what was saved as `extra`.
 
-    A plain path is verified first; a Checkpoint already was. Without an optimizer only the weights are
-    restored, and the generators are left alone. A stage of a pipeline (`ranks`) takes what it holds.
+    A path is verified first; a Checkpoint already was. Without an optimizer only the weights are restored. A pipeline stage
+    (`ranks`) reads only its own tensors.
     """
     checkpoint, part = _verified(checkpoint), ranks is not None and ranks.size("pp") > 1
     state = _read_state(checkpoint.path / STATE)
@@ -103,7 +103,7 @@ def load(
 
 
 def load_weights(checkpoint: Checkpoint | Path) -> dict[str, Tensor]:
-    """The weights alone, verified, on the CPU; tied names share one tensor. For generation."""
+    """The weights, verified, on the CPU; tied names share one tensor. For generation."""
     with open_weights(checkpoint) as weights:
         found = {name: weights[name] for name in weights.names}
         found.update({alias: found[name] for alias, name in weights.tied.items()})
@@ -111,14 +111,14 @@ def load_weights(checkpoint: Checkpoint | Path) -> dict[str, Tensor]:
 
 
 def open_weights(checkpoint: Checkpoint | Path) -> SavedTensors:
-    """The weights alone, verified, left on the disk until they are asked for. For export."""
+    """The weights, verified, read lazily. For export."""
     checkpoint = _verified(checkpoint)
     assert base_record(checkpoint) is None, "adapters alone are no model"
     return SavedTensors(checkpoint, "model")
 
 
 def base_record(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    """What a checkpoint of adapters says about its base; None for one that holds the whole model."""
+    """The base's record in a checkpoint of adapters; None for a full model."""
     base: dict[str, Any] | None = _read_state(checkpoint.path / STATE).get("base")
     return base
 
@@ -141,7 +141,7 @@ def _read_state(path: Path) -> dict[str, Any]:
         state = None
     if not isinstance(state, dict) or not state.keys() >= {"step", "extra", "optimizer", "random"}:
         raise DataError(
-            f"{path} is not the state of a training run; a run cannot go on from this checkpoint."
+            f"{path} is not the state of a training run; a run cannot resume from this checkpoint."
         )
     return state
 
@@ -162,14 +162,14 @@ def _restore_optimizer(
 ) -> None:
     names = parameter_names(model)
     groups = optimizer.param_groups
-    # A stage of a pipeline has some of the parameters.
+    # A pipeline stage has some of the parameters.
     parameters = {names[id(p)]: (p, group) for group in groups for p in group["params"]}
     theirs = {
         name: table
         for name, table in _check_optimizer(file, saved, names, optimizer, part).items()
         if name in parameters
     }
-    # Compare everything first, so that a checkpoint that does not fit changes nothing.
+    # Check everything first, so that a checkpoint that does not fit changes nothing.
     wanted = {
         f"{name}/{key}" for name, table in theirs.items() for key, cell in table.items() if "tensor" in cell
     }
@@ -205,7 +205,7 @@ def _restore_optimizer(
 def _check_optimizer(
     file: SavedTensors, saved: Mapping[str, Any], names: Mapping[int, str], optimizer: Optimizer, part: bool
 ) -> Mapping[str, Any]:
-    """Refuse the state of another optimizer, or of other groups; its table of parameters otherwise."""
+    """The table of parameters; refuses the state of another optimizer or other groups."""
     try:
         kind, state = saved["class"], saved["state"]
         theirs = [set(group["params"]) for group in saved["groups"]]
@@ -230,21 +230,21 @@ def _check_optimizer(
 
 
 def _like(file: SavedTensors, name: str, parameter: Tensor, device: torch.device) -> Tensor:
-    """Memory for a tensor of the optimizer's state."""
+    """Allocate a tensor of the optimizer's state."""
     shape, dtype = file.header(name)
     if shape == parameter.shape:
-        # The parameter's own strides (and shards), too: fused kernels walk both through memory side by side.
+        # With the parameter's strides (and shards), which fused kernels rely on.
         return torch.empty_like(parameter, dtype=dtype, device=device, requires_grad=False)
     if is_sharded(parameter) and shape.numel() > 1:
         table = _by_rows(shape, parameter)
-        assert table is not None, "blocks that are cut were refused"
+        assert table is not None, "blocks that the layout splits were refused"
         return table_like(parameter, table, dtype)
     return torch.empty(shape, dtype=dtype, device=device)
 
 
 def _by_rows(shape: torch.Size, parameter: Tensor) -> tuple[int, ...] | None:
-    """The shape of something that exists for each block of a parameter (a scale), row by row; None where a block is not
-    within a row, or not within the part of a row that each rank has."""
+    """The 2-d shape of a value per block of a parameter (a scale); None where a block is not within a row, or not within a rank's
+    shard of it."""
     rows, count = parameter.shape[0], shape.numel()
     if parameter.dim() != 2 or count % rows or parameter.numel() % count:
         return None
@@ -259,7 +259,7 @@ def _check_state_tensor(
     existing = optimizer.state.get(parameter, {}).get(key)
     shape, dtype = file.header(f"{name}/{key}")
     if isinstance(existing, Tensor):
-        # Scales of blocks are a row on one rank, and a table where rows are dealt out.
+        # Block scales are flat on one rank, and 2-d where rows are sharded.
         alike = key not in _PARAMETER_SHAPED and shape.numel() == existing.numel()
         fits = dtype == existing.dtype and (shape == existing.shape or alike)
     elif key in _PARAMETER_SHAPED:
@@ -279,7 +279,7 @@ def _check_state_tensor(
     ):
         raise DataError(
             f"{file.path}: {name}/{key} is {describe(shape, dtype)}, one number for each of its parameter's blocks, which "
-            "this layout would cut; go on with the layout that the run was saved with."
+            "this layout would split; resume with the layout that the run was saved with."
         )
-    # Without memory of its own: only where the pieces lie matters here.
+    # A meta tensor: only the offsets matter here.
     file.check(parameter if shape == parameter.shape else file.meta(f"{name}/{key}"), f"{name}/{key}")

@@ -27,7 +27,7 @@ from rush.checkpoint.frozen_base import describe_base
 from rush.checkpoint.snapshot import NoHostMemory, StagedCopy, Staging
 from rush.checkpoint.state import clean_name, pack_model, pack_optimizer, pack_random
 from rush.checkpoint.writer import NTH, CheckpointContent, Writer
-from rush.hardware.memory_use import Limit, host_room, process_memory
+from rush.hardware.memory_use import MemoryLimit, free_host_memory, process_memory
 from rush.models.adapters import is_adapted
 from rush.parallel import Ranks
 from rush.parallel.placement import TensorShard, to_write
@@ -88,7 +88,7 @@ class Saver:
     after: Callable[[SaveResult], None] = lambda saved: None
     """Called on rank 0 once a checkpoint is committed, in the thread that wrote it."""
     note: Callable[[str], None] = lambda text: None
-    room: Callable[[], float] = host_room
+    room: Callable[[], float] = free_host_memory
     """Host memory, in bytes, that copies may take."""
 
     def __post_init__(self) -> None:
@@ -273,9 +273,9 @@ class Saver:
             self.after(job.done)
 
 
-def room_for_copies(device: torch.device, limit: Limit | None) -> float:
+def room_for_copies(device: torch.device, limit: MemoryLimit | None) -> float:
     """Host memory, in bytes, that copies of this run's state may keep. On a CPU the next step must still fit beside them."""
-    room = host_room()
+    room = free_host_memory()
     if device.type == "cuda":
         return room
     now = process_memory()

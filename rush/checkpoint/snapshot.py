@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rush.hardware.memory_use import give_back_freed, host_room
+from rush.hardware.memory_use import free_host_memory, trim_heap
 from rush.parallel.placement import TensorShard
 
 MARGIN = 1.1
@@ -69,7 +69,7 @@ class NoHostMemory(Exception):
 class Staging:
     """Host buffers for copies, kept between saves."""
 
-    def __init__(self, free_bytes: Callable[[], float] = host_room) -> None:
+    def __init__(self, free_bytes: Callable[[], float] = free_host_memory) -> None:
         self._free_bytes = free_bytes
         """What may be allocated beyond the buffers that exist."""
         self._buffers: dict[str, Tensor] = {}
@@ -94,7 +94,7 @@ class Staging:
 
     def release(self) -> None:
         self._buffers.clear()
-        give_back_freed()
+        trim_heap()
 
     def copy(
         self, shards: Mapping[str, Mapping[str, TensorShard]], may_wait: Callable[[str, str], bool]

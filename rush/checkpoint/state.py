@@ -1,4 +1,4 @@
-"""A training state as named tensors and a table that JSON can hold; and the generators of random numbers.
+"""A training state as named tensors and a JSON table; and the states of random generators.
 
 Optimizer tensors are named after their parameter ("blocks.0.mlp.up.weight/exp_avg"), those of a group after its number
 ("group.0/lr"). Names, not positions, tie a tensor to its place: a list index silently means something else once
@@ -35,15 +35,14 @@ def parameter_names(model: nn.Module) -> dict[int, str]:
 
 
 def pack_model(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """What a checkpoint holds: all of the model, or of one with adapters what is trained; and the other names of tied
-    tensors."""
+    """The tensors of a checkpoint (with adapters only the trained ones), and the aliases of tied tensors."""
     if not is_adapted(model):
         return _named_tensors(model)
     return {clean_name(name): p for name, p in model.named_parameters() if p.requires_grad}, {}
 
 
 def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """Every tensor of the model's state under its clean name, and the other names of tied ones."""
+    """Every tensor of the model's state under its clean name, and the aliases of tied ones."""
     tensors: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     names: dict[int, str] = {}
@@ -114,7 +113,7 @@ def pack_random() -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def read_random(path: Path, saved: Mapping[str, Any]) -> Callable[[], None]:
-    """What sets the generators as they were; each state was tried on a generator of its own, and refused if it is none."""
+    """A function that restores the generators; each state is validated on a separate generator first."""
     try:
         with TensorFile(path) as file:
             states = {name: file.tensor(name).clone() for name in file.names}
@@ -122,7 +121,7 @@ def read_random(path: Path, saved: Mapping[str, Any]) -> Callable[[], None]:
         numpy_key = states["numpy"].numpy().astype(np.uint32)
         numpy_state = ("MT19937", numpy_key, numbers["pos"], numbers["has_gauss"], numbers["gauss"])
         python_state = (python["version"], tuple(states["python"].tolist()), python["gauss"])
-        # A run may go on with fewer or more devices; those it had before go on where they were.
+        # A run may resume with fewer or more devices; those it had before keep their states.
         found = torch.cuda.device_count() if torch.cuda.is_available() else 0
         devices = [index for index in range(found) if f"cuda.{index}" in states]
         torch.Generator().set_state(states["torch"])

@@ -1,7 +1,7 @@
-"""Tensors into and out of safetensors files, checked against what is expected.
+"""Read and write safetensors files.
 
-A file is opened without reading its values: names, shapes and dtypes come from the header, so that a file
-that does not fit is refused before anything is copied, and values are fetched one tensor at a time.
+Opening reads only the header (names, shapes, dtypes), so that a file that does not fit is refused before anything is copied;
+values are read one tensor at a time.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> FileEntry:
-    """Write tensors, from any device, to a new safetensors file; one at a time passes through host memory."""
+    """Write tensors, from any device, to a new safetensors file, one at a time through host memory."""
     written = write_tensors(path, {name: _source(name, tensor) for name, tensor in tensors.items()}, metadata)
     return FileEntry(*written)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As safetensors calls it."""
+    """The dtype's name in safetensors."""
     return _DTYPE_NAMES[dtype]
 
 
 def describe(shape: torch.Size, dtype: torch.dtype) -> str:
-    """`float32[256, 128]`, as messages say it."""
+    """`float32[256, 128]`, for messages."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
@@ -68,13 +68,13 @@ class TensorFile:
         return torch.Size(piece.get_shape()), DTYPES[piece.get_dtype()]
 
     def tensor(self, name: str) -> Tensor:
-        """The values. They may lie on the file: copy what is to live on."""
+        """The values, which may be mapped from the file: copy to keep them."""
         value = self._file.get_tensor(name)
         assert isinstance(value, Tensor)
         return value
 
     def piece(self, name: str, box: tuple[slice, ...]) -> Tensor:
-        """Values of a part of the tensor, of which nothing else is read."""
+        """The values of a box of the tensor; nothing else is read."""
         if not box:
             return self.tensor(name)
         value = self._file.get_slice(name)[box]
@@ -109,7 +109,7 @@ def _tied(path: Path, metadata: Mapping[str, str]) -> dict[str, str]:
 
 
 def _source(name: str, tensor: Tensor) -> TensorSource:
-    # Sharded or quantized tensor subclasses have no plain bytes; saving them needs a format of its own.
+    # Sharded or quantized tensor subclasses have no plain bytes.
     assert type(tensor) in (Tensor, torch.nn.Parameter, torch.nn.Buffer), (
         f"{name} is a {type(tensor).__name__}"
     )

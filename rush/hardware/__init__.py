@@ -7,8 +7,8 @@ from rush.hardware.ceilings import Ceilings, ceilings, measured_matmul_rate
 from rush.hardware.conditions import Conditions, conditions
 from rush.hardware.machine import Cpu, Device, Link, Machine
 from rush.hardware.memory_use import (
+    fragmentation_hint,
     free_memory,
-    in_gaps,
     memory_in_use,
     out_of_memory,
     peak_memory_bytes,
@@ -32,8 +32,8 @@ __all__ = [
     "conditions",
     "datasheet_peak",
     "datasheet_peaks",
+    "fragmentation_hint",
     "free_memory",
-    "in_gaps",
     "measured_matmul_rate",
     "memory_in_use",
     "out_of_memory",

@@ -1,7 +1,7 @@
-"""How much memory a run takes, and took at most.
+"""Memory in use, peak and free.
 
-On CUDA the allocator keeps count. On a CPU the only honest figure is the resident memory of the whole
-process, Python and libraries included, so differences mean more than the absolute value.
+On CUDA from the caching allocator. On a CPU it is the resident memory of the whole process, Python and libraries included, so
+differences mean more than the absolute value.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MANY_GAPS = 0.05
-"""Of what the allocator holds: a share in gaps that is worth a word."""
+MUCH_FRAGMENTATION = 0.05
+"""Fraction of the reserved memory lost to fragmentation that is worth a hint."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class ProcessMemory:
 
 
 def process_memory() -> ProcessMemory:
-    """Resident memory of this process, now and at most."""
+    """Resident memory of this process, now and at its peak."""
     if platform.system() == "Linux":
         # The kernel's own high-water mark; unlike getrusage's it is not inherited from the parent.
         return ProcessMemory(_status("VmRSS"), _status("VmHWM"))
@@ -47,19 +47,19 @@ def _status(key: str) -> int:
 
 
 @dataclass
-class Limit:
-    """On a CPU: how much of it a run may have resident, in all.
+class MemoryLimit:
+    """On a CPU: the resident memory that a run may have.
 
-    It is looked at afterwards. A limit that makes allocations fail (ulimit) ends the process from within some library.
+    It is checked afterwards. A limit that makes allocations fail (ulimit) would end the process inside of some library.
     """
 
     limit_bytes: float
     transient_bytes: float = 0.0
-    """The most that was resident inside, beyond what was when it was entered."""
+    """The largest increase of resident memory inside of `held`."""
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """MemoryError if this process was resident with more while in here."""
+        """Raise MemoryError if the block exceeded the limit."""
         reset_peak_memory("cpu")
         before = process_memory().resident_bytes
         yield
@@ -70,41 +70,40 @@ class Limit:
 
     @property
     def room_bytes(self) -> float:
-        """What may stay resident besides, so that the next time in here still keeps to the limit."""
+        """Memory that may be kept in addition, so that the next block stays within the limit."""
         return self.limit_bytes - process_memory().resident_bytes - self.transient_bytes
 
 
-def give_back_freed() -> None:
-    """Let the system have what is free inside this process: it is resident, and would count as used although it can be
-    used again. (Where the C library has no call for that it stays.)"""
+def trim_heap() -> None:
+    """Return freed heap memory to the system (malloc_trim), which would count as resident."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
-def free_unused(device: str) -> None:
-    """Give back what is held and not used: cached blocks of a GPU, freed pages of this process."""
+def free_cached(device: str) -> None:
+    """Free cached memory: cached blocks of a GPU, freed pages of this process."""
     gc.collect()
     if device.startswith("cuda"):
         import torch
 
         torch.cuda.empty_cache()
-    give_back_freed()
+    trim_heap()
 
 
-def host_room() -> float:
-    """Bytes of the host that this process can still get, if the others of its job on this machine take as much."""
+def free_host_memory() -> float:
+    """Free host memory in bytes, divided by the ranks of this machine."""
     return free_memory("cpu") / int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def free_memory(device: str) -> int:
-    """Bytes that this process can still get: of the card on CUDA; elsewhere of the machine, its container or its ulimits."""
+    """Bytes that this process can still allocate, on CUDA or within the machine's, the container's and ulimit's limits."""
     if device.startswith("cuda"):
         import torch
 
         reserved = torch.cuda.memory_reserved()
         free, whole = torch.cuda.mem_get_info()
-        # A process may be held to a part of the card.
+        # A process may be limited to a fraction of the GPU.
         left = torch.cuda.get_per_process_memory_fraction() * whole - reserved
         return max(0, int(min(free, left))) + reserved - torch.cuda.memory_allocated()
     import psutil  # type: ignore[import-untyped]
@@ -121,7 +120,7 @@ def free_memory(device: str) -> int:
         if (container / name).is_file():
             files[name] = (container / name).read_text().strip()
     if len(files) == 3 and files["memory.max"].isdigit():
-        # Files read lately are let go of when memory is wanted.
+        # The page cache is freed on demand.
         stat = dict(line.split(" ", 1) for line in files["memory.stat"].splitlines())
         used = int(files["memory.current"]) - int(stat.get("inactive_file", 0))
         found.append(int(files["memory.max"]) - used)
@@ -129,14 +128,15 @@ def free_memory(device: str) -> int:
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed: on a GPU, or (where the system says so before it kills) on a CPU."""
+    """Whether an allocation failed, on a GPU or a CPU."""
     import torch
 
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
-    says = str(error)
+    message = str(error)
     return isinstance(error, RuntimeError) and any(
-        word in says for word in ("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation")
+        word in message
+        for word in ("can't allocate memory", "not enough memory", "bad_alloc", "bad allocation")
     )
 
 
@@ -145,20 +145,20 @@ _IN_USE = re.compile(r"([\d.]+) (\w+) is allocated by PyTorch")
 _UNUSED = re.compile(r"([\d.]+) (\w+) is reserved by PyTorch but unallocated")
 
 
-def in_gaps(error: BaseException) -> str:
-    """What an allocator that gave up says of memory it had and could not use, in words, where that was much."""
+def fragmentation_hint(error: BaseException) -> str:
+    """A hint on fragmentation from an out-of-memory error, where that was much."""
     found = [pattern.search(str(error)) for pattern in (_IN_USE, _UNUSED)]
     used, unused = (float(each[1]) * _GIB.get(each[2], 0.0) if each else 0.0 for each in found)
-    if unused < MANY_GAPS * (used + unused) or not unused:
+    if unused < MUCH_FRAGMENTATION * (used + unused) or not unused:
         return ""
     return (
-        f", with {unused:.1f} of {used + unused:.1f} GiB lost in gaps between tensors (the technique expandable_segments "
-        "closes them)"
+        f", with {unused:.1f} of {used + unused:.1f} GiB lost to fragmentation (the technique expandable_segments "
+        "avoids it)"
     )
 
 
 def memory_in_use(device: str) -> int:
-    """Bytes this process holds now: taken from the card on CUDA (cached blocks too), resident elsewhere."""
+    """Bytes in use now: reserved on CUDA (cached blocks included), resident elsewhere."""
     if device.startswith("cuda"):
         import torch
 
@@ -167,20 +167,20 @@ def memory_in_use(device: str) -> int:
 
 
 def peak_memory_bytes(device: str) -> int:
-    """The most that tensors took on CUDA, or the process was resident elsewhere, since the last reset."""
+    """Peak bytes since the last reset: allocated on CUDA, resident elsewhere."""
     if device.startswith("cuda"):
         import torch
 
-        kept = recorded_bytes(torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
+        kept = graph_pool_bytes(torch.cuda.memory_snapshot())  # type: ignore[no-untyped-call]
         return torch.cuda.max_memory_allocated(torch.device(device)) + kept
     return process_memory().peak_resident_bytes
 
 
-def recorded_bytes(segments: Iterable[Mapping[str, Any]]) -> int:
-    """What recorded graphs hold of the device beyond what is counted as allocated, from the allocator's snapshot.
+def graph_pool_bytes(segments: Iterable[Mapping[str, Any]]) -> int:
+    """Memory of captured CUDA graphs that is not counted as allocated, from the allocator's snapshot.
 
-    A replay allocates nothing: its tensors lie where they lay when it was recorded, in a pool of its own that is
-    kept for it. The allocator calls that memory free, and nobody else can have it.
+    A replay allocates nothing: its tensors live in the graph's private pool. The allocator counts that memory as free, but no
+    other tensor can use it.
     """
     return sum(
         segment["total_size"] - segment["allocated_size"]
@@ -190,7 +190,7 @@ def recorded_bytes(segments: Iterable[Mapping[str, Any]]) -> int:
 
 
 def reset_peak_memory(device: str) -> None:
-    """Begin a new peak. Only Linux can do that for a process; elsewhere its peak since the start stays."""
+    """Reset the peak. Only Linux can do that for a process; elsewhere the peak since the start stays."""
     if device.startswith("cuda"):
         import torch
 

@@ -25,7 +25,7 @@ from rush.data import Batch
 from rush.errors import MachineError
 from rush.files import write_json_atomic
 from rush.hardware import Machine, free_memory, out_of_memory, peak_memory_bytes, reset_peak_memory
-from rush.hardware.memory_use import give_back_freed, memory_in_use
+from rush.hardware.memory_use import memory_in_use, trim_heap
 from rush.parallel import Ranks
 from rush.plan.memory import memory_of
 from rush.plan.micro_batch import best, candidates, needed, rates_of
@@ -64,7 +64,7 @@ class MicroBatchSearch:
         """The recipe with a micro batch that fits, the same on all ranks."""
         possible = candidates(recipe, lambda one: check(one, self.machine))
         room = min(self.ranks.all_gather_object(self._room(possible[0])))
-        give_back_freed()
+        trim_heap()
         before = 0 if self.machine.device == "cuda" else memory_in_use("cpu")
         failed = self.ranks.on_rank0(self._failed_before)
         if failed is not None:

@@ -20,7 +20,7 @@ from torch.profiler import record_function
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import Machine, memory_in_use
-from rush.hardware.memory_use import Limit, give_back_freed
+from rush.hardware.memory_use import MemoryLimit, trim_heap
 from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
 from rush.models.quantized import stored_values
@@ -68,7 +68,7 @@ class Run:
     """Computes the gradient norm."""
     non_finite: Tensor | None = None
     """On the device: whether any step so far had a non-finite loss or gradient."""
-    limit: Limit | None = None
+    limit: MemoryLimit | None = None
     """On a CPU: the memory limit of this process."""
 
     def __post_init__(self) -> None:
@@ -241,7 +241,7 @@ def build(
     return run
 
 
-def _limit_memory(recipe: Recipe, device: torch.device) -> Limit | None:
+def _limit_memory(recipe: Recipe, device: torch.device) -> MemoryLimit | None:
     """Hold this process to a part of the device, or to all of it; on a CPU what must be entered around a step to do so."""
     limit = recipe.run.memory_limit_gb
     if device.type != "cuda":
@@ -253,8 +253,8 @@ def _limit_memory(recipe: Recipe, device: torch.device) -> Limit | None:
                 "the key out."
             )
         # What Python and its libraries took before is no part of the run; what was freed of it is.
-        give_back_freed()
-        return Limit(memory_in_use(device.type) + limit * 1e9)
+        trim_heap()
+        return MemoryLimit(memory_in_use(device.type) + limit * 1e9)
     whole = torch.cuda.get_device_properties(device).total_memory
     if limit is not None and limit * 1e9 > whole:
         raise MachineError(

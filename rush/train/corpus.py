@@ -134,7 +134,7 @@ class DocumentCorpus:
     digest: str
     references: Mapping[str, npt.NDArray[np.float32]] = field(default_factory=dict)
     most: int | None = None
-    """Limit on the documents to train on."""
+    """MemoryLimit on the documents to train on."""
 
     def loader(
         self, recipe: Recipe, options: Mapping[str, Any], *, same_samples: int | None = None

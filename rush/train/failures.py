@@ -23,7 +23,7 @@ import torch
 
 from rush.errors import Outage, OwnFault, RunFailed, RushError
 from rush.files import append_log, write_json_atomic
-from rush.hardware import Machine, in_gaps, out_of_memory
+from rush.hardware import Machine, fragmentation_hint, out_of_memory
 from rush.parallel import AXES, Ranks, started_rank
 from rush.parallel.store_channel import FROM_RANK_0
 from rush.recipe import Recipe
@@ -108,7 +108,7 @@ def failure_message(error: BaseException, status: RunStatus) -> RushError:
     kind, message = _diagnosis(error, status, uses, found)
     if status.folder is not None:
         names = [one.technique.name for one in _blamed(error, found) if one.technique.name not in AXES]
-        with suppress(OSError):
+        with suppress(RushError):
             identifiers = {"phase": status.phase.name.lower(), "step": status.step, "techniques": names}
             write_json_atomic(status.folder.last_failure, identifiers)
     failed = kind(f"{message} {where} {_how_to_resume(status)}".rstrip())
@@ -220,7 +220,7 @@ def _memory_message(error: BaseException, status: RunStatus) -> str:
         "Halve batch.micro (the total batch in tokens stays the same), or shorten batch.sequence.",
     )
     on = f" on {status.machine.summary()}" if status.machine is not None else ""
-    return f"out of memory at {status}{on}{in_gaps(error)}. {advice}"
+    return f"out of memory at {status}{on}{fragmentation_hint(error)}. {advice}"
 
 
 def _suspects_message(found: list[Suspect], *, compiler: bool = False) -> str:

@@ -19,7 +19,7 @@ from rush.data.conversations import find_template, read_document_manifest
 from rush.errors import DataError
 from rush.generate import PREFILL_TOKENS, generate
 from rush.hardware import out_of_memory
-from rush.hardware.memory_use import free_unused
+from rush.hardware.memory_use import free_cached
 from rush.hub.answers import answer_ends, encode_question
 from rush.models import Decoder, build_model
 from rush.models.adapters import share_weights
@@ -57,7 +57,7 @@ class Sampler:
                     raise
             else:
                 return found | {"text": text} | (self._shorter(tokens, asked) if short else {})
-            free_unused(
+            free_cached(
                 run.device.type
             )  # out of the except block: an error holds what the frames it passed through hold
         return found | self._without(f"out of memory on {run.machine.summary()}")

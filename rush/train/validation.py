@@ -21,8 +21,8 @@ import torch
 
 from rush.data import Batch
 from rush.errors import MachineError
-from rush.hardware import in_gaps, out_of_memory
-from rush.hardware.memory_use import free_unused
+from rush.hardware import fragmentation_hint, out_of_memory
+from rush.hardware.memory_use import free_cached
 from rush.parallel.sharded import is_sharded
 from rush.plan.run_peak import run_peak_of
 from rush.plan.spec import spec_of, with_batch
@@ -56,7 +56,7 @@ class Validation:
                 return total / units
             gaps = gaps or why
             self.run.objective.figures()  # reset: they cover only some of the batches
-            free_unused(self.run.device.type)
+            free_cached(self.run.device.type)
             if not tried_again:
                 tried_again = True  # the freed memory may suffice
             elif rows > 1:
@@ -82,7 +82,7 @@ class Validation:
         except (MemoryError, RuntimeError) as error:
             if not out_of_memory(error):
                 raise
-            failed, why = True, in_gaps(error)
+            failed, why = True, fragmentation_hint(error)
             total, units = 0.0, 0.0
         if failed and not passed and has_forward_collectives(self.run):
             raise MachineError(

@@ -6,7 +6,7 @@ import platform
 
 import pytest
 
-from rush.hardware.memory_use import give_back_freed, process_memory, recorded_bytes
+from rush.hardware.memory_use import graph_pool_bytes, process_memory, trim_heap
 
 
 def test_the_pools_of_recorded_graphs_count_beyond_what_is_allocated_in_them() -> None:
@@ -16,8 +16,8 @@ def test_the_pools_of_recorded_graphs_count_beyond_what_is_allocated_in_them() -
         {"segment_pool_id": (3, 0), "total_size": 70, "allocated_size": 70},
         {"total_size": 9, "allocated_size": 0},
     ]
-    assert recorded_bytes(segments) == 480
-    assert recorded_bytes([]) == 0
+    assert graph_pool_bytes(segments) == 480
+    assert graph_pool_bytes([]) == 0
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library has no call for it")
@@ -27,6 +27,6 @@ def test_what_is_free_inside_a_process_can_be_given_back() -> None:
     kept = pieces[::50]
     full = process_memory().resident_bytes
     del pieces
-    give_back_freed()
+    trim_heap()
     assert process_memory().resident_bytes < full - 90e6
     assert len(kept) == 40

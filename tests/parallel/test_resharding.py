@@ -189,7 +189,7 @@ def test_masters_adapters_and_blocks_go_through_layouts(
 @pytest.mark.slow
 def test_blocks_that_a_layout_would_cut_are_refused_before_anything_is_changed(tmp_path: Path) -> None:
     passes = Passes(tmp_path, "llama", ("{name='adam8bit', backend='rush'}",), ROWS_OF_BLOCKS)
-    with pytest.raises(AssertionError, match="blocks, which this layout would cut; go on with the layout"):
+    with pytest.raises(AssertionError, match="blocks, which this layout would split; resume with the layout"):
         passes.saved_by("tp 2")
 
 

@@ -1,4 +1,4 @@
-"""Segments that grow: what the allocator is told, what counts as having seen them, and words for memory lost in gaps."""
+"""Segments that grow: what the allocator is told, what counts as having seen them, and the hint on fragmentation."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from rush.errors import MachineError
-from rush.hardware import in_gaps, probe
+from rush.hardware import fragmentation_hint, probe
 from rush.recipe_io import load_recipe
 from rush.techniques import check
 from rush.techniques.api.contract import Observation
@@ -87,12 +87,12 @@ def test_it_needs_a_gpu_and_no_recording() -> None:
 @pytest.mark.parametrize(
     ("unused", "words"),
     [
-        ("8.23 GiB", "8.2 of 67.0 GiB lost in gaps"),
-        ("9216.00 MiB", "9.0 of 67.8 GiB lost in gaps"),
+        ("8.23 GiB", "8.2 of 67.0 GiB lost to fragmentation"),
+        ("9216.00 MiB", "9.0 of 67.8 GiB lost to fragmentation"),
         ("1.02 GiB", ""),
     ],
 )
 def test_memory_lost_in_gaps_is_told_where_it_is_much(unused: str, words: str) -> None:
-    told = in_gaps(RuntimeError(RAN_OUT.format(unused)))
+    told = fragmentation_hint(RuntimeError(RAN_OUT.format(unused)))
     assert (words in told) if words else not told
-    assert in_gaps(MemoryError()) == ""
+    assert fragmentation_hint(MemoryError()) == ""

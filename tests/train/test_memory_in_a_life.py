@@ -16,7 +16,7 @@ from rush.checkpoint.saver import Saver, room_for_copies
 from rush.data import Batch
 from rush.errors import MachineError
 from rush.hardware import probe, process_memory
-from rush.hardware.memory_use import Limit
+from rush.hardware.memory_use import MemoryLimit
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.records.checkpoint_store import verify
@@ -141,7 +141,7 @@ def stepped(recipe: Recipe) -> tuple[Run, list[Batch]]:
     return run, list(corpus.validation(recipe, run.loader_options))
 
 
-class Narrow(Limit):
+class Narrow(MemoryLimit):
     """Room for so many rows at once, and not for one more: counted in the passes themselves."""
 
     def __init__(self, run: Run, rows: int) -> None:
@@ -232,7 +232,7 @@ def test_a_sample_that_never_fits_is_a_row_with_the_reason(recipe: Callable[...,
     corpus, notes = open_corpus(one, None, lambda text: None), list[str]()
     sampler = Sampler(notes.append)
     assert set(sampler.row(run, corpus, one, 1)) == {"step", "prompt", "text"}
-    run.limit = Limit(1.0)
+    run.limit = MemoryLimit(1.0)
     for step in (2, 3):
         row = sampler.row(run, corpus, one, step)
         assert row["text"] is None
@@ -246,7 +246,7 @@ def test_copies_may_take_what_a_step_leaves(recipe: Callable[..., Recipe], tmp_p
     run, _ = stepped(recipe())
     room = room_for_copies(run.device, run.limit)
     assert room > 0
-    run.limit = Limit(process_memory().resident_bytes + 5e8, transient_bytes=2e8)
+    run.limit = MemoryLimit(process_memory().resident_bytes + 5e8, transient_bytes=2e8)
     assert room_for_copies(run.device, run.limit) == pytest.approx(3e8, abs=2e7)
     notes: list[str] = []
     saver = Saver(run_store(tmp_path), note=notes.append, room=lambda: 10.0)
