@@ -1,7 +1,7 @@
-"""What a frozen base and its adapters add to a block's time: thin products, and codes that are unpacked.
+"""Time of a frozen base and its adapters: thin matmuls, and dequantized weights.
 
-A product with a side of 16 is no arithmetic: it takes what reading and writing its wide side takes. And a weight kept in
-codes is written out for every product that needs it: forward, backward, and where the block is computed again.
+A matmul with a dim of 16 is bound by reading and writing its wide operand. And a quantized weight is dequantized for
+every matmul that needs it: forward, backward, and recomputation.
 """
 
 from __future__ import annotations
@@ -13,19 +13,17 @@ from rush.plan.spec import Spec, Weights, adapted, adapting
 from rush.plan.target import TargetMachine
 
 SHARED = {"k": "q", "v": "q", "mlp_up": "mlp_gate"}
-"""Layers that have their input from the layer named: it is read once for all of them."""
+"""Layers that share their input with another layer."""
 
 
 def recomputed_share(spec: Spec, weights: Weights) -> float:
-    """The share of a block's products that its backward pass makes again: of all, not the last one's, whose result nobody
-    needs again."""
+    """Fraction of a block's matmuls that is recomputed: never the last one, whose output is not needed."""
     again = spec.work.number("blocks.recomputed")
     return again if again < 1 else 1 - spec.shape.hidden * spec.shape.intermediate / weights.block_linear
 
 
 def joined(spec: Spec) -> float:
-    """Bytes of one block's matrices A that lie beside the adapters' own: of layers with one input they are joined for one
-    product, and kept for its backward pass."""
+    """Bytes of one block's concatenated matrices A: layers with one input share a matmul, which saves them."""
     found = adapting(spec)
     if found is None:
         return 0.0
@@ -36,11 +34,10 @@ def joined(spec: Spec) -> float:
 
 
 def adapters_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies, weights: Weights) -> float:
-    """Seconds of one block's thin products, bound by what they move.
+    """Seconds of one block's thin matmuls, bound by bandwidth.
 
-    Forward the input of each group of layers is read, and the adapter's part added to each output, which is read and
-    written. Backward the output's gradient is read for both factors' sides, the input for the gradient of A, and the
-    input's gradient is added to.
+    Forward the input of each group of layers is read, and each output read and written. Backward the output's gradient is
+    read for both matrices, the input for the gradient of A, and the input's gradient is accumulated.
     """
     found = adapting(spec)
     if found is None:
@@ -57,10 +54,10 @@ def adapters_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies, w
 
 
 def dequantize_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies, weights: Weights) -> float:
-    """Seconds in which one block's codes are read and its weights written, each time that a product needs them."""
-    codes = spec.effects.size("blocks", 4)
-    if codes >= 2:
+    """Seconds to dequantize one block's weights, for every matmul that needs them."""
+    quantized = spec.effects.size("blocks", 4)
+    if quantized >= 2:
         return 0.0
-    moved = (codes + spec.effects.size("compute", 4)) * weights.block_linear / spec.size("tp")
+    moved = (quantized + spec.effects.size("compute", 4)) * weights.block_linear / spec.size("tp")
     reached = spec.work.number("dequantize.efficiency", efficiency.eager)
     return (2 + recomputed_share(spec, weights)) * moved / (target.bytes_per_s * reached)

@@ -1,7 +1,7 @@
-"""How long a block's attention takes: the plain kind by what its scores move, a kernel by its arithmetic.
+"""Time of a block's attention: plain attention by the traffic of its scores, a fused kernel by its FLOPs.
 
-Plain attention writes every score to memory, and each operation on them reads and writes all of them again. The
-operations are those of `PlainAttention` in `rush/models/layers.py`, and what autograd makes of them.
+Plain attention writes every score to memory, and each operation reads and writes all of them again: those of
+`PlainAttention` in `rush/models/layers.py`, and their backward.
 """
 
 from __future__ import annotations
@@ -14,20 +14,19 @@ from rush.plan.spec import Spec, matmul_dtype
 from rush.plan.target import TargetMachine
 
 FULL_PRECISION = 0.4
-"""What is left of a kernel's share where no matrix unit helps it, of the rate of products that have none either: flex_attention
-in fp32, the only one measured."""
+"""Efficiency of a kernel without tensor cores, relative to an fp32 matmul: flex_attention in fp32, the only one measured."""
 TILE = 128
-"""A kernel multiplies whole tiles, also those on the diagonal, half of which no query may see."""
+"""Kernels compute whole tiles, also on the diagonal, half of which is masked."""
 FORWARD = 0.27
-"""What the forward pass takes of a kernel's whole time: two products of seven, as measured 0.18 to 0.29."""
+"""Fraction of a kernel's time in the forward pass: two matmuls of seven, measured 0.18 to 0.29."""
 BESIDE = 14
-"""Bytes for each number of the result that kernels move besides multiplying: backward the result and its gradient are read for
-their sums by row, and the queries' gradient, added up in fp32, is emptied, read and written in 16 bits."""
+"""Bytes per output element that kernels move in addition: backward, output and its gradient are read for their row sums, and
+the queries' gradient, accumulated in fp32, is zeroed, read and written in 16 bits."""
 
 
 @dataclass(frozen=True)
 class ScoreTraffic:
-    """Bytes that operations other than products move for each score, forward and backward."""
+    """Bytes per score of operations other than matmuls."""
 
     forward: float
     backward: float
@@ -39,13 +38,12 @@ scaling and masking move half of it, and casts to fp32 and back as much again.""
 
 
 def compiled_scores(size: float) -> ScoreTraffic:
-    """Scaled, masked and made weights in one kernel; backward another reads weights and gradient twice, for their sums by row
-    and for the result."""
+    """Scale, mask and softmax in one kernel; backward another reads softmax and gradient twice, for row sums and result."""
     return ScoreTraffic(2 * size, 5 * size)
 
 
 def attention_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
-    """Seconds of one block's attention. A causal query meets half the keys; plain attention multiplies with all of them."""
+    """Seconds of one block's attention. A causal query attends to half the keys; plain attention computes all scores."""
     work = spec.work
     if not work.number("attention"):
         again = max(work.number("attention.recomputed"), work.number("scores.recomputed"))
@@ -54,7 +52,7 @@ def attention_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) 
     width = shape.num_heads * shape.head_dim / spec.size("tp")
     arithmetic = 6 * spec.tokens * width * spec.sequence * (1 + FORWARD * work.number("attention.recomputed"))
     if target.kind != "cuda":
-        # Kernels' shares are of a GPU's matrix units. A CPU has none: there a kernel multiplies as products do.
+        # Efficiencies are relative to a GPU's tensor cores; on a CPU a kernel runs at the matmul rate.
         return arithmetic / (target.rate(dtype) * efficiency.matmul.get(dtype, 1.0))
     arithmetic *= 1 + TILE / spec.sequence
     reached = efficiency.attention.get(work.by["attention"], work.number("attention"))
@@ -67,19 +65,19 @@ def attention_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) 
 def _plain(spec: Spec, target: TargetMachine, efficiency: Efficiencies, forwards: float) -> float:
     shape, dtype, size = spec.shape, matmul_dtype(spec), spec.effects.size("compute", 4)
     scores = spec.tokens * shape.num_heads / spec.size("tp") * spec.sequence
-    # Two products forward and four backward write or read the scores once each, and are bound by that or by arithmetic.
-    multiplied = 2 * shape.head_dim / (target.rate(dtype) * efficiency.matmul.get(dtype, 1.0))
-    product = max(multiplied, size / (target.bytes_per_s * efficiency.fused))
+    # Two matmuls forward and four backward each read or write the scores, bound by bandwidth or FLOPs.
+    flops_s = 2 * shape.head_dim / (target.rate(dtype) * efficiency.matmul.get(dtype, 1.0))
+    matmul = max(flops_s, size / (target.bytes_per_s * efficiency.fused))
     fused = bool(spec.work.number("stream.fused"))
     moved = compiled_scores(size) if fused else EAGER
     rate = target.bytes_per_s * (efficiency.fused if fused else efficiency.eager)
-    forward, backward = moved.forward / rate + 2 * product, moved.backward / rate + 4 * product
+    forward, backward = moved.forward / rate + 2 * matmul, moved.backward / rate + 4 * matmul
     return scores * (forwards * forward + backward)
 
 
 def ring_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> float:
-    """One block's work besides attention where keys and values go round: with each part that comes, results are merged in
-    fp32, keys and values laid together to be sent on, and backward all three gradients added up.
+    """One block's additional work of ring attention: for each shard outputs are merged in fp32, keys and values packed to be
+    sent, and backward all three gradients accumulated.
 
     Bytes as torch's ring attention moves them (torch.distributed.tensor.experimental, `_SDPAMerger` and
     `_templated_ring_attention_backward`), each operation by itself.

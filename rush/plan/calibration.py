@@ -1,8 +1,8 @@
-"""Fit the efficiencies to measured steps: each to the part of the breakdown it is about.
+"""Fits the efficiencies to measured steps, each to its part of the breakdown.
 
-A profile says how long products, attention, elementwise operations, loss and update took, so every efficiency has its
-own evidence and none has to be guessed from the sum. A median over the cases is taken, because a profile sometimes
-files a wait under a part. What no case speaks about stays as it was.
+A profile measures matmuls, attention, elementwise operations, loss and update separately, so no efficiency is guessed
+from the sum. A median over the cases is used, because a profile sometimes attributes a wait to a part. What no case
+covers is unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ PARTS = {
     "loss": "loss",
     "optimizer": "optimizer",
 }
-"""Our parts and the breakdown's names for them."""
+"""Parts of a plan and their names in the breakdown."""
 
 
 def calibration_split(
     cases: Sequence[MeasuredCase], draw: str = ""
 ) -> tuple[list[MeasuredCase], list[MeasuredCase]]:
-    """A third to calibrate on and the rest to judge by, chosen by a hash of the cases' names; another `draw` gives another."""
+    """A third for calibration and the rest for evaluation, by a hash of the cases' names and `draw`."""
 
     def lot(case: MeasuredCase) -> str:
         return hashlib.sha256(f"{case.study}/{case.name}/{case.spec.micro}{draw}".encode()).hexdigest()
@@ -68,17 +68,16 @@ def calibrate(cases: Iterable[MeasuredCase], start: Efficiencies = DEFAULT) -> E
         update=start.update * _ratio(updates, "optimizer"),
         eager_update=start.eager_update * _ratio(plain_updates, "optimizer"),
     )
-    # Where a host's probe says what a call takes, the share of it is fitted; where none does, the call itself.
+    # With a probe of the host its factor is fitted, without one the launch time itself.
     probed, others = ([c for c, _ in timed if bool(c.target.launch_s) is known] for known in (True, False))
     share, call = _launching(probed, found), _launching(others, found)
     return replace(found, launching=found.launching * share, launch_s=found.launch_s * call)
 
 
 def _as_timed(case: MeasuredCase, time: StepTime) -> MeasuredCase:
-    """The case with its profile's parts stretched to what its steps took, where these wait for nothing but the device.
+    """The case with its profile scaled to the timed steps, where these are bound by the device.
 
-    Profiled steps are few, with pauses between them: the device is cooler and clocks higher than in the steps that were
-    timed, the more so the shorter they are. The profile says what share each part has, the clock of the timed steps how long.
+    Profiled steps are few, with pauses between them: the device is cooler and clocks higher than in the timed steps.
     """
     work = sum(seconds for part, seconds in case.breakdown_s.items() if part not in ("idle", "data"))
     if (
@@ -101,24 +100,21 @@ def _work(case: MeasuredCase, term: str) -> float:
 
 
 def _ratio(timed: Sequence[tuple[MeasuredCase, StepTime]], part: str) -> float:
-    """Planned over measured seconds of a part: what its efficiency has to be multiplied by.
-
-    The median by weight: a second is a second. Long steps say more about what users run than short ones, between which
-    a device cools down and then clocks higher.
-    """
+    """Planned over measured seconds of a part, the factor of its efficiency: the median weighted by time, since long steps are
+    closer to real runs."""
     pairs = sorted(
         (time.parts[part] / case.breakdown_s[PARTS[part]], case.breakdown_s[PARTS[part]])
         for case, time in timed
         if case.breakdown_s.get(PARTS[part]) and time.parts.get(part)
     )
     if part == "optimizer":
-        # A profile files waits under it, the longer the step: here each case has one voice.
+        # A profile attributes waits to it, the more the longer the step: unweighted.
         return statistics.median(ratio for ratio, _ in pairs) if pairs else 1.0
     return _weighted_median(pairs)
 
 
 def _weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
-    """Of (value, weight), sorted; 1 where there are none."""
+    """Weighted median of sorted (value, weight) pairs; 1 where there are none."""
     left = sum(weight for _, weight in pairs) / 2
     for value, weight in pairs:
         left -= weight
@@ -128,14 +124,11 @@ def _weighted_median(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _launching(cases: Sequence[MeasuredCase], found: Efficiencies) -> float:
-    """How many times as long a host must take to call an operator for these steps to come out best; 1 where none depends on it.
-
-    Steps that wait for their host say how long it takes, all others that it does not take longer.
-    """
+    """The factor of the launch time with the smallest error over these steps; 1 where none depends on it."""
 
     def missed(factor: float) -> float:
-        told = replace(found, launch_s=factor * found.launch_s, launching=factor * found.launching)
-        return round(sum(abs(time_of(c.spec, c.target, told).step / c.step_s - 1) for c in cases), 4)
+        tried = replace(found, launch_s=factor * found.launch_s, launching=factor * found.launching)
+        return round(sum(abs(time_of(c.spec, c.target, tried).step / c.step_s - 1) for c in cases), 4)
 
-    tried = (1.03**step for step in range(-20, 21))
-    return min(sorted(tried, key=lambda factor: abs(factor - 1)), key=missed)
+    factors = (1.03**step for step in range(-20, 21))
+    return min(sorted(factors, key=lambda factor: abs(factor - 1)), key=missed)

@@ -1,7 +1,7 @@
-"""Hold plans against what was measured: the error table of `rush plan --check`.
+"""Compares plans with measurements: the error table of `rush plan --check`.
 
 Efficiencies are fitted to a third of the findings and judged on the rest. Memory is judged on eager recipes: what a
-compiled graph keeps was read off the findings themselves. Published measurements of other trainers on other machines are compared as they are.
+compiled graph saves was read from the findings. Published measurements of other trainers are compared unchanged.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ TARGETS = {
     "published": (0.15, None),
     "published memory": (0.15, None),
 }
-"""Wanted: the median error and the 95th percentile."""
+"""Targets of the median error and the 95th percentile."""
 
 ON_CPU = "time on a CPU"
-"""Its efficiencies are a GPU's, so that these are told apart and nothing is wanted of them."""
+"""Efficiencies are a GPU's, so CPU times are listed separately, without a target."""
 
 
 @dataclass(frozen=True)
 class ErrorRow:
-    """One comparison. Errors are planned over measured, less one."""
+    """One comparison; the error is planned / measured − 1."""
 
     study: str
     name: str
     kind: str
-    """memory or time of a finding; published."""
+    """A key of `TARGETS`, or `ON_CPU`."""
     measured: float
     planned: float
     held_out: bool
     unit: str
     waits: bool | None = None
-    """Of times with a profile: whether the device waited for its host."""
+    """For times with a profile, whether the step was bound by the host."""
 
     @property
     def error(self) -> float:
@@ -55,14 +55,14 @@ class ErrorRow:
 
 @dataclass(frozen=True)
 class OverflowCheck:
-    """One recipe that ran out of memory, and what its plan says."""
+    """One recipe that ran out of memory, and its plan."""
 
     study: str
     name: str
     planned: float
     limit: float
     beyond_host: bool = False
-    """What it keeps on the host does not fit there."""
+    """Whether its offloaded memory does not fit the host."""
 
     @property
     def said_to_fit(self) -> bool:
@@ -86,7 +86,7 @@ class ErrorSummary:
 
 
 def check(folder: Path) -> tuple[list[ErrorRow], list[ErrorSummary], Efficiencies]:
-    """All comparisons, their summaries (of what was held out), and the efficiencies that the third gave."""
+    """All comparisons, their summaries (over the held-out cases), and the fitted efficiencies."""
     cases = read_findings(folder)
     learned, _ = calibration_split(cases)
     efficiency = calibrate(learned)
@@ -102,7 +102,7 @@ def check(folder: Path) -> tuple[list[ErrorRow], list[ErrorSummary], Efficiencie
 
 
 def overflows(folder: Path) -> list[OverflowCheck]:
-    """What the plans say of everything that ran out of memory."""
+    """Plans of everything that ran out of memory."""
     return [
         OverflowCheck(
             one.study, one.name, memory_of(one.spec).total, one.target.memory_bytes, not found.host_fits
@@ -113,7 +113,7 @@ def overflows(folder: Path) -> list[OverflowCheck]:
 
 
 def other_splits(folder: Path, draws: int = 20) -> list[ErrorSummary]:
-    """The times judged with other thirds: how much of the answer is the luck of the draw."""
+    """Times judged with other splits: the variance of the result."""
     cases = read_findings(folder)
     found = []
     for draw in range(draws):
@@ -128,7 +128,7 @@ def _rows(case: MeasuredCase, efficiency: Efficiencies, held_out: bool) -> list[
     found = []
     if case.memory_bytes:
         planned = memory_of(case.spec).tensors
-        # What a compiled graph and offloading keep was read off findings, so those cases describe more than they test.
+        # Terms of compiled graphs and offloading were read from findings, so those cases are no test.
         out = not (case.spec.work.number("stream.fused") or case.spec.work.number("offloaded"))
         found.append(ErrorRow(case.study, case.name, "memory", case.memory_bytes, planned, out, "bytes"))
     seconds = time_of(case.spec, case.target, efficiency).step
@@ -160,7 +160,7 @@ def _published(item: PublishedRun) -> list[ErrorRow]:
 
 
 def summarize(kind: str, rows: Sequence[ErrorRow]) -> ErrorSummary:
-    """Over what was held out."""
+    """Over the held-out cases."""
     errors = sorted(abs(row.error) for row in rows if row.held_out)
     median, p95 = TARGETS.get(kind, (None, None))
     return ErrorSummary(
@@ -180,11 +180,11 @@ def as_json(
     drawn: Sequence[ErrorSummary] = (),
     rooms: Sequence[OverflowCheck] = (),
 ) -> dict[str, Any]:
-    told = {
+    found = {
         "rows": [asdict(row) | {"error": row.error} for row in rows],
         "summaries": [asdict(one) | {"reached": one.reached} for one in summaries],
         "other_thirds": [asdict(one) | {"reached": one.reached} for one in drawn],
         "out_of_memory": [asdict(one) | {"said_to_fit": one.said_to_fit} for one in rooms],
     }
-    plain: dict[str, Any] = json.loads(json.dumps(told))
+    plain: dict[str, Any] = json.loads(json.dumps(found))
     return plain

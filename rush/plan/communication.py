@@ -1,10 +1,10 @@
-"""What the ranks of a layout send each other in a step, and how long that takes if nothing hides it.
+"""Communication time of a layout, before overlap.
 
-Ranks are numbered as `rush/parallel` does, pp outermost, then ddp, fsdp, cp, tp: an axis lies inside a server as long
-as it and all axes within it fit there. A ring of n ranks moves (n − 1)/n of a buffer over every link for a gather or a
-scatter, twice that for a reduction. Between servers a ring's data crosses once for all its ranks there, so the cards
-of all of them carry it. What is exchanged for weights and gradients travels behind the arithmetic; what tensor
-parallelism exchanges is waited for.
+Ranks are numbered as in `rush/parallel`, pp outermost, then ddp, fsdp, cp, tp: an axis is within a node as long as it
+and all axes inside it fit there. A ring of n ranks moves (n − 1)/n of a buffer over every link for an all-gather or
+reduce-scatter, twice that for an all-reduce. Between nodes a ring's data crosses once for all its ranks there, so all
+their network cards carry it. Communication of weights and gradients overlaps with compute; that of tensor parallelism
+does not.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from rush.plan.target import TargetMachine
 
 INNER_TO_OUTER = ("tp", "cp", "fsdp", "ddp", "pp")
 NETWORK = 0.65
-"""Of the rate of the cards between servers: what collectives of a layer's size reach among many. An assumption."""
+"""Efficiency of the network for collectives of a layer's size among many nodes. An assumption."""
 STRAGGLING = 0.008
 """Of a step, for each doubling of servers: all wait for the slowest. PublishedRun: 2.5 % from 1 to 16 servers, 1.7 % from 4
 to 8."""
 LATENCY_S = 12e-6
-"""Of one step around a ring inside a server or between two."""
+"""Latency of one step of a ring."""
 
 
 @dataclass(frozen=True)
 class CommunicationTime:
-    """Seconds of a step's sending."""
+    """Seconds of communication per step."""
 
     behind: float = 0.0
-    """That travels while something is computed."""
+    """Overlaps with compute."""
     late: float = 0.0
-    """That travels once a step, while the last backward pass is computed."""
+    """Once per step, overlaps with the last backward pass."""
     waiting: float = 0.0
-    """That computing waits for."""
+    """Exposed."""
 
     def __add__(self, other: CommunicationTime) -> CommunicationTime:
         return CommunicationTime(
@@ -42,38 +42,38 @@ class CommunicationTime:
 
 
 def bandwidth(spec: Spec, target: TargetMachine, axis: str, reached: float) -> float:
-    """Bytes per second that a ring over this axis moves past every rank."""
+    """Bytes per second and rank of a ring over this axis."""
     inside = 1
     for name in INNER_TO_OUTER[: INNER_TO_OUTER.index(axis)]:
         inside *= spec.size(name)
     size = spec.size(axis)
     if inside * size <= target.devices_per_node:
         return reached * target.link_bytes_per_s
-    # The rings that leave a server share its cards.
+    # The rings that leave a node share its network cards.
     cards = target.network_cards / min(inside, target.devices_per_node)
     return min(reached * target.link_bytes_per_s, NETWORK * target.network_bytes_per_s * cards)
 
 
 def ring(bytes_: float, size: int, rate: float, trips: int = 1) -> float:
-    """Seconds of a gather or scatter of a whole buffer (a reduction: two trips) around `size` ranks."""
+    """Seconds of an all-gather or reduce-scatter of a buffer (an all-reduce: two trips) among `size` ranks."""
     if size == 1:
         return 0.0
-    # Beyond a server's worth of ranks, trees and several rings keep the steps few.
+    # With many ranks, trees and several rings limit the number of steps.
     return trips * ((size - 1) / size * bytes_ / rate + min(size - 1, 32) * LATENCY_S)
 
 
 def communication_time(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
-    """All that one rank takes part in."""
+    """All communication of one rank."""
     return _weights(spec, target, reached) + communication_per_pass(spec, target, reached)
 
 
 def communication_per_pass(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
-    """What belongs to each pass, so that the ranks of a pipeline wait for each other's."""
+    """Communication within passes, which lengthens the bubble of a pipeline."""
     return _tensor(spec, target, reached) + _context(spec, target, reached) + _stages(spec, target, reached)
 
 
 def _weights(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
-    """Gradients between copies, weights and gradients of shards. Context ranks hold the same weights: they are folded in."""
+    """Gradients of replicas, weights and gradients of shards. Ranks of cp hold the same weights and count too."""
     weights, effects = weights_of(spec), spec.effects
     share = spec.size("tp") * spec.size("pp")
     each = effects.size("gradients", 4)
@@ -95,11 +95,11 @@ def _weights(spec: Spec, target: TargetMachine, reached: float) -> Communication
             + weights.head
         ) / share
         each_weight = effects.size("gathered", effects.size("parameters", 4))
-        codes = spec.shape.num_layers * weights.block_linear / share
-        gathered = each_weight * (held - codes) + effects.size("blocks", each_weight) * codes
+        blocks = spec.shape.num_layers * weights.block_linear / share
+        gathered = each_weight * (held - blocks) + effects.size("blocks", each_weight) * blocks
         per_pass = not effects.factor("gathered")
         gathers = 2 * spec.passes if per_pass else 1
-        # A pipeline's schedules keep gradients until the last pass.
+        # Pipeline schedules keep gradients until the last pass.
         scatters = 1 if effects.factor("unsharded_gradients") or spec.size("pp") > 1 else spec.passes
         units = spec.shape.num_layers / spec.size("pp") + 1
         seconds = gathers * ring(gathered, group, rate) + scatters * ring(each * learned, group, rate)
@@ -112,13 +112,13 @@ def _weights(spec: Spec, target: TargetMachine, reached: float) -> Communication
     if copies > 1:
         rate = bandwidth(spec, target, "ddp", reached)
         seconds = ring(each * learned / shards, copies, rate, 2)
-        # Nothing hides the last bucket.
+        # The last bucket does not overlap.
         total += CommunicationTime(late=0.95 * seconds, waiting=0.05 * seconds)
     return total
 
 
 def _tensor(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
-    """Per block two gathers and two scatters of the stream forward, as many backward, and what is computed again."""
+    """Per block two all-gathers and two reduce-scatters forward, as many backward, and recomputation."""
     size = spec.size("tp")
     if size == 1:
         return CommunicationTime()
@@ -132,7 +132,7 @@ def _tensor(spec: Spec, target: TargetMachine, reached: float) -> CommunicationT
 
 
 def _context(spec: Spec, target: TargetMachine, reached: float) -> CommunicationTime:
-    """Keys and values of the whole row in every block, and their gradients back."""
+    """Keys and values of the whole row in every block, and their gradients."""
     size = spec.size("cp")
     if size == 1:
         return CommunicationTime()
@@ -147,7 +147,7 @@ def _context(spec: Spec, target: TargetMachine, reached: float) -> Communication
 
 
 def kv_width(spec: Spec) -> float:
-    """Numbers of keys and values that context ranks exchange for each token; some trainers copy them for every query head before."""
+    """Elements of keys and values per token that cp communicates; some trainers repeat them for every query head first."""
     heads = spec.shape.num_heads if spec.knob("cp", "repeated", False) else spec.shape.num_kv_heads
     return 2 * heads * spec.shape.head_dim / spec.size("tp")
 

@@ -1,4 +1,4 @@
-"""What was measured, as cases a plan can be held against: ladders, benches, searches and runs under a results folder."""
+"""Measured cases to compare plans with: ladders, benches, searches and runs under a results folder."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class MeasuredCase:
     target: TargetMachine
     step_s: float
     memory_bytes: float | None
-    """The most that tensors took; None where that was not recorded, or not in full."""
+    """Peak of allocated memory; None where it was not recorded."""
     breakdown_s: Mapping[str, float] = field(default_factory=dict)
     study: str = ""
-    """The folder of its record under the results."""
+    """Folder of its record under the results."""
 
     @property
     def digest(self) -> str:
@@ -43,13 +43,12 @@ class MeasuredCase:
 
     @property
     def waits(self) -> bool:
-        """Whether its profile shows a device that had nothing to do for much of the step: the host decided."""
+        """Whether its profile shows an idle device for much of the step: bound by the host."""
         return self.breakdown_s.get("idle", 0.0) > 0.15 * self.step_s
 
 
 def read_findings(folder: Path) -> list[MeasuredCase]:
-    """Every distinct recipe that was measured, in all views of a ladder, beside rivals, in searches and in runs; of one measured twice the
-    better record counts."""
+    """Every distinct recipe that was measured, in ladders, benches, searches and runs; the better record of one measured twice."""
     found: dict[str, MeasuredCase] = {}
     records = [(path, read_ladder(path)) for path in sorted(folder.glob("**/ladder*.json"))]
     for path, record in sorted(records, key=lambda item: _worth(item[1]), reverse=True):
@@ -80,7 +79,7 @@ class Overflow:
 
 
 def read_overflows(folder: Path) -> list[Overflow]:
-    """Every distinct recipe that ran out of memory on a GPU: no plan may say that it fits."""
+    """Every distinct recipe that ran out of memory on a GPU: no plan may fit."""
     found: dict[str, Overflow] = {}
     for path in sorted(folder.glob("**/ladder*.json")):
         ladder, study = read_ladder(path), path.parent.relative_to(folder).as_posix()
@@ -104,7 +103,7 @@ def _overflow(name: str, recipe: Recipe, record: Any, study: str) -> Overflow:
 
 
 def _lengths(workload: Any) -> Iterator[tuple[Any, Recipe]]:
-    """Every length that a search for the longest tried, with the recipe that ran."""
+    """Every sequence length that `rush bench models` tried, with its recipe."""
     longest = workload.get("longest")
     recipe = _recipe(longest["recipe"]) if longest else None
     if longest is None or recipe is None:
@@ -115,7 +114,7 @@ def _lengths(workload: Any) -> Iterator[tuple[Any, Recipe]]:
 
 
 def _worth(record: Any) -> tuple[bool, int, str]:
-    """A ladder that came to its end before one that did not, then one of more processes a rung, then the later one."""
+    """Finished ladders first, then those with more processes per rung, then later ones."""
     timed = [rung["step_ms"] for rung in record["rungs"] if rung.get("step_ms")]
     processes = max((len(measured.get("processes", ())) for measured in timed), default=0)
     return record.get("finished") is not None, processes, record["started"]
@@ -165,8 +164,7 @@ def _rung(rung: Any, machine: Machine, target: TargetMachine, study: str) -> Mea
 
 
 def _full_step_s(rung: Any, step_tokens: float) -> float:
-    """The time of a step of full rows, which is what a plan is of. Where conversations are filled up to the longest of their
-    batch, rows are shorter than that, and a step as measured is."""
+    """Time of a step of full rows, as a plan assumes; with dynamic padding measured rows are shorter."""
     processed = (rung.get("tokens_kind") or {}).get("processed")
     return float(step_tokens / processed if processed else rung["step_ms"]["median"] / 1e3)
 
@@ -198,7 +196,7 @@ def _beside_rivals(record: Any, study: str) -> Iterator[MeasuredCase]:
 
 
 def _searched(record: Any, study: str) -> Iterator[MeasuredCase]:
-    """What a search timed, with steps as short as it made them."""
+    """What a search timed, with its shortened steps."""
     machine, tokens = Machine.from_dict(record["machine"]), record["settings"]["tokens"]
     sheet = find(machine.devices[0]) if machine.devices else None
     if record.get("ceilings"):
@@ -231,8 +229,7 @@ def _short(key: str) -> str:
 
 
 def _memory(machine: Machine, recipe: Recipe, found: float | None) -> float | None:
-    """On a CPU the resident process is recorded, which is no tensors; and what a recording keeps apart was not counted
-    when these findings were made."""
+    """None on a CPU, where the resident process was recorded, and with CUDA graphs, whose pool was not counted."""
     recorded = any(name == "cuda_graph" for name, _ in recipe.technique_uses())
     return None if machine.device != "cuda" or recorded else found
 
@@ -257,7 +254,7 @@ def _run(folder: Path) -> Iterator[MeasuredCase]:
 
 
 def _recipe(text: str) -> Recipe | None:
-    """None for a recipe of an older format that is no longer one."""
+    """None for a recipe of an older, unsupported format."""
     try:
         return parse(tomllib.loads(text))
     except RushError:

@@ -1,8 +1,8 @@
-"""Which micro batch `batch.micro = "auto"` should be: of all that divide the step and fit, the one with the shortest step.
+"""Chooses the micro batch of `batch.micro = "auto"`: of all that divide the step and fit, the fastest.
 
-The tokens of a step stay what they are, so another micro batch means another number of passes. Fewer, larger passes
-keep a device busier, but leave a pipeline longer empty, so the planned time decides; where it hardly differs, the
-larger micro batch wins. `rush train` tries the choice with a real step (`rush/train/auto_micro.py`); `rush plan` believes it.
+The tokens per step do not change, so another micro batch means another number of passes. Fewer, larger passes use a
+device better but lengthen a pipeline's bubble, so the predicted time decides; in a near tie the larger micro batch
+wins. `rush train` checks the choice with a real step (`rush/train/auto_micro.py`).
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rush.recipe import Recipe
 from rush.recipe_io import changed
 
 ALIKE = 0.01
-"""Planned times that differ by less are as good as equal."""
+"""Relative difference of times below which they count as equal."""
 
 
 def candidates(recipe: Recipe, check: Callable[[Recipe], object]) -> list[Recipe]:
-    """The recipe with every micro batch that its step can be made of and `check` does not refuse, smallest first."""
+    """The recipe with every micro batch that divides its step and `check` accepts, smallest first."""
     rows = recipe.step_tokens // (recipe.batch.sequence * recipe.data_ranks)
     found: list[Recipe] = []
     refusal: RushError | None = None
@@ -45,13 +45,13 @@ def candidates(recipe: Recipe, check: Callable[[Recipe], object]) -> list[Recipe
 
 
 def needed(recipe: Recipe, device: str) -> float:
-    """Bytes that a run takes of a device, in a step or besides; on a GPU, beyond what the driver has taken already."""
+    """Peak bytes of a run; on a GPU without the CUDA context."""
     total = run_peak_of(spec_of(recipe, device)).total
     return total - context_of(device) if device == "cuda" else total
 
 
 def best(of: Sequence[Recipe], target: TargetMachine, room: float) -> Recipe:
-    """The one to try: the fastest by plan of those that fit into `room` bytes; the smallest where none does."""
+    """The fastest of those that fit into `room` bytes; the smallest where none does."""
     fitting = [one for one in of if needed(one, target.kind) <= room]
     if not fitting:
         return of[0]
@@ -70,7 +70,7 @@ def settled(recipe: Recipe, target: TargetMachine) -> Recipe:
 
 
 def rates_of(machine: Machine) -> TargetMachine:
-    """What is known of this machine's rates: measured, of its datasheet, or assumed. For comparing, not for telling."""
+    """This machine's rates: measured, from its datasheet, or assumed; for comparisons only."""
     known = known_ceilings(machine)
     if known is not None and known.matmul and known.bandwidth:
         return target_here(machine, known.rates())

@@ -1,6 +1,4 @@
-"""Weights, gradients and moments of one rank, with what sharding and sending adds: what of a step's memory does not depend on
-its tokens.
-"""
+"""Weights, gradients and moments of one rank, with sharding: the memory of a step that does not depend on its tokens."""
 
 from __future__ import annotations
 
@@ -10,23 +8,23 @@ from functools import cached_property
 from rush.plan.spec import Spec, Weights
 
 WORKSPACE = 64 * 2**20
-"""Workspaces of the matrix libraries on a GPU: cuBLAS and cuBLASLt take 32 MiB each on Hopper."""
+"""cuBLAS and cuBLASLt workspaces, 32 MiB each on Hopper."""
 
 
 @dataclass(frozen=True)
 class PipelineStage:
-    """One rank of the pipeline: its blocks and which ends of the model it has."""
+    """One pipeline rank: its blocks, and whether it has the first and the last stage."""
 
     blocks: int
     first: bool
     last: bool
     in_flight: float
-    """Micro batches whose activations are there at once; a part of one where a rank has several stages."""
+    """Micro batches in flight; fractional with several stages per rank."""
 
 
 @dataclass(frozen=True)
 class RankState:
-    """Weights, gradients and moments of one rank, with what sharding and sending adds."""
+    """Weights, gradients and moments of one rank, with sharding and communication buffers."""
 
     spec: Spec
     stage: PipelineStage
@@ -59,7 +57,7 @@ class RankState:
         return self.stage.blocks * block + each * self.ends
 
     def trained(self, blocks: int | None = None) -> float:
-        """Parameters that learn, of so many blocks and the ends."""
+        """Trained parameters of this many blocks and outside of them."""
         count = self.stage.blocks if blocks is None else blocks
         if self.spec.effects.factor("frozen"):
             return count * self._local(self.weights.adapters)
@@ -70,7 +68,7 @@ class RankState:
         return self.trained()
 
     def gradients(self, blocks: int) -> float:
-        """With gradients of so many blocks (and then of the ends)."""
+        """Bytes of gradients once this many blocks are done."""
         effects, shards = self.spec.effects, self.spec.shards
         each = effects.size("gradients", 4)
         full = self._trained
@@ -86,9 +84,9 @@ class RankState:
             )
             at_work = 0.0 if blocks == 0 else 2 * unit + ends
             parts = 0.0 if effects.factor("on_host") else count / shards
-            count = count if self.keeps_whole else parts + at_work
+            count = count if self.keeps_unsharded else parts + at_work
         elif blocks and not always and not effects.factor("frozen"):
-            count -= self.ends if blocks < self.stage.blocks else 0.0  # the head's is counted by itself
+            count -= self.ends if blocks < self.stage.blocks else 0.0  # the LM head's is counted separately
         return each * count * (1 + effects.factor("buckets"))
 
     @cached_property
@@ -96,26 +94,25 @@ class RankState:
         if self.spec.shards == 1:
             return 0.0
         each = self.spec.effects.size("gathered", self.bytes_per_weight)
-        # A pipeline's schedules let go of nothing between the backward passes of a step.
+        # Pipeline schedules do not reshard between the backward passes of a step.
         blocks = self.stage.blocks if self.spec.effects.factor("gathered") or self.spec.size("pp") > 1 else 2
         linear = self.spec.effects.size("blocks", each) * self._local(self.weights.block_linear)
         block = linear + each * (self.weights.block_other + self._local(self.weights.adapters))
         return blocks * block + each * self.ends
 
     @cached_property
-    def keeps_whole(self) -> bool:
-        """Whether gradients stay whole until the end of a step: asked for, or because a pipeline's schedules do."""
+    def keeps_unsharded(self) -> bool:
+        """Whether gradients stay unsharded until the end of a step, by knob or because of a pipeline schedule."""
         return bool(self.spec.effects.factor("unsharded_gradients")) or self.spec.size("pp") > 1
 
     def other_streams(self, *, counted: bool) -> float:
-        """What shards take that others cannot reuse: gradients' parts and what is being gathered are allocated on streams of
-        their own, and an allocator keeps what was freed for the stream it was made on. `counted`: where gradients' parts
-        are in the sum already."""
+        """Memory that other streams cannot reuse: gradient shards and gathered weights are allocated on their own streams, and the
+        allocator keeps freed blocks per stream. `counted`: gradient shards are in the sum already."""
         effects, shards = self.spec.effects, self.spec.shards
         if shards == 1 or self.spec.device != "cuda":
             return 0.0
         parts = effects.size("gradients", 4) * self._trained / shards
-        parts = 0.0 if effects.factor("on_host") or (counted and not self.keeps_whole) else parts
+        parts = 0.0 if effects.factor("on_host") or (counted and not self.keeps_unsharded) else parts
         each = effects.size("gathered", self.bytes_per_weight)
         block = effects.size("blocks", each) * self._local(self.weights.block_linear)
         return parts + max(2 * block, each * self.ends)
@@ -126,7 +123,7 @@ class RankState:
     @cached_property
     def _always(self) -> dict[str, float]:
         effects, shards = self.spec.effects, self.spec.shards
-        # Between the passes a rank's parts are on the host; what is gathered and at work is here.
+        # With CPU offload the shards are on the host; only gathered weights are on the device.
         here = 0.0 if effects.factor("on_host") else 1.0
         trained = here * self._trained / shards
         return {
@@ -134,7 +131,7 @@ class RankState:
             "gradients": 0.0,
             "optimizer": trained * effects.size("optimizer", 8) * effects.factor("optimizer"),
             "master": trained * 4 * effects.factor("master"),
-            # With adapters the reference is the model itself, with them switched off.
+            # With adapters the reference is the model without them.
             "reference": here * self.parameters / shards
             if self.spec.reference and not effects.factor("frozen")
             else 0.0,
@@ -142,13 +139,13 @@ class RankState:
         }
 
     def between_steps(self) -> dict[str, float]:
-        """What is there when no step is under way: gradients are let go of, buckets for sending them stay."""
+        """State between steps: gradients are freed, communication buckets stay."""
         effects = self.spec.effects
-        sending = effects.size("gradients", 4) * self._trained * effects.factor("buckets")
-        return {**self._always, "gathered": 0.0, "gradients": sending if self.spec.shards == 1 else 0.0}
+        buckets = effects.size("gradients", 4) * self._trained * effects.factor("buckets")
+        return {**self._always, "gathered": 0.0, "gradients": buckets if self.spec.shards == 1 else 0.0}
 
     def on_host(self) -> float:
-        """Bytes of this rank's parts that lie in host memory."""
+        """Bytes of this rank's shards in host memory."""
         effects, shards = self.spec.effects, self.spec.shards
         if not effects.factor("on_host"):
             return 0.0
@@ -156,7 +153,7 @@ class RankState:
         return (self.parameters + each * self._trained) / shards
 
     def casts(self, *, always: bool = False, with_head: bool = True) -> float:
-        """Weights in the dtype of the products. Autocast keeps its casts to the end of the forward pass in any case."""
+        """Weights cast to the matmul dtype. Autocast caches its casts until the end of the forward pass."""
         effects = self.spec.effects
         each = effects.size("casts", 0)
         eager = bool(effects.factor("logits.copies"))
@@ -167,7 +164,7 @@ class RankState:
         )
         blocks = self.stage.blocks * self._local(self.weights.block_linear)
         if self.spec.effects.size("blocks", 4) < 2:
-            return 0.0  # codes are unpacked for each product
+            return 0.0  # quantized weights are dequantized for each matmul
         frozen_too = always and eager
         return (
             each * (blocks * (1.0 if frozen_too else effects.factor("casts")) + self._local(head))
@@ -182,7 +179,7 @@ class RankState:
         return each * self._local(self.spec.shape.vocab_size * self.spec.shape.hidden)
 
     def second_head(self) -> float:
-        """A tied embedding gets its gradient from both ends: for a moment it is there twice."""
+        """A tied embedding briefly has two gradients, of lookup and LM head."""
         tied = self.spec.shape.tied_head and self.stage.first and self.stage.last
         return self.head_gradient() if tied else 0.0
 

@@ -1,4 +1,4 @@
-"""The update of the weights, and what a host launches: the part of a step's time that does not grow with its tokens."""
+"""Time of the update and of kernel launches: the parts of a step that do not grow with its tokens."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from rush.plan.spec import Spec, weights_of
 from rush.plan.target import TargetMachine
 
 KERNEL_S = 0.65e-6
-"""Of each operation of an update on the device, besides its bytes: its start and its end, when most units have nothing to do."""
+"""Device overhead per operation of an update."""
 UPDATE_LAUNCH = 0.85
-"""What launching an operation of an update takes of what one of a pass does: no module calls it and autograd notes nothing, but
-none is a view. As measured."""
+"""Launch time of an update's operation relative to one of a pass: no module, no autograd, but no views. Measured."""
 THIN = 33
-"""Operators of the adapters of a compiled block: 4 and 7 products forward; 7, 7, 4 and 4 backward."""
+"""Launches of a compiled block's adapters: 4 and 7 matmuls forward; 7, 7, 4 and 4 backward."""
 
 
 def trained_weights(spec: Spec) -> float:
-    """Weights that learn, of the whole model."""
+    """Trained weights of the whole model."""
     weights, blocks = weights_of(spec), spec.shape.num_layers
     if spec.effects.factor("frozen"):
         return blocks * weights.adapters
@@ -24,7 +23,7 @@ def trained_weights(spec: Spec) -> float:
 
 
 def update_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> tuple[float, float]:
-    """Seconds of an update on the device, and of launching it."""
+    """Device and launch seconds of an update."""
     effects, blocks = spec.effects, spec.shape.num_layers
     tensors = 14 * blocks
     if not effects.factor("frozen"):
@@ -47,7 +46,7 @@ def update_time(spec: Spec, target: TargetMachine, efficiency: Efficiencies) -> 
 
 
 def launches(spec: Spec) -> float:
-    """Operators that the host calls for one pass; those of eager blocks as they are counted on a CPU, views among them."""
+    """Operator calls per pass; those of eager blocks as counted on a CPU, including views."""
     work, llama = spec.work, spec.shape.family == "llama"
     if whole := work.number("launches.pass"):
         return whole
@@ -67,6 +66,6 @@ def launches(spec: Spec) -> float:
         each += (140 if llama else 88) if spec.effects.factor("frozen") else 0
     each += work.number("launches.extra")
     layers = 7 if llama else 4
-    unpacked = layers * 2 + (layers - 1) * (work.number("blocks.recomputed") > 0)
-    each += work.number("dequantize.launches") * unpacked
+    dequantized = layers * 2 + (layers - 1) * (work.number("blocks.recomputed") > 0)
+    each += work.number("dequantize.launches") * dequantized
     return (80 if llama else 57) + each * spec.shape.num_layers / spec.size("pp")

@@ -1,7 +1,7 @@
-"""Published measurements of other trainers, as specs: what the planner says of machines that are not at hand.
+"""Published measurements of other trainers as specs, for machines that are not at hand.
 
-The rows are in `published_runs.json`, with their sources. torchtitan keeps fp32 weights in shards, gathers them in bf16,
-computes in bf16 without autocast and reduces gradients in fp32; so do the specs made here.
+The rows are in `published_runs.json`, with their sources. torchtitan keeps fp32 shards, gathers in bf16, computes in
+bf16 without autocast and reduces gradients in fp32; so do these specs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class PublishedRun:
     spec: Spec
     target: TargetMachine
     tokens_per_s: float
-    """Of one device."""
+    """Tokens per second and device."""
     memory_bytes: float | None
 
 

@@ -1,10 +1,9 @@
-"""What a run takes besides its steps: validation, samples and saves. Its peak is the fullest of them all.
+"""Peak memory of a run: its steps, validation, samples and checkpoints.
 
-Between two steps weights and moments are there, gradients are not. A validation is a forward pass without gradients: it
-holds one block's tensors at a time, as many as are alive at once in that block's code, and at the end the logits. So a step
-is nearly always fuller. It is not where passes are replayed in a memory pool of their own (`cuda_graph`), which stays beside
-whatever comes. A sample reads a prompt and keeps keys and values. A save takes nothing of a device: the state is copied to
-the host, and where that has no room for the copy, it is written from where it is.
+Between steps there are weights and moments, but no gradients. A validation is a forward pass without gradients: one
+block's tensors at a time, and at the end the logits. So a step is nearly always the peak, except where passes run in
+the memory pool of a CUDA graph (`cuda_graph`), which stays allocated. A sample needs a KV cache. A checkpoint needs no
+device memory: the state is copied to the host, or written directly where the host has no room.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from rush.plan.memory import (
     StepMemory,
     communication_of,
     context_of,
+    dequantized_bytes,
     logits_tokens,
     memory_of,
     stages_of,
-    unpacked,
 )
 from rush.plan.model_state import PipelineStage, RankState
 from rush.plan.spec import Spec, weights_of
@@ -33,11 +32,11 @@ STEP = "step"
 
 @dataclass(frozen=True)
 class RunPeak:
-    """Bytes of one device in all that a run does; of the fullest pipeline stage."""
+    """Bytes of one device by phase of a run, on the fullest pipeline stage."""
 
     step: StepMemory
     besides: Mapping[str, float]
-    """What the device must offer for a validation, a sample, a save."""
+    """Device memory needed for validation, sampling and saving."""
 
     @property
     def phases(self) -> dict[str, float]:
@@ -45,17 +44,17 @@ class RunPeak:
 
     @property
     def fullest(self) -> str:
-        """The phase that takes most; where another takes no more, the step."""
+        """The phase with the peak; the step in a tie."""
         return max(self.phases.items(), key=lambda item: item[1])[0]
 
     @property
     def total(self) -> float:
-        """What the device must offer for the whole run."""
+        """Device memory needed for the whole run."""
         return max(self.phases.values())
 
 
 def run_peak_of(spec: Spec) -> RunPeak:
-    """The memory of a run by phase, each on its fullest rank."""
+    """Memory of a run by phase, each on its fullest rank."""
     step, stages, weights = memory_of(spec), stages_of(spec), weights_of(spec)
     besides: dict[str, float] = {}
     for stage in stages:
@@ -63,12 +62,12 @@ def run_peak_of(spec: Spec) -> RunPeak:
         state = sum(held.between_steps().values())
         found = {"validation": validation_bytes(spec, held), "sample": sample_bytes(spec, held), "save": 0.0}
         for phase, more in found.items():
-            besides[phase] = max(besides.get(phase, 0.0), _offered(spec, held, step, state, more))
+            besides[phase] = max(besides.get(phase, 0.0), _needed(spec, held, step, state, more))
     return RunPeak(step, besides)
 
 
-def _offered(spec: Spec, held: RankState, step: StepMemory, state: float, more: float) -> float:
-    """What a device must offer for so many bytes beside the state."""
+def _needed(spec: Spec, held: RankState, step: StepMemory, state: float, more: float) -> float:
+    """Device memory needed for `more` bytes in addition to the state."""
     unfilled = 1 + spec.effects.factor("fragmentation") * UNFILLED
     if spec.effects.factor("cuda_graph.pool"):
         return step.total + unfilled * more
@@ -76,11 +75,13 @@ def _offered(spec: Spec, held: RankState, step: StepMemory, state: float, more: 
 
 
 def validation_bytes(spec: Spec, held: RankState) -> float:
-    """Bytes of a forward pass without gradients over one pass's rows, beside the state."""
+    """Bytes of a forward pass without gradients, in addition to the state."""
     effects = spec.effects
     stream, compute = effects.size("stream", 4), effects.size("compute", 4)
     plain = bool(effects.factor("scores"))
-    block = spec.tokens * forward_bytes(spec, stream, compute, spec.sequence if plain else 0) + unpacked(spec)
+    block = spec.tokens * forward_bytes(
+        spec, stream, compute, spec.sequence if plain else 0
+    ) + dequantized_bytes(spec)
     ends = 2 * stream * spec.shape.hidden * spec.tokens + _logits(spec, held.stage)
     return (
         held.gathered
@@ -90,28 +91,28 @@ def validation_bytes(spec: Spec, held: RankState) -> float:
 
 
 def forward_bytes(spec: Spec, stream: float, compute: float, keys: float) -> float:
-    """Bytes a token that are alive at once in a block without gradients, at its fuller moment: in attention (over all scores of
-    so many `keys`, or by a kernel) or in the MLP. Each is what the names of the plain model's code still refer to."""
+    """Peak bytes per token in a block without gradients: in attention (all scores of `keys` keys, or a fused kernel) or in the
+    MLP, as the plain model's code keeps references."""
     shape, tp = spec.shape, spec.size("tp")
     query, key = shape.num_heads * shape.head_dim / tp, shape.num_kv_heads * shape.head_dim / tp
     wide, hidden = shape.intermediate / tp, shape.hidden
     attention = 2 * stream * hidden + compute * (query + 2 * key)
     if keys:
-        # Keys and values for every query head. Then the scores before and after softmax, with its result in the making or the
-        # product's; in 16 bits a CPU's softmax makes fp32 of what it reads.
+        # Repeated keys and values, then scores before and after softmax, with the output of softmax or matmul; in 16 bits a
+        # CPU's softmax casts its input to fp32.
         cast = 10 if spec.device == "cpu" else 8
         scores = shape.num_heads / tp * keys
         attention += 2 * compute * query
         attention += max(8 * scores + compute * query, cast * scores if compute < 4 else 0.0)
     else:
         attention += compute * query + 4 * shape.num_heads / tp
-    # The stream before and after attention, the norm, and what the activation reads and makes.
+    # The residual stream before and after attention, the norm, and input and output of the activation.
     mlp = 3 * stream * hidden + compute * wide * (4 if shape.family == "llama" else 2)
     return max(attention, mlp)
 
 
 def _angles(spec: Spec, positions: float) -> float:
-    """Bytes of the cosines and sines that queries and keys are rotated by, once for all rows."""
+    """Bytes of RoPE's cos and sin, once for all rows."""
     return 8 * spec.shape.head_dim * positions if spec.shape.family == "llama" else 0.0
 
 
@@ -136,8 +137,8 @@ def _logits(spec: Spec, stage: PipelineStage) -> float:
 
 
 def sample_bytes(spec: Spec, held: RankState) -> float:
-    """Bytes of a sample beside the state: keys and values, the prompt's way through a block, its logits. It computes in the
-    dtype of the weights. A model that is cut is sampled on the host, and passes the device one tensor at a time."""
+    """Bytes of a sample in addition to the state: KV cache, prefill of a block, logits, in the dtype of the weights. A sharded
+    model is sampled on the host, and gathered one tensor at a time."""
     prompt, drawn = spec.sampled
     shape, each = spec.shape, held.bytes_per_weight
     if not drawn or not held.stage.first:
@@ -147,14 +148,14 @@ def sample_bytes(spec: Spec, held: RankState) -> float:
     prompt = min(prompt, shape.context)
     capacity, read = min(shape.context, prompt + drawn), min(prompt, PREFILL_TOKENS)
     cache = 2 * each * shape.num_layers * shape.num_kv_heads * shape.head_dim * capacity
-    block = read * forward_bytes(spec, each, each, prompt) + unpacked(spec)
+    block = read * forward_bytes(spec, each, each, prompt) + dequantized_bytes(spec)
     logits = read * (shape.vocab_size * (4 + (each if each < 4 else 0)) + 2 * each * shape.hidden)
     return cache + max(block, logits) + _angles(spec, read)
 
 
 def staged_bytes(spec: Spec) -> float:
-    """Bytes of the host that one rank's copy of the state takes while a checkpoint is written, and keeps: weights, moments and
-    fp32 copies; with adapters theirs alone. Ranks that hold the same share the writing. Pinned memory comes in powers of two."""
+    """Host bytes of one rank's copy of the state for checkpoints: weights, moments and master weights; with adapters theirs
+    alone. Replicas share the writing. Pinned memory is allocated in powers of two."""
     effects, weights = spec.effects, weights_of(spec)
     moments = effects.size("optimizer", 8) * effects.factor("optimizer") / 2
     sizes = [effects.size("parameters", 4), moments, moments, 4 * effects.factor("master")]

@@ -24,7 +24,7 @@ from rush.plan.optimizer_time import launches
 from rush.plan.published_runs import read_published
 from rush.plan.spec import Spec, spec_of, weights_of
 from rush.plan.target import target_of
-from rush.plan.time import _side_by_side, time_of, tokens_per_s
+from rush.plan.time import _overlapped, time_of, tokens_per_s
 from rush.recipe_io import load_recipe
 from rush.train.build import build
 from rush.train.step import train_step
@@ -364,11 +364,11 @@ def test_a_recorded_pass_adds_to_gradients_that_are_there_and_a_single_one_does_
     assert more == pytest.approx(4 * 2 * count / (target.bytes_per_s * DEFAULT.fused), rel=0.01)
 
 
-def test_host_and_device_side_by_side_take_the_longer_and_a_tenth_more_where_both_are_alike() -> None:
-    assert _side_by_side(1.0, 1.0) == pytest.approx(1.09, abs=0.005)
-    assert _side_by_side(0.5, 1.0) == pytest.approx(_side_by_side(1.0, 0.5))
-    assert 1.0 <= _side_by_side(0.5, 1.0) < 1.001
-    assert _side_by_side(0.0, 0.0) == 0.0
+def test_host_and_device_overlapped_take_the_longer_and_a_tenth_more_where_both_are_alike() -> None:
+    assert _overlapped(1.0, 1.0) == pytest.approx(1.09, abs=0.005)
+    assert _overlapped(0.5, 1.0) == pytest.approx(_overlapped(1.0, 0.5))
+    assert 1.0 <= _overlapped(0.5, 1.0) < 1.001
+    assert _overlapped(0.0, 0.0) == 0.0
 
 
 def test_plain_attention_is_bound_by_its_scores_and_a_kernel_by_its_arithmetic() -> None:
