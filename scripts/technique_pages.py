@@ -64,8 +64,8 @@ def page(technique: Technique) -> str:
             if (reason := conflict_reason(technique, registry()[name]))
         ),
         "## Claim",
-        f"{claim.metric}: {claim.gain:+.0%} ({claim.regime}). Source: {claim.source}. A claim is what its authors "
-        "say; what it gains on a machine is what `rush ladder` finds there.",
+        f"{claim.metric}: {claim.gain:+.0%} ({claim.regime}). Source: {claim.source}. A claim is the authors'; "
+        "`rush ladder` measures the gain on a machine.",
         "## Parity",
         f"{technique.parity.name}: {technique.parity.value}. {_tolerance(technique.parity)}",
         "## Evidence",
@@ -81,31 +81,34 @@ def page(technique: Technique) -> str:
 
 
 def _effect(effect: MemoryEffect) -> str:
-    """What a technique does to a term, in a few words."""
+    """The effect on a term, in a few words."""
     if effect.size is not None:
-        return f"{effect.size:g} bytes an element"
+        return f"{effect.size:g} bytes per element"
     if effect.keeps is not None:
         return "only: " + (", ".join(effect.keeps) or "nothing")
     return f"× {effect.factor:g}"
 
 
 def index() -> str:
-    rows = []
+    parts = [
+        NOTE,
+        "# Techniques",
+        "One page each, from the file that defines it. `rush probe` reports which of them can run on a machine and "
+        "why the others cannot; `rush ladder` measures what they gain there.",
+    ]
+    groups: dict[str, list[str]] = {}
     for name, technique in registry().items():
-        title = (import_module(technique.apply.__module__).__doc__ or "").strip().splitlines()[0]
-        rows.append(f"| [{name}]({name}.md) | {title} | {technique.stage.name} | {technique.parity.name} |")
-    return (
-        "\n\n".join(
-            [
-                NOTE,
-                "# Techniques",
-                "One page each, from the file that defines it. `rush probe` says which of them can run on a machine and "
-                "why the others cannot; `rush ladder` measures what they gain there.",
-                "\n".join(["| name | idea | stage | parity |", "| --- | --- | --- | --- |", *rows]),
-            ]
-        )
-        + "\n"
-    )
+        module = import_module(technique.apply.__module__)
+        title = (module.__doc__ or "").strip().splitlines()[0]
+        row = f"| [{name}]({name}.md) | {title} | {technique.stage.name} | {technique.parity.name} |"
+        groups.setdefault(module.__name__.rpartition(".")[0], []).append(row)
+    for group, rows in sorted(groups.items()):
+        parts += [
+            f"## {group.rpartition('.')[2].capitalize()}",
+            (import_module(group).__doc__ or "").strip(),
+            "\n".join(["| name | idea | stage | parity |", "| --- | --- | --- | --- |", *rows]),
+        ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _words(name: str, setting: Setting) -> str:
@@ -130,7 +133,7 @@ def _toml(value: object) -> str:
 
 def _tolerance(parity: Parity) -> str:
     if parity is Parity.EXACT:
-        return "Losses, gradient norms and gradients are compared bit by bit."
+        return "Losses, gradient norms and gradients are equal bit for bit."
     if parity is Parity.CLOSE:
         listed = "; ".join(
             f"{dtype} {t.loss:g} / {t.grad_norm:g} / {t.gradient:g}" for dtype, t in CLOSE.items()
@@ -141,10 +144,10 @@ def _tolerance(parity: Parity) -> str:
         )
     if parity is Parity.STATISTICAL:
         return (
-            f"How far the loss fell may differ by {STATISTICAL_LEARNED:.0%} of what plain fp32 learned, in each quarter of the steps, and in the "
-            f"last by no more than {STATISTICAL_END:.0%} of the loss."
+            f"The mean loss of each quarter of the steps may differ by {STATISTICAL_LEARNED:.0%} of the decrease of plain fp32's loss, "
+            f"and that of the last by no more than {STATISTICAL_END:.0%} of the loss."
         )
-    return "It is not held against the plain run."
+    return "It is not compared with the plain run."
 
 
 def _evidence(technique: Technique) -> str:

@@ -1,1 +1,1 @@
-"""Techniques that train adapters beside frozen weights."""
+"""Adapters on a frozen base."""

@@ -1,1 +1,1 @@
-"""Techniques that replace the attention core."""
+"""Attention kernels."""

@@ -1,1 +1,1 @@
-"""Techniques about the host: compiling, CUDA graphs, garbage collection, loading."""
+"""Host overhead: compilation, CUDA graphs, garbage collection, data loading."""

@@ -1,1 +1,1 @@
-"""Techniques that replace parts of the model by fused kernels."""
+"""Fused kernels in place of modules of the model."""

@@ -1,1 +1,1 @@
-"""Techniques that trade time for memory: recomputation, offloading, accumulation."""
+"""Less memory for more time: recomputation, offloading, accumulation."""

@@ -1,1 +1,1 @@
-"""Techniques that change how the optimizer updates the weights."""
+"""Optimizer updates."""

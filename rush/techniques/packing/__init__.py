@@ -1,1 +1,1 @@
-"""Techniques that lay out documents in rows."""
+"""Packing and padding of documents."""

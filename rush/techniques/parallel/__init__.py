@@ -1,1 +1,1 @@
-"""Techniques that divide the work among ranks."""
+"""Parallelism over ranks."""

@@ -1,1 +1,1 @@
-"""Techniques that choose number formats: tf32, bf16, fp16, fp8."""
+"""Number formats: TF32, bf16, fp16, fp8."""
