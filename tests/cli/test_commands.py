@@ -157,7 +157,7 @@ def test_show_prints_a_recipe_that_loads_to_the_same_digest(
 
 def test_the_schema_is_json_schema(capfd: pytest.CaptureFixture[str]) -> None:
     schema = json.loads(call(capfd, "recipes", "schema"))
-    assert schema["properties"]["batch"]["$ref"] == "#/$defs/Batch"
+    assert schema["properties"]["batch"]["$ref"] == "#/$defs/BatchSection"
 
 
 def test_data_prepare_show_and_verify_agree(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
