@@ -123,7 +123,9 @@ def test_accumulation_fills_the_total_batch() -> None:
 def test_the_schema_knows_every_key_and_its_meaning() -> None:
     schema = json.loads(json.dumps(Recipe.model_json_schema()))
     assert set(schema["properties"]) == set(Recipe.model_fields)
-    assert "Sequences per forward pass" in schema["$defs"]["BatchSection"]["properties"]["micro"]["description"]
+    assert (
+        "Sequences per forward pass" in schema["$defs"]["BatchSection"]["properties"]["micro"]["description"]
+    )
     assert schema["additionalProperties"] is False
 
 
