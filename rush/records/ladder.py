@@ -7,7 +7,7 @@ compares ladders knows every word that can come.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, Required
+from typing import Annotated, Any, Required
 
 from pydantic import AfterValidator, SkipValidation, TypeAdapter
 from typing_extensions import TypedDict
@@ -21,8 +21,6 @@ VERDICTS = (
     "baseline", "equal and faster", "equal and smaller", "faster but different", "smaller but different", "different", "no gain", "slower",
     "no effect", "unsupported", "out of memory", "crashed", "timed out", "diverged", "unusable",
 )  # fmt: skip
-
-Status = Literal["ok", "out_of_memory", "unsupported", "no_effect", "diverged", "crashed", "timed_out"]
 
 
 ParityRecord = Annotated[dict[str, Any], having("verdict", "equal", "different", "not judged")]

@@ -171,7 +171,7 @@ def longest_words(longest: LongestRecord) -> str:
 
 
 def _proved(longest: LongestRecord) -> str:
-    """Of the recipe: what it learns, and which techniques left no trace."""
+    """What the recipe learns, and which techniques left no trace."""
     parity, idle = longest.get("parity"), [
         each["technique"] for each in longest.get("evidence", []) if not each["took_effect"]
     ]  # fmt: skip

@@ -115,7 +115,7 @@ def test_what_would_take_minutes_or_does_not_fit_is_refused_beforehand(
         find("roofline").measure(ExplainSettings(small, "cpu", quick=True, options=changes))
 
 
-def test_fusion_compiles_or_says_why_not_and_computes_the_chain() -> None:
+def test_fusion_compiles_or_reports_why_not_and_computes_the_chain() -> None:
     data = measured("fusion")["data"]
     assert data["agrees"] is True
     fused = [row for row in data["rows"] if row["way"] == "fused"]
@@ -204,7 +204,7 @@ def test_a_record_of_an_unknown_topic_names_the_nearest() -> None:
         explain(made_up.record("atention", made_up.attention()))
 
 
-def test_a_busy_machine_is_said_to_have_been_busy() -> None:
+def test_a_busy_machine_is_reported() -> None:
     record = made_up.record("batch", made_up.batch(), load=1.8)
     assert "Other programs were computing" in page(explain(record))
     assert "Other programs" not in page(explain(made_up.record("batch", made_up.batch())))

@@ -30,7 +30,7 @@ def test_every_topic_has_made_up_data() -> None:
     assert set(made_up.EVERY) == set(topics())
 
 
-def test_attention_gains_and_says_by_how_much() -> None:
+def test_attention_gains_and_reports_by_how_much() -> None:
     text = said("attention", made_up.attention(gain=4.0))
     assert "flash is ×4.00" in text
     assert "faster" in text
@@ -46,11 +46,11 @@ def test_attention_without_a_gain_does_not_claim_one() -> None:
     assert "faster." not in text
 
 
-def test_attention_that_loses_says_slower() -> None:
+def test_attention_that_loses_reports_slower() -> None:
     assert "flash is slower here" in said("attention", made_up.attention(gain=0.5))
 
 
-def test_attention_says_whether_the_limit_was_measured() -> None:
+def test_attention_reports_whether_the_limit_was_measured() -> None:
     extrapolated = said("attention", made_up.attention())
     # 2 GiB at 4096 tokens; ×4 per doubling: 8 GiB at 8192 fit into 16 GiB, 32 GiB at 16384 do not.
     assert "Extrapolated, not measured" in extrapolated
@@ -62,7 +62,7 @@ def test_attention_says_whether_the_limit_was_measured() -> None:
     assert "xtrapolated" not in measured
 
 
-def test_attention_that_saves_no_memory_says_so() -> None:
+def test_attention_that_saves_no_memory_reports_so() -> None:
     text = said("attention", made_up.attention(saves=False))
     assert "no saving" in text
     assert "linear" not in text.replace("between linear", "")
@@ -76,7 +76,7 @@ def test_attention_that_cannot_run_gives_the_reason() -> None:
     assert find("attention").picture(data)
 
 
-def test_memory_finds_the_steps_or_says_that_there_are_none() -> None:
+def test_memory_finds_the_steps_or_reports_that_there_are_none() -> None:
     text = said("memory", made_up.memory())
     assert units.duration(1.5e-9) in text
     assert units.duration(110e-9) in text
@@ -88,7 +88,7 @@ def test_memory_finds_the_steps_or_says_that_there_are_none() -> None:
     assert "hardly less than at best" in flat
 
 
-def test_memory_without_a_compiler_says_what_is_missing_and_why() -> None:
+def test_memory_without_a_compiler_reports_what_is_missing_and_why() -> None:
     text = said("memory", made_up.memory(compiler=False))
     assert "Latency was not measured: no C compiler" in text
     assert "visit" not in text
@@ -101,7 +101,7 @@ def test_memory_compares_the_link_with_the_device() -> None:
     assert units.duration(9e-6) in text
 
 
-def test_fusion_gains_as_the_bytes_do_or_says_that_it_does_not() -> None:
+def test_fusion_gains_as_the_bytes_do_or_reports_that_it_does_not() -> None:
     gain = said("fusion", made_up.fusion(gain=8.0))
     assert "×8.00" in gain
     assert "the time follows the bytes" in gain
@@ -122,7 +122,7 @@ def test_fusion_without_a_compiler_uses_the_slices_and_gives_the_reason() -> Non
     assert nothing.startswith("Nothing could be fused here: torch.compile failed")
 
 
-def test_batch_says_from_where_to_where_it_is_free() -> None:
+def test_batch_reports_from_where_to_where_it_is_free() -> None:
     text = said("batch", made_up.batch())
     # Weights at 20 GB/s take as long as 7 rows at 70 GFLOP/s: 8 rows are the last within 1.5 times.
     assert "From 1 row to 8 rows the time grows by" in text
@@ -150,7 +150,7 @@ def test_roofline_names_what_memory_binds_and_explains_what_stands_above() -> No
     assert "as fast as the plain one" in cached
 
 
-def test_precision_names_the_faster_format_or_says_that_none_is() -> None:
+def test_precision_names_the_faster_format_or_reports_that_none_is() -> None:
     assert "bf16 buys the most speed" in said("precision", made_up.precision(half_gain=2.0))
     slow = said("precision", made_up.precision(half_gain=0.2))
     assert "no shorter format is faster on this device" in slow
@@ -158,7 +158,7 @@ def test_precision_names_the_faster_format_or_says_that_none_is() -> None:
     assert "one number format only" in said("precision", made_up.precision(half_gain=None))
 
 
-def test_precision_tells_where_sums_and_updates_are_lost() -> None:
+def test_precision_reports_where_sums_and_updates_are_lost() -> None:
     text = said("precision", made_up.precision())
     assert "256 in bf16" in text
     assert "2048 in fp16" in text

@@ -66,7 +66,7 @@ def test_an_axis_label_loses_only_the_zeros_behind_the_point() -> None:
     assert said == ["50k", "100", "25.5k", "1T", "0.5", "20.5", "0"]
 
 
-def test_times_are_told_in_utc_and_what_is_no_time_as_it_came() -> None:
+def test_times_are_shown_in_utc_and_other_text_unchanged() -> None:
     assert formatting.moment("2026-01-02T10:30:00+02:00") == "2 January 2026, 08:30 UTC"
     assert formatting.moment("yesterday") == "yesterday"
     assert formatting.moment(None) == "–"

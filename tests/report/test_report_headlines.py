@@ -82,7 +82,7 @@ def test_a_claim_is_compared_with_the_interval_of_its_own_quantity(
     assert found.outcome == outcome
 
 
-def test_drift_throttling_and_company_are_told(ladder: LadderView) -> None:
+def test_drift_throttling_and_foreign_processes_are_reported(ladder: LadderView) -> None:
     assert headlines.warnings(ladder) == []
     assert ladder.drift is not None
     around = {"throttle": ["power"], "foreign_processes": 2, "steady": False}
@@ -102,7 +102,7 @@ def test_drift_throttling_and_company_are_told(ladder: LadderView) -> None:
         assert word in told
 
 
-def test_a_machine_too_busy_to_measure_on_is_told(ladder: LadderView) -> None:
+def test_a_machine_too_busy_to_measure_on_is_reported(ladder: LadderView) -> None:
     assert ladder.drift is not None
     busy = replace(ladder, drift=replace(ladder.drift, restless=True))
     (told,) = headlines.warnings(busy)
@@ -120,7 +120,7 @@ def test_batches_that_differ_are_not_called_a_busy_machine(ladder: LadderView) -
     assert replace(ladder.drift, paired=14).verdict == "within its interval, on 14 batches one by one"
 
 
-def test_the_headline_takes_the_gain_that_was_told_batch_by_batch(ladder: LadderView) -> None:
+def test_the_headline_takes_the_gain_compared_batch_by_batch(ladder: LadderView) -> None:
     best = headlines.fastest(ladder.rungs, equal=True)
     assert best is not None
     assert best.total_gain is not None

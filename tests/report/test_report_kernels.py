@@ -35,7 +35,7 @@ def test_every_target_and_number_is_on_the_page() -> None:
             assert formatting.digits(row["time_ms"]["median"]) in text
 
 
-def test_a_wrong_result_is_said_at_the_top() -> None:
+def test_a_wrong_result_is_reported_at_the_top() -> None:
     text = page_of(made.kernels())
     top = text[: text.index('id="targets"')]
     assert "Not equal to the reference:" in top
