@@ -64,7 +64,7 @@ def test_the_plain_model_takes_what_bitsandbytes_stored_for_what_it_is(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_code_is_unpacked_as_the_definition_says(device: str, dtype: torch.dtype) -> None:
+def test_every_code_is_dequantized_as_the_reference_says(device: str, dtype: torch.dtype) -> None:
     parts = all_codes(device)
     ours, plain = (
         dequantize(*parts, (512, 64), dtype) for unpack in (dequantize_nf4, reference.dequantize_nf4)
