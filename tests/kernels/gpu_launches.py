@@ -141,11 +141,11 @@ UPDATE = {"betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1, "step": 3}
 
 
 def update(
-    dtype: torch.dtype, moments: torch.dtype, by_chance: bool, size: int = 8192, told: tuple[str, ...] = ()
+    dtype: torch.dtype, moments: torch.dtype, stochastic: bool, size: int = 8192, told: tuple[str, ...] = ()
 ) -> None:
     p, m = zeros(size, dtype=dtype), zeros(size, dtype=moments)
     settings: dict[str, Any] = {**UPDATE, **{name: zeros(1, dtype=torch.float32) for name in told}}
-    adamw_([p], [p], [m], [m], lr=1e-3, stochastic_rounding=by_chance, **settings)
+    adamw_([p], [p], [m], [m], lr=1e-3, stochastic_rounding=stochastic, **settings)
 
 
 def norm(dtype: torch.dtype, size: int = 8192) -> None:
@@ -159,11 +159,11 @@ def nf4(dtype: torch.dtype) -> None:
     dequantize_nf4(codes, scales, *tables, (ROWS, WIDTH), dtype)
 
 
-def update_8bit(dtype: torch.dtype, by_chance: bool, size: int = 8192) -> None:
+def update_8bit(dtype: torch.dtype, stochastic: bool, size: int = 8192) -> None:
     p = zeros(size, dtype=dtype)
     moments = [quantized_zeros(p, signed=True)], [quantized_zeros(p, signed=False)]
     values = (dynamic_map(True), dynamic_map(False))
-    adamw8bit_([p], [p], *moments, values, lr=1e-3, stochastic_rounding=by_chance, **UPDATE)  # type: ignore[arg-type]
+    adamw8bit_([p], [p], *moments, values, lr=1e-3, stochastic_rounding=stochastic, **UPDATE)  # type: ignore[arg-type]
 
 
 def walks() -> None:

@@ -155,7 +155,7 @@ def rounded(value: float, count: int, device: str, **settings: Any) -> Tensor:
     return parameter
 
 
-def test_rounding_by_chance_goes_to_a_neighbour_and_is_right_on_average(device: str) -> None:
+def test_stochastic_rounding_goes_to_a_neighbour_and_is_right_on_average(device: str) -> None:
     count = 40_000
     for share in (0.1, 0.5, 0.77):
         found = rounded(1 + share * BFLOAT16_NOTCH, count, device).double()
@@ -187,7 +187,7 @@ def test_the_draw_repeats_for_seed_step_and_tensor_and_differs_for_any_other(dev
     assert not torch.equal(draw(numbers=[1]), first)
 
 
-def test_small_updates_add_up_only_when_they_are_rounded_by_chance(device: str) -> None:
+def test_small_updates_add_up_only_when_they_are_rounded_stochastically(device: str) -> None:
     steps, lr = 32, BFLOAT16_NOTCH / 8
     for stochastic, expected in ((False, 0.0), (True, steps * lr)):
         parameter = torch.ones(2048, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -201,7 +201,7 @@ def test_small_updates_add_up_only_when_they_are_rounded_by_chance(device: str) 
         assert moved == pytest.approx(expected, rel=0.05)
 
 
-def test_a_second_moment_in_bf16_decays_only_when_it_is_rounded_by_chance(device: str) -> None:
+def test_a_second_moment_in_bf16_decays_only_when_it_is_rounded_stochastically(device: str) -> None:
     """A thousandth less is nearer to where it was than to the next bf16 number."""
     steps = 40
     for stochastic, expected in ((False, 1.0), (True, 0.999**steps)):
@@ -234,7 +234,7 @@ def test_what_is_no_number_and_what_is_infinite_stay_so(device: str) -> None:
         )
 
 
-def test_the_plain_definition_of_rounding_by_chance_is_right_on_average() -> None:
+def test_the_plain_definition_of_stochastic_rounding_is_right_on_average() -> None:
     x = torch.tensor([1.001, -0.3333, 1e-20, 3e38, float("inf"), float("nan")])
     bits = torch.arange(65536)[:, None]
     every = round_stochastically(
@@ -245,7 +245,7 @@ def test_the_plain_definition_of_rounding_by_chance_is_right_on_average() -> Non
     assert every[:, 5].isnan().all()
 
 
-def test_weights_in_fp32_are_never_rounded_by_chance(device: str) -> None:
+def test_weights_in_fp32_are_never_rounded_stochastically(device: str) -> None:
     start = made(device, torch.float32, torch.float32)
     chance, nearest = copies(start), copies(start)
     adamw_(*chance, **SETTINGS, step=2, stochastic_rounding=True)
@@ -340,7 +340,7 @@ def test_repeats_give_the_same_bits(device: str) -> None:
     [
         ({"parameter": torch.zeros(4, dtype=torch.float16)}, "takes fp32 and bf16"),
         ({"exp_avg": torch.zeros(4, dtype=torch.bfloat16)}, "both moments alike"),
-        ({"gradient": torch.zeros(5)}, "of the parameter's own shape"),
+        ({"gradient": torch.zeros(5)}, "of the parameter's shape"),
         ({"parameter": torch.zeros(4, 2)[:, 0]}, "contiguous"),
     ],
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rush.errors import KernelRefusal
-from rush.kernels.adamw8bit import Packed, RushAdamW8bit, adamw8bit_, dynamic_map, quantized_zeros
+from rush.kernels.adamw8bit import QuantizedMoment, RushAdamW8bit, adamw8bit_, dynamic_map, quantized_zeros
 from rush.kernels.adamw8bit.quantization_map import code_of_zero
 from rush.kernels.adamw8bit.reference import adamw8bit_ as reference_
 from rush.kernels.adamw8bit.reference import dequantize, quantize
@@ -47,7 +47,7 @@ def test_the_code_is_that_of_the_library_that_introduced_it() -> None:
         )
 
 
-def updated(moment: Tensor, device: str, signed: bool) -> Packed:
+def updated(moment: Tensor, device: str, signed: bool) -> QuantizedMoment:
     """What the kernel packs when an update makes exactly this the new moment (its square root, unsigned)."""
     parameter = torch.zeros_like(moment)
     packed = [quantized_zeros(parameter, kind) for kind in (True, False)]
@@ -208,7 +208,7 @@ def test_a_saved_optimizer_goes_on_with_the_same_bits(device: str) -> None:
     assert torch.equal(resumed, parameter)
 
 
-def test_weights_in_bf16_can_be_rounded_by_chance(device: str) -> None:
+def test_weights_in_bf16_can_be_rounded_stochastically(device: str) -> None:
     notch, steps = 2**-7, 24
     # Positive gradients, whose moment the code holds exactly: it has a 1, but no -1.
     parameter = torch.full((64, 64), -1.0, device=device, dtype=torch.bfloat16, requires_grad=True)
@@ -265,12 +265,12 @@ def test_what_it_does_not_support_is_refused_with_a_sentence(device: str) -> Non
     parameter = torch.zeros(300, device=device)
     m, v = quantized_zeros(parameter, True), quantized_zeros(parameter, False)
 
-    def update(p: Tensor = parameter, m: Packed = m) -> None:
+    def update(p: Tensor = parameter, m: QuantizedMoment = m) -> None:
         adamw8bit_([p], [torch.zeros_like(p)], [m], [v], values(device), **SETTINGS, step=1)
 
     with pytest.raises(KernelRefusal, match="takes fp32 and bf16"):
         update(parameter.half())
-    with pytest.raises(KernelRefusal, match="as made by quantized_zeros"):
-        update(m=Packed(m.codes, m.scales[:1]))
-    with pytest.raises(KernelRefusal, match="as made by quantized_zeros"):
-        update(m=Packed(m.codes.int(), m.scales))
+    with pytest.raises(KernelRefusal, match="moments from quantized_zeros"):
+        update(m=QuantizedMoment(m.codes, m.scales[:1]))
+    with pytest.raises(KernelRefusal, match="moments from quantized_zeros"):
+        update(m=QuantizedMoment(m.codes.int(), m.scales))

@@ -67,7 +67,7 @@ def test_the_plain_model_takes_what_bitsandbytes_stored_for_what_it_is(
 def test_every_code_is_dequantized_as_the_reference_says(device: str, dtype: torch.dtype) -> None:
     parts = all_codes(device)
     ours, plain = (
-        dequantize(*parts, (512, 64), dtype) for unpack in (dequantize_nf4, reference.dequantize_nf4)
+        function(*parts, (512, 64), dtype) for function in (dequantize_nf4, reference.dequantize_nf4)
     )
     assert torch.equal(ours, plain)
     wide = [part.double() if part.is_floating_point() else part for part in parts]

@@ -13,11 +13,11 @@ from rush.kernels.adamw.update import DTYPES, adamw_
 from rush.kernels.support import require
 
 Local = Callable[[Tensor], Tensor]
-"""Gives the memory that this process holds of a tensor."""
+"""Returns the local shard of a tensor."""
 
 
 class Member(NamedTuple):
-    """A parameter to be updated, its place among all, and its state; of sharded ones what this process holds."""
+    """A parameter to update, its number among all, and its state; of sharded ones the local shard."""
 
     number: int
     parameter: Tensor
@@ -28,14 +28,13 @@ class Member(NamedTuple):
 class RushAdamW(torch.optim.Optimizer):
     """AdamW with decoupled weight decay, one launch for each group.
 
-    Moments have the parameter's dtype unless `state_dtype` says otherwise. The state is that of `torch.optim.AdamW`,
-    by name and meaning; what is drawn by chance depends on `seed`, the step and the parameter's place alone.
-    As torch's fused AdamW it obeys two attributes while they are there, `found_inf` and `grad_scale` (see `adamw_`); a
-    step that was held back is counted nevertheless.
+    Moments have the parameter's dtype unless `state_dtype` is given. The state is that of `torch.optim.AdamW`; random
+    bits depend only on `seed`, the step and the parameter's number. Like torch's fused AdamW it reads the attributes
+    `found_inf` and `grad_scale` (see `adamw_`) while they are set; a skipped step is counted nevertheless.
     """
 
     supports_found_inf = True
-    """Whether it obeys them."""
+    """Whether it supports them."""
 
     def __init__(
         self,
@@ -76,7 +75,7 @@ class RushAdamW(torch.optim.Optimizer):
                 loss = closure()
         number = 0
         for group in self.param_groups:
-            # Parameters that were without a gradient at some step lag behind: each count is a launch of its own.
+            # Parameters that had no gradient at some step lag behind: one launch per step count.
             by_step: dict[int, list[Member]] = {}
             for parameter in group["params"]:
                 number += 1
@@ -98,14 +97,14 @@ class RushAdamW(torch.optim.Optimizer):
         return Member(number, self.local(parameter), self.local(parameter.grad).contiguous(), mine)
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        """Moments of a parameter that has had no step."""
+        """Initial moments of a parameter."""
         return {
             key: torch.zeros_like(parameter, dtype=self.state_dtype or parameter.dtype)
             for key in ("exp_avg", "exp_avg_sq")
         }
 
     def update(self, members: list[Member], group: dict[str, Any], step: int) -> None:
-        """Make step number `step` for parameters of one group."""
+        """Step number `step` for parameters of one group."""
         adamw_(
             [member.parameter for member in members],
             [member.gradient for member in members],
@@ -118,7 +117,7 @@ class RushAdamW(torch.optim.Optimizer):
         )
 
     def settings(self, group: dict[str, Any], step: int) -> dict[str, Any]:
-        """What all launches of a group share."""
+        """The arguments that all launches of a group share."""
         return {
             **{key: group[key] for key in ("lr", "betas", "eps", "weight_decay")},
             "step": step,
@@ -129,7 +128,7 @@ class RushAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but the state keeps its own dtypes: torch would cast moments to those of the parameters."""
+        """As torch's, but moments keep their dtypes: torch would cast them to those of the parameters."""
         super().load_state_dict(state_dict)
         saved = [index for group in state_dict["param_groups"] for index in group["params"]]
         ours = [parameter for group in self.param_groups for parameter in group["params"]]

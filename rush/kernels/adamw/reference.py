@@ -1,4 +1,4 @@
-"""AdamW in plain torch, and rounding to bf16 by chance: the definitions, in any dtype, float64 included."""
+"""AdamW and stochastic rounding to bf16 in plain torch: the references, in any dtype, float64 included."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def adamw_(
 
 
 def round_stochastically(x: Tensor, bits: Tensor) -> Tensor:
-    """fp32 to bf16, up or down by chance: `bits` are whole numbers below 2¹⁶, evenly distributed.
+    """fp32 to bf16 with stochastic rounding: `bits` are uniform integers below 2¹⁶.
 
-    A bf16 number is the upper half of an fp32 one. Adding a random lower half before cutting it off carries into
-    the upper half with a probability equal to what is cut off, so the result is right on average.
+    bf16 is the upper half of fp32. Adding random lower bits before truncation carries into the upper half with a
+    probability equal to the remainder, so the result is unbiased.
     """
-    cut = (x.view(torch.int32) + bits.to(torch.int32)) & -65536
-    return torch.where(x.isnan(), x, cut.view(torch.float32)).to(torch.bfloat16)
+    rounded = (x.view(torch.int32) + bits.to(torch.int32)) & -65536
+    return torch.where(x.isnan(), x, rounded.view(torch.float32)).to(torch.bfloat16)

@@ -1,7 +1,7 @@
-"""How the update is measured: through the optimizers people use, over a list of tensors.
+"""How the optimizer step is measured: through the optimizers people use, over a list of tensors.
 
-The check is the first step from moments of zero. Timed steps go on with the same gradient, as an optimizer's state
-has its own memory and the speed does not depend on the values.
+The check is the first step from zero moments. Timed steps continue with the same gradient: the speed does not depend on
+the values.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
     return found
 
 
-class ByOptimizer:
-    """A step of an optimizer over the inputs; one optimizer for each set of inputs."""
+class OptimizerStep:
+    """One step of an optimizer over the inputs; one optimizer per set of inputs."""
 
     def __init__(self, make: Make, **options: Any) -> None:
         self.make, self.options = make, options
@@ -54,7 +54,7 @@ class ByOptimizer:
 
 
 def defined(**inputs: Tensor) -> tuple[Tensor, ...]:
-    """The first step of the definition."""
+    """The first step of the reference."""
     found = []
     for index in range(TENSORS):
         parameter, gradient = inputs[f"parameter_{index}"].clone(), inputs[f"gradient_{index}"]
@@ -66,7 +66,7 @@ def defined(**inputs: Tensor) -> tuple[Tensor, ...]:
 
 
 def in_place(**inputs: Tensor) -> tuple[Tensor, ...]:
-    """The definition over the list of tensors, for the compiler to fuse; it writes into weights and moments."""
+    """The reference over the list of tensors, for torch.compile to fuse; in place."""
     for index in range(TENSORS):
         tensors = (inputs[f"{name}_{index}"] for name in ("parameter", "gradient", "exp_avg", "exp_avg_sq"))
         adamw_(*tensors, step=1, **SETTINGS)
@@ -97,11 +97,11 @@ STUDY = Study(
     make=make,
     reference=defined,
     contenders=(
-        Contender("rush", "ours", ByOptimizer(RushAdamW)),
-        Contender("plain torch", "plain", ByOptimizer(torch.optim.AdamW, foreach=False)),
+        Contender("rush", "ours", OptimizerStep(RushAdamW)),
+        Contender("plain torch", "plain", OptimizerStep(torch.optim.AdamW, foreach=False)),
         Contender("compiled torch", "compiled", in_place, compile=True),
-        Contender("torch foreach", "rival", ByOptimizer(torch.optim.AdamW, foreach=True)),
-        Contender("torch fused", "rival", ByOptimizer(torch.optim.AdamW, fused=True)),
+        Contender("torch foreach", "rival", OptimizerStep(torch.optim.AdamW, foreach=True)),
+        Contender("torch fused", "rival", OptimizerStep(torch.optim.AdamW, fused=True)),
     ),
     work=work,
     targets=(

@@ -1,9 +1,8 @@
-"""Many tensors in one launch: a table of addresses, and which program works on which part of which tensor.
+"""Multi-tensor launches: a table of addresses, and which program works on which piece of which tensor.
 
-A kernel's arguments are few and fixed when it is compiled; a model has hundreds of tensors of all sizes. So
-the addresses go into a small tensor on the device, one row for each tensor, and the work is cut into pieces of
-equal size: program i reads which tensor and which offset is its own, then the addresses. A tiny tensor costs
-one program, a huge one thousands, and all of them are one launch.
+A kernel has a fixed number of arguments; a model has hundreds of tensors of all sizes. So the addresses go into a small
+tensor on the device, one row per tensor, and the work is divided into pieces of equal size: program i reads its tensor
+and offset, then the addresses. A tiny tensor costs one program, a huge one thousands, all in one launch.
 """
 
 from __future__ import annotations
@@ -18,18 +17,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Division:
-    """For each program: the row of its tensor in the table, and its first element there."""
+    """For each program: the table row of its tensor, and its first element."""
 
     rows: Tensor
     starts: Tensor
 
 
 Divisions = MutableMapping[Any, Division]
-"""How the work was cut before: kept by the caller, since it does not change from step to step."""
+"""A cache, kept by the caller: divisions do not change from step to step."""
 
 
 def divide(sizes: Sequence[int], piece: int, device: torch.device) -> Division:
-    """Cut tensors of these sizes into pieces of at most `piece` elements."""
+    """Divide tensors of these sizes into pieces of at most `piece` elements."""
     pieces = torch.tensor([-(-size // piece) for size in sizes], dtype=torch.int64)
     rows = torch.repeat_interleave(torch.arange(len(sizes)), pieces)
     before = torch.cumsum(pieces, 0) - pieces
@@ -40,7 +39,7 @@ def divide(sizes: Sequence[int], piece: int, device: torch.device) -> Division:
 def division_of(
     use: str, sizes: tuple[int, ...], piece: int, device: torch.device, divisions: Divisions
 ) -> Division:
-    """How tensors of these sizes are cut, as before or anew."""
+    """The cached or new division of tensors of these sizes."""
     key = (use, device, sizes)
     if key not in divisions:
         divisions[key] = divide(sizes, piece, device)
@@ -48,11 +47,11 @@ def division_of(
 
 
 def table_of(rows: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """The table on the device. The copy starts from pinned memory, so nothing waits for it."""
+    """The table on the device, copied asynchronously from pinned memory."""
     table = torch.tensor(rows, dtype=torch.int64, pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
 
 
 def aligned(addresses: Sequence[int], size: int) -> bool:
-    """Whether a tensor can be read in vectors of 16 bytes, without a rest."""
+    """Whether a tensor can be read in 16-byte vectors without a remainder."""
     return size % 16 == 0 and all(address % 16 == 0 for address in addresses)

@@ -1,18 +1,16 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""AdamW for a whole list of tensors in one launch, every value read once and written once.
+"""AdamW for a list of tensors in one launch, every value read once and written once.
 
-The update of a parameter is a dozen operations on four numbers; written as separate operations each of them
-is a trip to device memory. Here a program loads its piece of parameter, gradient and both moments, does all
-arithmetic in fp32 registers and stores three of them back: 28 bytes a parameter in fp32, and memory
-bandwidth is the only limit. See table.py for how one launch serves all tensors.
+As separate operations, each of the dozen steps of the update is a round trip to device memory. Here a program loads its
+piece of parameter, gradient and both moments, computes in fp32 registers and stores three of them: 28 bytes per
+parameter in fp32, memory-bound. See table.py for multi-tensor launches.
 
-Weights in bf16 have a problem: next to a weight of 1 the nearest numbers are 0.004 below and 0.008 above,
-and an update of a ten-thousandth is rounded away, every time. Rounded by chance instead, up with a
-probability equal to the remainder, one update in eighty moves the weight by a whole notch and the average is
-right. The same holds for the second moment, which changes by a thousandth a step; the first moves by a
-tenth and is rounded to nearest. The chance comes from Philox, a counter-based generator: its numbers are a
-function of seed, step, tensor and element, so a resumed run draws the same. One draw gives four numbers of
-32 bits, each enough for the weight and second moment of one element: hence the four blocks of a piece.
+bf16 weights lose small updates: next to a weight of 1 the nearest values are 0.004 below and 0.008 above, and an update
+of 1e-4 is rounded away every time. Stochastic rounding rounds up with a probability equal to the remainder, so the
+result is unbiased. The second moment, which changes by a thousandth per step, needs it too; the first changes by a tenth
+and is rounded to nearest. Random bits come from Philox, a counter-based generator keyed by seed, step, tensor and
+element, so a resumed run draws the same. One draw gives four 32-bit numbers, each enough for the weight and second
+moment of one element: hence four blocks per piece.
 """
 
 from __future__ import annotations
@@ -26,12 +24,12 @@ from rush.kernels.adamw.table import Division
 
 BLOCK = 1024
 PIECE = 4 * BLOCK
-"""Elements of a program."""
+"""Elements per program."""
 COLUMNS = 6
 """Of the table: parameter, gradient, first moment, second moment, number of elements, number for the generator."""
 
 ROUNDS = tl.constexpr(7)
-"""Of Philox: the fewest that pass the strictest tests of randomness (Salmon et al. 2011); each costs integer arithmetic."""
+"""Rounds of Philox: the fewest that pass BigCrush (Salmon et al. 2011)."""
 
 TYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
 
@@ -41,15 +39,13 @@ def draw(seed, step, tensor, index):
     """Four random numbers of 32 bits for each index (int64) of a tensor at a step."""
     low = (index & 0xFFFFFFFF).to(tl.uint32)
     high = (index >> 32).to(tl.uint32)
-    nothing = low * 0
-    return tl.philox(
-        seed, low, high, (nothing + tensor).to(tl.uint32), (nothing + step).to(tl.uint32), ROUNDS
-    )
+    zero = low * 0
+    return tl.philox(seed, low, high, (zero + tensor).to(tl.uint32), (zero + step).to(tl.uint32), ROUNDS)
 
 
 @triton.jit
-def by_chance(x, bits):
-    """fp32 to bf16: a random lower half is added, then the lower half cut off. What is no number stays none."""
+def round_stochastic(x, bits):
+    """fp32 to bf16: add random lower bits, then truncate. NaN stays NaN."""
     carried = (x.to(tl.uint32, bitcast=True) + (bits & 0xFFFF)) & 0xFFFF0000
     return tl.where(x == x, carried.to(tl.float32, bitcast=True), x).to(tl.bfloat16)
 
@@ -70,7 +66,7 @@ def adamw_values(
     correction1,
     root_correction2,
 ):
-    """The new parameter and moments. `rest` is 1 − beta, which fp32 would get wrong in the fifth digit."""
+    """The new parameter and moments. `rest` is 1 − beta, computed in float64: fp32 would lose digits."""
     m = beta1 * m + rest1 * g
     v = beta2 * v + rest2 * g * g
     p = p * (1.0 - lr * weight_decay) - lr / correction1 * (m / (tl.sqrt(v) / root_correction2 + eps))
@@ -106,17 +102,17 @@ def _update_block(
         p, g, m, v, lr, beta1, rest1, beta2, rest2, eps, weight_decay, correction1, root_correction2
     )
     if STOCHASTIC and p_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(p_ptr + at, by_chance(p, bits), mask=inside)
+        tl.store(p_ptr + at, round_stochastic(p, bits), mask=inside)
     else:
         tl.store(p_ptr + at, p.to(p_ptr.dtype.element_ty), mask=inside)
     if STOCHASTIC and v_ptr.dtype.element_ty == tl.bfloat16:
-        tl.store(v_ptr + at, by_chance(v, bits >> 16), mask=inside)
+        tl.store(v_ptr + at, round_stochastic(v, bits >> 16), mask=inside)
     else:
         tl.store(v_ptr + at, v.to(v_ptr.dtype.element_ty), mask=inside)
     tl.store(m_ptr + at, m.to(m_ptr.dtype.element_ty), mask=inside)
 
 
-# The step changes every time: a kernel must not be compiled anew when it happens to be 1 or a multiple of 16.
+# The step changes every time: no recompilation when it is 1 or a multiple of 16.
 @triton.jit(do_not_specialize=["seed", "step"])
 def adamw_kernel(
     table_ptr,
@@ -139,7 +135,7 @@ def adamw_kernel(
     GRADIENT: tl.constexpr,
     MOMENT: tl.constexpr,
     LR_ON_DEVICE: tl.constexpr,
-    HELD_BACK: tl.constexpr,
+    SKIPPABLE: tl.constexpr,
     SCALED: tl.constexpr,
     ALIGNED: tl.constexpr,
     STOCHASTIC: tl.constexpr,
@@ -157,11 +153,11 @@ def adamw_kernel(
     factor = 1.0
     if SCALED:
         factor = 1.0 / tl.load(grad_scale_ptr)
-    if HELD_BACK:
-        # Nothing lies within a tensor of no elements: it is neither read nor written.
+    if SKIPPABLE:
+        # With a size of zero all loads and stores are masked.
         size = tl.where(tl.load(found_inf_ptr) != 0, 0, size)
     if ALIGNED:
-        # An address that was read from memory could be anything; told that it is round, the compiler reads vectors.
+        # The compiler vectorizes only if it knows that loaded addresses are aligned.
         p_ptr, g_ptr = tl.multiple_of(p_ptr, 16), tl.multiple_of(g_ptr, 16)
         m_ptr, v_ptr = tl.multiple_of(m_ptr, 16), tl.multiple_of(v_ptr, 16)
         size, start = tl.multiple_of(size, 16), tl.multiple_of(start, 16)
@@ -235,7 +231,7 @@ def update(
         GRADIENT=TYPES[dtypes[1]],
         MOMENT=TYPES[dtypes[2]],
         LR_ON_DEVICE=isinstance(lr, Tensor),
-        HELD_BACK=found_inf is not None,
+        SKIPPABLE=found_inf is not None,
         SCALED=grad_scale is not None,
         ALIGNED=is_aligned,
         STOCHASTIC=stochastic_rounding,
@@ -248,7 +244,7 @@ def update(
 def hyperparameters(
     betas: tuple[float, float], eps: float, weight_decay: float, step: int
 ) -> tuple[float, ...]:
-    """What the kernel takes as numbers, worked out in double precision."""
+    """The kernel's scalars, computed in float64."""
     beta1, beta2 = betas
     return (
         beta1,

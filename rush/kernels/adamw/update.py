@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""`adamw_`: tensors of one kind gathered, one launch for each kind."""
+"""`adamw_`: tensors grouped by dtype and alignment, one launch per group."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rush.kernels.adamw.table import Division, Divisions, aligned, division_of, 
 from rush.kernels.support import op, require, require_device
 
 DTYPES = (torch.float32, torch.bfloat16)
-BY_CHANCE = "rush::stochastic_rounding"
-"""The mark a profile shows around launches that round by chance."""
+STOCHASTIC_ROUNDING = "rush::stochastic_rounding"
+"""The profiler label of launches with stochastic rounding."""
 
 
 def adamw_(
@@ -40,10 +40,10 @@ def adamw_(
 ) -> None:
     """Step number `step` (the first is 1) for all parameters, in place.
 
-    `found_inf` and `grad_scale` are a number each, in fp32, that the device reads when the update runs: unless the first
-    is zero nothing is changed, and gradients are divided by the second. So the host can launch an update before it
-    knows whether the gradients are finite, and how long they are. `numbers` tells the parameters apart for the random
-    generator; by default their place in the list. Only weights and second moments in bf16 are ever rounded by chance.
+    `found_inf` and `grad_scale` are fp32 scalars that the device reads: the step is skipped unless the first is zero, and
+    gradients are divided by the second. So the host launches the update without waiting for them. `numbers` identify the
+    parameters for the random generator; by default their place in the list. Only bf16 weights and second moments are
+    rounded stochastically.
     """
     numbers = range(len(parameters)) if numbers is None else numbers
     divisions = {} if divisions is None else divisions
@@ -52,12 +52,12 @@ def adamw_(
         _check(*tensors)
         whole = aligned([tensor.data_ptr() for tensor in tensors], tensors[0].numel())
         kinds.setdefault((*(tensor.dtype for tensor in tensors[:3]), whole), []).append(index)
-    for name, told in (("found_inf", found_inf), ("grad_scale", grad_scale)):
-        if told is not None and parameters:
-            require_device("adamw", parameters[0], told)
+    for name, scalar in (("found_inf", found_inf), ("grad_scale", grad_scale)):
+        if scalar is not None and parameters:
+            require_device("adamw", parameters[0], scalar)
             require(
-                told.dtype == torch.float32 and told.numel() == 1,
-                f"adamw's {name} is one number in fp32; found {told.numel()} in {told.dtype}.",
+                scalar.dtype == torch.float32 and scalar.numel() == 1,
+                f"adamw's {name} is one number in fp32; found {scalar.numel()} in {scalar.dtype}.",
             )
     on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
     for kind, members in kinds.items():
@@ -95,11 +95,11 @@ def _check(parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Ten
     )
     require(
         all(tensor.shape == parameter.shape for tensor in tensors),
-        "adamw needs a gradient and moments of the parameter's own shape.",
+        "adamw needs a gradient and moments of the parameter's shape.",
     )
     require(
         all(tensor.is_contiguous() for tensor in tensors),
-        "adamw walks through memory from end to end: it needs contiguous tensors.",
+        "adamw needs contiguous tensors.",
     )
 
 
@@ -130,7 +130,7 @@ def _adamw(
         [*(tensor.data_ptr() for tensor in tensors), tensors[0].numel(), number]
         for tensors, number in zip(groups, numbers, strict=True)
     ]
-    with record_function(BY_CHANCE) if stochastic_rounding else nullcontext():
+    with record_function(STOCHASTIC_ROUNDING) if stochastic_rounding else nullcontext():
         kernels.update(
             table_of(entries, parameters[0].device),
             Division(rows, starts),

@@ -11,20 +11,19 @@ from torch import Tensor
 from rush.kernels.adamw.optimizer import Local, Member, RushAdamW
 from rush.kernels.adamw8bit.quantization_map import code_of_zero, dynamic_map
 from rush.kernels.adamw8bit.triton import BLOCK
-from rush.kernels.adamw8bit.update import Packed, adamw8bit_, in_rows, is_cut, quantized_zeros
+from rush.kernels.adamw8bit.update import QuantizedMoment, adamw8bit_, in_rows, is_sharded, quantized_zeros
 
 SMALLEST = 4096
-"""Elements from which on a matrix's moments are packed: gains and biases are few, and matter more than most."""
+"""The least elements of a matrix with 8-bit moments: biases and norm weights are few, and sensitive."""
 Alike = Callable[[Tensor, tuple[int, ...], torch.dtype], Tensor]
-"""Memory for a table (so many rows, a number for each block of a row) that is dealt out as a parameter in parts is."""
+"""Allocates a tensor (rows, blocks per row) that is sharded like the parameter."""
 
 
 class RushAdamW8bit(RushAdamW):
-    """AdamW with moments in blocks of 8-bit codes; those of vectors and small matrices stay in fp32, and those of parameters
-    in parts (`local` gives less than all) that would cut a block. `alike` is for these.
+    """AdamW with block-wise 8-bit moments. Moments of vectors and small matrices stay in fp32, as do those of sharded
+    parameters whose shards would split a block. `alike` allocates the scales of sharded parameters.
 
-    The state has `exp_avg.codes`, `exp_avg.scales` and the same of `exp_avg_sq`, plain tensors, so that checkpoints
-    can hold them.
+    The state has `exp_avg.codes`, `exp_avg.scales` and the same for `exp_avg_sq`: plain tensors, for checkpoints.
     """
 
     supports_found_inf = False
@@ -57,12 +56,12 @@ class RushAdamW8bit(RushAdamW):
         self._values: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def new_state(self, parameter: Tensor) -> dict[str, Tensor]:
-        cuts_blocks = is_cut(parameter) and not (in_rows(parameter) and in_rows(self.local(parameter)))
+        cuts_blocks = is_sharded(parameter) and not (in_rows(parameter) and in_rows(self.local(parameter)))
         if parameter.dim() < 2 or parameter.numel() < SMALLEST or cuts_blocks:
             return super().new_state(parameter)
         moments = {
-            "exp_avg": self._packed_zeros(parameter, signed=True),
-            "exp_avg_sq": self._packed_zeros(parameter, signed=False),
+            "exp_avg": self._quantized_zeros(parameter, signed=True),
+            "exp_avg_sq": self._quantized_zeros(parameter, signed=False),
         }
         return {
             f"{key}.{part}": tensor
@@ -70,13 +69,13 @@ class RushAdamW8bit(RushAdamW):
             for part, tensor in packed._asdict().items()
         }
 
-    def _packed_zeros(self, parameter: Tensor, signed: bool) -> Packed:
-        """Scales by rows, where blocks lie within them: so they look the same however rows are dealt out."""
+    def _quantized_zeros(self, parameter: Tensor, signed: bool) -> QuantizedMoment:
+        """Scales by rows, where blocks do not cross them: independent of how rows are sharded."""
         if not in_rows(parameter):
             return quantized_zeros(parameter, signed)
         shape = (parameter.shape[0], parameter.shape[1] // BLOCK)
         codes = torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8)
-        return Packed(codes, self.alike(parameter, shape, torch.float32).zero_())
+        return QuantizedMoment(codes, self.alike(parameter, shape, torch.float32).zero_())
 
     def update(self, members: list[Member], group: dict[str, Any], step: int) -> None:
         small = [member for member in members if "exp_avg" in member.state]
@@ -91,13 +90,13 @@ class RushAdamW8bit(RushAdamW):
         adamw8bit_(
             [member.parameter for member in large],
             [member.gradient for member in large],
-            [_packed(member, "exp_avg") for member in large],
-            [_packed(member, "exp_avg_sq") for member in large],
+            [_moment(member, "exp_avg") for member in large],
+            [_moment(member, "exp_avg_sq") for member in large],
             self._values[device],
             numbers=[member.number for member in large],
             **self.settings(group, step),
         )
 
 
-def _packed(member: Member, key: str) -> Packed:
-    return Packed(member.state[f"{key}.codes"], member.state[f"{key}.scales"].flatten())
+def _moment(member: Member, key: str) -> QuantizedMoment:
+    return QuantizedMoment(member.state[f"{key}.codes"], member.state[f"{key}.scales"].flatten())

@@ -1,9 +1,8 @@
-"""The 256 values that 8 bits stand for: dynamic quantization, after Dettmers et al. 2021 (arXiv:2110.02861).
+"""The 256 values of an 8-bit code: dynamic quantization, after Dettmers et al. 2021 (arXiv:2110.02861).
 
-Moments spread over many powers of ten, so evenly spaced values would leave most of them at zero. Here each
-decade from 10⁻⁶ to 1 is cut into equal steps: one in the lowest, twice as many in each higher one (and twice
-that where no bit is needed for a sign). Small values keep their size, large ones their digits. A block of
-numbers is divided by its largest, and each is replaced by the nearest of the 256.
+Moments span many orders of magnitude, so uniform quantization would round most of them to zero. Here each decade from
+10⁻⁶ to 1 is divided into equal steps: one in the lowest, twice as many in each higher one (and twice that where no bit is
+needed for the sign). A block is divided by its absmax, and each element is replaced by the nearest of the 256 values.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ DECADES = 7
 
 
 def dynamic_map(signed: bool) -> Tensor:
-    """The values of the codes 0 to 255, ascending, in fp32 on the CPU: 0, 1 and the middles of the steps."""
+    """The values of the codes 0 to 255, ascending, in fp32 on the CPU: 0, 1 and the centers of the steps."""
     positive = []
     for decade in range(DECADES):
         steps = 2**decade if signed else 2 ** (decade + 1)

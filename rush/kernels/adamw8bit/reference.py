@@ -12,12 +12,12 @@ BLOCK = 256
 
 
 def quantize(x: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
-    """Codes in x's shape, and the largest magnitude of each block of 256 elements."""
+    """Codes in x's shape, and the absmax of each block of 256 elements."""
     blocks = _blocks(x.float())
     scales = blocks.abs().amax(1)
     normal = torch.where(scales[:, None] > 0, blocks / scales[:, None], 0.0)
     values = dynamic_map(signed).to(x.device)
-    # The nearest value: as many middles between neighbours lie below it as values do.
+    # The index of the nearest value is the number of midpoints below.
     codes = torch.searchsorted((values[1:] + values[:-1]) / 2, normal, right=True)
     return codes.flatten()[: x.numel()].view(x.shape).to(torch.uint8), scales
 
@@ -40,7 +40,7 @@ def adamw8bit_(
     weight_decay: float,
     step: int,
 ) -> None:
-    """One update with moments as codes and scales: unpacked, updated, used, packed again."""
+    """One update with quantized moments: dequantized, updated, quantized again."""
     m, v = dequantize(*exp_avg, signed=True), dequantize(*exp_avg_sq, signed=False)
     adamw_(parameter, gradient, m, v, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, step=step)
     for kept, fresh in zip((*exp_avg, *exp_avg_sq), (*quantize(m, True), *quantize(v, False)), strict=True):

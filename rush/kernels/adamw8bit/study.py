@@ -1,7 +1,7 @@
-"""How the update with 8-bit moments is measured, against bitsandbytes and torch's own with wide moments.
+"""How the optimizer step with 8-bit moments is measured, against bitsandbytes and torch's own with 32-bit moments.
 
-The check is the first step from moments of zero, which the packed moments do not yet round. Parameters are matrices: moments
-of vectors and of small tensors stay in fp32, and nothing of the kernel would be measured.
+The check is the first step from zero moments, which quantization does not round yet. Parameters are matrices: moments of
+vectors and small tensors stay in fp32.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ STUDY = Study(
     make=make,
     reference=wide.defined,
     contenders=(
-        Contender("rush", "ours", wide.ByOptimizer(RushAdamW8bit)),
-        Contender("plain torch", "plain", wide.ByOptimizer(torch.optim.AdamW, foreach=False)),
-        Contender("torch fused", "rival", wide.ByOptimizer(torch.optim.AdamW, fused=True)),
-        Contender("bitsandbytes", "rival", wide.ByOptimizer(_bitsandbytes), study.needs("bitsandbytes")),
+        Contender("rush", "ours", wide.OptimizerStep(RushAdamW8bit)),
+        Contender("plain torch", "plain", wide.OptimizerStep(torch.optim.AdamW, foreach=False)),
+        Contender("torch fused", "rival", wide.OptimizerStep(torch.optim.AdamW, fused=True)),
+        Contender("bitsandbytes", "rival", wide.OptimizerStep(_bitsandbytes), study.needs("bitsandbytes")),
     ),
     work=work,
     targets=(

@@ -1,15 +1,15 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""AdamW whose moments live in 8-bit codes: unpacked, updated and packed again inside one kernel.
+"""AdamW with 8-bit moments: dequantized, updated and quantized again inside one kernel.
 
-Moments are two thirds of what AdamW reads and writes. As codes with one scale for 256 of them they take 2.03
-bytes a parameter instead of 8, and never exist in full anywhere but in registers. A program takes some blocks
-of 256, whose scales keep one outlier from flattening a whole tensor: it looks the codes up in a table of 256
-values (1 KiB, always in cache), does the update in fp32, finds each block's new largest magnitude and encodes.
+Moments are two thirds of AdamW's traffic. As 8-bit codes with one scale per 256 they take 2.03 bytes per parameter
+instead of 8, and exist in full precision only in registers. A program takes some blocks of 256, whose own scales confine
+outliers: it looks the codes up in a 256-entry table (1 KiB, always in L1), updates in fp32, reduces each block's new
+absmax and quantizes.
 
-So little is moved that instructions become the limit: memory leaves time for about sixty an element. Hence all
-arrays are one-dimensional, with the same eight elements in a thread everywhere, and nothing changes hands but
-the largest of a block, which is a warp's; one draw of Philox serves eight elements; and encoding, the nearest
-of 256 values, is neither a search nor a comparison with every decade, but arithmetic on the bits of floats.
+So little is moved that instructions become the limit: about sixty per element. Hence all arrays are one-dimensional, with
+the same eight elements per thread everywhere, and only a block's absmax crosses threads, within one warp; one Philox
+draw serves eight elements; and quantization, the nearest of 256 values, is neither a search nor a comparison with every
+decade, but arithmetic on the bits of floats.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ import triton.language as tl
 from torch import Tensor
 
 from rush.kernels.adamw.table import Division
-from rush.kernels.adamw.triton import TYPES, by_chance, draw, hyperparameters
+from rush.kernels.adamw.triton import TYPES, draw, hyperparameters, round_stochastic
 
 BLOCK = 256
 ROWS = 8
 PIECE = ROWS * BLOCK
-"""Elements of a program."""
+"""Elements per program."""
 NUM_WARPS = 4
 COLUMNS = 8
 """Of the table: parameter, gradient, codes and scales of the first moment, of the second, elements, number."""
@@ -73,10 +73,10 @@ def encode(x, inverse, SIGNED: tl.constexpr):
 
 
 @triton.jit
-def _largest(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
-    """The largest magnitude of each block."""
+def _absmax(x, ROWS: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr):
+    """The absmax of each block."""
     own = tl.max(tl.reshape(tl.abs(x), (ROWS, BLOCK // VECTOR, VECTOR)), axis=2)
-    # Positive floats are in the order of their bits; and for whole numbers a warp has an instruction.
+    # Positive floats order like their bits, and warps have an integer max instruction.
     return tl.max(own.to(tl.int32, bitcast=True), axis=1).to(tl.float32, bitcast=True)
 
 
@@ -88,14 +88,14 @@ def _inverse(scale, LARGEST: tl.constexpr):
 
 
 @triton.jit
-def _for_all(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """A number of each block, for its elements."""
+def _broadcast(x, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Broadcast one value per block to its elements."""
     return tl.reshape(tl.broadcast_to(x[:, None], (ROWS, BLOCK)), (ROWS * BLOCK,))
 
 
 @triton.jit
-def _chances(seed, step, tensor, index):
-    """16 random bits for each element, eight to an index; where a thread has eight in a row, it draws its own."""
+def _random_bits(seed, step, tensor, index):
+    """16 random bits per element, eight elements per index."""
     r0, r1, r2, r3 = draw(seed, step, tensor, index)
     words = tl.join(tl.join(r0, r1), tl.join(r2, r3))
     return tl.reshape(tl.join(words & 0xFFFF, words >> 16), (8 * index.shape[0],))
@@ -156,22 +156,26 @@ def adamw8bit_kernel(
     v_code = tl.load(v_ptr + at, mask=inside, other=0).to(tl.int32)
     m_scale = tl.load(m_scale_ptr + block, mask=has_block, other=0.0)
     v_scale = tl.load(v_scale_ptr + block, mask=has_block, other=0.0)
-    # Everything is on its way before anything is waited for: compilers would read half of it only after the tables.
+    # Issue all loads first: the compiler would delay half of them until after the table lookups.
     tl.debug_barrier()
     # Moments in units of 1 − beta: new gradients enter as they are.
-    m = _for_all(kept1 * m_scale, ROWS, BLOCK) * tl.load(signed_ptr + m_code) + g
-    v = _for_all(kept2 * v_scale, ROWS, BLOCK) * tl.load(unsigned_ptr + v_code) + g * g
+    m = _broadcast(kept1 * m_scale, ROWS, BLOCK) * tl.load(signed_ptr + m_code) + g
+    v = _broadcast(kept2 * v_scale, ROWS, BLOCK) * tl.load(unsigned_ptr + v_code) + g * g
     root = tl.rsqrt(tl.sqrt(v) * root_rest2 + eps)
     p = p * (1.0 - lr * weight_decay) - lr * reach * m * root * root
     if STOCHASTIC:
         index = start // 8 + tl.arange(0, ROWS * BLOCK // 8)
-        tl.store(p_ptr + at, by_chance(p, _chances(seed, step, tl.load(entry + 7), index)), mask=inside)
+        tl.store(
+            p_ptr + at, round_stochastic(p, _random_bits(seed, step, tl.load(entry + 7), index)), mask=inside
+        )
     else:
         tl.store(p_ptr + at, p.to(PARAMETER), mask=inside)
-    m_scale, v_scale = _largest(m, ROWS, BLOCK, VECTOR), _largest(v, ROWS, BLOCK, VECTOR)
+    m_scale, v_scale = _absmax(m, ROWS, BLOCK, VECTOR), _absmax(v, ROWS, BLOCK, VECTOR)
     # There is a code for 1 but none for −1.
-    tl.store(m_ptr + at, encode(m, _for_all(_inverse(m_scale, 1 - 2.0**-20), ROWS, BLOCK), True), mask=inside)
-    tl.store(v_ptr + at, encode(v, _for_all(_inverse(v_scale, 1.0), ROWS, BLOCK), False), mask=inside)
+    tl.store(
+        m_ptr + at, encode(m, _broadcast(_inverse(m_scale, 1 - 2.0**-20), ROWS, BLOCK), True), mask=inside
+    )
+    tl.store(v_ptr + at, encode(v, _broadcast(_inverse(v_scale, 1.0), ROWS, BLOCK), False), mask=inside)
     tl.store(m_scale_ptr + block, rest1 * m_scale, mask=has_block)
     tl.store(v_scale_ptr + block, rest2 * v_scale, mask=has_block)
 

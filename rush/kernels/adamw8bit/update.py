@@ -1,5 +1,5 @@
 # mypy: allow-untyped-decorators
-"""`adamw8bit_`: tensors of one kind gathered, one launch for each kind."""
+"""`adamw8bit_`: tensors grouped by dtype and alignment, one launch per group."""
 
 from __future__ import annotations
 
@@ -12,41 +12,41 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from rush.kernels.adamw.table import Division, Divisions, aligned, division_of, table_of
-from rush.kernels.adamw.update import BY_CHANCE, DTYPES
+from rush.kernels.adamw.update import DTYPES, STOCHASTIC_ROUNDING
 from rush.kernels.adamw8bit import triton as kernels
 from rush.kernels.adamw8bit.quantization_map import code_of_zero
 from rush.kernels.support import op, require, require_device
 
 
-class Packed(NamedTuple):
-    """A moment in 8 bits: a code for each element, a scale for each block of 256."""
+class QuantizedMoment(NamedTuple):
+    """An 8-bit moment: a code per element, a scale per block of 256."""
 
     codes: Tensor
     scales: Tensor
 
 
-def quantized_zeros(parameter: Tensor, signed: bool) -> Packed:
-    """The moment of a parameter that has had no step."""
+def quantized_zeros(parameter: Tensor, signed: bool) -> QuantizedMoment:
+    """The initial moment of a parameter."""
     codes = torch.full_like(parameter, code_of_zero(signed), dtype=torch.uint8)
     blocks = -(-parameter.numel() // kernels.BLOCK)
-    return Packed(codes, parameter.new_zeros(blocks, dtype=torch.float32))
+    return QuantizedMoment(codes, parameter.new_zeros(blocks, dtype=torch.float32))
 
 
-def is_cut(parameter: Tensor) -> bool:
-    """Whether other processes hold the rest of it: torch's sharded tensors say where they are placed."""
+def is_sharded(parameter: Tensor) -> bool:
+    """Whether it is a DTensor."""
     return hasattr(parameter, "placements")
 
 
 def in_rows(parameter: Tensor) -> bool:
-    """Whether the blocks of 256 lie within rows, and so stay whole however these are dealt out."""
+    """Whether blocks of 256 do not cross rows, so that sharding by rows keeps them whole."""
     return parameter.dim() == 2 and parameter.shape[1] % kernels.BLOCK == 0
 
 
 def adamw8bit_(
     parameters: Sequence[Tensor],
     gradients: Sequence[Tensor],
-    exp_avgs: Sequence[Packed],
-    exp_avg_sqs: Sequence[Packed],
+    exp_avgs: Sequence[QuantizedMoment],
+    exp_avg_sqs: Sequence[QuantizedMoment],
     values: tuple[Tensor, Tensor],
     *,
     lr: float | Tensor,
@@ -61,9 +61,8 @@ def adamw8bit_(
 ) -> None:
     """Step number `step` (the first is 1) for all parameters, in place.
 
-    `values` are `dynamic_map(True)` and `dynamic_map(False)` on the parameters' device. `numbers` tells the
-    parameters apart for the random generator; by default their place in the list. Only weights in bf16 are ever
-    rounded by chance.
+    `values` are `dynamic_map(True)` and `dynamic_map(False)` on the parameters' device. `numbers` identify the parameters
+    for the random generator; by default their place in the list. Only bf16 weights are rounded stochastically.
     """
     numbers = range(len(parameters)) if numbers is None else numbers
     divisions = {} if divisions is None else divisions
@@ -103,7 +102,7 @@ def adamw8bit_(
         )
 
 
-def _check(parameter: Tensor, gradient: Tensor, m: Packed, v: Packed) -> None:
+def _check(parameter: Tensor, gradient: Tensor, m: QuantizedMoment, v: QuantizedMoment) -> None:
     require_device("adamw8bit", parameter, gradient, *m, *v)
     require(
         parameter.dtype in DTYPES and gradient.dtype in DTYPES,
@@ -115,11 +114,11 @@ def _check(parameter: Tensor, gradient: Tensor, m: Packed, v: Packed) -> None:
         and m.scales.shape == v.scales.shape == (blocks,)
         and {m.codes.dtype, v.codes.dtype} == {torch.uint8}
         and {m.scales.dtype, v.scales.dtype} == {torch.float32},
-        "adamw8bit needs moments as made by quantized_zeros: codes of the parameter's shape, an fp32 scale a block.",
+        "adamw8bit needs moments from quantized_zeros: codes of the parameter's shape, an fp32 scale per block.",
     )
     require(
         all(tensor.is_contiguous() for tensor in (parameter, gradient, *m, *v)),
-        "adamw8bit walks through memory from end to end: it needs contiguous tensors.",
+        "adamw8bit needs contiguous tensors.",
     )
 
 
@@ -152,7 +151,7 @@ def _adamw8bit(
         [*(tensor.data_ptr() for tensor in tensors), tensors[0].numel(), number]
         for tensors, number in zip(groups, numbers, strict=True)
     ]
-    with record_function(BY_CHANCE) if stochastic_rounding else nullcontext():
+    with record_function(STOCHASTIC_ROUNDING) if stochastic_rounding else nullcontext():
         kernels.update(
             table_of(entries, parameters[0].device),
             Division(rows, starts),
