@@ -1,8 +1,7 @@
-"""The errors a user can meet, each with its exit code.
+"""The errors of the command line, with their exit codes.
 
-A message is one sentence or two for a person: what is wrong, what was found, what is allowed, what
-to do. The command line prints it without a traceback and leaves with `exit_code`. Our own broken
-invariants are plain `assert`s: they are bugs. Their traceback goes to a log, and one message says where that lies.
+A message says what is wrong, what was found, what is allowed, what to do. The command line prints it without a traceback and
+exits with `exit_code`. Broken invariants are plain `assert`s: they are bugs, whose traceback goes to a log.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Iterable
 
 
 class RushError(Exception):
-    """Something the user can understand and mend."""
+    """An error that the user can understand and fix."""
 
     exit_code = 1
 
@@ -24,7 +23,7 @@ class RecipeError(RushError):
 
 
 class KernelRefusal(RecipeError):
-    """A kernel was handed something it does not support (a dtype, a width, a device)."""
+    """A kernel was given something it does not support (a dtype, a width, a device)."""
 
 
 class DataError(RushError):
@@ -40,34 +39,34 @@ class MachineError(RushError):
 
 
 class RankLost(MachineError):
-    """Another rank was killed, stopped or cut off; nothing is wrong here, and the run can start again from its checkpoint.
+    """Another rank was killed, stopped or disconnected; the run can restart from its checkpoint.
 
-    The code is the one that sysexits.h has for "try again". A launcher that ends with it says 4, as of any machine.
+    The code is EX_TEMPFAIL of sysexits.h. The launcher itself exits with 4, as for any MachineError.
     """
 
     exit_code = 75
 
 
 class RunFailed(MachineError):
-    """A run broke off: a technique, the compiler, a kernel or memory failed in mid-run, and would fail again."""
+    """A technique, the compiler, a kernel or memory failed during a run, and would fail again."""
 
 
 class Outage(RunFailed):
-    """The device or the system failed in mid-run. Another try may go well, so launchers start lost ranks again."""
+    """The device or the system failed during a run. A retry may succeed, so launchers restart all ranks."""
 
 
 class OwnFault(RushError):
-    """A mistake of this package broke a run off."""
+    """A bug of this package ended a run."""
 
 
 class Diverged(RushError):
-    """The loss or a gradient stopped being a finite number."""
+    """The loss or a gradient is non-finite."""
 
     exit_code = 5
 
 
 class Drifted(Diverged):
-    """Ranks that hold the same weights no longer do."""
+    """Replicas no longer hold the same weights."""
 
 
 def nearest(found: str, allowed: Iterable[str]) -> str:

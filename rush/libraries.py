@@ -1,8 +1,7 @@
-"""Libraries, without what they tell about themselves.
+"""Silence log messages of libraries that a user can do nothing about.
 
-torch and torchao log what a user of `rush` neither asked nor can mend: a binary of torchao's for another version, a hint for whoever
-writes checkpointed functions. A warning that helps nobody hides the one that would. So each such message is named here or
-by the technique that provokes it, by its words; all others are shown.
+Examples: a torchao binary for another version, a hint for authors of checkpointed functions. Each such message is listed here, or
+by the technique that causes it; all others are shown.
 """
 
 from __future__ import annotations

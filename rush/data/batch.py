@@ -1,4 +1,4 @@
-"""What one forward pass is given.
+"""The input of one forward pass.
 
 Legend: b rows, t positions.
 """

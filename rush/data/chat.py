@@ -1,6 +1,6 @@
 """Chat templates: a model's own rule for writing a conversation as text.
 
-A template is a small Jinja program that comes with a stranger's model, so it runs in Jinja's immutable
+A template is a Jinja program that comes with an untrusted model, so it runs in Jinja's immutable
 sandbox: it can loop and format, and cannot reach attributes of Python or change what it is given.
 
 Some templates say themselves which text is the assistant's, between `{% generation %}` and

@@ -1,10 +1,8 @@
 """Windows of tokens over the shards of one split.
 
-The split is read as one long line of tokens, documents back to back, wherever the shards happen to be
-cut. Window i holds tokens i·sequence up to and including (i+1)·sequence: one more than the model sees,
-because the target of each position is the token after it. Neighbouring windows share exactly that one
-token, so every token but the first is a target once per epoch. What remains at the end and does not
-fill a window is left out.
+The split is read as one token stream, documents back to back, across shard boundaries. Window i holds tokens i·sequence up to and including (i+1)·sequence: one more than the model sees,
+because the label of each position is the token after it. Neighboring windows share exactly that one
+token, so every token but the first is a label once per epoch. An incomplete last window is dropped.
 """
 
 from __future__ import annotations

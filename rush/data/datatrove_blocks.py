@@ -22,7 +22,7 @@ from rush.data.tokenizer import Tokenizer
 
 
 def jobs_of(jobs: tuple[UnitJob, ...], rank: int, world_size: int) -> list[UnitJob]:
-    """The units a rank has still to do. Units are dealt out in turn: big and small ones spread evenly."""
+    """The units that a rank has left; units are assigned round-robin."""
     return [job for job in jobs[rank::world_size] if not job.done]
 
 

@@ -1,13 +1,11 @@
-"""Batches of documents for fine-tuning, in an order that is a formula and from a state that is three numbers.
+"""Batches of documents for fine-tuning, in an order computed by a formula, with a state of three numbers.
 
-A packing (`rush.data.packing`) lays out each epoch from the lengths of the documents, the seed and the number
-of the epoch; the micro batches of all epochs stand in one line. A step takes the next `batches_per_step` of it;
-with several ranks they are dealt out in turn. So what a step learns from does not depend on ranks or workers,
-and the state names a place in the line: the epoch, and the micro batch in it.
+A packing (`rush.data.packing`) lays out each epoch from the lengths of the documents, the seed and the epoch. A step takes the
+next `batches_per_step` micro batches, which are assigned to ranks round-robin. So the samples of a step do not depend on ranks
+or workers, and the state is a position: the epoch, and the micro batch in it.
 
-Steps of equally many micro batches hold as many documents as fit. To compare packings, `documents_per_step` makes
-steps of the same documents for all of them, in as many micro batches as each needs (but for `pack_concat`, which cuts
-documents, so that its steps cannot be of whole ones).
+Steps of equally many micro batches hold as many documents as fit. To compare packings, `documents_per_step` makes steps of the
+same documents for all of them, in as many micro batches as each needs (except `pack_concat`, which splits documents).
 """
 
 from __future__ import annotations

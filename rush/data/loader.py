@@ -1,10 +1,8 @@
-"""Batches for training, in an order that is a formula and from a state that is three numbers.
+"""Batches for pretraining, in an order computed by a formula, with a state of three numbers.
 
-The samples of all epochs stand in one line, fixed by the seed. A step takes the next
-`samples_per_step` of it, cut into micro batches; with several ranks the micro batches are dealt out in
-turn, as cards are. So the line, and with it what a step learns from, does not depend on the number of
-ranks, the size of a micro batch or the number of workers; the state names a place in the line, and a
-run may be resumed with any of them changed.
+The seed fixes one sequence of the samples of all epochs. A step takes the next `samples_per_step` of it, split into micro
+batches, which are assigned to ranks round-robin. So the samples of a step do not depend on the number of ranks, the micro batch
+or the number of workers; the state is a position in the sequence, and a run may be resumed with any of them changed.
 Legend: b micro batch, t sequence.
 """
 

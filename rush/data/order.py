@@ -1,8 +1,8 @@
 """The order of samples: a shuffle that is a formula, not a list.
 
 Shuffling a billion samples as a list costs gigabytes on every rank, and the list a random generator
-makes may change with the library's version. A Feistel network is a permutation by construction: cut a
-number's bits in two halves, and again and again mix one half with a hash of the other. Each place of
+makes may change with the library's version. A Feistel network is a permutation by construction: split a
+number's bits in two halves, and repeatedly mix one half with a hash of the other. Each place of
 the epoch is computed on its own, so a run can be resumed anywhere without replaying anything. The
 network permutes a power of four; a result outside the range is sent through again until it is inside.
 """

@@ -1,14 +1,14 @@
-"""Documents into rows: which piece of which document stands where, for a whole epoch at once.
+"""Packing: the assignment of documents to rows, for an epoch at once.
 
 A packing lays out an epoch as a `PackingPlan` from the documents' lengths alone, so the layout is a pure function of
-lengths, seed and epoch, and a place in it is one number. What is left empty is padding: it costs as much
-as real tokens and teaches nothing. Padding rows to the longest is simple and wastes most; sorting by length
+lengths, seed and epoch, and a place in it is one number. Empty positions are padding, which costs as much
+as real tokens. Padding rows to the longest is simple and wastes most; sorting by length
 first wastes little but makes batches of one kind; packing several documents into a row wastes almost nothing,
-if attention can be kept inside each document (`rush.data.row_tensors` writes down where they begin).
+if attention can be kept inside each document (`rush.data.row_tensors` has their starts).
 
 A document of n tokens has n - 1 positions: the last token predicts nothing. One with more positions than
-`batch.sequence` is cut into pieces, each a document of its own.
-Words: piece (document, first position, one past the last), row, micro batch.
+`batch.sequence` is split into pieces, each a document of its own.
+Legend: piece (document, first position, one past the last), row, micro batch.
 """
 
 from __future__ import annotations

@@ -2,11 +2,11 @@
 
 The same units, the same blocks of code and the same files as `prepare`; only who runs a unit differs:
 processes here (`local`), an array of Slurm jobs (`slurm`), or workers of a Ray cluster (`ray`). All
-of them must see the same file system. Because units are cut without regard to who runs them, the
-folder comes out the same to the byte, and one way may finish what another began.
+of them must see the same file system. Units do not depend on who runs them, so the
+folder is the same byte for byte, and one executor may finish what another began.
 
-With Slurm, datatrove hands its jobs over as a pickled file in the preparation's own `pipeline` folder;
-nothing that users exchange is pickled. For a corpus of a few gigabytes, `prepare` is simpler and no slower.
+With Slurm, datatrove passes its jobs as a pickled file in the preparation's own `pipeline` folder;
+nothing that users share is pickled. For a corpus of a few gigabytes, `prepare` is simpler and no slower.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""What all loaders share: their place among ranks, threads that make batches ahead of time, and an end.
+"""Shared by all loaders: their rank, prefetching threads, and closing.
 
-Workers are threads: building a batch is copying mapped memory, which Python does without holding its
-lock. Processes would have to be started, fed and buried, and their batches copied once more.
+Workers are threads: building a batch copies mapped memory, which releases the GIL. Processes would copy batches once more.
 """
 
 from __future__ import annotations

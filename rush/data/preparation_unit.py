@@ -1,8 +1,8 @@
 """One unit of preparation: read, split, tokenize, write its shards, then a record that it is done.
 
 Which split a document belongs to depends on its text and the seed, on nothing else: not on its place,
-nor on the number of workers. Copies of one document land on the same side, so validation never holds
-a text that was trained on.
+nor on the number of workers. Duplicates of a document are in the same split, so validation never holds a
+text that was trained on.
 """
 
 from __future__ import annotations

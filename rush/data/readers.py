@@ -305,7 +305,7 @@ def _parse_line(line: bytes, path: str, number: int) -> Iterator[tuple[str, dict
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{name}: {why_no_json(error)}. Each line must be one JSON object; mend or remove the line."
+            f"{name}: {why_no_json(error)}. Each line must be one JSON object; fix or remove the line."
         ) from error
     if not isinstance(row, dict):
         raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")

@@ -1,6 +1,6 @@
-"""Manifests that vouch for prepared data: written last, sealed by their own checksum, read with suspicion.
+"""Manifests of prepared data: written last, with a checksum of their own that is verified on reading.
 
-A folder without a manifest does not count as prepared; one whose manifest was edited is not trusted.
+A folder without a manifest does not count as prepared; one whose manifest was edited is refused.
 """
 
 from __future__ import annotations

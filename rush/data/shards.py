@@ -1,4 +1,4 @@
-"""Tokens on disk: flat arrays that are mapped into memory, and a manifest that vouches for them.
+"""Tokens on disk: flat arrays that are mapped into memory, and their manifest.
 
     FOLDER/manifest.json            written last: without it the folder does not count as prepared
     FOLDER/tokenizer/               the tokenizer the ids belong to
@@ -8,8 +8,7 @@
                                     of tokens), where its name starts in .ids (and the number of bytes)
     FOLDER/train/00000.ids          the documents' names, UTF-8, back to back
 
-Nothing is parsed to read a batch: the kernel pages in the bytes that are touched, and many processes
-share them. Opening checks names and sizes; `verify_shards(full=True)` reads every byte.
+Reading a batch parses nothing: the kernel pages in the bytes that are touched, shared by all processes. Opening checks names and sizes; `verify_shards(full=True)` reads every byte.
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ from rush.files import writing
 
 
 def writable(folder: Path) -> contextlib.AbstractContextManager[None]:
-    """Turn a folder that cannot be written, or a full disk, into a message for a person."""
-    advice = "Free the disk, mend the folder's permissions, or choose another folder for the cache."
+    """Turn a folder that cannot be written, or a full disk, into a MachineError."""
+    advice = "Free the disk, fix the folder's permissions, or choose another folder for the cache."
     return writing(folder, "prepared data in ", advice)
 
 

@@ -153,7 +153,7 @@ def _labels_right(batch: Batch) -> Check:
     wrong = misaligned(batch)
     if wrong is None:
         return Check("labels", True, "each label is the token that follows")
-    return Check("labels", False, f"The labels are moved: {wrong}. The model would learn something else than to go on with a text; mend what makes the labels.")  # fmt: skip
+    return Check("labels", False, f"The labels are moved: {wrong}. The model would learn something else than to go on with a text; fix what makes the labels.")  # fmt: skip
 
 
 def _parameters(run: Run) -> Check:
@@ -195,7 +195,7 @@ def _train(run: Run, batch: Batch, lr: float, steps: int, floor: float, show: Sh
         trial.diverged = str(error)
     except torch.OutOfMemoryError:
         raise MachineError(
-            "the batch does not fit into memory; lower batch.micro, a smaller batch tells as much."
+            "the batch does not fit into memory; lower batch.micro, a smaller batch is as conclusive."
         ) from None
     finally:
         watched.close()
@@ -267,7 +267,7 @@ def _why(
         return "learning rate", f"{told}; a tenth of the learning rate does not help either. Try much less, with a warm-up."  # fmt: skip
     if trial.frozen:
         trained = next(check.what for check in checks if check.name == "parameters")
-        return "frozen parameters", f"{told}, and another learning rate does not mend it; {trained}, frozen are {_few(trial.frozen)}. Train more of them (a higher rank, more roles), or give it more steps."  # fmt: skip
+        return "frozen parameters", f"{told}, and another learning rate does not help; {trained}, frozen are {_few(trial.frozen)}. Train more of them (a higher rank, more roles), or give it more steps."  # fmt: skip
     return "unknown", f"{told}, and none of the usual reasons was found; give it more steps (--steps), or a larger model."  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""This machine: what it is (`probe`), how fast it is (`ceilings`), what its maker promises (`catalog`)."""
+"""This machine: what it is (`probe`), how fast it is (`ceilings`), its datasheet (`catalog`)."""
 
 from __future__ import annotations
 

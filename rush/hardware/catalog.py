@@ -1,4 +1,4 @@
-"""What the makers promise: peak arithmetic, memory bandwidth and memory of known accelerators.
+"""Datasheets: peak arithmetic, memory bandwidth and memory of known accelerators.
 
 Peaks are *dense*: datasheets like to print the figure for half-empty (2:4 sparse) matrices, twice as
 high, which training does not use. For GeForce cards the rate with 32-bit accumulation counts, because

@@ -1,9 +1,8 @@
 """One of the processes that time collective operations together; started by `collectives`.
 
-All ranks must do the same in the same order, or they wait for each other for ever: so every decision (how
+All ranks must do the same in the same order, or they deadlock: so every decision (how
 often to repeat, when to stop) is made from numbers that all ranks have agreed on. A repeat begins at a
-barrier and takes as long as its slowest rank. The results are checked before anything is timed: a fast
-exchange of wrong numbers is no rate.
+barrier and takes as long as its slowest rank. The results are checked before anything is timed.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def verify(rank: int, ranks: int, device: torch.device) -> None:
     dist.all_reduce(mine)
     each = torch.arange(1.0, ranks + 1, device=device)
     if not torch.equal(everyone, each.repeat_interleave(1000)) or not bool((mine == each.sum()).all()):
-        sys.exit("the exchanged numbers are wrong; these devices cannot train together as they are")
+        sys.exit("the collectives return wrong numbers; these devices cannot train together")
 
 
 Case = tuple[Callable[[], object], Callable[[], object], float]
@@ -81,7 +80,7 @@ def spectrum(
 
 
 def reduce_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
-    """(What to do before each repeat, the exchange, the bytes of the whole buffer)."""
+    """(setup before each repeat, the collective, bytes of the full buffer)."""
     buffer = source[: size_bytes // source.itemsize].clone()
     # Restored each time, because sums of sums would soon be infinite.
     return (
@@ -112,7 +111,7 @@ def send_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
     mine = source[: size_bytes // source.itemsize].clone()
     got, rank = torch.empty_like(mine), dist.get_rank()
 
-    def exchange() -> None:
+    def send_recv() -> None:
         pair = [
             dist.P2POp(dist.isend, mine, (rank + 1) % ranks),
             dist.P2POp(dist.irecv, got, (rank - 1) % ranks),
@@ -120,7 +119,7 @@ def send_case(size_bytes: int, ranks: int, source: Tensor) -> Case:
         for work in dist.batch_isend_irecv(pair):
             work.wait()
 
-    return lambda: None, exchange, float(mine.nbytes)
+    return lambda: None, send_recv, float(mine.nbytes)
 
 
 OPERATIONS = {
@@ -146,16 +145,16 @@ def measure(
         # At the pace of the last size, would three repeats take far longer than their share?
         if rows and 3 * min(rows[-1][2]) * size_bytes / rows[-1][1] > 4 * case_s:
             break
-        before, exchange, amount = make(size_bytes, ranks, source)
-        time_together(before, exchange, 2, device)
-        (once,) = time_together(before, exchange, 1, device)
+        before, collective, amount = make(size_bytes, ranks, source)
+        time_together(before, collective, 2, device)
+        (once,) = time_together(before, collective, 1, device)
         repeats = max(3, min(30, int(case_s / once)))
-        rows.append((str(size_bytes), amount, time_together(before, exchange, repeats, device)))
+        rows.append((str(size_bytes), amount, time_together(before, collective, repeats, device)))
     return rows
 
 
 def time_together(
-    before: Callable[[], object], exchange: Callable[[], object], repeats: int, device: torch.device
+    before: Callable[[], object], collective: Callable[[], object], repeats: int, device: torch.device
 ) -> list[float]:
     """Seconds of each repeat on the slowest rank; the same list on all ranks."""
     seconds = []
@@ -164,7 +163,7 @@ def time_together(
         dist.barrier()
         _synchronize(device)
         began = time.perf_counter()
-        exchange()
+        collective()
         _synchronize(device)
         seconds.append(time.perf_counter() - began)
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)

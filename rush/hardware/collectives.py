@@ -1,6 +1,6 @@
-"""How fast devices exchange data: all-reduce and all-gather between real processes.
+"""Bandwidth of collectives, measured between real processes.
 
-Training on several devices is arithmetic plus these exchanges: data parallelism sums gradients (all-reduce),
+Distributed training is arithmetic plus collectives: data parallelism sums gradients (all-reduce),
 sharding fetches weights (all-gather). What counts is the rate between processes as they will run, one per
 device, over NCCL on GPUs; among processes of one CPU (gloo over the loopback) it mostly says that the
 machinery works. This file starts the ranks, waits, and leaves none of them behind, whatever happens; what a

@@ -66,7 +66,7 @@ def read_gpu(
     bits = reasons(handle)
     there = {process.pid for process in library.nvmlDeviceGetComputeRunningProcesses(handle)}
     foreign = there - set(own)
-    # In a container the driver may know us under another number: then one of the strangers is this process.
+    # In a container the driver may know us under another number: then one of the unknown processes is this one.
     ourselves = computing and bool(foreign) and not there & set(own)
     return Conditions(
         clock_mhz=library.nvmlDeviceGetClockInfo(handle, library.NVML_CLOCK_SM),

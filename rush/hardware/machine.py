@@ -2,7 +2,7 @@
 
 It holds facts that were found, not rates that were measured (`ceilings`) or printed on a datasheet
 (`catalog`). It is written beside every run, so that a number always has the machine it came from, and its
-fingerprint tells whether a measurement made earlier still speaks about this machine.
+fingerprint says whether an earlier measurement is still valid for this machine.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class Machine:
         return min(known) if len(known) == len(self.devices) else None
 
     def summary(self) -> str:
-        """One line for a person: `2 × NVIDIA H200 (140 GiB each)`."""
+        """One line for people: `2 × NVIDIA H200 (140 GiB each)`."""
         size = f"{self.memory_bytes / 2**30:.0f} GiB"
         if self.device == "cpu":
             return f"CPU {self.cpu.model} ({self.cpu.num_threads} cores, {size})"

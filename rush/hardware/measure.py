@@ -22,7 +22,7 @@ from rush.hardware.samples import Sample
 
 DTYPES = ("float32", "tf32", "bfloat16", "float16", "float8")
 HALF_KERNEL = "half_kernel"
-"""fp32 matrices multiplied with fp16 factors by an operator of ours, `rush::fp16_matmul`. It is built on the spot, which takes
+"""fp32 matrices multiplied with fp16 operands by an operator of ours, `rush::fp16_matmul`. It is built on the spot, which takes
 longer than measuring, so it is measured only where it is asked for by name, by somebody who has loaded it."""
 
 _TORCH_DTYPES = {

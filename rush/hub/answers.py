@@ -1,7 +1,4 @@
-"""How a question is put to a model that learned to chat, and which tokens end its answer.
-
-One place for all who ask (chat, evaluation, samples during training) and for what an export tells other libraries.
-"""
+"""The prompt of a chat model and the stop tokens of its answer, for chat, evaluation, samples and export."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from rush.checkpoint import restore as checkpoints
+from rush.checkpoint import restore
 from rush.checkpoint.frozen_base import base_identity
 from rush.data import Tokenizer
 from rush.errors import DataError, RecipeError
@@ -59,7 +59,7 @@ def export_model(
     target = _new_folder(to)
     run = RunFolder(existing_folder(path))
     found = pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
-    if found is not None and checkpoints.base_record(found) is None:
+    if found is not None and restore.base_record(found) is None:
         # Tensor by tensor from the disk to the disk: a model is exported where it would not fit.
         shape = load_recipe(str(run.recipe)).shape()
         _write_model(target, shape, run_weights(found), path, load_tokenizer(path), dtype, max_shard_bytes)
@@ -83,7 +83,7 @@ def export_adapter(
     """
     target, run = _new_folder(to), RunFolder(existing_folder(path))
     found = pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
-    if found is None or checkpoints.base_record(found) is None:
+    if found is None or restore.base_record(found) is None:
         raise DataError(
             f"{run.path} was not trained with adapters; export the whole model without --adapter."
         )
@@ -148,7 +148,7 @@ def merge_adapter(
     run = RunFolder(folder)
     if run.recipe.is_file() and base is None:
         found = pick_checkpoint(run, checkpoint, note)
-        if checkpoints.base_record(found) is None:
+        if restore.base_record(found) is None:
             raise DataError(
                 f"{folder} was not trained with adapters: there is nothing to merge; use rush export."
             )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from rush.checkpoint import restore as checkpoints
+from rush.checkpoint import restore
 from rush.checkpoint.frozen_base import adapted_model
 from rush.errors import DataError, RecipeError
 from rush.hub.peft import (
@@ -50,11 +50,11 @@ def read_weights(
     run = RunFolder(folder)
     if run.recipe.is_file():
         found = pick_checkpoint(run, which, note)
-        if checkpoints.base_record(found) is not None:
+        if restore.base_record(found) is not None:
             model = adapted_run(run, found)
             note(say_merged(model))
             return model.shape, merged_state(model, dtype)
-        return load_recipe(str(run.recipe)).shape(), checkpoints.load_weights(found.path)
+        return load_recipe(str(run.recipe)).shape(), restore.load_weights(found.path)
     if (folder / "config.json").is_file():
         _refuse_checkpoint(folder, which)
         return load_hf_folder(folder)
@@ -82,22 +82,22 @@ def existing_folder(path: str | Path) -> Path:
 
 
 def say_merged(model: Decoder) -> str:
-    """What a person should know about merged weights."""
+    """A note about merged weights."""
     form, count = form_of(model), sum(1 for _ in adapters(model))
     if form is None:
         return f"Merged the adapters of {count} layers into their base."
     return (
-        f"Merged the adapters of {count} layers into the dequantized base: the weights that its {form.kind} codes stand "
-        "for, which the adapters were trained beside; they are not the weights the codes were made from."
+        f"Merged the adapters of {count} layers into the dequantized base: its {form.kind} weights, "
+        "dequantized, which the adapters were trained with; they are not the original weights."
     )
 
 
 def adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decoder:
-    """A run's base, made again, with the adapters of a checkpoint on it."""
-    recipe, record = load_recipe(str(run.recipe)), checkpoints.base_record(found)
+    """A run's base, rebuilt, with the adapters of a checkpoint."""
+    recipe, record = load_recipe(str(run.recipe)), restore.base_record(found)
     assert record is not None
     model = adapted_model(recipe.shape(), record, starting_weights(recipe), recipe.run.seed, device)
-    checkpoints.load(found, model)
+    restore.load(found, model)
     return model
 
 
@@ -181,7 +181,7 @@ def load_model(
     of_base, of_adapter = _whose_checkpoint(adapter, checkpoint)
     run = RunFolder(existing_folder(path))
     found = pick_checkpoint(run, of_base, note) if run.recipe.is_file() else None
-    if found is not None and checkpoints.base_record(found) is not None:
+    if found is not None and restore.base_record(found) is not None:
         model = adapted_run(run, found, device)
     else:
         shape, weights = read_weights(path, of_base, note)
@@ -207,7 +207,7 @@ def _load_streamed(
     of_base, of_adapter = _whose_checkpoint(adapter, which)
     run = RunFolder(existing_folder(path))
     found = pick_checkpoint(run, of_base, note) if run.recipe.is_file() else None
-    record = None if found is None else checkpoints.base_record(found)
+    record = None if found is None else restore.base_record(found)
     base: str | Path = path
     if record is not None:
         named = load_recipe(str(run.recipe)).model.init_from
@@ -225,7 +225,7 @@ def _load_streamed(
     elif RunFolder(Path(base)).recipe.is_file():
         run = RunFolder(existing_folder(base))
         found = pick_checkpoint(run, of_base, note)
-        if checkpoints.base_record(found) is not None:
+        if restore.base_record(found) is not None:
             raise RecipeError(f"{base} holds adapters itself; write the merged model first (rush merge).")
         shape = load_recipe(str(run.recipe)).shape()
         held = run_weights(found)

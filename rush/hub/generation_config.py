@@ -61,7 +61,7 @@ def _object(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{file} cannot be read as JSON ({error}); mend it, or take it away.") from None
+        raise DataError(f"{file} cannot be read as JSON ({error}); fix it, or remove it.") from None
     if not isinstance(content, dict):
         raise DataError(f"{file} must hold one JSON object: found {type(content).__name__}.")
     return content

@@ -1,6 +1,6 @@
 """Models larger than the device: the blocks stay in host memory or on disk, and come in one at a time.
 
-Embedding, last norm and head are resident; a block's weights are fetched when the block runs and let go of when it
+Embedding, last norm and head are resident; a block's weights are fetched when the block runs and freed when it
 is done, so the device holds one block, and with `disk` the host holds no more either. Every token brings
 in the whole model: expect seconds for each one of a large model. The arithmetic is the same, so are the logits,
 to the bit.

@@ -154,7 +154,7 @@ CASES: list[tuple[str, int, list[str], Callable[[World], list[str]]]] = [
     # 3: data
     ("empty corpus", 3, ["empty"], lambda w: w.on_files("empty.txt", "")),
     ("no file matches", 3, ["none/*.txt"], lambda w: w.train("data.files=['none/*.txt']")),
-    ("broken JSONL line", 3, ["broken.jsonl:3", "mend or remove the line"],
+    ("broken JSONL line", 3, ["broken.jsonl:3", "fix or remove the line"],
      lambda w: w.on_files("broken.jsonl", '{"text": "one"}\n{"text": "two"}\n{"text": \n')),
     ("missing field", 3, ["fields.jsonl", "'text'", "body"], lambda w: w.on_files("fields.jsonl", '{"body": "one"}\n')),
     ("not UTF-8", 3, ["latin.txt", "UTF-8"], lambda w: w.on_files("latin.txt", b"caf\xe9 " * 300)),

@@ -321,7 +321,7 @@ def test_bad_rows_are_refused_with_their_line_or_counted_by_reason(
     wanted = replace(asked, files=(str(path),))
     with pytest.raises(
         DataError,
-        match=r"rows\.jsonl:8: turn 2, the assistant's, is empty; mend the row, or set data\.bad_rows",
+        match=r"rows\.jsonl:8: turn 2, the assistant's, is empty; fix the row, or set data\.bad_rows",
     ):
         prepare_documents(wanted, tmp_path / "cache", workers=1)
     total = read_document_manifest(

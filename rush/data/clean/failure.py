@@ -22,7 +22,7 @@ KINDS: dict[str, type[RushError]] = {kind.__name__: kind for kind in (DataError,
 
 @contextlib.contextmanager
 def noting_errors(folder: str, rank: int) -> Iterator[None]:
-    """Write down an error a user can mend, and let it pass."""
+    """Write an error for the user to a file, and let it pass."""
     try:
         yield
     except RushError as error:

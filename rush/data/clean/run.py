@@ -1,7 +1,7 @@
 """Cleaning from start to end: check, plan, run every step on the engine, leave a report.
 
 All state is in a hidden folder beside the output, named after it: what each unit has done is marked there, and
-a run that was interrupted goes on from the marks, as long as the pipeline, the inputs and the output are the
+an interrupted run continues from the marks, as long as the pipeline, the inputs and the output are the
 same. If they are not, it starts anew. The folder goes when the output is in place.
 """
 
@@ -275,7 +275,7 @@ def _watching(
 
 @contextlib.contextmanager
 def quiet(log: Path) -> Iterator[None]:
-    """The engine tells every task's story on standard error, as do its worker processes; it goes to a file instead."""
+    """Redirect the logs of the engine and its workers to a file."""
     sys.stderr.flush()
     saved = os.dup(2)
     with log.open("a") as file, contextlib.redirect_stderr(file):

@@ -1,6 +1,6 @@
-"""What vouches for documents on disk: the files with their checksums, what was asked for, what became of each row.
+"""The manifest of documents on disk: files with checksums, the preparation, what became of each row.
 
-How a manifest is sealed and checked is in `rush.data.sealed_manifest`.
+How a manifest is written and verified is in `rush.data.sealed_manifest`.
 """
 
 from __future__ import annotations

@@ -66,7 +66,7 @@ def _refuse(row: Row, bad: BadRow, preparation: DocumentPreparation) -> None:
         policy, key, instead = preparation.too_long, "data.too_long", "raise batch.sequence"
         more = ", or to 'cut'"
     else:
-        policy, key, instead, more = preparation.bad_rows, "data.bad_rows", "mend the row", ""
+        policy, key, instead, more = preparation.bad_rows, "data.bad_rows", "fix the row", ""
     if policy == "error":
         raise DataError(
             f"{row.name}: {bad}; {instead}, or set {key} to 'drop' to leave such rows out and count them{more}."

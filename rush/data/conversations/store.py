@@ -1,4 +1,4 @@
-"""Documents on disk: flat arrays that are mapped into memory, and a manifest that vouches for them.
+"""Documents on disk: flat arrays that are mapped into memory, and their manifest.
 
     FOLDER/manifest.json      written last: without it the folder does not count as prepared
     FOLDER/tokenizer/         the tokenizer, with the chat template that was used
