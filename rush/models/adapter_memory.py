@@ -30,7 +30,7 @@ class RankMemory:
     gathered: int
     """Whole weights within a pass: embedding and head, the block at work and the next."""
     unpacked: int
-    """The largest weight that codes are unpacked to."""
+    """Bytes of the largest dequantized weight."""
     activations: int
     logits: int
 

@@ -170,8 +170,8 @@ class SharedDown(FanOut):
 
 def dense_weight(layer: nn.Linear, dtype: torch.dtype | None = None, see: See = Tensor.detach) -> Tensor:
     """The weight of a layer as a matrix, whatever form it is stored in."""
-    unpack = getattr(layer, "dense_weight", None)
-    weight: Tensor = see(layer.weight) if unpack is None else unpack(dtype, see)
+    dequantize = getattr(layer, "dense_weight", None)
+    weight: Tensor = see(layer.weight) if dequantize is None else dequantize(dtype, see)
     return weight if dtype is None else weight.to(dtype)
 
 
@@ -209,7 +209,7 @@ def frozen_parts(x: Tensor, *adapted: tuple[nn.Linear, Adapter]) -> Frozen | Non
 
 
 def _stored(layer: nn.Linear, x: Tensor) -> tuple[str, Sequence[Tensor]] | None:
-    """Who unpacks a weight that can be multiplied as it is stored, and its parts; None for any other."""
+    """The dequantizer and stored parts of a weight that `adapted_linears` supports; None for any other."""
     if type(layer) is nn.Linear:
         usable = _is_frozen(layer.weight) and layer.weight.dtype == x.dtype
         return (PLAIN, [layer.weight]) if usable else None
@@ -320,7 +320,7 @@ def merged_weight(layer: nn.Linear, adapter: Adapter) -> Tensor:
 
 @torch.no_grad()
 def merged_state(model: Decoder, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    """The plain model's weights with every adapter merged in; a quantized base is unpacked.
+    """The plain model's weights with every adapter merged in; a quantized base is dequantized.
 
     A merged matrix is rounded once, from fp32 to `dtype` (or the dtype that the embedding has).
     """

@@ -27,7 +27,7 @@ IGNORED_LABEL = -100
 
 
 class LayerNorm(nn.Module):
-    """Centre and scale each vector, then a learned gain and offset. Statistics are kept in fp32."""
+    """LayerNorm with weight and bias; statistics in fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class LayerNorm(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Scale each vector to unit mean square, then a learned gain. The scaling is done in fp32."""
+    """RMSNorm with a weight; normalized in fp32."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
 """Llama 3.x: RMSNorm, rotary positions, grouped key/value heads, a gated MLP, no biases.
 
-Positions enter by turning queries and keys, so that a score depends on how far apart two tokens are.
+Positions enter by rotating queries and keys (RoPE), so that a score depends on how far apart two tokens are.
 Several query heads share one key/value head: the cache and its traffic shrink by that factor, the
 scores stay as many. Small models tie the head to the embedding, larger ones do not.
 """

@@ -23,8 +23,8 @@ FAMILIES: tuple[Family, ...] = ("gpt2", "llama")
 class RopeScaling:
     """Llama 3.1's stretching of slow rotary frequencies, so that a model reads past `original_context`.
 
-    A frequency that turns more than `high_freq_factor` times within the original context is kept, one
-    that turns less than `low_freq_factor` times is slowed by `factor`, and those between are blended.
+    A frequency that rotates more than `high_freq_factor` times within the original context is kept, one
+    that rotates less than `low_freq_factor` times is slowed by `factor`, and those between are blended.
     """
 
     factor: float
@@ -115,7 +115,7 @@ class Shape:
         _positive("rope_theta", self.rope_theta)
         if self.head_dim % 2:
             raise RecipeError(
-                f"Rotary positions turn pairs of numbers, so head_dim must be even: found {self.head_dim}."
+                f"RoPE rotates pairs of elements, so head_dim must be even: found {self.head_dim}."
             )
 
 

@@ -1,7 +1,7 @@
 """Exact attention in tiles: memory grows with the sequence, not with its square.
 
 `flash_attention` is differentiable, deterministic (the same bits each time, forward and backward), and an
-operator of its own to the compiler. The idea is told in `triton.py`, the definition in `reference.py`.
+operator of its own to torch.compile. `triton.py` explains the kernels, `reference.py` is the definition.
 
 Shapes: b batch, t positions, h query heads, k key/value heads, d head dim.
 """
@@ -43,8 +43,8 @@ def flash_attention(
 
     The inputs are read where they are, by their strides; the output's memory is [b, t, h, d]. They must be of one
     dtype, bf16, fp16 or fp32, and of one length: decoding, where a query stands behind a cache of keys, is refused.
-    Autocast does not act here: cast before. Sums and powers are fp32; products of 16-bit inputs take 16-bit factors;
-    fp32 is multiplied exactly, without tensor cores, so it is slow.
+    Autocast does not act here: cast before. Softmax and accumulation are fp32; matmuls of 16-bit inputs have 16-bit
+    operands; fp32 matmuls do not use tensor cores, so they are slow.
     """
     _check(q_bhtd, k_bktd, v_bktd)
     batch, _, length, head_dim = q_bhtd.shape

@@ -1,7 +1,7 @@
-"""How attention is measured: causal, 16k tokens cut into longer and longer sequences, head dims 64 and 128.
+"""How attention is measured: causal, 16k tokens in longer and longer sequences, head dims 64 and 128.
 
-Queries, keys and values lie as the linear layers leave them. The exact result is computed one head at a time and
-made again for its gradients, since the scores of all heads at once would not fit.
+Queries, keys and values have the layout of the linear layers. The exact result is computed one head at a time and
+recomputed for its gradients, since the scores of all heads at once would not fit.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def flash_attn(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> Tensor:
 
 
 def work(size: Size, element: int, step: Pass) -> Work:
-    """Two products over half the score matrix forward, five backward. Bytes: four tensors forward, eight backward."""
+    """Two matmuls over half the score matrix forward, five backward. Bytes: four tensors forward, eight backward."""
     values = size["batch"] * size["heads"] * size["sequence"] * size["head_dim"]
     forward = 2.0 * values * size["sequence"]
     flops = {"forward": forward, "backward": 2.5 * forward, "both": 3.5 * forward}[step]
@@ -87,7 +87,7 @@ def _size(sequence: int, head_dim: int, tokens: int = study.TOKENS, width: int =
 
 STUDY = Study(
     op="flash_attention",
-    about="Exact causal attention without the score matrix in memory; two large products, so arithmetic bounds it.",
+    about="Exact causal attention without the score matrix in memory; two large matmuls, so it is compute-bound.",
     bound="matmul",
     axis="sequence",
     sizes=tuple(_size(sequence, dim) for dim in (64, 128) for sequence in (1024, 2048, 4096, 8192)),

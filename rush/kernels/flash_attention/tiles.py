@@ -1,9 +1,8 @@
-"""How the work is cut: the sizes of tiles, warps and buffers for each kernel, head dim and kind of GPU.
+"""Tile sizes, warps and pipeline stages for each kernel, head dim and kind of GPU.
 
-A tile of queries stays on chip while tiles of keys stream by (the kernel for dk and dv the other way
-round: keys stay). Larger tiles read device memory less often, but need registers for the accumulators and
-shared memory for `stages` tiles in flight; past either limit the compiler spills or the launch fails. The
-figures were chosen by measuring (`scripts/tune_attention.py`), not by reasoning.
+A tile of queries stays on chip while tiles of keys stream by (in the kernel for dk and dv, keys stay). Larger tiles read
+device memory less often, but need registers for the accumulators and shared memory for `stages` tiles in flight; past
+either limit the compiler spills or the launch fails. The values were chosen by measuring (`scripts/tune_attention.py`).
 """
 
 from __future__ import annotations

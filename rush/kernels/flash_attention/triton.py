@@ -1,22 +1,19 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls, allow-untyped-decorators
-"""The attention kernels: three of them, each a loop over tiles that never leave the chip.
+"""The attention kernels: three of them, each a loop over tiles that stay on chip.
 
-Plain attention writes a score for every pair of positions to device memory and reads it back three times.
-Here a program keeps one tile of queries, lets the tiles of keys and values stream by, and holds for each
-query only a running maximum, a running sum and the output so far. When a new tile raises the maximum, what
-was summed is scaled down to match ("online softmax"). Powers are of 2, because the hardware has no other:
-log2(e) is folded into the scale. Kept for the backward pass is one number a query, log2 of its sum.
+Plain attention writes a score for every pair of positions to device memory and reads it back three times. Here a program
+keeps one tile of queries, streams tiles of keys and values, and holds for each query a running maximum, a running sum
+and the output so far, rescaled when a tile raises the maximum (online softmax). Exponentials are exp2, with log2(e)
+folded into the scale. One number per query is saved for the backward pass: log2 of its sum.
 
-Forward: a program for each tile of queries (FlashAttention 2's split), so nothing is summed across programs.
-Backward: the scores are made again from that number. One kernel owns a tile of queries and walks the keys for
-dq; another owns a tile of keys and walks the queries, of every query head that shares them, for dk and dv.
-That makes two of five products twice, and buys sums whose order is fixed: no atomic additions, the same bits
-each time. delta = Σ o·do, which both need, is made by the first on its way.
+Forward: one program per tile of queries (as in FlashAttention 2), so nothing is summed across programs. Backward: scores
+are recomputed from that number. One kernel owns a tile of queries and loops over the keys for dq; another owns a tile of
+keys and loops over the queries, of every query head that shares them, for dk and dv. That computes two of five matmuls
+twice, and buys a fixed summation order: no atomics, deterministic. delta = Σ o·do is computed by the first kernel.
 
-Which tiles: below the diagonal (and inside one document) nothing is masked, and those have a loop without a
-mask; the diagonal and the borders of documents have one with it; what lies above or in other documents is
-never loaded. The work of a program grows along the sequence, so the long ones start first, and heads are
-taken in sections whose keys and values fit into the second-level cache together.
+Tiles below the diagonal (and inside one document) need no mask and have a loop without one; the diagonal and document
+boundaries have a masked loop; tiles above it or in other documents are never loaded. Work per program grows along the
+sequence, so the longest start first, and heads are processed in sections whose keys and values fit into L2 together.
 
 Shapes: m queries of a tile, n keys of a tile, d head dim, b batch, h query heads, k key/value heads, t positions.
 """
@@ -41,7 +38,7 @@ _WIDEN = tl.constexpr(INTERPRETED)
 # Numbers that change from batch to batch, and that a kernel need not be compiled anew for.
 _PLAIN = ["num_batch_heads", "num_heads", "num_kv_heads", "num_tokens", "section"]
 SECTION_BYTES = 24 * 2**20
-"""Keys and values walked over side by side: half of the 50 MiB second-level cache of a Hopper GPU."""
+"""Keys and values read concurrently: half of the 50 MiB L2 of a Hopper GPU."""
 
 
 @triton.jit
@@ -148,7 +145,7 @@ def _queries_in_view(
     first, last, row, start, num_tokens,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, CAUSAL: tl.constexpr, DOCUMENTS: tl.constexpr,
 ):  # fmt: skip
-    """What a tile of keys walks over, as above with the sides exchanged."""
+    """The queries of a tile of keys, as above with the sides exchanged."""
     key_n = start + tl.arange(0, COLUMNS)
     end = tl.minimum(start + COLUMNS, num_tokens)
     a = start * 0
@@ -563,7 +560,7 @@ def _strides(*tensors: Tensor) -> list[int]:
 
 
 def _section(walked: Tensor, num_heads: int, group: int, heads_walked: int = 1) -> int:
-    """How many heads work side by side, so that what they walk over stays in the second-level cache."""
+    """How many heads run concurrently, so that what they read stays in L2."""
     _, _, length, head_dim = walked.shape
     each = 2 * length * head_dim * walked.element_size() * heads_walked
     return min(num_heads, max(1, SECTION_BYTES // each) * group)
