@@ -117,7 +117,7 @@ def test_a_sum_that_is_wrong_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(collective_rank.dist, "all_reduce", lambda mine: mine.fill_(3.0))
     collective_rank.verify(0, 2, torch.device("cpu"))
     monkeypatch.setattr(collective_rank.dist, "all_reduce", lambda mine: mine)
-    with pytest.raises(SystemExit, match="numbers are wrong"):
+    with pytest.raises(SystemExit, match="return wrong numbers"):
         collective_rank.verify(0, 2, torch.device("cpu"))
 
 
