@@ -77,7 +77,7 @@ def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:
             [],
             ["layout.pp=2", "objective.kind=dpo"],
             RecipeError,
-            "preferences are divided by ddp and fsdp only",
+            "dpo supports ddp and fsdp only",
         ),
         (["fused_projections"], ["layout.fsdp=2"], RecipeError, "fsdp and fused_projections cannot stand"),
         (["compile"], ["layout.fsdp=2"], MachineError, "use compile with scope block"),

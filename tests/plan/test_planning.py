@@ -91,7 +91,7 @@ def test_a_plan_keeps_to_the_limit_of_the_recipe() -> None:
     )
     assert (free["fits"], held["fits"]) == (True, False)
     assert held["machine"]["memory_bytes"] == 6_000_000_000
-    assert "held to 6 GB (run.memory_limit_gb)" in " ".join(held["machine"]["sources"])
+    assert "limited to 6 GB (run.memory_limit_gb)" in " ".join(held["machine"]["sources"])
     assert held["longest_sequence"] < free["longest_sequence"]
     refused = CliRunner().invoke(app, [*asked, "run.memory_limit_gb=200"])
     assert isinstance(refused.exception, RecipeError)
@@ -401,7 +401,7 @@ def test_a_probe_counts_where_it_is_further_off_than_cards_of_a_kind_are(share: 
         ),
         (
             ["llama-3.1-70b", "--machine", "t4"],
-            "llama-3.1-70b is a model without a recipe of its own; give it to another model's, as in llama-3.1-8b model.name=llama-3.1-70b.",
+            "llama-3.1-70b is a model without its own recipe; use another model's, as in llama-3.1-8b model.name=llama-3.1-70b.",
         ),
         (
             ["llama-3.1-8b", "--machine", "h100-sxm", "--devices", "7", "--search"],

@@ -15,6 +15,6 @@ def test_gradients_that_add_up_are_not_written_over() -> None:
     check_recipe(recipe_of(WRITTEN))
     check_recipe(recipe_of("cuda_graph", overrides=["batch.micro=2"]))
     with pytest.raises(
-        RecipeError, match="a step here is 2 micro batches, whose gradients add up; allowed is 'added'"
+        RecipeError, match="a step here is 2 micro batches, whose gradients accumulate; allowed is 'added'"
     ):
         check_recipe(recipe_of(WRITTEN, overrides=["batch.micro=2"]))

@@ -181,7 +181,7 @@ def test_the_head_alone_leaves_the_blocks_as_they_are_and_its_evidence_fails_wit
 @pytest.mark.parametrize(
     ("techniques", "said"),
     [
-        (["{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"], "one scale for a tensor"),
+        (["{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"], "scaled tensorwise"),
         (["{name='fp8', scope='head', mlp='kernel'}", "fused_loss", JOINED], "scope must include the blocks"),
         (["{name='fp8', scope='head'}", "chunked_loss"], "take out chunked_loss"),
     ],

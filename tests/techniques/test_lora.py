@@ -223,7 +223,7 @@ def test_a_planted_trained_base_is_found_by_the_evidence() -> None:
     assert seen is not None
     proof = prove(run.uses, seen)["lora"]
     assert not proof.took_effect, proof.what
-    assert "1 products that make a frozen weight's gradient" in proof.what
+    assert "and 1 for the gradient of a frozen weight" in proof.what
 
 
 def test_samples_are_drawn_with_the_adapters_on() -> None:
