@@ -104,7 +104,7 @@ def test_what_it_cannot_do_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         check(recipe_of("fp16_matmul"), other)
     arm = replace(cpu, cpu=replace(cpu.cpu, features=("neon", "fp16")))
     monkeypatch.setattr(fp16_linear, "cannot_build", lambda: None)
-    with pytest.raises(MachineError, match="take out fused_loss and liger, or set scope to blocks"):
+    with pytest.raises(MachineError, match="remove fused_loss and liger, or set scope to blocks"):
         check(recipe_of(WHOLE, "fused_loss"), arm)
 
 

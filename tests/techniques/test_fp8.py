@@ -94,8 +94,8 @@ def test_weights_keep_their_names_and_values_and_stay_wide(techniques: tuple[str
 @pytest.mark.parametrize(
     ("techniques", "overrides", "why"),
     [
-        (("fp8",), ["model.shape.intermediate=100"], "in multiples of 16"),
-        (("fp8",), ["batch.micro=1", "batch.sequence=31", "batch.total_tokens=31"], "in multiples of 16"),
+        (("fp8",), ["model.shape.intermediate=100"], "to be a multiple of 16"),
+        (("fp8",), ["batch.micro=1", "batch.sequence=31", "batch.total_tokens=31"], "to be a multiple of 16"),
         ((HEAD,), [], "add vocab_pad"),
         ((HEAD, "chunked_loss"), ["model.shape.vocab_size=256"], "set scope to blocks"),
         (("{name='fp8', recipe='rowwise', casts='kernel'}",), [], "set casts to compiler"),
@@ -106,7 +106,7 @@ def test_weights_keep_their_names_and_values_and_stay_wide(techniques: tuple[str
             "add fused_projections with groups",
         ),
         ((ONE_MLP, JOINED, "fused_mlp"), [], "or set mlp to compiler"),
-        (("{name='fp8', mlp='kernel', recipe='rowwise'}", JOINED), [], "and recipe tensorwise"),
+        (("{name='fp8', mlp='kernel', recipe='rowwise'}", JOINED), [], "recipe tensorwise"),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_anything_is_built(
@@ -183,7 +183,7 @@ def test_the_head_alone_leaves_the_blocks_as_they_are_and_its_evidence_fails_wit
     [
         (["{name='fp8', scope='head', recipe='rowwise'}", "fused_loss"], "scaled tensorwise"),
         (["{name='fp8', scope='head', mlp='kernel'}", "fused_loss", JOINED], "scope must include the blocks"),
-        (["{name='fp8', scope='head'}", "chunked_loss"], "take out chunked_loss"),
+        (["{name='fp8', scope='head'}", "chunked_loss"], "remove chunked_loss"),
     ],
 )
 def test_what_a_head_in_8_bits_cannot_stand_beside(techniques: list[str], said: str) -> None:

@@ -58,9 +58,7 @@ def test_bias_gradients_stand_beside_mixed_precision_and_8_bit_products() -> Non
 
 
 def test_gpt2_has_nothing_to_rotate() -> None:
-    with pytest.raises(
-        MachineError, match="fused_rope cannot run here: it needs a model with RoPE"
-    ):
+    with pytest.raises(MachineError, match="fused_rope cannot run here: it needs a model with RoPE"):
         check(recipe_of("fused_rope", name="tiny"), probe("cpu"))
 
 
