@@ -10,7 +10,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Tests and ranks are processes: without its bytecode each would compile the whole package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help ladder train finetune test test-all test-slow test-gpu check docs format bundle lock clean FORCE
+.PHONY: help ladder train finetune test test-changed test-all test-slow test-gpu check docs format bundle lock clean FORCE
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -36,6 +36,9 @@ finetune: $(VENV)/.run ## a small chat model on this machine: pretrain, LoRA, me
 
 test: $(VENV)/.dev ## the tests: about half an hour on two cores, most of it lives
 	$(BIN)/python -m pytest -n 2 --dist worksteal
+
+test-changed: $(VENV)/.dev ## the tests of what changed since the last commit (or since BASE=…)
+	tests=$$($(BIN)/python scripts/changed_tests.py $(BASE)); test -z "$$tests" || $(BIN)/python -m pytest -n 2 --dist worksteal $$tests
 
 # The lock has two versions of torch: the one in .venv, and the other in a virtual environment of its own.
 OTHER = $(if $(filter cpu,$(shell cat $(VENV)/.torch)),proven,cpu)

@@ -1,0 +1,382 @@
+"""The Python interface: what the commands do, as functions that return typed results (docs/python.md).
+
+A result shows itself in a notebook. The recipe may be a name, a file or a `Recipe`; overrides are written as on the
+command line: `train("tiny", "schedule.steps=100")`. Errors are those of `rush.errors`, with the same messages.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rush.errors import MachineError, RecipeError, nearest
+from rush.ready import short_name
+from rush.recipe import Recipe
+from rush.recipe_io import apply_override, changed, load_recipe, parse
+from rush.records.metrics import read_rows
+from rush.records.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from rush.lab.ladder.climb import Watch as LadderWatch
+    from rush.models import Decoder
+    from rush.plan import Plan
+    from rush.plan.target import TargetMachine
+    from rush.records.ladder import LadderRecord
+    from rush.records.tune import TuneRecord
+    from rush.techniques import Parity
+    from rush.train.session import Summary
+    from rush.train.view import View
+    from rush.tune.tuning import Watch as TuneWatch
+
+CLASSES = ("exact", "close", "statistical", "changes")
+OBJECTIVES = ("tokens/s", "memory", "cost", "longest-sequence")
+VIEWS = ("cumulative", "alone", "left_out", "all")
+Note = Callable[[str], None]
+
+
+def _quiet(text: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class TrainingRun:
+    """A run that ended: its summary, its folder, and its metrics."""
+
+    summary: Summary
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.summary.folder)
+
+    @property
+    def rows(self) -> list[dict[str, Any]]:
+        """One row per step, as in `metrics.jsonl`."""
+        return list(read_rows(RunFolder(self.folder).metrics))
+
+    def _repr_html_(self) -> str:
+        from rush.report.notebook import run_html
+
+        ended = self.summary
+        facts = {
+            "folder": ended.folder,
+            "step": f"{ended.step} of {ended.steps}",
+            "loss": f"{ended.loss:.4f}",
+            "validation loss": "" if ended.val_loss is None else f"{ended.val_loss:.4f}",
+            "tokens/s": f"{ended.tokens_per_s:,.0f}",
+        }
+        return run_html(self.rows, facts)
+
+
+@dataclass(frozen=True)
+class LadderResult:
+    """A measured ladder: its record, and the folder with `ladder.json` and `report.html`."""
+
+    record: LadderRecord
+    folder: Path
+
+    def _repr_html_(self) -> str:
+        from rush.report.ladder_picture import ladder_picture
+        from rush.report.read_ladder import read_ladder
+
+        return ladder_picture(read_ladder(self.folder / "ladder.json"))
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """A finished search: its record, and the folder with the winner's `recipe.toml` and `report.html`."""
+
+    record: TuneRecord
+    folder: Path
+
+    @property
+    def recipe(self) -> Recipe:
+        """The winner."""
+        return load_recipe(str(self.folder / "recipe.toml"))
+
+    def _repr_html_(self) -> str:
+        from rush.report.notebook import tune_html
+
+        return tune_html(self.record)
+
+
+@dataclass(frozen=True)
+class GeneratedText:
+    """A prompt, its continuation, and the tokens of the continuation."""
+
+    prompt: str
+    text: str
+    tokens: list[int]
+
+    def __str__(self) -> str:
+        return self.prompt + self.text
+
+
+def train(
+    recipe: Recipe | str | Path | None = None,
+    *overrides: str,
+    out: str | Path | None = None,
+    resume: bool = False,
+    view: View | None = None,
+) -> TrainingRun:
+    """Train a recipe in a new folder, or resume the run in `out`. Without a `view` it shows progress in the terminal."""
+    from rush.train.loop import train_recipe
+    from rush.train.view import terminal_view
+
+    if recipe is None and not resume:
+        raise RecipeError(
+            "train needs a recipe: a name, a file or a Recipe; with resume=True it reads the run's own."
+        )
+    if resume and out is None:
+        raise RecipeError("resume needs out: the folder of the run to resume.")
+    folder = Path(out) if out is not None else new_folder(_name(recipe))
+    chosen = None if recipe is None else _recipe(recipe, overrides)
+    return TrainingRun(train_recipe(chosen, folder, resume=resume, view=view or terminal_view()))
+
+
+def run_ladder(
+    ladder: str | Path = "tiny",
+    *overrides: str,
+    out: str | Path | None = None,
+    view: str = "cumulative",
+    techniques: Sequence[Path] = (),
+    watch: LadderWatch | None = None,
+    note: Note = _quiet,
+) -> LadderResult:
+    """Measure a ladder, or resume the one in `out`; writes its record and its report. `techniques` are files of your own."""
+    from rush.lab.ladder.climb import climb
+    from rush.lab.ladder.ladder_file import load_ladder
+    from rush.report.page import write_report
+
+    if view not in VIEWS:
+        raise RecipeError(f"view is {view!r}; allowed: {', '.join(VIEWS)}.")
+    plan = load_ladder(str(ladder), overrides)
+    folder = Path(out) if out is not None else Path("runs") / f"ladder-{plan.name}"
+    record = climb(
+        plan,
+        folder,
+        view=view,
+        extra_techniques=techniques,
+        watch=watch or (lambda progress: None),
+        note=note,
+    )
+    for page in [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]:
+        write_report(page / "ladder.json", page / "report.html")
+    return LadderResult(record, folder)
+
+
+def plan_recipe(
+    recipe: Recipe | str | Path,
+    *overrides: str,
+    machine: str | None = None,
+    devices: int | None = None,
+    nodes: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+    network_cards: int | None = None,
+) -> Plan:
+    """Memory and time of a recipe on a machine of the catalog, or on this one; `devices` and `nodes` fill its layout."""
+    from rush.plan import plan, spec_of
+    from rush.plan.micro_batch import settled
+    from rush.plan.planning import fill_devices, unmet
+
+    chosen = _recipe(recipe, overrides)
+    target = plan_target(chosen, machine, devices, nodes, link, network, network_cards)
+    layout = chosen.layout.model_dump()
+    if (devices is not None or nodes is not None) and target.devices != chosen.world:
+        filled = fill_devices(layout, target.devices)
+        chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
+    chosen = settled(chosen, target)
+    return plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
+
+
+def plan_target(
+    recipe: Recipe,
+    machine: str | None = None,
+    devices: int | None = None,
+    nodes: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+    network_cards: int | None = None,
+) -> TargetMachine:
+    """The machine a plan is for: one of the catalog, or this one by its measured rates."""
+    from dataclasses import replace
+
+    from rush.hardware import probe
+    from rush.hardware.ceilings import known_ceilings
+    from rush.plan import target_here, target_of
+    from rush.plan.target import with_memory_limit
+
+    if machine is not None:
+        target = target_of(machine, devices, nodes, link, network, network_cards)
+    else:
+        here = probe()
+        known = known_ceilings(here)
+        if known is None or not known.matmul or not known.bandwidth:
+            raise MachineError(
+                "the rates of this machine are not known yet; measure them once with `rush probe`, or name an accelerator "
+                "of the catalog with --machine."
+            )
+        target = target_here(here, known.rates())
+        target = replace(target, devices=(devices or target.devices) * (nodes or 1))
+    return with_memory_limit(target, recipe.run.memory_limit_gb)
+
+
+def tune_recipe(
+    recipe: Recipe | str | Path,
+    *overrides: str,
+    budget: float | str = "5m",
+    objective: str = "tokens/s",
+    allow: Sequence[str] | None = None,
+    price: float | None = None,
+    keep_speed: float = 0.8,
+    beside: Sequence[str] = (),
+    out: str | Path | None = None,
+    watch: TuneWatch | None = None,
+    note: Note = _quiet,
+) -> TuneResult:
+    """Search for the fastest recipe on this machine within a budget of time, or resume the search in `out`.
+
+    `allow` names the parity classes of techniques to try. Writes the record, the winner's recipe and a report.
+    """
+    from rush.report.tune import write_tune_report
+    from rush.tune.goal import Goal
+    from rush.tune.record import Request
+    from rush.tune.tuning import tune
+
+    if objective not in OBJECTIVES:
+        raise RecipeError(f"--objective is {objective!r}; allowed: {', '.join(OBJECTIVES)}.")
+    if objective == "cost" and price is None:
+        raise RecipeError("--objective cost needs --price: the price of this machine per hour.")
+    budget_s, classes = seconds(budget), _classes(allow)
+    chosen, name = _recipe(recipe, overrides), _name(recipe)
+    others = {}
+    for one in beside:
+        made, *more = one.split() or [""]
+        others[" ".join([_name(made), *more])] = load_recipe(made, more)
+    folder = Path(out) if out is not None else Path("runs") / f"tune-{name}"
+    request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price, others)
+    record = tune(request, folder, watch=watch or (lambda record, doing: None), note=note)
+    write_tune_report(folder / "tune.json", folder / "report.html")
+    return TuneResult(record, folder)
+
+
+def generate(
+    model: str | Path,
+    prompt: str = "",
+    *,
+    max_tokens: int = 200,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    top_p: float = 1.0,
+    stop: Sequence[str] = (),
+    seed: int = 1337,
+    checkpoint: str = "last",
+    device: str = "auto",
+    adapter: str | Path | None = None,
+    offload: str = "none",
+    show: Callable[[str], None] | None = None,
+    note: Note = _quiet,
+) -> GeneratedText:
+    """Continue a prompt with the model in a run folder or a Hugging Face folder. `show` gets the text as it comes."""
+    from rush.hub.tokenizers import text_ends
+    from rush.sampling import generate as draw
+    from rush.sampling import stream_text
+
+    decoder, tokenizer = open_model(model, checkpoint, device, adapter, offload, note)
+    stop_ids = set(text_ends(Path(model), tokenizer, decoder.shape.vocab_size))
+    for word in stop:
+        ids = tokenizer.encode(word)
+        if len(ids) != 1:
+            raise RecipeError(
+                f"--stop {word!r} is {len(ids)} tokens for this tokenizer; give text that is one token."
+            )
+        stop_ids.add(ids[0])
+    start = tokenizer.encode(prompt) or [
+        tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
+    ]
+    drawn = draw(
+        decoder,
+        start,
+        max_new_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k or None,
+        top_p=top_p,
+        stop_ids=tuple(stop_ids),
+        seed=seed,
+    )
+    if show is None:
+        tokens = list(drawn)
+        return GeneratedText(prompt, tokenizer.decode(tokens), tokens)
+    tokens = []
+    for piece in stream_text(tokenizer.decode, _kept(drawn, tokens)):
+        show(piece)
+    return GeneratedText(prompt, tokenizer.decode(tokens), tokens)
+
+
+def open_model(
+    folder: str | Path,
+    checkpoint: str = "last",
+    device: str = "auto",
+    adapter: str | Path | None = None,
+    offload: str = "none",
+    note: Note = _quiet,
+) -> tuple[Decoder, Any]:
+    """A model for generation, and its tokenizer."""
+    from rush.hardware import probe
+    from rush.hub.folders import load_model
+    from rush.hub.tokenizers import adapted_tokenizer
+
+    place = probe(device).device
+    model = load_model(
+        folder, checkpoint=checkpoint, device=place, adapter=adapter, offload=offload, note=note
+    )
+    path = None if adapter is None else Path(adapter)
+    return model, adapted_tokenizer(Path(folder), path, model.shape.vocab_size, note)
+
+
+def seconds(budget: float | str) -> float:
+    """Seconds from 90s, 20m or 1.5h; a bare number is seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", str(budget).strip())
+    value = float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2] or "s"] if found else 0.0
+    if value <= 0:
+        raise RecipeError(f"--budget is {budget!r}; allowed: a time above zero, as in 90s, 20m or 1h.")
+    return value
+
+
+def new_folder(name: str) -> Path:
+    """Where a new run goes: `runs/NAME-DATE-TIME`."""
+    return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+
+
+def _classes(allow: Sequence[str] | None) -> frozenset[Parity]:
+    from rush.techniques import Parity
+
+    words = allow or [word for word in CLASSES if word != "changes"]
+    for word in words:
+        if word.lower() not in CLASSES:
+            raise RecipeError(f"--allow is {word!r}; {nearest(word, CLASSES)}")
+    return frozenset(Parity[word.upper()] for word in words)
+
+
+def _recipe(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
+    if not isinstance(recipe, Recipe):
+        return load_recipe(str(recipe), overrides, auto=True)
+    tree = recipe.model_dump()
+    for override in overrides:
+        apply_override(tree, override)
+    return parse(tree, auto=True)
+
+
+def _name(recipe: Recipe | str | Path | None) -> str:
+    if isinstance(recipe, Recipe):
+        return recipe.model.name
+    return short_name(str(recipe or "run"))
+
+
+def _kept(ids: Any, into: list[int]) -> Any:
+    for one in ids:
+        into.append(one)
+        yield one

@@ -1,0 +1,92 @@
+"""Results as a notebook shows them: a picture and a few figures. From records only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from markupsafe import Markup
+
+from rush.records.tune import TuneRecord
+from rush.report import formatting
+from rush.report.axes import Frame, x_axis, y_axis
+from rush.report.svg import Scale, path, picture, tag, ticks, widened
+
+FRAME = Frame(720, 300, top=26)
+STYLE = """
+.loss { fill: none; stroke: #2f6db3; stroke-width: 1.5; } .val { fill: #b4541a; } .grid { stroke: #dedad1; }
+.axis { stroke: #8a8f98; } .tick, .axis-title { font: 12px sans-serif; fill: #565e68; }
+"""
+Row = Mapping[str, Any]
+
+
+def run_html(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
+    """The loss curve of a run over its steps, validations as dots, and its figures."""
+    return str(loss_picture(rows) + figures(facts))
+
+
+def loss_picture(rows: Sequence[Row]) -> Markup:
+    """The loss of every step; a dot where there was a validation."""
+    if not rows:
+        return Markup("")
+    low, high = widened(
+        [value for row in rows for value in (row["loss"], row.get("val_loss")) if value is not None]
+    )
+    steps = [row["step"] for row in rows]
+    x = Scale(min(steps) - 0.5, max(steps) + 0.5, FRAME.left, FRAME.x_end)
+    y = Scale(low, high, FRAME.y_end, FRAME.top)
+    marks = [tag("style", Markup(STYLE))]
+    marks += y_axis(FRAME, y, ticks(low, high, 5), formatting.tick, "loss (dots: validation)")
+    whole = sorted({round(at) for at in ticks(x.low, x.high, 6) if at >= 1})
+    marks += x_axis(FRAME, x, whole, lambda value: f"{value:,.0f}", "step")
+    marks.append(tag("path", class_="loss", d=path([(x(row["step"]), y(row["loss"])) for row in rows])))
+    for row in rows:
+        if row.get("val_loss") is not None:
+            marks.append(tag("circle", class_="val", cx=x(row["step"]), cy=y(row["val_loss"]), r=3.5))
+    alt = f"Loss over {len(rows)} steps, from {rows[0]['loss']:.4f} to {rows[-1]['loss']:.4f}."
+    return picture(
+        alt,
+        *marks,
+        xmlns="http://www.w3.org/2000/svg",
+        viewBox=FRAME.view_box,
+        width=FRAME.width,
+        height=FRAME.height,
+    )
+
+
+def plan_html(record: Mapping[str, Any]) -> str:
+    """What fits and how fast, of a plan's record."""
+    facts = {
+        "fits": "yes" if record["fits"] else "no",
+        "tokens/s per device": formatting.si(record["tokens_per_s_per_device"]),
+        **{f"memory: {part}": formatting.size(size) for part, size in record["memory_bytes"].items()},
+        "expected error": ", ".join(
+            f"{what} ±{share:.0%}" for what, share in record["expected_error"].items()
+        ),
+    }
+    return str(figures(facts))
+
+
+def tune_html(record: TuneRecord) -> str:
+    """The winner of a search."""
+    winner = record["winner"]
+    if winner is None:
+        return str(figures({"winner": "none yet"}))
+    gain, parity = winner["gain"], winner["parity"]
+    facts = {
+        "winner": winner["what"],
+        "speed": f"{gain['ratio']:.2f}× ({gain['ci95'][0]:.2f} to {gain['ci95'][1]:.2f})"
+        if gain
+        else formatting.MISSING,
+        "peak memory": formatting.size(winner["peak_memory_bytes"]),
+        "parity with plain fp32": parity["verdict"] if parity else "not proved",
+    }
+    return str(figures(facts))
+
+
+def figures(facts: Mapping[str, str]) -> Markup:
+    """A table of two columns."""
+    rows = [
+        tag("tr", tag("th", name, style="text-align:left"), tag("td", value)) for name, value in facts.items()
+    ]
+    return tag("table", *rows)
