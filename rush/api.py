@@ -79,13 +79,13 @@ class LadderResult:
 
     def _repr_html_(self) -> str:
         from rush.report.ladder_picture import ladder_picture
-        from rush.report.read_ladder import read_ladder
+        from rush.report.ladder import read_ladder
 
         return ladder_picture(read_ladder(self.folder / "ladder.json"))
 
 
 @dataclass(frozen=True)
-class TuneResult:
+class TunedRecipe:
     """A finished search: its record, and the folder with the winner's `recipe.toml` and `report.html`."""
 
     record: TuneRecord
@@ -151,7 +151,7 @@ def run_ladder(
     from rush.report.page import write_report
 
     if view not in VIEWS:
-        raise RecipeError(f"view is {view!r}; allowed: {', '.join(VIEWS)}.")
+        raise RecipeError(f"--view is {view!r}; allowed: {', '.join(VIEWS)}.")
     plan = load_ladder(str(ladder), overrides)
     folder = Path(out) if out is not None else Path("runs") / f"ladder-{plan.name}"
     record = climb(
@@ -236,7 +236,7 @@ def tune_recipe(
     out: str | Path | None = None,
     watch: TuneWatch | None = None,
     note: Note = _quiet,
-) -> TuneResult:
+) -> TunedRecipe:
     """Search for the fastest recipe on this machine within a budget of time, or resume the search in `out`.
 
     `allow` names the parity classes of techniques to try. Writes the record, the winner's recipe and a report.
@@ -260,7 +260,7 @@ def tune_recipe(
     request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price, others)
     record = tune(request, folder, watch=watch or (lambda record, doing: None), note=note)
     write_tune_report(folder / "tune.json", folder / "report.html")
-    return TuneResult(record, folder)
+    return TunedRecipe(record, folder)
 
 
 def generate(
@@ -310,6 +310,7 @@ def generate(
     if show is None:
         tokens = list(drawn)
         return GeneratedText(prompt, tokenizer.decode(tokens), tokens)
+    show(prompt)
     tokens = []
     for piece in stream_text(tokenizer.decode, _kept(drawn, tokens)):
         show(piece)
@@ -364,6 +365,8 @@ def _classes(allow: Sequence[str] | None) -> frozenset[Parity]:
 def _recipe(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:
     if not isinstance(recipe, Recipe):
         return load_recipe(str(recipe), overrides, auto=True)
+    if not overrides:
+        return recipe
     tree = recipe.model_dump()
     for override in overrides:
         apply_override(tree, override)

@@ -85,7 +85,7 @@ def test_generated_text_is_the_same_streamed_and_whole(tmp_path: Path) -> None:
     streamed = rush.generate(run.folder, "def ", max_tokens=8, show=pieces.append)
     whole = rush.generate(run.folder, "def ", max_tokens=8)
     assert streamed == whole
-    assert "".join(pieces) == whole.text
+    assert "".join(pieces) == str(whole)
     assert str(whole) == "def " + whole.text
 
 

@@ -61,43 +61,32 @@ def generate(
 
     Example: rush generate models/llama-3.1-8b --offload disk --prompt 'Once'
     """
-    from rush.errors import RecipeError
-    from rush.generate import generate as generate_ids
-    from rush.generate import stream_text
-    from rush.hub.tokenizers import text_ends
+    from rush.api import generate as continue_prompt
 
-    model, tokenizer = _open(folder, checkpoint, device, adapter, offload)
-    stop_ids = set(text_ends(folder, tokenizer, model.shape.vocab_size))
-    for word in stop or []:
-        ids = tokenizer.encode(word)
-        if len(ids) != 1:
-            raise RecipeError(
-                f"--stop {word!r} is {len(ids)} tokens for this tokenizer; give text that is one token."
-            )
-        stop_ids.add(ids[0])
-    start = tokenizer.encode(prompt) or [
-        tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-    ]
-    ids = generate_ids(
-        model,
-        start,
-        max_new_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k or None,
-        top_p=top_p,
-        stop_ids=tuple(stop_ids),
-        seed=seed,
-    )
-    if json:
-        written = list(ids)
-        text = tokenizer.decode(written)
-        print_json({"prompt": prompt, "text": text, "tokens": written})
-        return
-    sys.stdout.write(prompt)
-    for piece in stream_text(tokenizer.decode, ids):
+    def show(piece: str) -> None:
         sys.stdout.write(piece)
         sys.stdout.flush()
-    sys.stdout.write("\n")
+
+    said = continue_prompt(
+        folder,
+        prompt,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        stop=stop or [],
+        seed=seed,
+        checkpoint=checkpoint,
+        device=device,
+        adapter=adapter,
+        offload=offload,
+        show=None if json else show,
+        note=note,
+    )
+    if json:
+        print_json({"prompt": prompt, "text": said.text, "tokens": said.tokens})
+    else:
+        sys.stdout.write("\n")
 
 
 def chat(
@@ -132,11 +121,12 @@ def chat(
     """
     from dataclasses import replace
 
+    from rush.api import open_model
     from rush.cli.chat_session import ChatSession, encoder
     from rush.hub.answers import answer_ends
     from rush.hub.tokenizers import text_ends
 
-    model, tokenizer = _open(folder, checkpoint, device, adapter, offload)
+    model, tokenizer = open_model(folder, checkpoint, device, adapter, offload, note)
     chosen = _template(template, folder, adapter, tokenizer)
     own = template == "auto" and tokenizer.chat_template is not None
     if chosen is None and not own:
@@ -169,15 +159,3 @@ def _template(name: str, folder: Path, adapter: Path | None, tokenizer: Any) -> 
         if recipe is not None and recipe.objective.kind != "lm":
             return find_template(recipe.data.template, tokenizer)
     return None
-
-
-def _open(folder: Path, checkpoint: str, device: str, adapter: Path | None, offload: str) -> tuple[Any, Any]:
-    from rush.hardware import probe
-    from rush.hub.folders import load_model
-    from rush.hub.tokenizers import adapted_tokenizer
-
-    machine = probe(device)
-    model = load_model(
-        folder, checkpoint=checkpoint, device=machine.device, adapter=adapter, offload=offload, note=note
-    )
-    return model, adapted_tokenizer(folder, adapter, model.shape.vocab_size, note)

@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from rush.lab.ladder.climb import LadderProgress
     from rush.records.ladder import LadderRecord, RungRecord
 
-VIEWS = ("cumulative", "alone", "left_out", "all")
-
 
 def ladder(
     name: Annotated[str, typer.Argument(help="A ladder's name (tiny, gpt2-124m, …) or .toml file.")] = "tiny",
@@ -52,33 +50,29 @@ def ladder(
 
       rush ladder tiny measure.processes=5 batch.micro=4
     """
-    if view not in VIEWS:
-        raise RecipeError(f"--view is {view!r}; allowed: {', '.join(VIEWS)}.")
     changes = list(overrides or [])
     if "=" in name:
         changes.insert(0, name)
         name = "tiny"
 
-    from rush.lab.ladder.climb import climb
+    from rush.api import run_ladder
     from rush.lab.ladder.ladder_file import load_ladder
-    from rush.report.page import write_report
 
-    plan = load_ladder(name, changes)
-    folder = out or Path("runs") / f"ladder-{plan.name}"
+    folder = out or Path("runs") / f"ladder-{load_ladder(name, changes).name}"
     notes = _quiet if json else note
+    own = technique or []
     try:
         with stopped_by_sigterm(), _watching(quiet=json) as watch:
-            record = climb(plan, folder, view=view, extra_techniques=technique or [], watch=watch, note=notes)
+            ladder = run_ladder(
+                name, *changes, out=folder, view=view, techniques=own, watch=watch, note=notes
+            )
     except KeyboardInterrupt:
         note(
             f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
         )
         raise typer.Exit(130) from None
-    pages = [folder, folder / "alone", folder / "left_out"] if view == "all" else [folder]
-    for page in pages:
-        write_report(page / "ladder.json", page / "report.html")
     if json:
-        print_json(record)
+        print_json(ladder.record)
         return
     typer.echo(f"Record: {folder / 'ladder.json'}\nReport: {folder / 'report.html'}")
 

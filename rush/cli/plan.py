@@ -12,7 +12,7 @@ import typer
 from rush.cli.complete import complete_recipe
 from rush.cli.output import Json, print_json, print_table
 from rush.cli.plan_view import show_plan
-from rush.errors import MachineError, RecipeError
+from rush.errors import RecipeError
 
 if TYPE_CHECKING:
     from rush.plan import Plan, TargetMachine
@@ -111,19 +111,25 @@ def plan(
         raise RecipeError(
             "rush plan needs a recipe's name or file, or --check; `rush recipes` lists the names."
         )
+    from rush.api import plan_recipe, plan_target
     from rush.recipe_io import load_recipe
 
     chosen = load_recipe(recipe, overrides or [], auto=True)
-    from rush.plan.target import with_memory_limit
-
-    target = _target(machine, devices, nodes, link, network, network_cards)
-    target = with_memory_limit(target, chosen.run.memory_limit_gb)
     if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides or []):
         recipe = f"{chosen.model.name} as {recipe}"
+    where = (machine, devices, nodes, link, network, network_cards)
     if search:
-        _search(recipe, chosen, target, best or 3, beyond, budget, price, json, html)
+        _search(recipe, chosen, plan_target(chosen, *where), best or 3, beyond, budget, price, json, html)
         return
-    found = _plan(chosen, target, devices is not None or nodes is not None)
+    found = plan_recipe(
+        chosen,
+        machine=machine,
+        devices=devices,
+        nodes=nodes,
+        link=link,
+        network=network,
+        network_cards=network_cards,
+    )
     if html is not None:
         _page(recipe, [found], [], html, budget, price)
     if json:
@@ -153,52 +159,6 @@ def _pointless(*asked: tuple[str, bool, str]) -> None:
     for option, alone, wants in asked:
         if alone:
             raise RecipeError(f"{option} needs {wants}.")
-
-
-def _target(
-    machine: str | None,
-    devices: int | None,
-    nodes: int | None,
-    link: str | None,
-    network: str | None,
-    cards: int | None,
-) -> TargetMachine:
-    from rush.plan import target_here, target_of
-
-    if machine is not None:
-        return target_of(machine, devices, nodes, link, network, cards)
-    from dataclasses import replace
-
-    from rush.hardware import probe
-    from rush.hardware.ceilings import known_ceilings
-
-    here = probe()
-    known = known_ceilings(here)
-    if known is None or not known.matmul or not known.bandwidth:
-        raise MachineError(
-            "the rates of this machine are not known yet; measure them once with `rush probe`, or name an accelerator of the "
-            "catalog with --machine."
-        )
-    target = target_here(here, known.rates())
-    total = (devices or target.devices) * (nodes or 1)
-    return replace(target, devices=total)
-
-
-def _plan(recipe: Recipe, target: TargetMachine, asked: bool) -> Plan:
-    from rush.plan import plan as plan_spec
-    from rush.plan import spec_of
-    from rush.plan.micro_batch import settled
-    from rush.plan.planning import fill_devices, unmet
-    from rush.recipe_io import changed
-
-    layout = recipe.layout.model_dump()
-    if asked and target.devices != recipe.world:
-        filled = fill_devices(layout, target.devices)
-        recipe = changed(
-            recipe, {f"layout.{axis}": size for axis, size in filled.items() if size != layout[axis]}
-        )
-    recipe = settled(recipe, target)
-    return plan_spec(spec_of(recipe, target.kind), target, problems=unmet(recipe, target))
 
 
 def _search(

@@ -137,11 +137,11 @@ def _train_here(
     if "RANK" in os.environ:
         # Hide torch's own socket warnings, which would precede the one useful message.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from rush.api import train as train_run
     from rush.parallel.restarts import restarted
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder
     from rush.train.failures import RunStatus, report_late
-    from rush.train.loop import train_recipe
     from rush.train.view import Silent, terminal_view
 
     folder = _folder(recipe, out)
@@ -154,7 +154,7 @@ def _train_here(
     stored = folder / "recipe.toml"
     status = RunStatus(RunFolder(folder), chosen or (load_recipe(str(stored)) if stored.is_file() else None))
     set_reporter(partial(report_late, status, status.uses()))
-    return train_recipe(chosen, folder, resume=resume or restarted(), view=view)
+    return train_run(chosen, out=folder, resume=resume or restarted(), view=view).summary
 
 
 def _warn_of_another_machine(file: Path, recipe: Recipe) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ import typer
 from rush.cli.complete import complete_recipe
 from rush.cli.ladder import minutes, stopped_by_sigterm
 from rush.cli.output import Json, note, print_json
-from rush.errors import RecipeError, nearest
 from rush.ready import short_name
 from rush.records.life import life_words
 from rush.records.tune import PLANNED, TuneRecord, short_names
@@ -22,10 +20,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from rush.records.tune import CandidateRow
-    from rush.techniques import Parity
 
-OBJECTIVES = ("tokens/s", "memory", "cost", "longest-sequence")
-CLASSES = ("exact", "close", "statistical", "changes")
 MOST_ROWS = 24
 """Rows of the table; tune.json has all candidates."""
 CROWDED = 1.5
@@ -106,34 +101,29 @@ def tune(
     if "=" in recipe:
         changes.insert(0, recipe)
         recipe = "tiny"
-    if objective not in OBJECTIVES:
-        raise RecipeError(f"--objective is {objective!r}; allowed: {', '.join(OBJECTIVES)}.")
-    if objective == "cost" and price is None:
-        raise RecipeError("--objective cost needs --price: the price of this machine per hour.")
-    budget_s, classes = seconds(budget), _classes(allow)
+    from rush.api import tune_recipe
 
-    from rush.recipe_io import load_recipe
-    from rush.report.tune import write_tune_report
-    from rush.tune.goal import Goal
-    from rush.tune.record import Request
-    from rush.tune.tuning import tune as run_search
-
-    chosen, name = load_recipe(recipe, changes, auto=True), short_name(recipe)
-    folder = out or Path("runs") / f"tune-{name}"
-    others = {}
-    for one in beside or []:
-        made, *more = one.split() or [""]
-        others[" ".join([short_name(made), *more])] = load_recipe(made, more)
-    request = Request(name, chosen, Goal(objective, keep_speed), classes, budget_s, price, others)
+    folder = out or Path("runs") / f"tune-{short_name(recipe)}"
     try:
         with stopped_by_sigterm(), _watching(quiet=json) as watch:
-            record = run_search(request, folder, watch=watch, note=(lambda text: None) if json else note)
+            record = tune_recipe(
+                recipe,
+                *changes,
+                budget=budget,
+                objective=objective,
+                allow=allow,
+                price=price,
+                keep_speed=keep_speed,
+                beside=beside or [],
+                out=folder,
+                watch=watch,
+                note=(lambda text: None) if json else note,
+            ).record
     except KeyboardInterrupt:
         note(
             f"Stopped; no process is left. Finished trials are kept: resume with the same command and --out {folder}."
         )
         raise typer.Exit(130) from None
-    write_tune_report(folder / "tune.json", folder / "report.html")
     if json:
         print_json(record)
         return
@@ -145,25 +135,6 @@ def tune(
         )
     typer.echo(f"Recipe: {folder / 'recipe.toml'}\nReport: {folder / 'report.html'}")
     typer.echo(f"Train it with: rush train {folder / 'recipe.toml'}")
-
-
-def seconds(text: str) -> float:
-    """Seconds from 90s, 20m or 1.5h; a bare number is seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", text.strip())
-    value = float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2] or "s"] if found else 0.0
-    if value <= 0:
-        raise RecipeError(f"--budget is {text!r}; allowed: a time above zero, as in 90s, 20m or 1h.")
-    return value
-
-
-def _classes(allow: list[str] | None) -> frozenset[Parity]:
-    from rush.techniques import Parity
-
-    words = allow or [word for word in CLASSES if word != "changes"]
-    for word in words:
-        if word.lower() not in CLASSES:
-            raise RecipeError(f"--allow is {word!r}; {nearest(word, CLASSES)}")
-    return frozenset(Parity[word.upper()] for word in words)
 
 
 def summary(record: TuneRecord) -> str:
