@@ -11,41 +11,73 @@ from typing import TYPE_CHECKING, Any
 from rush.version import __version__
 
 if TYPE_CHECKING:
+    from rush.api import (
+        GeneratedText,
+        LadderResult,
+        PlannedRecipe,
+        TrainingRun,
+        TunedRecipe,
+        generate,
+        plan_recipe,
+        run_ladder,
+        train,
+        tune_recipe,
+    )
     from rush.errors import DataError, Diverged, MachineError, RecipeError, RushError
     from rush.hub.export import export_model
     from rush.hub.folders import load_model
     from rush.hub.tokenizers import load_tokenizer
     from rush.recipe import Recipe
     from rush.recipe_io import load_recipe
-    from rush.train.loop import train_recipe
+    from rush.training.loop import train_recipe
 
 _HOMES = {
     "DataError": "errors",
     "Diverged": "errors",
+    "GeneratedText": "api",
+    "LadderResult": "api",
+    "PlannedRecipe": "api",
     "MachineError": "errors",
     "Recipe": "recipe",
     "RecipeError": "errors",
     "RushError": "errors",
+    "TrainingRun": "api",
+    "TunedRecipe": "api",
     "export_model": "hub.export",
+    "generate": "api",
     "load_model": "hub.folders",
     "load_recipe": "recipe_io",
     "load_tokenizer": "hub.tokenizers",
-    "train_recipe": "train.loop",
+    "plan_recipe": "api",
+    "run_ladder": "api",
+    "train": "api",
+    "train_recipe": "training.loop",
+    "tune_recipe": "api",
 }
 
 __all__ = [
     "DataError",
     "Diverged",
+    "GeneratedText",
+    "LadderResult",
     "MachineError",
+    "PlannedRecipe",
     "Recipe",
     "RecipeError",
     "RushError",
+    "TrainingRun",
+    "TunedRecipe",
     "__version__",
     "export_model",
+    "generate",
     "load_model",
     "load_recipe",
     "load_tokenizer",
+    "plan_recipe",
+    "run_ladder",
+    "train",
     "train_recipe",
+    "tune_recipe",
 ]
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import MachineError, RecipeError, nearest
+from rush.plan import Plan
 from rush.ready import short_name
 from rush.recipe import Recipe
 from rush.recipe_io import apply_override, changed, load_recipe, parse
@@ -23,13 +24,12 @@ from rush.records.run_folder import RunFolder
 if TYPE_CHECKING:
     from rush.lab.ladder.climb import Watch as LadderWatch
     from rush.models import Decoder
-    from rush.plan import Plan
     from rush.plan.target import TargetMachine
     from rush.records.ladder import LadderRecord
     from rush.records.tune import TuneRecord
     from rush.techniques import Parity
-    from rush.train.session import Summary
-    from rush.train.view import View
+    from rush.training.session import Summary
+    from rush.training.view import View
     from rush.tune.tuning import Watch as TuneWatch
 
 CLASSES = ("exact", "close", "statistical", "changes")
@@ -78,10 +78,20 @@ class LadderResult:
     folder: Path
 
     def _repr_html_(self) -> str:
-        from rush.report.ladder_picture import ladder_picture
         from rush.report.ladder import read_ladder
+        from rush.report.ladder_picture import ladder_picture
 
         return ladder_picture(read_ladder(self.folder / "ladder.json"))
+
+
+@dataclass(frozen=True)
+class PlannedRecipe(Plan):
+    """A plan that shows itself."""
+
+    def _repr_html_(self) -> str:
+        from rush.report.notebook import plan_html
+
+        return plan_html(self.to_dict())
 
 
 @dataclass(frozen=True)
@@ -122,8 +132,8 @@ def train(
     view: View | None = None,
 ) -> TrainingRun:
     """Train a recipe in a new folder, or resume the run in `out`. Without a `view` it shows progress in the terminal."""
-    from rush.train.loop import train_recipe
-    from rush.train.view import terminal_view
+    from rush.training.loop import train_recipe
+    from rush.training.view import terminal_view
 
     if recipe is None and not resume:
         raise RecipeError(
@@ -176,7 +186,7 @@ def plan_recipe(
     link: str | None = None,
     network: str | None = None,
     network_cards: int | None = None,
-) -> Plan:
+) -> PlannedRecipe:
     """Memory and time of a recipe on a machine of the catalog, or on this one; `devices` and `nodes` fill its layout."""
     from rush.plan import plan, spec_of
     from rush.plan.micro_batch import settled
@@ -189,7 +199,8 @@ def plan_recipe(
         filled = fill_devices(layout, target.devices)
         chosen = changed(chosen, {f"layout.{axis}": n for axis, n in filled.items() if n != layout[axis]})
     chosen = settled(chosen, target)
-    return plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
+    found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
+    return PlannedRecipe(**{one.name: getattr(found, one.name) for one in fields(found)})
 
 
 def plan_target(

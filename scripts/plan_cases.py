@@ -30,7 +30,7 @@ from rush.lab.trial.runner import Bench, open_bench  # noqa: E402
 from rush.recipe import Recipe  # noqa: E402
 from rush.recipe_io import changed, load_recipe, write_toml  # noqa: E402
 from rush.records.ladder import FORMAT, LadderRecord, write_ladder  # noqa: E402
-from rush.train.corpus import open_corpus  # noqa: E402
+from rush.training.corpus import open_corpus  # noqa: E402
 
 
 def read_cases(path: Path) -> tuple[dict[str, Recipe], MeasureConfig]:

@@ -40,7 +40,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
-from tests.train.small_runs import ROOT, environment, rows
+from tests.training.small_runs import ROOT, environment, rows
 
 STEPS, SAVE_EVERY = 8, 3
 LIMIT_S = 540.0
@@ -96,7 +96,7 @@ def short(name: str, overrides: Sequence[str], layers: int | None, *, determinis
 
 def prepared(one: Short) -> None:
     """The text made ready once, so that no two processes do it at the same time."""
-    from rush.train.corpus import open_corpus
+    from rush.training.corpus import open_corpus
 
     open_corpus(one.recipe, None, lambda text: None)
 

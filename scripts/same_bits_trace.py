@@ -23,10 +23,10 @@ from rush.hub.folders import starting_weights
 from rush.lab.trial.timing import Timing, rates, time_steps
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
-from rush.train.build import Run, build
-from rush.train.corpus import open_corpus
-from rush.train.schedule import learning_rate
-from rush.train.step import train_step
+from rush.training.build import Run, build
+from rush.training.corpus import open_corpus
+from rush.training.schedule import learning_rate
+from rush.training.step import train_step
 
 STEPS = 3
 TIMING = Timing(windows=8, window_ms=0.0, warmup_max_steps=12, warmup_max_s=30.0, timed_max_s=20.0)

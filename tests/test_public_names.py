@@ -10,6 +10,16 @@ import pytest
 import rush
 
 EXPECTED = {
+    "GeneratedText",
+    "LadderResult",
+    "PlannedRecipe",
+    "TrainingRun",
+    "TunedRecipe",
+    "generate",
+    "plan_recipe",
+    "run_ladder",
+    "train",
+    "tune_recipe",
     "DataError",
     "Diverged",
     "MachineError",

@@ -51,7 +51,7 @@ def test_the_example_notebook_runs_and_its_results_show_themselves(tmp_path: Pat
     html = {kind: text for kind, text in shown if "<" in text}
     assert "<svg" in html["TrainingRun"]
     assert "<svg" in html["LadderResult"]
-    assert "<table" in html["Plan"]
+    assert "<table" in html["PlannedRecipe"]
     assert "fused_adamw" in done.stdout
 
 
@@ -75,7 +75,7 @@ def test_a_recipe_may_be_a_name_a_file_or_a_recipe(tmp_path: Path) -> None:
     losses = [[row["loss"] for row in run.rows] for run in runs]
     assert len(losses[0]) == 2
     assert losses[0] == losses[1] == losses[2]
-    with pytest.raises(RecipeError, match="holds a run|already"):
+    with pytest.raises(RecipeError, match=r"holds a run|already"):
         rush.train(file, out=tmp_path / "run-0")
 
 

@@ -38,9 +38,9 @@ from rush.models import Shape
 from rush.recipe import Recipe
 from rush.recipe_io import parse
 from rush.techniques import Pass
-from rush.train.build import Run
-from rush.train.corpus import open_corpus
-from rush.train.optimizer import build_optimizer
+from rush.training.build import Run
+from rush.training.corpus import open_corpus
+from rush.training.optimizer import build_optimizer
 
 INTERESTING = (
     "rms_norm",

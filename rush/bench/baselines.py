@@ -43,7 +43,7 @@ from rush.records.models import (
     read_models,
     write_models,
 )
-from rush.train.corpus import open_corpus
+from rush.training.corpus import open_corpus
 from rush.version import __version__
 
 

@@ -95,7 +95,7 @@ class ChatSession:
 
     def answer(self) -> bool:
         """Stream an answer; False if the conversation no longer fits into the context."""
-        from rush.generate import generate, stream_text
+        from rush.sampling import generate, stream_text
 
         start = self.encode(self.messages)
         room = self.model.shape.context - len(start)

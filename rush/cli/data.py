@@ -49,7 +49,7 @@ def prepare(
       rush data prepare gpt2-124m --executor slurm --tasks 64 --option partition=cpu --option time=04:00:00
     """
     from rush.recipe_io import load_recipe
-    from rush.train.corpus import preparation_of, prepare_on, prepare_with_bar
+    from rush.training.corpus import preparation_of, prepare_on, prepare_with_bar
 
     loaded = load_recipe(recipe, overrides or [], auto=True)
     if loaded.objective.kind != "lm":

@@ -83,7 +83,7 @@ def prepare_recipe(recipe: Recipe, **options: Any) -> Path:
     from rush.data import progress_bar
     from rush.data.conversations import prepare_documents
     from rush.hardware.ceilings import cache_folder
-    from rush.train.corpus import documents_of
+    from rush.training.corpus import documents_of
 
     with progress_bar() as show:
         return prepare_documents(documents_of(recipe), cache_folder() / "documents", show, **options)

@@ -44,8 +44,8 @@ def overfit(
     from rush.evaluate.overfit import MOST_LEFT, NEAR_ZERO, overfit_recipe
     from rush.recipe_io import load_recipe
     from rush.techniques.api.own_files import added
-    from rush.train.failures import Phase, RunStatus, reporting_failures
-    from rush.train.view import sparkline
+    from rush.training.failures import Phase, RunStatus, reporting_failures
+    from rush.training.view import sparkline
 
     chosen = load_recipe(recipe, overrides or [])
     with added(technique or []), reporting_failures(RunStatus(None, chosen, phase=Phase.ONE_BATCH)):

@@ -23,7 +23,7 @@ from rush.ready import short_name
 if TYPE_CHECKING:
     from rush.recipe import Recipe
     from rush.records.run_folder import RunFolder
-    from rush.train.session import Summary
+    from rush.training.session import Summary
 
 RESTARTS = 3
 """Consecutive restarts without a new checkpoint: enough for a transient failure, too few to burn a night on a bug."""
@@ -141,8 +141,8 @@ def _train_here(
     from rush.parallel.restarts import restarted
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder
-    from rush.train.failures import RunStatus, report_late
-    from rush.train.view import Silent, terminal_view
+    from rush.training.failures import RunStatus, report_late
+    from rush.training.view import Silent, terminal_view
 
     folder = _folder(recipe, out)
     chosen = _recipe(recipe, changes, folder)
@@ -205,7 +205,7 @@ def _decided(recipe: Recipe | None, folder: RunFolder) -> Recipe | None:
 def _shrunk(recipe: Recipe) -> Recipe:
     """The recipe for the ranks that are there."""
     from rush.parallel import started_rank, started_world
-    from rush.train.fewer_ranks import changes, shrunk
+    from rush.training.fewer_ranks import changes, shrunk
 
     fitting = shrunk(recipe, started_world())
     if fitting.world != recipe.world and started_rank() == 0:
@@ -230,7 +230,7 @@ def _start_ranks(
     from rush.records.run_folder import RunFolder, check_empty
     from rush.techniques import check_recipe
     from rush.techniques.api.own_files import check_remembered
-    from rush.train.fewer_ranks import fewer_ranks
+    from rush.training.fewer_ranks import fewer_ranks
 
     if started_world() > 1:
         raise RecipeError(

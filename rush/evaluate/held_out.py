@@ -24,7 +24,7 @@ from rush.models import Shape
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.records.run_folder import RunFolder
-from rush.train.corpus import open_corpus
+from rush.training.corpus import open_corpus
 
 Note = Callable[[str], None]
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")

@@ -21,10 +21,10 @@ from rush.data import Batch, Tokenizer
 from rush.data.batch import IGNORED
 from rush.data.documents import Documents
 from rush.errors import DataError
-from rush.generate import generate
 from rush.hub.answers import answer_ends
 from rush.models import Decoder
-from rush.train.objectives.preference import log_probabilities
+from rush.sampling import generate
+from rush.training.objectives.preference import log_probabilities
 
 
 @dataclass(frozen=True)

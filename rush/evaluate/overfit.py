@@ -23,12 +23,12 @@ from rush.hardware import probe
 from rush.hub.folders import starting_weights
 from rush.recipe import Recipe
 from rush.techniques import check
-from rush.train.build import Run, build
-from rush.train.corpus import open_corpus
-from rush.train.objectives import objective_of
-from rush.train.objectives.preference import log_probabilities
-from rush.train.reference import set_live_reference, wants_cached
-from rush.train.step import train_step
+from rush.training.build import Run, build
+from rush.training.corpus import open_corpus
+from rush.training.objectives import objective_of
+from rush.training.objectives.preference import log_probabilities
+from rush.training.reference import set_live_reference, wants_cached
+from rush.training.step import train_step
 
 NEAR_ZERO = 0.05
 """Learned by heart: the loss is at most this many nats above what no model gets below, so every right token has some 95 %."""

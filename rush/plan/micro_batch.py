@@ -2,7 +2,7 @@
 
 The tokens per step do not change, so another micro batch means another number of passes. Fewer, larger passes use a
 device better but lengthen a pipeline's bubble, so the predicted time decides; in a near tie the larger micro batch
-wins. `rush train` checks the choice with a real step (`rush/train/auto_micro.py`).
+wins. `rush train` checks the choice with a real step (`rush/training/auto_micro.py`).
 """
 
 from __future__ import annotations

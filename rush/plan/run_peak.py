@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rush.generate import PREFILL_TOKENS
 from rush.models.counts import list_parameters
 from rush.plan.memory import (
     ROUND_HEIGHT,
@@ -26,6 +25,7 @@ from rush.plan.memory import (
 )
 from rush.plan.model_state import PipelineStage, RankState
 from rush.plan.spec import Spec, weights_of
+from rush.sampling import PREFILL_TOKENS
 
 STEP = "step"
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
 from torch.autograd.profiler_util import FunctionEvent
 
-from rush.train.build import FORWARD
+from rush.training.build import FORWARD
 
 GLOO, NCCL = "gloo:", "nccl"
 _WAITS = "_c10d_functional::wait_tensor"

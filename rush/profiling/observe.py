@@ -32,8 +32,8 @@ from rush.profiling.breakdown import breakdown, callers, kernel_times, longest
 from rush.profiling.comm_overlap import CommTime, comm_time
 from rush.techniques.api.contract import Observation
 from rush.techniques.api.evidence import dynamo_counts
-from rush.train.build import FORWARD, Run
-from rush.train.step import launch_step
+from rush.training.build import FORWARD, Run
+from rush.training.step import launch_step
 
 DATA = "rush::data"
 # The index of the first operand among an operator's inputs.

@@ -23,7 +23,7 @@ from rush.recipe_io import changed
 from rush.records.lock import FolderLock
 from rush.records.tune import TuneRecord, read_tune, write_tune
 from rush.techniques import Parity
-from rush.train.corpus import open_corpus
+from rush.training.corpus import open_corpus
 from rush.tune.budget import Budget
 from rush.tune.by_hand import beside, fit_beside
 from rush.tune.candidates import Candidate

@@ -34,9 +34,9 @@ from rush.hardware import probe
 from rush.hub.weight_names import exported_name
 from rush.models import Shape
 from rush.recipe_io import load_recipe
-from rush.train.build import Run, build
-from rush.train.corpus import open_corpus
-from rush.train.step import train_step
+from rush.training.build import Run, build
+from rush.training.corpus import open_corpus
+from rush.training.step import train_step
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning"),

@@ -344,7 +344,7 @@ def test_the_library_s_pass_gives_the_summed_loss_and_gradients_of_our_own() -> 
 def test_the_library_s_model_steps_in_our_loop() -> None:
     pytest.importorskip("transformers")
     from rush.bench.baseline_run import BaselineOptions, build_baseline
-    from rush.train.step import train_step
+    from rush.training.step import train_step
 
     recipe = load_recipe("llama-tiny", ["batch.micro=2", "batch.sequence=16", "batch.total_tokens=32"])
     run = build_baseline(recipe, probe("cpu"), BaselineOptions(dtype="float32"))

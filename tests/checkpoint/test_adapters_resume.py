@@ -21,9 +21,9 @@ from rush.models import Decoder, build_model
 from rush.models.adapters import Adapter, adapters, dense_weight, is_adapted, set_active
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
-from rush.train.loop import Summary, train_recipe
-from rush.train.view import Silent
-from tests.train.small_runs import checkpoint_files, rows, small_recipe, write_corpus
+from rush.training.loop import Summary, train_recipe
+from rush.training.view import Silent
+from tests.training.small_runs import checkpoint_files, rows, small_recipe, write_corpus
 
 TOKENS = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
 

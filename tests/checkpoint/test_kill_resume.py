@@ -16,8 +16,8 @@ from typing import Any
 
 import pytest
 
-from tests.train.forked_runs import ForkedRush
-from tests.train.small_runs import checkpoint_files, rows, rush, small_recipe, start_rush, write_corpus
+from tests.training.forked_runs import ForkedRush
+from tests.training.small_runs import checkpoint_files, rows, rush, small_recipe, start_rush, write_corpus
 
 STEPS = 80  # more than all kills of a chain leave behind
 

@@ -20,8 +20,8 @@ from rush.checkpoint.snapshot import StagedCopy
 from rush.errors import Diverged, MachineError
 from rush.recipe_io import load_recipe
 from rush.records.checkpoint_store import CheckpointStore, verify
-from rush.train import loop
-from tests.train.small_runs import rows, small_recipe, write_corpus
+from rush.training import loop
+from tests.training.small_runs import rows, small_recipe, write_corpus
 
 MB = 2**20
 

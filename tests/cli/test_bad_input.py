@@ -14,7 +14,7 @@ import torch
 from rush.cli import main
 from rush.data import train_bpe
 from rush.records.lock import FolderLock
-from tests.train.small_runs import small_recipe, write_corpus
+from tests.training.small_runs import small_recipe, write_corpus
 
 
 class World:

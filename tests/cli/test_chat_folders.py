@@ -18,7 +18,7 @@ from rush.cli import main
 from rush.data import Tokenizer
 from rush.hub.weights import save_hf_folder
 from rush.models import SIZES, build_model
-from tests.train.small_runs import rows, small_recipe
+from tests.training.small_runs import rows, small_recipe
 
 # For each template: the end of a text, the end of a turn, and the other special tokens of its tokenizer.
 MARKS = {

@@ -15,7 +15,7 @@ import torch
 
 import rush
 from rush.cli import main
-from tests.train.small_runs import ROOT, small_recipe, write_corpus
+from tests.training.small_runs import ROOT, small_recipe, write_corpus
 
 FAMILIES = ("gpt2", "llama")
 

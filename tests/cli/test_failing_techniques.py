@@ -15,7 +15,7 @@ from rush.cli import main
 from rush.files import sha256_file
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
-from tests.train.small_runs import rows, rush, small_recipe, write_corpus
+from tests.training.small_runs import rows, rush, small_recipe, write_corpus
 
 FAILING = Path(__file__).parent / "failing"
 STEPS = 5

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from rush.cli import main
-from tests.train.small_preferences import preference_recipe, write_pairs
-from tests.train.small_runs import small_recipe, write_corpus
+from tests.training.small_preferences import preference_recipe, write_pairs
+from tests.training.small_runs import small_recipe, write_corpus
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.small_runs import ROOT, environment
+from tests.training.small_runs import ROOT, environment
 
 
 def command(code: str, folder: Path, *words: str, **more: str) -> subprocess.CompletedProcess[str]:

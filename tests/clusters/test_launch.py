@@ -23,7 +23,7 @@ from rush.clusters import Job, check_nodes, documents, manifest, script
 from rush.errors import RecipeError
 from rush.parallel.slurm_ranks import first_host, rank_variables
 from rush.recipe_io import load_recipe, parse
-from tests.train.small_runs import ROOT, environment, rows, small_recipe, write_corpus
+from tests.training.small_runs import ROOT, environment, rows, small_recipe, write_corpus
 
 jsonschema = pytest.importorskip("jsonschema", reason="jsonschema is not installed (it comes with .[dev])")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from rush.data.conversations import DocumentPreparation
 from rush.data.preparation_unit import split_of
-from tests.train.small_runs import small_recipe
+from tests.training.small_runs import small_recipe
 
 MICRO = 8
 SHARE = 0.25

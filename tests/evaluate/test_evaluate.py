@@ -37,7 +37,7 @@ from rush.evaluate.multiple_choice import (
 from rush.hub.answers import encode_question
 from rush.models import Decoder, build_model
 from rush.recipe_io import load_recipe
-from tests.train.small_pairs import PairsInMemory
+from tests.training.small_pairs import PairsInMemory
 
 TEXT = "the quick brown fox jumps over the lazy dog while a small cat sleeps under the old apple tree " * 8
 

@@ -15,7 +15,7 @@ from rush.evaluate.label_checks import lowest_loss, misaligned
 from rush.evaluate.overfit import MakeRun, overfit
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
-from rush.train.build import Run, build
+from rush.training.build import Run, build
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
 

@@ -19,7 +19,7 @@ from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantized import QuantizedLinear
 from rush.models.quantized_formats import Form
 from rush.techniques.api.evidence import prove
-from rush.train.build import Run
+from rush.training.build import Run
 from tests.techniques.tiny_runs import make_run, one_batch, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]

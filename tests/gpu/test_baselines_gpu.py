@@ -13,7 +13,7 @@ from rush.data import Batch
 from rush.hardware import peak_memory_bytes, probe, reset_peak_memory
 from rush.recipe_io import load_recipe
 from rush.techniques.api.evidence import prove
-from rush.train.step import train_step
+from rush.training.step import train_step
 from tests.techniques.tiny_runs import make_run, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -10,7 +10,7 @@ import torch
 from rush.hardware import probe
 from rush.techniques.api.contract import Observation
 from rush.techniques.api.evidence import prove
-from rush.train.build import Run
+from rush.training.build import Run
 from tests.techniques.tiny_runs import Trace, compare, make_run, one_batch, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]

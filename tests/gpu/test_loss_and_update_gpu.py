@@ -8,7 +8,7 @@ import pytest
 
 from rush.hardware import probe
 from rush.techniques.api.evidence import prove
-from rush.train.build import Run
+from rush.training.build import Run
 from tests.techniques.tiny_runs import Trace, compare, make_run, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]

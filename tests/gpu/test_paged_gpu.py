@@ -14,8 +14,8 @@ from rush.hardware import probe
 from rush.records.checkpoint_store import CheckpointStore
 from rush.techniques.api.evidence import prove
 from rush.techniques.optimizer.adam8bit import PAGED_FROM, paged_bytes
-from rush.train.build import Run
-from rush.train.step import train_step
+from rush.training.build import Run
+from rush.training.step import train_step
 from tests.techniques.tiny_runs import compare, make_loader, make_run, trace
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]

@@ -12,11 +12,11 @@ import torch
 from rush.data import Batch
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
-from rush.train.build import Run, build
-from rush.train.objectives.preference import log_probabilities
-from rush.train.reference import set_live_reference
-from rush.train.step import train_step
-from tests.train.test_preference import make_pairs
+from rush.training.build import Run, build
+from rush.training.objectives.preference import log_probabilities
+from rush.training.reference import set_live_reference
+from rush.training.step import train_step
+from tests.training.test_preference import make_pairs
 
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore::UserWarning")]
 SIZE = ["model.shape.num_layers=2", "model.shape.hidden=256", "model.shape.head_dim=64", "model.shape.intermediate=512",

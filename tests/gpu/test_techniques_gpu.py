@@ -16,7 +16,7 @@ from rush.techniques import registry
 from rush.techniques.api.evidence import prove
 from rush.techniques.attention.cudnn_attention import CudnnCore
 from rush.techniques.memory.expandable_segments import ExpandableSegments
-from rush.train.build import Run, build
+from rush.training.build import Run, build
 from tests.techniques.tiny_runs import Trace, compare, make_run, trace
 
 pytestmark = [

@@ -20,9 +20,9 @@ from rush.models import build_model
 from rush.recipe_io import load_recipe, write_toml
 from rush.records.checkpoint_store import CheckpointStore
 from rush.records.run_folder import RunFolder
-from rush.train.build import build
+from rush.training.build import build
 from tests.checkpoint.pieces import Table, cut_in_two
-from tests.train.small_runs import small_recipe
+from tests.training.small_runs import small_recipe
 
 
 def run_in_pieces(folder: Path, family: str, **shape: int) -> RunFolder:

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from rush.errors import RecipeError
-from rush.generate import generate
 from rush.hub.folders import load_model
 from rush.hub.peft import save_adapter
 from rush.hub.weights import save_hf_folder
 from rush.models import SIZES, Decoder, Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, chosen_linears, fill_adapters, set_active
+from rush.sampling import generate
 
 ROOT = Path(__file__).resolve().parents[2]
 TOKENS = torch.randint(0, 96, (1, 12), generator=torch.Generator().manual_seed(0))

@@ -27,7 +27,7 @@ WHOLE = tuple(part for part in EVERY if part not in ("chat", "merge", "adapter")
 
 @pytest.fixture(scope="module")
 def starter() -> Iterator[Starter]:
-    starter = Starter((PLANTED, "rush.cli", "rush.hub.export", "rush.train.loop"))
+    starter = Starter((PLANTED, "rush.cli", "rush.hub.export", "rush.training.loop"))
     yield starter
     starter.close()
 

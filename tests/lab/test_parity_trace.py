@@ -9,7 +9,7 @@ import torch
 from rush.hardware import probe
 from rush.lab.parity.trace import FOLDED, fold, trace
 from rush.recipe_io import load_recipe
-from rush.train.corpus import open_corpus
+from rush.training.corpus import open_corpus
 
 
 def test_a_folded_difference_is_as_long_as_the_difference() -> None:

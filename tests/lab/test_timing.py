@@ -16,8 +16,8 @@ from rush.lab.paired import Timed
 from rush.lab.trial import timing
 from rush.lab.trial.timing import Stepper, Timing, rates, time_steps, timed
 from rush.recipe_io import changed, load_recipe
-from rush.train.build import build
-from rush.train.corpus import open_corpus
+from rush.training.build import build
+from rush.training.corpus import open_corpus
 
 SHORT = Timing(windows=5, window_ms=0.0, warmup_max_steps=6, timed_max_s=30.0)
 

@@ -61,8 +61,8 @@ def overflow(layout: Mapping[str, int], more: Iterable[str]) -> Result:
     from rush.hardware import probe
     from rush.parallel import join
     from rush.parallel.sharded import local_tensor
-    from rush.train.build import build
-    from rush.train.step import launch_step
+    from rush.training.build import build
+    from rush.training.step import launch_step
 
     chosen = recipe("llama", layout, ("amp_fp16",), *more)
     with join(chosen.layout.model_dump(), "cpu") as ranks:

@@ -97,7 +97,7 @@ def _rank(
 
 
 def _plant(fault: Fault) -> None:
-    from rush.train import session
+    from rush.training import session
 
     if fault.kind == "killed in a save":
         from rush.records.checkpoint_store import CheckpointStore

@@ -28,7 +28,7 @@ PRELOADED = [
     "tests.parallel.rank_work",
     "rush.profiling.observe",
     "rush.cli",
-    "rush.train.loop",
+    "rush.training.loop",
     "tests.techniques.tiny_runs",
     "torch._dynamo",
     "torch.distributed.fsdp",
@@ -168,8 +168,8 @@ def learn(
     from rush.parallel.sharded import full_tensor, local_tensor
     from rush.profiling.observe import observe
     from rush.techniques.api.evidence import prove
-    from rush.train.build import build
-    from rush.train.step import clip_factor, launch_step, validate
+    from rush.training.build import build
+    from rush.training.step import clip_factor, launch_step, validate
 
     chosen = recipe(family, layout, techniques, *more)
     with join(chosen.layout.model_dump(), device) as ranks:
@@ -279,7 +279,7 @@ def take_over(
     from rush.hardware import probe
     from rush.parallel import join
     from rush.records.checkpoint_store import CheckpointStore
-    from rush.train.build import build
+    from rush.training.build import build
 
     chosen = recipe(family, layout, techniques, *more)
     with join(chosen.layout.model_dump(), "cpu") as ranks:
@@ -327,7 +327,7 @@ def look_around(layout: Mapping[str, int]) -> Result:
     from rush.errors import DataError
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.train.build import build
+    from rush.training.build import build
 
     def fail() -> str:
         raise DataError("no such corpus")
@@ -360,8 +360,8 @@ def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result
     from rush.hardware import probe
     from rush.parallel import join
     from rush.parallel.sharded import full_tensor
-    from rush.train.build import build
-    from rush.train.step import launch_step
+    from rush.training.build import build
+    from rush.training.step import launch_step
 
     chosen = recipe("gpt2", layout, techniques)
     with join(chosen.layout.model_dump(), "cpu") as ranks:
@@ -394,7 +394,7 @@ def save_on_a_full_disk(target: str) -> Result:
     from rush.hardware import probe
     from rush.parallel import join
     from rush.records.checkpoint_store import CheckpointStore
-    from rush.train.build import build
+    from rush.training.build import build
 
     class FullDisk(Writer):
         def _write_part(self, content: Any, folder: Path) -> dict[str, Any]:

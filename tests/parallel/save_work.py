@@ -29,8 +29,8 @@ def save_often(
     from rush.parallel import join
     from rush.records.checkpoint_manifest import read_manifest
     from rush.records.checkpoint_store import CheckpointStore
-    from rush.train.build import build
-    from rush.train.step import launch_step
+    from rush.training.build import build
+    from rush.training.step import launch_step
 
     class Disk(CheckpointStore):
         def begin(self, step: int) -> Path:

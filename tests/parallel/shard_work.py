@@ -18,8 +18,8 @@ def overfit(
     from rush.hardware import probe
     from rush.models.initial import initial_values
     from rush.parallel import join
-    from rush.train.build import build
-    from rush.train.step import train_step
+    from rush.training.build import build
+    from rush.training.step import train_step
 
     chosen = recipe("llama", layout, techniques, *more)
     with join(chosen.layout.model_dump(), "cpu") as ranks:
@@ -63,8 +63,8 @@ def pass_adapters(
     from rush.hardware import probe
     from rush.parallel import join
     from rush.records.checkpoint_store import CheckpointStore
-    from rush.train.build import build
-    from rush.train.step import train_step
+    from rush.training.build import build
+    from rush.training.step import train_step
 
     chosen = recipe("llama", layout, techniques, *more)
     with join(chosen.layout.model_dump(), "cpu") as ranks:
@@ -96,10 +96,10 @@ def prefer(layout: Mapping[str, int], techniques: Iterable[str], more: Iterable[
     from rush.data.document_loader import DocumentLoader, document_validation
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.train.build import build
-    from rush.train.reference import compute, set_live_reference, wants_cached
-    from rush.train.step import launch_step, validate
-    from tests.train.small_pairs import PairsInMemory
+    from rush.training.build import build
+    from rush.training.reference import compute, set_live_reference, wants_cached
+    from rush.training.step import launch_step, validate
+    from tests.training.small_pairs import PairsInMemory
 
     changes = ("objective.kind='dpo'", "batch.micro=2", "batch.total_tokens=256", *more)
     chosen = recipe("llama", layout, techniques, *changes)
@@ -147,8 +147,8 @@ def wait_on_host(layout: Mapping[str, int], techniques: Iterable[str] = ()) -> R
     from rush.hardware import probe
     from rush.parallel import join
     from rush.techniques import registry
-    from rush.train.build import build
-    from rush.train.step import train_step
+    from rush.training.build import build
+    from rush.training.step import train_step
 
     known: Any = registry()
     known["offload_activations"] = replace(known["offload_activations"], requires=())
@@ -165,8 +165,8 @@ def reductions(layout: Mapping[str, int], techniques: Iterable[str], more: Itera
     """How often the ranks add something up in one step."""
     from rush.hardware import probe
     from rush.parallel import join
-    from rush.train.build import build
-    from rush.train.step import launch_step
+    from rush.training.build import build
+    from rush.training.step import launch_step
 
     chosen = recipe("gpt2", layout, techniques, *more)
     with join(chosen.layout.model_dump(), "cpu") as ranks, torch.profiler.profile() as profile:

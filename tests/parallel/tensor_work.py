@@ -94,8 +94,8 @@ def look_inside(family: str, techniques: Iterable[str] = ()) -> Result:
     from rush.models.initial import initial_values
     from rush.parallel import join
     from rush.parallel.sharded import full_tensor, is_sharded
-    from rush.train.build import build
-    from rush.train.step import launch_step
+    from rush.training.build import build
+    from rush.training.step import launch_step
     from tests.techniques.tiny_runs import make_loader
 
     chosen = recipe(family, {"tp": 2}, techniques)

@@ -8,7 +8,7 @@ import pytest
 
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
-from tests.train.small_runs import rows, rush, small_recipe, write_corpus
+from tests.training.small_runs import rows, rush, small_recipe, write_corpus
 
 TESTS = Path(__file__).resolve().parents[1]
 STEPS = 5

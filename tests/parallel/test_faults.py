@@ -15,9 +15,9 @@ from rush.parallel import launching
 from rush.parallel.launching import launch
 from rush.parallel.replica_check import _describe
 from rush.recipe_io import load_recipe
-from rush.train.fewer_ranks import changes, fewer_ranks, shrunk
+from rush.training.fewer_ranks import changes, fewer_ranks, shrunk
 from tests.parallel.fault_work import Ended, Fault, train
-from tests.train.small_runs import TIMES, rows, small_recipe, write_corpus
+from tests.training.small_runs import TIMES, rows, small_recipe, write_corpus
 
 STEPS = 16
 LOST = RankLost.exit_code
@@ -81,8 +81,8 @@ def test_a_rank_that_does_not_come_is_named_with_the_collective_and_the_step(
     assert ended.said.count("error") == 1, ended.said
     message = ended.said[ended.said.index("error") :]
     assert "rank 0 has waited 9 s (run.timeout_s) at step 5 for all_reduce of 5 double" in message
-    assert "in _sum_counts (rush/train/step.py" in message
-    assert "rank 1 did not join it, it is at step 5 in _start (rush/train/session.py" in message
+    assert "in _sum_counts (rush/training/step.py" in message
+    assert "rank 1 did not join it, it is at step 5 in _start (rush/training/session.py" in message
     assert not any(row["step"] > 4 for row in rows(tmp_path / "asleep"))
 
 

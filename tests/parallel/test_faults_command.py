@@ -16,7 +16,7 @@ import pytest
 
 from tests.parallel.test_faults import outcome
 from tests.parallel.test_train_command import until
-from tests.train.small_runs import ROOT, environment, rows, small_recipe, write_corpus
+from tests.training.small_runs import ROOT, environment, rows, small_recipe, write_corpus
 
 pytestmark = pytest.mark.slow
 STEPS = 60

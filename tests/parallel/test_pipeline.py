@@ -18,11 +18,11 @@ from rush.models.pipeline_stages import keep, split
 from rush.parallel.pipeline import SCHEDULES, Pipeline, bubble_fraction
 from rush.recipe_io import load_recipe
 from rush.techniques import check
-from rush.train.loop import train_recipe
+from rush.training.loop import train_recipe
 from tests.parallel import test_sameness
 from tests.parallel.rank_work import Result, learn, meet_trouble, on_ranks, recipe
 from tests.parallel.test_sameness import furthest
-from tests.train.small_runs import rows, rush, small_recipe, write_corpus
+from tests.training.small_runs import rows, rush, small_recipe, write_corpus
 
 FOUR = ("model.shape.num_layers=4",)
 LAYOUTS: dict[str, tuple[dict[str, int], tuple[str, ...], tuple[str, ...]]] = {

@@ -12,7 +12,7 @@ from rush.hardware import probe
 from rush.parallel import Ranks, check_world
 from rush.parallel.sharded import full_tensor, gather, is_sharded, local_tensor, total_norm
 from rush.techniques import check
-from rush.train.build import build
+from rush.training.build import build
 from tests.parallel.rank_work import (
     as_a_group,
     gather_both_ways,

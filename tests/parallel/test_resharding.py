@@ -17,8 +17,8 @@ from rush.checkpoint.reader import SavedTensors
 from rush.hardware import probe
 from rush.records.checkpoint_pieces import PIECES, read_pieces
 from rush.records.checkpoint_store import CheckpointStore, verify
-from rush.train.build import build
-from rush.train.step import train_step
+from rush.training.build import build
+from rush.training.step import train_step
 from tests.parallel.rank_work import (
     Result,
     loader,

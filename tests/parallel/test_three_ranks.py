@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
+from tests.training.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
 
 ROOM = [
     "batch.micro=1",

@@ -21,8 +21,8 @@ from rush.cli.train import _start_ranks
 from rush.errors import RecipeError
 from rush.hub.folders import read_weights
 from rush.recipe_io import load_recipe
-from rush.train.loop import _resumed_recipe, train_recipe
-from tests.train.small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
+from rush.training.loop import _resumed_recipe, train_recipe
+from tests.training.small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
 
 Run = subprocess.Popen[str]
 

@@ -24,7 +24,7 @@ from rush.plan.spec import Spec, spec_of
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.techniques import registry
-from rush.train.build import build
+from rush.training.build import build
 
 SMALL = ["batch.micro=2", "batch.sequence=64", "model.shape.num_layers=2", "batch.total_tokens=128"]
 

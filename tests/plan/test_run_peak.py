@@ -14,7 +14,6 @@ from typer.testing import CliRunner
 from rush.checkpoint.state import pack_model, pack_optimizer
 from rush.cli import app
 from rush.data import Batch
-from rush.generate import generate
 from rush.hardware import probe
 from rush.kernels import cpu, support
 from rush.plan import plan, spec_of, target_of
@@ -25,9 +24,10 @@ from rush.plan.run_peak import run_peak_of, sample_bytes, staged_bytes, validati
 from rush.plan.spec import Spec, weights_of
 from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
-from rush.train.build import Run, build
-from rush.train.sample import plain_model
-from rush.train.step import train_step, validate
+from rush.sampling import generate
+from rush.training.build import Run, build
+from rush.training.sample import plain_model
+from rush.training.step import train_step, validate
 
 
 @pytest.fixture(autouse=True)

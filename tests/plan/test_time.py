@@ -26,8 +26,8 @@ from rush.plan.spec import Spec, spec_of, weights_of
 from rush.plan.target import target_of
 from rush.plan.time import _overlapped, time_of, tokens_per_s
 from rush.recipe_io import load_recipe
-from rush.train.build import build
-from rush.train.step import train_step
+from rush.training.build import build
+from rush.training.step import train_step
 
 RESULTS = Path(__file__).parents[2] / "results"
 FAST = 'techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]'

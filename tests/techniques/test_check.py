@@ -11,7 +11,7 @@ from rush.errors import MachineError, RecipeError
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
 from rush.techniques import Stage, Use, check, in_order, registry
-from rush.train.build import build
+from rush.training.build import build
 
 
 def names(*overrides: str) -> list[str]:

@@ -19,7 +19,7 @@ from rush.techniques import check_recipe
 from rush.techniques.attention import cudnn_attention
 from rush.techniques.attention.cudnn_attention import CudnnCore
 from rush.techniques.kernels import liger
-from rush.train.build import build
+from rush.training.build import build
 from tests.techniques.tiny_runs import make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(

@@ -22,11 +22,11 @@ from rush.techniques.api.evidence import prove
 from rush.techniques.memory import on_host
 from rush.techniques.memory.offload_activations import is_offloaded
 from rush.techniques.memory.on_host import OffloadToHost
-from rush.train.build import Run
-from rush.train.loop import train_recipe
-from rush.train.step import train_step, validate
+from rush.training.build import Run
+from rush.training.loop import train_recipe
+from rush.training.step import train_step, validate
 from tests.techniques.tiny_runs import SHORT, compare, make_loader, make_run, one_batch, trace
-from tests.train.small_runs import small_recipe, write_corpus
+from tests.training.small_runs import small_recipe, write_corpus
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:mkldnn_matmul failed:UserWarning",

@@ -21,8 +21,8 @@ from rush.techniques import check
 from rush.techniques.api.contract import Proof
 from rush.techniques.api.evidence import prove
 from rush.techniques.kernels.fused_projections import JoinedFanOut, matmuls_by_weight
-from rush.train.build import Run
-from rush.train.step import train_step, validate
+from rush.training.build import Run
+from rush.training.step import train_step, validate
 from tests.techniques.tiny_runs import SHORT, Trace, compare, make_run, one_batch, recipe_of, trace
 
 pytestmark = [

@@ -21,9 +21,9 @@ from rush.models.quantized_formats import BLOCK as NF4_BLOCK
 from rush.models.quantized_formats import Form
 from rush.techniques import check
 from rush.techniques.api.evidence import prove
-from rush.train.build import Run, build
-from rush.train.sample import plain_model
-from rush.train.step import train_step
+from rush.training.build import Run, build
+from rush.training.sample import plain_model
+from rush.training.step import train_step
 from tests.techniques.tiny_runs import SHORT, Trace, make_run, one_batch, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(

@@ -15,8 +15,8 @@ from rush.records.checkpoint_store import CheckpointStore
 from rush.techniques import check, registry
 from rush.techniques.api.evidence import prove
 from rush.techniques.optimizer.adam8bit import paged_bytes
-from rush.train.build import Run
-from rush.train.step import train_step, validate
+from rush.training.build import Run
+from rush.training.step import train_step, validate
 from tests.techniques.tiny_runs import SHORT, compare, make_loader, make_run, one_batch, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(

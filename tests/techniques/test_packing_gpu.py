@@ -15,8 +15,8 @@ from rush.data.packing import BestFit, Flatten, Packing, in_order
 from rush.hardware import probe
 from rush.models import Decoder
 from rush.techniques.api.evidence import dynamo_counts, prove
-from rush.train.build import Run
-from rush.train.step import train_step
+from rush.training.build import Run
+from rush.training.step import train_step
 from tests.techniques.test_packing_isolation import (
     BLOCKS,
     NAMES,

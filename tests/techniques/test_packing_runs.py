@@ -17,8 +17,8 @@ from rush.hardware import Device, Machine, probe
 from rush.techniques import check
 from rush.techniques.api.evidence import dynamo_counts, prove
 from rush.techniques.api.tolerances import gradients_of
-from rush.train.build import Run
-from rush.train.step import train_step, validate
+from rush.training.build import Run
+from rush.training.step import train_step, validate
 from tests.techniques.tiny_runs import TextDocuments, make_loader, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(

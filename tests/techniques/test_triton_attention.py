@@ -15,7 +15,7 @@ from rush.techniques.api.contract import Observation
 from rush.techniques.api.evidence import prove
 from rush.techniques.api.seams import set_attention_core
 from rush.techniques.attention.triton_attention import TritonCore, evidence
-from rush.train.build import Run
+from rush.training.build import Run
 from tests.techniques.tiny_runs import Trace, compare, make_run, recipe_of, trace
 
 pytestmark = pytest.mark.filterwarnings(

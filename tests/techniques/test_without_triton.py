@@ -64,7 +64,7 @@ TECHNIQUES = """
 from dataclasses import replace
 from rush.hardware import probe
 from rush.recipe_io import load_recipe
-from rush.train.build import build
+from rush.training.build import build
 
 machine = replace(probe("cpu"), triton=None)
 run = build(load_recipe("tiny", ["techniques=['cpu_attention', 'fused_mlp', 'fused_loss']"]), machine)

@@ -19,8 +19,8 @@ from rush.recipe import Recipe
 from rush.recipe_io import load_recipe
 from rush.techniques.api.contract import Observation
 from rush.techniques.api.tolerances import ParityVerdict, gradient_errors, gradients_of, judge
-from rush.train.build import Run, build
-from rush.train.step import clip_factor, train_step
+from rush.training.build import Run, build
+from rush.training.step import clip_factor, train_step
 from tests.real_text import as_bytes as text
 
 ROOT = Path(__file__).resolve().parents[2]

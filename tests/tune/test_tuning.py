@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
+from rush.api import seconds
 from rush.cli import main
-from rush.cli.tune import made_of, seconds, shortened, summary
+from rush.cli.tune import made_of, shortened, summary
 from rush.errors import RecipeError
 from rush.files import write_atomic
 from rush.recipe_io import load_recipe

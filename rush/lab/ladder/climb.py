@@ -31,7 +31,7 @@ from rush.lab.trial.trial import Outcome
 from rush.recipe_io import write_toml
 from rush.records.ladder import FORMAT, LadderRecord, read_ladder, write_ladder
 from rush.records.lock import FolderLock
-from rush.train.corpus import open_corpus
+from rush.training.corpus import open_corpus
 
 
 @dataclass(frozen=True)

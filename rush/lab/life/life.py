@@ -62,7 +62,7 @@ class PartResult:
     stderr: str = ""
     """The end of the last command's standard error, if there is a problem."""
     phase: str | None = None
-    """The phase in which the run failed (`rush.train.failures.Phase`, in lower case)."""
+    """The phase in which the run failed (`rush.training.failures.Phase`, in lower case)."""
     techniques: tuple[str, ...] = ()
     """The techniques to blame."""
 

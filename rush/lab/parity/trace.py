@@ -28,10 +28,10 @@ from rush.lab.ladder.ladder_file import change
 from rush.models import Shape, build_model
 from rush.recipe import Recipe
 from rush.recipe_io import parse
-from rush.train.build import Run, build
-from rush.train.corpus import Corpus
-from rush.train.schedule import learning_rate
-from rush.train.step import StepResult, clip_factor, train_step
+from rush.training.build import Run, build
+from rush.training.corpus import Corpus
+from rush.training.schedule import learning_rate
+from rush.training.step import StepResult, clip_factor, train_step
 
 WHOLE_UP_TO = 8_000_000
 """Parameters up to which gradients are kept whole."""

@@ -40,10 +40,10 @@ from rush.recipe_io import parse
 from rush.techniques import check
 from rush.techniques.api.evidence import prove
 from rush.techniques.api.own_files import add_technique
-from rush.train.build import Run, build
-from rush.train.corpus import Corpus, open_corpus
-from rush.train.schedule import learning_rate
-from rush.train.step import train_step
+from rush.training.build import Run, build
+from rush.training.corpus import Corpus, open_corpus
+from rush.training.schedule import learning_rate
+from rush.training.step import train_step
 
 OWN = ("peak_memory_bytes", "exchange_ms", "exposed_ms", "profiled_step_ms", "evidence")
 """What every rank tells of itself."""

@@ -30,7 +30,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import write_toml
 from rush.records.lock import FolderLock
 from rush.records.scaling import FILE, FORMAT, SCALINGS, LinkRecord, ScaleRecord, read_scale, write_scale
-from rush.train.corpus import open_corpus
+from rush.training.corpus import open_corpus
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from rush.techniques import registry
 from rush.techniques.api.evidence import prove
 from rush.techniques.api.own_files import add_technique
 from rush.techniques.api.rates import rates_to_measure
-from rush.train.build import Run, build
-from rush.train.corpus import Corpus, open_corpus
+from rush.training.build import Run, build
+from rush.training.corpus import Corpus, open_corpus
 
 Work = Callable[[Mapping[str, Any], TrialResult], None]
 

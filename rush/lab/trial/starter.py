@@ -31,7 +31,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-import rush
+from rush import version
 from rush.lab.trial.parent_death import die_with_parent
 from rush.techniques import registry
 
@@ -44,7 +44,7 @@ COMMANDS = (
     "rush.parallel.restarts",
     "rush.hub.export",
     "rush.hub.tokenizers",
-    "rush.train.loop",
+    "rush.training.loop",
 )
 """What `rush train`, `rush generate` and their like import only when they are called: for a starter of such commands."""
 ANSWER_S = 300.0
@@ -181,7 +181,7 @@ class Starter:
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
     """This process's environment, with this package importable, and what is given."""
-    root = str(Path(rush.__file__).resolve().parents[1])
+    root = str(Path(version.__file__).resolve().parents[1])
     before = os.environ.get("PYTHONPATH")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, before] if before else [root]), **extra}
 

@@ -24,9 +24,9 @@ from rush.data import Batch, Steps
 from rush.hardware import conditions, peak_memory_bytes, reset_peak_memory
 from rush.lab.paired import Timed
 from rush.models import Decoder
-from rush.train.build import Run
-from rush.train.schedule import learning_rate
-from rush.train.step import LaunchedStep, launch_step
+from rush.training.build import Run
+from rush.training.schedule import learning_rate
+from rush.training.step import LaunchedStep, launch_step
 
 STEADY_STEPS = 3
 STEADY_WITHIN = 0.05

@@ -36,7 +36,7 @@ class MasterAdamW(torch.optim.Optimizer):
     """AdamW on fp32 master weights, which are optimizer state, so checkpoints hold them."""
 
     keeps_small_updates = True
-    """Updates below half a unit in the last place accumulate (see `rush/train/lost_updates.py`)."""
+    """Updates below half a unit in the last place accumulate (see `rush/training/lost_updates.py`)."""
 
     def __init__(
         self,

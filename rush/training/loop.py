@@ -1,0 +1,224 @@
+"""A run from start to end: open the folder, build, train, and resume where it stopped.
+
+The state that a resumed run must repeat bit for bit is small on purpose. The learning rate is a function of the step, the
+sample order a function of seed and position; weights, optimizer state, random state and position are in the checkpoint. Rows
+of `metrics.jsonl` after the newest checkpoint are truncated and written again.
+
+All ranks run this and take the same decisions from the same numbers; only rank 0 writes and prints.
+"""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from rush.checkpoint import restore
+from rush.checkpoint.saver import Saver, SaveResult, room_for_copies
+from rush.errors import DataError, RecipeError
+from rush.files import write_atomic, write_json_atomic
+from rush.hardware import Machine, probe
+from rush.hub.folders import starting_weights
+from rush.parallel import Ranks, join, started_rank
+from rush.plan.micro_batch import candidates
+from rush.recipe import Recipe
+from rush.recipe_io import changed, differences, load_recipe, write_toml
+from rush.records.checkpoint_manifest import CheckpointDamaged
+from rush.records.checkpoint_store import Checkpoint, CheckpointStore, verify
+from rush.records.metrics import MetricsWriter, truncate_after
+from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
+from rush.techniques import check
+from rush.techniques.api.own_files import check_remembered, digests, remember
+from rush.training.auto_micro import MicroBatchSearch
+from rush.training.build import build
+from rush.training.corpus import Corpus, open_corpus
+from rush.training.failures import RunStatus, reporting_failures
+from rush.training.lost_updates import lost_updates_warning
+from rush.training.metric_sinks import open_sinks
+from rush.training.objectives import objective_of
+from rush.training.session import Session, Summary
+from rush.training.view import Silent, View
+from rush.version import __version__
+
+__all__ = ["Summary", "train_recipe"]
+
+
+def train_recipe(
+    recipe: Recipe | None, out: Path | str, *, resume: bool = False, view: View | None = None
+) -> Summary:
+    """Train the recipe in the folder `out`; `resume` continues the run that is there."""
+    status = RunStatus(RunFolder(Path(out)))
+    with reporting_failures(status):
+        return _train_recipe(recipe, RunFolder(Path(out)), status, resume=resume, view=view or Silent())
+
+
+def _train_recipe(
+    recipe: Recipe | None, folder: RunFolder, status: RunStatus, *, resume: bool, view: View
+) -> Summary:
+    if resume and not folder.holds_run() and recipe is not None:
+        view.note(f"{folder.path} holds no run yet: starting from the beginning.")
+        resume = False
+    if resume:
+        existing_run(folder.path)
+        recipe = _resumed_recipe(load_recipe(str(folder.recipe)), recipe)
+    assert recipe is not None, "a new run needs a recipe"
+    status.recipe = recipe
+    check_remembered(folder, recipe, view.note if started_rank() == 0 else Silent().note)
+    status.machine = machine = probe(recipe.run.device)
+    candidates(recipe, lambda one: check(one, machine)) if recipe.auto else check(recipe, machine)
+    objective_of(recipe)  # refuses settings of another loss before any data is prepared
+    config = (
+        f"the recipe {recipe.digest[:12]}, rush {__version__} and torch {torch.__version__}{digests(recipe)}"
+    )
+    with (
+        join(recipe.layout.model_dump(), machine.device, config, recipe.run.timeout_s) as ranks,
+        ExitStack() as stack,
+    ):
+        status.ranks = ranks
+        status.folder = folder = RunFolder(Path(ranks.on_rank0(lambda: str(folder.path))))
+        opened = resumed_run(folder.path) if resume else new_run(folder.path)
+        ranks.on_rank0(lambda: _open(stack, opened))
+        return _train(recipe, machine, folder, status, view if ranks.main else Silent(), ranks)
+
+
+def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:
+    stack.enter_context(opened)
+
+
+FREE_ON_RESUME = ("about", "layout.ddp", "layout.fsdp", "layout.pp", "layout.cp", "layout.tp", "run.save_every",
+                  "run.save_async", "run.keep", "run.timeout_s", "run.drift_every", "run.validate_every", "run.sample_every",
+                  "run.sample_prompt", "run.sample_tokens", "run.tensorboard", "run.wandb")  # fmt: skip
+"""Recipe keys that a resumed run may change: they do not change what it learns."""
+
+
+def _resumed_recipe(stored: Recipe, given: Recipe | None) -> Recipe:
+    """The recipe to resume with: a given one may differ from the stored one only in `FREE_ON_RESUME`."""
+    if given is not None and given.auto:
+        given = changed(given, {"batch.micro": stored.micro})  # it was chosen when the run began
+    changes = differences(stored, given or stored)
+    fixed = [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if key not in FREE_ON_RESUME]
+    if fixed:
+        raise RecipeError(
+            f"the run was started with another recipe ({'; '.join(fixed)}), which a resumed run may not change. Leave "
+            "these out, or start a new run with another --out."
+        )
+    if given is not None and given.step_tokens != stored.step_tokens:
+        raise RecipeError(
+            f"a step of the run was {stored.step_tokens:,} tokens, with this layout it would be {given.step_tokens:,}; set "
+            f"batch.total_tokens={stored.step_tokens} when the run is started, so that it can be resumed on other numbers of ranks."
+        )
+    return given or stored
+
+
+def _train(
+    recipe: Recipe, machine: Machine, folder: RunFolder, status: RunStatus, view: View, ranks: Ranks
+) -> Summary:
+    store = folder.checkpoints
+    resumed = _newest_good(store, ranks, view)
+    if resumed is None and store.steps():
+        raise DataError(
+            f"every checkpoint in {store.folder} is damaged; restore one from a backup, or start a new run with "
+            "another --out."
+        )
+    # A checkpoint of adapters does not hold their base.
+    needs_base = resumed is None or restore.base_record(resumed) is not None
+    weights = starting_weights(recipe) if needs_base else None
+    tokenizer = folder.tokenizer if ranks.main else None
+    corpus = ranks.rank0_first(lambda: open_corpus(recipe, tokenizer, view.note))
+    if recipe.auto:
+        recipe = MicroBatchSearch(machine, corpus, weights, ranks, folder.path, view.note).choose(recipe)
+    status.recipe = recipe
+    _check_held_out(corpus, recipe)
+    run = build(recipe, machine, weights, ranks)
+    if (warning := lost_updates_warning(run)) is not None:
+        view.note(warning)
+    corpus = corpus.ready_for(run, weights, folder.path, resumed=resumed is not None)
+    loader = corpus.loader(recipe, run.loader_options)
+    done, tokens = 0, 0
+    if resumed is not None:
+        extra = restore.load(resumed, run.model, run.optimizer, ranks=ranks)
+        _check_same_corpus(extra["corpus"], corpus)
+        done, tokens = int(extra["step"]), int(extra["tokens"])
+        loader.load_state(extra["loader"])
+        view.note(f"Resuming from {resumed.path.name}.")
+    else:
+        _seed_generators(recipe.run.seed)
+    sinks = open_sinks(recipe, folder.path, done + 1) if ranks.main else []
+    saver = Saver(
+        store,
+        ranks,
+        background=recipe.run.save_async,
+        note=view.note,
+        room=partial(room_for_copies, run.device, run.limit),
+    )
+    try:
+        if not ranks.main:
+            return Session(recipe, run, folder, corpus, loader, None, sinks, view, saver, status).go(
+                done, tokens
+            )
+        # Only now does the folder hold a run: a start that failed earlier can simply be repeated.
+        write_atomic(folder.recipe, write_toml(recipe))
+        write_json_atomic(folder.machine, machine.to_dict())
+        remember(folder, recipe)
+        for path in (folder.metrics, folder.samples, folder.saves):
+            truncate_after(path, done)
+        with (
+            MetricsWriter(folder.metrics) as metrics,
+            MetricsWriter(folder.samples) as samples,
+            MetricsWriter(folder.saves) as saves,
+        ):
+            saver.after = lambda saved: _record_save(saved, saves, store, recipe.run.keep)
+            session = Session(
+                recipe, run, folder, corpus, loader, (metrics, samples), sinks, view, saver, status
+            )
+            return session.go(done, tokens)
+    finally:
+        loader.close()
+        for sink in sinks:
+            sink.close()
+
+
+def _newest_good(store: CheckpointStore, ranks: Ranks, view: View) -> Checkpoint | None:
+    """The newest checkpoint that verifies. Every rank reads some of its files; damage that one finds counts for all."""
+    for step in reversed(ranks.on_rank0(store.steps)):
+        found, problem = None, ""
+        try:
+            found = verify(store.path(step), share=(ranks.rank, ranks.world))
+        except CheckpointDamaged as error:
+            problem = str(error)
+        problems = [each for each in ranks.all_gather_object(problem) if each]
+        if not problems:
+            return found
+        view.note(f"DAMAGED checkpoint, not used: {problems[0]}")
+    return None
+
+
+def _seed_generators(seed: int) -> None:
+    """Seed every random generator that a library might use; a resumed run restores them."""
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+    torch.manual_seed(seed)
+
+
+def _record_save(saved: SaveResult, saves: MetricsWriter, store: CheckpointStore, keep: int) -> None:
+    store.retain(keep, committed=saved.step)
+    saves.write({name: value for name, value in asdict(saved).items() if name != "path"})
+
+
+def _check_held_out(corpus: Corpus, recipe: Recipe) -> None:
+    """Fail before the first step, not after hours, if there is nothing to validate on."""
+    next(iter(corpus.validation(recipe, {})), None)
+
+
+def _check_same_corpus(digest: str, corpus: Corpus) -> None:
+    if digest != corpus.digest:
+        raise DataError(
+            f"the prepared corpus is not the one this run was trained on (its digest was {digest[:12]}, now "
+            f"{corpus.digest[:12]}): files, tokenizer or the Python installation changed. Restore them, or start a "
+            "new run with another --out."
+        )

@@ -1,0 +1,349 @@
+"""The training loop: launch a step, finish the one before, record, validate, sample, save, stop gracefully.
+
+A step is launched while the device runs the one before, except where its weights are needed at once. All ranks take the same
+decisions from the same numbers; only rank 0 writes and prints.
+"""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from types import FrameType
+from typing import Any
+
+import torch
+
+from rush.checkpoint.saver import Saver
+from rush.errors import Diverged, Drifted, RushError
+from rush.hardware import memory_in_use
+from rush.parallel.process_group import lost
+from rush.parallel.replica_check import check_replicas
+from rush.recipe import Recipe
+from rush.records.metrics import MetricsWriter, read_rows
+from rush.records.run_folder import RunFolder
+from rush.training.build import Run
+from rush.training.corpus import Corpus
+from rush.training.failures import Phase, RunStatus
+from rush.training.metric_sinks import MetricSink
+from rush.training.sample import Sampler, gathered_run
+from rush.training.schedule import learning_rate
+from rush.training.step import LaunchedStep, launch_step
+from rush.training.utilization import UtilizationMetric, utilization_metric
+from rush.training.validation import Validation, rows_before
+from rush.training.view import View
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The outcome of a finished or interrupted run."""
+
+    folder: str
+    step: int
+    steps: int
+    loss: float
+    val_loss: float | None
+    best_val_loss: float | None
+    tokens: int
+    tokens_per_s: float
+    interrupted: bool
+
+
+@dataclass(frozen=True)
+class _Running:
+    """A launched step, and what its row needs."""
+
+    launched: LaunchedStep
+    lr: float
+    began: float
+    opened: torch.cuda.Event | None
+    """On a device, the start of its time: the end of the step before, if it was launched behind that, or its own start."""
+    data_s: float
+
+    def seconds(self) -> float:
+        """The step's duration, once its result is there. A device measures it by events: the host may return late, from
+        launching the next step."""
+        if self.opened is not None and self.launched.arrived is not None:
+            return float(self.opened.elapsed_time(self.launched.arrived)) / 1000
+        return time.perf_counter() - self.began
+
+
+@dataclass
+class Session:
+    """The training loop of a run, from start or resume to end or interruption."""
+
+    recipe: Recipe
+    run: Run
+    folder: RunFolder
+    corpus: Corpus
+    loader: Any
+    rows: tuple[MetricsWriter, MetricsWriter] | None
+    """Metrics and samples, on rank 0."""
+    sinks: list[MetricSink]
+    view: View
+    saver: Saver
+    status: RunStatus
+    prepared: bool = False
+    """Whether memory for copies of the state is allocated."""
+    last_step: float = math.inf
+    """The step after which the ranks agreed to end."""
+
+    def __post_init__(self) -> None:
+        self.validation = Validation(self.run, self.view.note)
+        self.sampler = Sampler(self.view.note)
+
+    def go(self, done: int, tokens: int) -> Summary:
+        recipe, total = self.recipe, self.recipe.schedule.steps
+        self.view.start(_title(recipe, self.run), total, done)
+        utilization = UtilizationMetric(
+            **self.run.ranks.on_rank0(lambda: asdict(utilization_metric(self.run)))
+        )
+        utilization = replace(utilization, rate=utilization.rate and utilization.rate * self.run.ranks.world)
+        self.validation.rows = self.run.ranks.on_rank0(lambda: rows_before(read_rows(self.folder.metrics)))
+        row: dict[str, Any] = {}
+        began, first_tokens = time.perf_counter(), tokens
+        try:
+            with _graceful_stop() as stop:
+                running: _Running | None = None
+                for step in range(done + 1, total + 1):
+                    started = self._start(step, stop.asked or self.saver.failed, running)
+                    if running is not None:
+                        row, running = self._finish(running, tokens, utilization), None
+                        tokens = row["tokens"]
+                        self._record(row["step"], row, last=False)
+                    if not (self._stops(stop, step) or started.launched.ready or self._needs_weights(step)):
+                        running = started  # the next step is launched while the device runs this one
+                        continue
+                    row = self._finish(started, tokens, utilization)
+                    tokens = row["tokens"]
+                    due = step == total or _due(recipe.run.save_every, step)
+                    # Ranks have agreed on when to stop, so they know here whether they will.
+                    self._check_replicas(step, due or self._stops(stop, step))
+                    self._record(step, row, last=step == total)
+                    # Read once: a request during the save waits for the next step.
+                    stopping = self._stops(stop, step)
+                    if stopping or due:
+                        self._save(step, row, last=stopping or step == total)
+                    if stopping:
+                        break
+                self.status.enter(Phase.END, row.get("step", done))
+                self.saver.wait()
+        except RushError:
+            self._finish_save()
+            raise
+        except BaseException as error:
+            if self.saver.failed_step is not None:
+                self.status.enter(Phase.SAVE, self.saver.failed_step)
+            if isinstance(error, Exception | SystemExit) and not lost(error):
+                self._finish_save()
+            else:  # another rank is gone, or there is no time
+                self.saver.abandon()
+            raise
+        finally:
+            self.view.close()
+        return self._summary(row, done, tokens, (tokens - first_tokens) / (time.perf_counter() - began))
+
+    def _stops(self, stop: _Stop, step: int) -> bool:
+        """Whether the run ends after this step. Ranks are asked to stop at different moments: they end one step after the first
+        step in which all learned of a request. A failed save requests it, too."""
+        return stop.asked or self.saver.failed if self.run.ranks.alone else step >= self.last_step
+
+    def _needs_weights(self, step: int) -> bool:
+        """Whether a save, validation, sample or replica check uses the weights after this step."""
+        settings = self.recipe.run
+        return step == self.recipe.schedule.steps or any(
+            _due(every, step)
+            for every in (settings.save_every, settings.validate_every, settings.sample_every, settings.drift_every)
+        )  # fmt: skip
+
+    def _check_replicas(self, step: int, saving: bool) -> None:
+        """Compare replicas bit for bit, at the latest before they are saved."""
+        every, ranks = self.recipe.run.drift_every, self.run.ranks
+        if every and not ranks.alone and (saving or _due(every, step)):
+            self.status.enter(Phase.REPLICAS, step)
+            with self._with_advice():
+                check_replicas(ranks, self.run.model.named_parameters(), step)
+
+    def _start(self, step: int, asked: bool, before: _Running | None) -> _Running:
+        """Launch a step, on a device perhaps while the one before is still running."""
+        began = time.perf_counter()
+        opened = before.launched.arrived if before is not None else _mark(self.run.device)
+        self.status.enter(Phase.STEP, step)
+        lr = learning_rate(self.recipe, step)
+        batches = list(self.loader.next_step())
+        data_s = time.perf_counter() - began
+        with self._with_advice():
+            launched = launch_step(self.run, step, lr, batches, stopping=asked)
+        if not self.prepared and 0 < self.recipe.run.save_every < self.recipe.schedule.steps:
+            self.prepared = True  # the optimizer has its state now
+            self.saver.prepare(self.run.model, self.run.optimizer)
+        return _Running(launched, lr, began, opened, data_s)
+
+    def _finish(self, started: _Running, tokens: int, utilization: UtilizationMetric) -> dict[str, Any]:
+        """Wait for a step and return its row."""
+        self.status.enter(Phase.STEP, started.launched.step)
+        with self._with_advice():
+            result = started.launched.result()
+        if result.stopping:
+            self.last_step = min(self.last_step, started.launched.step + 1)
+        seconds = started.seconds()
+        speed = result.num_tokens / seconds
+        return {
+            "step": started.launched.step,
+            "loss": result.loss,
+            "grad_norm": result.grad_norm,
+            "lr": started.lr,
+            "tokens": tokens + result.num_tokens,
+            "labels": result.num_labels,
+            **(
+                {"padding": 1 - result.num_real / result.num_tokens}
+                if result.num_real < result.num_tokens
+                else {}
+            ),
+            **(
+                {"trained_per_s": result.num_labels / seconds}
+                if result.num_labels < result.num_tokens
+                else {}
+            ),
+            "tokens_per_s": speed,
+            "step_s": seconds,
+            "data_s": started.data_s,
+            "memory_bytes": memory_in_use(self.run.device.type),
+            **utilization.of(speed),
+            **result.figures,
+            **({"skipped": True} if result.skipped else {}),
+        }
+
+    @contextmanager
+    def _with_advice(self) -> Iterator[None]:
+        """Add the last checkpoint and advice to the error of a run that diverged."""
+        try:
+            yield
+        except Diverged as error:
+            self._finish_save()
+            steps = self.folder.checkpoints.steps()
+            last = self.folder.checkpoints.path(steps[-1]) if steps else None
+            kept = f"the last good checkpoint is {last}" if last else "no checkpoint had been saved yet"
+            advice = "Lower optimizer.lr, lengthen schedule.warmup or look at these samples."
+            if isinstance(error, Drifted):
+                advice = "Look for a faulty device or a technique that skips a collective, and continue with --resume."
+            raise type(error)(f"{error} Nothing was overwritten: {kept}. {advice}") from None
+
+    def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
+        settings = self.recipe.run
+        if last or _due(settings.validate_every, step):
+            self.status.enter(Phase.VALIDATION, step)
+            with self._with_advice():
+                held_out = partial(self.corpus.validation, self.recipe, self.run.loader_options)
+                row["val_loss"] = self.validation.loss(held_out)
+                row |= {"val_rows": self.validation.rows} if self.validation.rows else {}
+            figures = self.run.objective.figures(self.run.ranks.all_reduce)
+            row |= {f"val_{name}": value for name, value in figures.items()}
+        sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
+        self.status.enter(Phase.SAMPLE if sampled else Phase.RECORD, step)
+        run = gathered_run(self.run) if sampled else self.run
+        if self.rows is None:
+            return
+        metrics, samples = self.rows
+        metrics.write(row)
+        for sink in self.sinks:
+            sink.write(step, {k: v for k, v in row.items() if isinstance(v, float)})
+        self.view.row(row)
+        if sampled:
+            sample = self.sampler.row(run, self.corpus, self.recipe, step)
+            samples.write(sample)
+            if sample["text"] is not None:
+                self.view.sample(step, sample["text"])
+
+    def _save(self, step: int, row: dict[str, Any], last: bool) -> None:
+        self.status.enter(Phase.SAVE, step)
+        for rows in self.rows or ():
+            rows.sync()
+        extra = {
+            "step": step,
+            "tokens": row["tokens"],
+            "loader": self.loader.state(),
+            "corpus": self.corpus.digest,
+            "recipe": self.recipe.digest,
+        }
+        metrics = {"val_loss": row.get("val_loss")}
+        self.saver.save(step, self.run.model, self.run.optimizer, extra, metrics, last=last)
+
+    def _finish_save(self) -> None:
+        """Wait for the save under way; the run ends for another reason, so an error of the save is dropped."""
+        with suppress(Exception):
+            self.saver.wait()
+
+    def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
+        return Summary(**self.run.ranks.on_rank0(lambda: asdict(self._own_summary(row, done, tokens, speed))))
+
+    def _own_summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
+        rows = list(read_rows(self.folder.metrics))
+        val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
+        step = row.get("step", done)
+        return Summary(
+            folder=str(self.folder.path),
+            step=step,
+            steps=self.recipe.schedule.steps,
+            loss=rows[-1]["loss"],
+            val_loss=val[-1] if val else None,
+            best_val_loss=min(val) if val else None,
+            tokens=tokens,
+            tokens_per_s=speed,
+            interrupted=step < self.recipe.schedule.steps,
+        )
+
+
+def _mark(device: torch.device) -> torch.cuda.Event | None:
+    """A recorded timing event; None for a CPU."""
+    if device.type != "cuda":
+        return None
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _due(every: int, step: int) -> bool:
+    return every > 0 and step % every == 0
+
+
+def _title(recipe: Recipe, run: Run) -> str:
+    named = [name for name, _ in recipe.technique_uses()]
+    named += [name for use in run.uses if (name := use.technique.name) not in named]
+    names = ", ".join(named) or "none"
+    ranks = "" if run.ranks.alone else f"{run.ranks.data_ranks} × "
+    return (
+        f"{recipe.model.name} on {run.machine.summary()} · {recipe.step_tokens:,} tokens a step "
+        f"({ranks}{recipe.accumulation} × {recipe.micro} × {recipe.batch.sequence}) · techniques: {names}"
+    )
+
+
+@dataclass
+class _Stop:
+    asked: bool = False
+
+
+@contextmanager
+def _graceful_stop() -> Iterator[_Stop]:
+    """Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; a second Ctrl-C ends it at once."""
+    stop = _Stop()
+
+    def ask(number: int, frame: FrameType | None) -> None:
+        # Batch systems and `timeout` send SIGTERM more than once; only a second Ctrl-C means "now".
+        if stop.asked and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        stop.asked = True
+
+    try:
+        before = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # signals belong to the main thread; elsewhere the caller decides how to stop
+        before = {}
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
