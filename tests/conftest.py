@@ -8,6 +8,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,8 @@ if MEMORY_DISK.is_dir() and shutil.disk_usage(MEMORY_DISK).free > ROOM_BYTES:
 if not torch.cuda.is_available():
     # Triton decides when a kernel is defined whether it will be interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+if os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton"):
+    import tests.quick_interpreter  # noqa: F401
 # Tests run side by side, on tensors that are small: threads would wait for each other, and compilers' helpers, which each
 # process would start for itself, take longer to come up than what they compile. What tests start inherits it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -33,6 +36,12 @@ if (
 ):
     # A shell that starts tests in the background has them ignore Ctrl-C, and they would hand that down to what they start.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def seed() -> None:
+    """Random data are the same in every run of a test."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(scope="session")

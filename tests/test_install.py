@@ -85,6 +85,7 @@ def test_changed_requirements_ask_for_a_new_lock(tmp_path: Path, capsys: pytest.
     assert "OFFLINE=1" in capsys.readouterr().out
 
 
+@pytest.mark.slow  # it asks the package index; `make check` resolves every platform anyway
 def test_a_triton_that_torch_does_not_demand_has_no_solution(tmp_path: Path) -> None:
     """The lock that could not be installed: triton 3.9.0 beside a torch from PyPI."""
     platform = lock.PLATFORMS[0]

@@ -40,7 +40,7 @@ def _living(tmp_path_factory: pytest.TempPathFactory, preloaded: tuple[str, ...]
     # Where there is a GPU they ask for it when they are imported, which a process that forks must not.
     libraries = [] if torch.cuda.is_available() else [name for name in LIBRARIES if find_spec(name)]
     plain = (*preloaded, *COMMANDS, *libraries)
-    interpreted = ("tests.lives.quick_interpreter", *plain)
+    interpreted = ("tests.quick_interpreter", *plain)
     starters = Starter(plain, dismantle=False), Starter(interpreted, dismantle=False)
     yield Living(starters, folder, session / "data", environment)
     for starter in starters:

@@ -41,7 +41,7 @@ READY = [_lived(name) for name in RECIPES.names()]
 def _starter(*preloaded: str) -> Iterator[Starter]:
     with pytest.MonkeyPatch.context() as surroundings:
         surroundings.setenv(*INTERPRETED)
-        starter = Starter(("tests.lives.quick_interpreter", *preloaded, *COMMANDS), dismantle=False)
+        starter = Starter(("tests.quick_interpreter", *preloaded, *COMMANDS), dismantle=False)
         yield starter
         starter.close()
 
