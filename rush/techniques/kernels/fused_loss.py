@@ -44,14 +44,17 @@ class FusedLossHead(nn.Module):
     """The summed loss of hidden states and the LM head's weight, by the fused kernel."""
 
     def __init__(
-        self, loss: Callable[..., Tensor], chunk_tokens: int | None, words: tuple[Any, ...] | None = None
+        self,
+        loss: Callable[..., Tensor],
+        chunk_tokens: int | None,
+        vocab_shard: tuple[Any, ...] | None = None,
     ) -> None:
         super().__init__()
         self.loss = loss
         self.chunk_tokens = chunk_tokens
-        self.words = words
+        self.vocab_shard = vocab_shard
         self.matmuls = "dtype"
-        """Of 8-bit factors, if `fp8` says so."""
+        """`fp8` sets it to run fp8 matmuls."""
 
     def forward(self, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor) -> Tensor:
         missing = -labels_bt.numel() % FP8_ALIGNMENT
@@ -65,7 +68,7 @@ class FusedLossHead(nn.Module):
             labels_bt,
             ignore_index=-100,
             chunk_tokens=self.chunk_tokens,
-            vocab_shard=self.words,
+            vocab_shard=self.vocab_shard,
             matmuls=self.matmuls,
         )
 
@@ -76,11 +79,11 @@ class FusedLossHead(nn.Module):
         return FusedLossHead(self.loss, self.chunk_tokens, VocabShard(first, whole, ranks, group))
 
     @staticmethod
-    def width(words: int) -> int:
+    def width(vocab_size: int) -> int:
         """Width of the matmul for a vocabulary of this size."""
         from rush.kernels.linear_cross_entropy.chunks import ALIGNED
 
-        return -(-words // ALIGNED) * ALIGNED
+        return -(-vocab_size // ALIGNED) * ALIGNED
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
