@@ -12,8 +12,6 @@ both compute the same loss from the same weights is for the tests to show, at a 
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -22,13 +20,12 @@ from typing import Any
 
 from rush.bench.longest import LongestSequence, life_took, took
 from rush.bench.workloads import TargetedRecipe, WorkloadSpec
-from rush.files import write_json_atomic
 from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, rung_of
 from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig
 from rush.lab.paired import floors_of
 from rush.lab.parity.judge import hold_against_plain
 from rush.lab.trial.runner import TIMING, Bench, open_bench
-from rush.lab.trial.trial import Outcome, execute
+from rush.lab.trial.trial import Outcome
 from rush.recipe_io import write_toml
 from rush.records.ladder import RungRecord
 from rush.records.life import broken
@@ -143,18 +140,10 @@ class Match:
             "extra_techniques": [],
             "options": dict(baseline.options),
         }
-        told = json.dumps([spec, bench.machine.fingerprint(), __version__, number], sort_keys=True)
-        digest = hashlib.sha256(told.encode()).hexdigest()[:16]
-        path = bench.folder / "trials" / f"{digest}-baseline-{number}.json"
-        if path.exists():
-            return Outcome.from_dict(json.loads(path.read_text()))
-        compiled = (bench.work / f"compiled-{baseline.recipe.digest[:16]}").resolve()
-        outcome = execute(
-            bench.starter, spec, bench.work / path.stem, self.workload.measure.limit_s, compiled
-        )
-        path.parent.mkdir(exist_ok=True)
-        write_json_atomic(path, outcome.to_dict())
-        return outcome
+        inputs = [spec, bench.machine.fingerprint(), __version__, number]
+        path = bench.trial_path(inputs, f"baseline-{number}")
+        known = bench.stored(path)
+        return known or bench.execute(spec, path, self.workload.measure.limit_s, baseline.recipe)
 
     def record(self) -> WorkloadRecord:
         """Everything known so far."""

@@ -16,7 +16,8 @@ from typing import Any, cast
 from rush.lab.ladder.ladder_file import Addition
 from rush.lab.paired import Floors, Timed, compare, unevenness
 from rush.lab.statistics import Interval, Ratio, centre, median_interval
-from rush.lab.trial.timing import KINDS, rates, timed
+from rush.lab.trial.state import TrialState
+from rush.lab.trial.timing import KINDS, rates
 from rush.lab.trial.trial import Outcome
 from rush.models import Shape, flops_per_token
 from rush.recipe import Recipe
@@ -52,7 +53,7 @@ FORMULAS = {
 
 
 @dataclass
-class RungState:
+class RungState(TrialState):
     """A rung being measured: its recipe and the trials made so far."""
 
     addition: Addition | None
@@ -77,52 +78,22 @@ class RungState:
         return [name] if name else []
 
     @property
-    def evidence(self) -> list[dict[str, Any]]:
-        return list(self.outcomes[0].found.get("evidence", [])) if self.outcomes else []
-
-    @property
-    def status(self) -> str:
-        if self.refused is not None:
-            return "unsupported"
-        first = self.outcomes[0]
-        if first.status != "ok":
-            return first.status
-        without = [e for e in self.evidence if e["technique"] in self.added and not e["took_effect"]]
-        return "no_effect" if without else "ok"
+    def required(self) -> list[str]:
+        return self.added
 
     @property
     def reason(self) -> str | None:
         if self.refused is not None:
             return self.refused
-        lost = [e for e in self.evidence if not e["took_effect"]]
-        notes = [f"{e['technique']} did not take effect: {e['what']}" for e in lost]
-        told = [outcome.reason for outcome in self.outcomes[:1] if outcome.reason]
+        reasons = [outcome.reason for outcome in self.outcomes[:1] if outcome.reason]
         if self.life is not None and self.life["problem"]:
-            told.append(self.life["problem"] if self.unusable else life_words(self.life))
-        return "; ".join([*told, *notes]) or None
+            reasons.append(self.life["problem"] if self.unusable else life_words(self.life))
+        return "; ".join([*reasons, *self.without_effect]) or None
 
     @property
     def unusable(self) -> bool:
         """Whether it was measured and cannot be trained with."""
         return broken(self.life)
-
-    @property
-    def measured(self) -> bool:
-        return bool(self.processes)
-
-    @property
-    def timings(self) -> list[Mapping[str, Any]]:
-        return [o.found["timing"] for o in self.outcomes if o.status == "ok" and "timing" in o.found]
-
-    @property
-    def processes(self) -> list[list[float]]:
-        """Tokens per second of the kind that counts: the samples of every process."""
-        return [rates(timing) for timing in self.timings]
-
-    @property
-    def timed(self) -> list[Timed]:
-        """The same samples with the batches they were taken on."""
-        return [timed(timing) for timing in self.timings]
 
     @property
     def peak_memory(self) -> list[int]:

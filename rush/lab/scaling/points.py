@@ -15,10 +15,10 @@ from rush.errors import RushError
 from rush.hardware import Machine
 from rush.lab.ladder.findings import FORMULAS as LADDER
 from rush.lab.ladder.findings import measured
-from rush.lab.paired import Floors, Timed, compare
+from rush.lab.paired import Floors, compare
 from rush.lab.scaling.layouts import ONE
 from rush.lab.statistics import median_interval
-from rush.lab.trial.timing import rates, timed
+from rush.lab.trial.state import TrialState
 from rush.lab.trial.trial import Outcome
 from rush.plan import plan, spec_of, target_here
 from rush.profiling.comm_overlap import HOW
@@ -54,7 +54,7 @@ FORMULAS = {
 
 
 @dataclass
-class ScalingPoint:
+class ScalingPoint(TrialState):
     """A point being measured: what it is, and the trials made so far."""
 
     layout: str
@@ -78,20 +78,6 @@ class ScalingPoint:
         return self.layout if self.layout == ONE else f"{self.layout} on {self.devices}{peers}"
 
     @property
-    def timings(self) -> list[Mapping[str, Any]]:
-        return [o.found["timing"] for o in self.outcomes if o.status == "ok" and "timing" in o.found]
-
-    @property
-    def processes(self) -> list[list[float]]:
-        """Tokens per second, the samples of every trial."""
-        return [rates(timing) for timing in self.timings]
-
-    @property
-    def timed(self) -> list[Timed]:
-        """The same samples with the batches they were taken on."""
-        return [timed(timing) for timing in self.timings]
-
-    @property
     def ranks(self) -> list[Mapping[str, Any]]:
         return list(self.outcomes[0].found.get("ranks", [])) if self.outcomes else []
 
@@ -111,29 +97,15 @@ class ScalingPoint:
         return found
 
     @property
-    def status(self) -> str:
-        if self.refused is not None:
-            return "unsupported"
-        first = self.outcomes[0]
-        if first.status != "ok":
-            return first.status
-        return (
-            "no_effect"
-            if any(e["technique"] in self.sizes and not e["took_effect"] for e in self.evidence)
-            else "ok"
-        )
+    def required(self) -> dict[str, int]:
+        return self.sizes
 
     @property
     def reason(self) -> str | None:
         if self.refused is not None:
             return self.refused
-        lost = [
-            f"{e['technique']} did not take effect: {e['what']}"
-            for e in self.evidence
-            if not e["took_effect"]
-        ]
-        told = [outcome.reason for outcome in self.outcomes if outcome.reason]
-        return "; ".join([*told[:1], *lost]) or None
+        reasons = [outcome.reason for outcome in self.outcomes if outcome.reason]
+        return "; ".join([*reasons[:1], *self.without_effect]) or None
 
     @property
     def verdict(self) -> str:

@@ -218,8 +218,8 @@ class ScalingStudy:
                 if why is None and self.bench.shared(ranks):
                     why = "ranks that share a device measure their waiting for each other."
                 if why is None:
-                    self._tell(f"exchanges between {ranks} ranks")
-                    outcome = self.bench.exchange(ranks, {} if peers else PEERLESS)
+                    self._tell(f"collectives between {ranks} ranks")
+                    outcome = self.bench.collectives(ranks, {} if peers else PEERLESS)
                     self.links += _links_of(outcome, ranks, peers)
                     self.done += 1
                 else:

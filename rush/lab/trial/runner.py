@@ -1,8 +1,8 @@
-"""The bench: runs trials one after another and keeps what they came to.
+"""The bench: runs trials one after another and stores their outcomes.
 
-Every finished trial is a file, named after everything its outcome depends on: the recipe, the machine, how
-it was timed, the version of this code. A ladder that was interrupted finds them and repeats nothing; one
-that is started again on another machine, or with other settings, finds none and measures anew.
+Every finished trial is a file, named after everything its outcome depends on: the recipe, the machine, how it was timed, the
+version of this code. An interrupted ladder repeats none of them; on another machine, or with other settings, all are new.
+`TrialFolder` is shared with the bench for several ranks (`rush/lab/scaling/rank_runner.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,8 +33,68 @@ from rush.version import __version__
 TIMING = ("windows", "window_ms", "warmup_max_steps", "warmup_max_s", "timed_max_s")
 
 
+class TrialFolder:
+    """A folder with a file for each finished trial."""
+
+    folder: Path
+    starter: Starter
+    seconds: list[float]
+    """Durations of the trials that this process ran."""
+
+    @property
+    def work(self) -> Path:
+        return self.folder / "work"
+
+    def stored(self, path: Path) -> Outcome | None:
+        """The outcome of a trial that finished earlier."""
+        return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
+
+    def trial_path(self, inputs: Any, kind: str) -> Path:
+        """The file of a trial, named after everything its outcome depends on."""
+        return self.folder / "trials" / f"{digest_of(inputs)}-{kind}.json"
+
+    def compiled(self, recipe: Recipe) -> Path:
+        """The compiler's cache of a recipe."""
+        return (self.work / f"compiled-{recipe.digest[:16]}").resolve()
+
+    def execute(
+        self,
+        spec: Mapping[str, Any],
+        path: Path,
+        limit_s: float,
+        recipe: Recipe | None = None,
+        environment: Mapping[str, str] | None = None,
+        keep: Callable[[Outcome], bool] = lambda outcome: True,
+    ) -> Outcome:
+        """Run a trial now, with the compiler's cache of `recipe`, and store its outcome."""
+        compiled = self.compiled(recipe) if recipe is not None else None
+        outcome = execute(self.starter, spec, self.work / path.stem, limit_s, compiled, environment)
+        self.seconds.append(outcome.wall_s)
+        if keep(outcome):
+            path.parent.mkdir(exist_ok=True)
+            write_json_atomic(path, outcome.to_dict())
+        return outcome
+
+    def clean(self) -> None:
+        """Remove the files of unfinished trials and compilers."""
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+def digest_of(inputs: Any) -> str:
+    return hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def canonical(tree: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's tree without the order of its techniques, which means nothing."""
+    return {**tree, "techniques": sorted(map(json.dumps, tree["techniques"]))}
+
+
+def file_digests(paths: Iterable[str]) -> list[str]:
+    return [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in paths]
+
+
 @dataclass
-class Bench:
+class Bench(TrialFolder):
     plan: LadderPlan
     folder: Path
     starter: Starter
@@ -42,18 +102,11 @@ class Bench:
     ceilings: dict[str, Any] | None
     peaks: dict[str, float] | None
     extra_techniques: tuple[str, ...] = ()
-    """Python files that define further techniques."""
+    """Python files that define more techniques."""
     seconds: list[float] = field(default_factory=list)
-    """How long the trials made by this bench took."""
-
-    @property
-    def work(self) -> Path:
-        return self.folder / "work"
 
     def known(self, recipe: Recipe, kind: str) -> Outcome | None:
-        """The outcome of a trial that was made earlier."""
-        path = self._path(recipe, kind)
-        return Outcome.from_dict(json.loads(path.read_text())) if path.exists() else None
+        return self.stored(self._path(recipe, kind))
 
     def run(
         self,
@@ -68,11 +121,10 @@ class Bench:
         keep_late: bool = True,
         slowest: float = 0.0,
     ) -> Outcome:
-        """The outcome of a trial, made now or earlier. The `first` of a rung is also watched and, unless told otherwise, traced.
+        """The outcome of a trial, run now or earlier. The `first` of a rung is also profiled and, if `traced`, traced for parity.
 
-        What others are held against needs its `twin`, too: a plain recipe, if nothing else is said. `keep_late`: whether it is
-        a result that a trial did not end within its limit; with more time it may. One that makes fewer tokens a second than
-        `slowest` is not timed to the end; that is a result, too.
+        A reference (by default a plain recipe) also needs its perturbed run (`twin`). `keep_late`: whether running into the
+        limit is a result. A trial with fewer tokens per second than `slowest` is ended early, which is a result.
         """
         if (known := self.known(recipe, kind)) is not None:
             return known
@@ -92,25 +144,23 @@ class Bench:
             "parity": parity,
             "extra_techniques": list(self.extra_techniques),
         }
-        path = self._path(recipe, kind)
         limit = min(self.plan.measure.limit_s, limit_s)
-        outcome = execute(self.starter, spec, self.work / path.stem, limit, self._compiled(recipe))
-        self.seconds.append(outcome.wall_s)
-        if not (keep_late or outcome.found.get("complete")) and outcome.wall_s >= limit:
-            return outcome
-        for name, rounded in (("trace", False), ("twin", True)):
-            if name in outcome.found:
-                write_json_atomic(self._trace_path(wanted, rounded), outcome.found[name])
-        path.parent.mkdir(exist_ok=True)
-        write_json_atomic(path, outcome.to_dict())
-        return outcome
+
+        def keep(outcome: Outcome) -> bool:
+            done = keep_late or bool(outcome.found.get("complete")) or outcome.wall_s < limit
+            for name, rounded in (("trace", False), ("twin", True)):
+                if done and name in outcome.found:
+                    write_json_atomic(self._trace_path(wanted, rounded), outcome.found[name])
+            return done
+
+        return self.execute(spec, self._path(recipe, kind), limit, recipe, keep=keep)
 
     def life(
         self, recipe: Recipe, limit_s: float = math.inf, compiled_for: Recipe | None = None
     ) -> LifeRecord:
-        """The short life of a recipe that was measured, lived now or earlier; one of which nothing is known is tried again.
+        """The short life of a measured recipe, now or earlier; one with an unknown verdict is repeated.
 
-        Trials may have been made of a variant with another number of micro batches: compilers find what they made for it.
+        `compiled_for`: the variant with another number of micro batches whose compiler cache is used.
         """
         path = self._life_path(recipe)
         if path.exists():
@@ -122,7 +172,7 @@ class Bench:
             short,
             self.work / path.stem,
             device=self.machine.device,
-            compiled=self._compiled(compiled_for or recipe),
+            compiled=self.compiled(compiled_for or recipe),
             techniques=self.extra_techniques,
             limit_s=min(self.plan.measure.limit_s, limit_s),
         )
@@ -134,7 +184,7 @@ class Bench:
         return life
 
     def lived(self, recipe: Recipe) -> bool:
-        """Whether the life of a recipe is known."""
+        """Whether the life of a recipe is recorded."""
         return self._life_path(recipe).exists()
 
     def parity_recipe(self, recipe: Recipe) -> Recipe:
@@ -142,7 +192,7 @@ class Bench:
         return parity_recipe(recipe, self.plan.base, settings.steps, settings.changes)
 
     def trace(self, wanted: Recipe, rounded: bool = False) -> dict[str, Any] | None:
-        """The parity trace of a parity recipe, or of its twin from rounded weights, if it was made."""
+        """The parity trace of a parity recipe, or of its perturbed run from `rounded` weights, if there is one."""
         path = self._trace_path(wanted, rounded)
         if not (path.exists() and self.gradients(wanted, rounded).exists()):
             return None
@@ -151,10 +201,6 @@ class Bench:
 
     def gradients(self, wanted: Recipe, rounded: bool = False) -> Path:
         return self.folder / "parity" / f"{self._digest(wanted)}{'-twin' if rounded else ''}.safetensors"
-
-    def clean(self) -> None:
-        """Remove what only unfinished trials and compilers need."""
-        shutil.rmtree(self.work, ignore_errors=True)
 
     def _trace_path(self, wanted: Recipe, rounded: bool = False) -> Path:
         return self.gradients(wanted, rounded).with_suffix(".json")
@@ -165,37 +211,31 @@ class Bench:
     def _life_path(self, recipe: Recipe) -> Path:
         return self.folder / "trials" / f"{self._digest_of(quick(recipe))}-life.json"
 
-    def _compiled(self, recipe: Recipe) -> Path:
-        """What compilers made of a recipe."""
-        return (self.work / f"compiled-{recipe.digest[:16]}").resolve()
-
     def _digest(self, recipe: Recipe) -> str:
         measure = self.plan.measure.model_dump(include={*TIMING, "limit_s"})
         return self._digest_of(recipe, measure=measure, parity=self.plan.parity.model_dump())
 
     def _digest_of(self, recipe: Recipe, **how: Any) -> str:
-        extra = [hashlib.sha256(Path(path).read_bytes()).hexdigest() for path in self.extra_techniques]
-        told: dict[str, Any] = {
-            "recipe": recipe.content(),
+        content = recipe.content()
+        content.pop("about")
+        inputs = {
+            "recipe": canonical(content),
             "machine": self.machine.fingerprint(),
             "version": __version__,
-            "extra": extra,
+            "extra": file_digests(self.extra_techniques),
             **how,
         }
-        told["recipe"].pop("about")  # words for people
-        # The order in which techniques are named means nothing.
-        told["recipe"]["techniques"] = sorted(map(json.dumps, told["recipe"]["techniques"]))
-        return hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:16]
+        return digest_of(inputs)
 
 
 @contextmanager
 def open_bench(
     plan: LadderPlan, folder: Path, extra_techniques: Sequence[Path] = (), *, every_dtype: bool = False
 ) -> Iterator[Bench]:
-    """Learn what the machine is and how fast, in a process of its own: the ladder never touches the device. A CPU multiplies
-    some dtypes hundreds of times slower than others: `every_dtype` says to ask for all, to know before a trial."""
+    """Probe the machine and measure its rates in a separate process: the ladder never touches the device. `every_dtype`: on a CPU
+    measure all dtypes, some of which are hundreds of times slower than others."""
     spec = {"kind": "prepare", "device": plan.base.run.device, "every_dtype": every_dtype}
-    # Lives end as a user's runs do, but for taking the interpreter apart, which would take longer than all their steps.
+    # Lives exit as a user's runs do, without interpreter finalization, which takes longer than their steps.
     starter = Starter(COMMANDS, dismantle=False)
     try:
         outcome = execute(starter, spec, folder / "work" / "prepare", MeasureConfig().limit_s)
