@@ -24,6 +24,7 @@ from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, rung_of
 from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig
 from rush.lab.paired import floors_of
 from rush.lab.parity.judge import hold_against_plain
+from rush.lab.trial.found import TrialFound
 from rush.lab.trial.runner import TIMING, Bench, open_bench
 from rush.lab.trial.trial import Outcome
 from rush.recipe_io import write_toml
@@ -151,7 +152,7 @@ class Match:
         floors = floors_of([state.timed for state in states], self.workload.measure.noise_floor)
         baselines = Baselines(self.bench.ceilings, self.bench.peaks, floors, self.workload.measure.smaller)
         recipe = self.spec.recipe
-        found = dict(self.baseline.outcomes[0].found) if self.baseline.outcomes else {}
+        found = self.baseline.outcomes[0].found if self.baseline.outcomes else TrialFound()
         return {
             "name": self.workload.name,
             "about": self.workload.about,

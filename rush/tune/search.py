@@ -271,8 +271,9 @@ class Search:
         rest = without(candidate.known_recipe, out, self.rules) if out else None
         if not isinstance(rest, Move) or identity(rest.recipe) in self.options.seen:
             return None
-        assert candidate.kind is not None, candidate.key
-        other = self.add(Move(f"{candidate.key}, {rest.key}", rest.recipe, candidate.kind), "ahead")
+        other = self.add(
+            Move(f"{candidate.key}, {rest.key}", rest.recipe, candidate.kind or rest.kind), "ahead"
+        )
         other.over = candidate.key
         return other
 

@@ -25,6 +25,7 @@ from rush.lab.ladder.ladder_file import Addition, LadderPlan, compose
 from rush.lab.ladder.limits import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.paired import floors_near, quotient
 from rush.lab.parity.judge import hold_against_plain
+from rush.lab.trial.found import TimingFound
 from rush.lab.trial.runner import Bench, open_bench
 from rush.lab.trial.timing import timed
 from rush.lab.trial.trial import Outcome
@@ -287,7 +288,7 @@ class Climb:
             "interactions": self.interactions,
         }
 
-    def _again_timings(self) -> list[dict[str, Any]]:
+    def _again_timings(self) -> list[TimingFound]:
         return [o.found["timing"] for o in self.again if o.status == "ok" and "timing" in o.found]
 
 

@@ -18,6 +18,7 @@ from rush.lab.ladder.findings import measured
 from rush.lab.paired import Floors, compare
 from rush.lab.scaling.layouts import ONE
 from rush.lab.statistics import median_interval
+from rush.lab.trial.found import RankFound, TraceFound
 from rush.lab.trial.state import TrialState
 from rush.lab.trial.trial import Outcome
 from rush.plan import plan, spec_of, target_here
@@ -78,7 +79,7 @@ class ScalingPoint(TrialState):
         return self.layout if self.layout == ONE else f"{self.layout} on {self.devices}{peers}"
 
     @property
-    def ranks(self) -> list[Mapping[str, Any]]:
+    def ranks(self) -> list[RankFound]:
         return list(self.outcomes[0].found.get("ranks", [])) if self.outcomes else []
 
     @property
@@ -120,10 +121,10 @@ class ScalingPoint(TrialState):
 
     @property
     def memory(self) -> list[int]:
-        """The peak of each rank: the largest of its processes'."""
+        """The peak of each rank over its processes."""
         every = [[rank.get("peak_memory_bytes") for rank in o.found.get("ranks", [])] for o in self.outcomes]
-        whole = [row for row in every if row and None not in row]
-        return [max(int(row[rank]) for row in whole) for rank in range(len(whole[0]))] if whole else []
+        whole = [[int(peak) for peak in row if peak is not None] for row in every if row and None not in row]
+        return [max(row[rank] for row in whole) for rank in range(len(whole[0]))] if whole else []
 
 
 def predicted(recipe: Recipe, machine: Machine, ceilings: Mapping[str, Any] | None) -> float | None:
@@ -211,17 +212,21 @@ def _base(point: ScalingPoint, points: Sequence[ScalingPoint], scaling: str) -> 
 
 
 def exposed_of(point: ScalingPoint) -> ExposedCommunication | None:
-    told = [rank for rank in point.ranks if rank.get("profiled_step_ms")]
-    if point.layout == ONE or point.shared or not told or len(told) < len(point.ranks):
+    figures = []
+    for rank in point.ranks:
+        exposed, step = rank.get("exposed_ms"), rank.get("profiled_step_ms")
+        if exposed is None or not step:
+            return None
+        figures.append((exposed / step, exposed, rank.get("exchange_ms") or 0.0, step))
+    if point.layout == ONE or point.shared or not figures:
         return None
-    shares = [rank["exposed_ms"] / rank["profiled_step_ms"] for rank in told]
-    worst = told[shares.index(max(shares))]
+    share, exposed_ms, exchange_ms, step_ms = max(figures, key=lambda row: row[0])
     return {
-        "share": max(shares),
-        "exposed_ms": worst["exposed_ms"],
-        "exchange_ms": worst["exchange_ms"],
-        "step_ms": worst["profiled_step_ms"],
-        "ranks": shares,
+        "share": share,
+        "exposed_ms": exposed_ms,
+        "exchange_ms": exchange_ms,
+        "step_ms": step_ms,
+        "ranks": [row[0] for row in figures],
     }
 
 
@@ -258,7 +263,7 @@ def _compare(what: str, first: ScalingPoint, second: ScalingPoint, floors: Floor
     }
 
 
-def judged(ours: Mapping[str, Any] | None, one: Mapping[str, Any] | None, why: str | None) -> dict[str, Any]:
+def judged(ours: TraceFound | None, one: TraceFound | None, why: str | None) -> dict[str, Any]:
     """The parity part of a point: its trace against that of one rank."""
     empty: dict[str, Any] = {
         "losses": [],
@@ -282,11 +287,11 @@ def judged(ours: Mapping[str, Any] | None, one: Mapping[str, Any] | None, why: s
     allowed = SAME[ours["dtype"]]
     off = [
         (_apart(mine, theirs), limit, f"the {what} of step {step}")
-        for what, key, limit in (
-            ("loss", "losses", allowed.loss),
-            ("gradient norm", "grad_norms", allowed.grad_norm),
+        for what, found, expected, limit in (
+            ("loss", ours["losses"], one["losses"], allowed.loss),
+            ("gradient norm", ours["grad_norms"], one["grad_norms"], allowed.grad_norm),
         )
-        for step, (mine, theirs) in enumerate(zip(ours[key], one[key], strict=True), start=1)
+        for step, (mine, theirs) in enumerate(zip(found, expected, strict=True), start=1)
     ]
     worst, limit, what = max(off, key=lambda row: row[0] / row[1])
     equal = worst <= limit

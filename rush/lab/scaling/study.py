@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from rush.errors import RecipeError
 from rush.hardware.samples import Sample, bus_factor
@@ -24,6 +23,7 @@ from rush.lab.scaling.layouts import ONE, laid_out, sizes_of
 from rush.lab.scaling.points import FORMULAS, ScalingPoint, comparisons_of, judged, point_of, predicted
 from rush.lab.scaling.rank_runner import GROUP_OF_ONE, PEERLESS, SHARED, RankBench, open_rank_bench
 from rush.lab.scaling.study_file import StudyPlan
+from rush.lab.trial.found import TraceFound
 from rush.lab.trial.timing import timed
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
@@ -87,7 +87,7 @@ class ScalingStudy:
         self.started = read_scale(self.file)["started"] if self.file.exists() else _now()
         self.finished: str | None = None
         self.points = list(self._points())
-        self.traces: dict[tuple[str, int, bool], dict[str, Any]] = {}
+        self.traces: dict[tuple[str, int, bool], TraceFound] = {}
         self.again: list[Outcome] = []
         self.links: list[LinkRecord] = []
         self.done = 0
@@ -200,7 +200,7 @@ class ScalingStudy:
         except RecipeError as error:
             return str(error)
 
-    def _one_rank(self) -> dict[str, Any] | None:
+    def _one_rank(self) -> TraceFound | None:
         """What one rank learns in the same steps; traced by itself where one device is not part of the study."""
         key = ONE, 1, True
         if key not in self.traces and self.plan.devices[0] > 1:
@@ -275,7 +275,7 @@ def _links_of(outcome: Outcome, ranks: int, peers: bool) -> list[LinkRecord]:
     return [
         {
             "operation": operation,
-            "backend": outcome.found["backend"],
+            "backend": outcome.found.get("backend") or "none",
             "ranks": ranks,
             "peer_to_peer": peers,
             "reason": None,

@@ -23,6 +23,7 @@ from rush.hardware import Machine
 from rush.lab.ladder.ladder_file import LadderPlan, MeasureConfig
 from rush.lab.life.usable import live, quick
 from rush.lab.parity.trace import parity_recipe
+from rush.lab.trial.found import TraceFound
 from rush.lab.trial.starter import COMMANDS, Starter
 from rush.lab.trial.trial import Outcome, execute
 from rush.recipe import Recipe
@@ -148,9 +149,10 @@ class Bench(TrialFolder):
 
         def keep(outcome: Outcome) -> bool:
             done = keep_late or bool(outcome.found.get("complete")) or outcome.wall_s < limit
-            for name, rounded in (("trace", False), ("twin", True)):
-                if done and name in outcome.found:
-                    write_json_atomic(self._trace_path(wanted, rounded), outcome.found[name])
+            traces = (outcome.found.get("trace"), outcome.found.get("twin"))
+            for trace, rounded in zip(traces, (False, True), strict=True):
+                if done and trace is not None:
+                    write_json_atomic(self._trace_path(wanted, rounded), trace)
             return done
 
         return self.execute(spec, self._path(recipe, kind), limit, recipe, keep=keep)
@@ -191,12 +193,12 @@ class Bench(TrialFolder):
         settings = self.plan.parity
         return parity_recipe(recipe, self.plan.base, settings.steps, settings.changes)
 
-    def trace(self, wanted: Recipe, rounded: bool = False) -> dict[str, Any] | None:
+    def trace(self, wanted: Recipe, rounded: bool = False) -> TraceFound | None:
         """The parity trace of a parity recipe, or of its perturbed run from `rounded` weights, if there is one."""
         path = self._trace_path(wanted, rounded)
         if not (path.exists() and self.gradients(wanted, rounded).exists()):
             return None
-        found: dict[str, Any] = json.loads(path.read_text())
+        found: TraceFound = json.loads(path.read_text())
         return found
 
     def gradients(self, wanted: Recipe, rounded: bool = False) -> Path:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 from rush.lab.paired import Timed
+from rush.lab.trial.found import TimingFound
 from rush.lab.trial.timing import rates, timed
 from rush.lab.trial.trial import Outcome
 
@@ -40,7 +41,7 @@ class TrialState:
         return [f"{e['technique']} did not take effect: {e['what']}" for e in idle]
 
     @property
-    def timings(self) -> list[Mapping[str, Any]]:
+    def timings(self) -> list[TimingFound]:
         return [o.found["timing"] for o in self.outcomes if o.status == "ok" and "timing" in o.found]
 
     @property

@@ -13,16 +13,16 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import torch
 
 from rush.data import Batch, Steps
 from rush.hardware import conditions, peak_memory_bytes, reset_peak_memory
 from rush.lab.paired import Timed
+from rush.lab.trial.found import TimingFound
 from rush.models import Decoder
 from rush.training.build import Run
 from rush.training.schedule import learning_rate
@@ -96,7 +96,7 @@ class Stepper:
 
 def time_steps(
     run: Run, loader: Steps, timing: Timing, agree: Callable[[float], float] = lambda seconds: seconds
-) -> dict[str, Any]:
+) -> TimingFound:
     """Warm up, then time; everything as plain JSON values.
 
     Of several ranks all must make the same number of steps: `agree` makes of each one's seconds those that count for all.
@@ -162,7 +162,7 @@ def time_steps(
     }
 
 
-def rates(timing: Mapping[str, Any], kind: str | None = None) -> list[float]:
+def rates(timing: TimingFound, kind: str | None = None) -> list[float]:
     """Tokens per second of each sample, of one kind, or of the kind that counts; steps may hold unequal numbers."""
     counted = kind or timing.get("counted", "processed")
     if "sample_tokens" not in timing:  # written before steps could differ
@@ -172,7 +172,7 @@ def rates(timing: Mapping[str, Any], kind: str | None = None) -> list[float]:
     return [count / seconds for count, seconds in zip(tokens, timing["samples_s"], strict=True)]
 
 
-def timed(timing: Mapping[str, Any]) -> Timed:
+def timed(timing: TimingFound) -> Timed:
     """The samples of a timing with the batches they were taken on, as far as it says."""
     told = timing.get("sample_tokens") or {}
     tokens = told.get(timing.get("counted", "processed"), ())

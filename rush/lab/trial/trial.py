@@ -1,9 +1,8 @@
-"""One trial: a recipe executed in a process of its own, with a time limit, whatever becomes of it.
+"""One trial: a recipe in a process of its own, with a time limit.
 
-A fresh process is the only fair start: no warm caches, no fragments in the allocator, no compiled graph
-left over from the rung before. It is also the only safe one: a trial may run out of memory, hang or take
-the interpreter down with it, and each of these is a result, not the end of the ladder. The two sides
-talk through files of JSON. `rush.lab.trial.starter` starts and ends the process.
+A fresh process is the only fair start: no warm caches, no fragmented allocator, no compiled graph of another rung. It is also
+the only safe one: a trial may run out of memory, hang or crash, and each of these is a result, not the end of the ladder. The
+two sides communicate through JSON files. `rush.lab.trial.starter` starts and ends the process.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.files import write_json_atomic
+from rush.lab.trial.found import TrialFound
 from rush.lab.trial.starter import Starter
 
 LOG_TAIL = 2000
@@ -26,18 +26,18 @@ LOG_TAIL = 2000
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a trial came to: one of the record's statuses, a sentence unless it is ok, and what was found."""
+    """The status of a trial (`rush.records.ladder.STATUSES`), a reason unless it is ok, and what it found."""
 
     status: str
     reason: str | None
-    found: Mapping[str, Any] = field(default_factory=dict)
+    found: TrialFound = field(default_factory=TrialFound)
     wall_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
         return {
             "status": self.status,
             "reason": self.reason,
-            "found": dict(self.found),
+            "found": self.found,
             "wall_s": self.wall_s,
         }
 
@@ -54,10 +54,10 @@ def execute(
     compiled: Path | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> Outcome:
-    """Run a spec in a process of its own (`rush.lab.trial.process`) and wait, at most `limit_s` seconds.
+    """Run a spec in a process of its own (`rush.lab.trial.process`) for at most `limit_s` seconds.
 
-    `compiled` keeps what the compiler made; a folder per recipe, so that no graph is ever taken from another. `environment`
-    is what the trial finds in its own beyond ours.
+    `compiled`: the compiler's cache, a folder per recipe, so that none uses a graph of another. `environment`: additional
+    environment variables.
     """
     workspace.mkdir(parents=True, exist_ok=True)
     spec_file, result_file, log_file = (
@@ -72,24 +72,24 @@ def execute(
     began = time.monotonic()
     code = starter.run(spec_file, result_file, log_file, extra, limit_s)
     wall_s = time.monotonic() - began
-    found = json.loads(result_file.read_text()) if result_file.exists() else {}
+    found: TrialFound = json.loads(result_file.read_text()) if result_file.exists() else {}
     status, reason = _judge(found, code, limit_s, _tail(log_file))
     shutil.rmtree(workspace)
     return Outcome(status, reason, found, wall_s)
 
 
 def compiler_caches(folder: Path) -> dict[str, str]:
-    """The environment in which compilers keep what they made in this folder."""
+    """The environment variables of compiler caches in this folder."""
     return {"TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"), "TRITON_CACHE_DIR": str(folder / "triton")}
 
 
-def _judge(found: Mapping[str, Any], code: int | None, limit_s: float, tail: str) -> tuple[str, str | None]:
-    """The status of a trial from what it wrote and how it ended."""
+def _judge(found: TrialFound, code: int | None, limit_s: float, tail: str) -> tuple[str, str | None]:
+    """The status of a trial from its result and its exit code."""
     if found.get("complete"):
         return found["status"], found["reason"]
     how = _ending(code, limit_s, tail)
     if found.get("timing"):
-        # The figures are whole; only what came after them (profile or parity) was lost.
+        # The timing is complete; only what came after it (profile or parity) failed.
         return "ok", f"after the timing, {how[1]}"
     return how
 
@@ -102,11 +102,11 @@ def _ending(code: int | None, limit_s: float, tail: str) -> tuple[str, str]:
             "the process was killed from outside (SIGKILL), which is what Linux does when memory runs out."
         )
     if code < 0:
-        return "crashed", f"the process died of {signal.Signals(-code).name}{_last_words(tail)}."
-    return "crashed", f"the process left with exit code {code}{_last_words(tail)}."
+        return "crashed", f"the process died of {signal.Signals(-code).name}{_last_line(tail)}."
+    return "crashed", f"the process left with exit code {code}{_last_line(tail)}."
 
 
-def _last_words(tail: str) -> str:
+def _last_line(tail: str) -> str:
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     return f": {lines[-1][:300].rstrip('.')}" if lines else ""
 
