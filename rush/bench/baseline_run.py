@@ -71,7 +71,7 @@ class BaselineOptions:
     """How a baseline is built: what the workload's table says beside its title, kind and recipe."""
 
     dtype: str = "float32"
-    """Of the weights that are not quantized."""
+    """dtype of the weights that are not quantized."""
     with_liger: bool = False
     rank: int | None = None
     """With it, PEFT's LoRA on all linear layers of the blocks, in place of full training."""

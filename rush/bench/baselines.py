@@ -23,7 +23,7 @@ from rush.bench.workloads import TargetedRecipe, WorkloadSpec
 from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, rung_of
 from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig
 from rush.lab.paired import floors_of
-from rush.lab.parity.judge import hold_against_plain
+from rush.lab.parity.judge import parity_with_plain
 from rush.lab.trial.found import TrialFound
 from rush.lab.trial.runner import TIMING, Bench, open_bench
 from rush.lab.trial.trial import Outcome
@@ -100,7 +100,7 @@ class Match:
         self.benches = {ours.name: replace(bench, plan=_plan(workload, ours)) for ours in workload.ours}
         self.bench = self.benches[workload.ours[0].name]
         self.references: dict[str, Outcome] = {}
-        """The trials that ours are held against, by name."""
+        """The reference trials of our recipes, by name."""
         self._next: tuple[RungState, int] | None = None
 
     def rounds(self) -> Iterator[str]:
@@ -124,7 +124,7 @@ class Match:
         outcome = bench.run(state.recipe, f"time-{number}", first=number == 0)
         state.outcomes.append(outcome)
         if number == 0 and outcome.status == "ok":
-            state.parity, made = hold_against_plain(bench, state.recipe, outcome, bench.plan.base)
+            state.parity, made = parity_with_plain(bench, state.recipe, outcome, bench.plan.base)
             if made is not None:
                 self.references[f"fp32 for {state.title}"] = made
             state.life = bench.life(state.recipe)

@@ -1,9 +1,9 @@
 """The kernel bench: each op against plain torch, compiled torch and the libraries that are installed.
 
 The ops are measured in a process of their own, one after another, so that a kernel that takes the device
-down, or never ends, costs one op: it is noted with its reason, and another process goes on with the rest.
-What was measured is kept per op, named after the machine and the code, so an interrupted bench goes on where
-it stopped and a changed kernel is measured anew.
+down, or never ends, costs one op: it is recorded with its reason, and another process measures the rest.
+Results are stored per op, keyed by the machine and the code, so an interrupted bench resumes, and a changed kernel is
+measured again.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ FORMULAS = {
     "time_ms": "device time by events (on a CPU the clock), the cache overwritten and the host ahead before each call; "
     "contenders take turns; the median over the samples of one process",
     "ci95": "bootstrap over the samples, 4000 draws",
-    "forward": "as training makes it: what the backward pass needs is kept",
+    "forward": "as in training: activations for the backward pass are saved",
     "bytes": "every input read once and every result written once, in each pass",
-    "flops": "every product computed once; recomputation is not counted",
+    "flops": "every matmul computed once; recomputation is not counted",
     "ceiling_fraction": "bytes (memory-bound ops) or FLOPs (matmul-bound ops) over the time, over the copy or matmul rate "
     "measured on this machine",
     "peak_extra_bytes": "the most that was held beyond the inputs, forward and backward",
@@ -61,7 +61,7 @@ FORMULAS = {
 
 @dataclass(frozen=True)
 class KernelProgress:
-    """What a watcher is told: which op, what is being done with it, and how many are done."""
+    """The op, what is being done with it, and how many are done."""
 
     op: str | None
     doing: str
@@ -89,7 +89,7 @@ def bench_kernels(
     device: str = "auto",
     watch: Watch = lambda progress: None,
 ) -> KernelRecord:
-    """Measure these ops into `folder`, or go on with what is there. Returns the record, which is also written."""
+    """Measure these ops into `folder`, or resume the bench there. Writes and returns the record."""
     chosen = choose(ops)
     if find_spec("triton") is None:
         raise MachineError(
@@ -200,7 +200,7 @@ class _Child:
 
     def _why(self, code: int, late: bool) -> str:
         if late:
-            return f"it said nothing for {LIMIT_S:g} s and was ended"
+            return f"no output for {LIMIT_S:g} s, and was ended"
         tail = self.log.read_bytes()[-2000:].decode("utf-8", "replace")
         words = [line.strip() for line in tail.splitlines() if line.strip()]
         last = f": {words[-1][:300]}" if words else ""

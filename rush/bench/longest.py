@@ -16,7 +16,7 @@ from typing import Any
 
 from rush.bench.workloads import WorkloadSpec
 from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig, change
-from rush.lab.parity.judge import hold_against_plain
+from rush.lab.parity.judge import parity_with_plain
 from rush.lab.trial.runner import Bench
 from rush.lab.trial.timing import rates
 from rush.lab.trial.trial import Outcome
@@ -28,7 +28,7 @@ from rush.records.models import LengthRecord, ProcessTime, WorkloadRecord
 GRAIN = 1024
 """Lengths are multiples of this, where they are longer than it."""
 ROOM = 0.97
-"""Of the limit: what the line may come to."""
+"""Fraction of the memory limit that the extrapolated length may take."""
 SHORTER = 0.95
 RETRIES = 3
 
@@ -74,7 +74,7 @@ class LongestSequence:
         recipe, bench = self.recipe(size), self.bench if size in self.wanted.probes else self.long_bench
         self.tried[size] = bench.run(recipe, "length", first=first)
         if first and self._fits(size):
-            self.parity, self.reference = hold_against_plain(bench, recipe, self.tried[size], recipe)
+            self.parity, self.reference = parity_with_plain(bench, recipe, self.tried[size], recipe)
             self.life = bench.life(recipe)
 
     def recipe(self, size: int) -> Recipe:

@@ -1,4 +1,4 @@
-"""What both kinds of cluster are told: which recipe, on how many nodes, where it writes, how long it may take."""
+"""A job on a cluster: recipe, nodes, run folder, time limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rush.errors import RecipeError
 from rush.recipe import Recipe
 
 MAX_NAME = 63
-"""What Kubernetes lets a name be: a DNS label."""
+"""Longest DNS label, which Kubernetes requires of names."""
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Four documents: a claim for storage that all nodes share, the recipe as a ConfigMap, a TrainingRuntime (what a node is: volumes,
 restarts, time to stop), and the TrainJob itself. Kubeflow's torch policy gives every pod torchrun's settings in its
 environment (PET_NNODES, PET_NODE_RANK, PET_MASTER_ADDR …), so the command is plain torchrun. When a pod fails, the JobSet
-starts all of them again, and `--resume` goes on from the last checkpoint. Sources: kubeflow/trainer,
+starts all of them again, and `--resume` continues from the last checkpoint. Sources: kubeflow/trainer,
 pkg/apis/trainer/v1alpha1 (TrainJob, TrainingRuntime); kubernetes-sigs/jobset, v1alpha2 (JobSetSpec).
 """
 

@@ -3,7 +3,7 @@
 One task a node is torchrun, which starts a rank for each GPU; the nodes meet at the first of them. A job that reaches its
 time limit is asked to stop a few minutes before: `--signal=B:USR1@300` wakes the script, which sends SIGTERM to the ranks; they
 end after the same step with a checkpoint, and the job goes back into the queue. The command is the same every time:
-`--resume` starts a run that is not there yet and goes on with one that is. A node that dies requeues the job as well.
+`--resume` starts a new run or resumes an existing one. A node failure requeues the job as well.
 Sources: sbatch(1) and srun(1), https://slurm.schedmd.com/sbatch.html and srun.html; container options are those of pyxis,
 https://github.com/NVIDIA/pyxis.
 """

@@ -39,7 +39,7 @@ LEAST_PAIRS = 6
 """Batches that all processes compared must share. From fewer than six samples no 95 % interval of a median can be had: the
 median lies outside all five of five in one case of sixteen. And six varying counts in a row do not agree by chance."""
 LEAST_SHARE = 0.5
-"""Of the samples of each process: where fewer have a partner, more is thrown away than is won. A technique may gain on some
+"""Least fraction of the samples of each process with a partner; with fewer, pairing loses more than it gains. A technique may gain on some
 batches and not on others (padding to the longest row does), and a handful of batches does not stand for the rest."""
 
 
@@ -49,7 +49,7 @@ class Timed:
 
     rates: Sequence[float]
     tokens: Sequence[float] = ()
-    """Of the kind that counts, in a step of each sample; empty where that is not known."""
+    """Counted tokens per step of each sample; empty where not known."""
     steps: Sequence[int] | None = None
     """The step each sample began with; None where that is not known."""
     span: int = 1

@@ -178,15 +178,17 @@ class Trials:
 
     def _traced(self, limit_s: float) -> TuneResult:
         outcome = self._bench(LONG).run(
-            self.plain, "reference", first=True, timed=False, twin=True, limit_s=limit_s, keep_late=False
+            self.plain, "reference", first=True, timed=False, perturbed=True, limit_s=limit_s, keep_late=False
         )
         return _result(outcome)
 
     def _jumps(self) -> bool:
         bench = self._bench(LONG)
         wanted = bench.parity_recipe(self.plain)
-        plain, twin = bench.trace(wanted), bench.trace(wanted, rounded=True)
-        return plain is not None and twin is not None and unsteady(plain["losses"], twin["losses"])
+        plain, perturbed = bench.trace(wanted), bench.trace(wanted, rounded=True)
+        if plain is None or perturbed is None:
+            return False
+        return unsteady(plain["losses"], perturbed["losses"])
 
     def trial(self, kind: str, recipe: Recipe, limit: TrialLimit) -> TuneResult:
         bench = self._bench({"rank": RANK, "confirm": RANK, "length": ONCE}.get(kind, LONG), recipe.micro)

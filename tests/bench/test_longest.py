@@ -54,7 +54,7 @@ def searched(usable: float, monkeypatch: pytest.MonkeyPatch) -> tuple[LongestSeq
     (workload,) = workloads.load_workloads(["qlora-8b-long"])
     bench = MadeUp(usable, machine=probe("cpu"))
     judged = {"verdict": "equal", "why": "made up"}
-    monkeypatch.setattr(longest, "hold_against_plain", lambda *asked: (judged, None))
+    monkeypatch.setattr(longest, "parity_with_plain", lambda *asked: (judged, None))
     search = LongestSequence(workload, cast(Bench, bench))
     assert search.limit_bytes == LIMIT
     for _ in search.rounds():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rush.lab.parity.judge import hold_against_plain, parity_of
+from rush.lab.parity.judge import parity_of, parity_with_plain
 from rush.lab.trial.runner import Bench
 from rush.lab.trial.trial import Outcome
 from rush.recipe import Recipe
@@ -79,13 +79,13 @@ def test_what_differs_by_design_is_held_against_its_like_and_not_called_equal(tm
     outcome = Outcome("ok", None, {"techniques": declared, "timing": {"dtype": "float32"}})
     for error, said in ((0.0, "not judged"), (0.5, "different")):
         save_file({"adapter": torch.ones(4) * (1 + error)}, gradients(adapted))
-        found, _ = hold_against_plain(cast(Bench, bench), adapted, outcome, base)
+        found, _ = parity_with_plain(cast(Bench, bench), adapted, outcome, base)
         assert (found["class"], found["verdict"]) == ("CLOSE", said)
         assert found["why"].startswith(
             "what is learned differs by design; held against plain fp32 with lora: the "
         )
         # Where the base has the adapters, too, the rung learns what it should.
-        beside, _ = hold_against_plain(
+        beside, _ = parity_with_plain(
             cast(Bench, bench), adapted, outcome, base.model_copy(update={"techniques": adapted.techniques})
         )
         assert beside["verdict"] == {"not judged": "equal"}.get(said, said)

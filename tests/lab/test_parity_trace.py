@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from rush.hardware import probe
-from rush.lab.parity.trace import FOLDED, fold, trace
+from rush.lab.parity.trace import SKETCH, sketch, trace
 from rush.recipe_io import load_recipe
 from rush.training.corpus import open_corpus
 
@@ -16,23 +16,23 @@ def test_a_folded_difference_is_as_long_as_the_difference() -> None:
     generator = torch.Generator().manual_seed(0)
     first = torch.randn(300, 1000, generator=generator)
     second = first + 0.03 * torch.randn(300, 1000, generator=generator)
-    one, other = fold(first, "some.weight"), fold(second, "some.weight")
-    assert one.shape == (FOLDED,)
+    one, other = sketch(first, "some.weight"), sketch(second, "some.weight")
+    assert one.shape == (SKETCH,)
     true = float((second - first).norm() / first.norm())
     folded = float((other - one).norm() / one.norm())
     assert (
-        abs(folded / true - 1) < 4 * (2 / FOLDED) ** 0.5
-    )  # two lengths, each known to 1/√(2·FOLDED), fourfold
-    assert torch.equal(one, fold(first, "some.weight"))
-    assert not torch.equal(one, fold(first, "another.weight"))
+        abs(folded / true - 1) < 4 * (2 / SKETCH) ** 0.5
+    )  # two lengths, each known to 1/√(2·SKETCH), fourfold
+    assert torch.equal(one, sketch(first, "some.weight"))
+    assert not torch.equal(one, sketch(first, "another.weight"))
 
 
 def test_folding_misses_no_value() -> None:
-    values = torch.zeros(2 * 1024 * FOLDED + 7)
-    for place in (0, FOLDED, 1024 * FOLDED, 2 * 1024 * FOLDED + 6):
+    values = torch.zeros(2 * 1024 * SKETCH + 7)
+    for place in (0, SKETCH, 1024 * SKETCH, 2 * 1024 * SKETCH + 6):
         values.zero_()
         values[place] = 3.0
-        assert float(fold(values, "w").abs().sum()) == 3.0
+        assert float(sketch(values, "w").abs().sum()) == 3.0
 
 
 def test_packings_are_held_against_each_other_on_the_same_documents(

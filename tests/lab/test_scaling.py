@@ -385,7 +385,7 @@ def test_more_ranks_than_cores_are_for_correctness_only(small_recipe: Path, tmp_
     assert [p["verdict"] for p in many] == ["shared device", "unsupported"]
     assert many[0]["shared"]
     assert many[0]["tokens_per_s"] is None
-    assert "no peer-to-peer to switch off" in str(many[1]["reason"])
+    assert "no peer-to-peer to disable" in str(many[1]["reason"])
     assert all(
         "share a device" in str(link["reason"]) or "no peer" in str(link["reason"])
         for link in record["links"]

@@ -1,4 +1,4 @@
-"""Climbing: one rung after another, in rounds, with the record written after every trial.
+"""Measuring a ladder: one rung after another, in rounds, with the record written after every trial.
 
 The first round goes up rung by rung, because whether a technique can run here decides what the next rung
 builds on: one that is unsupported, runs out of memory or crashes is left behind, and so is one that is seen to be
@@ -24,7 +24,7 @@ from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, drift_of, r
 from rush.lab.ladder.ladder_file import Addition, LadderPlan, compose
 from rush.lab.ladder.limits import batch_curve, sequence_limits, stops_paying, tries
 from rush.lab.paired import floors_near, quotient
-from rush.lab.parity.judge import hold_against_plain
+from rush.lab.parity.judge import parity_with_plain
 from rush.lab.trial.found import TimingFound
 from rush.lab.trial.runner import Bench, open_bench
 from rush.lab.trial.timing import timed
@@ -37,7 +37,7 @@ from rush.training.corpus import open_corpus
 
 @dataclass(frozen=True)
 class LadderProgress:
-    """What a watcher is told before and after every trial."""
+    """Reported before and after every trial."""
 
     record: LadderRecord
     doing: str | None
@@ -91,7 +91,7 @@ def _views(bench: Bench, view: str, watch: Watch) -> LadderRecord:
 
 
 def _check_same(plan: LadderPlan, folder: Path, view: str) -> None:
-    """A folder holds one ladder; going on with it must mean the same one."""
+    """A folder holds one ladder; resuming it must mean the same one."""
     if not (folder / "ladder.json").exists():
         return
     there = read_ladder(folder)
@@ -128,7 +128,7 @@ class Climb:
 
     @property
     def first(self) -> RungState:
-        """The lowest rung that could be measured: what drift and the gain in all are held against."""
+        """The lowest rung that could be measured: the reference of drift and of the cumulative gain."""
         return next((state for state in self.states if state.measured), self.base)
 
     def go(self) -> LadderRecord:
@@ -142,16 +142,16 @@ class Climb:
                 self._trial(state, number)
         if self.first.measured:
             assert self.first.recipe is not None
-            self._tell(f"{self.first.name} again")
+            self._report(f"{self.first.name} again")
             self.again = [self.bench.run(self.first.recipe, "again-0")]
             self.done += 1
         if self.view == "cumulative":
             self._search()
         self.finished = _now()
-        return self._tell(None)
+        return self._report(None)
 
     def _rise(self, additions: Sequence[Addition]) -> Iterator[RungState]:
-        """The rungs in order, each made when the one before has been tried once."""
+        """The rungs in order, each after the first trial of the one before."""
         top = list(additions) if self.view == "left_out" else []
         words = "all" if self.view == "left_out" else "base"
         yield self._state(None, words, top, None)
@@ -187,30 +187,30 @@ class Climb:
     def _trial(self, state: RungState, number: int) -> None:
         assert state.recipe is not None
         if self.bench.known(state.recipe, f"time-{number}") is None:
-            self._tell(state.name)
+            self._report(state.name)
         self._run(state, number)
         if number == 0 and state.status == "ok" and not self.bench.lived(state.recipe):
-            self._tell(f"a life of {state.name}")
+            self._report(f"a life of {state.name}")
         self._live(state)
         self.done += 1
-        self._tell(state.name)
+        self._report(state.name)
 
     def _run(self, state: RungState, number: int) -> None:
-        """One more process of a rung; the first one also tells its parity."""
+        """One more process of a rung; the first one also judges its parity."""
         assert state.recipe is not None
         earlier = self.bench.known(state.recipe, f"time-{number}") is not None
         outcome = self.bench.run(state.recipe, f"time-{number}", first=number == 0)
         state.outcomes.append(outcome)
         if number == 0 and state.status in ("ok", "no_effect"):
             if earlier and self.judged.get(state.recipe.digest):
-                # Gradients need not be there any more: a folder may travel without them.
+                # The gradients may be gone: a folder may be copied without them.
                 state.parity = self.judged[state.recipe.digest]
                 return
-            # A base that is plain and fits has made the trace that others are held against itself.
-            state.parity, _ = hold_against_plain(self.bench, state.recipe, outcome, self.plan.base)
+            # A plain base that fits is its own reference.
+            state.parity, _ = parity_with_plain(self.bench, state.recipe, outcome, self.plan.base)
 
     def _live(self, state: RungState) -> None:
-        """The life of a rung whose first trial went well, once."""
+        """The life of a rung whose first trial succeeded, once."""
         if state.life is None and state.status == "ok":
             assert state.recipe is not None
             state.life = self.bench.life(state.recipe)
@@ -219,13 +219,13 @@ class Climb:
         """At the top: the batch that pays, and how long a sequence may be."""
         search, memory = self.plan.search, self.bench.machine.memory_bytes
         if search.batch_up_to is not None:
-            self._tell("batch sizes")
+            self._report("batch sizes")
             attempt = tries(self.bench, self.plan.base, self.top, "batch.micro")
             self.curve = batch_curve(
                 attempt, search.batch_up_to, memory, first=search.batch_from, neighbours=search.neighbours
             )
         if search.sequence_up_to is not None:
-            self._tell("sequence lengths")
+            self._report("sequence lengths")
             self.limits = sequence_limits(self.bench, self.plan, self.top, memory)
 
     def _kept_by_climbing(self) -> list[Addition]:
@@ -237,7 +237,7 @@ class Climb:
                 below._live(state)
         return below.top
 
-    def _tell(self, doing: str | None) -> LadderRecord:
+    def _report(self, doing: str | None) -> LadderRecord:
         """Write the record and report progress."""
         record = self.record()
         write_ladder(self.file, record)
@@ -254,7 +254,7 @@ class Climb:
         return record
 
     def record(self) -> LadderRecord:
-        """Everything known so far."""
+        """The record of everything measured so far."""
         tried = [state for state in self.states if state.outcomes or state.refused]
         again = [timed(timing) for timing in self._again_timings()]
         families = [state.timed + (again if state is self.first else []) for state in tried]
@@ -293,7 +293,7 @@ class Climb:
 
 
 def worth_repeating(states: Sequence[RungState], clear: float | None) -> list[RungState]:
-    """The rungs another process may tell something about: those near the one they are compared with, and that one."""
+    """The rungs worth another process: those near the one they are compared with, and that one."""
     measured = [state for state in states if state.measured]
     if clear is None:
         return measured
@@ -301,7 +301,7 @@ def worth_repeating(states: Sequence[RungState], clear: float | None) -> list[Ru
     for state in measured:
         over = state.over
         if over is not None and over.measured:
-            # By the first process, so that going on after an interruption decides the same.
+            # By the first process, so that a resumed ladder decides the same.
             ratio = quotient(over.timed[:1], state.timed[:1])
             if max(ratio, 1 / ratio) <= 1 + clear:
                 near |= {id(state), id(over)}

@@ -1,9 +1,8 @@
-"""From trials to a rung of the record: figures, evidence, parity, gain, and one word of verdict.
+"""From trials to a rung of the record: figures, evidence, parity, gain and verdict.
 
-A speed without proof is not a finding. A rung whose technique left no trace in the profile has "no
-effect", whatever its tokens per second. A rung that is faster and does not learn the same is "faster
-but different". A gain is a gain only if its interval leaves zero out. And a rung that cannot validate, sample,
-save or resume is "unusable", however fast.
+A speed without proof is not a finding. A rung whose technique is not seen in the profile has "no effect", whatever its tokens
+per second. A rung that is faster without parity is "faster but different". A gain is real only if its interval excludes zero.
+A rung that cannot validate, sample, save or resume is "unusable", however fast.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from rush.records.life import LifeRecord, broken, life_words
 from rush.records.typed import Measured
 
 RESTLESS = 1.5
-"""How far apart the ends of the drift's interval may be before it says that nothing can be told on this machine now."""
+"""Ratio of the ends of the drift's interval above which the machine is too busy to measure."""
 FORMULAS = {
     "tokens_per_s": "tokens of one optimizer step, accumulation included, over the time of the step, the wait for "
     "data included; the median of the processes' medians",
@@ -35,17 +34,17 @@ FORMULAS = {
     "gain": "quotient of two medians; its interval is the bootstrap's, and at least what the spread between processes "
     "of one recipe gives; real only if 1 is outside. Where both were timed on the same batches, and these hold unequal "
     "numbers of tokens, it is the median of the quotients batch by batch (`paired`: how many batches), the bootstrap draws "
-    "batches and processes, and the spread between processes is told batch by batch, too",
+    "batches and processes, and the spread between processes is computed from the same batches",
     "flops_per_token": "6 · matmul parameters (LM head included, input embedding not) + 6 · layers · hidden · sequence; 4 in place of the "
     "first 6 where the weights are frozen",
     "mfu": "tokens_per_s · flops_per_token / datasheet peak (dense) of the matmuls' dtype",
-    "hfu": "as mfu, with the forward passes that were computed again",
+    "hfu": "as mfu, with the recomputed forward passes",
     "ceiling_fraction": "tokens_per_s · flops_per_token / matmul rate measured on this machine",
     "peak_memory_bytes": "on a GPU the most that tensors took during the timed steps; on a CPU the most the whole "
     "process was resident",
     "parity": "against plain fp32 from the same weights on the same batches: loss and gradient norm of every step, every "
     "tensor's gradient at step one. Allowed is the tolerance of the technique's class and dtype, and six times what a "
-    "twin of the plain run that starts from weights rounded to bf16 is off at that step",
+    "perturbed reference run, which starts from weights rounded to bf16, is off at that step",
     "life": "four steps of `rush train` with a validation, a sample and a checkpoint after every second; then the last two once more in a new "
     "process, resumed from the checkpoint of the second, to the same losses",
     "compile_s": "the first step less a usual one: compiling, loading kernels, growing the allocator",
@@ -57,18 +56,18 @@ class RungState(TrialState):
     """A rung being measured: its recipe and the trials made so far."""
 
     addition: Addition | None
-    """None for the rung all others are compared with."""
+    """None for the base."""
     name: str
     title: str
     recipe: Recipe | None
-    """None when the recipe itself was refused; `refused` says why."""
+    """None if the recipe was refused."""
     outcomes: list[Outcome] = field(default_factory=list)
     refused: str | None = None
     over: RungState | None = None
     """The rung it is compared with."""
     parity: dict[str, Any] | None = None
     life: LifeRecord | None = None
-    """None where it was not tried: nothing was measured, or left no trace."""
+    """None where it was not tried."""
     kept: bool = True
     """Whether the rungs above build on it."""
 
@@ -92,7 +91,7 @@ class RungState(TrialState):
 
     @property
     def unusable(self) -> bool:
-        """Whether it was measured and cannot be trained with."""
+        """Whether its short life is broken."""
         return broken(self.life)
 
     @property
@@ -102,7 +101,7 @@ class RungState(TrialState):
 
 @dataclass(frozen=True)
 class Baselines:
-    """What figures are held against."""
+    """What figures are compared with: ceilings, datasheet peaks and noise floors."""
 
     ceilings: Mapping[str, Any] | None
     peaks: Mapping[str, float] | None
@@ -111,7 +110,7 @@ class Baselines:
 
 
 def rung_of(state: RungState, base: RungState, baselines: Baselines) -> RungRecord:
-    """The record of a rung, from what is known so far."""
+    """The record of a rung, from its trials so far."""
     techniques = [name for name, _ in state.recipe.technique_uses()] if state.recipe else []
     rung: RungRecord = {
         "name": state.name,
@@ -149,7 +148,7 @@ def rung_of(state: RungState, base: RungState, baselines: Baselines) -> RungReco
 
 
 def verdict_of(state: RungState, gain: Ratio | None, smaller: float) -> str:
-    """The one word. `gain` is over the rung before, None where that one was not measured."""
+    """The verdict. `gain` is over the rung before, None where that one was not measured."""
     if state.status != "ok":
         return state.status.replace("_", " ")
     if state.unusable:
@@ -159,7 +158,7 @@ def verdict_of(state: RungState, gain: Ratio | None, smaller: float) -> str:
     parity = state.parity["verdict"] if state.parity else "not judged"
     faster = gain is not None and gain.faster
     if parity == "different" or (parity == "not judged" and faster):
-        # Not proved to be equal is not called equal.
+        # Without a verdict of equal it is not called equal.
         return "faster but different" if faster else "different"
     if faster:
         return "equal and faster"
@@ -169,7 +168,7 @@ def verdict_of(state: RungState, gain: Ratio | None, smaller: float) -> str:
 
 
 def _is_smaller(state: RungState, smaller: float) -> bool:
-    """Every process took that much less than every process of the rung before."""
+    """Whether every process took that much less than every process of the rung before."""
     assert state.over is not None
     if not state.over.measured:
         return False
@@ -205,7 +204,7 @@ def _figures(state: RungState, baselines: Baselines) -> RungRecord:
         "hfu": mfu * again if mfu is not None and again is not None else None,
         "ceiling_fraction": kinds["processed"] * work / ceiling if ceiling else None,
         "peak_memory_bytes": int(statistics.median(state.peak_memory)),
-        # The first process compiled into an empty cache; the later ones found it filled.
+        # Only the first process compiled with a cold cache.
         "compile_s": first["compile_s"],
         "warmup_s": first["warmup_s"],
         "warmup_steps": first["warmup_steps"],
@@ -218,14 +217,14 @@ def _figures(state: RungState, baselines: Baselines) -> RungRecord:
 
 
 def _work(state: RungState) -> float:
-    """Arithmetic of a token: what the trial says, or what the shape says before there is one."""
+    """FLOPs per token: from the trial, or from the shape before there is one."""
     assert state.recipe is not None
-    told = next((t.get("flops_per_token") for t in state.timings), None)
-    return float(told or flops_per_token(state.recipe.shape(), state.recipe.batch.sequence))
+    reported = next((t.get("flops_per_token") for t in state.timings), None)
+    return float(reported or flops_per_token(state.recipe.shape(), state.recipe.batch.sequence))
 
 
 def _recomputed(shape: Shape, work: float, block_forwards: float | None) -> float | None:
-    """All arithmetic over the model's own: a forward pass of the blocks is a third of their share."""
+    """All FLOPs over the model's own: a forward pass of the blocks is a third of theirs."""
     if not block_forwards:
         return None
     head = 6 * shape.vocab_size * shape.hidden
@@ -253,7 +252,7 @@ def _gain(ratio: Ratio, over: str) -> GainRecord:
 
 
 def drift_of(first: Sequence[Timed], again: Sequence[Timed], floors: Floors) -> dict[str, Any]:
-    """How far the recipe that was measured first had moved when it was measured again at the end."""
+    """The change of the first recipe when it is measured again at the end."""
     moved = compare(first, again, floors)
     return {
         "first": centre([process.rates for process in first]),
@@ -263,7 +262,7 @@ def drift_of(first: Sequence[Timed], again: Sequence[Timed], floors: Floors) -> 
         "flagged": moved.real,
         "restless": moved.high > RESTLESS * moved.low,
         "paired": moved.paired,
-        # Samples that hold so unequal numbers of tokens may lie as far apart on the quietest machine.
+        # Samples with such unequal numbers of tokens may differ as much on an idle machine.
         "uneven": moved.paired is None and unevenness([*first, *again]) >= moved.high / moved.low,
     }
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from rush.hub.folders import load_model
 
 TOKENS = 256
-"""Of a row, at most: enough to see that positions are right."""
+"""Maximum row length: enough to check the positions."""
 
 
 @torch.no_grad()

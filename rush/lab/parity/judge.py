@@ -1,7 +1,7 @@
-"""The parity verdict of a rung: its trace against the plain fp32 one, by the promise of its techniques.
+"""The parity verdict of a rung: its trace against that of plain fp32, within the tolerance of its techniques' classes.
 
-A recipe promises no more than the loosest of its techniques does. What could not be traced is not
-called equal; a parity run that diverged is called different.
+A recipe promises no more than the loosest of its techniques. Without a trace there is no verdict of equal; a parity run that
+diverged is different.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ LOOSER = [Parity.EXACT, Parity.CLOSE, Parity.STATISTICAL, Parity.CHANGES]
 
 
 def loosest(promises: Iterable[str]) -> Parity:
-    """What a recipe promises: no more than the loosest of its techniques does."""
+    """The parity class of a recipe: the loosest of its techniques'."""
     return max((Parity[name] for name in promises), key=LOOSER.index, default=Parity.EXACT)
 
 
 def without_speed(recipe: Recipe) -> Recipe:
-    """The recipe with those techniques alone that decide what is learned: none, or adapters and what they stand on."""
+    """The recipe with only the techniques that decide what is learned: none, or adapters and their base."""
     known = registry()
     kept = [
         entry
@@ -38,13 +38,13 @@ def without_speed(recipe: Recipe) -> Recipe:
     return recipe.model_copy(update={"techniques": kept})
 
 
-def hold_against_plain(
+def parity_with_plain(
     bench: Bench, recipe: Recipe, outcome: Outcome, base: Recipe
 ) -> tuple[dict[str, Any], Outcome | None]:
-    """The record's parity part for a rung, and the trial that made what it is held against, where one was made for it alone.
+    """The parity record of a rung, and the trial of its reference, if one was run for it alone.
 
-    That is `base` in plain fp32, with those techniques of the rung that decide what is learned. Where the base has others, the
-    rung learns something else by design, and is not called equal although it does all it promises.
+    The reference is `base` in plain fp32, with the rung's techniques that decide what is learned. Where the base has others,
+    the rung learns something else by design, and is never called equal.
     """
     kept = without_speed(recipe).techniques
     plain = base.model_copy(update={"techniques": kept})
@@ -55,18 +55,19 @@ def hold_against_plain(
     found = parity_of(bench, recipe, reference, outcome)
     found["against"] = f"plain fp32 with {names}" if names else "plain fp32"
     if kept != without_speed(base).techniques:
-        found["why"] = f"what is learned differs by design; held against {found['against']}: {found['why']}"
+        found["why"] = f"what is learned differs by design; compared with {found['against']}: {found['why']}"
         found["verdict"] = "not judged" if found["verdict"] == "equal" else found["verdict"]
     return found, bench.known(plain, "reference")
 
 
 def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome) -> dict[str, Any]:
-    """The record's parity part for one rung. What the reference has itself (adapters) promises nothing against it; another
-    micro batch adds the same numbers in another order, so that rounding differs."""
+    """The parity record of one rung. Techniques that the reference has too (adapters) do not count; another micro batch changes
+    the order of additions, and so the rounding."""
     own, wanted = {name for name, _ in reference.technique_uses()}, bench.parity_recipe(recipe)
     promises = [row["parity"] for name, row in outcome.found["techniques"].items() if name not in own]
     promise = loosest([*promises, *([Parity.CLOSE.name] if wanted.micro != reference.micro else [])])
-    plain, tried, twin = bench.trace(reference), bench.trace(wanted), bench.trace(reference, rounded=True)
+    plain, tried = bench.trace(reference), bench.trace(wanted)
+    perturbed = bench.trace(reference, rounded=True)
     if tried is None:
         diverged = outcome.found.get("ended") == "diverged"
         why = outcome.reason or "its gradients at step one are missing"
@@ -83,7 +84,7 @@ def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome)
         tried["grad_norms"],
         plain["grad_norms"],
         errors,
-        PerturbedRun(twin["losses"], twin["grad_norms"]) if twin else None,
+        PerturbedRun(perturbed["losses"], perturbed["grad_norms"]) if perturbed else None,
     )
     worst = max(errors, key=lambda name: errors[name])
     finite = math.isfinite(errors[worst])
@@ -97,14 +98,14 @@ def parity_of(bench: Bench, recipe: Recipe, reference: Recipe, outcome: Outcome)
         "reference_losses": plain["losses"],
         "grad_norms": tried["grad_norms"],
         "reference_grad_norms": plain["grad_norms"],
-        "twin_losses": twin["losses"] if twin else [],
+        "twin_losses": perturbed["losses"] if perturbed else [],
         "worst_tensor": {"name": worst, "relative_error": errors[worst] if finite else None},
-        "why": judged.why + (f"; {tried['skipped']} updates were left out" if tried["skipped"] else ""),
+        "why": judged.why + (f"; {tried['skipped']} updates were skipped" if tried["skipped"] else ""),
     }
 
 
 def stored_errors(ours: Path, reference: Path) -> dict[str, float]:
-    """The error of every tensor's gradient; infinite where one is missing or has another size."""
+    """The relative error of every tensor's gradient; infinite where one is missing or has another shape."""
     tried, plain = load_file(ours), load_file(reference)
     both = [name for name in plain if name in tried and tried[name].shape == plain[name].shape]
     errors = gradient_errors({name: tried[name] for name in both}, {name: plain[name] for name in both})

@@ -1,12 +1,11 @@
-"""Parity: does the model still learn the same? Same weights, same real batches, a few steps, against plain fp32.
+"""Parity traces: same weights, same real batches, a few steps, to be compared with plain fp32.
 
-A trace is the loss and the gradient norm of every step, and the gradient of every tensor at step one. The
-gradients of a small model are kept whole. Those of a large one are folded: each value gets a random sign
-and is added into one of a thousand places. Folding is linear and keeps lengths (in expectation), so
-the folded difference of two gradients is as long as the difference itself, within a few per cent.
+A trace is the loss and the gradient norm of every step, and the gradient of every tensor at step one. The gradients of a small
+model are kept whole. Those of a large one are sketched: each value gets a random sign and is added to one of a thousand sums.
+The sketch is linear and keeps norms in expectation, so the norm of the difference of two sketches is that of the difference of
+the gradients, within a few per cent.
 
-The batch is the ladder's, not the rung's: a rung that only changes the batch learns from other samples
-per step, and comparing its curve with the base's would compare two data orders.
+The batch is the ladder's, not the rung's: comparing curves on different batches would compare two data orders.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ from rush.training.step import StepResult, clip_factor, train_step
 
 WHOLE_UP_TO = 8_000_000
 """Parameters up to which gradients are kept whole."""
-FOLDED = 1024
+SKETCH = 1024
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,14 @@ class Trace:
     losses: list[float]
     grad_norms: list[float]
     skipped: int
-    """Steps without an update, as loss scaling makes them."""
+    """Skipped updates, as with loss scaling."""
 
     def to_dict(self) -> dict[str, Any]:
         return {"losses": self.losses, "grad_norms": self.grad_norms, "skipped": self.skipped}
 
 
 def parity_recipe(recipe: Recipe, base: Recipe, steps: int, changes: Mapping[str, Any]) -> Recipe:
-    """The recipe on the base's batch, with a learning rate that climbs to its peak within these steps.
+    """The recipe on the base's batch, with a warmup over all these steps.
 
     Two recipes that differ only in their batch give the same parity recipe. `changes` are the ladder's own.
     """
@@ -71,20 +70,20 @@ def parity_recipe(recipe: Recipe, base: Recipe, steps: int, changes: Mapping[str
 def trace(
     recipe: Recipe, machine: Machine, corpus: Corpus, gradients: Path, *, rounded: bool = False
 ) -> Trace:
-    """Make the recipe's steps and write the gradients of the first to `gradients` (safetensors).
+    """Run the recipe's steps and write the gradients of the first to `gradients` (safetensors).
 
-    The twin of a plain run starts from weights `rounded` to bf16: how far it drifts is what rounding grows to.
+    The perturbed reference run starts from weights `rounded` to bf16: its distance shows how rounding errors grow.
     """
     weights = starting_weights(recipe)
     run = build(recipe, machine, weights)
     if rounded:
         with torch.no_grad():
             for parameter in run.model.parameters():
-                if parameter.requires_grad:  # a frozen base may be of codes, which do not round
+                if parameter.requires_grad:  # a frozen base may be quantized
                     parameter.copy_(parameter.bfloat16())
     losses, norms, skipped = [], [], 0
     corpus = corpus.ready_for(run, weights, None)
-    # The same documents in every step, so that two ways to pack them can be held against each other.
+    # The same documents in every step, so that different packings can be compared.
     samples = recipe.micro * recipe.accumulation
     with corpus.loader(recipe, run.loader_options, same_samples=samples) as loader:
         for step in range(1, recipe.schedule.steps + 1):
@@ -99,7 +98,7 @@ def trace(
 
 
 def _first_step(run: Run, batches: Iterable[Batch], path: Path) -> StepResult:
-    """Step one, with its gradients written down as they were before clipping."""
+    """Step one; writes its gradients before clipping."""
     kept: dict[str, torch.Tensor] = {}
 
     def keep(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -124,9 +123,9 @@ def _gradients(run: Run) -> list[tuple[str, torch.Tensor]]:
             continue
         gradient = parameter.grad.detach()
         if name in dims and tuple(gradient.shape) != dims[name]:
-            # A technique made this tensor larger (a padded vocabulary); the plain part is what is compared.
+            # A technique padded this tensor (the vocabulary); compare the plain part.
             gradient = gradient[tuple(slice(size) for size in dims[name])]
-        kept = gradient.float() if whole else fold(gradient, name)
+        kept = gradient.float() if whole else sketch(gradient, name)
         found.append((name, kept.cpu().contiguous().clone()))
     return found
 
@@ -138,16 +137,16 @@ def plain_dims(shape: Shape) -> dict[str, tuple[int, ...]]:
     return {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
 
 
-def fold(gradient: torch.Tensor, name: str) -> torch.Tensor:
-    """`FOLDED` sums of the values with random signs, the same signs for the same name and device."""
+def sketch(gradient: torch.Tensor, name: str) -> torch.Tensor:
+    """`SKETCH` sums of the values with random signs, the same for the same name and device."""
     flat = gradient.flatten()
     generator = torch.Generator(flat.device).manual_seed(zlib.crc32(name.encode()))
-    total = torch.zeros(FOLDED, device=flat.device)
-    rows = 1024 * FOLDED
+    total = torch.zeros(SKETCH, device=flat.device)
+    rows = 1024 * SKETCH
     for start in range(0, flat.numel(), rows):
         part = flat[start : start + rows].float()
         signs = torch.randint(0, 2, part.shape, generator=generator, device=flat.device, dtype=torch.int8)
         part = part * (2 * signs - 1)
-        part = torch.nn.functional.pad(part, (0, -part.numel() % FOLDED))
-        total += part.view(-1, FOLDED).sum(0)
+        part = torch.nn.functional.pad(part, (0, -part.numel() % SKETCH))
+        total += part.view(-1, SKETCH).sum(0)
     return total

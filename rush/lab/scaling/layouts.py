@@ -1,8 +1,8 @@
 """Layouts by name: what `zero2` or `zero3xtp2` on eight devices means in a recipe.
 
-A name is an axis (`ddp`, `fsdp`, `tp`, `pp`, `cp`), a stage of sharding (`zero1`, `zero2`, `zero3`), `hybrid` (copies of a
-sharded model), or a product of them: in `zero3xtp2` tensor parallelism has two ranks and the sharding all that are left. What a
-number of devices cannot be divided into is refused with a sentence; a study writes that down and goes on.
+A name is an axis (`ddp`, `fsdp`, `tp`, `pp`, `cp`), a ZeRO stage (`zero1`, `zero2`, `zero3`), `hybrid` (replicas of a sharded
+model), or a combination: in `zero3xtp2` tensor parallelism has two ranks and the sharding all others. A layout that does not
+divide the number of devices is refused; the study records the reason.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAMES = ("ddp", "fsdp", *_STAGES, "hybrid", "tp", "pp", "cp")
 
 @dataclass(frozen=True)
 class AxisSize:
-    """One factor of a layout: its name, and its size where one was given."""
+    """One axis of a layout's name, and its size if given."""
 
     name: str
     size: int | None
@@ -34,7 +34,7 @@ class AxisSize:
 
 
 def read_layout(text: str) -> tuple[AxisSize, ...]:
-    """The factors of a layout's name."""
+    """The axes in a layout's name."""
     parts = tuple(_part(word, text) for word in text.split("x"))
     axes = [axis for part in parts for axis in (("ddp", "fsdp") if part.name == "hybrid" else (part.axis,))]
     if twice := sorted({axis for axis in axes if axes.count(axis) > 1}):
@@ -52,7 +52,7 @@ def _part(word: str, text: str) -> AxisSize:
         if size != word and (not size or (size.isdigit() and int(size) > 0)):
             return AxisSize(name, int(size) if size else None)
     raise RecipeError(
-        f"--layouts names {text!r}, which is none; {nearest(word, NAMES)} Products are written as in zero3xtp2."
+        f"--layouts names {text!r}, which is none; {nearest(word, NAMES)} Combinations are written as in zero3xtp2."
     )
 
 
@@ -73,7 +73,7 @@ def sizes_of(text: str, devices: int) -> dict[str, int]:
         if part.name == "hybrid":
             if size < 4 or size % 2:
                 raise RecipeError(
-                    f"the layout {text} makes two copies of a model that is cut into two parts or more, which takes an even "
+                    f"the layout {text} makes two replicas of a model with at least two shards, which takes an even "
                     f"number of devices from 4; found {size}."
                 )
             sizes |= {"ddp": 2, "fsdp": size // 2}

@@ -1,7 +1,7 @@
-"""From trials on ranks to the points of a record: speed, efficiency, exposed exchanges, memory, parity, and one word of verdict.
+"""From trials on ranks to the points of a record: speed, efficiency, exposed communication, memory, parity and verdict.
 
-A speed without proof is no finding: only ranks that are seen to work as their layout says and that learn what one rank
-learns get an efficiency. Ranks that shared a device get neither speed nor efficiency, however fast they were.
+Only ranks with the evidence of their layout and parity with one rank get an efficiency. Ranks that shared a device get neither
+speed nor efficiency.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FORMULAS = {
     "weak scaling": "tokens of a step in proportion to the devices; at the largest number as many as in strong scaling",
     "efficiency": "tokens per second and device over those of one device with the same kind of scaling (or of the layout's "
     "smallest number of devices, where one device could not be measured); its interval is the bootstrap's, and at least "
-    "what the spread between processes of one recipe gives; batch by batch where that tells more, as in a ladder. Only beside a "
+    "what the spread between processes of one recipe gives; from paired batches where possible, as in a ladder. Only beside a "
     "parity verdict of equal",
     "exposed": f"on a GPU {HOW['cuda']}; on a CPU {HOW['cpu']}. Over the time of a profiled step, of the rank with the "
     "largest share; waiting for a slower rank counts",
@@ -56,7 +56,7 @@ FORMULAS = {
 
 @dataclass
 class ScalingPoint(TrialState):
-    """A point being measured: what it is, and the trials made so far."""
+    """A point being measured, with its trials so far."""
 
     layout: str
     devices: int
@@ -64,7 +64,7 @@ class ScalingPoint(TrialState):
     peers: bool
     shared: bool
     recipe: Recipe | None
-    """None where the layout was refused; `refused` says why."""
+    """None if the layout was refused."""
     refused: str | None = None
     sizes: dict[str, int] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -84,7 +84,7 @@ class ScalingPoint(TrialState):
 
     @property
     def evidence(self) -> list[dict[str, Any]]:
-        """What rank 0 saw; a technique took effect if every rank says so."""
+        """The evidence of rank 0; a technique took effect only if it did on every rank."""
         every = [rank.get("evidence") or [] for rank in self.ranks]
         found = []
         for row in every[0] if every else []:
@@ -141,7 +141,7 @@ def predicted(recipe: Recipe, machine: Machine, ceilings: Mapping[str, Any] | No
 
 
 def point_of(point: ScalingPoint, points: Sequence[ScalingPoint], floors: Floors) -> PointRecord:
-    """The record of a point, from what is known so far."""
+    """The record of a point, from its trials so far."""
     timing, recipe = next(iter(point.timings), None), point.recipe
     record: PointRecord = {
         "layout": point.layout,

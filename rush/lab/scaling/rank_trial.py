@@ -155,7 +155,7 @@ def be_rank(spec: Mapping[str, Any], path: str) -> None:
     if spec["threads"] is not None:
         torch.set_num_threads(spec["threads"])
     try:
-        settle(result, lambda: (_measure if spec["recipe"] is not None else _exchange)(spec, result))
+        settle(result, lambda: (_measure if spec["recipe"] is not None else _time_collectives)(spec, result))
     except Exception as error:
         traceback.print_exc()
         last = str(error).strip().splitlines()
@@ -187,7 +187,7 @@ def _measure(spec: Mapping[str, Any], result: TrialResult) -> None:
             result.took("parity", began)
 
 
-def _exchange(spec: Mapping[str, Any], result: TrialResult) -> None:
+def _time_collectives(spec: Mapping[str, Any], result: TrialResult) -> None:
     """Time the operations that layouts use, over message sizes."""
     from rush.hardware.collective_rank import spectrum
 

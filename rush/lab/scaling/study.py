@@ -1,10 +1,10 @@
 """The study of scale: one recipe on several numbers of devices with several layouts, in rounds, the record written after every trial.
 
-The first round measures every point once, watches it under a profile and traces what it learns; further rounds measure every
-point that ran again, all in turn, so that a machine that slowly grows hot or busy does so under all alike. At the end the
-first point is measured once more (drift), and the exchanges that layouts are made of are timed over message sizes.
+The first round measures every point once, profiles it and traces its losses; further rounds measure every point that ran again,
+in turn, so that thermal or load changes affect all alike. At the end the first point is measured again (drift), and the
+collectives of the layouts are timed over message sizes.
 
-A device of a CPU study is a fixed number of cores, the same for every rank, so that two ranks have twice the arithmetic of one.
+A device of a CPU study is a fixed number of cores, the same for every rank, so that two ranks have twice the FLOP/s of one.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rush.training.corpus import open_corpus
 
 @dataclass(frozen=True)
 class ScalingProgress:
-    """What a watcher is told before and after every trial."""
+    """Reported before and after every trial."""
 
     record: ScaleRecord
     doing: str | None
@@ -55,7 +55,7 @@ def study(
     watch: Watch = lambda progress: None,
     note: Callable[[str], None] = lambda text: None,
 ) -> ScaleRecord:
-    """Measure a study into `folder`, or go on with the one that is there. Returns its record."""
+    """Measure a study into `folder`, or resume the one there. Returns its record."""
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
         _check_same(plan, folder)
@@ -67,7 +67,7 @@ def study(
 
 
 def _check_same(plan: StudyPlan, folder: Path) -> None:
-    """A folder holds one study; going on with it must mean the same recipe. Devices and layouts may be added."""
+    """A folder holds one study; resuming it must mean the same recipe. Devices and layouts may be added."""
     if not (folder / FILE).exists():
         return
     there = read_scale(folder)
@@ -136,7 +136,7 @@ class ScalingStudy:
         ):
             return "the launcher has no {ranks} in it, so it starts the same number of ranks whatever is asked for."
         if not peers and machine.device == "cpu":
-            return "ranks of a CPU talk through gloo on this machine; there is no peer-to-peer to switch off."
+            return "ranks on CPUs communicate through gloo; there is no peer-to-peer to disable."
         if machine.device == "cuda" and self.bench.shared(devices) and not self.plan.share_device:
             return (
                 f"{devices} devices were asked for, and this machine has {machine.num_devices} GPU(s). With --share-device ranks "
@@ -153,14 +153,14 @@ class ScalingStudy:
                 if point.processes:
                     self._trial(point, number)
         if (first := self._first) is not None:
-            self._tell(f"{first.name} again")
+            self._report(f"{first.name} again")
             assert first.recipe is not None
             self.again = [self.bench.run(first.recipe, "again", first.environment)]
             self.done += 1
         if self.plan.links:
             self._links()
         self.finished = _now()
-        return self._tell(None)
+        return self._report(None)
 
     @property
     def _first(self) -> ScalingPoint | None:
@@ -170,7 +170,7 @@ class ScalingStudy:
         assert point.recipe is not None
         kind = f"time-{number}"
         if self.bench.known(point.recipe, kind, point.environment) is None:
-            self._tell(point.name)
+            self._report(point.name)
         key = point.layout, point.devices, point.peers
         wanted = None if number or key in self.traces else self._parity_recipe(point)
         outcome = self.bench.run(
@@ -189,7 +189,7 @@ class ScalingStudy:
                 refused = wanted if isinstance(wanted, str) else None
                 point.parity = judged(self.traces.get(key), self._one_rank(), refused or outcome.reason)
         self.done += 1
-        self._tell(point.name)
+        self._report(point.name)
 
     def _parity_recipe(self, point: ScalingPoint) -> Recipe | str:
         """The steps a point is judged by: those of strong scaling; or why there are none."""
@@ -216,17 +216,17 @@ class ScalingStudy:
             for ranks in (count for count in self.plan.devices if count > 1):
                 why = self._refusal(ranks, peers)
                 if why is None and self.bench.shared(ranks):
-                    why = "ranks that share a device measure their waiting for each other."
+                    why = "ranks that share a device wait for each other."
                 if why is None:
-                    self._tell(f"collectives between {ranks} ranks")
+                    self._report(f"collectives between {ranks} ranks")
                     outcome = self.bench.collectives(ranks, {} if peers else PEERLESS)
                     self.links += _links_of(outcome, ranks, peers)
                     self.done += 1
                 else:
                     self.links.append(_no_link(ranks, peers, why))
 
-    def _tell(self, doing: str | None) -> ScaleRecord:
-        """Write the record as it stands, and tell the watcher."""
+    def _report(self, doing: str | None) -> ScaleRecord:
+        """Write the record and report progress."""
         record = self.record()
         write_scale(self.file, record)
         able = [point for point in self.points if point.recipe is not None]
@@ -239,7 +239,7 @@ class ScalingStudy:
         return record
 
     def record(self) -> ScaleRecord:
-        """Everything known so far."""
+        """The record of everything measured so far."""
         tried = [point for point in self.points if point.outcomes or point.refused]
         again = [timed(o.found["timing"]) for o in self.again if "timing" in o.found]
         families = [point.timed + (again if point is self._first else []) for point in tried]

@@ -1,4 +1,4 @@
-"""What a study of scale is asked: a recipe, numbers of devices, layouts, and how to measure."""
+"""The plan of a scaling study: a recipe, numbers of devices, layouts, and how to measure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rush.recipe_io import apply_override, parse, read_tree
 
 OWN_TABLES = ("measure", "parity")
 USUAL: dict[str, Any] = {"processes": 2, "windows": 6, "warmup_max_steps": 20, "limit_s": 900.0}
-"""Of `[measure]`: a study has many points, and ranks that wait for each other make long samples."""
+"""Defaults of `[measure]`: a study has many points, and collectives make long samples."""
 
 PARITY_STEPS = 6
 
@@ -41,7 +41,7 @@ class StudyPlan:
 
     @property
     def step_tokens(self) -> int:
-        """Of strong scaling, at every number of devices; of weak scaling at the largest."""
+        """Tokens per step: in strong scaling at every number of devices, in weak scaling at the largest."""
         batch = self.recipe.batch
         return batch.total_tokens or self.recipe.micro * batch.sequence * self.devices[-1]
 

@@ -43,7 +43,7 @@ class TraceFound(TypedDict, total=False):
     grad_norms: list[float]
     skipped: int
     dtype: str
-    """Of the matmuls; only of traces on several ranks."""
+    """The matmul dtype; only in traces on several ranks."""
 
 
 class RankFound(TypedDict, total=False):

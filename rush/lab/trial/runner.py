@@ -117,21 +117,23 @@ class Bench(TrialFolder):
         first: bool = False,
         timed: bool = True,
         traced: bool = True,
-        twin: bool | None = None,
+        perturbed: bool | None = None,
         limit_s: float = math.inf,
         keep_late: bool = True,
         slowest: float = 0.0,
     ) -> Outcome:
         """The outcome of a trial, run now or earlier. The `first` of a rung is also profiled and, if `traced`, traced for parity.
 
-        A reference (by default a plain recipe) also needs its perturbed run (`twin`). `keep_late`: whether running into the
+        A reference (by default a plain recipe) also needs its `perturbed` run. `keep_late`: whether running into the
         limit is a result. A trial with fewer tokens per second than `slowest` is ended early, which is a result.
         """
         if (known := self.known(recipe, kind)) is not None:
             return known
         wanted, parity = self.parity_recipe(recipe), []
         if first and traced and self.trace(wanted) is None:
-            for rounded in (False, True)[: 2 if (not recipe.techniques if twin is None else twin) else 1]:
+            for rounded in (False, True)[
+                : 2 if (not recipe.techniques if perturbed is None else perturbed) else 1
+            ]:
                 file = str(self.gradients(wanted, rounded).resolve())
                 parity.append({"recipe": write_toml(wanted), "gradients": file, "rounded": rounded})
         spec = {

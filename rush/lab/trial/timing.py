@@ -33,7 +33,7 @@ STEADY_WITHIN = 0.05
 ENOUGH = 8
 """Samples that do where each takes long."""
 COMMON = 8
-"""Of uneven batches, timing begins after a number of steps that this divides."""
+"""With uneven batches, timing starts after a multiple of this many steps."""
 KINDS = ("processed", "real", "trained")
 """Tokens: all of them, those that are no padding, those with a label."""
 
@@ -118,7 +118,7 @@ def time_steps(
     hopeless = _too_slow(stepper, warm, counted, timing)
     stepper.settle()
     if not (hopeless or cold) and len({count[counted] for count in stepper.counts}) > 1:
-        # Where batches differ, other recipes are timed on the same ones only if all begin at a step that all come by.
+        # Where batches differ, recipes are timed on the same ones only if all start at a common step.
         while stepper.step % COMMON:
             warm.append(one())
     step_s = statistics.median(warm[-STEADY_STEPS:])
@@ -185,7 +185,7 @@ def _work(run: Run) -> int | None:
 
 
 def _too_slow(stepper: Stepper, warm: list[float], counted: str, timing: Timing) -> bool:
-    """Whether even the fastest step was too slow to go on."""
+    """Whether even the fastest step was too slow to continue."""
     tokens = statistics.mean(step[counted] for step in stepper.counts)
     return tokens / min(warm) < timing.slowest
 
@@ -195,7 +195,7 @@ def _timed(
 ) -> tuple[list[float], list[dict[str, float]], list[int]]:
     """Seconds and tokens of a step, of each window, and the number of the step it began with."""
     if stepper.run.device.type == "cuda":
-        stepper()  # work for the device while the host makes ready what is timed
+        stepper()  # keep the device busy while the host prepares the timed steps
     first = stepper.step + 1
     samples = [seconds / per_window for seconds in clock(stepper, windows, per_window)]
     stepper.settle()
