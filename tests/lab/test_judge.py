@@ -82,7 +82,7 @@ def test_what_differs_by_design_is_held_against_its_like_and_not_called_equal(tm
         found, _ = parity_with_plain(cast(Bench, bench), adapted, outcome, base)
         assert (found["class"], found["verdict"]) == ("CLOSE", said)
         assert found["why"].startswith(
-            "what is learned differs by design; held against plain fp32 with lora: the "
+            "what is learned differs by design; compared with plain fp32 with lora: the "
         )
         # Where the base has the adapters, too, the rung learns what it should.
         beside, _ = parity_with_plain(

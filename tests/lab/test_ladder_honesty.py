@@ -103,7 +103,7 @@ def test_adapters_are_held_against_adapters_and_a_folder_may_travel_without_grad
         assert rung["parity"]["verdict"] == "not judged"
         assert ".adapter." in rung["parity"]["worst_tensor"]["name"]
         assert rung["parity"]["why"].startswith(
-            "what is learned differs by design; held against plain fp32 with lora"
+            "what is learned differs by design; compared with plain fp32 with lora"
         )
     assert any(within in adapted[1]["parity"]["why"] for within in ("the same bits", ", within the "))
     for file in out.glob("parity/*.safetensors"):
