@@ -189,7 +189,7 @@ def adapted_forward(self: nn.Linear, x: Tensor) -> Tensor:
 
 def frozen_parts(x: Tensor, *adapted: tuple[nn.Linear, Adapter]) -> Frozen | None:
     """What the operator that adds in place is told of layers with this input; None for layers that multiply in a way of
-    their own (8-bit factors, a part on each rank, a cast of the weight), are trained, or have DoRA's lengths."""
+    their own (fp8 operands, a shard on each rank, a cast of the weight), are trained, or have DoRA's lengths."""
     stored = [_stored(layer, x) for layer, _ in adapted]
     dequantizers = {one[0] for one in stored if one is not None}
     biases = [layer.bias for layer, _ in adapted if layer.bias is not None]

@@ -163,7 +163,7 @@ class GeluMLP(nn.Module):
 
 
 def multiplies(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
-    """How a layer multiplies an input with a weight: plainly, or as its `multiply` does (8-bit factors, say).
+    """How a layer multiplies an input with a weight: plainly, or as its `multiply` does (in fp8, say).
 
     For a fan-out that makes one product of several layers: whatever they are, it is theirs.
     """

@@ -1,4 +1,4 @@
-"""On a CUDA device: fused layers and 8-bit products take effect, eager and compiled, and the model still learns the same."""
+"""On a CUDA device: fused layers and fp8 matmuls take effect, eager and compiled, and the model still learns the same."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Linear layers with 8-bit factors: the casts, the products, the gradients, emulated on a CPU and real on a GPU."""
+"""Linear layers with fp8 operands: the casts, the matmuls, the gradients, emulated on a CPU and real on a GPU."""
 
 from __future__ import annotations
 
@@ -100,9 +100,9 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so(device: str) -> None:
 def test_products_are_those_of_the_8_bit_factors(
     device: str, how: dict[str, Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:
-    """Against float64 products of the same 8-bit factors, the error is that of a bf16 matmul of them: at most twice.
+    """Against float64 matmuls of the same fp8 operands, the error is that of a bf16 matmul of them: at most twice.
 
-    With the short accumulator (on a GPU) sums keep 14 bits or so, which is declared coarser: at most four times.
+    With fast accumulation (on a GPU) sums keep 14 bits or so, which is declared coarser: at most four times.
     """
     rowwise = how["recipe"] == "rowwise"
     for shape in [*SHAPES, *LARGE] if device == "cuda" else SHAPES:

@@ -152,7 +152,7 @@ def test_products_are_those_of_the_8_bit_factors(
     device: str, how: dict[str, Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:
     """Against the written-out MLP with products in float64, where only factors are rounded: off by no more than the
-    written-out one in bf16, doubled (the short accumulator of a GPU: four times)."""
+    written-out one in bf16, doubled (fast accumulation on a GPU: four times)."""
     sizes = [(48, 32, 80), (16, 16, 16), *([(2048, 1024, 3008)] if device == "cuda" else [])]
     for size in sizes:
         given = inputs(device, *size)

@@ -168,7 +168,7 @@ def test_a_cpu_without_the_interpreter_is_refused(monkeypatch: pytest.MonkeyPatc
 
 def test_the_head_alone_leaves_the_blocks_as_they_are_and_its_evidence_fails_without_its_kernel() -> None:
     run = make_run("{name='fp8', scope='head', fast='all'}", "fused_loss", overrides=SMALL)
-    assert run.model.loss_head.matmuls == "fp8"  # the gradients of a head never in the short accumulator
+    assert run.model.loss_head.matmuls == "fp8"  # the gradients of a head never with fast accumulation
     assert not any(isinstance(module, Fp8Linear) for module in run.model.modules())
     seen = trace(run, 1, watch=True).seen
     assert seen is not None

@@ -43,7 +43,7 @@ def test_what_loses_its_ground_goes_with_it(llama: Recipe) -> None:
     chance = load_recipe("llama-3.2-1b-fast")
     move = made(chance, "amp_bf16")
     assert isinstance(move, Move)
-    assert "fused_update" not in names(move.recipe), "it rounds by chance what is no longer rounded"
+    assert "fused_update" not in names(move.recipe), "stochastic rounding of what is no longer rounded"
 
 
 def test_weights_in_bf16_come_with_an_update_that_rounds_by_chance() -> None:
