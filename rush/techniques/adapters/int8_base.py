@@ -46,7 +46,7 @@ technique = Technique(
     stage=Stage.ADAPT,
     apply=apply,
     requires=(has_library("int8_base"), dora_in_fp32),
-    conflicts=("fp8", "fused_projections", "fp16_matmul", "lora", "qlora", "tp"),
+    conflicts=("fp16_matmul", "fp8", "fused_projections", "lora", "qlora", "tp"),
     knobs={"backend": KnobRange(BACKENDS, "library that quantizes"), **KNOBS},
     claim=Claim(
         "bytes of the base",

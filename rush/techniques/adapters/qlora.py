@@ -183,7 +183,7 @@ technique = Technique(
             lambda machine, recipe: not _asks_for_ours(recipe) or needs_triton.met(machine, recipe),
         ),
     ),
-    conflicts=("fp8", "fused_projections", "fp16_matmul", "int8_base", "lora", "tp"),
+    conflicts=("fp16_matmul", "fp8", "fused_projections", "int8_base", "lora", "tp"),
     knobs={
         "backend": KnobRange(BACKENDS, "library that quantizes"),
         "unpack": KnobRange(

@@ -122,7 +122,7 @@ technique = Technique(
     alternative="precision",
     stage=Stage.MODEL,
     apply=apply,
-    conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fused_update", "fp16_matmul", "pure_bf16"),
+    conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fp16_matmul", "fused_update", "pure_bf16"),
     claim=Claim(
         "bytes of weights and gradients in the passes",
         -0.5,
