@@ -320,4 +320,4 @@ def test_an_adapter_over_a_run_says_what_peft_needs(
     _, err = call(
         capfd, "export", made / "over", "--base", tmp_path / "base", "--to", tmp_path / "x", fails=True
     )
-    assert "goes with --adapter" in err
+    assert "use it with --adapter" in err

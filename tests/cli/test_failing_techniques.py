@@ -204,7 +204,7 @@ def test_another_command_takes_the_file_too(
 ) -> None:
     words = ["overfit", world / "gpt2.toml", "techniques=['in_apply']", "--steps", "10"]
     assert in_this_process(world, monkeypatch, *words) == 2
-    assert "techniques names 'in_apply', which is none" in capfd.readouterr().err
+    assert "techniques names 'in_apply', which does not exist" in capfd.readouterr().err
     file = file_of(world, "in_apply", broken=False)
     assert in_this_process(world, monkeypatch, *words, "--technique", file) in (0, 5)
     file_of(world, "in_apply", broken=True)
@@ -218,7 +218,7 @@ def test_another_command_takes_the_file_too(
 
 BAD_FILES = {
     "missing": (None, "which does not exist; --technique takes a Python file that defines `technique`"),
-    "raises": ("x = 1\nraise ValueError('planted\\non import')\n", "which cannot be imported: line 2 raises ValueError: planted on import. Mend"),
+    "raises": ("x = 1\nraise ValueError('planted\\non import')\n", "which cannot be imported: line 2 raises ValueError: planted on import. Fix the file"),
     "syntax": ("def f(:\n", "which cannot be imported: line 1 raises SyntaxError"),
     "leaves": ("import sys\nsys.exit(7)\n", "which cannot be imported: line 2 raises SystemExit: 7."),
     "empty": ("name = 'technique'\n", "which defines no `technique`"),

@@ -87,7 +87,12 @@ def test_a_mesh_of_ddp_and_fsdp_deals_out_every_sample_once() -> None:
         ),
         (["compile"], ["layout.fsdp=2"], MachineError, "use compile with scope block"),
         (["fsdp"], [], MachineError, "set layout.fsdp to 2 or more"),
-        (["{name='ddp', bucket_mb=1}"], ["layout.ddp=2", "layout.fsdp=2"], MachineError, "leave it out"),
+        (
+            ["{name='ddp', bucket_mb=1}"],
+            ["layout.ddp=2", "layout.fsdp=2"],
+            MachineError,
+            "remove it from techniques",
+        ),
         (
             ["{name='fsdp', stage='none'}"],
             ["layout.fsdp=2"],
