@@ -6,14 +6,13 @@ command line: `train("tiny", "schedule.steps=100")`. Errors are those of `rush.e
 
 from __future__ import annotations
 
-import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rush.errors import MachineError, RecipeError, nearest
+from rush.errors import RecipeError
 from rush.plan import Plan
 from rush.ready import short_name
 from rush.recipe import Recipe
@@ -24,16 +23,12 @@ from rush.records.run_folder import RunFolder
 if TYPE_CHECKING:
     from rush.lab.ladder.climb import Watch as LadderWatch
     from rush.models import Decoder
-    from rush.plan.target import TargetMachine
     from rush.records.ladder import LadderRecord
     from rush.records.tune import TuneRecord
-    from rush.techniques import Parity
     from rush.training.session import Summary
     from rush.training.view import View
     from rush.tune.tuning import Watch as TuneWatch
 
-CLASSES = ("exact", "close", "statistical", "changes")
-OBJECTIVES = ("tokens/s", "memory", "cost", "longest-sequence")
 VIEWS = ("cumulative", "alone", "left_out", "all")
 Note = Callable[[str], None]
 
@@ -191,9 +186,11 @@ def plan_recipe(
     from rush.plan import plan, spec_of
     from rush.plan.micro_batch import settled
     from rush.plan.planning import fill_devices, unmet
+    from rush.plan.target import find_target
 
     chosen = _recipe(recipe, overrides)
-    target = plan_target(chosen, machine, devices, nodes, link, network, network_cards)
+    limit_gb = chosen.run.memory_limit_gb
+    target = find_target(machine, devices, nodes, link, network, network_cards, limit_gb=limit_gb)
     layout = chosen.layout.model_dump()
     if (devices is not None or nodes is not None) and target.devices != chosen.world:
         filled = fill_devices(layout, target.devices)
@@ -201,38 +198,6 @@ def plan_recipe(
     chosen = settled(chosen, target)
     found = plan(spec_of(chosen, target.kind), target, problems=unmet(chosen, target))
     return PlannedRecipe(**{one.name: getattr(found, one.name) for one in fields(found)})
-
-
-def plan_target(
-    recipe: Recipe,
-    machine: str | None = None,
-    devices: int | None = None,
-    nodes: int | None = None,
-    link: str | None = None,
-    network: str | None = None,
-    network_cards: int | None = None,
-) -> TargetMachine:
-    """The machine a plan is for: one of the catalog, or this one by its measured rates."""
-    from dataclasses import replace
-
-    from rush.hardware import probe
-    from rush.hardware.ceilings import known_ceilings
-    from rush.plan import target_here, target_of
-    from rush.plan.target import with_memory_limit
-
-    if machine is not None:
-        target = target_of(machine, devices, nodes, link, network, network_cards)
-    else:
-        here = probe()
-        known = known_ceilings(here)
-        if known is None or not known.matmul or not known.bandwidth:
-            raise MachineError(
-                "the rates of this machine are not known yet; measure them once with `rush probe`, or name an accelerator "
-                "of the catalog with --machine."
-            )
-        target = target_here(here, known.rates())
-        target = replace(target, devices=(devices or target.devices) * (nodes or 1))
-    return with_memory_limit(target, recipe.run.memory_limit_gb)
 
 
 def tune_recipe(
@@ -253,7 +218,8 @@ def tune_recipe(
     `allow` names the parity classes of techniques to try. Writes the record, the winner's recipe and a report.
     """
     from rush.report.tune import write_tune_report
-    from rush.tune.goal import Goal
+    from rush.tune.budget import seconds
+    from rush.tune.goal import OBJECTIVES, Goal, parity_classes
     from rush.tune.record import Request
     from rush.tune.tuning import tune
 
@@ -261,7 +227,7 @@ def tune_recipe(
         raise RecipeError(f"--objective is {objective!r}; allowed: {', '.join(OBJECTIVES)}.")
     if objective == "cost" and price is None:
         raise RecipeError("--objective cost needs --price: the price of this machine per hour.")
-    budget_s, classes = seconds(budget), _classes(allow)
+    budget_s, classes = seconds(budget), parity_classes(allow)
     chosen, name = _recipe(recipe, overrides), _name(recipe)
     others = {}
     for one in beside:
@@ -349,28 +315,9 @@ def open_model(
     return model, adapted_tokenizer(Path(folder), path, model.shape.vocab_size, note)
 
 
-def seconds(budget: float | str) -> float:
-    """Seconds from 90s, 20m or 1.5h; a bare number is seconds."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", str(budget).strip())
-    value = float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2] or "s"] if found else 0.0
-    if value <= 0:
-        raise RecipeError(f"--budget is {budget!r}; allowed: a time above zero, as in 90s, 20m or 1h.")
-    return value
-
-
 def new_folder(name: str) -> Path:
     """Where a new run goes: `runs/NAME-DATE-TIME`."""
     return Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-
-
-def _classes(allow: Sequence[str] | None) -> frozenset[Parity]:
-    from rush.techniques import Parity
-
-    words = allow or [word for word in CLASSES if word != "changes"]
-    for word in words:
-        if word.lower() not in CLASSES:
-            raise RecipeError(f"--allow is {word!r}; {nearest(word, CLASSES)}")
-    return frozenset(Parity[word.upper()] for word in words)
 
 
 def _recipe(recipe: Recipe | str | Path, overrides: Sequence[str]) -> Recipe:

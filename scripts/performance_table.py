@@ -33,10 +33,20 @@ PICTURE = ROOT / "docs" / "pictures" / "beside-baselines.svg"
 BEGIN, END = "<!-- performance: begin, by scripts/performance_table.py -->", "<!-- performance: end -->"
 
 
+FORMER_TERMS = {"8-bit products": "fp8 matmuls", "head in 8 bits": "fp8 LM head"}
+"""What old records call it, and what it is called now."""
+
+
+def in_terms_of_now(text: str) -> str:
+    for former, term in FORMER_TERMS.items():
+        text = text.replace(former, term)
+    return text
+
+
 def performance(results: Path) -> str:
     """The text between the marks."""
     parts = [*_models(results), *_kernels(results)]
-    return "\n".join(parts) if parts else "Nothing has been measured yet.\n"
+    return in_terms_of_now("\n".join(parts)) if parts else "Nothing has been measured yet.\n"
 
 
 def _models(results: Path) -> list[str]:
@@ -261,7 +271,7 @@ def main() -> None:
 def drawn(results: Path) -> str:
     """The picture, of the machine with the most pairs."""
     where, most = max(pairs(results).items(), key=lambda item: len(item[1]))
-    return beside_picture(f"Beside the baselines on {where}", most) + "\n"
+    return in_terms_of_now(beside_picture(f"Beside the baselines on {where}", most) + "\n")
 
 
 if __name__ == "__main__":

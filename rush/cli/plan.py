@@ -111,15 +111,17 @@ def plan(
         raise RecipeError(
             "rush plan needs a recipe's name or file, or --check; `rush recipes` lists the names."
         )
-    from rush.api import plan_recipe, plan_target
+    from rush.api import plan_recipe
+    from rush.plan.target import find_target
     from rush.recipe_io import load_recipe
 
     chosen = load_recipe(recipe, overrides or [], auto=True)
     if chosen.model.name != recipe and any(one.startswith("model.name") for one in overrides or []):
         recipe = f"{chosen.model.name} as {recipe}"
-    where = (machine, devices, nodes, link, network, network_cards)
     if search:
-        _search(recipe, chosen, plan_target(chosen, *where), best or 3, beyond, budget, price, json, html)
+        limit_gb = chosen.run.memory_limit_gb
+        target = find_target(machine, devices, nodes, link, network, network_cards, limit_gb=limit_gb)
+        _search(recipe, chosen, target, best or 3, beyond, budget, price, json, html)
         return
     found = plan_recipe(
         chosen,

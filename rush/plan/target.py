@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rush.errors import RecipeError, nearest
+from rush.errors import MachineError, RecipeError, nearest
 from rush.hardware.catalog import CATALOG, Datasheet
 from rush.hardware.links import LINKS, SERVERS
 from rush.hardware.machine import Cpu, Device, Machine
@@ -194,6 +194,34 @@ def with_memory_limit(target: TargetMachine, limit_gb: float | None) -> TargetMa
         )
     source = f"device memory is limited to {limit_gb:g} GB (run.memory_limit_gb)"
     return replace(target, memory_bytes=limit_gb * 1e9, sources=(*target.sources, source))
+
+
+def find_target(
+    name: str | None = None,
+    devices: int | None = None,
+    nodes: int | None = None,
+    link: str | None = None,
+    network: str | None = None,
+    cards: int | None = None,
+    *,
+    limit_gb: float | None = None,
+) -> TargetMachine:
+    """A machine of the catalog, or this one by its measured rates; with its memory limited where `limit_gb` is given."""
+    from rush.hardware import probe
+    from rush.hardware.ceilings import known_ceilings
+
+    if name is not None:
+        return with_memory_limit(target_of(name, devices, nodes, link, network, cards), limit_gb)
+    here = probe()
+    known = known_ceilings(here)
+    if known is None or not known.matmul or not known.bandwidth:
+        raise MachineError(
+            "the rates of this machine are not known yet; measure them once with `rush probe`, or name an accelerator of the "
+            "catalog with --machine."
+        )
+    target = target_here(here, known.rates())
+    target = replace(target, devices=(devices or target.devices) * (nodes or 1))
+    return with_memory_limit(target, limit_gb)
 
 
 def target_here(machine: Machine, rates: Mapping[str, Any]) -> TargetMachine:

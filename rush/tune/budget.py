@@ -6,9 +6,12 @@ kind; kinds differ by what they compile.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from rush.errors import RecipeError
 
 COMPILING_S = 45.0
 """Expected time of compiling, before it was measured."""
@@ -19,6 +22,15 @@ MORE_COMPILED = MORE | {"decide": 1.0, "prove": 1.3}
 
 MARGIN = 1.15
 """Factor on the time of an earlier trial of the kind: recipes differ."""
+
+
+def seconds(budget: float | str) -> float:
+    """Seconds from 90s, 20m or 1.5h; a bare number is seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|m|min|h)?", str(budget).strip())
+    value = float(found[1]) * {"s": 1, "m": 60, "min": 60, "h": 3600}[found[2] or "s"] if found else 0.0
+    if value <= 0:
+        raise RecipeError(f"--budget is {budget!r}; allowed: a time above zero, as in 90s, 20m or 1h.")
+    return value
 
 
 @dataclass

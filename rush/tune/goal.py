@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rush.errors import RecipeError, nearest
 from rush.lab.paired import Floors, Timed, compare
 from rush.lab.statistics import Floor, Ratio, centre
+from rush.techniques import Parity
 from rush.tune.forecast import Prediction
 
 OBJECTIVES = {
@@ -20,6 +22,16 @@ SLOW = 2.0
 """A trial this many times slower than one that could win is ended early."""
 LEAST = 0.01
 """Smaller differences are noise: processes of one recipe differ as much."""
+
+
+def parity_classes(allow: Sequence[str] | None) -> frozenset[Parity]:
+    """Parity classes by name; by default all but `changes`."""
+    names = [parity.name.lower() for parity in Parity]
+    wanted = allow or [name for name in names if name != "changes"]
+    for name in wanted:
+        if name.lower() not in names:
+            raise RecipeError(f"--allow is {name!r}; {nearest(name, names)}")
+    return frozenset(Parity[name.upper()] for name in wanted)
 
 
 @dataclass(frozen=True)

@@ -66,11 +66,11 @@ def test_fused_layers(name: str, techniques: tuple[str, ...], dtype: str) -> Non
         ("tiny", ("fp8", "amp_bf16")),
     ],
 )
-def test_8_bit_products(name: str, techniques: tuple[str, ...]) -> None:
+def test_fp8_matmuls(name: str, techniques: tuple[str, ...]) -> None:
     seen = takes_effect_and_learns_the_same(*techniques, name=name, dtype="bfloat16")
     assert "rush::fp8_emulated_matmul" not in seen.ops
     assert "float8_e4m3fn" in seen.matmul_dtypes, sorted(seen.matmul_dtypes)
-    # Three products of each linear layer of a block (GPT-2 has four of them, Llama seven), and the head's.
+    # Three matmuls of each linear layer of a block (GPT-2 has four of them, Llama seven), and the head's.
     layers = {"tiny": 4, "llama-tiny": 7}[name] * 2 * 3 + (3 if "vocab_pad" in techniques else 0)
     assert seen.ops["aten::_scaled_mm"] >= layers
 
@@ -87,9 +87,9 @@ def test_8_bit_products(name: str, techniques: tuple[str, ...]) -> None:
         ("llama-tiny", ("{name='fp8', scope='blocks_and_head'}", "bf16_master", BLOCKS)),
     ],
 )
-def test_a_head_in_8_bits_is_fused_with_its_loss(name: str, techniques: tuple[str, ...]) -> None:
+def test_an_fp8_lm_head_is_fused_with_its_loss(name: str, techniques: tuple[str, ...]) -> None:
     chunks = "{name='fused_loss', chunk_tokens=512}"
     seen = takes_effect_and_learns_the_same(*techniques, chunks, name=name, dtype="bfloat16")
     assert any("fp8_logits_gradient" in kernel for kernel in seen.kernels)
     assert "rush::fp8_emulated_matmul" not in seen.ops
-    assert seen.ops["aten::_scaled_mm"] >= 3 * 2, "three products of each of two chunks"
+    assert seen.ops["aten::_scaled_mm"] >= 3 * 2, "three matmuls of each of two chunks"

@@ -80,19 +80,19 @@ def test_stacks(techniques: tuple[str, ...], dtype: str) -> None:
 
 
 @pytest.mark.parametrize("compiled", [(), (BLOCKS,)], ids=str)
-def test_a_recording_replays_the_wide_products(compiled: tuple[str, ...]) -> None:
+def test_a_captured_graph_replays_the_joined_matmuls(compiled: tuple[str, ...]) -> None:
     takes_effect_and_learns_the_same(
         "bf16_master", "flash_attention", "cuda_graph", *compiled, dtype="bfloat16"
     )
 
 
-def test_it_stands_beside_the_rival_library() -> None:
+def test_it_works_beside_liger() -> None:
     """Whose kernels want whole tensors, and copy the parts out."""
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     takes_effect_and_learns_the_same("amp_bf16", "liger", dtype="bfloat16")
 
 
-def test_the_compilers_own_recordings_learn_the_same() -> None:
+def test_graphs_captured_by_the_compiler_learn_the_same() -> None:
     mode = "{name='compile', mode='reduce-overhead'}"
     takes_effect_and_learns_the_same("bf16_master", "flash_attention", mode, dtype="bfloat16")
 

@@ -186,7 +186,7 @@ def test_recomputing_and_offloading_leave_less_in_memory_between_forward_and_bac
 
 
 @pytest.mark.parametrize("backend", ["torchao", "bitsandbytes"])
-def test_moments_in_eight_bits(backend: str) -> None:
+def test_8_bit_moments(backend: str) -> None:
     pytest.importorskip(backend, reason=f"{backend} is not installed")
     takes_effect_and_learns_the_same(f"{{name='adam8bit', backend='{backend}'}}")
 

@@ -138,8 +138,11 @@ def test_a_pickle_is_refused_and_never_opened(folder: Path, name: str) -> None:
 
 
 def test_a_pickle_beside_safetensors_is_not_looked_at(folder: Path) -> None:
+    _, before = load_hf_folder(folder)
     (folder / "pytorch_model.bin").write_bytes(b"whatever")
-    load_hf_folder(folder)
+    _, after = load_hf_folder(folder)
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
 
 
 def first_matrix(tensors: dict[str, torch.Tensor]) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 
-from rush.api import seconds
 from rush.cli import main
 from rush.cli.tune import made_of, shortened, summary
 from rush.errors import RecipeError
@@ -23,6 +22,7 @@ from rush.recipe_io import load_recipe
 from rush.records.tune import CandidateRow, TuneRecord, mark, read_tune, short_names, tuned_on
 from rush.report.tune import tune_page
 from rush.techniques import Parity
+from rush.tune.budget import seconds
 from rush.tune.goal import Goal
 from rush.tune.record import Request
 from rush.tune.tuning import tune
