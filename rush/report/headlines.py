@@ -91,7 +91,7 @@ def headline(ladder: LadderView) -> str:
             f"{first.title} makes {formatting.speed(first.speed.median)}; nothing equal was faster here."
         )
     else:
-        gain = _in_all(best, best.speed.median / first.speed.median)
+        gain = _cumulative(best, best.speed.median / first.speed.median)
         sentence = (
             f"From {first.title} at {formatting.speed(first.speed.median)} to {best.title} at "
             f"{formatting.speed(best.speed.median)}: {formatting.ratio(gain)}, and the model still learns the same."
@@ -118,7 +118,7 @@ def figures(ladder: LadderView) -> list[HeadlineFigure]:
     found: list[HeadlineFigure] = []
     if first and first.speed and best and best.speed:
         if best is not first:
-            found.append(_gain_figure(best, _in_all(best, best.speed.median / first.speed.median)))
+            found.append(_gain_figure(best, _cumulative(best, best.speed.median / first.speed.median)))
         found.append(HeadlineFigure(formatting.si(best.speed.median), ladder.rate, best.title))
         if best.mfu is not None:
             found.append(
@@ -137,7 +137,7 @@ def figures(ladder: LadderView) -> list[HeadlineFigure]:
     return found
 
 
-def _in_all(best: RungView, by_medians: float) -> float:
+def _cumulative(best: RungView, by_medians: float) -> float:
     """The gain over the first rung; compared batch by batch it is not the quotient of the two medians."""
     total = best.total_gain
     return total.ratio if total and total.paired else by_medians
