@@ -62,7 +62,12 @@ LIBRARIES = {
     "bitsandbytes": "bitsandbytes",
 }
 """Modules, and what they are called where they are installed from."""
-EXTRAS = {"transformers": "rivals", "liger_kernel": "rivals", "peft": "reference", "bitsandbytes": "quant"}
+EXTRAS = {
+    "transformers": "baselines",
+    "liger_kernel": "baselines",
+    "peft": "reference",
+    "bitsandbytes": "quant",
+}
 """Which of this project's extras brings them."""
 
 

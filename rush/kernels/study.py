@@ -21,11 +21,12 @@ from torch import Tensor
 
 Pass = Literal["forward", "backward", "both"]
 """Forward as in training (with saved activations), backward alone, or both."""
-Kind = Literal["ours", "plain", "compiled", "rival"]
+Kind = Literal["ours", "plain", "compiled", "baseline"]
 Bound = Literal["memory", "matmul"]
 Inputs = Mapping[str, Tensor]
-Call = Callable[..., "Tensor | tuple[Tensor, ...]"]
-"""Takes the inputs by name, returns the results."""
+Results = Tensor | tuple[Tensor, ...]
+Call = Callable[..., Results]
+"""Takes the inputs by name."""
 
 
 @dataclass(frozen=True)
@@ -150,13 +151,22 @@ def ours(call: Call) -> Contender:
 
 def torch_pair(call: Call) -> tuple[Contender, Contender]:
     """Plain torch, eager and compiled."""
-    return Contender("plain torch", "plain", call), Contender(
-        "compiled torch", "compiled", call, compile=True
-    )
+    compiled = Contender("compiled torch", "compiled", call, compile=True)
+    return Contender("plain torch", "plain", call), compiled
 
 
 def liger(call: Call) -> Contender:
-    return Contender("Liger", "rival", call, needs("liger_kernel"))
+    return Contender("Liger", "baseline", call, needs("liger_kernel"))
+
+
+def matrix_work(forward: int, backward: int) -> Callable[[Size, int, Pass], Work]:
+    """The work of a memory-bound op on a matrix: how many of its size each pass reads and writes."""
+
+    def work(size: Size, element: int, step: Pass) -> Work:
+        passes = {"forward": forward, "backward": backward, "both": forward + backward}[step]
+        return Work(float(passes * size["rows"] * size["columns"] * element))
+
+    return work
 
 
 def labels(device: torch.device, count: int, classes: int) -> Tensor:
@@ -174,13 +184,10 @@ MATRICES = (
     Size("16k × 4096", {"rows": TOKENS, "columns": 4096}, target=False),
     Size("16k × 8192", {"rows": TOKENS, "columns": 8192}),
 )
-SMALL_MATRICES = (
-    Size("64 × 128", {"rows": 64, "columns": 128}),
-    Size("64 × 512", {"rows": 64, "columns": 512}),
-)
+SMALL_MATRICES = tuple(Size(f"64 × {width}", {"rows": 64, "columns": width}) for width in (128, 512))
 # For a CPU: 2k rows, as in a small model.
 MATRICES_ON_CPU = tuple(
-    Size(f"2k × {columns}", {"rows": 2048, "columns": columns}) for columns in (512, 2048, 8192)
+    Size(f"2k × {width}", {"rows": 2048, "columns": width}) for width in (512, 2048, 8192)
 )
 MEMORY_TARGETS = (
     Target("ceiling", ("forward", "both"), at_least=0.85),

@@ -294,7 +294,7 @@ def test_a_baseline_whose_library_is_missing_is_refused_with_the_way_to_get_it(
 
     monkeypatch.setattr(baseline_run, "find_spec", lambda name: None if name == "liger_kernel" else True)
     spec = {"machine": probe("cpu").to_dict(), "recipe": write_toml(load_recipe("llama-tiny"))}
-    with pytest.raises(MachineError, match=r"needs liger_kernel; .*optimization-rush\[rivals\]"):
+    with pytest.raises(MachineError, match=r"needs liger_kernel; .*optimization-rush\[baselines\]"):
         baseline_run.measure_baseline({**spec, "options": {"with_liger": True}}, None)
 
 

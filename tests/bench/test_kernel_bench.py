@@ -78,11 +78,11 @@ def refuses(x: Tensor) -> Tensor:
     raise KernelRefusal("rows of ten are not for me.")
 
 
-def rival(name: str, call: Any, **rest: Any) -> Contender:
-    return Contender(name, "rival", call, **rest)
+def baseline(name: str, call: Any, **rest: Any) -> Contender:
+    return Contender(name, "baseline", call, **rest)
 
 
-def a_study(*rivals: Contender, passes: tuple[Pass, ...] = ("forward", "both")) -> Study:
+def a_study(*baselines: Contender, passes: tuple[Pass, ...] = ("forward", "both")) -> Study:
     plain = Contender("plain torch", "plain", square)
     return Study(
         op="square",
@@ -93,17 +93,17 @@ def a_study(*rivals: Contender, passes: tuple[Pass, ...] = ("forward", "both")) 
         small=(SIZE,),
         make=make,
         reference=square,
-        contenders=(Contender("rush", "ours", square), plain, *rivals),
+        contenders=(Contender("rush", "ours", square), plain, *baselines),
         work=lambda size, element, step: Work(float(size["rows"] * size["columns"] * element)),
         passes=passes,
     )
 
 
 def measured(
-    *rivals: Contender, passes: tuple[Pass, ...] = ("forward", "both")
+    *baselines: Contender, passes: tuple[Pass, ...] = ("forward", "both")
 ) -> dict[tuple[str, str], KernelRow]:
     place = BenchDevice(CPU, {"copy_bytes_per_s": 1e9}, LITTLE)
-    rows = measure_size(a_study(*rivals, passes=passes), SIZE, place, lambda text: None)
+    rows = measure_size(a_study(*baselines, passes=passes), SIZE, place, lambda text: None)
     return {(row["contender"], row["step"]): row for row in rows}
 
 
@@ -114,7 +114,7 @@ def verdict(row: KernelRow) -> str:
 
 
 def test_a_result_off_by_a_thousandth_and_a_wrong_gradient_are_called_different() -> None:
-    rows = measured(rival("off", off), rival("gradient", WrongGradient.apply), rival("same", square))
+    rows = measured(baseline("off", off), baseline("gradient", WrongGradient.apply), baseline("same", square))
     assert verdict(rows["same", "both"]) == "equal"
     assert verdict(rows["plain torch", "both"]) == "equal"
     assert verdict(rows["off", "forward"]) == "different"
@@ -127,16 +127,16 @@ def test_a_result_off_by_a_thousandth_and_a_wrong_gradient_are_called_different(
 
 def test_a_result_of_another_shape_or_without_its_gradient_is_different() -> None:
     rows = measured(
-        rival("short", lambda x: (x * x)[:3]),
-        rival("cut off", lambda x: (x * x).detach()),
-        rival("not finite", lambda x: x * x / 0),
+        baseline("short", lambda x: (x * x)[:3]),
+        baseline("cut off", lambda x: (x * x).detach()),
+        baseline("not finite", lambda x: x * x / 0),
     )
     assert {verdict(rows[name, "forward"]) for name in ("cut off", "not finite")} == {"different"}
     assert rows["short", "forward"]["status"] == "failed"  # the gradient that flows in does not fit
 
 
 def test_a_contender_that_writes_over_what_it_is_given_spoils_nothing_for_the_others() -> None:
-    rows = measured(rival("overwriting", Overwriting.apply), rival("after it", square))
+    rows = measured(baseline("overwriting", Overwriting.apply), baseline("after it", square))
     assert verdict(rows["overwriting", "both"]) == "equal"
     assert verdict(rows["after it", "both"]) == "equal"
     assert rows["after it", "both"]["status"] == "ok"
@@ -144,9 +144,9 @@ def test_a_contender_that_writes_over_what_it_is_given_spoils_nothing_for_the_ot
 
 def test_what_a_contender_cannot_do_is_a_row_with_a_reason() -> None:
     rows = measured(
-        rival("raises", raises),
-        rival("refuses", refuses),
-        rival("absent", raises, absent=lambda device: "it is not installed"),
+        baseline("raises", raises),
+        baseline("refuses", refuses),
+        baseline("absent", raises, absent=lambda device: "it is not installed"),
     )
     assert rows["raises", "both"]["status"] == "failed"
     assert rows["raises", "both"]["reason"] == "ValueError: out of order"
@@ -165,7 +165,7 @@ def test_a_contender_that_fails_only_under_the_clock_leaves_the_others_timed() -
             raise ValueError("worn out")
         return x * x
 
-    rows = measured(rival("worn", third_time))
+    rows = measured(baseline("worn", third_time))
     assert rows["worn", "forward"]["status"] == "failed"
     assert rows["worn", "forward"]["time_ms"] is None
     assert rows["plain torch", "forward"]["status"] == "ok"
@@ -224,7 +224,7 @@ def test_a_sixteen_bit_contender_may_be_off_by_what_plain_torch_is_and_no_more()
 
     def judged(call: Any) -> str:
         found = kernel_check.results_of(call, kernel_check.fresh(inputs), kernel_check.copies(flowing))
-        return str(kernel_check.judge(rival("r", call), found, yardstick)["verdict"])
+        return str(kernel_check.judge(baseline("r", call), found, yardstick)["verdict"])
 
     assert judged(square) == "equal"
     assert judged(lambda x: (x.float() ** 2).bfloat16()) == "equal"
@@ -282,7 +282,7 @@ def test_a_fast_kernel_that_is_wrong_misses_its_target() -> None:
     assert "not proved equal: off" in line["why"]
 
 
-def test_without_the_rival_a_target_is_not_measured_and_says_why() -> None:
+def test_without_the_baseline_a_target_is_not_measured_and_says_why() -> None:
     line = judged(FASTER, row("rush", 1.0), row("them", 1.0, status="absent", reason="not installed"))
     assert line["verdict"] == "not measured"
     assert line["why"] == "them: not installed"

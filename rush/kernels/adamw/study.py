@@ -90,18 +90,15 @@ STUDY = Study(
     bound="memory",
     axis="parameters",
     sizes=(_size(64, 16), _size(256, 16), _size(256, 32)),
-    small=(
-        Size("4,096", {"parameters": 4096, "bits": 32}),
-        Size("16,384", {"parameters": 16384, "bits": 32}),
-    ),
+    small=tuple(Size(f"{count:,}", {"parameters": count, "bits": 32}) for count in (4096, 16384)),
     make=make,
     reference=defined,
     contenders=(
         Contender("rush", "ours", OptimizerStep(RushAdamW)),
         Contender("plain torch", "plain", OptimizerStep(torch.optim.AdamW, foreach=False)),
         Contender("compiled torch", "compiled", in_place, compile=True),
-        Contender("torch foreach", "rival", OptimizerStep(torch.optim.AdamW, foreach=True)),
-        Contender("torch fused", "rival", OptimizerStep(torch.optim.AdamW, fused=True)),
+        Contender("torch foreach", "baseline", OptimizerStep(torch.optim.AdamW, foreach=True)),
+        Contender("torch fused", "baseline", OptimizerStep(torch.optim.AdamW, fused=True)),
     ),
     work=work,
     targets=(

@@ -146,28 +146,3 @@ def _adamw(
             seed=seed,
             is_aligned=is_aligned,
         )
-
-
-@_adamw.register_fake
-def _(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    exp_avgs: list[Tensor],
-    exp_avg_sqs: list[Tensor],
-    rows: Tensor,
-    starts: Tensor,
-    lr_on_device: Tensor | None,
-    found_inf: Tensor | None,
-    grad_scale: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    stochastic_rounding: bool,
-    seed: int,
-    numbers: list[int],
-    is_aligned: bool,
-) -> None:
-    return None

@@ -39,17 +39,14 @@ STUDY = Study(
     bound="memory",
     axis="parameters",
     sizes=wide.STUDY.sizes[:2],
-    small=(
-        Size("32,768", {"parameters": 32_768, "bits": 32}),
-        Size("65,536", {"parameters": 65_536, "bits": 32}),
-    ),
+    small=tuple(Size(f"{count:,}", {"parameters": count, "bits": 32}) for count in (32768, 65536)),
     make=make,
     reference=wide.defined,
     contenders=(
         Contender("rush", "ours", wide.OptimizerStep(RushAdamW8bit)),
         Contender("plain torch", "plain", wide.OptimizerStep(torch.optim.AdamW, foreach=False)),
-        Contender("torch fused", "rival", wide.OptimizerStep(torch.optim.AdamW, fused=True)),
-        Contender("bitsandbytes", "rival", wide.OptimizerStep(_bitsandbytes), study.needs("bitsandbytes")),
+        Contender("torch fused", "baseline", wide.OptimizerStep(torch.optim.AdamW, fused=True)),
+        Contender("bitsandbytes", "baseline", wide.OptimizerStep(_bitsandbytes), study.needs("bitsandbytes")),
     ),
     work=work,
     targets=(

@@ -166,30 +166,3 @@ def _adamw8bit(
             seed=seed,
             is_aligned=is_aligned,
         )
-
-
-@_adamw8bit.register_fake
-def _(
-    parameters: list[Tensor],
-    gradients: list[Tensor],
-    m_codes: list[Tensor],
-    m_scales: list[Tensor],
-    v_codes: list[Tensor],
-    v_scales: list[Tensor],
-    rows: Tensor,
-    starts: Tensor,
-    signed_values: Tensor,
-    unsigned_values: Tensor,
-    lr_on_device: Tensor | None,
-    lr: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-    step: int,
-    stochastic_rounding: bool,
-    seed: int,
-    numbers: list[int],
-    is_aligned: bool,
-) -> None:
-    return None

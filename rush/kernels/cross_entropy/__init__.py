@@ -155,11 +155,6 @@ def _scale_rows(x_nd: Tensor, scales_n: Tensor, factor: float) -> None:
     passes.scale_rows(x_nd, scales_n, factor)
 
 
-@_scale_rows.register_fake
-def _(x_nd: Tensor, scales_n: Tensor, factor: float) -> None:
-    return None
-
-
 def scaled_gradient(gradient_nd: Tensor, scales_n: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     """The gradient times its upstream gradient and a factor: in place where the dtype allows.
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rush.kernels import study
 from rush.kernels.cross_entropy import cross_entropy, cross_entropy_, reference
-from rush.kernels.study import Contender, Inputs, Pass, Size, Study, Target, Work
+from rush.kernels.study import Contender, Inputs, Size, Study, Target
 
 
 def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
@@ -55,12 +55,6 @@ def liger(logits: Tensor, labels: Tensor) -> Tensor:
     return loss
 
 
-def work(size: Size, element: int, step: Pass) -> Work:
-    """The logits read; then read again, and their gradient written."""
-    passes = {"forward": 1, "backward": 2, "both": 3}[step]
-    return Work(float(passes * size["rows"] * size["columns"] * element))
-
-
 def _size(rows: int, columns: int, label: str, target: bool = True) -> Size:
     return Size(label, {"rows": rows, "columns": columns}, target)
 
@@ -85,7 +79,7 @@ STUDY = Study(
         *study.torch_pair(plain),
         study.liger(liger),
     ),
-    work=work,
+    work=study.matrix_work(1, 2),  # the logits read; then read again, and their gradient written
     targets=(Target("speed", ("both",), at_least=1.0, against="Liger"),),
     passes=("both",),
 )

@@ -69,8 +69,8 @@ STUDY = Study(
     contenders=(
         Contender("rush, compiled", "ours", one_function, interpreter_truncates, TOLERANCE, compile=True),
         Contender("rush", "ours", one_function, interpreter_truncates, TOLERANCE),
-        Contender("layers alone", "rival", layers, tolerance=TOLERANCE),
-        Contender("layers alone, compiled", "rival", layers, compile=True, tolerance=TOLERANCE),
+        Contender("layers alone", "baseline", layers, tolerance=TOLERANCE),
+        Contender("layers alone, compiled", "baseline", layers, compile=True, tolerance=TOLERANCE),
         *study.torch_pair(plain),
     ),
     work=work,

@@ -6,17 +6,11 @@ import torch
 
 from rush.kernels import study
 from rush.kernels.gelu import gelu, reference
-from rush.kernels.study import Inputs, Pass, Size, Study, Target, Work
+from rush.kernels.study import Inputs, Size, Study, Target
 
 
 def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
     return {"x": study.normal(device, 1, size["rows"], size["columns"]).to(dtype).requires_grad_()}
-
-
-def work(size: Size, element: int, step: Pass) -> Work:
-    """Read and written; then two read and one written."""
-    passes = {"forward": 2, "backward": 3, "both": 5}[step]
-    return Work(float(passes * size["rows"] * size["columns"] * element))
 
 
 STUDY = Study(
@@ -30,6 +24,6 @@ STUDY = Study(
     make=make,
     reference=reference.gelu,
     contenders=(study.ours(gelu), *study.torch_pair(reference.gelu)),
-    work=work,
+    work=study.matrix_work(2, 3),  # read and written; then two read and one written
     targets=(Target("ceiling", ("forward", "both"), at_least=0.85),),
 )

@@ -55,7 +55,7 @@ STUDY = Study(
     contenders=(
         Contender("rush", "ours", GradNorm()),
         Contender("plain torch", "plain", defined),
-        Contender("torch foreach", "rival", foreach),
+        Contender("torch foreach", "baseline", foreach),
     ),
     work=work,
     targets=(Target("speed", ("forward",), at_least=1.0, against="torch foreach"),),

@@ -154,11 +154,7 @@ def _(
     ignore_index: int,
     hidden_grad: bool,
     weight_grad: bool,
-    first_token: int,
-    vocab_size: int,
-    ranks: int,
-    group: str,
-    matmuls: str,
+    *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     num_tokens, width = hidden_nd.shape
     hidden_dtype, weight_dtype = chunks.gradient_dtypes(dtype, num_tokens, chunk_tokens)

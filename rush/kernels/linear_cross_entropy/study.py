@@ -87,7 +87,7 @@ STUDY = Study(
         study.ours(ours),
         *study.torch_pair(plain),
         study.liger(liger),
-        Contender("cut-cross-entropy", "rival", cut, study.needs("cut_cross_entropy")),
+        Contender("cut-cross-entropy", "baseline", cut, study.needs("cut_cross_entropy")),
     ),
     work=work,
     targets=(

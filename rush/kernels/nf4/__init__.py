@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -81,16 +82,8 @@ def _dequantize(
 
 
 @_dequantize.register_fake
-def _(
-    codes: Tensor,
-    scales: Tensor,
-    scale_scales: Tensor,
-    scale_table: Tensor,
-    offset: Tensor,
-    rows: int,
-    columns: int,
-    dtype: torch.dtype,
-) -> Tensor:
+def _(codes: Tensor, *others: Any) -> Tensor:
+    *_, rows, columns, dtype = others
     return codes.new_empty((rows, columns), dtype=dtype)
 
 

@@ -75,16 +75,13 @@ STUDY = Study(
         Size("4096 × 4096", {"rows": 4096, "columns": 4096}),
         Size("14336 × 4096", {"rows": 14336, "columns": 4096}),
     ),
-    small=(
-        Size("64 × 128", {"rows": 64, "columns": 128}),
-        Size("256 × 128", {"rows": 256, "columns": 128}),
-    ),
+    small=tuple(Size(f"{rows} × 128", {"rows": rows, "columns": 128}) for rows in (64, 256)),
     make=make,
     reference=plain,
     contenders=(
         study.ours(ours),
         *study.torch_pair(plain),
-        Contender("bitsandbytes", "rival", bitsandbytes, study.needs("bitsandbytes")),
+        Contender("bitsandbytes", "baseline", bitsandbytes, study.needs("bitsandbytes")),
     ),
     work=work,
     targets=(

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from rush.kernels import study
 from rush.kernels.rmsnorm import add_rmsnorm, reference, rmsnorm
-from rush.kernels.study import Contender, Inputs, Pass, Size, Study, Work
+from rush.kernels.study import Contender, Inputs, Pass, Results, Size, Study, Work
 
 EPS = 1e-5
 
@@ -21,24 +21,24 @@ def make(size: Size, device: torch.device, dtype: torch.dtype) -> Inputs:
     return {name: tensor.requires_grad_() for name, tensor in found.items()}
 
 
-def plain(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+def plain(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Results:
     if residual is None:
         return reference.rmsnorm(x, weight, EPS)
     return reference.add_rmsnorm(x, residual, weight, EPS)
 
 
-def ours(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+def ours(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Results:
     return rmsnorm(x, weight, EPS) if residual is None else add_rmsnorm(x, residual, weight, EPS)
 
 
-def torchs(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+def torchs(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Results:
     if residual is None:
         return F.rms_norm(x, weight.shape, weight, EPS)
     total = residual + x
     return F.rms_norm(total, weight.shape, weight, EPS), total
 
 
-def liger(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, ...]:
+def liger(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Results:
     from liger_kernel.ops import LigerFusedAddRMSNormFunction, LigerRMSNormFunction
 
     if residual is None:
@@ -52,9 +52,11 @@ def liger(x: Tensor, weight: Tensor, residual: Tensor | None = None) -> Tensor |
 
 def work(size: Size, element: int, step: Pass) -> Work:
     """Alone: read x, write out; backward read x and dout, write dx. The add reads and writes one more tensor each."""
-    forward, backward = (4, 4) if size["add"] else (2, 3)
-    passes = {"forward": forward, "backward": backward, "both": forward + backward}[step]
-    return Work(float(passes * size["rows"] * size["columns"] * element))
+    return (study.matrix_work(4, 4) if size["add"] else study.matrix_work(2, 3))(size, element, step)
+
+
+def series(size: Size) -> str:
+    return "with the residual add" if size["add"] else "alone"
 
 
 STUDY = Study(
@@ -69,10 +71,10 @@ STUDY = Study(
     contenders=(
         study.ours(ours),
         *study.torch_pair(plain),
-        Contender("torch's rms_norm", "rival", torchs),
+        Contender("torch's rms_norm", "baseline", torchs),
         study.liger(liger),
     ),
     work=work,
     targets=study.MEMORY_TARGETS,
-    series=lambda size: "with the residual add" if size["add"] else "alone",
+    series=series,
 )

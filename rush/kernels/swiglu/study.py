@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from rush.kernels import study
-from rush.kernels.study import Inputs, Pass, Size, Study, Work
+from rush.kernels.study import Inputs, Size, Study
 from rush.kernels.swiglu import reference, swiglu
 
 
@@ -22,12 +22,6 @@ def liger(gate: Tensor, up: Tensor) -> Tensor:
     return out
 
 
-def work(size: Size, element: int, step: Pass) -> Work:
-    """Two read and one written; then three read and two written."""
-    passes = {"forward": 3, "backward": 5, "both": 8}[step]
-    return Work(float(passes * size["rows"] * size["columns"] * element))
-
-
 STUDY = Study(
     op="swiglu",
     about="silu(gate) · up; elementwise, so it is memory-bound.",
@@ -39,6 +33,6 @@ STUDY = Study(
     make=make,
     reference=reference.swiglu,
     contenders=(study.ours(swiglu), *study.torch_pair(reference.swiglu), study.liger(liger)),
-    work=work,
+    work=study.matrix_work(3, 5),  # two read and one written; then three read and two written
     targets=study.MEMORY_TARGETS,
 )
