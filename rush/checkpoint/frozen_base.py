@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from rush.errors import DataError
 from rush.hardware import free_memory
 from rush.models import Decoder, Shape, build_model, count_parameters
-from rush.models.adapters import AdapterSpec, adapt, adapters, fill_adapters
+from rush.models.adapters import AdapterSpec, adapt, adapters, init_adapters
 from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantized import QuantizedLinear, form_of, quantize_linears
 from rush.models.quantized_formats import Form
@@ -191,5 +191,5 @@ def adapted_model(
     else:
         model.load_state_dict(weights)
         model.init_buffers()
-    fill_adapters(model, seed)
+    init_adapters(model, seed)
     return model

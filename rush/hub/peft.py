@@ -295,7 +295,7 @@ def put_on(
         for part in dict(adapter.named_parameters()):
             value = stored.tensors[f"{name}.adapter.{part}"].to(device)
             setattr(adapter, part, nn.Parameter(value, requires_grad=False))
-        adapter.measure(layer)
+        adapter.update_base_norms(layer)
 
 
 def _check_base(

@@ -1,4 +1,4 @@
-"""Plain models: GPT-2 and Llama in plain torch, their sizes and their counts."""
+"""GPT-2 and Llama in plain PyTorch, their published sizes, parameter counts and FLOPs."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""From a shape to a module.
+"""Builds the model of a shape.
 
-Under `torch.device("meta")` a model has shapes and no memory: the way to build one that is going to
-be sharded, or filled from a file. Elsewhere the model is ready to use, with the seed's weights. It is
-built on meta then, too, because torch's own initialization would be thrown away.
+Under `torch.device("meta")` it has shapes and no memory, to be sharded or loaded from a file. On other devices it is
+initialized from the seed. It is built on meta there too: torch's own initialization would be overwritten.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from rush.models.shape import Shape
 
 
 def build_model(shape: Shape, *, seed: int = 0) -> Decoder:
-    """The plain model of a shape on the default device, initialized; on meta, without memory or values.
+    """The plain model of a shape on the default device, initialized; on meta, without memory.
 
     From meta: `.to_empty(device=...)`, then `.init_weights(seed)` or `.load_state_dict(...)`.
     """

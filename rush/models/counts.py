@@ -1,13 +1,12 @@
-"""Counting: which tensors a shape has, how many parameters, how many floating-point operations.
+"""Parameter and FLOP counts of a shape.
 
-Everything here is arithmetic on a `Shape`; no tensor is made, so an 8B model is counted in
-microseconds. The list of parameters is also the one source for the initial values and for the
-mapping to Hugging Face names, which keeps the three from drifting apart.
+This is arithmetic on a `Shape`: no tensor is allocated. The list of parameters is also the source of the initial values and
+of the mapping to Hugging Face names, so that the three agree.
 
-FLOPs: a matmul parameter costs one multiply and one add per token forward, and twice that backward:
-6 in all. Scores and their product with the values cost 4·hidden per query and key forward, 12 with
-the backward pass; a causal query meets half the keys on average, hence 6·layers·hidden·sequence.
-Norms, activations, softmax and the embedding lookup are left out: they move memory, not the FLOPs.
+FLOPs: a weight of a linear layer takes one multiply and one add per token forward, and twice that backward: 6 in total. The
+two matmuls of attention take 4·hidden per query and key forward, 12 with the backward pass; a causal query attends to half
+the keys on average, hence 6·layers·hidden·sequence. Norms, activations, softmax and the embedding lookup are left out: they
+are bound by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class TableRow:
-    """One line of the shape table: the same tensor of every layer, counted together."""
+    """One row of the parameter table: the same tensor of all layers."""
 
     role: str
     name: str
@@ -47,7 +46,7 @@ class TableRow:
 
 
 def list_parameters(shape: Shape) -> tuple[ParameterSpec, ...]:
-    """Every tensor that is trained, in the model's own order. A tied head adds no tensor."""
+    """All parameters, in the order of the model. A tied head adds none."""
     specs = [ParameterSpec("embedding.weight", "embedding", (shape.vocab_size, shape.hidden), False)]
     if shape.family == "gpt2":
         specs.append(
@@ -62,12 +61,12 @@ def list_parameters(shape: Shape) -> tuple[ParameterSpec, ...]:
 
 
 def count_parameters(shape: Shape) -> int:
-    """Trained parameters, a tied head counted once."""
+    """Number of parameters, a tied head counted once."""
     return sum(spec.count for spec in list_parameters(shape))
 
 
 def matmul_parameters(shape: Shape) -> int:
-    """Parameters every token is multiplied with: linear weights and the head (tied or not), no lookups."""
+    """Parameters used in matmuls: linear layers and the LM head (tied or not), without the embedding lookup."""
     tied = shape.vocab_size * shape.hidden if shape.tied_head else 0
     return tied + sum(spec.count for spec in list_parameters(shape) if spec.matmul)
 
@@ -75,18 +74,15 @@ def matmul_parameters(shape: Shape) -> int:
 def flops_per_token(shape: Shape, sequence: int, *, frozen: bool = False) -> int:
     """Forward and backward FLOPs of one token in a causal row of `sequence` tokens.
 
-    Where the weights are frozen (adapters beside them learn) nobody computes their gradients: a third less.
+    With frozen weights (adapters) their gradients are not computed: a third less.
     """
     attention_width = shape.num_heads * shape.head_dim
-    products = 4 if frozen else 6
-    return products * matmul_parameters(shape) + 6 * shape.num_layers * attention_width * sequence
+    per_weight = 4 if frozen else 6
+    return per_weight * matmul_parameters(shape) + 6 * shape.num_layers * attention_width * sequence
 
 
 def parameter_table(shape: Shape) -> tuple[TableRow, ...]:
-    """The tensors by role, the layers folded into one row each: a model's shape at a glance.
-
-    A tied head is listed with no copies and no parameters of its own, but with its matmul.
-    """
+    """Parameters by role, all layers in one row. A tied head has no parameters of its own, but a matmul."""
     folded: dict[str, list[ParameterSpec]] = {}
     for spec in list_parameters(shape):
         folded.setdefault(re.sub(r"^blocks\.\d+\.", "blocks.*.", spec.name), []).append(spec)

@@ -1,13 +1,12 @@
-"""The decoder both families share: embed, run the blocks, normalize, predict the next token.
+"""The decoder both families share: embedding, blocks, final norm, LM head.
 
-One forward serves training and inference: with labels it returns the summed loss, without them the
-logits. So whatever wraps a model (compile, DDP, FSDP) wraps one thing.
+One forward serves training and inference: with labels it returns the summed loss, without them the logits. So a wrapper
+(compile, DDP, FSDP) wraps one module.
 
 A technique changes a model through its slots, per instance: `block.attention.core`,
-`block.attention.rotate`, the norms, `block.mlp` and its `activation`, the steps between a layer and what follows it
-(`split`, `widen`, `fan_out`), `model.loss_head`,
-`model.document_form` (how packed documents are described to attention), and the linear layers that
-`linears()` lists by role. The forward never asks which one it got.
+`block.attention.rotate`, the norms, `block.mlp` and its `activation`, the steps between layers (`split`, `widen`,
+`fan_out`), `model.loss_head`, `model.document_form` (how packed documents are described to attention), and the linear
+layers that `linears()` lists by role. The forward does not depend on what fills a slot.
 
 Shapes: b batch, t position, d hidden, v vocabulary.
 """
@@ -59,11 +58,11 @@ class Block(nn.Module):
 
 
 class Elsewhere(nn.Module):
-    """In the place of a part that another rank holds: it has no parameters, and nobody calls it."""
+    """Placeholder for a module of another rank: it has no parameters and is never called."""
 
 
 class Decoder(nn.Module):
-    """A causal language model. The families say how they embed and what their blocks are made of."""
+    """A causal language model. Each family defines its embedding and its blocks."""
 
     block_linears: ClassVar[Mapping[str, str]]  # role -> the linear's name within a block
 
@@ -78,8 +77,8 @@ class Decoder(nn.Module):
         self.document_form: nn.Module = DocumentIds()
         self.rotary: Rotary | None = None
         self.tie_head()
-        self.register_state_dict_post_hook(_leave_out_tied_head)  # type: ignore[no-untyped-call]
-        self.register_load_state_dict_pre_hook(_put_back_tied_head)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_drop_tied_head)  # type: ignore[no-untyped-call]
+        self.register_load_state_dict_pre_hook(_restore_tied_head)  # type: ignore[no-untyped-call]
         self.register_load_state_dict_post_hook(_tie_after_loading)  # type: ignore[no-untyped-call]
 
     def embed(self, tokens_bt: Tensor, positions_bt: Tensor) -> Tensor:
@@ -98,27 +97,26 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         by_row: bool = False,
     ) -> Tensor:
-        """fp32 logits [b, t, v]; or, given labels (already shifted, -100 ignored), the fp32 sum of their NLL (`by_row`:
-        a sum for each row [b]).
+        """fp32 logits [b, t, v]; given labels (already shifted, -100 ignored), the fp32 sum of their NLL (`by_row`: of each
+        row [b]).
 
-        Positions count on from the cache unless given. `documents_bt` numbers the document of each
-        token: attention stays within it (positions do not restart by themselves); `starts_n` says where each
-        begins in the flattened batch, for the cores that want it so.
+        Positions continue from the cache unless given. `documents_bt` is the document id of each token, within which it
+        attends (positions are not reset); `starts_n` are the document starts in the flattened batch.
         """
         num_new = tokens_bt.shape[1]
         offset = 0
         if cache is not None:
             assert not torch.is_grad_enabled(), (
-                "a cache is for inference: call the model under torch.no_grad()"
+                "a KV cache is for inference: call the model under torch.no_grad()"
             )
-            assert documents_bt is None, "a cache holds one document per row"
+            assert documents_bt is None, "a KV cache holds one document per row"
             offset = cache.length
             _check_length("the cache", offset + num_new, cache.capacity)
         if positions_bt is None:
             _check_length("the model", offset + num_new, self.shape.context)
             positions_bt = torch.arange(offset, offset + num_new, device=tokens_bt.device)[None]
 
-        rotary, documents = self.described(positions_bt, documents_bt, starts_n)
+        rotary, documents = self.attention_inputs(positions_bt, documents_bt, starts_n)
         x_btd = self.embed(tokens_bt, positions_bt)
         for layer, block in enumerate(self.blocks):
             x_btd = block(
@@ -132,15 +130,15 @@ class Decoder(nn.Module):
             cache.length = offset + num_new
         return self.predict(x_btd, labels_bt, by_row=by_row)
 
-    def described(
+    def attention_inputs(
         self, positions_bt: Tensor, documents_bt: Tensor | None, starts_n: Tensor | None
     ) -> tuple[tuple[Tensor, Tensor] | None, Any]:
-        """What every block is told of the tokens: the angles of their positions, and which belong together."""
+        """What every block gets besides the hidden states: RoPE's cosines and sines, and the packed documents."""
         documents = None if documents_bt is None else self.document_form(documents_bt, starts_n)
         return None if self.rotary is None else self.rotary(positions_bt), documents
 
     def predict(self, x_btd: Tensor, labels_bt: Tensor | None, *, by_row: bool = False) -> Tensor:
-        """What comes after the blocks: logits, or, given labels, their loss."""
+        """Final norm and LM head: logits, or the loss of the labels."""
         hidden_btd = self.final_norm(x_btd)
         if labels_bt is None:
             logits_btv: Tensor = self.head(hidden_btd).float()
@@ -151,7 +149,7 @@ class Decoder(nn.Module):
         return loss
 
     def linears(self) -> dict[str, list[tuple[str, nn.Linear]]]:
-        """The linear layers by role, with their qualified names: what LoRA, fp8 and sharding act on."""
+        """The linear layers by role, with their qualified names; LoRA, fp8 and sharding replace or change them."""
         found: dict[str, list[tuple[str, nn.Linear]]] = {}
         for role, path in self.block_linears.items():
             names = [f"blocks.{layer}.{path}" for layer, _ in self.blocks.named_children()]
@@ -160,7 +158,7 @@ class Decoder(nn.Module):
         return found
 
     def holds(self, name: str) -> bool:
-        """Whether the part that this parameter belongs to is here, and not with another rank."""
+        """Whether the module of this parameter is on this rank."""
         owner, _, _ = name.rpartition(".")
         first, _, rest = owner.partition(".")
         if first == "blocks":
@@ -168,22 +166,19 @@ class Decoder(nn.Module):
         return not isinstance(getattr(self, first), Elsewhere)
 
     def new_cache(self, batch: int, capacity: int) -> KVCache:
-        """An empty cache for `batch` rows of up to `capacity` tokens, where the weights are."""
+        """An empty KV cache for `batch` rows of up to `capacity` tokens, on the device of the weights."""
         weight = self.embedding.weight
         return KVCache(self.shape, batch=batch, capacity=capacity, device=weight.device, dtype=weight.dtype)
 
     @torch.no_grad()
     def init_weights(self, seed: int) -> None:
-        """Fill every parameter with its initial value, a function of the seed and its name alone.
-
-        Parameters that a technique added are the technique's to fill.
-        """
+        """Initialize every parameter, by the seed and its name alone. Techniques initialize the parameters they add."""
         for name, value in initial_values(self.shape, seed, self.holds):
             owner, _, own = name.rpartition(".")
             module = self.get_submodule(owner)
-            take: Any = getattr(module, "set_weight", None)
-            if own == "weight" and take is not None:
-                take(value)  # stored in a form of its own: the layer converts what it is given
+            set_weight: Any = getattr(module, "set_weight", None)
+            if own == "weight" and set_weight is not None:
+                set_weight(value)  # a quantized layer converts it
                 continue
             parameter = module.get_parameter(own)
             assert parameter.shape == value.shape, f"{name}: {tuple(parameter.shape)} {tuple(value.shape)}"
@@ -191,28 +186,27 @@ class Decoder(nn.Module):
         self.init_buffers()
 
     def init_buffers(self) -> None:
-        """Compute the rotary frequencies where the weights are (after weights were assigned in place)."""
+        """Compute RoPE's frequencies on the device of the weights (after weights were assigned in place)."""
         if self.rotary is not None:
             self.rotary.fill(next(self.parameters()).device)
 
     def tie_head(self) -> None:
-        """Let the head share the embedding's weight, if the shape says so (and the head is here)."""
+        """Tie the LM head to the embedding where the shape says so and the head is on this rank."""
         tied = self.shape.tied_head and self.holds("head.weight")
         if tied and self.head.weight is not self.embedding.weight:
             self.head.weight = self.embedding.weight
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        # Leaving the meta device replaces each parameter by a new one, which would untie the head.
+        # `to_empty` replaces every parameter, which would untie the head.
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self.tie_head()
         return self
 
 
 def check_tokens(shape: Shape, tokens: Tensor | Sequence[int] | Sequence[Sequence[int]]) -> None:
-    """Refuse ids outside the vocabulary and rows longer than the context, before they reach a device.
+    """Refuse ids outside the vocabulary and rows longer than the context, on the host.
 
-    Out-of-range ids on an accelerator end the process with an unreadable error, and checking them
-    there would wait for the device; so this is for whoever makes the batch, on the host.
+    On an accelerator an out-of-range id is a device-side assert that ends the process, and a check would synchronize.
     """
     ids = torch.as_tensor(tokens)
     if ids.numel() == 0:
@@ -248,17 +242,16 @@ def _linear(module: nn.Module) -> nn.Linear:
     return module
 
 
-# A tied head is one tensor under two names. Stored once, a checkpoint is as large as the model and holds
-# no two tensors that share memory (which safetensors refuses).
+# A tied head is one tensor under two names. It is stored once: safetensors refuses tensors that share memory.
 
 
-def _leave_out_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
+def _drop_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: object) -> None:
     assert isinstance(module, Decoder)
     if module.shape.tied_head:
         state.pop(f"{prefix}head.weight", None)
 
 
-def _put_back_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
+def _restore_tied_head(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     assert isinstance(module, Decoder)
     embedding = state.get(f"{prefix}embedding.weight")
     if module.shape.tied_head and embedding is not None and module.holds("head.weight"):

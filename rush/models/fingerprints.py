@@ -1,7 +1,7 @@
-"""Short names for the values of tensors: equal tensors share theirs, on every device.
+"""Fingerprints of tensors: equal for equal values, on every device.
 
-Whole numbers add up to the same in any order, modulo 2^64, so a sum of the bits is the same whoever adds and in
-whatever pieces. Both tell apart what is different by mistake, not what was forged.
+Integer sums modulo 2^64 do not depend on the order, so a checksum is the same on every device and in any chunks. Both detect
+accidental differences, not forgeries.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from torch import Tensor
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - 2**64, 0xC2B2AE3D27D4EB4F - 2**64)
 _CHUNK = 1 << 20
 _RUN = 32
-"""Words of 8 bytes that are simply added up before the places of the sums are taken in."""
+"""Words of 8 bytes that are summed before positions are mixed in."""
 
 
 @torch.no_grad()
 def fingerprint(tensor: Tensor) -> str:
-    """Two sums of the words, each weighted by its place: about 0.2 GB/s of one core."""
+    """Two checksums of the words, weighted by position: about 0.2 GB/s per core."""
     flat = tensor.detach().contiguous().flatten().view(torch.uint8)
     if rest := -flat.numel() % 4:
         flat = F.pad(flat, (0, rest))
@@ -32,16 +32,16 @@ def fingerprint(tensor: Tensor) -> str:
         for number, multiplier in enumerate(_MULTIPLIERS):
             mixed = place * multiplier
             sums[number] += ((piece + place) * (mixed ^ (mixed >> 29))).sum()
-    told = f"{tensor.dtype}{tuple(tensor.shape)}{sums.tolist()}"
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+    text = f"{tensor.dtype}{tuple(tensor.shape)}{sums.tolist()}"
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 @torch.no_grad()
 def base_fingerprint(weight: Tensor) -> str:
-    """A name for a base's weight whatever dtype it is kept in: of its values rounded to bf16, at gigabytes a second.
+    """The fingerprint of a base's weight rounded to bf16, whatever its dtype, at gigabytes per second.
 
-    Runs of 256 bytes are added up, and the sums fingerprinted: a value that changed is seen, as is a row or a run in
-    another place; values that changed places in steps of four within a run are not.
+    Runs of 256 bytes are summed, and the sums fingerprinted. A changed value is detected, and so is a moved row or run;
+    values that swap places in steps of four within a run are not.
     """
     flat = weight.detach().to(torch.bfloat16).contiguous().flatten()
     words = F.pad(flat, (0, -flat.numel() % (4 * _RUN))).view(torch.int64)

@@ -1,8 +1,8 @@
 """GPT-2: learned positions, LayerNorm, GELU, biases, a head tied to the embedding.
 
 Queries, keys and values come from one fused linear layer, as published: its output is three equal
-parts, each the heads side by side. (The original applies dropout; today's single-pass pretraining
-does not, and neither do we.)
+parts, each with the heads side by side. (The original applies dropout; single-epoch pretraining today does not, and neither
+do we.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rush.models.shape import Shape
 
 
 class Split(nn.Module):
-    """One layer's output in three equal parts: a slot for what joins their gradients."""
+    """Splits a layer's output into queries, keys and values: a slot for a fused backward pass."""
 
     def forward(self, x_btd: Tensor, layer: nn.Module) -> tuple[Tensor, ...]:
         total: Tensor = layer(x_btd)
@@ -26,7 +26,7 @@ class Split(nn.Module):
 
 
 class FusedAttention(nn.Module):
-    """Self-attention whose queries, keys and values are one linear layer."""
+    """Self-attention with one fused linear layer for queries, keys and values."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()

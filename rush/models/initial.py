@@ -1,14 +1,12 @@
 """Initial weights: a pure function of the shape, the seed and the tensor's name.
 
-Each tensor is drawn on the CPU in fp32 from a generator of its own, seeded by the run's seed and the
-tensor's name. So the values depend neither on the device the model lives on, nor on the order in
-which tensors are filled, nor on which other tensors a rank holds; and the global random state is left
-alone. The price is the CPU's speed at drawing normals, some ten seconds per billion parameters and core;
-a large tensor is drawn in blocks, each with a generator of its own, so that all cores share the work, and while one tensor
-goes to where the model lives the next is drawn.
+Each tensor is sampled on the CPU in fp32 with its own generator, seeded by the run's seed and the tensor's name. So the
+values do not depend on the device, on the order of tensors, or on which tensors a rank holds, and the global random state is
+unchanged. Sampling takes some ten seconds per billion parameters and core. A large tensor is sampled in blocks on all
+cores, each with its own generator, and the next tensor is sampled while one is copied to the model's device.
 
-Both families draw from a normal of standard deviation 0.02. GPT-2 shrinks the two projections that
-write to the residual stream by 1/sqrt(2·layers), because that many independent terms add up in it.
+Both families use a normal distribution with standard deviation 0.02. GPT-2 scales the two projections that write to the
+residual stream by 1/sqrt(2·layers), because that many independent terms add up there.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ BLOCK = 1 << 20
 def initial_values(
     shape: Shape, seed: int, wanted: Callable[[str], bool] | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Every (wanted) parameter's name and initial value, one after the other, so that no second model is held."""
+    """The name and initial value of every (wanted) parameter, one at a time."""
     specs = [spec for spec in list_parameters(shape) if wanted is None or wanted(spec.name)]
     with ThreadPoolExecutor(1) as ahead:
         drawing = None

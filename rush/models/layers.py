@@ -1,9 +1,8 @@
-"""The parts a decoder is made of, written as the papers write them.
+"""The layers of a decoder, written as the papers write them.
 
-Nothing here is clever on purpose: attention scores are a full [query, key] matrix, logits a full fp32
-[token, vocabulary] matrix. That is the honest baseline techniques are measured against, and the
-reference they must agree with. Each part is a module in a named slot, so that a faster one can take
-the slot from outside without the model knowing.
+Plain on purpose: attention scores are a full [query, key] matrix, logits a full fp32 [token, vocabulary] matrix. This is the
+baseline that techniques are measured against and the reference they must agree with. Each layer is a module in a named
+slot: a technique replaces it from outside, and the model does not know.
 
 Shapes: b batch, t query position, s key position, h query heads, k key/value heads, d width of a
 head or of the residual stream, v vocabulary.
@@ -54,10 +53,10 @@ class RMSNorm(nn.Module):
 
 
 class DocumentIds(nn.Module):
-    """What the plain core is told of packed documents: the number of each token's document.
+    """Describes packed documents to the attention core: here by the document id of each token.
 
-    Other cores want other forms (where documents begin, a mask in blocks); their technique puts a module into this
-    slot, which makes the form once for all layers from the ids and the beginnings in the flattened batch.
+    Other cores need another form (cumulative lengths, a block mask). Their technique fills this slot with a module that
+    computes it once for all layers, from the ids and the document starts in the flattened batch.
     """
 
     def forward(self, documents_bt: Tensor, starts_n: Tensor | None) -> Tensor:
@@ -65,7 +64,7 @@ class DocumentIds(nn.Module):
 
 
 class PlainAttention(nn.Module):
-    """Softmax attention with the whole score matrix in memory: the core other cores are compared with."""
+    """Softmax attention with the full score matrix in memory: the reference for other cores."""
 
     def forward(
         self,
@@ -76,9 +75,9 @@ class PlainAttention(nn.Module):
         documents: Tensor | None = None,
         query_offset: int = 0,
     ) -> Tensor:
-        """Query t stands at key position t + query_offset, and sees the keys up to its own.
+        """Causal: query t is at key position t + query_offset and attends to the keys up to there.
 
-        With `documents` (ids of the key positions [b, s]) it sees only those of its own document.
+        With `documents` (ids of the key positions [b, s]) it attends only within its own document.
         """
         group = q_bhtd.shape[1] // k_bksd.shape[1]
         k_bhsd, v_bhsd = k_bksd.repeat_interleave(group, dim=1), v_bksd.repeat_interleave(group, dim=1)
@@ -88,9 +87,9 @@ class PlainAttention(nn.Module):
         query_t = torch.arange(query_offset, query_offset + num_queries, device=q_bhtd.device)
         visible = (key_s[None, :] <= query_t[:, None])[None, None]
         if documents is not None:
-            asking = documents[:, query_offset : query_offset + num_queries]
-            visible = visible & (asking[:, :, None] == documents[:, None, :])[:, None]
-        # Every query sees at least its own key, so no row of the softmax is empty.
+            query_documents = documents[:, query_offset : query_offset + num_queries]
+            visible = visible & (query_documents[:, :, None] == documents[:, None, :])[:, None]
+        # Every query attends at least to its own key, so no row of the softmax is empty.
         scores_bhts = scores_bhts.masked_fill(~visible, -math.inf)
         weights_bhts = torch.softmax(scores_bhts, dim=-1, dtype=torch.float32).to(v_bhsd.dtype)
         return weights_bhts @ v_bhsd
@@ -109,19 +108,19 @@ class PlainLossHead(nn.Module):
 def losses_by_row(
     loss_head: nn.Module, hidden_btd: Tensor, head_weight_vd: Tensor, labels_bt: Tensor
 ) -> Tensor:
-    """The summed loss of each row [b], by whatever head is in the slot: one row's logits exist at a time.
+    """The summed loss of each row [b], by the loss head in the slot. Only one row's logits exist at a time.
 
-    A preference weighs each row's gradient by what all rows came to, so a row is computed again for the backward
-    pass, unless its head (`recomputes`) already forgets its logits by itself.
+    A preference loss weighs each row's gradient by the losses of all rows, so each row is checkpointed and recomputed in
+    the backward pass, unless its loss head recomputes the logits itself (`recomputes`).
     """
-    again = torch.is_grad_enabled() and not getattr(loss_head, "recomputes", False)
+    recompute = torch.is_grad_enabled() and not getattr(loss_head, "recomputes", False)
     sums: list[Tensor] = []
     for row in range(labels_bt.shape[0]):
-        given = hidden_btd[row : row + 1], head_weight_vd, labels_bt[row : row + 1]
-        if again:
-            sums.append(checkpoint(loss_head, *given, use_reentrant=False, preserve_rng_state=False))
+        inputs = hidden_btd[row : row + 1], head_weight_vd, labels_bt[row : row + 1]
+        if recompute:
+            sums.append(checkpoint(loss_head, *inputs, use_reentrant=False, preserve_rng_state=False))
         else:
-            sums.append(loss_head(*given))
+            sums.append(loss_head(*inputs))
     return torch.stack(sums)
 
 
@@ -133,14 +132,14 @@ class GeluTanh(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """One half of the wide layer, through SiLU, gates the other half."""
+    """SwiGLU: silu(gate) * up."""
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate) * up
 
 
 class Widen(nn.Module):
-    """A layer, then its activation: a slot for what makes their gradients together."""
+    """A linear layer and its activation: a slot for a fused backward pass."""
 
     def forward(self, x_btd: Tensor, layer: nn.Module, activation: nn.Module) -> Tensor:
         out: Tensor = activation(layer(x_btd))
@@ -148,7 +147,7 @@ class Widen(nn.Module):
 
 
 class GeluMLP(nn.Module):
-    """GPT-2's MLP: widen, GELU, narrow, with biases."""
+    """GPT-2's MLP: up projection, GELU, down projection, with biases."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -162,28 +161,25 @@ class GeluMLP(nn.Module):
         return out
 
 
-def multiplies(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
-    """How a layer multiplies an input with a weight: plainly, or as its `multiply` does (in fp8, say).
-
-    For a fan-out that makes one product of several layers: whatever they are, it is theirs.
-    """
-    own: Callable[[Tensor, Tensor], Tensor] | None = getattr(layer, "multiply", None)
+def matmul_of(layer: nn.Linear) -> Callable[[Tensor, Tensor], Tensor]:
+    """The matmul of a layer: `F.linear`, or its own `matmul_with` (fp8, for example). For one matmul over several layers."""
+    own: Callable[[Tensor, Tensor], Tensor] | None = getattr(layer, "matmul_with", None)
     return F.linear if own is None else own
 
 
 class FanOut(nn.Module):
-    """Several linear layers of one input, one after another: a slot for doing together what they share."""
+    """Several linear layers of one input, one after another: a slot for fusing them."""
 
     def forward(self, x_btd: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
         return tuple(layer(x_btd) for layer in layers)
 
     def weight(self, *layers: nn.Linear) -> Tensor:
-        """Their weights one below another, for who multiplies with all of them himself."""
+        """Their weights concatenated, for one matmul over all of them."""
         return torch.cat([layer.weight for layer in layers])
 
 
 class GatedMLP(nn.Module):
-    """Llama's MLP: two wide layers, one gating the other, then narrow, without biases."""
+    """Llama's gated MLP: gate and up projections, SwiGLU, down projection, without biases."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -199,30 +195,29 @@ class GatedMLP(nn.Module):
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Tensor:
-    """Radians per position of each rotated pair, on the CPU in fp32, with Llama 3.1's stretching."""
+    """RoPE's inverse frequencies (radians per position), on the CPU in fp32, with Llama 3.1's scaling."""
     exponents = torch.arange(0, head_dim, 2, device="cpu", dtype=torch.float32) / head_dim
     frequencies = 1.0 / theta**exponents
     if scaling is None:
         return frequencies
-    turns = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
-    blend = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    rotations = scaling.original_context * frequencies / (2 * math.pi)  # within the original context
+    blend = (rotations - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     blend = blend.clamp(0.0, 1.0)  # 0 below the low factor: fully slowed; 1 above the high one: kept
     return (1 - blend) * frequencies / scaling.factor + blend * frequencies
 
 
 class Rotary(nn.Module):
-    """Cosines and sines for given positions: the angles by which queries and keys are turned.
+    """RoPE: cosines and sines of the angles by which queries and keys are rotated.
 
-    The frequencies must stay fp32 whatever the weights become: at position 100,000 a bf16 frequency is
-    wrong by whole turns. They are therefore computed afresh on each move of the module, which also
-    fills them when a model leaves the meta device.
+    The frequencies stay in fp32 whatever the dtype of the weights: at position 100,000 a bf16 frequency is wrong by
+    whole rotations. So they are recomputed whenever the module is moved or cast, also from the meta device.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: RopeScaling | None) -> None:
         super().__init__()
         self.head_dim, self.theta, self.scaling = head_dim, theta, scaling
-        self.turns = cos_and_sin
-        """A slot for what makes them of the angles."""
+        self.cos_and_sin = cos_and_sin
+        """A slot: from angles to cosines and sines."""
         self.frequencies: Tensor
         self.register_buffer("frequencies", torch.empty(head_dim // 2, dtype=torch.float32), persistent=False)
         self.fill(self.frequencies.device)
@@ -237,7 +232,7 @@ class Rotary(nn.Module):
 
     def forward(self, positions_bt: Tensor) -> tuple[Tensor, Tensor]:
         angles = positions_bt[..., None].float() * self.frequencies
-        return self.turns(torch.cat((angles, angles), dim=-1))
+        return self.cos_and_sin(torch.cat((angles, angles), dim=-1))
 
 
 def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
@@ -245,10 +240,10 @@ def cos_and_sin(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class PlainRotate(nn.Module):
-    """Turn each pair (i, i + d/2) of every query and key by its position's angle, in fp32.
+    """Rotates each pair (i, i + d/2) of every query and key by the angle of its position, in fp32.
 
-    What comes out lies in memory as what comes in, the heads of a position side by side: attention's output then lies so,
-    too, and needs no copy before the next layer.
+    The output has the memory layout of the input, the heads of a position side by side. So has attention's output, which
+    needs no copy before the next layer.
     """
 
     def forward(
@@ -256,17 +251,17 @@ class PlainRotate(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         cos, sin = cos_btd[:, :, None], sin_btd[:, :, None]
         q_bthd, k_btkd = q_bhtd.transpose(1, 2), k_bktd.transpose(1, 2)
-        return _turn(q_bthd, cos, sin).transpose(1, 2), _turn(k_btkd, cos, sin).transpose(1, 2)
+        return _rotate(q_bthd, cos, sin).transpose(1, 2), _rotate(k_btkd, cos, sin).transpose(1, 2)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.float().chunk(2, dim=-1)
-    turned = torch.cat((first, second), dim=-1) * cos + torch.cat((-second, first), dim=-1) * sin
-    return turned.to(x.dtype)
+    rotated = torch.cat((first, second), dim=-1) * cos + torch.cat((-second, first), dim=-1) * sin
+    return rotated.to(x.dtype)
 
 
 class LayerCache:
-    """The keys and values one layer has seen, in memory set aside for the longest sequence."""
+    """One layer's keys and values, preallocated for the longest sequence."""
 
     def __init__(self, keys_bksd: Tensor, values_bksd: Tensor) -> None:
         self.keys_bksd, self.values_bksd = keys_bksd, values_bksd
@@ -280,14 +275,14 @@ class LayerCache:
 
 
 class KVCache:
-    """What a model remembers of the tokens it has read, so that each is read once."""
+    """The keys and values of every layer for all tokens so far, so that each token is processed once."""
 
     def __init__(
         self, shape: Shape, *, batch: int, capacity: int, device: torch.device | str, dtype: torch.dtype
     ) -> None:
         if capacity > shape.context:
             raise DataError(
-                f"A cache of {capacity} tokens was asked for, but the model reads at most {shape.context}."
+                f"A KV cache of {capacity} tokens was asked for, but the model's context is {shape.context}."
             )
         dims = (batch, shape.num_kv_heads, capacity, shape.head_dim)
         self.capacity = capacity

@@ -1,8 +1,8 @@
-"""Llama 3.x: RMSNorm, rotary positions, grouped key/value heads, a gated MLP, no biases.
+"""Llama 3.x: RMSNorm, RoPE, grouped-query attention (GQA), a gated MLP, no biases.
 
-Positions enter by rotating queries and keys (RoPE), so that a score depends on how far apart two tokens are.
-Several query heads share one key/value head: the cache and its traffic shrink by that factor, the
-scores stay as many. Small models tie the head to the embedding, larger ones do not.
+RoPE rotates queries and keys, so that a score depends on the distance of two tokens. With GQA several query heads share one
+key/value head: the KV cache and its traffic shrink by that factor, the number of scores does not. Small models tie the LM
+head to the embedding, larger ones do not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rush.models.shape import Shape
 
 
 class GroupedAttention(nn.Module):
-    """Self-attention with separate query, key and value layers and rotary positions."""
+    """Grouped-query attention with separate query, key and value layers, and RoPE."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class GroupedAttention(nn.Module):
         cache: LayerCache | None = None,
         query_offset: int = 0,
     ) -> Tensor:
-        assert rotary is not None, "Llama's attention needs the rotary angles of its positions"
+        assert rotary is not None, "Llama's attention needs RoPE's cosines and sines"
         q_bhtd, k_bktd, v_bktd = (
             part.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for part in self.fan_out(x_btd, self.q, self.k, self.v)

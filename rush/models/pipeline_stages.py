@@ -1,8 +1,8 @@
-"""A decoder cut into stages, one after another: which blocks each gets, and a module that computes one of them.
+"""Pipeline stages of a decoder: which blocks each stage has, and the module of one stage.
 
-A pipeline is as fast as its slowest stage. So blocks are dealt out by what they cost, and the ends are counted: the
-head is a matmul as wide as the vocabulary, in small models worth several blocks; the embedding is a lookup, worth
-nothing in arithmetic but as much as the head in memory.
+A pipeline is as fast as its slowest stage. So blocks are assigned by cost, including the ends: the LM head is a matmul as
+wide as the vocabulary, which in small models costs as much as several blocks; the embedding is a lookup without FLOPs, but
+takes as much memory as the head.
 
 Shapes: b batch, t position, d hidden.
 """
@@ -23,7 +23,7 @@ from rush.models.shape import Shape
 
 @dataclass(frozen=True)
 class Span:
-    """Blocks `start` to `end` (not included); the first stage embeds too, the last one predicts."""
+    """Blocks `start` to `end` (exclusive); the first stage has the embedding, the last one the LM head."""
 
     number: int
     start: int
@@ -31,7 +31,7 @@ class Span:
     is_first: bool
     is_last: bool
     cost: float
-    """Its share of the whole."""
+    """Fraction of the total cost."""
 
     def __str__(self) -> str:
         parts = ["embedding"] * self.is_first
@@ -43,7 +43,7 @@ class Span:
 
 
 def costs(shape: Shape, sequence: int, balance: str) -> tuple[float, float, float]:
-    """What the embedding, one block and the head cost: multiplications of a token, or parameters."""
+    """Costs of the embedding, one block and the LM head: multiply-adds per token, or parameters."""
     vocabulary = shape.vocab_size * shape.hidden
     specs = [spec for spec in list_parameters(shape) if spec.name.startswith("blocks.0.")]
     if balance == "parameters":
@@ -53,7 +53,7 @@ def costs(shape: Shape, sequence: int, balance: str) -> tuple[float, float, floa
 
 
 def split(shape: Shape, num_stages: int, sequence: int, balance: str = "flops") -> tuple[Span, ...]:
-    """The stages whose most expensive one is cheapest; of those the most even. Each has a block at least."""
+    """The split with the lowest maximum cost; in a tie the most even one. Every stage has at least one block."""
     layers = shape.num_layers
     assert 1 <= num_stages <= layers, f"{num_stages} stages for {layers} blocks"
     embedding, block, head = costs(shape, sequence, balance)
@@ -63,7 +63,7 @@ def split(shape: Shape, num_stages: int, sequence: int, balance: str = "flops") 
 
     @cache
     def best(number: int, left: int) -> tuple[float, float, tuple[int, ...]]:
-        """Highest cost, sum of squares and sizes of the stages from this one on, which share the blocks left."""
+        """Maximum cost, sum of squares and sizes of the stages from this one on, for the blocks left."""
         later = num_stages - number - 1
         if later == 0:
             own = cost(number, left)
@@ -83,10 +83,10 @@ def split(shape: Shape, num_stages: int, sequence: int, balance: str = "flops") 
 
 
 class StageModule(nn.Module):
-    """What one stage computes, of a model whose parts it shares: a way to call it, not another owner of its weights.
+    """The forward of one pipeline stage. It shares the modules of its model and does not own their weights.
 
-    A schedule calls it with what came from the stage before (nothing, for the first). What it is to compute then is in
-    `call`, which whoever runs the schedule puts there.
+    The schedule calls it with the output of the previous stage (nothing, for the first one); `call`, set by whoever runs the
+    schedule, does the rest.
     """
 
     def __init__(self, model: Decoder, span: Span) -> None:
@@ -95,7 +95,7 @@ class StageModule(nn.Module):
         self.blocks = nn.ModuleList(model.blocks.get_submodule(str(n)) for n in range(span.start, span.end))
         ends = _ends(model, span.is_first, span.is_last)
         self.ends = nn.ModuleDict({name: model.get_submodule(name) for name in sorted(ends)})
-        # Not as a child: its other stages are no part of this one.
+        # Not as a child module: its other stages do not belong to this one.
         self.__dict__["model"] = model
         self.call: Callable[..., Tensor] = self.compute
 
@@ -112,11 +112,11 @@ class StageModule(nn.Module):
         documents_bt: Tensor | None = None,
         starts_n: Tensor | None = None,
     ) -> Tensor:
-        """The hidden state after this stage; of the last one the summed loss."""
+        """The hidden states after this stage; for the last one, the summed loss."""
         model: Decoder = self.__dict__["model"]
         if positions_bt is None:
             positions_bt = torch.arange(tokens_bt.shape[1], device=tokens_bt.device)[None]
-        rotary, documents = model.described(positions_bt, documents_bt, starts_n)
+        rotary, documents = model.attention_inputs(positions_bt, documents_bt, starts_n)
         if self.span.is_first:
             x_btd = model.embed(tokens_bt, positions_bt)
         assert x_btd is not None
@@ -127,7 +127,7 @@ class StageModule(nn.Module):
 
 
 def keep(model: Decoder, spans: Iterable[Span]) -> list[StageModule]:
-    """Take from the model all that is not of these stages (names stay as they are), and make a module of each."""
+    """Remove all other stages from the model (parameter names are unchanged), and build a module for each of these."""
     spans = list(spans)
     own = {str(layer) for span in spans for layer in range(span.start, span.end)}
     for layer, _ in list(model.blocks.named_children()):
@@ -141,8 +141,8 @@ def keep(model: Decoder, spans: Iterable[Span]) -> list[StageModule]:
 
 
 def _ends(model: Decoder, is_first: bool, is_last: bool) -> set[str]:
-    """The children of a model that are needed before its first block, and after its last."""
-    # A tied head's weight goes by the embedding's name.
+    """The children of a model needed before its first block and after its last."""
+    # A tied head's weight is the embedding's.
     last = {"final_norm", "head", "loss_head", *(["embedding"] if model.shape.tied_head else [])}
     first = {"embedding", "position_embedding"}.intersection(name for name, _ in model.named_children())
     return (first if is_first else set()) | (last if is_last else set())

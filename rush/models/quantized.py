@@ -4,7 +4,7 @@ The backward pass dequantizes a weight again; nothing dequantized is saved. Forw
 because torch.compile would otherwise dequantize once and save the result: the whole model in full precision. With an
 adapter both are part of `rush.models.adapted_linears`.
 
-Shapes: i inputs, o outputs; codes are flat.
+Shapes: i inputs, o outputs; quantized weights are flat.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rush.models.adapters import See, autocast_input
+from rush.models.adapters import Gather, autocast_input
 from rush.models.decoder import Decoder
 from rush.models.fingerprints import base_fingerprint, fingerprint
 from rush.models.quantized_formats import Form, Parts, dequantize, quantize, stored_parts
@@ -86,8 +86,8 @@ class QuantizedLinear(nn.Linear):
         return [getattr(self, name) for name in self.part_names]
 
     def hold_as_parameters(self) -> None:
-        """Make frozen parameters of codes and 8-bit scales, so that sharding applies to them. The rest (tables, second-level
-        scales) is small and stays a buffer."""
+        """Register quantized weights and 8-bit scales as frozen parameters, so that FSDP shards them. Tables and second-level
+        scales are small and stay buffers."""
         for name in self.part_names:
             part = getattr(self, name)
             if not part.is_floating_point():
@@ -100,7 +100,7 @@ class QuantizedLinear(nn.Linear):
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
     def set_weight(self, weight_oi: Tensor) -> None:
-        """Quantize this weight on the device of the codes."""
+        """Quantize this weight on the device of the quantized one."""
         for name, value in self.stored(weight_oi).items():
             getattr(self, name).copy_(value)
 
@@ -113,10 +113,10 @@ class QuantizedLinear(nn.Linear):
         packed = quantize(self.form, here)
         return {name: packed[name].view(getattr(self, name).shape) for name in self.part_names}
 
-    def dense_weight(self, dtype: torch.dtype | None = None, see: See = Tensor.detach) -> Tensor:
+    def dense_weight(self, dtype: torch.dtype | None = None, gather: Gather = Tensor.detach) -> Tensor:
         """The dequantized weight."""
         dims = (self.out_features, self.in_features)
-        parts = [see(part) for part in self.parts]
+        parts = [gather(part) for part in self.parts]
         # By the library, which runs on any device.
         return dequantize(str(self.form), parts, dims, dtype or torch.float32)
 
@@ -164,5 +164,5 @@ def stored_values(model: nn.Module, values: Iterable[tuple[str, Tensor]]) -> Ite
 
 
 def form_of(model: nn.Module) -> Form | None:
-    """How the linear layers of this model are stored; None for plain ones."""
+    """The format of this model's quantized layers; None without any."""
     return next((module.form for module in model.modules() if isinstance(module, QuantizedLinear)), None)

@@ -5,7 +5,7 @@ absmax of its block of 64. The absmax values are quantized in turn (8 bits in bl
 total 4.13 bits per weight. int8 has one scale per row: 8 bits, nearly no error. Quantization and dequantization are the
 libraries' (bitsandbytes, torchao), imported on first use; `register_dequantizer` adds another dequantizer.
 
-Shapes: i inputs, o outputs; codes are flat.
+Shapes: i inputs, o outputs; quantized weights ("codes") are flat.
 """
 
 from __future__ import annotations

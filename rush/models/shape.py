@@ -1,10 +1,8 @@
-"""What a model looks like: one frozen `Shape` per size, checked when it is made.
+"""The architecture of a model: one frozen `Shape` per size, validated on construction.
 
-A shape says everything that decides the tensors and the arithmetic of a decoder, and nothing about
-how it is trained. The two families differ in a few choices only: GPT-2 learns its positions, centres
-its norms and carries biases; Llama rotates queries and keys, shares each key/value head among
-several query heads, and gates its MLP. `SIZES` holds the published shapes under the names recipes
-use, next to two toy shapes for a laptop.
+A shape determines the tensors and the arithmetic of a decoder, and nothing about training. The two families differ in a few
+choices: GPT-2 has learned positions, LayerNorm and biases; Llama has RoPE, grouped-query attention, RMSNorm and a gated MLP.
+`SIZES` holds the published shapes under the names that recipes use, and two toy shapes for a laptop.
 """
 
 from __future__ import annotations
@@ -21,10 +19,10 @@ FAMILIES: tuple[Family, ...] = ("gpt2", "llama")
 
 @dataclass(frozen=True)
 class RopeScaling:
-    """Llama 3.1's stretching of slow rotary frequencies, so that a model reads past `original_context`.
+    """Llama 3.1's RoPE scaling, which extends the context beyond `original_context`.
 
-    A frequency that rotates more than `high_freq_factor` times within the original context is kept, one
-    that rotates less than `low_freq_factor` times is slowed by `factor`, and those between are blended.
+    A frequency with more than `high_freq_factor` rotations within the original context is unchanged, one with fewer than
+    `low_freq_factor` is divided by `factor`, and those between are interpolated.
     """
 
     factor: float
@@ -45,7 +43,7 @@ class RopeScaling:
 
 @dataclass(frozen=True)
 class Shape:
-    """The size of every part of a decoder. Widths are in numbers, `context` in tokens."""
+    """The dims of a decoder; `context` is in tokens."""
 
     family: Family
     vocab_size: int
@@ -97,7 +95,7 @@ class Shape:
         if self.num_kv_heads != self.num_heads:
             raise RecipeError(
                 f"GPT-2 has one key/value head per head: found num_kv_heads {self.num_kv_heads}, "
-                f"allowed {self.num_heads}. Grouped heads belong to the llama family."
+                f"allowed {self.num_heads}. Grouped-query attention is of the llama family."
             )
         if self.num_heads * self.head_dim != self.hidden:
             raise RecipeError(
@@ -110,7 +108,7 @@ class Shape:
     def _check_llama(self) -> None:
         if self.rope_theta is None:
             raise RecipeError(
-                "A llama shape needs rope_theta, the base of its rotary positions (e.g. 500000.0)."
+                "A llama shape needs rope_theta, the base of RoPE's frequencies (e.g. 500000.0)."
             )
         _positive("rope_theta", self.rope_theta)
         if self.head_dim % 2:
@@ -141,7 +139,7 @@ def _divisors(number: int) -> str:
 def gpt2_shape(
     num_layers: int, hidden: int, num_heads: int, *, vocab_size: int = 50257, context: int = 1024
 ) -> Shape:
-    """A GPT-2 of the published proportions: an MLP four times as wide as the hidden size, a tied head."""
+    """GPT-2 with the published proportions: an MLP of 4 × hidden, a tied head."""
     return Shape(
         family="gpt2",
         vocab_size=vocab_size,
@@ -167,7 +165,7 @@ def llama_shape(
     tied_head: bool,
     rope_factor: float,
 ) -> Shape:
-    """A Llama 3.1 or 3.2: 128,256 tokens, and a context stretched from 8,192 to 131,072."""
+    """Llama 3.1 or 3.2: a vocabulary of 128,256, RoPE scaled from a context of 8,192 to 131,072."""
     return Shape(
         family="llama",
         vocab_size=128256,

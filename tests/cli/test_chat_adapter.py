@@ -21,7 +21,7 @@ from rush.data.tokenizer import train_bpe
 from rush.hub.peft import save_adapter
 from rush.hub.weights import save_hf_folder
 from rush.models import SIZES, build_model
-from rush.models.adapters import AdapterSpec, adapt, adapters, chosen_linears, fill_adapters
+from rush.models.adapters import AdapterSpec, adapt, adapters, chosen_linears, init_adapters
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -41,7 +41,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     save_hf_folder(path / "base", model, shape)
     tokenizer.save(path / "base")
     adapt(model, {name: AdapterSpec(rank=2, alpha=64) for name, _ in chosen_linears(model, "all")})
-    fill_adapters(model, seed=2)
+    init_adapters(model, seed=2)
     with torch.no_grad():
         for _, _, adapter in adapters(model):
             adapter.b.normal_(generator=torch.Generator().manual_seed(3))

@@ -23,7 +23,7 @@ from rush.models.adapters import (
     adapt,
     adapters,
     chosen_linears,
-    fill_adapters,
+    init_adapters,
     merged_state,
     set_active,
 )
@@ -55,7 +55,7 @@ def adapted(family: str, roles: str = "all", **options: Any) -> Decoder:
     model = base(family)
     spec = AdapterSpec(rank=4, alpha=8, **options)
     adapt(model, {name: spec for name, _ in chosen_linears(model, roles)})
-    fill_adapters(model, seed=5)
+    init_adapters(model, seed=5)
     generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for _, _, adapter in adapters(model):

@@ -17,7 +17,7 @@ from rush.hub.folders import load_model
 from rush.hub.peft import save_adapter
 from rush.hub.weights import save_hf_folder
 from rush.models import SIZES, Decoder, Shape, build_model
-from rush.models.adapters import AdapterSpec, adapt, adapters, chosen_linears, fill_adapters, set_active
+from rush.models.adapters import AdapterSpec, adapt, adapters, chosen_linears, init_adapters, set_active
 from rush.sampling import generate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -56,7 +56,7 @@ def test_adapters_stay_with_the_model_and_can_be_switched(where: str, tmp_path: 
     model = build_model(shape, seed=1)
     save_hf_folder(tmp_path / "base", model, shape)
     adapt(model, {name: AdapterSpec(rank=2, alpha=4) for name, _ in chosen_linears(model, "all")})
-    fill_adapters(model, seed=2)
+    init_adapters(model, seed=2)
     for _, _, adapter in adapters(model):
         torch.nn.init.normal_(adapter.b, std=0.1)
     save_adapter(tmp_path / "adapter", model, None)
@@ -71,7 +71,7 @@ def test_a_dora_adapter_is_refused_beside_offloaded_blocks(tmp_path: Path) -> No
     model = build_model(shape, seed=1)
     save_hf_folder(tmp_path / "base", model, shape)
     adapt(model, {"blocks.0.mlp.up": AdapterSpec(rank=2, alpha=4, dora=True)})
-    fill_adapters(model, seed=2)
+    init_adapters(model, seed=2)
     save_adapter(tmp_path / "adapter", model, None)
     with pytest.raises(RecipeError, match=r"DoRA adapter, .* merge it first"):
         load_model(tmp_path / "base", adapter=tmp_path / "adapter", offload="disk")

@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from rush.models.adapted_linears import OPERATORS
-from rush.models.adapters import Adapter, AdapterSpec, SharedDown, attach
+from rush.models.adapters import Adapter, AdapterSpec, FusedDownProjections, attach
 from rush.models.quantized import QuantizedLinear
 from rush.models.quantized_formats import Form
 
@@ -53,7 +53,7 @@ def input_of(dtype: torch.dtype) -> Tensor:
 
 
 def ours(x: Tensor, layers: Sequence[nn.Linear]) -> Sequence[Tensor]:
-    made: Sequence[Tensor] = SharedDown()(x, *layers)
+    made: Sequence[Tensor] = FusedDownProjections()(x, *layers)
     return made
 
 

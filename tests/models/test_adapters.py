@@ -12,15 +12,14 @@ from rush.models import SIZES, Decoder, build_model
 from rush.models.adapters import (
     Adapter,
     AdapterSpec,
-    SharedDown,
+    FusedDownProjections,
     adapt,
     adapters,
     adapters_off,
     attach,
     chosen_linears,
-    fill_adapters,
+    init_adapters,
     merged_state,
-    trained_parameters,
 )
 
 TOKENS = torch.randint(0, 96, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -46,7 +45,7 @@ def adapted(
     model = tiny(family, dtype)
     spec = AdapterSpec(rank=4, alpha=8, dora=variant == "dora")
     adapt(model, {name: spec for name, _ in chosen_linears(model, roles)})
-    fill_adapters(model, seed=5)
+    init_adapters(model, seed=5)
     return model
 
 
@@ -122,14 +121,16 @@ def test_nothing_but_adapters_is_trained_or_gets_a_gradient() -> None:
         assert parameter.requires_grad == (".adapter." in name), name
         assert (parameter.grad is not None) == (".adapter." in name), name
     widths = [(layer.in_features, layer.out_features) for _, layer, _ in adapters(model)]
-    assert trained_parameters(model) == sum(4 * (i + o) for i, o in widths)
+    assert sum(p.numel() for p in model.parameters() if p.requires_grad) == sum(
+        4 * (i + o) for i, o in widths
+    )
 
 
 def test_a_frozen_layer_keeps_its_input_once_and_a_rank_for_each_token() -> None:
     """What the forward pass keeps for the backward pass, weights aside."""
     layer = torch.nn.Linear(64, 96, bias=False)
     attach(layer, Adapter(64, 96, AdapterSpec(rank=4, alpha=8)))
-    layer.adapter.fill(0, "layer", layer)  # type: ignore[union-attr, operator]
+    layer.adapter.init_weights(0, "layer", layer)  # type: ignore[union-attr, operator]
     x = torch.randn(50, 64, requires_grad=True)
     weights = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     kept: dict[int, int] = {}
@@ -178,12 +179,12 @@ def test_merged_weights_give_the_adapted_logits_up_to_rounding(family: str, vari
 def test_initial_values_are_a_function_of_seed_and_name() -> None:
     one, two, other = adapted("llama"), adapted("llama"), tiny("llama")
     adapt(other, {"blocks.1.mlp.up": AdapterSpec(rank=4, alpha=8)})
-    fill_adapters(other, seed=5)
+    init_adapters(other, seed=5)
     values = {name: adapter.a for name, _, adapter in adapters(one)}
     assert all(torch.equal(values[name], adapter.a) for name, _, adapter in adapters(two))
     assert torch.equal(values["blocks.1.mlp.up"], other.get_parameter("blocks.1.mlp.up.adapter.a"))
     assert not torch.equal(values["blocks.0.mlp.up"], values["blocks.1.mlp.up"])
-    fill_adapters(other, seed=6)
+    init_adapters(other, seed=6)
     assert not torch.equal(values["blocks.1.mlp.up"], other.get_parameter("blocks.1.mlp.up.adapter.a"))
 
 
@@ -191,7 +192,7 @@ def test_layers_of_one_input_share_their_product_and_keep_the_input_once() -> No
     layers = [torch.nn.Linear(64, width, bias=False) for width in (96, 32, 32)]
     for layer in layers:
         attach(layer, Adapter(64, layer.out_features, AdapterSpec(rank=4, alpha=8)))
-        layer.adapter.fill(0, str(layer.out_features), layer)  # type: ignore[union-attr, operator]
+        layer.adapter.init_weights(0, str(layer.out_features), layer)  # type: ignore[union-attr, operator]
         torch.nn.init.normal_(layer.adapter.b)  # type: ignore[union-attr, arg-type]
     x = torch.randn(50, 64, requires_grad=True)
     weights = {p.untyped_storage().data_ptr() for layer in layers for p in layer.parameters()}
@@ -204,11 +205,11 @@ def test_layers_of_one_input_share_their_product_and_keep_the_input_once() -> No
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        together = SharedDown()(x, *layers)
+        together = FusedDownProjections()(x, *layers)
     for ours, layer in zip(together, layers, strict=True):
         assert torch.allclose(ours, layer(x), atol=1e-6)
     # The input, the rank of each layer for each token, and the A of all three side by side.
     assert sum(kept.values()) == 4 * (50 * 64 + 3 * 50 * 4 + 3 * 4 * 64)
     # One that is switched off, or has no adapter, is its plain self.
     layers[1].adapter.active = False  # type: ignore[union-attr, assignment]
-    assert torch.equal(SharedDown()(x, *layers)[1], torch.nn.functional.linear(x, layers[1].weight))
+    assert torch.equal(FusedDownProjections()(x, *layers)[1], torch.nn.functional.linear(x, layers[1].weight))

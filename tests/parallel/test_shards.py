@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from functools import cache
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import pytest
 
 from rush.checkpoint.reader import SavedTensors
 from rush.evaluate.overfit import MOST_LEFT
-from rush.models.adapter_memory import adapter_memory
-from rush.models.quantized_formats import Form
+from rush.models.counts import list_parameters
+from rush.models.quantized_formats import Form, stored_parts
+from rush.models.shape import Shape
 from rush.records.checkpoint_pieces import KINDS
 from rush.records.checkpoint_store import verify
 from tests.parallel.rank_work import Result, learn, on_ranks, recipe
@@ -74,16 +76,34 @@ def test_a_technique_beside_sharding_does_what_it_does_alone(
     assert all(took_effect for took_effect, _ in found[0]["proofs"].values()), found[0]["proofs"]
 
 
-def test_a_quantized_base_in_two_parts_learns_a_batch_by_heart_in_the_bytes_that_were_foretold() -> None:
+def bytes_of_first_rank(shape: Shape, ranks: int, rank: int = 16) -> tuple[int, int, int]:
+    """Base, adapters and Adam's moments of the first of `ranks` FSDP ranks, counted by hand: NF4 blocks, the rest in fp32.
+
+    FSDP shards along the first dim, and the first rank has the longest shard.
+    """
+
+    def shard(dims: tuple[int, ...], size: int, sharded: bool = True) -> int:
+        return -(-dims[0] // (ranks if sharded else 1)) * math.prod(dims[1:]) * size
+
+    base = trained = 0
+    for spec in list_parameters(shape):
+        if not (spec.matmul and spec.name.startswith("blocks.")):
+            base += shard(spec.dims, 4)
+            continue
+        # Scales of scales and tables are in fp32, and whole on every rank.
+        for count, dtype in stored_parts(Form("nf4", "bitsandbytes"), *spec.dims).values():
+            base += shard((count,), dtype.itemsize, not dtype.is_floating_point)
+        trained += shard((rank, spec.dims[1]), 4) + shard((spec.dims[0], rank), 4)
+    return base, trained, 2 * trained
+
+
+def test_a_sharded_quantized_base_overfits_a_batch_with_the_bytes_counted_by_hand() -> None:
     changes = ("optimizer.lr=0.01", "batch.total_tokens=64")
     shape = recipe("llama", FSDP, (NF4["bitsandbytes"],), *changes).shape()
     for count, steps in ((1, 1), (2, 16)):
         layout = {"fsdp": count}
         first, *others = on_ranks(count, overfit, layout, (NF4["bitsandbytes"],), steps, changes)
-        told = adapter_memory(
-            shape, ranks=count, form=Form("nf4", "bitsandbytes"), weight_bytes=4, moment_bytes=8
-        )
-        assert (first["base"], first["trained"], first["moments"]) == (told.base, told.adapters, told.moments)
+        assert (first["base"], first["trained"], first["moments"]) == bytes_of_first_rank(shape, count)
         for other in others:
             # The bytes are those of both, and of what every rank has: tables and scales of scales.
             assert 0.99 < other["base"] / first["base"] <= 1

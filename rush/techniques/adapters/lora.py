@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from rush.models import count_parameters
-from rush.models.adapters import ROLE_GROUPS, AdapterSpec, adapt, chosen_linears, fill_adapters
+from rush.models.adapters import ROLE_GROUPS, AdapterSpec, adapt, chosen_linears, init_adapters
 from rush.parallel.sharded import fill, full_tensor
 from rush.recipe import Knob
 from rush.techniques.api.contract import (
@@ -52,7 +52,7 @@ def add_adapters(build: Build, knobs: Mapping[str, Knob]) -> None:
     spec = AdapterSpec(rank, alpha, dora=knobs["variant"] == "dora")
     layers = chosen_linears(model, str(knobs["roles"]))
     adapt(model, {name: spec for name, _ in layers})
-    build.weight_hooks.append(lambda model: fill_adapters(model, seed, fill, full_tensor))
+    build.weight_hooks.append(lambda model: init_adapters(model, seed, fill, full_tensor))
     build.facts["adapters"] = {
         "base": count_parameters(model.shape),
         "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),

@@ -55,7 +55,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     mode = None if knobs["mode"] == "default" else str(knobs["mode"])
     model = build.model
     if knobs["scope"] == "model" and model.rotary is not None:
-        model.rotary.turns = _cos_and_sin
+        model.rotary.cos_and_sin = _cos_and_sin
     # Where attention is recomputed, compiled code draws seeds from the CPU generator at its first call (for an unused dropout),
     # so a resumed run would draw once more. The generator is restored after each step.
     build.step_contexts.append(partial(torch.random.fork_rng, devices=()))

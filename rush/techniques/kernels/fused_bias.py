@@ -64,7 +64,7 @@ class BiasGelu(Widen):
 def _total_and_bias(x_btd: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor]:
     """The layer's output with a detached bias, and the bias, whose gradient our kernel computes."""
     assert isinstance(layer, nn.Linear)
-    own = getattr(layer, "multiply", None)  # fp8, for example; without bias
+    own = getattr(layer, "matmul_with", None)  # fp8, for example; without bias
     if own is None:
         return F.linear(x_btd, layer.weight, layer.bias.detach()), layer.bias
     out: Tensor = own(x_btd, layer.weight)

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rush.errors import RecipeError
-from rush.models.layers import FanOut, multiplies
+from rush.models.layers import FanOut, matmul_of
 from rush.recipe import Knob
 from rush.techniques.api.contract import (
     Build,
@@ -74,7 +74,7 @@ class JoinedFanOut(FanOut):
         self.register_buffer("joined", lay_out(layers), persistent=False)
 
     def forward(self, x_btd: Tensor, *layers: nn.Linear) -> tuple[Tensor, ...]:
-        out_bto = multiplies(layers[0])(x_btd, self.weight(*layers))
+        out_bto = matmul_of(layers[0])(x_btd, self.weight(*layers))
         return torch.split(out_bto, [layer.weight.shape[0] for layer in layers], dim=-1)
 
     def weight(self, *layers: nn.Linear) -> Tensor:

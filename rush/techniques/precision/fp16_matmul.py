@@ -61,7 +61,7 @@ class Fp16Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return kernel.fp16_linear(x, self.weight, self.bias)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+    def matmul_with(self, x: Tensor, weight: Tensor) -> Tensor:
         """The matmul without bias, with this layer's weight or one that several layers share."""
         return kernel.fp16_linear(x, weight)
 

@@ -37,10 +37,10 @@ class Fp8Linear(nn.Linear):
         self.weight, self.bias, self.matmul = plain.weight, plain.bias, matmul
 
     def forward(self, x: Tensor) -> Tensor:
-        out = self.multiply(x, self.weight)
+        out = self.matmul_with(x, self.weight)
         return out if self.bias is None else out + self.bias.to(out.dtype)
 
-    def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
+    def matmul_with(self, x: Tensor, weight: Tensor) -> Tensor:
         """The matmul without bias, with this layer's weight or one that several layers share."""
         (x,) = to_autocast_dtype(x)
         return pad_tokens(x, lambda padded: self.matmul(padded, weight))
