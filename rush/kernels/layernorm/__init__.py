@@ -7,13 +7,13 @@ unless `dtype` is given: under autocast the caller may pass the dtype of the nex
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from rush.kernels import norm_ops
 from rush.kernels.layernorm import triton as kernels
-from rush.kernels.support import FLOATS, MAX_WIDTH, op, require, require_device
+from rush.kernels.norm_ops import empty, empty_statistic, sum_dtype
+from rush.kernels.support import op
 
 __all__ = ["add_layernorm", "layernorm"]
 
@@ -22,7 +22,7 @@ def layernorm(
     x: Tensor, weight: Tensor, bias: Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> Tensor:
     """(x − mean) / deviation · weight + bias along the last dim."""
-    _check(x, weight, bias)
+    norm_ops.check("layernorm", x, (weight, bias), None)
     out: Tensor = _layernorm(x, weight, bias, eps, dtype or torch.promote_types(x.dtype, weight.dtype))[0]
     return out
 
@@ -31,30 +31,10 @@ def add_layernorm(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor]:
     """The norm of residual + x, and the sum (in the dtype the two promote to)."""
-    _check(x, weight, bias, residual)
-    total_dtype = torch.promote_types(x.dtype, residual.dtype)
-    out, total, _, _ = _add_layernorm(
-        x, residual, weight, bias, eps, dtype or torch.promote_types(total_dtype, weight.dtype)
-    )
+    norm_ops.check("layernorm", x, (weight, bias), residual)
+    dtype = dtype or torch.promote_types(sum_dtype(x, residual), weight.dtype)
+    out, total, _, _ = _add_layernorm(x, residual, weight, bias, eps, dtype)
     return out, total
-
-
-def _check(x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None = None) -> None:
-    tensors = (x, weight, bias) if residual is None else (x, weight, bias, residual)
-    require_device("layernorm", *tensors)
-    require(
-        all(tensor.dtype in FLOATS for tensor in tensors),
-        "layernorm takes fp32, bf16 and fp16; convert other dtypes first.",
-    )
-    require(weight.dtype == bias.dtype, "layernorm needs its weight and bias in one dtype.")
-    require(
-        x.dim() > 0 and weight.shape == x.shape[-1:] and bias.shape == weight.shape,
-        "layernorm needs a weight and a bias as long as the last dim of its input.",
-    )
-    require(residual is None or residual.shape == x.shape, "layernorm needs a residual of the input's shape.")
-    require(
-        0 < x.shape[-1] <= MAX_WIDTH, f"layernorm keeps whole rows in registers: at most {MAX_WIDTH} wide."
-    )
 
 
 @op("layernorm")
@@ -88,79 +68,30 @@ def _add_layernorm_backward(
     return kernels.backward(dout, dsum, x, weight.contiguous(), mean, rstd)
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.new_empty(x.shape, dtype=dtype)
-
-
-def _of_rows(x: Tensor) -> Tensor:
-    return x.new_empty(x.numel() // x.shape[-1], dtype=torch.float32)
-
-
 @_layernorm.register_fake
-def _(
-    x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x, dtype), _of_rows(x), _of_rows(x)
+def _(x: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    return empty(x, dtype), empty_statistic(x), empty_statistic(x)
 
 
 @_add_layernorm.register_fake
 def _(
     x: Tensor, residual: Tensor, weight: Tensor, bias: Tensor, eps: float, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return _like(x, dtype), _like(x, kernels.sum_dtype(x, residual)), _of_rows(x), _of_rows(x)
+) -> tuple[Tensor, ...]:
+    return empty(x, dtype), empty(x, sum_dtype(x, residual)), empty_statistic(x), empty_statistic(x)
 
 
 @_layernorm_backward.register_fake
-def _(dout: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x, x.dtype), _like(weight, weight.dtype), _like(weight, weight.dtype)
+def _(dout: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor) -> tuple[Tensor, ...]:
+    return empty(x), empty(weight), empty(weight)
 
 
 @_add_layernorm_backward.register_fake
-def _(
-    dout: Tensor, dsum: Tensor, x: Tensor, weight: Tensor, mean: Tensor, rstd: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _like(x, x.dtype), _like(weight, weight.dtype), _like(weight, weight.dtype)
+def _(dout: Tensor, dsum: Tensor, x: Tensor, weight: Tensor, *_: Tensor) -> tuple[Tensor, ...]:
+    return empty(x), empty(weight), empty(weight)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, weight, _, _, _ = inputs
-    _, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, mean, rstd)
-
-
-def _gradients(ctx: Any, dout: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if dout is None:
-        return None, None, None, None, None
-    dx, dweight, dbias = _layernorm_backward(dout, *ctx.saved_tensors)
-    return dx, dweight, dbias, None, None
-
-
-def _setup_context_add(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor, Tensor]
-) -> None:
-    x, residual, weight, _, _, _ = inputs
-    _, total, mean, rstd = output
-    ctx.mark_non_differentiable(mean, rstd)
-    ctx.set_materialize_grads(False)
-    ctx.dtypes = x.dtype, residual.dtype
-    ctx.save_for_backward(total, weight, mean, rstd)
-
-
-def _gradients_add(ctx: Any, dout: Tensor | None, dsum: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    x_dtype, residual_dtype = ctx.dtypes
-    dweight = dbias = None
-    if dout is None:
-        dtotal = dsum
-    elif dsum is None:
-        dtotal, dweight, dbias = _layernorm_backward(dout, *ctx.saved_tensors)
-    else:
-        dtotal, dweight, dbias = _add_layernorm_backward(dout, dsum, *ctx.saved_tensors)
-    if dtotal is None:
-        return None, None, None, None, None, None
-    return dtotal.to(x_dtype), dtotal.to(residual_dtype), dweight, dbias, None, None
-
-
-_layernorm.register_autograd(_gradients, setup_context=_setup_context)
-_add_layernorm.register_autograd(_gradients_add, setup_context=_setup_context_add)
+_layernorm.register_autograd(norm_ops.gradients(_layernorm_backward, 2), setup_context=norm_ops.setup_context)
+_add_layernorm.register_autograd(
+    norm_ops.gradients_add(_layernorm_backward, _add_layernorm_backward, 2),
+    setup_context=norm_ops.setup_context_add,
+)

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rush.kernels.norm_ops import sum_dtype
 from rush.kernels.partials import sum_partials
 from rush.kernels.support import as_rows, persistent_rows, row_tile
 
@@ -191,7 +192,3 @@ def backward(
     )
     dweight, dbias = sum_partials(partial, weight.dtype)
     return dx, dweight, dbias
-
-
-def sum_dtype(x: Tensor, residual: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, residual.dtype)
