@@ -18,6 +18,7 @@ import os
 import re
 import secrets
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,19 @@ def _fsync(path: Path, flags: int) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def cache_folder() -> Path:
+    """`$RUSH_CACHE`, else `$XDG_CACHE_HOME/rush`, else `~/.cache/rush`."""
+    if chosen := os.environ.get("RUSH_CACHE"):
+        return Path(chosen)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "rush"
+
+
+def timestamp() -> str:
+    """The time now in UTC, as records have it."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
 
 
 def sha256_file(path: Path) -> str:

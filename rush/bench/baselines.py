@@ -14,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rush.bench.longest import LongestSequence, life_took, took
 from rush.bench.workloads import TargetedRecipe, WorkloadSpec
+from rush.files import timestamp
 from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, rung_of
 from rush.lab.ladder.ladder_file import LadderPlan, SearchConfig
 from rush.lab.paired import floors_of
@@ -81,7 +81,7 @@ def bench_models(
                     done += 1
                     _put(record, match.record())
                     write_models(folder, record)
-            record["finished"] = _now()
+            record["finished"] = timestamp()
             write_models(folder, record)
         bench.clean()
     return record
@@ -261,7 +261,7 @@ def _start(folder: Path, bench: Bench) -> ModelRecord:
     before = read_models(folder) if (folder / FILE).exists() else None
     return {
         "format": FORMAT,
-        "started": before["started"] if before else _now(),
+        "started": before["started"] if before else timestamp(),
         "finished": None,
         "machine": bench.machine.to_dict(),
         "ceilings": bench.ceilings,
@@ -277,7 +277,3 @@ def _put(record: ModelRecord, workload: WorkloadRecord) -> None:
         record["workloads"][names.index(workload["name"])] = workload
     else:
         record["workloads"].append(workload)
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

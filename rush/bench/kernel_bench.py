@@ -17,15 +17,15 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib.util import find_spec
 from pathlib import Path
 from typing import IO, Any
 
 from rush.errors import MachineError, RecipeError, nearest
-from rush.files import write_json_atomic
+from rush.files import timestamp, write_json_atomic
 from rush.kernels.study import names
 from rush.lab.trial.starter import end_session, environment
+from rush.lab.trial.trial import compiler_caches
 from rush.records.kernels import (
     FILE,
     FORMAT,
@@ -99,7 +99,7 @@ def bench_kernels(
     folder.mkdir(parents=True, exist_ok=True)
     with FolderLock(folder):
         (folder / "ops").mkdir(exist_ok=True)
-        started = read_kernels(folder)["started"] if (folder / FILE).exists() else _now()
+        started = read_kernels(folder)["started"] if (folder / FILE).exists() else timestamp()
         left = list(chosen)
         while left:
             child = _Child(left, folder, quick, device)
@@ -118,7 +118,7 @@ def assemble(folder: Path, ops: Sequence[str], started: str, quick: bool) -> Ker
     return {
         "format": FORMAT,
         "started": started,
-        "finished": _now(),
+        "finished": timestamp(),
         "quick": quick,
         "interpreted": any(row["status"] == "untimed" for op in found for row in op["rows"]),
         "machine": told["machine"],
@@ -151,7 +151,7 @@ class _Child:
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 start_new_session=True,
-                env=environment(_surroundings(folder)),
+                env=environment(compiler_caches((folder / "work").resolve())),
             )
 
     def watch(self, watch: Watch, total: int) -> list[str]:
@@ -208,12 +208,6 @@ class _Child:
         return f"the process {how}{last}"
 
 
-def _surroundings(folder: Path) -> dict[str, str]:
-    """Compiled code in the bench's own folder: none is taken from elsewhere."""
-    work = (folder / "work").resolve()
-    return {"TORCHINDUCTOR_CACHE_DIR": str(work / "inductor"), "TRITON_CACHE_DIR": str(work / "triton")}
-
-
 def _read(stream: IO[bytes], lines: queue.Queue[dict[str, Any] | None]) -> None:
     for line in stream:
         text = line.decode("utf-8", "replace")
@@ -226,7 +220,3 @@ def nothing(name: str) -> dict[str, Any]:
     """An op of which nothing is known yet."""
     empty: dict[str, Any] = {"op": name, "key": "", "about": "", "bound": "memory", "axis": "", "dtype": ""}
     return {**empty, "status": "ok", "reason": None, "seconds": 0.0, "rows": [], "targets": []}
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

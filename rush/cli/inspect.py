@@ -82,7 +82,7 @@ def prepare_recipe(recipe: Recipe, **options: Any) -> Path:
     """Prepare a recipe's fine-tuning data where `rush train` looks for it, unless it is there."""
     from rush.data import progress_bar
     from rush.data.conversations import prepare_documents
-    from rush.hardware.ceilings import cache_folder
+    from rush.files import cache_folder
     from rush.training.corpus import documents_of
 
     with progress_bar() as show:

@@ -18,7 +18,7 @@ from rush.data.document_loader import document_validation
 from rush.data.documents import Documents
 from rush.data.packing import Pad
 from rush.errors import DataError
-from rush.hardware.ceilings import cache_folder
+from rush.files import cache_folder
 from rush.hub.tokenizers import load_tokenizer
 from rush.models import Shape
 from rush.recipe import Recipe

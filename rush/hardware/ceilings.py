@@ -10,7 +10,6 @@ its age and can ask for a new one. A dtype is measured when it is first asked fo
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.errors import MachineError
-from rush.files import write_json_atomic, writing
+from rush.files import cache_folder, write_json_atomic, writing
 from rush.hardware.conditions import load_now
 from rush.hardware.machine import Machine
 from rush.hardware.samples import Collective, Sample
@@ -199,14 +198,6 @@ def measured_matmul_rate(machine: Machine, dtype: str) -> float:
             f"{machine.summary()} has no {dtype} matmul to measure: {found.unsupported[dtype]}."
         )
     return rate
-
-
-def cache_folder() -> Path:
-    """`$RUSH_CACHE`, else `$XDG_CACHE_HOME/rush`, else `~/.cache/rush`."""
-    if chosen := os.environ.get("RUSH_CACHE"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rush"
 
 
 def _cache_entry(machine: Machine, folder: Path | None) -> tuple[Path, str]:

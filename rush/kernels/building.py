@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from rush.errors import MachineError
+from rush.files import cache_folder
 
 FLAGS = ("-O2",)
 
@@ -151,11 +152,3 @@ def _identity(files: Sequence[Path], flags: Sequence[str] = FLAGS) -> str:
     for file in files:
         digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()[:16]
-
-
-def cache_folder() -> Path:
-    """`$RUSH_CACHE`, else `$XDG_CACHE_HOME/rush`, else `~/.cache/rush`."""
-    if chosen := os.environ.get("RUSH_CACHE"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "rush"

@@ -40,7 +40,7 @@ from rush.data.loader import make_batch
 from rush.data.packing import Concat, Pad
 from rush.data.published_tokenizers import find_tokenizer
 from rush.errors import DataError, RecipeError
-from rush.hardware.ceilings import cache_folder
+from rush.files import cache_folder
 from rush.recipe import Recipe
 from rush.records.run_folder import RunFolder
 from rush.training.build import Run

@@ -26,8 +26,7 @@ from rush.data.document_loader import BatchLayout
 from rush.data.documents import Documents
 from rush.data.packing import Pad, in_order
 from rush.errors import DataError
-from rush.files import writing
-from rush.hardware.ceilings import cache_folder
+from rush.files import cache_folder, writing
 from rush.hub.folders import starting_weights
 from rush.models.adapters import is_adapted
 from rush.models.fingerprints import fingerprint

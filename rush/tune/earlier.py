@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rush.errors import RushError
-from rush.files import write_json_atomic
+from rush.files import cache_folder, write_json_atomic
 from rush.hardware import Machine
-from rush.hardware.ceilings import cache_folder
 from rush.records.ladder import read_ladder
 
 MOST_KEPT = 20

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rush.errors import RecipeError
-from rush.files import write_atomic
+from rush.files import timestamp, write_atomic
 from rush.lab.trial.runner import Bench, open_bench
 from rush.plan.micro_batch import settled
 from rush.plan.target import target_here
@@ -75,7 +74,7 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
     if before is not None and before["fingerprint"] == fingerprint:
         settings, started, known = TuneSettings(**before["settings"]), before["started"], before["known"]
     else:
-        before, started = None, _now()
+        before, started = None, timestamp()
         # Remembered gains are of speed, not of memory.
         speeds = request.goal.objective in ("tokens/s", "cost")
         known = remembered(fingerprint, request.recipe.model.name, folder.parent) if speeds else {}
@@ -108,7 +107,7 @@ def _search(request: Request, folder: Path, bench: Bench, planner: Planner, watc
     record = recorded(search)
     if record["winner"] is not None:
         record["winner"]["beside"] = rows
-    record["finished"] = _now()
+    record["finished"] = timestamp()
     write_tune(folder / "tune.json", record)
     write_atomic(folder / "recipe.toml", recipe_file(request, search, record))
     if request.goal.objective in ("tokens/s", "cost") and not (before and before["finished"]):
@@ -155,7 +154,3 @@ def _gains(request: Request, candidates: Sequence[Candidate]) -> list[Remembered
         for c in candidates
         if c.ratio is not None and c.kind not in (MoveKind.JUMP, MoveKind.TOGETHER) and added(c)
     ]
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

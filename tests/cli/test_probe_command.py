@@ -17,8 +17,8 @@ from typer.testing import CliRunner
 
 from rush.cli import probe as command
 from rush.errors import MachineError, RecipeError
+from rush.files import cache_folder
 from rush.hardware import Ceilings, Machine, ceilings, datasheet_peaks, measure, probe
-from rush.hardware.ceilings import cache_folder
 from rush.hardware.machine import Device, Link
 from rush.hardware.samples import Sample
 from rush.recipe_io import load_recipe

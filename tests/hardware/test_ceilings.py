@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from rush.errors import MachineError
+from rush.files import cache_folder
 from rush.hardware import Ceilings, ceilings, measured_matmul_rate, probe
 from rush.hardware import measure as stopwatch
-from rush.hardware.ceilings import cache_folder
 from rush.hardware.launch_rate import launching
 from rush.hardware.samples import Sample
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from rush.errors import RecipeError
+from rush.files import timestamp
 from rush.lab.ladder.findings import FORMULAS, Baselines, RungState, drift_of, rung_of
 from rush.lab.ladder.ladder_file import Addition, LadderPlan, compose
 from rush.lab.ladder.limits import batch_curve, sequence_limits, stops_paying, tries
@@ -112,7 +112,7 @@ class Climb:
         self.states: list[RungState] = []
         self.again: list[Outcome] = []
         before = read_ladder(self.file) if self.file.exists() else None
-        self.started = before["started"] if before else _now()
+        self.started = before["started"] if before else timestamp()
         self.interactions = before["interactions"] if before else None
         self.judged = {rung["digest"]: rung["parity"] for rung in before["rungs"]} if before else {}
         self.num_rungs = len(self.plan.additions) + 1
@@ -147,7 +147,7 @@ class Climb:
             self.done += 1
         if self.view == "cumulative":
             self._search()
-        self.finished = _now()
+        self.finished = timestamp()
         return self._report(None)
 
     def _rise(self, additions: Sequence[Addition]) -> Iterator[RungState]:
@@ -315,7 +315,3 @@ def _builds_on(addition: Addition, state: RungState, last: RungState) -> bool:
     if state.parity is not None and state.parity["verdict"] == "different":
         return False
     return not last.measured or quotient(last.timed[:1], state.timed[:1]) > 1
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 from rush.errors import RecipeError
+from rush.files import timestamp
 from rush.hardware.samples import Sample, bus_factor
 from rush.lab.ladder.findings import drift_of
 from rush.lab.paired import floors_of
@@ -84,7 +84,7 @@ class ScalingStudy:
     def __init__(self, bench: RankBench, watch: Watch) -> None:
         self.bench, self.plan, self.watch = bench, bench.plan, watch
         self.file = bench.folder / FILE
-        self.started = read_scale(self.file)["started"] if self.file.exists() else _now()
+        self.started = read_scale(self.file)["started"] if self.file.exists() else timestamp()
         self.finished: str | None = None
         self.points = list(self._points())
         self.traces: dict[tuple[str, int, bool], TraceFound] = {}
@@ -159,7 +159,7 @@ class ScalingStudy:
             self.done += 1
         if self.plan.links:
             self._links()
-        self.finished = _now()
+        self.finished = timestamp()
         return self._report(None)
 
     @property
@@ -302,7 +302,3 @@ def _no_link(ranks: int, peers: bool, why: str) -> LinkRecord:
         "sizes": [],
         "reason": why,
     }
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")
