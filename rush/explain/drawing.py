@@ -15,7 +15,7 @@ from markupsafe import Markup
 from rush.explain.chart import Bar, Bars, Curve, Curves, Dot, Mark, Panel, Unit, label, tick_values
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, free_spot, x_axis, y_axis
-from rush.report.svg import Scale, number, path, picture, shortened, tag, tooltip
+from rush.report.svg import Scale, number, path, picture, shortened, tag, text_at, tooltip
 
 LETTER = 6.7
 """About how wide a letter of the small text is."""
@@ -86,16 +86,8 @@ def _places(marked: Sequence[Mark], frame: Frame, x: Scale) -> list[Markup]:
         place, down = x(mark.x), frame.top + 10 + 15 * (index % 4)
         flip = place > frame.x_end - len(mark.label) * LETTER
         marks.append(tag("line", class_="stop", x1=place, x2=place, y1=frame.top, y2=frame.y_end))
-        marks.append(
-            tag(
-                "text",
-                mark.label,
-                class_="note",
-                x=place + (-5 if flip else 5),
-                y=down,
-                text_anchor="end" if flip else "start",
-            )
-        )
+        beside, anchor = (place - 5, "end") if flip else (place + 5, "start")
+        marks.append(text_at(beside, down, mark.label, class_="note", anchor=anchor))
     return marks
 
 
@@ -204,16 +196,7 @@ def _labels(lines: Sequence[Curve], frame: Frame, x: Scale, y: Scale) -> list[Ma
         for dot in line.dots:
             if dot.label and (spot := free_spot(frame, x(dot.x), y(dot.y), taken, REACHES, DIRECTIONS, 12)):
                 taken.append(spot)
-                marks.append(
-                    tag(
-                        "text",
-                        dot.label,
-                        class_="note strong",
-                        x=spot[0],
-                        y=spot[1] + 4,
-                        text_anchor="middle",
-                    )
-                )
+                marks.append(text_at(spot[0], spot[1] + 4, dot.label, class_="note strong", anchor="middle"))
     return marks
 
 
@@ -282,17 +265,9 @@ def _bar(row: Bar, panel: Bars, scale: Scale, top: float, width: float) -> list[
         return marks
     start = scale(row.start) if row.start is not None else scale.start
     end = scale(row.value)
+    kind, long = f"bar series-{row.color}", max(end - start, 1.0)
     marks.append(
-        tag(
-            "rect",
-            tooltip(description),
-            class_=f"bar series-{row.color}",
-            x=start,
-            y=base + 3,
-            width=max(end - start, 1.0),
-            height=17,
-            rx=2,
-        )
+        tag("rect", tooltip(description), class_=kind, x=start, y=base + 3, width=long, height=17, rx=2)
     )
     if row.low is not None and row.high is not None:
         low, high = scale(max(row.low, scale.low)), scale(row.high)

@@ -13,7 +13,7 @@ from markupsafe import Markup
 
 from rush.explain.chart import Panel
 from rush.explain.drawing import draw
-from rush.report.svg import number, picture, shortened, tag
+from rush.report.svg import number, shortened, svg_file, tag
 
 STYLE = """
 svg { font: 13px -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
@@ -58,10 +58,7 @@ def standalone(title: str, where: str, panels: Sequence[Panel]) -> str:
         tag("text", shortened(where, 110), class_="soft", x=24, y=54),
     ]
     alt = f"{title}, {where}. " + " ".join(draw(panel, width).alt for panel in panels)
-    size = f"0 0 {width:g} {number(y)}"
-    return str(
-        picture(alt, *head, *marks, xmlns="http://www.w3.org/2000/svg", viewBox=size, width=width, height=y)
-    )
+    return svg_file(alt, width, y, *head, *marks)
 
 
 def _colors(palette: Sequence[str]) -> str:

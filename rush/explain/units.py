@@ -59,8 +59,7 @@ def speedup(slow: Mapping[str, Any], fast: Mapping[str, Any]) -> Ratio:
 
 
 def interval(ratio: Ratio) -> str:
-    """`×3.10 (3.02 to 3.20)`."""
-    return f"{times(ratio.ratio)} ({digits(ratio.low)} to {digits(ratio.high)})"
+    return formatting.ratio_between(ratio.ratio, (ratio.low, ratio.high))
 
 
 def listed(parts: Sequence[str]) -> str:

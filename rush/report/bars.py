@@ -7,14 +7,14 @@ of its column, which leaves room at the right for the number; the page stacks th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from markupsafe import Markup
 
 from rush.report import formatting
 from rush.report.ladder import MeasureView, RungView
-from rush.report.svg import Scale, percent, picture, tag, tooltip
+from rush.report.svg import Scale, percent, picture, tag, text_at, tooltip, whisker
 
 SPEED_FULL = 64.0
 MEMORY_FULL = 56.0
@@ -47,6 +47,11 @@ def top_speed(measures: Sequence[MeasureView | None]) -> float | None:
     return max((max(m.median, m.high or 0.0) for m in measures if m is not None), default=None)
 
 
+def top_memory(rungs: Iterable[RungView]) -> float | None:
+    """The largest peak memory of these rungs; None where none is known."""
+    return max((rung.peak_memory_bytes or 0.0 for rung in rungs), default=0.0) or None
+
+
 def speed_bar(
     measure: MeasureView | None,
     top: float | None,
@@ -68,7 +73,7 @@ def speed_bar(
     if measure.low is not None and measure.high is not None:
         alt += f", 95 % interval {formatting.interval(measure.low, measure.high)}"
         low, high = scale(max(0.0, measure.low)), scale(measure.high)
-        marks += whisker(low, high, 13, 5)
+        marks += whisker(percent(low), percent(high), 13, 5)
         end = max(end, high)
     if measure.n is not None:
         alt += f", {formatting.plural(measure.n, 'sample')}"
@@ -79,29 +84,15 @@ def speed_bar(
     return picture(alt, tooltip(alt), *marks, class_="row", height=26)
 
 
-def whisker(low: float, high: float, middle: float, half: float) -> list[Markup]:
-    """An interval: a line with a cap at either end. `low` and `high` are percent of the width."""
-    return [
-        tag("line", class_="whisker", x1=percent(low), x2=percent(high), y1=middle, y2=middle),
-        tag("line", class_="whisker", x1=percent(low), x2=percent(low), y1=middle - half, y2=middle + half),
-        tag("line", class_="whisker", x1=percent(high), x2=percent(high), y1=middle - half, y2=middle + half),
-    ]
-
-
 def memory_bar(size_bytes: float | None, top: float | None, who: str) -> Markup | None:
     if size_bytes is None or top is None:
         return None
     width = Scale(0, top, 0, MEMORY_FULL)(size_bytes)
     label = formatting.size(size_bytes)
     alt = f"{who}: peak memory {label}"
-    return picture(
-        alt,
-        tooltip(alt),
-        tag("rect", class_="bar memory", x="0", y=7, width=percent(width), height=12, rx=2),
-        tag("text", label, class_="value", x=percent(width), dx=8, y=18),
-        class_="row",
-        height=26,
-    )
+    bar = tag("rect", class_="bar memory", x="0", y=7, width=percent(width), height=12, rx=2)
+    value = tag("text", label, class_="value", x=percent(width), dx=8, y=18)
+    return picture(alt, tooltip(alt), bar, value, class_="row", height=26)
 
 
 def segments(breakdown: Mapping[str, float]) -> list[Segment]:
@@ -134,16 +125,8 @@ def breakdown_bar(rung: RungView, full: float) -> Markup | None:
         ]  # fmt: skip
         if width >= 13:
             label = f"{part.share * 100:.0f} %"
-            inside.append(
-                tag(
-                    "text",
-                    label,
-                    class_=f"on {part.kind}",
-                    x=percent(x + width / 2),
-                    y=17.5,
-                    text_anchor="middle",
-                )
-            )
+            middle = percent(x + width / 2)
+            inside.append(text_at(middle, 17.5, label, class_=f"on {part.kind}", anchor="middle"))
         marks += inside
         x += width
     description = ", ".join(f"{CLASSES[part.kind]} {formatting.share(part.share)}" for part in parts)
@@ -162,14 +145,7 @@ def claim_axis(scale: Scale) -> Markup:
     steps = [2.0**k for k in range(math.ceil(math.log2(scale.low)), math.floor(math.log2(scale.high)) + 1)]
     thinned = steps[:: max(1, math.ceil(len(steps) / 6))] if len(steps) > 6 else steps
     marks = [
-        tag(
-            "text",
-            formatting.tick_ratio(value),
-            class_="tick",
-            x=percent(scale(value)),
-            y=16,
-            text_anchor="middle",
-        )
+        text_at(percent(scale(value)), 16, formatting.tick_ratio(value), class_="tick", anchor="middle")
         for value in sorted({*thinned, 1.0})
     ]
     return tag("svg", *marks, class_="row", height=22, aria_hidden="true")
@@ -182,7 +158,7 @@ def claim_row(
     marks = [tag("line", class_="zero", x1=percent(scale(1)), x2=percent(scale(1)), y1=0, y2=26)]
     alt = f"{who}: claimed {formatting.change(claimed)}, found {formatting.change(found)}"
     if low is not None and high is not None and low > 0:
-        marks += whisker(scale(low), scale(high), 13, 4)
+        marks += whisker(percent(scale(low)), percent(scale(high)), 13, 4)
     if found is not None:
         marks.append(tag("circle", class_="found", cx=percent(scale(found)), cy=13, r=5))
     if claimed is not None and claimed > 0:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 
 from rush.report import formatting
 from rush.report.ladder_picture import STYLE
-from rush.report.svg import Scale, picture, tag
+from rush.report.svg import Scale, svg_file, tag, text_at, whisker
 
 WIDTH, HEAD, ROW = 960.0, 84.0, 34.0
 BAR_X, BAR_END, MEMORY_X, VERDICT_X = 312.0, 630.0, 736.0, 848.0
@@ -44,25 +44,20 @@ def beside_picture(title: str, pairs: Sequence[BaselinePair]) -> str:
     marks = [
         tag("style", Markup(STYLE + OWN_STYLE)),
         tag("rect", class_="paper", width=WIDTH, height=height, rx=8),
-        tag("text", title, class_="title", x=20, y=34),
-        tag(
-            "text",
-            "tokens/s over the baseline's (dashed: as fast as it; thick mark: wanted)",
-            class_="soft",
-            x=BAR_X,
-            y=HEAD - 16,
-        ),
-        tag("text", "peak memory", class_="soft", x=MEMORY_X, y=HEAD - 16),
-        tag("text", "verdict", class_="soft", x=VERDICT_X, y=HEAD - 16),
+        text_at(20, 34, title, class_="title"),
     ]
+    for x, words in (
+        (BAR_X, "tokens/s over the baseline's (dashed: as fast as it; thick mark: wanted)"),
+        (MEMORY_X, "peak memory"),
+        (VERDICT_X, "verdict"),
+    ):
+        marks.append(text_at(x, HEAD - 16, words, class_="soft"))
     for place, pair in enumerate(pairs):
         marks += _row(pair, HEAD + ROW * place, scale)
     at_one = scale(1.0)
     marks.append(tag("line", class_="baseline", x1=at_one, x2=at_one, y1=HEAD - 8, y2=height - 14))
     pairs_text = "; ".join(f"{pair.ours} {pair.ratio:.2f} times {pair.baseline}" for pair in pairs)
-    alt, box = f"{title}: {pairs_text}.", f"0 0 {WIDTH:g} {height:g}"
-    xmlns = "http://www.w3.org/2000/svg"
-    return str(picture(alt, *marks, xmlns=xmlns, viewBox=box, width=WIDTH, height=height))
+    return svg_file(f"{title}: {pairs_text}.", WIDTH, height, *marks)
 
 
 def _row(pair: BaselinePair, top: float, scale: Scale) -> list[Markup]:
@@ -72,15 +67,9 @@ def _row(pair: BaselinePair, top: float, scale: Scale) -> list[Markup]:
         tag("text", pair.ours, x=20, y=top + 11),
         tag("text", f"beside {pair.baseline}", class_="soft", x=20, y=top + 26),
         tag("rect", class_="bar speed", x=BAR_X, y=top + 2, width=scale(pair.ratio) - BAR_X, height=20, rx=2),
-        tag("line", class_="whisker", x1=low, x2=high, y1=middle, y2=middle),
-        *(tag("line", class_="whisker", x1=x, x2=x, y1=middle - 3, y2=middle + 3) for x in (low, high)),
+        *whisker(low, high, middle, 3),
         tag("line", class_="whisker wanted", x1=wanted, x2=wanted, y1=top - 2, y2=top + 26),
         tag("text", f"{pair.ratio:.2f}×", x=max(high, wanted) + 8, y=top + 17),
-        tag(
-            "text",
-            formatting.MISSING if pair.memory is None else f"{pair.memory:.2f}×",
-            x=MEMORY_X,
-            y=top + 17,
-        ),
+        text_at(MEMORY_X, top + 17, formatting.MISSING if pair.memory is None else f"{pair.memory:.2f}×"),
         tag("text", pair.verdict, class_="good" if reached else "caution", x=VERDICT_X, y=top + 17),
     ]

@@ -88,7 +88,7 @@ def groups(ladders: Sequence[LadderView]) -> list[RungGroup]:
     names = dict.fromkeys(rung.name for ladder in ladders for rung in ladder.rungs)
     every = [rung for ladder in ladders for rung in ladder.rungs]
     top = bars.top_speed([rung.speed for rung in every])
-    memory = max((rung.peak_memory_bytes or 0.0 for rung in every), default=0.0) or None
+    memory = bars.top_memory(every)
     found = []
     for name in names:
         row = [ladder.rung(name) for ladder in ladders]

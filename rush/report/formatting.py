@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 MISSING = "–"
@@ -51,6 +52,10 @@ def tick(value: float) -> str:
     return re.sub(r"\.0+(?!\d)|(?<=\.)(\d*?[1-9])0+(?!\d)", r"\1", si(value))
 
 
+def tick_share(value: float) -> str:
+    return f"{100 * value:.0f} %"
+
+
 def tick_ratio(value: float) -> str:
     return f"×{value:g}"
 
@@ -72,6 +77,12 @@ def size(value: float | None) -> str:
 
 def ratio(value: float | None) -> str:
     return MISSING if value is None else f"×{digits(value)}"
+
+
+def ratio_between(value: float | None, interval: Sequence[float] | None = None) -> str:
+    """`×3.10 (3.02 to 3.20)`."""
+    tail = f" ({digits(interval[0])} to {digits(interval[1])})" if value is not None and interval else ""
+    return ratio(value) + tail
 
 
 def share(value: float | None) -> str:

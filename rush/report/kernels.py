@@ -18,10 +18,11 @@ from markupsafe import Markup
 from rush.files import write_atomic
 from rush.records.kernels import KernelOp, KernelRecord, KernelRow, read_kernels
 from rush.report import formatting, headlines
-from rush.report.axes import NARROW, Frame, x_axis, y_axis
+from rush.report.axes import x_axis, y_axis
+from rush.report.charts import PANEL, Chart, ChartLine, ChartPoint, draw_panel, scales
 from rush.report.compare import letter_of, series_of
 from rush.report.page import flattened, render
-from rush.report.svg import Scale, number, path, picture, tag, ticks, tooltip
+from rush.report.svg import path, tag, ticks, tooltip
 
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward and backward"}
 TONES = {
@@ -33,35 +34,6 @@ TONES = {
     "not judged": ("caution", "ring"),
 }
 """The color and the sign of each verdict."""
-
-
-@dataclass(frozen=True)
-class ChartPoint:
-    """One contender at one size, as the picture shows it."""
-
-    x: float
-    y: float
-    low: float
-    high: float
-    description: str
-
-
-@dataclass(frozen=True)
-class ChartLine:
-    letter: str
-    series: int
-    name: str
-    ours: bool
-    points: tuple[ChartPoint, ...]
-
-
-@dataclass(frozen=True)
-class Chart:
-    """A picture, small enough that two or three stand side by side, and its legend."""
-
-    title: str
-    picture: Markup
-    lines: tuple[ChartLine, ...]
 
 
 @dataclass(frozen=True)
@@ -115,13 +87,9 @@ def _verdict(row: KernelRow) -> str | None:
 def reached_words(target: dict[str, Any]) -> str:
     """What a target came to, with its interval."""
     value = target.get("reached")
-    if value is None:
-        return formatting.MISSING
     if target["metric"] in ("ceiling", "memory"):
         return formatting.share(value)
-    interval = target.get("ci95")
-    tail = f" ({formatting.digits(interval[0])} to {formatting.digits(interval[1])})" if interval else ""
-    return formatting.ratio(value) + tail
+    return formatting.ratio_between(value, target.get("ci95"))
 
 
 def part_of(op: KernelOp) -> KernelSection:
@@ -182,63 +150,16 @@ def _point(op: KernelOp, row: KernelRow, fractions: bool) -> ChartPoint:
 
 
 def _picture(op: KernelOp, lines: Sequence[ChartLine], title: str, fractions: bool) -> Markup:
-    frame = Frame(NARROW.width, 300, NARROW.left, 34, 26, NARROW.bottom)
     points = [point for line in lines for point in line.points]
     xs = sorted({point.x for point in points})
-    x = Scale(xs[0] / 1.25, xs[-1] * 1.25, frame.left, frame.x_end, log=True)
     top = max(max(point.high for point in points) * 1.06, 1.06 if fractions else 0.0)
-    y = Scale(0, top, frame.y_end, frame.top)
-    label = _share_tick if fractions else formatting.tick
-    marks = y_axis(
-        frame, y, ticks(0, top, 5), label, "of the measured ceiling" if fractions else "milliseconds"
-    )
-    marks += x_axis(
-        frame, x, xs, lambda value: formatting.tick(value) if value >= 10000 else f"{value:g}", op["axis"]
-    )
+    x, y = scales(xs[0], xs[-1], 1.25, top)
+    label = formatting.tick_share if fractions else formatting.tick
+    what = "of the measured ceiling" if fractions else "milliseconds"
+    axes = y_axis(PANEL, y, ticks(0, top, 5), label, what)
+    axes += x_axis(PANEL, x, xs, lambda at: formatting.tick(at) if at >= 10000 else f"{at:g}", op["axis"])
     if fractions:
-        marks.append(tag("path", tooltip("the measured ceiling"), class_="roof",
-                         d=path([(frame.left, y(1)), (frame.x_end, y(1))])))  # fmt: skip
-    for line in sorted(lines, key=lambda line: line.ours):  # ours on top
-        marks += draw_line(line, x, y)
-    marks += place_letters(frame, lines, x, y)
+        roof = path([(PANEL.left, y(1)), (PANEL.x_end, y(1))])
+        axes.append(tag("path", tooltip("the measured ceiling"), class_="roof", d=roof))
     best = max(points, key=lambda point: point.y if fractions else -point.y)
-    return picture(
-        f"{op['op']}, {title}. Best: {best.description}.",
-        *marks,
-        class_="curve-picture",
-        viewBox=frame.view_box,
-    )
-
-
-def _share_tick(value: float) -> str:
-    return f"{100 * value:.0f} %"
-
-
-def draw_line(line: ChartLine, x: Scale, y: Scale) -> list[Markup]:
-    """A curve with a dot and a whisker at every point."""
-    kind = f"series-{line.series}" + (" ours" if line.ours else "")
-    marks = [tag("path", class_=f"curve {kind}", d=path([(x(p.x), y(p.y)) for p in line.points]))]
-    for point in line.points:
-        cx = x(point.x)
-        whisker = tag(
-            "path", class_="whisker thin", d=f"M{number(cx)} {number(y(point.low))}V{number(y(point.high))}"
-        )
-        dot = tag("circle", class_=f"dot {kind}", cx=cx, cy=y(point.y), r=5 if line.ours else 4)
-        marks.append(tag("g", tooltip(point.description), whisker, dot))
-    return marks
-
-
-def place_letters(frame: Frame, lines: Sequence[ChartLine], x: Scale, y: Scale) -> list[Markup]:
-    """Each line's letter beside its last point, pushed apart where they would touch."""
-    ends = sorted((y(line.points[-1].y), x(line.points[-1].x), line.letter) for line in lines)
-    places: list[float] = []
-    for at, _, _ in ends:
-        places.append(max(at, places[-1] + 13 if places else at))
-    lowest = frame.y_end - 6  # above the axis' own labels: the last ones push the others up
-    for index in reversed(range(len(places))):
-        places[index] = min(places[index], lowest)
-        lowest = places[index] - 13
-    return [
-        tag("text", letter, class_="note strong", x=right + 11, y=place + 4)
-        for place, (_, right, letter) in zip(places, ends, strict=True)
-    ]
+    return draw_panel(f"{op['op']}, {title}. Best: {best.description}.", axes, lines, x, y)

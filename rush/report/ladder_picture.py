@@ -12,9 +12,9 @@ from markupsafe import Markup
 
 from rush.files import write_atomic
 from rush.report import formatting, headlines
-from rush.report.bars import top_speed
+from rush.report.bars import top_memory, top_speed
 from rush.report.ladder import LadderView, RungView, read_ladder
-from rush.report.svg import Scale, picture, shortened, tag
+from rush.report.svg import Scale, shortened, svg_file, tag, text_at, whisker
 from rush.report.symbols import SIGNS
 
 WIDTH, HEAD, ROW = 960.0, 84.0, 30.0
@@ -42,18 +42,13 @@ def write_picture(ladder_json: Path, svg: Path) -> None:
 
 def ladder_picture(ladder: LadderView) -> str:
     top = top_speed([rung.speed for rung in ladder.rungs])
-    memory = max((rung.peak_memory_bytes or 0.0 for rung in ladder.rungs), default=0.0) or None
+    memory = top_memory(ladder.rungs)
     height = HEAD + ROW * len(ladder.rungs) + 16
+    title = f"{ladder.name} on {headlines.machine_name(ladder.machine)}"
     marks = [
         tag("style", Markup(STYLE)),
         tag("rect", class_="paper", width=WIDTH, height=height, rx=8),
-        tag(
-            "text",
-            shortened(f"{ladder.name} on {headlines.machine_name(ladder.machine)}", 90),
-            class_="title",
-            x=20,
-            y=34,
-        ),
+        text_at(20, 34, shortened(title, 90), class_="title"),
     ]
     for x, word in (
         (SPEED_X, f"{ladder.rate} (× cumulative); pale: tried, not built upon"),
@@ -63,17 +58,7 @@ def ladder_picture(ladder: LadderView) -> str:
         marks.append(tag("text", word, class_="soft", x=x, y=HEAD - 16))
     for at, rung in enumerate(ladder.rungs):
         marks += _row(rung, HEAD + ROW * at, top, memory)
-    alt = f"Ladder {ladder.name}. {headlines.headline(ladder)}"
-    return str(
-        picture(
-            alt,
-            *marks,
-            xmlns="http://www.w3.org/2000/svg",
-            viewBox=f"0 0 {WIDTH:g} {height:g}",
-            width=WIDTH,
-            height=height,
-        )
-    )
+    return svg_file(f"Ladder {ladder.name}. {headlines.headline(ladder)}", WIDTH, height, *marks)
 
 
 def _row(rung: RungView, y: float, top: float | None, memory: float | None) -> list[Markup]:
@@ -86,25 +71,15 @@ def _row(rung: RungView, y: float, top: float | None, memory: float | None) -> l
         marks += _speed(rung, y, top)
     if rung.peak_memory_bytes and memory is not None:
         end = Scale(0, memory, MEMORY_X, MEMORY_END)(rung.peak_memory_bytes)
-        marks.append(
-            tag(
-                "rect",
-                class_=_pale("memory", rung),
-                x=MEMORY_X,
-                y=y + 10,
-                width=end - MEMORY_X,
-                height=10,
-                rx=2,
-            )
-        )
+        kind, width = _pale("memory", rung), end - MEMORY_X
+        marks.append(tag("rect", class_=kind, x=MEMORY_X, y=y + 10, width=width, height=10, rx=2))
         marks.append(tag("text", formatting.size(rung.peak_memory_bytes), x=end + 7, y=base))
     verdict = headlines.verdict_of(rung)
     sign = tag("path", d=SIGNS[verdict.sign], fill_rule="evenodd", class_=verdict.tone)
     place = f"translate({VERDICT_X:g} {y + 10:g}) scale(0.85)"
     marks.append(tag("g", sign, transform=place))
-    marks.append(
-        tag("text", shortened(rung.verdict, MOST_LETTERS), class_=verdict.tone, x=VERDICT_X + 17, y=base)
-    )
+    words = shortened(rung.verdict, MOST_LETTERS)
+    marks.append(text_at(VERDICT_X + 17, base, words, class_=verdict.tone))
     return marks
 
 
@@ -117,19 +92,12 @@ def _speed(rung: RungView, y: float, top: float) -> list[Markup]:
     ]
     if rung.speed.low is not None and rung.speed.high is not None:
         low, high = scale(max(0.0, rung.speed.low)), scale(rung.speed.high)
-        for x1, x2, y1, y2 in (
-            (low, high, y + 15, y + 15),
-            (low, low, y + 11, y + 19),
-            (high, high, y + 11, y + 19),
-        ):
-            marks.append(tag("line", class_="whisker", x1=x1, x2=x2, y1=y1, y2=y2))
+        marks += whisker(low, high, y + 15, 4)
         end = max(end, high)
-    total = (
-        [tag("tspan", formatting.ratio(rung.total_gain.ratio), class_="soft", dx=6)]
-        if rung.total_gain
-        else []
-    )
-    marks.append(tag("text", formatting.speed(rung.speed.median), *total, x=end + 7, y=y + 20))
+    words = [formatting.speed(rung.speed.median)]
+    if rung.total_gain:
+        words.append(tag("tspan", formatting.ratio(rung.total_gain.ratio), class_="soft", dx=6))
+    marks.append(text_at(end + 7, y + 20, *words))
     return marks
 
 

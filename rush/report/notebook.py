@@ -10,7 +10,7 @@ from markupsafe import Markup
 from rush.records.tune import TuneRecord
 from rush.report import formatting
 from rush.report.axes import Frame, x_axis, y_axis
-from rush.report.svg import Scale, path, picture, tag, ticks, widened
+from rush.report.svg import Scale, path, svg_file, tag, ticks, widened
 
 FRAME = Frame(720, 300, top=26)
 STYLE = """
@@ -44,14 +44,7 @@ def loss_picture(rows: Sequence[Row]) -> Markup:
         if row.get("val_loss") is not None:
             marks.append(tag("circle", class_="val", cx=x(row["step"]), cy=y(row["val_loss"]), r=3.5))
     alt = f"Loss over {len(rows)} steps, from {rows[0]['loss']:.4f} to {rows[-1]['loss']:.4f}."
-    return picture(
-        alt,
-        *marks,
-        xmlns="http://www.w3.org/2000/svg",
-        viewBox=FRAME.view_box,
-        width=FRAME.width,
-        height=FRAME.height,
-    )
+    return Markup(svg_file(alt, FRAME.width, FRAME.height, *marks))
 
 
 def plan_html(record: Mapping[str, Any]) -> str:

@@ -37,7 +37,7 @@ def write_report(ladder_json: Path, html: Path) -> None:
 
 def report_page(ladder: LadderView) -> str:
     top = bars.top_speed([rung.speed for rung in ladder.rungs])
-    memory = max((rung.peak_memory_bytes or 0.0 for rung in ladder.rungs), default=0.0) or None
+    memory = bars.top_memory(ladder.rungs)
     slowest = max((bars.ms_per_thousand(rung) or 0.0 for rung in ladder.rungs), default=0.0)
     overlays = [
         (rung, rung.parity, drawing)
@@ -165,13 +165,8 @@ def flattened(value: Json, name: str = "") -> list[tuple[str, str]]:
 
 def badge(word: str, tone: str, sign: str, meaning: str = "") -> Markup:
     """A verdict: a sign, the words, and a color that adds nothing to the words."""
-    drawing = tag(
-        "svg",
-        tag("path", d=SIGNS[sign], fill_rule="evenodd"),
-        viewBox="0 0 12 12",
-        class_="sign",
-        aria_hidden="true",
-    )
+    shape = tag("path", d=SIGNS[sign], fill_rule="evenodd")
+    drawing = tag("svg", shape, viewBox="0 0 12 12", class_="sign", aria_hidden="true")
     return tag("span", drawing, word, class_=f"badge {tone}", title=meaning or None)
 
 

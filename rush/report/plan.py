@@ -58,17 +58,8 @@ def _stacked(parts: Mapping[str, float], whole: float, limit: float | None, say:
     alt = ", ".join(f"{part} {say(value)}" for part, value in parts.items())
     for number, (part, value) in enumerate(parts.items()):
         share = 100 * value / whole
-        marks.append(
-            tag(
-                "rect",
-                tooltip(f"{part}: {say(value)}"),
-                class_=f"part {KINDS[number % len(KINDS)]}",
-                x=percent(at),
-                y=2,
-                width=percent(share),
-                height=22,
-            )
-        )
+        words, kind = tooltip(f"{part}: {say(value)}"), f"part {KINDS[number % len(KINDS)]}"
+        marks.append(tag("rect", words, class_=kind, x=percent(at), y=2, width=percent(share), height=22))
         at += share
     if limit is not None:
         x = percent(min(100.0, 100 * limit / whole))

@@ -21,7 +21,7 @@ from markupsafe import Markup
 from rush.report import formatting
 from rush.report.axes import NARROW, WIDE, Frame, free_spot, x_axis, y_axis
 from rush.report.ladder import LadderView, RungView
-from rush.report.svg import Scale, decades, path, picture, tag, tooltip
+from rush.report.svg import Scale, decades, path, picture, tag, text_at, tooltip
 
 Box = tuple[float, float, float, float]
 """Left, top, right, bottom."""
@@ -185,14 +185,6 @@ def _dots(frame: Frame, x: Scale, y: Scale, places: Sequence[Position]) -> list[
         spot = free_spot(frame, cx, cy, taken, REACHES, DIRECTIONS, 11)
         if spot is not None:
             taken.append(spot)
-            marks.append(
-                tag(
-                    "text",
-                    str(place.rung.index),
-                    class_="note strong",
-                    x=spot[0],
-                    y=spot[1] + 4,
-                    text_anchor="middle",
-                )
-            )
+            number = str(place.rung.index)
+            marks.append(text_at(spot[0], spot[1] + 4, number, class_="note strong", anchor="middle"))
     return marks

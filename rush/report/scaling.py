@@ -8,7 +8,7 @@ curve.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from markupsafe import Markup
@@ -16,13 +16,13 @@ from markupsafe import Markup
 from rush.files import write_atomic
 from rush.records.scaling import LinkRecord, PointRecord, ScaleRecord, read_scale
 from rush.report import bars, curves, formatting, headlines
-from rush.report.axes import NARROW, Frame, x_axis, y_axis
+from rush.report.axes import x_axis, y_axis
+from rush.report.charts import PANEL, Chart, ChartLine, ChartPoint, draw_panel, scales
 from rush.report.compare import letter_of, series_of
-from rush.report.kernels import Chart, ChartLine, ChartPoint, draw_line, place_letters
 from rush.report.ladder import MeasureView, ParityView, measure, parity
 from rush.report.lenient import text
 from rush.report.page import flattened, render
-from rush.report.svg import Scale, path, picture, tag, ticks, tooltip
+from rush.report.svg import path, tag, ticks, tooltip
 
 TONES = {
     "baseline": ("plain", "dot"),
@@ -93,7 +93,6 @@ def scale_page(record: ScaleRecord) -> str:
             if any(p["verdict"] == name for p in record["points"])
         },
         memory_words=memory_words,
-        ratio_words=ratio_words,
     )
 
 
@@ -167,8 +166,7 @@ def rows_of(record: ScaleRecord) -> list[LayoutRow]:
 
 
 def _row(point: PointRecord, speed: MeasureView | None, top: float | None, memory: float | None) -> LayoutRow:
-    peers = "" if point["peer_to_peer"] else ", no peer-to-peer"
-    title = f"{text(point['layout'])}{peers}"
+    title = _name(point)
     held = float(max(point["memory_bytes"])) if point["memory_bytes"] else None
     same = parity(point["parity"] or {})
     return LayoutRow(
@@ -196,13 +194,6 @@ def memory_words(point: PointRecord) -> str:
     )
 
 
-def ratio_words(ratio: float | None, interval: Sequence[float] | None = None) -> str:
-    if ratio is None:
-        return formatting.MISSING
-    tail = f" ({formatting.digits(interval[0])} to {formatting.digits(interval[1])})" if interval else ""
-    return formatting.ratio(ratio) + tail
-
-
 def figures_of(record: ScaleRecord, scaling: str) -> list[Chart]:
     """Speed and efficiency over devices, of one kind of scaling; none where nothing was found. (A rank that was a group of its
     own stands in the table.)"""
@@ -222,19 +213,12 @@ def figures_of(record: ScaleRecord, scaling: str) -> list[Chart]:
     ]
     first = ones[0] if ones else min(found, key=lambda point: point["devices"])
     predicted = [p for p in found if p.get("predicted_tokens_per_s")]
+    title, each = f"{scaling} scaling", _speed(first) / first["devices"]
+    speeds = _picture(record["devices"], speed, title, each, predicted)
+    shares = _picture(record["devices"], share, f"{title}, efficiency", None, [])
     return [
-        Chart(
-            f"{scaling} scaling, tokens per second",
-            _picture(
-                record["devices"], speed, f"{scaling} scaling", _speed(first) / first["devices"], predicted
-            ),
-            tuple(speed),
-        ),
-        Chart(
-            f"{scaling} scaling, efficiency",
-            _picture(record["devices"], share, f"{scaling} scaling, efficiency", None, []),
-            tuple(share),
-        ),
+        Chart(f"{title}, tokens per second", speeds, tuple(speed)),
+        Chart(f"{title}, efficiency", shares, tuple(share)),
     ]
 
 
@@ -279,52 +263,37 @@ def _picture(
     predicted: Sequence[PointRecord],
 ) -> Markup:
     """Curves over the number of devices; `each` is what one device of the ideal line does, None for shares of it."""
-    frame = Frame(NARROW.width, 300, NARROW.left, 34, 26, NARROW.bottom)
     dots = [dot for line in lines for dot in line.points]
-    x = Scale(devices[0] / 1.25, devices[-1] * 1.25, frame.left, frame.x_end, log=True)
     ideal = [(float(count), each * count if each is not None else 1.0) for count in devices]
-    top = max(
-        *(dot.y for dot in dots),
-        *(value for _, value in ideal),
-        min(max(d.high for d in dots), 1.5 * ideal[-1][1]),
+    highest = min(max(d.high for d in dots), 1.5 * ideal[-1][1])
+    top = 1.06 * max(*(dot.y for dot in dots), *(value for _, value in ideal), highest)
+    x, y = scales(devices[0], devices[-1], 1.25, top)
+    label, what = (
+        (formatting.tick, "tokens per second")
+        if each is not None
+        else (formatting.tick_share, "of the ideal line")
     )
-    y = Scale(0, top * 1.06, frame.y_end, frame.top)
-    label = formatting.tick if each is not None else _share_tick
-    marks = y_axis(
-        frame,
-        y,
-        ticks(0, top * 1.06, 5),
-        label,
-        "tokens per second" if each is not None else "of the ideal line",
-    )
-    marks += x_axis(frame, x, [float(count) for count in devices], lambda value: f"{value:g}", "devices")
+    axes = y_axis(PANEL, y, ticks(0, top, 5), label, what)
+    axes += x_axis(PANEL, x, [float(count) for count in devices], lambda value: f"{value:g}", "devices")
     line = path([(x(count), y(value)) for count, value in ideal])
-    marks.append(tag("path", tooltip("the ideal line: no device ever waits"), class_="roof ideal", d=line))
-    shown = [_within(one, y.high) for one in lines]
-    for one in shown:
-        marks += draw_line(one, x, y)
+    axes.append(tag("path", tooltip("the ideal line: no device ever waits"), class_="roof ideal", d=line))
+    diamonds = []
     for point in predicted:
         value = float(point["predicted_tokens_per_s"] or 0.0)
         if value <= y.high:
             at = f"translate({x(point['devices']):g} {y(value):g})"
             mark = tag("path", class_="claimed", d="M0 -7L7 0L0 7L-7 0Z")
-            marks.append(
-                tag("g", tooltip(f"{_name(point)}: predicted {formatting.speed(value)}"), mark, transform=at)
-            )
-    marks += place_letters(frame, shown, x, y)
+            words = tooltip(f"{_name(point)}: predicted {formatting.speed(value)}")
+            diamonds.append(tag("g", words, mark, transform=at))
     best = max(dots, key=lambda dot: (dot.x, dot.y))
     alt = f"{title} over {', '.join(map(str, devices))} devices. Best on the most: {best.description}."
-    return picture(alt, *marks, class_="curve-picture", viewBox=frame.view_box)
+    return draw_panel(alt, axes, [_within(one, y.high) for one in lines], x, y, diamonds)
 
 
 def _within(line: ChartLine, top: float) -> ChartLine:
     """The line with whiskers that end where the picture does."""
-    dots = tuple(ChartPoint(d.x, d.y, max(0.0, d.low), min(d.high, top), d.description) for d in line.points)
-    return ChartLine(line.letter, line.series, line.name, line.ours, dots)
-
-
-def _share_tick(value: float) -> str:
-    return f"{100 * value:.0f} %"
+    dots = (replace(dot, low=max(0.0, dot.low), high=min(dot.high, top)) for dot in line.points)
+    return replace(line, points=tuple(dots))
 
 
 def link_figures(links: Sequence[LinkRecord]) -> list[Chart]:
@@ -336,13 +305,7 @@ def link_figures(links: Sequence[LinkRecord]) -> list[Chart]:
     for ranks, peers, backend in groups:
         own = [lk for lk in links if lk["sizes"] and (lk["ranks"], lk["peer_to_peer"]) == (ranks, peers)]
         lines = [
-            ChartLine(
-                letter_of(place),
-                series_of(place),
-                link["operation"].replace("_", "-"),
-                False,
-                _link_dots(link),
-            )
+            ChartLine(letter_of(place), series_of(place), _operation(link), False, _link_dots(link))
             for place, link in enumerate(own)
         ]
         title = f"{ranks} ranks over {text(backend)}" + ("" if peers else ", no peer-to-peer")
@@ -350,12 +313,16 @@ def link_figures(links: Sequence[LinkRecord]) -> list[Chart]:
     return figures
 
 
+def _operation(link: LinkRecord) -> str:
+    return link["operation"].replace("_", "-")
+
+
 def _link_dots(link: LinkRecord) -> tuple[ChartPoint, ...]:
     dots = []
     for size in link["sizes"]:
         rate, each = size["bus_bytes_per_s"], sorted(size["seconds"])
         middle = each[len(each) // 2]
-        description = f"{link['operation'].replace('_', '-')} of {formatting.size(size['bytes'])}: {formatting.si(rate, 'B/s')}"
+        description = f"{_operation(link)} of {formatting.size(size['bytes'])}: {formatting.si(rate, 'B/s')}"
         dots.append(
             ChartPoint(size["bytes"], rate, rate * middle / each[-1], rate * middle / each[0], description)
         )
@@ -363,19 +330,12 @@ def _link_dots(link: LinkRecord) -> tuple[ChartPoint, ...]:
 
 
 def _link_picture(lines: Sequence[ChartLine], title: str) -> Markup:
-    frame = Frame(NARROW.width, 300, NARROW.left, 34, 26, NARROW.bottom)
     dots = [dot for line in lines for dot in line.points]
     sizes = sorted({dot.x for dot in dots})
-    x = Scale(sizes[0] / 1.5, sizes[-1] * 1.5, frame.left, frame.x_end, log=True)
     top = max(dot.y for dot in dots) * 1.1
-    y = Scale(0, top, frame.y_end, frame.top)
-    marks = y_axis(frame, y, ticks(0, top, 5), formatting.tick, "bytes per second and link")
-    marks += x_axis(frame, x, sizes[:: max(1, len(sizes) // 4)], formatting.size, "message")
-    shown = [_within(line, top) for line in lines]
-    for line in shown:
-        marks += draw_line(line, x, y)
-    marks += place_letters(frame, shown, x, y)
+    x, y = scales(sizes[0], sizes[-1], 1.5, top)
+    axes = y_axis(PANEL, y, ticks(0, top, 5), formatting.tick, "bytes per second and link")
+    axes += x_axis(PANEL, x, sizes[:: max(1, len(sizes) // 4)], formatting.size, "message")
     best = max(dots, key=lambda dot: dot.y)
-    return picture(
-        f"{title}. Best: {best.description}.", *marks, class_="curve-picture", viewBox=frame.view_box
-    )
+    alt = f"{title}. Best: {best.description}."
+    return draw_panel(alt, axes, [_within(line, top) for line in lines], x, y)

@@ -47,6 +47,26 @@ def picture(alt: str, *children: str, **attributes: str | float | None) -> Marku
     return tag("svg", *children, role="img", aria_label=alt, **attributes)
 
 
+def svg_file(alt: str, width: float, height: float, *children: str) -> str:
+    """A picture that stands alone, as the content of a file."""
+    box = f"0 0 {number(width)} {number(height)}"
+    return str(
+        picture(alt, *children, xmlns="http://www.w3.org/2000/svg", viewBox=box, width=width, height=height)
+    )
+
+
+def text_at(
+    x: float | str, y: float, *words: str, class_: str | None = None, anchor: str | None = None
+) -> Markup:
+    return tag("text", *words, class_=class_, x=x, y=y, text_anchor=anchor)
+
+
+def whisker(low: float | str, high: float | str, middle: float, half: float) -> list[Markup]:
+    """An interval: a line with a cap at either end."""
+    ends = ((low, high, middle, middle), *((x, x, middle - half, middle + half) for x in (low, high)))
+    return [tag("line", class_="whisker", x1=x1, x2=x2, y1=y1, y2=y2) for x1, x2, y1, y2 in ends]
+
+
 def tooltip(text: str) -> Markup:
     """What a browser shows when the pointer rests on the element this is put into."""
     return tag("title", text)

@@ -97,13 +97,8 @@ def _figures(record: TuneRecord) -> list[HeadlineFigure]:
             HeadlineFigure(formatting.digits(winner["cost_per_million_tokens"]), "cost per million tokens")
         )
     tried = sum(event["kind"] != "reference" for event in record["events"])
-    found.append(
-        HeadlineFigure(
-            str(tried),
-            "trials",
-            f"{formatting.seconds(record['spent_s'])} of {formatting.seconds(record['budget_s'])}",
-        )
-    )
+    spent = f"{formatting.seconds(record['spent_s'])} of {formatting.seconds(record['budget_s'])}"
+    found.append(HeadlineFigure(str(tried), "trials", spent))
     pruned = sum(row["state"] == "pruned" for row in rows)
     found.append(HeadlineFigure(str(pruned), "changes pruned by prediction"))
     return found
@@ -125,16 +120,8 @@ def time_line(frame: Frame, record: TuneRecord) -> Markup | None:
     marks = y_axis(frame, y, ticks(0, high, 5), formatting.size if memory else formatting.tick,
                    "peak memory" if memory else "tokens per second")  # fmt: skip
     marks += x_axis(frame, x, ticks(0, end, 8), lambda at: f"{at:.0f}", "seconds of the search")
-    marks.append(
-        tag(
-            "line",
-            class_="stop",
-            x1=x(record["budget_s"]),
-            x2=x(record["budget_s"]),
-            y1=frame.top,
-            y2=frame.y_end,
-        )
-    )
+    budget = x(record["budget_s"])
+    marks.append(tag("line", class_="stop", x1=budget, x2=budget, y1=frame.top, y2=frame.y_end))
     marks += _lead(timed, x, y, memory)
     names = short_names(record["candidates"])
     for event, row in timed:
@@ -190,16 +177,8 @@ def _pruned(rows: Sequence[CandidateRow], x: Scale, frame: Frame) -> list[Markup
             place = round(at / 10)
             heights[place] = heights.get(place, 0) + 1
             description = tooltip(f"{row['key']}: {row['reason']}")
-            marks.append(
-                tag(
-                    "circle",
-                    description,
-                    class_="claimed",
-                    cx=at,
-                    cy=frame.y_end - 10 * heights[place],
-                    r=3.5,
-                )
-            )
+            height = frame.y_end - 10 * heights[place]
+            marks.append(tag("circle", description, class_="claimed", cx=at, cy=height, r=3.5))
     return marks
 
 
