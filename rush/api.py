@@ -258,12 +258,12 @@ def generate(
     note: Note = _quiet,
 ) -> GeneratedText:
     """Continue a prompt with the model in a run folder or a Hugging Face folder. `show` gets the text as it comes."""
-    from rush.hub.tokenizers import text_ends
+    from rush.hub.tokenizers import text_stop_ids
     from rush.sampling import generate as draw
     from rush.sampling import stream_text
 
     decoder, tokenizer = open_model(model, checkpoint, device, adapter, offload, note)
-    stop_ids = set(text_ends(Path(model), tokenizer, decoder.shape.vocab_size))
+    stop_ids = set(text_stop_ids(Path(model), tokenizer, decoder.shape.vocab_size))
     for word in stop:
         ids = tokenizer.encode(word)
         if len(ids) != 1:

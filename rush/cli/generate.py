@@ -123,8 +123,8 @@ def chat(
 
     from rush.api import open_model
     from rush.cli.chat_session import ChatSession, encoder
-    from rush.hub.answers import answer_ends
-    from rush.hub.tokenizers import text_ends
+    from rush.hub.answers import answer_stop_ids
+    from rush.hub.tokenizers import text_stop_ids
 
     model, tokenizer = open_model(folder, checkpoint, device, adapter, offload, note)
     chosen = _template(template, folder, adapter, tokenizer)
@@ -132,7 +132,7 @@ def chat(
     if chosen is None and not own:
         note("This tokenizer has no chat template: the model continues your text unchanged.")
     written = tokenizer if chosen is None else replace(tokenizer, chat_template=chosen.source)
-    ends = {*answer_ends(written), *text_ends(folder, written, model.shape.vocab_size)}
+    ends = {*answer_stop_ids(written), *text_stop_ids(folder, written, model.shape.vocab_size)}
     ChatSession(
         model=model,
         tokenizer=tokenizer,

@@ -21,7 +21,7 @@ from rush.data import Batch, Tokenizer
 from rush.data.batch import IGNORED
 from rush.data.documents import Documents
 from rush.errors import DataError
-from rush.hub.answers import answer_ends
+from rush.hub.answers import answer_stop_ids
 from rush.models import Decoder
 from rush.sampling import generate
 from rush.training.objectives.preference import log_probabilities
@@ -236,7 +236,7 @@ def prompts_of(documents: Documents, count: int) -> list[list[int]]:
 
 def answer(model: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], max_tokens: int) -> str:
     """The likeliest answer, token by token, up to the end of the turn."""
-    ends = [end for end in answer_ends(tokenizer) if end < model.shape.vocab_size]
+    ends = [end for end in answer_stop_ids(tokenizer) if end < model.shape.vocab_size]
     room = max(0, model.shape.context - len(prompt))
     ids = generate(model, prompt, max_new_tokens=min(max_tokens, room), temperature=0.0, stop_ids=ends)
     return tokenizer.decode(list(ids)).strip()

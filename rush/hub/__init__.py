@@ -1,1 +1,1 @@
-"""Hugging Face folders in and out: config, weights, tokenizers, PEFT adapters, merging, and weights streamed from disk."""
+"""Hugging Face folders: config, weights, tokenizers, PEFT adapters, merging, export and offloaded inference."""

@@ -1,4 +1,4 @@
-"""The prompt of a chat model and the stop tokens of its answer, for chat, evaluation, samples and export."""
+"""Prompts of a chat model and the stop tokens of its answers."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from rush.errors import DataError
 TURN_ENDS = ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>")
 
 
-def answer_ends(tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Tokens that end an answer: the end of text first, then the usual ends of a turn where the tokenizer has them, and what
-    its chat template writes after an answer."""
+def answer_stop_ids(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Stop tokens of an answer: end-of-text first, then the usual end-of-turn tokens that the tokenizer has, and the one that
+    its chat template writes."""
     known = tokenizer.special_ids
-    ends = {known[mark] for mark in TURN_ENDS if mark in known} | _written_end(tokenizer)
+    ends = {known[mark] for mark in TURN_ENDS if mark in known} | _template_end(tokenizer)
     return (tokenizer.eos_id, *sorted(ends - {tokenizer.eos_id}))
 
 
-def _written_end(tokenizer: Tokenizer) -> set[int]:
-    """The special token that the template puts after an answer: found as training finds it, in a conversation of two turns."""
+def _template_end(tokenizer: Tokenizer) -> set[int]:
+    """The special token that the template writes after an answer, found as in training, in a conversation of two turns."""
     if tokenizer.chat_template is None:
         return set()
     tried = Conversation.of([{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}])
     try:
         found = encode(tried, tokenizer, find_template("auto", tokenizer))
-    except (DataError, BadRow):  # a template that ends answers with plain text, or will not have these turns
+    except (DataError, BadRow):  # the template ends answers with plain text, or refuses these turns
         return set()
     return {[token for token, trained in zip(found.tokens, found.trained, strict=True) if trained][-1]}
 
 
 def encode_question(tokenizer: Tokenizer, text: str) -> list[int]:
-    """A question as the tokenizer's chat template has it, up to where the answer begins; as it stands where there is none."""
+    """A user turn with the generation prompt, by the tokenizer's chat template; the bare text without a template."""
     if tokenizer.chat_template is None:
         return tokenizer.encode(text) or [tokenizer.eos_id]
     asked = Conversation.of([{"role": "user", "content": text}])

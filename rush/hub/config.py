@@ -1,12 +1,11 @@
 """Hugging Face's `config.json`, to a `Shape` and back.
 
-A config may ask for arithmetic we do not have (another activation, biases, another rotary scaling).
-Reading such weights anyway would give a model that runs and is wrong, so every setting that changes
-the result is checked and refused by name. What only matters to training there (dropout, initial
-range) or to a user interface is not part of a shape and is left aside.
+A config may ask for an architecture that rush does not have (another activation, biases, another RoPE scaling). Loading its
+weights anyway would give wrong results, so every setting that changes the result is checked and refused by name. Settings
+of training (dropout, initializer range) are ignored.
 
-Llama's rotary settings exist in two spellings: `rope_theta` with `rope_scaling`, and since transformers
-5 one `rope_parameters`. Both are read, and both are written, so that old and new readers agree.
+Llama's RoPE settings have two spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` since transformers 5. Both
+are read and written.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ Config = Mapping[str, Any]
 ARCHITECTURES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 _BASE_ARCHITECTURES = {"gpt2": "GPT2Model", "llama": "LlamaModel"}
 
-# Settings that change the arithmetic: the values we compute, the first being the library's default.
-_GPT2_ARITHMETIC: dict[str, tuple[object, ...]] = {
+# Settings that change the result: the supported values, the library's default first.
+_GPT2_SUPPORTED: dict[str, tuple[object, ...]] = {
     "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "reorder_and_upcast_attn": (False,),
     "add_cross_attention": (False,),
 }
-_LLAMA_ARITHMETIC: dict[str, tuple[object, ...]] = {
+_LLAMA_SUPPORTED: dict[str, tuple[object, ...]] = {
     "hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "mlp_bias": (False,),
@@ -81,7 +80,7 @@ def config_from_shape(
 
 
 def _gpt2_shape(config: Config) -> Shape:
-    _check_arithmetic(config, _GPT2_ARITHMETIC)
+    _check_supported(config, _GPT2_SUPPORTED)
     hidden = _number(config, "n_embd", "hidden_size")
     num_heads = _number(config, "n_head", "num_attention_heads")
     inner = config.get("n_inner")
@@ -101,7 +100,7 @@ def _gpt2_shape(config: Config) -> Shape:
 
 
 def _llama_shape(config: Config) -> Shape:
-    _check_arithmetic(config, _LLAMA_ARITHMETIC)
+    _check_supported(config, _LLAMA_SUPPORTED)
     hidden = _number(config, "hidden_size")
     num_heads = _number(config, "num_attention_heads")
     num_kv_heads, head_dim = config.get("num_key_value_heads"), config.get("head_dim")
@@ -127,12 +126,10 @@ def _rope_from_config(config: Config) -> tuple[float, RopeScaling | None]:
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for key, value in (("rope_parameters", new), ("rope_scaling", old)):
         if value is not None and not isinstance(value, dict):
-            _refuse(key, value, "it must be a table of settings")
+            _refuse(key, value, "it must be a JSON object")
     readings = [_rope_table(table) for table in (new, old) if table]
     if len(readings) == 2 and readings[0] != readings[1]:
-        raise DataError(
-            "config.json says one thing in rope_parameters and another in rope_scaling: keep one."
-        )
+        raise DataError("config.json has different values in rope_parameters and rope_scaling: keep one.")
     thetas: list[Any] = []
     for table in (config, new, old):
         theta = table.get("rope_theta") if table else None
@@ -153,7 +150,7 @@ def _rope_table(table: Config) -> RopeScaling | None:
         return None
     missing = [key for key in _ROPE_KEYS.values() if key not in table]
     if missing:
-        raise DataError(f"config.json's llama3 rotary scaling lacks {', '.join(missing)}.")
+        raise DataError(f"config.json's llama3 RoPE scaling lacks {', '.join(missing)}.")
     return RopeScaling(**{ours: table[theirs] for ours, theirs in _ROPE_KEYS.items()})
 
 
@@ -166,11 +163,11 @@ def _gpt2_config(shape: Shape) -> dict[str, Any]:
         "n_head": shape.num_heads,
         "n_inner": None if shape.intermediate == 4 * shape.hidden else shape.intermediate,
         "layer_norm_epsilon": shape.norm_eps,
-        # Our models have no dropout; said here, because transformers would otherwise assume 0.1.
+        # Our models have no dropout; transformers would assume 0.1.
         "resid_pdrop": 0.0,
         "embd_pdrop": 0.0,
         "attn_pdrop": 0.0,
-    } | {key: values[0] for key, values in _GPT2_ARITHMETIC.items()}
+    } | {key: values[0] for key, values in _GPT2_SUPPORTED.items()}
 
 
 def _llama_config(shape: Shape) -> dict[str, Any]:
@@ -200,8 +197,8 @@ def _llama_config(shape: Shape) -> dict[str, Any]:
     }
 
 
-def _check_arithmetic(config: Config, arithmetic: Mapping[str, tuple[object, ...]]) -> None:
-    for key, allowed in arithmetic.items():
+def _check_supported(config: Config, supported: Mapping[str, tuple[object, ...]]) -> None:
+    for key, allowed in supported.items():
         found = config.get(key, allowed[0])
         if found not in allowed:
             _refuse(key, found, f"supported is {' or '.join(repr(value) for value in allowed)}")

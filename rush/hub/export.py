@@ -1,6 +1,6 @@
-"""Models written for other libraries: a run as a Hugging Face folder, its adapters as PEFT's, base and adapter as one model.
+"""Export for other libraries: a run as a Hugging Face folder, its adapters as a PEFT folder, base and adapter merged.
 
-Each goes out with the tokenizer it was trained with, its chat template, and the tokens at which its answers end.
+Each has its tokenizer, chat template and stop tokens.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from rush.errors import DataError, RecipeError
 from rush.hub.folders import (
     adapted_run,
     existing_folder,
+    find_checkpoint,
     load_model,
-    pick_checkpoint,
+    merge_note,
     read_weights,
-    say_merged,
 )
 from rush.hub.peft import peft_base, save_adapter
 from rush.hub.streamed import run_weights
@@ -54,13 +54,13 @@ def export_model(
 ) -> Shape:
     """Write a Hugging Face folder from a run folder (or another Hugging Face folder): weights and tokenizer.
 
-    Of a run that trained adapters this is the merged model.
+    A run with adapters is written as the merged model.
     """
     target = _new_folder(to)
     run = RunFolder(existing_folder(path))
-    found = pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
+    found = find_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
     if found is not None and restore.base_record(found) is None:
-        # Tensor by tensor from the disk to the disk: a model is exported where it would not fit.
+        # One tensor at a time from disk to disk: the model need not fit into memory.
         shape = load_recipe(str(run.recipe)).shape()
         _write_model(target, shape, run_weights(found), path, load_tokenizer(path), dtype, max_shard_bytes)
         return shape
@@ -77,12 +77,12 @@ def export_adapter(
     base: str | Path | None = None,
     note: Note = _quiet,
 ) -> list[str]:
-    """Write a run's adapters as PEFT's folder, with the tokenizer they were trained with; returns the names of the files.
+    """Write a run's adapters as a PEFT folder with their tokenizer; returns the file names.
 
-    `base` is the Hugging Face folder that the adapter's settings shall name; without it, what the run started from.
+    `base` is the Hugging Face folder for adapter_config.json; default: `model.init_from` of the run.
     """
     target, run = _new_folder(to), RunFolder(existing_folder(path))
-    found = pick_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
+    found = find_checkpoint(run, checkpoint, note) if run.recipe.is_file() else None
     if found is None or restore.base_record(found) is None:
         raise DataError(
             f"{run.path} was not trained with adapters; export the whole model without --adapter."
@@ -93,7 +93,7 @@ def export_adapter(
         named: str | None = str(base)
     else:
         named = load_recipe(str(run.recipe)).model.init_from
-        _say_base(named, note)
+        _note_base(named, note)
     written = save_adapter(target, model, named)
     if not has_tokenizer(path):
         return written
@@ -102,7 +102,7 @@ def export_adapter(
 
 
 def _check_named_base(base: Path, model: Decoder) -> None:
-    """Refuse to name a folder as an adapter's base that PEFT cannot open, or that holds other weights."""
+    """Refuse a base that PEFT cannot open or that has other weights."""
     if RunFolder(base).recipe.is_file():
         raise RecipeError(
             f"{base} is a run folder, which PEFT cannot open; write it as a Hugging Face folder (rush export {base} --to "
@@ -117,7 +117,7 @@ def _check_named_base(base: Path, model: Decoder) -> None:
         )
 
 
-def _say_base(named: str | None, note: Note) -> None:
+def _note_base(named: str | None, note: Note) -> None:
     if named is None:
         note(
             "The base has random weights, drawn from this run's seed; PEFT will need it exported to a folder."
@@ -141,13 +141,13 @@ def merge_adapter(
 ) -> Shape:
     """Write base and adapter as one model, a Hugging Face folder.
 
-    `path` is a run that trained adapters, or PEFT's folder. The base is what the run or PEFT's settings name, unless
-    it is given; then adapters that were trained beside a quantized base are merged into this one as it is.
+    `path` is a run that trained adapters, or a PEFT folder. `base` replaces the base that it names; adapters of a quantized
+    base are then merged into this one.
     """
     target, folder = _new_folder(to), Path(path)
     run = RunFolder(folder)
     if run.recipe.is_file() and base is None:
-        found = pick_checkpoint(run, checkpoint, note)
+        found = find_checkpoint(run, checkpoint, note)
         if restore.base_record(found) is None:
             raise DataError(
                 f"{folder} was not trained with adapters: there is nothing to merge; use rush export."
@@ -157,17 +157,16 @@ def merge_adapter(
         named = base if base is not None else peft_base(folder)
         if named is None or not Path(named).is_dir():
             raise RecipeError(
-                f"{folder} does not say where its base is (base_model_name_or_path is {named!r}); name the base's folder "
-                "with --base."
+                f"the base of {folder} is {named}, which is no folder here; give the base's folder with --base."
             )
         model = load_model(named, checkpoint=checkpoint, adapter=folder, note=note)
         tokenizer, origin = adapted_tokenizer(named, folder, model.shape.vocab_size, note), Path(named)
         if tokenizer.chat_template is None and not has_tokenizer(folder):
             note(
-                f"{folder} brings no tokenizer, and that of {named} has no chat template: neither has the merged model. If "
+                f"{folder} has no tokenizer, and that of {named} no chat template, so the merged model has none. If "
                 "the adapter learned to chat, export it again from its run, or merge the run."
             )
-    note(say_merged(model))
+    note(merge_note(model))
     _write_model(target, model.shape, merged_state(model, dtype), origin, tokenizer, dtype, max_shard_bytes)
     return model.shape
 
@@ -188,7 +187,7 @@ def _write_model(
     dtype: torch.dtype | None,
     max_shard_bytes: int,
 ) -> None:
-    """`origin` is the folder whose generation_config.json, or that of what it started from, is kept."""
+    """`origin` is the folder whose generation_config.json is kept."""
     save_hf_folder(
         target,
         weights,

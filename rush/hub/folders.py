@@ -1,6 +1,6 @@
-"""Models on disk: a run folder (recipe and checkpoints) or a Hugging Face folder, opened alike.
+"""Load models from run folders (recipe and checkpoints) and Hugging Face folders.
 
-Nothing in either is executed: weights are safetensors, settings are TOML or JSON.
+Nothing in a folder is executed: weights are safetensors, settings are TOML or JSON.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from rush.checkpoint.frozen_base import adapted_model
 from rush.errors import DataError, RecipeError
 from rush.hub.peft import (
     StoredAdapter,
-    holds_adapter,
-    put_on,
+    attach_adapter,
+    is_peft_folder,
     read_peft,
     read_run_adapter,
 )
 from rush.hub.streamed import hf_weights, run_weights, streamed_model
-from rush.hub.weights import load_hf_folder
+from rush.hub.weights import PICKLE_SUFFIXES, load_hf_folder, pickle_refusal
 from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import adapters, merged_state
 from rush.models.counts import list_parameters
@@ -41,24 +41,24 @@ def _quiet(text: str) -> None: ...
 def read_weights(
     path: str | Path, which: str = "last", note: Note = _quiet, dtype: torch.dtype | None = None
 ) -> tuple[Shape, dict[str, torch.Tensor]]:
-    """Shape and weights from a run folder or a Hugging Face folder; a run's adapters come merged into their base.
+    """Shape and weights from a run folder or a Hugging Face folder; a run's adapters are merged into their base.
 
-    `which` picks a run's checkpoint: `last`, `best` (lowest validation loss) or a step's number. `dtype` is what merged
-    weights are rounded to; without it, the base's.
+    `which` is a run's checkpoint: `last`, `best` (lowest validation loss) or a step. `dtype` is that of merged weights; by
+    default the base's.
     """
     folder = existing_folder(path)
     run = RunFolder(folder)
     if run.recipe.is_file():
-        found = pick_checkpoint(run, which, note)
+        found = find_checkpoint(run, which, note)
         if restore.base_record(found) is not None:
             model = adapted_run(run, found)
-            note(say_merged(model))
+            note(merge_note(model))
             return model.shape, merged_state(model, dtype)
         return load_recipe(str(run.recipe)).shape(), restore.load_weights(found.path)
     if (folder / "config.json").is_file():
         _refuse_checkpoint(folder, which)
         return load_hf_folder(folder)
-    if holds_adapter(folder):
+    if is_peft_folder(folder):
         raise DataError(
             f"{folder} holds an adapter, not a model; give its base's folder, and this one as the adapter (rush chat BASE "
             "--adapter, rush merge --base)."
@@ -71,17 +71,14 @@ def read_weights(
 
 def existing_folder(path: str | Path) -> Path:
     folder = Path(path)
-    if folder.is_file() and folder.suffix in (".pt", ".pth", ".bin", ".pkl", ".ckpt"):
-        raise DataError(
-            f"{folder} is a pickle, which can run code when it is opened, so it is refused; give a run folder or a "
-            "Hugging Face folder with safetensors."
-        )
+    if folder.is_file() and folder.suffix in PICKLE_SUFFIXES:
+        raise pickle_refusal(folder.parent, folder.name)
     if not folder.is_dir():
         raise DataError(f"there is no folder {folder}; give a run folder or a Hugging Face folder.")
     return folder
 
 
-def say_merged(model: Decoder) -> str:
+def merge_note(model: Decoder) -> str:
     """A note about merged weights."""
     form, count = form_of(model), sum(1 for _ in adapters(model))
     if form is None:
@@ -93,7 +90,7 @@ def say_merged(model: Decoder) -> str:
 
 
 def adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decoder:
-    """A run's base, rebuilt, with the adapters of a checkpoint."""
+    """The base of a run with the adapters of a checkpoint."""
     recipe, record = load_recipe(str(run.recipe)), restore.base_record(found)
     assert record is not None
     model = adapted_model(recipe.shape(), record, starting_weights(recipe), recipe.run.seed, device)
@@ -102,7 +99,7 @@ def adapted_run(run: RunFolder, found: Checkpoint, device: str = "cpu") -> Decod
 
 
 def read_adapter(path: str | Path, shape: Shape, which: str = "last", note: Note = _quiet) -> StoredAdapter:
-    """Adapters from PEFT's folder or from a run that was trained with them; `which` picks the run's checkpoint."""
+    """Adapters from a PEFT folder or from a run that trained them; `which` is the run's checkpoint."""
     folder = Path(path)
     if not folder.exists():
         raise DataError(
@@ -113,11 +110,11 @@ def read_adapter(path: str | Path, shape: Shape, which: str = "last", note: Note
         _refuse_checkpoint(folder, which)
         return read_peft(folder, shape)
     recipe = load_recipe(str(run.recipe))
-    return read_run_adapter(pick_checkpoint(run, which, note), recipe.model.init_from)
+    return read_run_adapter(find_checkpoint(run, which, note), recipe.model.init_from)
 
 
 def _refuse_checkpoint(folder: Path, which: str) -> None:
-    """A folder that is no run holds one set of weights: to take them for another checkpoint's would be wrong in silence."""
+    """Refuse a checkpoint of a folder that is not a run and has one set of weights."""
     if which != "last":
         raise RecipeError(
             f"checkpoint {which!r} was asked for, but {folder} is no run folder and has no checkpoints; leave --checkpoint "
@@ -125,14 +122,14 @@ def _refuse_checkpoint(folder: Path, which: str) -> None:
         )
 
 
-def _whose_checkpoint(adapter: str | Path | None, which: str) -> tuple[str, str]:
-    """The checkpoints of a model and of its adapter: the one asked for is the adapter's where that is a run, because it was
-    trained on its base's last."""
+def _split_checkpoint(adapter: str | Path | None, which: str) -> tuple[str, str]:
+    """The checkpoints of the base and of the adapter. `which` is the adapter's where that is a run: it was trained on the last
+    one of its base."""
     is_run = adapter is not None and RunFolder(Path(adapter)).recipe.is_file()
     return ("last", which) if is_run else (which, "last")
 
 
-def pick_checkpoint(run: RunFolder, which: str, note: Note) -> Checkpoint:
+def find_checkpoint(run: RunFolder, which: str, note: Note) -> Checkpoint:
     store = run.checkpoints
     if not store.steps():
         raise DataError(
@@ -144,10 +141,12 @@ def pick_checkpoint(run: RunFolder, which: str, note: Note) -> Checkpoint:
 
     if which in ("last", "best"):
         found = store.newest_good(damaged) if which == "last" else store.best_good(damaged)
+        if found is None and which == "last":
+            raise DataError(f"no usable checkpoint in {store.folder}: every one is damaged.")
         if found is None:
-            why = "is damaged" if which == "last" else "has a validation loss and is whole"
-            raise DataError(f"no usable checkpoint in {store.folder}: every one {why}." if which == "last" else
-                            f"no checkpoint in {store.folder} {why}; use the last one.")  # fmt: skip
+            raise DataError(
+                f"no checkpoint in {store.folder} has a validation loss and is whole; use the last one."
+            )
         return found
     if not which.isdecimal() or int(which) not in store.steps():
         steps = ", ".join(str(step) for step in store.steps())
@@ -169,18 +168,15 @@ def load_model(
 ) -> Decoder:
     """The model in a run folder or a Hugging Face folder; calling it with token ids gives fp32 logits.
 
-    `checkpoint` is the run's; where `adapter` is a run as well, that one's.
-
-    With `offload` its blocks stay in host memory (`cpu`) or in their files (`disk`) and come in one at a time.
-
-    A run's adapters, and those of the folder `adapter`, stay apart from their base: `rush.models.adapters` switches them
-    off and on.
+    `checkpoint` is the run's; where `adapter` is a run too, the adapter's. With `offload` the blocks stay in host memory
+    (`cpu`) or in their files (`disk`) and are loaded one at a time. Adapters are not merged: `rush.models.adapters` can
+    disable them.
     """
     if offload != "none":
         return _load_streamed(path, checkpoint, device, dtype, adapter, offload, note)
-    of_base, of_adapter = _whose_checkpoint(adapter, checkpoint)
+    of_base, of_adapter = _split_checkpoint(adapter, checkpoint)
     run = RunFolder(existing_folder(path))
-    found = pick_checkpoint(run, of_base, note) if run.recipe.is_file() else None
+    found = find_checkpoint(run, of_base, note) if run.recipe.is_file() else None
     if found is not None and restore.base_record(found) is not None:
         model = adapted_run(run, found, device)
     else:
@@ -190,7 +186,7 @@ def load_model(
         model.load_state_dict(weights, assign=True)
         model.init_buffers()
     if adapter is not None:
-        put_on(model, read_adapter(adapter, model.shape, of_adapter, note), note=note)
+        attach_adapter(model, read_adapter(adapter, model.shape, of_adapter, note), note=note)
     return model.to(device=device, dtype=dtype).eval().requires_grad_(False)
 
 
@@ -203,10 +199,10 @@ def _load_streamed(
     offload: str,
     note: Note,
 ) -> Decoder:
-    """A model whose blocks are brought in one at a time, with the adapters of a run or a folder on it."""
-    of_base, of_adapter = _whose_checkpoint(adapter, which)
+    """A model with offloaded blocks, and the adapters of a run or a PEFT folder."""
+    of_base, of_adapter = _split_checkpoint(adapter, which)
     run = RunFolder(existing_folder(path))
-    found = pick_checkpoint(run, of_base, note) if run.recipe.is_file() else None
+    found = find_checkpoint(run, of_base, note) if run.recipe.is_file() else None
     record = None if found is None else restore.base_record(found)
     base: str | Path = path
     if record is not None:
@@ -221,20 +217,22 @@ def _load_streamed(
         of_base, of_adapter = "last", which
     if offload == "cpu":
         shape, weights = read_weights(base, of_base, note)
-        held: Mapping[str, torch.Tensor] = {spec.name: weights[spec.name] for spec in list_parameters(shape)}
+        source: Mapping[str, torch.Tensor] = {
+            spec.name: weights[spec.name] for spec in list_parameters(shape)
+        }
     elif RunFolder(Path(base)).recipe.is_file():
         run = RunFolder(existing_folder(base))
-        found = pick_checkpoint(run, of_base, note)
+        found = find_checkpoint(run, of_base, note)
         if restore.base_record(found) is not None:
             raise RecipeError(f"{base} holds adapters itself; write the merged model first (rush merge).")
         shape = load_recipe(str(run.recipe)).shape()
-        held = run_weights(found)
+        source = run_weights(found)
     else:
         _refuse_checkpoint(Path(base), of_base)
-        shape, held = hf_weights(existing_folder(base))
-    model = streamed_model(shape, held, device, dtype)
+        shape, source = hf_weights(existing_folder(base))
+    model = streamed_model(shape, source, device, dtype)
     if adapter is not None:
-        put_on(model, read_adapter(adapter, shape, of_adapter, note), held, note)
+        attach_adapter(model, read_adapter(adapter, shape, of_adapter, note), source, note)
     return model
 
 

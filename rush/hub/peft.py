@@ -1,16 +1,14 @@
-"""Adapters on disk: PEFT's folder (adapter_config.json, adapter_model.safetensors) in and out, and a run's own.
+"""Adapters on disk: PEFT folders (adapter_config.json, adapter_model.safetensors), loaded and saved, and those of runs.
 
-Names are translated (`blocks.0.attention.q` is `model.layers.0.self_attn.q_proj` there); A and B are stored alike for
-both families, because even beside GPT-2's transposed weights PEFT keeps them as linear layers. What rush cannot
-do as PEFT does it (trained biases, further trained modules, adapters that changed their base when they
-began) is refused, not left out. A folder that rush wrote also knows its base, by the values of all its weights: another
-base is refused. Pickles are never opened.
+Names are translated (`blocks.0.attention.q` is `model.layers.0.self_attn.q_proj` there). A and B are stored alike for both
+families: PEFT keeps them as linear layers even for GPT-2's transposed weights. PEFT options that rush does not support
+(trained biases, other trained modules, initializations that change the base) are refused. A folder that rush wrote has a
+fingerprint of its base: another base is refused. Pickles are never opened.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from rush.checkpoint.reader import SavedTensors
 from rush.checkpoint.tensor_names import TensorFile
 from rush.errors import DataError, RecipeError
 from rush.files import replacing
+from rush.hub.json_files import read_json, write_json
 from rush.hub.weight_names import exported_name
 from rush.models import Decoder, Shape, build_model
 from rush.models.adapters import AdapterSpec, adapt, adapters, is_adapted
@@ -34,7 +33,7 @@ CONFIG, WEIGHTS, PICKLE = "adapter_config.json", "adapter_model.safetensors", "a
 _PREFIX = "base_model.model."
 _IDENTITY, _OLD_IDENTITY = "rush_base_values", "rush_base"
 _PARTS = {"lora_A.weight": "a", "lora_B.weight": "b", "lora_magnitude_vector": "magnitude"}
-# Options of PEFT that change what an adapter computes, and the values under which they do nothing.
+# PEFT options that change what an adapter computes, and the values that disable them.
 _MUST_BE_OFF: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none",),
     "modules_to_save": (None, []),
@@ -51,30 +50,30 @@ _MUST_BE_OFF: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """Adapters read from a file, under our names, not yet on a model."""
+    """Adapters read from a file, under our names, not attached to a model yet."""
 
     path: Path
     specs: Mapping[str, AdapterSpec]
     tensors: Mapping[str, Tensor]
-    """By `layer.adapter.a` and the like."""
+    """By name, as in `blocks.0.attention.q.adapter.a`."""
     identity: str | None = None
-    """What names the base; None where the file does not say."""
+    """Fingerprint of the base; None where the file has none."""
     partial: str | None = None
-    """What older files say instead: embedding, norms and head."""
+    """The fingerprint of older files: embedding, norms and head only."""
     base: str | None = None
-    """Where its author had the base."""
+    """Path of the base when the adapter was written."""
 
 
 # --- writing ----------------------------------------------------------------------------------------------
 
 
 def save_adapter(folder: Path, model: Decoder, base: str | None) -> list[str]:
-    """Write what PEFT loads: `PeftModel.from_pretrained(base_model, folder)`. Returns the files' names."""
+    """Write a folder for `PeftModel.from_pretrained(base_model, folder)`. Returns the file names."""
     specs = {name: adapter.spec for name, _, adapter in adapters(model)}
     if not specs:
         raise DataError("this model has no adapters to write; export the whole model instead.")
     distinct = set(specs.values())
-    assert len(distinct) == 1, "one kind of adapter for all layers"
+    assert len(distinct) == 1, "all layers have the same adapter settings"
     (spec,) = distinct
     tensors: dict[str, Tensor] = {}
     names = {value: key for key, value in _PARTS.items()}
@@ -93,20 +92,15 @@ def save_adapter(folder: Path, model: Decoder, base: str | None) -> list[str]:
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": model.shape.family == "gpt2",
-        "target_modules": sorted({_target(model.shape, name) for name in specs}),
+        "target_modules": sorted({_target_module(model.shape, name) for name in specs}),
         "modules_to_save": None,
         "inference_mode": True,
         "init_lora_weights": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
     with replacing(folder / WEIGHTS) as temporary:
-        save_file(
-            tensors,
-            temporary,
-            metadata={"format": "pt", _IDENTITY: base_identity(model)},
-        )
-    with replacing(folder / CONFIG) as temporary:
-        temporary.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+        save_file(tensors, temporary, metadata={"format": "pt", _IDENTITY: base_identity(model)})
+    write_json(folder / CONFIG, config)
     return [CONFIG, WEIGHTS]
 
 
@@ -114,21 +108,21 @@ def _hf_module(shape: Shape, name: str) -> str:
     return exported_name(shape, f"{name}.weight").removesuffix(".weight")
 
 
-def _target(shape: Shape, name: str) -> str:
-    """The end of a module's name that PEFT looks for: long enough to tell attn.c_proj from mlp.c_proj."""
+def _target_module(shape: Shape, name: str) -> str:
+    """The suffix of a module name that PEFT matches; attn.c_proj and mlp.c_proj must differ."""
     return ".".join(_hf_module(shape, name).split(".")[-2:])
 
 
 # --- reading ----------------------------------------------------------------------------------------------
 
 
-def holds_adapter(folder: Path) -> bool:
-    """Whether this looks like a folder of PEFT's, whole or not."""
+def is_peft_folder(folder: Path) -> bool:
+    """Whether a folder has any of PEFT's files."""
     return any((folder / name).is_file() for name in (CONFIG, WEIGHTS, PICKLE))
 
 
 def read_peft(folder: Path, shape: Shape) -> StoredAdapter:
-    """The adapter in PEFT's folder, translated to our names and checked against the shape of the model."""
+    """The adapter in a PEFT folder, under our names, checked against the model's shape."""
     if folder.suffix in (".bin", ".pt", ".pth", ".pkl") or not (folder / WEIGHTS).is_file():
         _refuse_missing(folder)
     config = _read_config(folder / CONFIG)
@@ -137,12 +131,12 @@ def read_peft(folder: Path, shape: Shape) -> StoredAdapter:
     found: dict[_Layer, dict[str, Tensor]] = {}
     with TensorFile(folder / WEIGHTS) as file:
         for name in sorted(file.names):
-            layer, part = _place(folder, name, layers)
+            layer, part = _parse_name(folder, name, layers)
             found.setdefault(layer, {})[part] = file.tensor(name).clone()
         identity, partial = file.metadata.get(_IDENTITY), file.metadata.get(_OLD_IDENTITY)
     if not found:
         raise DataError(f"{folder} holds no adapter: {WEIGHTS} is empty.")
-    specs = {layer.name: _spec(folder, parts, config, layer) for layer, parts in found.items()}
+    specs = {layer.name: _adapter_spec(folder, parts, config, layer) for layer, parts in found.items()}
     tensors = {
         f"{layer.name}.adapter.{part}": t for layer, parts in found.items() for part, t in parts.items()
     }
@@ -150,7 +144,7 @@ def read_peft(folder: Path, shape: Shape) -> StoredAdapter:
 
 
 def peft_base(folder: Path) -> str | None:
-    """Where PEFT's folder says its base is."""
+    """The base that a PEFT folder names."""
     if not (folder / WEIGHTS).is_file():
         _refuse_missing(folder)
     named = _read_config(folder / CONFIG).get("base_model_name_or_path")
@@ -183,13 +177,11 @@ def _refuse_missing(folder: Path) -> None:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}); an adapter needs it beside {WEIGHTS}.") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise DataError(f"{path}: peft_type is {kind!r}; allowed: 'LORA' (with or without use_dora).")
+    config = read_json(path, f"an adapter needs it beside {WEIGHTS}")
+    if config.get("peft_type") != "LORA":
+        raise DataError(
+            f"{path}: peft_type is {config.get('peft_type')!r}; allowed: 'LORA' (with or without use_dora)."
+        )
     for key in ("r", "lora_alpha"):
         if not isinstance(config.get(key), int | float) or config[key] <= 0:
             raise DataError(f"{path}: {key} is {config.get(key)!r}; it must be a number above 0.")
@@ -197,10 +189,10 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _refuse_options(folder: Path, config: Mapping[str, Any]) -> None:
-    for key, harmless in _MUST_BE_OFF.items():
-        if key in config and config[key] not in harmless:
+    for key, disabled in _MUST_BE_OFF.items():
+        if key in config and config[key] not in disabled:
             raise DataError(
-                f"{folder / CONFIG}: {key} is {config[key]!r}, which rush does not have; merge this adapter with PEFT "
+                f"{folder / CONFIG}: {key} is {config[key]!r}, which rush does not support; merge this adapter with PEFT "
                 "(merge_and_unload) and use the merged model."
             )
 
@@ -213,7 +205,7 @@ class _Layer:
 
 
 def _layers(shape: Shape) -> dict[str, _Layer]:
-    """The linear layers of the blocks by the name they have in Hugging Face's model."""
+    """The linear layers of the blocks, by their Hugging Face names."""
     with torch.device("meta"):
         model = build_model(shape)
     return {
@@ -224,20 +216,22 @@ def _layers(shape: Shape) -> dict[str, _Layer]:
     }
 
 
-def _place(folder: Path, stored: str, layers: Mapping[str, _Layer]) -> tuple[_Layer, str]:
-    """The layer and the part of its adapter that a tensor's name means."""
+def _parse_name(folder: Path, stored: str, layers: Mapping[str, _Layer]) -> tuple[_Layer, str]:
+    """The layer and the adapter parameter of a stored tensor."""
     path = stored.removeprefix(_PREFIX).replace("lora_magnitude_vector.weight", "lora_magnitude_vector")
     for suffix, part in _PARTS.items():
         layer = layers.get(path.removesuffix(f".{suffix}"))
         if path.endswith(f".{suffix}") and layer is not None:
             return layer, part
     raise DataError(
-        f"{folder} is an adapter for another model: it holds {stored}, and this model has such adapters on "
-        f"{_some({name.split('.')[-1] for name in layers})} of {len({name.split('.')[2] for name in layers})} layers."
+        f"{folder} is an adapter for another model: it holds {stored}, and this model can have adapters on "
+        f"{', '.join(sorted({name.split('.')[-1] for name in layers}))} of {len({name.split('.')[2] for name in layers})} layers."
     )
 
 
-def _spec(folder: Path, parts: Mapping[str, Tensor], config: Mapping[str, Any], layer: _Layer) -> AdapterSpec:
+def _adapter_spec(
+    folder: Path, parts: Mapping[str, Tensor], config: Mapping[str, Any], layer: _Layer
+) -> AdapterSpec:
     dora = bool(config.get("use_dora"))
     rank = parts["a"].shape[0] if "a" in parts else 0
     wanted: dict[str, tuple[int, ...]] = {"a": (rank, layer.in_features), "b": (layer.out_features, rank)}
@@ -246,29 +240,25 @@ def _spec(folder: Path, parts: Mapping[str, Tensor], config: Mapping[str, Any], 
     if shapes != wanted:
         unlike = next(part for part in [*wanted, *shapes] if shapes.get(part) != wanted.get(part))
         raise DataError(
-            f"{folder} is an adapter for another model: {layer.name} has {unlike} of the shape "
+            f"{folder} is an adapter for another model: {layer.name} has {unlike} of shape "
             f"{shapes.get(unlike, 'nothing')}, this model's layer needs {wanted.get(unlike, 'none')}."
         )
     return AdapterSpec(rank, float(config["lora_alpha"]), dora, bool(config.get("use_rslora")))
 
 
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(sorted(names))
-
-
-# --- onto a model -------------------------------------------------------------------------------------------
+# --- attaching ----------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
-def put_on(
+def attach_adapter(
     model: Decoder,
     stored: StoredAdapter,
     weights: Mapping[str, Tensor] | None = None,
     note: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Give a model these adapters, or refuse them if they were made for another one.
+    """Attach stored adapters to a model; refuse those of another model or base.
 
-    `weights` are those of a model whose blocks are elsewhere; the adapters themselves are always where its embedding is.
+    `weights` are those of a model with offloaded blocks; its adapters are on the device of the embedding.
     """
     if is_adapted(model):
         raise RecipeError(
@@ -301,7 +291,7 @@ def put_on(
 def _check_base(
     stored: StoredAdapter, base: Decoder | Mapping[str, Tensor], note: Callable[[str], None]
 ) -> None:
-    """Refuse another base of the same shape; say where only a part of it can be compared, or nothing."""
+    """Refuse another base of the same shape, by its fingerprint. PEFT's own files have none."""
     if stored.identity is not None:
         same = stored.identity == base_identity(base)
     elif stored.partial is not None:
@@ -309,11 +299,11 @@ def _check_base(
             dict(base.named_parameters()) if isinstance(base, Decoder) else base
         )
         note(
-            f"{stored.path} was written by an older rush and knows of its base the embedding, norms and head only: those were "
-            "compared, the linear layers were not; export it again to have all of it checked."
+            f"{stored.path} was written by an older rush, with a fingerprint of the base's embedding, norms and head only: the linear "
+            "layers were not compared; export it again to have them checked."
         )
     else:
-        return  # PEFT's own files say nothing about values
+        return
     if not same:
         raise DataError(
             f"{stored.path} was trained on another base of the same shape"

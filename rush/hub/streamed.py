@@ -1,17 +1,15 @@
-"""Models larger than the device: the blocks stay in host memory or on disk, and come in one at a time.
+"""Inference of models larger than the device: blocks are offloaded to host memory or disk and loaded one at a time.
 
-Embedding, last norm and head are resident; a block's weights are fetched when the block runs and freed when it
-is done, so the device holds one block, and with `disk` the host holds no more either. Every token brings
-in the whole model: expect seconds for each one of a large model. The arithmetic is the same, so are the logits,
-to the bit.
+Embedding, final norm and LM head are resident. A block's weights are loaded before its forward and freed after it, so the
+device (with `disk` also the host) holds one block. Every token loads the whole model: seconds each for a large model. The
+logits are bit-identical.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,10 +25,7 @@ from rush.records.checkpoint_store import Checkpoint
 
 
 class FileWeights(Mapping[str, Tensor]):
-    """Weights that stay in their files until they are asked for, under our names.
-
-    Read, not mapped: pages of a mapped file count as this process's memory for as long as the system likes.
-    """
+    """Weights read from their files on demand, under our names. Not mapped: mapped pages count as resident memory."""
 
     def __init__(self, places: Mapping[str, tuple[Path, str, bool]]) -> None:
         self._places = dict(places)
@@ -57,19 +52,19 @@ class FileWeights(Mapping[str, Tensor]):
 
 
 def _header(file: Path) -> tuple[int, dict[str, Any]]:
-    """Where the values begin, and what is where."""
+    """Offset of the values, and the entries of the safetensors header."""
     with file.open("rb") as handle:
         length = int.from_bytes(handle.read(8), "little")
         return 8 + length, json.loads(handle.read(length))
 
 
 def run_weights(checkpoint: Checkpoint) -> Mapping[str, Tensor]:
-    """The weights of a checkpoint that holds a whole model, left where they are."""
+    """The weights of a whole model's checkpoint, read on demand."""
     return SavedTensors(checkpoint, "model", keep_open=False)
 
 
 def hf_weights(folder: Path) -> tuple[Shape, FileWeights]:
-    """The weights of a Hugging Face folder, left where they are."""
+    """The weights of a Hugging Face folder, read on demand."""
     shape, places = locate_hf_tensors(folder)
     return shape, FileWeights(places)
 
@@ -77,54 +72,45 @@ def hf_weights(folder: Path) -> tuple[Shape, FileWeights]:
 def streamed_model(
     shape: Shape, weights: Mapping[str, Tensor], device: str, dtype: torch.dtype | None
 ) -> Decoder:
-    """A model whose blocks fetch their weights from `weights` whenever they run."""
+    """A model whose blocks load their weights from `weights` at each forward."""
     with torch.device("meta"):
         model = build_model(shape)
     for spec in list_parameters(shape):
         if not spec.name.startswith("blocks."):
-            _place(model, spec.name, weights[spec.name].to(device=device, dtype=dtype))
+            _set_parameter(model, spec.name, weights[spec.name].to(device=device, dtype=dtype))
     model.tie_head()
     model.init_buffers()
     for layer, block in enumerate(model.blocks):
         prefix = f"blocks.{layer}."
         names = [spec.name for spec in list_parameters(shape) if spec.name.startswith(prefix)]
-        block.__dict__["incoming"] = _Incoming(weights, prefix, names, device, dtype)
-        block.__dict__["forward"] = MethodType(_fetched_forward, block)
+        block.__dict__["forward"] = _streamed_forward(block, weights, prefix, names, device, dtype)
     return model.eval()
 
 
-class _Incoming:
-    """Fetches one block's weights."""
+def _streamed_forward(
+    block: nn.Module,
+    weights: Mapping[str, Tensor],
+    prefix: str,
+    names: list[str],
+    device: str,
+    dtype: torch.dtype | None,
+) -> Callable[..., Tensor]:
+    """The block's forward, with its weights loaded before and freed after it."""
 
-    def __init__(
-        self,
-        weights: Mapping[str, Tensor],
-        prefix: str,
-        names: list[str],
-        device: str,
-        dtype: torch.dtype | None,
-    ) -> None:
-        self.weights, self.prefix, self.names, self.device, self.dtype = weights, prefix, names, device, dtype
+    def forward(x_btd: Tensor, **rest: Any) -> Tensor:
+        for name in names:
+            _set_parameter(block, name.removeprefix(prefix), weights[name].to(device=device, dtype=dtype))
+        try:
+            out: Tensor = type(block).forward(block, x_btd, **rest)
+        finally:
+            for name in names:
+                own = name.removeprefix(prefix)
+                _set_parameter(block, own, block.get_parameter(own).detach().to("meta"))
+        return out
 
-    def fetch(self) -> Iterator[tuple[str, Tensor]]:
-        for name in self.names:
-            yield name.removeprefix(self.prefix), self.weights[name].to(device=self.device, dtype=self.dtype)
-
-
-def _fetched_forward(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
-    """A block's forward between bringing its weights in and letting go of them."""
-    incoming = self.__dict__["incoming"]
-    for name, value in incoming.fetch():
-        _place(self, name, value)
-    try:
-        out: Tensor = type(self).forward(self, x_btd, **rest)
-    finally:
-        for name in incoming.names:
-            own = name.removeprefix(incoming.prefix)
-            _place(self, own, self.get_parameter(own).detach().to("meta"))
-    return out
+    return forward
 
 
-def _place(module: nn.Module, name: str, value: Tensor) -> None:
+def _set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     owner, _, own = name.rpartition(".")
     module.get_submodule(owner)._parameters[own] = nn.Parameter(value, requires_grad=False)

@@ -1,4 +1,4 @@
-"""The tokenizer that belongs to a folder: a run's, a model's, or the one an adapter was trained with; and where its texts end."""
+"""The tokenizer of a run, a model or an adapter, and its stop tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 from rush.data import Tokenizer
 from rush.data.conversations import find_template
-from rush.hub.answers import answer_ends
+from rush.hub.answers import answer_stop_ids
 from rush.hub.generation_config import (
-    end_ids,
+    eos_ids,
     generation_config,
     read_generation_config,
     read_pad_token,
@@ -23,7 +23,7 @@ Note = Callable[[str], None]
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a run folder or a Hugging Face folder; one that learned to chat, with the template it learned."""
+    """The tokenizer of a run folder or a Hugging Face folder; of a fine-tuned run, with the chat template of its training."""
     folder = Path(path)
     run = RunFolder(folder)
     tokenizer = Tokenizer.load(run.tokenizer if run.tokenizer.is_dir() else folder)
@@ -34,17 +34,16 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
 
 
 def has_tokenizer(path: str | Path) -> bool:
-    """Whether a folder brings a tokenizer: many of PEFT's do, those of older versions of rush do not."""
+    """Whether a folder has a tokenizer: many PEFT folders do, those of older versions of rush do not."""
     folder = Path(path)
     run = RunFolder(folder)
     return ((run.tokenizer if run.tokenizer.is_dir() else folder) / "tokenizer.json").is_file()
 
 
 def adapted_tokenizer(base: str | Path, adapter: str | Path | None, vocab_size: int, note: Note) -> Tokenizer:
-    """The tokenizer for a base with an adapter on it: what the adapter was trained with, where its folder brings it.
+    """The tokenizer for a base with an adapter: the one in the adapter's folder, if there is one.
 
-    `vocab_size` is the model's: an adapter's tokenizer that numbers further than that (a token for padding was added) gives its
-    template only.
+    Of a tokenizer with ids beyond the model's `vocab_size` (an added padding token) only the chat template is used.
     """
     if adapter is None or not has_tokenizer(adapter):
         return load_tokenizer(base)
@@ -65,19 +64,19 @@ def adapted_tokenizer(base: str | Path, adapter: str | Path | None, vocab_size: 
     return dataclasses.replace(theirs, chat_template=template)
 
 
-def text_ends(path: str | Path, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
-    """Tokens at which a model from this folder stops: of a chat model, the end of a turn as well as the end of a text."""
-    ends = answer_ends(tokenizer) if tokenizer.chat_template is not None else (tokenizer.eos_id,)
-    said = end_ids(_generation(path))
-    return [end for end in dict.fromkeys((*ends, *said)) if 0 <= end < vocab_size]
+def text_stop_ids(path: str | Path, tokenizer: Tokenizer, vocab_size: int) -> list[int]:
+    """Stop tokens of the model in this folder; for a chat model also the end-of-turn token."""
+    ends = answer_stop_ids(tokenizer) if tokenizer.chat_template is not None else (tokenizer.eos_id,)
+    listed = eos_ids(_generation(path))
+    return [end for end in dict.fromkeys((*ends, *listed)) if 0 <= end < vocab_size]
 
 
 def generation_settings(path: str | Path, tokenizer: Tokenizer, vocab_size: int) -> dict[str, Any]:
-    """What an exported model's generation_config.json says: its ends, and what the model it came from said besides."""
+    """The generation_config.json of an exported model: its stop tokens, and the other settings of the model it came from."""
     known = _generation(path)
-    ends = text_ends(path, tokenizer, vocab_size)
+    ends = text_stop_ids(path, tokenizer, vocab_size)
     pad = known.get("pad_token_id")
-    if not isinstance(pad, int):  # rush itself needs no padding, so only the folders on the way can name it
+    if not isinstance(pad, int):  # rush needs no padding token; the folders it came from may have one
         names = (read_pad_token(folder) for folder in _origins(path))
         pad = next((tokenizer.special_ids[name] for name in names if name in tokenizer.special_ids), None)
     inside = isinstance(pad, int) and 0 <= pad < vocab_size
@@ -85,7 +84,7 @@ def generation_settings(path: str | Path, tokenizer: Tokenizer, vocab_size: int)
 
 
 def _origins(path: str | Path) -> Iterator[Path]:
-    """A folder, and those that its weights came from: what a run started from, what that started from …"""
+    """A folder and those that its weights came from, following `model.init_from`."""
     seen: list[Path] = []
     folder: Path | None = Path(path)
     while folder is not None and folder.is_dir() and folder not in seen:
@@ -97,5 +96,5 @@ def _origins(path: str | Path) -> Iterator[Path]:
 
 
 def _generation(path: str | Path) -> dict[str, Any]:
-    """What the nearest Hugging Face folder among a model's origins says about generation."""
+    """The generation config of the nearest Hugging Face folder among a model's origins."""
     return next((found for folder in _origins(path) if (found := read_generation_config(folder))), {})

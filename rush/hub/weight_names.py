@@ -1,8 +1,7 @@
-"""What Hugging Face calls our parameters.
+"""Hugging Face's names of our parameters.
 
-The same tensors under other names, plus one habit: GPT-2's linear weights are stored input-first, the
-transpose of a torch linear layer's weight. A file may carry the base model's prefix or leave it out
-(it does when the base model was saved without its head), so reading works on names without it.
+GPT-2's linear weights are stored as [in, out], the transpose of nn.Linear's. A file may have the base model's prefix or not
+(without it the base model was saved without its head), so files are read by names without the prefix.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _PARTS = {
 
 
 def stored_name(shape: Shape, name: str) -> str:
-    """Our parameter's name in a file, without the base model's prefix."""
+    """A parameter's name in a file, without the base model's prefix."""
     if name == "head.weight":
         return "lm_head.weight"
     parts = _PARTS[shape.family]
@@ -55,11 +54,11 @@ def stored_name(shape: Shape, name: str) -> str:
 
 
 def exported_name(shape: Shape, name: str) -> str:
-    """Our parameter's name in a file we write: the prefix present, as the model with its head has it."""
+    """A parameter's name in a file that rush writes, with the prefix."""
     stored = stored_name(shape, name)
     return stored if name == "head.weight" else BASE_PREFIX[shape.family] + stored
 
 
 def is_transposed(shape: Shape, spec: ParameterSpec) -> bool:
-    """Whether a file holds the transpose. The head is a torch linear layer there, too."""
+    """Whether a file holds the transpose. The LM head is an nn.Linear there, too."""
     return shape.family == "gpt2" and spec.matmul and spec.role != "head"

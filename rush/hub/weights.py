@@ -1,16 +1,12 @@
-"""Hugging Face folders in and out: `config.json` and safetensors, single or sharded.
+"""Load and save Hugging Face folders: `config.json` and safetensors, one file or sharded.
 
-Two things need care. GPT-2's published linear weights are stored input-first, the transpose of a
-torch linear layer. And names vary: with or without the base model's prefix, with a tied head left out
-or written twice, with old mask buffers beside the weights. All of it is settled here; every tensor
-that is missing, unknown or of another shape is named, and nothing is read half.
-
-Pickle files are refused: opening one can run any code that its author put in.
+GPT-2's published linear weights are stored as [in, out], the transpose of nn.Linear's. Names vary: with or without the base
+model's prefix, with a tied head left out or stored twice, with old mask buffers. A tensor that is missing, unknown or of
+another shape is refused by name. Pickle files are refused: opening one can run any code.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -26,6 +22,7 @@ from rush.errors import DataError, MachineError, RecipeError
 from rush.files import replacing
 from rush.hub.config import config_from_shape, shape_from_config
 from rush.hub.generation_config import FILE as GENERATION
+from rush.hub.json_files import read_json, write_json
 from rush.hub.weight_names import BASE_PREFIX, exported_name, is_transposed, stored_name
 from rush.models.counts import ParameterSpec, list_parameters
 from rush.models.shape import Shape
@@ -34,8 +31,9 @@ from rush.tensor_file import TensorSource, write_tensors
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 DEFAULT_SHARD_BYTES = 5_000_000_000
 INDEX = "model.safetensors.index.json"
+NOT_A_FOLDER = "a Hugging Face model folder has one"
 
-# Constants that old versions stored beside the weights: causal masks and rotary frequencies.
+# Buffers that old versions stored with the weights: causal masks and RoPE frequencies.
 _CONSTANTS = re.compile(r"(h\.\d+\.attn\.(masked_)?bias|(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq)")
 _DTYPES = {torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 _PLAIN_DTYPES = tuple(_DTYPES.values())
@@ -44,15 +42,14 @@ _PLAIN_DTYPES = tuple(_DTYPES.values())
 def load_hf_folder(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, Tensor]]:
     """The shape and the weights under our names, in the dtype of the file, on the CPU.
 
-    Give them to a model built on meta with `load_state_dict(state, assign=True)` and `init_buffers()`,
-    and no second copy is made.
+    Load them into a model on meta with `load_state_dict(state, assign=True)` and `init_buffers()`, without a copy.
     """
     folder = Path(path)
     if not folder.is_dir():
         if folder.suffix in PICKLE_SUFFIXES:
-            raise _pickle_refusal(folder.parent, folder.name)
+            raise pickle_refusal(folder.parent, folder.name)
         raise DataError(f"There is no Hugging Face folder at {folder}: give a folder with config.json in it.")
-    shape = shape_from_config(_read_json(folder / "config.json"))
+    shape = shape_from_config(read_json(folder / "config.json", NOT_A_FOLDER))
     where = _locate(folder, shape)
     state: dict[str, Tensor] = {}
     head = stored_name(shape, "head.weight")
@@ -64,14 +61,14 @@ def load_hf_folder(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, Tenso
                     state[spec.name] = _read(tensors, stored, spec, shape, file)
             if shape.tied_head and head in where and where[head][0] == file:
                 state["head.weight"] = tensors.get_tensor(where[head][1])
-    _settle_tied_head(shape, state, folder)
+    _check_tied_head(shape, state, folder)
     return shape, state
 
 
 def locate_hf_tensors(path: str | os.PathLike[str]) -> tuple[Shape, dict[str, tuple[Path, str, bool]]]:
-    """The shape, and where each of our parameters is: its file, its name there, whether it is stored transposed."""
+    """The shape, and for each parameter its file, its name there, and whether it is stored transposed."""
     folder = Path(path)
-    shape = shape_from_config(_read_json(folder / "config.json"))
+    shape = shape_from_config(read_json(folder / "config.json", NOT_A_FOLDER))
     where = _locate(folder, shape)
     places: dict[str, tuple[Path, str, bool]] = {}
     for spec in list_parameters(shape):
@@ -97,12 +94,12 @@ def save_hf_folder(
 
     `generation` becomes its generation_config.json.
 
-    Weights are taken, converted and written one at a time: from a source that reads each when it is asked for (and
-    whose `meta` says what it is without reading), no more than one is in memory.
+    Weights are converted and written one at a time. From a source that reads lazily (with a method `meta` for shape and
+    dtype), only one is in memory.
     """
     state = source.state_dict() if isinstance(source, nn.Module) else source
     specs = list_parameters(shape)
-    seen = {spec.name: _look(state, spec.name) for spec in specs if spec.name in state}
+    seen = {spec.name: _meta_of(state, spec.name) for spec in specs if spec.name in state}
     _check_complete(seen, specs)
     folder = Path(path)
     sizes = {name: _bytes(tensor, dtype) for name, tensor in seen.items()}
@@ -126,13 +123,13 @@ def save_hf_folder(
             weight_map |= dict.fromkeys(sources, name)
         if len(shards) > 1:
             total = sum(sizes[spec.name] for spec in specs)
-            _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+            write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         stored = str(dtype or seen["embedding.weight"].dtype).removeprefix("torch.")
-        _write_json(
+        write_json(
             folder / "config.json", config_from_shape(shape, dtype=stored, bos_id=bos_id, eos_id=eos_id)
         )
         if generation:
-            _write_json(folder / GENERATION, generation)
+            write_json(folder / GENERATION, generation)
     except (OSError, SafetensorError) as error:
         raise MachineError(f"The model could not be written to {folder}: {error}.") from error
 
@@ -141,7 +138,7 @@ def save_hf_folder(
 
 
 def _locate(folder: Path, shape: Shape) -> dict[str, tuple[Path, str]]:
-    """Each tensor's name without prefix, to its file and its name there; complete, or a DataError."""
+    """For each tensor, by its name without prefix, its file and its name there; DataError if one is missing or unknown."""
     where: dict[str, tuple[Path, str]] = {}
     for file in _weight_files(folder):
         with _open(file) as tensors:
@@ -153,20 +150,18 @@ def _locate(folder: Path, shape: Shape) -> dict[str, tuple[Path, str]]:
                     )
                 where[name] = (file, stored)
     expected = {stored_name(shape, spec.name) for spec in list_parameters(shape)}
-    # A tied head may be written out beside the embedding; whether it agrees is checked when it is read.
+    # A tied head may be stored too; whether it equals the embedding is checked on loading.
     unknown = {name for name in where if not _CONSTANTS.fullmatch(name)} - expected - {"lm_head.weight"}
     if missing := expected - where.keys():
         raise DataError(f"{folder} lacks {_name_some(missing)}, which config.json calls for.")
     if unknown:
-        raise DataError(
-            f"{folder} holds {_name_some(unknown)}, for which the {shape.family} model has no place."
-        )
+        raise DataError(f"{folder} holds {_name_some(unknown)}, which a {shape.family} model does not have.")
     return where
 
 
 def _weight_files(folder: Path) -> list[Path]:
     if (folder / INDEX).exists():
-        names = sorted(set(_read_json(folder / INDEX).get("weight_map", {}).values()))
+        names = sorted(set(read_json(folder / INDEX).get("weight_map", {}).values()))
         for name in names:
             if Path(name).name != name or not name.endswith(".safetensors"):
                 raise DataError(
@@ -181,7 +176,7 @@ def _weight_files(folder: Path) -> list[Path]:
         return [folder / "model.safetensors"]
     for file in sorted(folder.iterdir()):
         if file.suffix in PICKLE_SUFFIXES:
-            raise _pickle_refusal(folder, file.name)
+            raise pickle_refusal(folder, file.name)
     raise DataError(f"{folder} holds no weights: expected model.safetensors or {INDEX}.")
 
 
@@ -214,7 +209,7 @@ def _check_stored(tensors: Any, stored: str, spec: ParameterSpec, shape: Shape, 
         )
 
 
-def _settle_tied_head(shape: Shape, state: dict[str, Tensor], folder: Path) -> None:
+def _check_tied_head(shape: Shape, state: dict[str, Tensor], folder: Path) -> None:
     head = state.pop("head.weight", None) if shape.tied_head else None
     if head is not None and not torch.equal(head, state["embedding.weight"]):
         raise DataError(
@@ -223,19 +218,7 @@ def _settle_tied_head(shape: Shape, state: dict[str, Tensor], folder: Path) -> N
         )
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        raise DataError(f"{file.parent} lacks {file.name}: is it a Hugging Face model folder?")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DataError(f"{file} is not valid JSON: {error}.") from error
-    if not isinstance(content, dict):
-        raise DataError(f"{file} must hold one JSON object: found {type(content).__name__}.")
-    return content
-
-
-def _pickle_refusal(folder: Path, name: str) -> DataError:
+def pickle_refusal(folder: Path, name: str) -> DataError:
     return DataError(
         f"{folder / name} is a pickle file, and opening one can run any code: rush reads safetensors only. "
         f"If you trust it, convert it once with transformers: "
@@ -264,7 +247,7 @@ def _check_complete(state: Mapping[str, Tensor], specs: tuple[ParameterSpec, ...
 def _split(
     specs: tuple[ParameterSpec, ...], sizes: Mapping[str, int], max_shard_bytes: int
 ) -> list[list[ParameterSpec]]:
-    """Tensors in order, into as few files as the limit allows; a tensor above the limit gets its own."""
+    """Tensors in order, in files up to the limit; a tensor above the limit gets its own."""
     if max_shard_bytes < 1:
         raise RecipeError(f"max_shard_bytes must be at least 1: found {max_shard_bytes}.")
     shards: list[list[ParameterSpec]] = [[]]
@@ -282,8 +265,8 @@ def _bytes(tensor: Tensor, dtype: torch.dtype | None) -> int:
     return math.prod(tensor.shape) * (dtype or tensor.dtype).itemsize
 
 
-def _look(state: Mapping[str, Tensor], name: str) -> Tensor:
-    """A tensor with its shape and dtype; its values are not looked at, and where that can be helped not read."""
+def _meta_of(state: Mapping[str, Tensor], name: str) -> Tensor:
+    """A tensor for its shape and dtype, without reading its values where the source allows that."""
     meta: Callable[[str], Tensor] | None = getattr(state, "meta", None)
     return state[name] if meta is None else meta(name)
 
@@ -298,8 +281,3 @@ def _stored_source(
 
     dims = spec.dims[::-1] if is_transposed(shape, spec) else spec.dims
     return TensorSource(_DTYPES[dtype or seen.dtype], tuple(dims), read)
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    with replacing(file) as temporary:
-        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -19,7 +19,7 @@ from rush.data.conversations import find_template, read_document_manifest
 from rush.errors import DataError
 from rush.hardware import out_of_memory
 from rush.hardware.memory_use import free_cached
-from rush.hub.answers import answer_ends, encode_question
+from rush.hub.answers import answer_stop_ids, encode_question
 from rush.models import Decoder, build_model
 from rush.models.adapters import share_weights
 from rush.parallel.sharded import is_sharded
@@ -131,11 +131,11 @@ def sample_prompt(recipe: Recipe, corpus: Corpus) -> tuple[list[int], tuple[int,
     template = find_template(recipe.data.template, tokenizer)
     chatting = replace(tokenizer, chat_template=template.source)
     if not text.strip() or _written_out(text, tokenizer):
-        return plain, answer_ends(chatting)
+        return plain, answer_stop_ids(chatting)
     try:
-        return encode_question(chatting, text), answer_ends(chatting)
+        return encode_question(chatting, text), answer_stop_ids(chatting)
     except DataError:  # a template that refuses a question alone must not end a training
-        return plain, answer_ends(chatting)
+        return plain, answer_stop_ids(chatting)
 
 
 def _learns_turns(recipe: Recipe, corpus: Corpus) -> bool:

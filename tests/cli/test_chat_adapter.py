@@ -175,7 +175,7 @@ def test_merged_it_says_what_base_and_adapter_say(
         (["chat", "{models}/base", "--adapter", "{models}/nothing"], 3, "there is no folder"),
         (["chat", "{models}/base", "--adapter", "{models}/base"], 3, "is no adapter folder: it lacks"),
         (["merge", "{models}/base", "--to", "{tmp}/x"], 3, "is no adapter folder: it lacks"),
-        (["merge", "{models}/adapter", "--base", "{models}/nothing", "--to", "{tmp}/x"], 2, "name the base's folder"),
+        (["merge", "{models}/adapter", "--base", "{models}/nothing", "--to", "{tmp}/x"], 2, "give the base's folder with --base"),
         (["merge", "{models}/adapter", "--to", "{models}"], 2, "exists and is not an empty folder"),
         (["export", "{models}/base", "--adapter", "--to", "{tmp}/x"], 3, "was not trained with adapters"),
         (["export", "{models}/base", "--adapter", "--dtype", "bfloat16", "--to", "{tmp}/x"], 2, "is for whole models"),

@@ -127,7 +127,7 @@ LLAMA3 = PUBLISHED_LLAMA["rope_scaling"]
         ),
         (PUBLISHED_LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, ("rope_type", "linear")),
         (PUBLISHED_LLAMA, {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, ("low_freq_factor",)),
-        (PUBLISHED_LLAMA, {"rope_scaling": "llama3"}, ("rope_scaling", "table")),
+        (PUBLISHED_LLAMA, {"rope_scaling": "llama3"}, ("rope_scaling", "JSON object")),
         (
             PUBLISHED_LLAMA,
             {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}},

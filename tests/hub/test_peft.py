@@ -15,7 +15,7 @@ from torch import Tensor
 from rush.checkpoint.frozen_base import base_identity, partial_identity
 from rush.errors import DataError, RecipeError
 from rush.hub.folders import load_model
-from rush.hub.peft import CONFIG, WEIGHTS, put_on, read_peft, save_adapter
+from rush.hub.peft import CONFIG, WEIGHTS, attach_adapter, read_peft, save_adapter
 from rush.hub.weights import save_hf_folder
 from rush.models import SIZES, Decoder, Shape, build_model
 from rush.models.adapters import (
@@ -117,7 +117,7 @@ def test_we_load_pefts_and_give_the_same_logits(
     theirs = peft.get_peft_model(reference(tmp_path / "base"), config).eval()
     theirs.save_pretrained(tmp_path / "adapter")
     ours = base(family)
-    put_on(ours, read_peft(tmp_path / "adapter", ours.shape))
+    attach_adapter(ours, read_peft(tmp_path / "adapter", ours.shape))
     assert torch.allclose(logits(ours), logits(theirs), **CLOSE)
     plain = base(family)
     plain.load_state_dict(merged_state(ours))
@@ -144,7 +144,7 @@ def test_a_file_comes_back_bit_for_bit(tmp_path: Path, family: str) -> None:
     model = adapted(family, dora=True)
     save_adapter(tmp_path / "adapter", model, None)
     again = base(family)
-    put_on(again, read_peft(tmp_path / "adapter", again.shape))
+    attach_adapter(again, read_peft(tmp_path / "adapter", again.shape))
     assert torch.equal(logits(model), logits(again))
 
 
@@ -167,7 +167,7 @@ def changed(folder: Path, **config: Any) -> None:
     ("change", "message"),
     [
         ({"peft_type": "IA3"}, "peft_type is 'IA3'; allowed: 'LORA'"),
-        ({"bias": "all"}, "bias is 'all', which rush does not have"),
+        ({"bias": "all"}, "bias is 'all', which rush does not support"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save is"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa'"),
         ({"r": 0}, "r is 0; it must be a number above 0"),
@@ -186,7 +186,7 @@ def test_an_adapter_for_another_model_is_refused_in_one_sentence(tmp_path: Path)
     save_adapter(tmp_path / "adapter", adapted("llama"), "somewhere")
     wider = dataclasses.replace(small_shape("llama"), intermediate=56)
     with pytest.raises(
-        DataError, match=r"adapter for another model: blocks\.0\.mlp\.down has a of the shape"
+        DataError, match=r"adapter for another model: blocks\.0\.mlp\.down has a of shape"
     ):
         read_peft(tmp_path / "adapter", wider)
     with pytest.raises(
@@ -198,10 +198,10 @@ def test_an_adapter_for_another_model_is_refused_in_one_sentence(tmp_path: Path)
         read_peft(tmp_path / "adapter", shorter)
     other = base("llama", seed=4)
     with pytest.raises(DataError, match=r"another base of the same shape \(somewhere\)"):
-        put_on(other, read_peft(tmp_path / "adapter", other.shape))
+        attach_adapter(other, read_peft(tmp_path / "adapter", other.shape))
     twice = adapted("llama")
     with pytest.raises(RecipeError, match="has adapters already"):
-        put_on(twice, read_peft(tmp_path / "adapter", twice.shape))
+        attach_adapter(twice, read_peft(tmp_path / "adapter", twice.shape))
 
 
 def test_a_pickled_adapter_is_refused_and_not_opened(tmp_path: Path) -> None:
@@ -218,7 +218,7 @@ def test_a_missing_half_of_an_adapter_is_refused(tmp_path: Path) -> None:
     tensors = load_file(tmp_path / WEIGHTS)
     tensors.pop("base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight")
     save_file(tensors, tmp_path / WEIGHTS)
-    with pytest.raises(DataError, match="has b of the shape nothing"):
+    with pytest.raises(DataError, match="has b of shape nothing"):
         read_peft(tmp_path, small_shape("llama"))
 
 
@@ -230,7 +230,7 @@ def test_a_base_is_known_by_every_one_of_its_weights(tmp_path: Path, name: str) 
         place = other.get_parameter(name).view(-1)[-1:]
         place.copy_(torch.where(place == 0, 1e-3, place.bfloat16().float() * (1 + 2**-7)))
     with pytest.raises(DataError, match="another base of the same shape: the weights differ"):
-        put_on(other, read_peft(tmp_path, other.shape))
+        attach_adapter(other, read_peft(tmp_path, other.shape))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -10,7 +10,7 @@ import pytest
 import tokenizers
 
 from rush.data import Tokenizer
-from rush.hub.answers import answer_ends
+from rush.hub.answers import answer_stop_ids
 from rush.recipe_io import changed, load_recipe
 from rush.training.corpus import open_corpus
 from rush.training.sample import sample_prompt
@@ -96,8 +96,8 @@ def test_the_end_of_an_answer_is_what_the_template_writes_there(tmp_path: Path) 
     )
     for template in (plain, marked):
         own = make_tokenizer(tmp_path / "own", "<|over|>", "<|other|>", template=template)
-        assert answer_ends(own) == (0, own.special_ids["<|over|>"])
+        assert answer_stop_ids(own) == (0, own.special_ids["<|over|>"])
     without = make_tokenizer(tmp_path / "without", "<|over|>", template="{% for m in messages %}{{ m.content }}\n{% endfor %}")  # fmt: skip
-    assert answer_ends(without) == (0,)
+    assert answer_stop_ids(without) == (0,)
     known = make_tokenizer(tmp_path / "known", "<|eot_id|>")
-    assert answer_ends(known) == (0, 1)
+    assert answer_stop_ids(known) == (0, 1)
