@@ -53,9 +53,9 @@ def evaluate(
     For published benchmarks: rush export RUN --to FOLDER, then lm_eval --model hf --model_args pretrained=FOLDER
     --tasks hellaswag (docs/finetuning/evaluation.md).
     """
-    from rush.evaluate.results import report_card
+    from rush.evaluate.results import evaluate_models
 
-    card = report_card(
+    found = evaluate_models(
         folder,
         against,
         data=data,
@@ -70,11 +70,11 @@ def evaluate(
         note=note,
     )
     if json:
-        print_json(asdict(card))
+        print_json(asdict(found))
         return
-    names = [model.folder for model in card.models]
-    print_table(["", *names], _figures(card.models), title=f"on {card.about}" if card.about else None)
-    for said in card.answers:
+    names = [model.folder for model in found.models]
+    print_table(["", *names], _figures(found.models), title=f"on {found.about}" if found.about else None)
+    for said in found.answers:
         typer.echo("")
         typer.secho(said.prompt, bold=True)
         columns = [text or "(nothing)" for text in said.texts]

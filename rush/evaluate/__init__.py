@@ -1,1 +1,1 @@
-"""How good a model is: held-out loss, multiple choice, answers side by side; and whether a recipe can learn at all."""
+"""Evaluation: held-out loss, win rates, multiple choice, sample answers; and whether a recipe can overfit one batch."""

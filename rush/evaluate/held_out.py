@@ -1,4 +1,4 @@
-"""The data a model is judged on: what its run held out, what another recipe holds out, or all of a file."""
+"""Evaluation data: the held-out split of the run or of another recipe, or all of a file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet")
 @dataclass(frozen=True)
 class HeldOutData:
     batches: Callable[[], Iterator[Batch]]
-    """The same ones every time."""
+    """The same batches at every call."""
     paired: bool
     documents: Documents | None
     about: str
@@ -42,19 +42,21 @@ class HeldOutData:
 def open_held_out(
     folder: Path, data: str | None, shape: Shape, rows: int, limit: int | None, note: Note
 ) -> HeldOutData:
-    """What `data` names: a file, a run or a recipe; without it the run's own. `rows` go through a model at once."""
+    """The data that `data` names: a file, a run or a recipe; by default the run's own. `rows` is the batch size."""
     if data is not None and (data.endswith(SUFFIXES) or Path(data).is_file()) and not data.endswith(".toml"):
-        return _of_file(folder, Path(data), shape, rows, limit, note)
+        return _from_file(folder, Path(data), shape, rows, limit, note)
     recipe = _recipe(folder, data)
     corpus = open_corpus(recipe, None, note)
     _check_tokenizer(folder, corpus.tokenizer, data)
-    about = f"what {data or folder} holds out"
+    about = f"the held-out split of {data or folder}"
     if recipe.objective.kind == "lm":
         windows = TokenDataset(corpus.folder, "validation", min(recipe.batch.sequence, shape.context))
         count = len(windows) if limit is None else limit
         return HeldOutData(lambda: validation_batches(windows, rows, samples=count), False, None, about)
     documents = DocumentSet(corpus.folder, "validation")
-    return _of_documents(documents, rows, recipe.batch.sequence, limit, recipe.objective.kind == "dpo", about)
+    return _from_documents(
+        documents, rows, recipe.batch.sequence, limit, recipe.objective.kind == "dpo", about
+    )
 
 
 def _recipe(folder: Path, data: str | None) -> Recipe:
@@ -63,8 +65,8 @@ def _recipe(folder: Path, data: str | None) -> Recipe:
         return load_recipe(str(RunFolder(named).recipe))
     if data is None:
         raise DataError(
-            f"{folder} is no run folder, so it says nothing about data; name some with --data: a recipe, a run folder, or a "
-            "file of conversations or pairs."
+            f"{folder} is no run folder, so it has no data; name some with --data: a recipe, a run folder, or a file of "
+            "conversations or pairs."
         )
     return load_recipe(data)
 
@@ -73,11 +75,13 @@ def _check_tokenizer(folder: Path, theirs: Tokenizer, data: str | None) -> None:
     if (why := load_tokenizer(folder).difference(theirs)) is not None:
         raise DataError(
             f"the tokenizer of {folder} is not the one that {data or 'its recipe'} prepares its data with ({why}), so the losses "
-            "would mean nothing; evaluate on a file, which is encoded with the model's own tokenizer."
+            "cannot be compared; evaluate on a file, which is encoded with the model's own tokenizer."
         )
 
 
-def _of_file(folder: Path, path: Path, shape: Shape, rows: int, limit: int | None, note: Note) -> HeldOutData:
+def _from_file(
+    folder: Path, path: Path, shape: Shape, rows: int, limit: int | None, note: Note
+) -> HeldOutData:
     if not path.is_file():
         raise DataError(
             f"there is no file {path}; --data takes a recipe, a run folder, or a .jsonl, .csv or .parquet file."
@@ -103,13 +107,13 @@ def _of_file(folder: Path, path: Path, shape: Shape, rows: int, limit: int | Non
     )
     with progress_bar() as show:
         prepared = prepare_documents(preparation, cache_folder() / "documents", show)
-    if lost := read_document_manifest(prepared).losses():
-        note(lost)
+    if dropped := read_document_manifest(prepared).losses():
+        note(dropped)
     documents = DocumentSet(prepared, "train")
-    return _of_documents(documents, rows, shape.context, limit, paired, str(path))
+    return _from_documents(documents, rows, shape.context, limit, paired, str(path))
 
 
-def _of_documents(
+def _from_documents(
     documents: Documents, rows: int, sequence: int, limit: int | None, paired: bool, about: str
 ) -> HeldOutData:
     if len(documents) == 0:

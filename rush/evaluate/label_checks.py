@@ -1,7 +1,7 @@
-"""Whether the labels of a batch say what they should: the token that follows, and not everything masked.
+"""Checks of a batch's labels: is each the next token, and is any unmasked?
 
-A mask that hides every answer, or labels moved by one place too few or too many, train without an error message,
-and the second kind even reaches a low loss. So both are looked for in the batch itself, not in the loss.
+A mask over every answer, or labels shifted by one position, train without an error, and shifted labels even reach a low loss.
+So the batch itself is checked, not the loss.
 
 Legend: b rows, t positions.
 """
@@ -20,14 +20,14 @@ _SHIFTS = {0: "the token itself", 2: "the token after the next", -1: "the token 
 
 
 def misaligned(batch: Batch) -> str | None:
-    """What the labels are instead of the following token, if they are not that; None if they are.
+    """How the labels are shifted, where they are not the next token; None where they are.
 
-    The last label of a document cannot be checked: its token is in no input.
+    The last label of a document cannot be checked: its token is not among the inputs.
     """
     checked, right = _matches(batch, 1)
     if checked == 0 or right >= 0.9 * checked:
         return None
-    wrong = f"{checked - right} of {checked} labels are not the token that follows"
+    wrong = f"{checked - right} of {checked} labels are not the next token"
     for shift, what in _SHIFTS.items():
         others, found = _matches(batch, shift)
         if others and found >= 0.9 * others:
@@ -36,7 +36,7 @@ def misaligned(batch: Batch) -> str | None:
 
 
 def _matches(batch: Batch, shift: int) -> tuple[int, int]:
-    """How many labels have a token `shift` places on in their document, and how many of those are equal to it."""
+    """How many labels have a token `shift` positions later in their document, and how many are equal to it."""
     tokens_bt, labels_bt = batch.tokens_bt, batch.labels_bt
     length = tokens_bt.shape[1]
     if abs(shift) >= length:
@@ -62,21 +62,21 @@ def _last_labels(labels_bt: torch.Tensor) -> torch.Tensor:
     return labelled & (after == 1)
 
 
-def lowest_loss(batch: Batch) -> float:
-    """The mean loss that no model can get below on this batch: where the same beginning goes on in several ways."""
+def entropy_floor(batch: Batch) -> float:
+    """The lowest possible mean loss on this batch: the entropy of the labels that follow the same prefix."""
     tokens, labels = batch.tokens_bt.tolist(), batch.labels_bt.tolist()
     documents = None if batch.documents_bt is None else batch.documents_bt.tolist()
-    ways: dict[int, Counter[int]] = {}
+    continuations: dict[int, Counter[int]] = {}
     for row, row_labels in enumerate(labels):
-        beginning, document = 0, None
+        prefix, document = 0, None
         for place, label in enumerate(row_labels):
             now = None if documents is None else documents[row][place]
-            beginning = hash((0 if now != document else beginning, tokens[row][place]))
+            prefix = hash((0 if now != document else prefix, tokens[row][place]))
             document = now
             if label != IGNORED:
-                ways.setdefault(beginning, Counter())[label] += 1
+                continuations.setdefault(prefix, Counter())[label] += 1
     total = count = 0.0
-    for counter in ways.values():
+    for counter in continuations.values():
         size = counter.total()
         count += size
         total += sum(n * math.log(size / n) for n in counter.values())

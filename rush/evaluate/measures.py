@@ -1,9 +1,8 @@
-"""How good a model is: held-out loss, how often it prefers the chosen answer, multiple choice, answers to look at.
+"""Evaluation metrics: held-out loss, win rate of chosen over rejected answers, greedy answers.
 
-All of it asks a model one thing, the log-probability of some tokens after others, through the same forward as
-training. Shares carry a 95 % interval (Wilson 1927), because a win rate of 55 % on a hundred pairs says little. Two
-models are judged on the same pairs, and most of those come out alike: what changed is told by the few that do not,
-with the interval of paired shares (Bonett and Price 2012), which is far narrower than two intervals side by side.
+All metrics are log-probabilities of labels, by the forward of training. Proportions have a 95 % interval (Wilson 1927): a win
+rate of 55 % on a hundred pairs says little. Two models are compared on the same pairs, with the interval of paired proportions
+(Bonett and Price 2012), which is far narrower than two separate intervals.
 
 Legend: b rows.
 """
@@ -29,7 +28,7 @@ from rush.training.objectives.preference import log_probabilities
 
 @dataclass(frozen=True)
 class Share:
-    """So many of so many, with the 95 % interval of what the share could be; a tie counts half."""
+    """A proportion of `count` with its 95 % interval; a tie counts half."""
 
     share: float
     low: float
@@ -40,8 +39,8 @@ class Share:
         return f"{self.share:.1%} [{self.low:.1%}, {self.high:.1%}] of {self.count:,}"
 
 
-def share_of(wins: Sequence[float]) -> Share:
-    """The share of wins (1, 0, or a half) and Wilson's interval for it."""
+def proportion(wins: Sequence[float]) -> Share:
+    """The proportion of wins (1, 0, or a half) with Wilson's interval."""
     count, z = len(wins), 1.959964
     p = sum(wins) / count
     middle = (p + z * z / (2 * count)) / (1 + z * z / count)
@@ -51,7 +50,7 @@ def share_of(wins: Sequence[float]) -> Share:
 
 @dataclass(frozen=True)
 class Change:
-    """How a share changed on the same pairs, with its 95 % interval; a pair that turns to or from a tie counts half."""
+    """The change of a proportion on the same pairs, with its 95 % interval; a change to or from a tie counts half."""
 
     change: float
     low: float
@@ -66,8 +65,8 @@ class Change:
 
 
 def change_of(before: Sequence[float], after: Sequence[float]) -> Change:
-    """The change from `before` to `after` (1, 0 or a half for each pair): a Wald interval, with one pair added to each way
-    that a pair can change (Bonett and Price 2012), which keeps it honest where hardly any do."""
+    """The change from `before` to `after` (1, 0 or a half per pair): Bonett and Price's adjusted Wald interval, which adds one
+    pair to each direction and so holds where few pairs change."""
     moved = [b - a for a, b in zip(before, after, strict=True)]
     won, lost = sum(m for m in moved if m > 0), -sum(m for m in moved if m < 0)
     count, z = len(moved), 1.959964
@@ -87,7 +86,7 @@ class HeldOut:
 
 @torch.no_grad()
 def held_out_loss(model: Decoder, batches: Iterable[Batch]) -> HeldOut:
-    """The mean loss over the labels of all batches; of pairs, over the chosen answers."""
+    """The mean loss over all labels; for pairs, over the chosen answers."""
     total, labels = 0.0, 0
     for batch in batches:
         rows = slice(0, len(batch.tokens_bt) // 2) if batch.paired else slice(None)
@@ -100,14 +99,14 @@ def held_out_loss(model: Decoder, batches: Iterable[Batch]) -> HeldOut:
 def _held_out(total: float, labels: int) -> HeldOut:
     if labels == 0:
         raise DataError(
-            "the held-out data has no label, so there is no loss; every target is masked, or nothing is held out."
+            "the held-out data has no label, so there is no loss; all labels are masked, or nothing is held out."
         )
     return HeldOut(total / labels, math.exp(min(700.0, total / labels)), labels)
 
 
 @dataclass(frozen=True)
 class Scores:
-    """What a model gives the answers of pairs: summed log-probabilities and tokens, chosen and rejected."""
+    """Summed log-probabilities and token counts of the chosen and rejected answers of pairs."""
 
     chosen: list[float]
     rejected: list[float]
@@ -117,15 +116,14 @@ class Scores:
 
 @dataclass(frozen=True)
 class Wins:
-    """How often the chosen answer wins: by the probability of the whole answer, and per token (long answers are less
-    likely whatever they say)."""
+    """How often the chosen answer wins: by the summed log-probability, and per token (long answers are less likely)."""
 
     by_sum: Share
     by_token: Share
     logp_chosen: float
     logp_rejected: float
     by_reward: Share | None = None
-    """By how far the model has moved from another one towards each answer: what DPO trains."""
+    """By DPO's implicit reward: the change of log-probability against the other model."""
     change_by_sum: Change | None = None
     """Against another model, on the same pairs."""
     change_by_token: Change | None = None
@@ -133,13 +131,11 @@ class Wins:
 
 @torch.no_grad()
 def score_pairs(model: Decoder, batches: Iterable[Batch]) -> Scores:
-    """Log-probabilities of every pair; pairs that only fill up a batch are left out."""
+    """Log-probabilities of every pair; padding pairs are left out."""
     scores = Scores([], [], [], [])
     for batch in batches:
         if not batch.paired:
-            raise DataError(
-                "win rates need pairs of a chosen and a rejected answer; found data of single answers."
-            )
+            raise DataError("win rates need pairs of a chosen and a rejected answer; found single answers.")
         logp = _log_probs(model, batch).tolist()
         tokens = (batch.labels_bt != IGNORED).sum(1).tolist()
         half = len(logp) // 2
@@ -154,19 +150,19 @@ def score_pairs(model: Decoder, batches: Iterable[Batch]) -> Scores:
     return scores
 
 
-def held_out_of(scores: Scores) -> HeldOut:
-    """The held-out loss of the chosen answers, which scoring the pairs has told already."""
+def chosen_loss(scores: Scores) -> HeldOut:
+    """The held-out loss of the chosen answers, from their scores."""
     return _held_out(-sum(scores.chosen), sum(scores.chosen_tokens))
 
 
 def win_rates(scores: Scores, before: Scores | None = None) -> Wins:
-    """Shares of pairs won; with the scores of another model on the same pairs, also by the reward that lies between the two,
-    and what changed."""
+    """Proportions of pairs won; with the scores of another model on the same pairs, also by DPO's implicit reward, and the
+    changes."""
     count = len(scores.chosen)
     by_sum, by_token = _wins_by_sum(scores), _wins_by_token(scores)
     wins = Wins(
-        by_sum=share_of(by_sum),
-        by_token=share_of(by_token),
+        by_sum=proportion(by_sum),
+        by_token=proportion(by_token),
         logp_chosen=sum(scores.chosen) / count,
         logp_rejected=sum(scores.rejected) / count,
     )
@@ -175,7 +171,7 @@ def win_rates(scores: Scores, before: Scores | None = None) -> Wins:
     answers = zip(scores.chosen, before.chosen, scores.rejected, before.rejected, strict=True)
     return replace(
         wins,
-        by_reward=share_of([_win(c - bc, r - br) for c, bc, r, br in answers]),
+        by_reward=proportion([_win(c - bc, r - br) for c, bc, r, br in answers]),
         change_by_sum=change_of(_wins_by_sum(before), by_sum),
         change_by_token=change_of(_wins_by_token(before), by_token),
     )
@@ -199,14 +195,14 @@ def _log_probs(model: Decoder, batch: Batch) -> Tensor:
     return log_probabilities(model, batch.to(model.embedding.weight.device)).cpu()
 
 
-def model_tokens(tokens: Sequence[int], labels_from: int) -> tuple[list[int], list[int]]:
-    """A row's input and labels, where the tokens from `labels_from` on are the ones to judge."""
+def inputs_and_labels(tokens: Sequence[int], labels_from: int) -> tuple[list[int], list[int]]:
+    """Inputs and labels of a row, labeled from the token `labels_from` on."""
     labels = [IGNORED if place < labels_from else token for place, token in enumerate(tokens)]
     return list(tokens[:-1]), labels[1:]
 
 
-def batches_of(rows: Sequence[tuple[list[int], list[int]]], size: int) -> Iterator[Batch]:
-    """Rows of (tokens, labels), filled up at their ends to the longest of a batch."""
+def padded_batches(rows: Sequence[tuple[list[int], list[int]]], size: int) -> Iterator[Batch]:
+    """Batches of (tokens, labels), padded to the longest row."""
     for start in range(0, len(rows), size):
         some = rows[start : start + size]
         width = max(len(tokens) for tokens, _ in some)
@@ -218,11 +214,11 @@ def batches_of(rows: Sequence[tuple[list[int], list[int]]], size: int) -> Iterat
 @torch.no_grad()
 def score_rows(model: Decoder, rows: Sequence[tuple[list[int], list[int]]], size: int) -> list[float]:
     """The summed log-probability of each row's labels."""
-    return [value for batch in batches_of(rows, size) for value in _log_probs(model, batch).tolist()]
+    return [value for batch in padded_batches(rows, size) for value in _log_probs(model, batch).tolist()]
 
 
-def prompts_of(documents: Documents, count: int) -> list[list[int]]:
-    """The first few different beginnings of documents: what stands before the first target."""
+def first_prompts(documents: Documents, count: int) -> list[list[int]]:
+    """The first few distinct prompts: the tokens before a document's first label."""
     found: list[list[int]] = []
     for index in range(len(documents)):
         if len(found) == count:
@@ -234,8 +230,8 @@ def prompts_of(documents: Documents, count: int) -> list[list[int]]:
     return found
 
 
-def answer(model: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], max_tokens: int) -> str:
-    """The likeliest answer, token by token, up to the end of the turn."""
+def greedy_answer(model: Decoder, tokenizer: Tokenizer, prompt: Sequence[int], max_tokens: int) -> str:
+    """The greedy answer, up to the end of the turn."""
     ends = [end for end in answer_stop_ids(tokenizer) if end < model.shape.vocab_size]
     room = max(0, model.shape.context - len(prompt))
     ids = generate(model, prompt, max_new_tokens=min(max_tokens, room), temperature=0.0, stop_ids=ends)

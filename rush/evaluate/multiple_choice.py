@@ -1,12 +1,12 @@
-"""Multiple choice as in HellaSwag: which of several endings does the model find likeliest?
+"""Multiple choice as in HellaSwag: which ending is most likely?
 
-Each ending is scored by its summed log-probability after the context. `acc` counts how often the likeliest one
-is right; `acc_norm` first divides by the number of characters of each ending, because a longer ending is less
-likely whatever it says. Both are as lm-evaluation-harness defines them, down to how context and ending are put
-together (Gao et al. 2024, doi:10.5281/zenodo.12608602), so that figures can be held beside each other.
+Each ending is scored by its summed log-probability after the context. `acc` is how often the most likely one is right;
+`acc_norm` divides by the characters of each ending first, because longer endings are less likely. Both are
+lm-evaluation-harness's metrics, including how context and ending are concatenated (Gao et al. 2024,
+doi:10.5281/zenodo.12608602), so that results are comparable.
 
-A row is one question, in JSON: HellaSwag's own fields (`ctx` or `ctx_a` and `ctx_b`, `endings`, `label`, and
-`activity_label`, where there is one) or the plain ones `query`, `choices`, `gold`.
+A row is one question in JSON: HellaSwag's fields (`ctx` or `ctx_a` and `ctx_b`, `endings`, `label`, and optionally
+`activity_label`) or `query`, `choices`, `gold`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 from rush.data import Tokenizer
 from rush.errors import DataError
-from rush.evaluate.measures import Share, model_tokens, score_rows, share_of
+from rush.evaluate.measures import Share, inputs_and_labels, proportion, score_rows
 from rush.models import Decoder
 
 
@@ -38,7 +38,7 @@ class Accuracy:
 
 
 def read_questions(path: Path, limit: int | None = None) -> list[Question]:
-    """The questions of a JSONL file, each checked."""
+    """The questions of a JSONL file, validated."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -102,16 +102,15 @@ def _context(row: dict[str, Any]) -> str | None:
 
 
 def _clean(text: str) -> str:
-    """HellaSwag's texts come from a site with marks of its own."""
+    """Remove WikiHow's markup, as lm-evaluation-harness does."""
     text = text.strip().replace(" [title]", ". ")
     return re.sub(r"\[.*?\]", "", text).replace("  ", " ")
 
 
 def encode_choice(tokenizer: Tokenizer, context: str, choice: str) -> tuple[list[int], int]:
-    """Context, a space and a choice as tokens, and where the choice begins.
+    """The tokens of context, space and choice, and the index of the choice's first token.
 
-    The two are encoded together, so that the border falls where the tokenizer would put it; spaces at the end of the
-    context belong to the choice.
+    They are encoded together, as the tokenizer would split them; trailing spaces of the context belong to the choice.
     """
     kept = context.rstrip()
     continuation = context[len(kept) :] + " " + choice
@@ -126,13 +125,13 @@ def encode_choice(tokenizer: Tokenizer, context: str, choice: str) -> tuple[list
 def multiple_choice(
     model: Decoder, tokenizer: Tokenizer, questions: Sequence[Question], size: int = 16
 ) -> Accuracy:
-    """Accuracy over all questions; `size` rows go through the model at once."""
+    """Accuracy over all questions; `size` is the batch size in rows."""
     rows: list[tuple[list[int], list[int]]] = []
     for question in questions:
         for choice in question.choices:
             tokens, begin = encode_choice(tokenizer, question.context, choice)
-            cut = max(0, len(tokens) - 1 - model.shape.context)  # the oldest tokens go, as in the harness
-            rows.append(model_tokens(tokens[cut:], max(1, begin - cut)))
+            cut = max(0, len(tokens) - 1 - model.shape.context)  # truncate on the left, as the harness does
+            rows.append(inputs_and_labels(tokens[cut:], max(1, begin - cut)))
     scores = score_rows(model, rows, size)
     plain: list[float] = []
     normed: list[float] = []
@@ -141,4 +140,4 @@ def multiple_choice(
         by_length = [score / len(choice) for score, choice in zip(mine, question.choices, strict=True)]
         plain.append(float(mine.index(max(mine)) == question.gold))
         normed.append(float(by_length.index(max(by_length)) == question.gold))
-    return Accuracy(share_of(plain), share_of(normed))
+    return Accuracy(proportion(plain), proportion(normed))

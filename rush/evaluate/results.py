@@ -1,4 +1,4 @@
-"""All that `rush evaluate` says about one model, or about two side by side: gathered in one place."""
+"""`rush evaluate`: all metrics of one model, or of two side by side."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rush.evaluate.measures import (
     HeldOut,
     Scores,
     Wins,
-    answer,
+    chosen_loss,
+    first_prompts,
+    greedy_answer,
     held_out_loss,
-    held_out_of,
-    prompts_of,
     score_pairs,
     win_rates,
 )
@@ -40,21 +40,21 @@ class EvaluatedModel:
 
 @dataclass(frozen=True)
 class Answers:
-    """One prompt, and what each model says to it."""
+    """One prompt, and each model's answer."""
 
     prompt: str
     texts: list[str]
 
 
 @dataclass(frozen=True)
-class Card:
+class Evaluation:
     about: str
-    """The data, in words; empty where only questions were asked."""
+    """Description of the data; empty where only prompts were answered."""
     models: list[EvaluatedModel]
     answers: list[Answers]
 
 
-def report_card(
+def evaluate_models(
     folder: Path,
     against: Path | None = None,
     *,
@@ -68,14 +68,14 @@ def report_card(
     checkpoint: str = "last",
     device: str = "auto",
     note: Note = lambda text: None,
-) -> Card:
-    """Judge a model, and another one first, one after the other: only one is in memory at a time."""
+) -> Evaluation:
+    """Evaluate a model, after the one it is compared with; only one is in memory at a time."""
     asked = [] if choices is None else read_questions(choices, limit)
     place = probe(device).device
     folders = [path for path in (against, folder) if path is not None]
     held_out: HeldOutData | None = None
     prompts: list[list[int]] = []
-    judged: list[EvaluatedModel] = []
+    evaluated: list[EvaluatedModel] = []
     texts: list[list[str]] = []
     before: Scores | None = None
     tokenizer = _shared_tokenizer(folders)
@@ -83,26 +83,26 @@ def report_card(
         model = load_model(path, checkpoint=which, device=place, note=note)
         if held_out is None and _wants_data(folder, data, choices, questions):
             held_out = open_held_out(folder, data, model.shape, rows, limit, note)
-        if not judged:
+        if not evaluated:
             prompts = [encode_question(tokenizer, question) for question in questions]
             if held_out is not None and held_out.documents is not None:
-                prompts += prompts_of(held_out.documents, answers)
+                prompts += first_prompts(held_out.documents, answers)
         scores = score_pairs(model, held_out.batches()) if held_out is not None and held_out.paired else None
-        judged.append(_judge(path, model, tokenizer, held_out, scores, before, asked, rows))
-        texts.append([answer(model, tokenizer, prompt, max_tokens) for prompt in prompts])
+        evaluated.append(_evaluate_model(path, model, tokenizer, held_out, scores, before, asked, rows))
+        texts.append([greedy_answer(model, tokenizer, prompt, max_tokens) for prompt in prompts])
         before = scores
         del model
     shown = [tokenizer.decode(prompt).strip() for prompt in prompts]
     said = [Answers(prompt, list(each)) for prompt, *each in zip(shown, *texts, strict=True)]
-    return Card(held_out.about if held_out else "", judged, said)
+    return Evaluation(held_out.about if held_out else "", evaluated, said)
 
 
 def _wants_data(folder: Path, data: str | None, choices: Path | None, questions: Sequence[str]) -> bool:
-    """Held-out data is looked for unless only questions were asked, of a folder that knows of no data."""
+    """Whether to use held-out data: not where only prompts or choices were given for a folder without a recipe."""
     return data is not None or (folder / "recipe.toml").is_file() or not (choices or questions)
 
 
-def _judge(
+def _evaluate_model(
     path: Path,
     model: Decoder,
     tokenizer: Tokenizer,
@@ -114,7 +114,7 @@ def _judge(
 ) -> EvaluatedModel:
     loss = None
     if held_out is not None:
-        loss = held_out_of(scores) if scores else held_out_loss(model, held_out.batches())
+        loss = chosen_loss(scores) if scores else held_out_loss(model, held_out.batches())
     return EvaluatedModel(
         folder=str(path),
         held_out=loss,
@@ -126,11 +126,11 @@ def _judge(
 def _shared_tokenizer(folders: list[Path]) -> Tokenizer:
     for path in folders:
         if not (path / "recipe.toml").is_file() and not (path / "config.json").is_file():
-            read_weights(path)  # which says what such a folder is instead
+            read_weights(path)  # raises with what the folder is
     tokenizers = [load_tokenizer(path) for path in folders]
     if (why := tokenizers[0].difference(tokenizers[-1])) is not None:
         raise DataError(
-            f"{folders[0]} and {folders[-1]} have different tokenizers, so their losses and probabilities cannot be held "
-            f"against each other ({why}); compare models that share one."
+            f"{folders[0]} and {folders[-1]} have different tokenizers, so their losses and probabilities cannot be "
+            f"compared ({why}); compare models that share one."
         )
     return tokenizers[-1]

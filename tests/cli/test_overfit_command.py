@@ -55,9 +55,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 def test_overfit_says_that_a_setting_can_learn(world: World, capsys: pytest.CaptureFixture[str]) -> None:
     assert world.call("overfit", world.recipe, "objective.beta=1.0", "--steps", 60) == 0
     out = capsys.readouterr().out
-    assert "this setting can learn" in out
+    assert "this configuration can learn" in out
     assert "loss 0.6931" in out
-    assert "each label is the token that follows" in out
+    assert "each label is the next token" in out
     assert "▁" in out
     flat = " ".join(out.split())
     assert re.search(

@@ -19,13 +19,12 @@ from rush.data.tokenizer import train_bpe
 from rush.errors import DataError
 from rush.evaluate.measures import (
     HeldOut,
-    answer,
     change_of,
+    chosen_loss,
+    first_prompts,
     held_out_loss,
-    held_out_of,
-    prompts_of,
+    proportion,
     score_pairs,
-    share_of,
     win_rates,
 )
 from rush.evaluate.multiple_choice import (
@@ -76,7 +75,7 @@ def test_held_out_loss_is_the_mean_over_labels(model: Decoder) -> None:
     chosen = sum(len(documents.tokens(i)) - 3 for i in range(0, 10, 2))
     assert pairs.loss == pytest.approx(-sum(sums[::2]) / chosen, rel=1e-5)
     assert pairs.labels == chosen
-    told = held_out_of(score_pairs(model, document_validation(documents, Pad(0), 2, 16, paired=True)))
+    told = chosen_loss(score_pairs(model, document_validation(documents, Pad(0), 2, 16, paired=True)))
     assert (told.loss, told.labels) == (pytest.approx(pairs.loss, rel=1e-6), chosen)
 
 
@@ -121,7 +120,7 @@ def test_win_rates_by_sum_per_token_and_by_reward(model: Decoder) -> None:
 def test_the_interval_of_a_share_is_wilsons() -> None:
     # Newcombe 1998, table I: 81 of 263 gives 0.2553 to 0.3662, 0 of 20 gives 0 to 0.1611, 1 of 29 gives 0.0061 to 0.1718.
     for wins, count, low, high in ((81, 263, 0.2553, 0.3662), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)):
-        found = share_of([1.0] * wins + [0.0] * (count - wins))
+        found = proportion([1.0] * wins + [0.0] * (count - wins))
         assert (round(found.low, 4), round(found.high, 4), found.count) == (low, high, count)
 
 
@@ -135,7 +134,9 @@ def test_a_change_is_of_the_same_pairs_and_far_surer_than_two_shares() -> None:
     half = 1.959964 * math.sqrt((30 / 262 - (20 / 262) ** 2) / 262)
     assert (found.low, found.high) == (pytest.approx(20 / 262 - half), pytest.approx(20 / 262 + half))
     assert found.low > 0
-    assert share_of(before).high > share_of(after).low, "side by side the two shares could not be told apart"
+    assert proportion(before).high > proportion(after).low, (
+        "side by side the two shares could not be told apart"
+    )
     assert change_of(before, before).change == 0
     assert change_of(before, before).low < 0 < change_of(before, before).high
     half_way = change_of([0.0, 0.5, 1.0, 1.0], [0.5, 0.5, 0.0, 1.0])
@@ -278,10 +279,10 @@ def test_answers_are_the_likeliest_tokens_up_to_the_end(model: Decoder, tokenize
     for _ in range(6):
         tokens.append(int(model(torch.tensor([tokens]))[0, -1].argmax()))
     assert tokenizer.eos_id not in tokens
-    assert answer(model, tokenizer, prompt, 6) == tokenizer.decode(tokens[len(prompt) :]).strip()
+    assert greedy_answer(model, tokenizer, prompt, 6) == tokenizer.decode(tokens[len(prompt) :]).strip()
 
 
 def test_prompts_are_what_stands_before_the_first_target_each_once() -> None:
     documents = PairsInMemory(4, seed=4, vocabulary=300)
-    found: Any = prompts_of(documents, 3)
+    found: Any = first_prompts(documents, 3)
     assert found == [documents.tokens(2 * pair)[:3].tolist() for pair in range(3)]

@@ -185,9 +185,7 @@ def test_what_we_cannot_do_as_peft_does_it_is_refused(
 def test_an_adapter_for_another_model_is_refused_in_one_sentence(tmp_path: Path) -> None:
     save_adapter(tmp_path / "adapter", adapted("llama"), "somewhere")
     wider = dataclasses.replace(small_shape("llama"), intermediate=56)
-    with pytest.raises(
-        DataError, match=r"adapter for another model: blocks\.0\.mlp\.down has a of shape"
-    ):
+    with pytest.raises(DataError, match=r"adapter for another model: blocks\.0\.mlp\.down has a of shape"):
         read_peft(tmp_path / "adapter", wider)
     with pytest.raises(
         DataError, match=r"adapter for another model: it holds base_model\.model\.model\.layers\.0"
