@@ -13,6 +13,7 @@ import pytest
 
 import rush
 from rush.errors import RecipeError
+from tests.fresh_cache import fresh_cache
 from tests.small_recipe import write_small_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,7 +38,7 @@ def cells() -> list[str]:
 
 def test_the_example_notebook_runs_and_its_results_show_themselves(tmp_path: Path) -> None:
     (tmp_path / "cells.json").write_text(json.dumps(cells()))
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUSH_CACHE": str(tmp_path / "cache")}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "RUSH_CACHE": str(fresh_cache(tmp_path / "cache"))}
     done = subprocess.run(
         [sys.executable, "-c", RUN_CELLS, "cells.json"],
         cwd=tmp_path,

@@ -14,6 +14,7 @@ import torch
 
 from scripts.same_bits import astray, between, difference
 from scripts.same_bits_ops import try_case
+from tests.fresh_cache import fresh_cache
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -64,7 +65,7 @@ def test_two_runs_and_a_killed_one_of_a_ready_recipe_are_equal(tmp_path: Path) -
     done = subprocess.run(
         [sys.executable, ROOT / "scripts" / "same_bits.py", *words],
         check=False, capture_output=True, text=True, cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "RUSH_CACHE": str(tmp_path / "cache")},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "RUSH_CACHE": str(fresh_cache(tmp_path / "cache"))},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "| tiny | equal | equal | - | - |" in done.stdout

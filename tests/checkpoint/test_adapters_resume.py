@@ -23,6 +23,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.training.loop import Summary, train_recipe
 from rush.training.view import Silent
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import checkpoint_files, rows, small_recipe, write_corpus
 
 TOKENS = torch.randint(0, 300, (2, 12), generator=torch.Generator().manual_seed(0))
@@ -36,7 +37,7 @@ def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def plain(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
     """A recipe without techniques, on a corpus that all tests here share."""
-    monkeypatch.setenv("RUSH_CACHE", str(workplace / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(workplace / "cache")))
     corpus = (
         write_corpus(workplace / "corpus") if not (workplace / "corpus").is_dir() else workplace / "corpus"
     )

@@ -21,6 +21,7 @@ from rush.errors import Diverged, MachineError
 from rush.recipe_io import load_recipe
 from rush.records.checkpoint_store import CheckpointStore, verify
 from rush.training import loop
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import rows, small_recipe, write_corpus
 
 MB = 2**20
@@ -162,7 +163,7 @@ def test_without_room_for_a_copy_it_is_written_at_once(
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     path = tmp_path / "small.toml"
     path.write_text(small_recipe(write_corpus(tmp_path / "corpus"), schedule={"steps": 6, "warmup": 2}))
     return lambda *changes: load_recipe(str(path), ["run.save_every=2", "run.keep=9", *changes])
@@ -204,7 +205,7 @@ def test_a_run_ends_with_the_message_of_a_save_that_failed(
     folder = tmp_path / "run" / "checkpoints"
     assert [path.name for path in folder.iterdir()] == ["step-000002"]
     monkeypatch.undo()
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     loop.train_recipe(recipe("schedule.steps=8"), tmp_path / "other")
     assert verify(folder / "step-000002").step == 2
 

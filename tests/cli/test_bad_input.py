@@ -14,6 +14,7 @@ import torch
 from rush.cli import main
 from rush.data import train_bpe
 from rush.records.lock import FolderLock
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import small_recipe, write_corpus
 
 
@@ -46,7 +47,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     before = {
         key: os.environ.get(key) for key in ("RUSH_CACHE", "HF_HUB_OFFLINE", "WANDB_API_KEY", "WANDB_MODE")
     }
-    os.environ |= {"RUSH_CACHE": str(path / "cache"), "HF_HUB_OFFLINE": "1"}
+    os.environ |= {"RUSH_CACHE": str(fresh_cache(path / "cache")), "HF_HUB_OFFLINE": "1"}
     os.environ.pop("WANDB_API_KEY", None)
     os.environ.pop("WANDB_MODE", None)
     made = World(path)

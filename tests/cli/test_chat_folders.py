@@ -18,6 +18,7 @@ from rush.cli import main
 from rush.data import Tokenizer
 from rush.hub.weights import save_hf_folder
 from rush.models import SIZES, build_model
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import rows, small_recipe
 
 # For each template: the end of a text, the end of a turn, and the other special tokens of its tokenizer.
@@ -81,7 +82,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Bases, conversations, a run of each template, and one that trained adapters."""
     path = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RUSH_CACHE", str(path / "cache"))
+        patch.setenv("RUSH_CACHE", str(fresh_cache(path / "cache")))
         talk = [
             {"messages": [{"role": "user", "content": f"What is {n}?"}, {"role": "assistant", "content": f"It is {n}."}]}
             for n in range(40)

@@ -15,6 +15,7 @@ import torch
 
 import rush
 from rush.cli import main
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import ROOT, small_recipe, write_corpus
 
 FAMILIES = ("gpt2", "llama")
@@ -35,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A finished run of each family."""
     path = tmp_path_factory.mktemp("runs")
     before = os.environ.get("RUSH_CACHE")
-    os.environ["RUSH_CACHE"] = str(path / "cache")
+    os.environ["RUSH_CACHE"] = str(fresh_cache(path / "cache"))
     corpus = write_corpus(path / "corpus")
     for family in FAMILIES:
         recipe = path / f"{family}.toml"

@@ -15,6 +15,7 @@ from rush.cli import main
 from rush.files import sha256_file
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import rows, rush, small_recipe, write_corpus
 
 FAILING = Path(__file__).parent / "failing"
@@ -47,7 +48,7 @@ def train(world: Path, name: str, out: Path, *words: str) -> subprocess.Complete
 
 
 def in_this_process(world: Path, monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
-    monkeypatch.setenv("RUSH_CACHE", str(world / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(world / "cache")))
     with pytest.raises(SystemExit) as ended:
         main([str(word) for word in words])
     assert isinstance(ended.value.code, int)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from rush.cli import main
+from tests.fresh_cache import fresh_cache
 from tests.training.small_preferences import preference_recipe, write_pairs
 from tests.training.small_runs import small_recipe, write_corpus
 
@@ -42,7 +43,7 @@ class World:
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     path = tmp_path_factory.mktemp("world")
     before = os.environ.get("RUSH_CACHE")
-    os.environ["RUSH_CACHE"] = str(path / "cache")
+    os.environ["RUSH_CACHE"] = str(fresh_cache(path / "cache"))
     made = World(path)
     assert made.call("train", made.recipe, "--out", path / "run", "--json") == 0
     assert made.call("train", made.lm, "--out", path / "lm-run", "--json") == 0

@@ -13,6 +13,7 @@ import pytest
 from rush.lab.scaling import rank_runner
 from rush.lab.trial import runner
 from rush.lab.trial.starter import Starter
+from tests.fresh_cache import fresh_cache
 from tests.small_recipe import write_small_recipe
 
 PLANTED_SLEEP = f"987.{os.getpid()}"
@@ -47,7 +48,7 @@ def surroundings(lab_cache: Path, starter: Starter, monkeypatch: pytest.MonkeyPa
     for module in (runner, rank_runner):
         monkeypatch.setattr(module, "Starter", lambda *given, **options: Lent(starter))
     monkeypatch.setenv("PLANTED_SLEEP", PLANTED_SLEEP)
-    monkeypatch.setenv("RUSH_CACHE", str(lab_cache))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(lab_cache)))
     # One thread: with two, every other process on a small machine makes them wait for each other.
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
 

@@ -18,6 +18,7 @@ from rush.lab.trial.starter import Starter
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.records.run_folder import RunFolder
+from tests.fresh_cache import fresh_cache
 from tests.small_recipe import write_small_recipe
 
 PLANTED = "tests.lab.planted.life_plant"
@@ -39,7 +40,7 @@ def recipe(tmp_path_factory: pytest.TempPathFactory) -> Recipe:
 
 @pytest.fixture(scope="module")
 def lives(starter: Starter, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Lives]:
-    environment = {"RUSH_CACHE": str(tmp_path_factory.mktemp("cache"))}
+    environment = {"RUSH_CACHE": str(fresh_cache(tmp_path_factory.mktemp("cache")))}
     return lambda folder, **options: Lives(starter, folder, environment, **options)
 
 

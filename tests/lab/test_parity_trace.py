@@ -10,6 +10,7 @@ from rush.hardware import probe
 from rush.lab.parity.trace import SKETCH, sketch, trace
 from rush.recipe_io import load_recipe
 from rush.training.corpus import open_corpus
+from tests.fresh_cache import fresh_cache
 
 
 def test_a_folded_difference_is_as_long_as_the_difference() -> None:
@@ -39,7 +40,7 @@ def test_packings_are_held_against_each_other_on_the_same_documents(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However documents are packed, a step of a trace learns from the same ones: the losses agree, the shapes do not."""
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     rows = [
         {"prompt": f"Count to {n}.", "completion": " ".join(str(i) for i in range(n % 9 + 1))}
         for n in range(80)

@@ -34,6 +34,7 @@ PRELOADED = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
     *(module.name for module in walk_packages(rush.techniques.__path__, "rush.techniques.")),
+    *(["tests.quick_interpreter"] if os.environ.get("TRITON_INTERPRET") == "1" else []),
 ]
 Result = dict[str, Any]
 

@@ -16,6 +16,7 @@ from rush.parallel.launching import launch
 from rush.parallel.replica_check import _describe
 from rush.recipe_io import load_recipe
 from rush.training.fewer_ranks import changes, fewer_ranks, shrunk
+from tests.fresh_cache import fresh_cache
 from tests.parallel.fault_work import Ended, Fault, train
 from tests.training.small_runs import TIMES, rows, small_recipe, write_corpus
 
@@ -44,7 +45,7 @@ def undisturbed(recipe: Path) -> Path:
 
 def go(recipe: Path, out: Path, *words: str, layout: str = "ddp", **how: Any) -> Ended:
     said = [recipe, f"layout.{layout}=2", "--out", out, *words]
-    cache = {"RUSH_CACHE": str(recipe.parent / "cache")}
+    cache = {"RUSH_CACHE": str(fresh_cache(recipe.parent / "cache"))}
     return train(said, out.with_suffix(".log"), more={**cache, **how.pop("more", {})}, **how)
 
 
@@ -262,7 +263,7 @@ def test_a_layout_that_cannot_be_is_refused_once_by_three_ranks(
     word: str, said: str, recipe: Path, tmp_path: Path
 ) -> None:
     words = [recipe, word, "batch.micro=1", "--out", tmp_path / "out"]
-    cache = {"RUSH_CACHE": str(recipe.parent / "cache")}
+    cache = {"RUSH_CACHE": str(fresh_cache(recipe.parent / "cache"))}
     ended = train(words, tmp_path / "log", world=3, more=cache)
     assert ended.codes == [2, 2, 2], ended.said
     assert ended.said.count("error") == 1, ended.said
@@ -282,7 +283,7 @@ def refused(ended: Ended, code: int, said: str) -> None:
 def test_of_three_ranks_only_the_late_one_is_named(kind: str, recipe: Path, tmp_path: Path) -> None:
     sizes = ["layout.ddp=3", "batch.micro=1", "batch.total_tokens=48", "run.timeout_s=12"]
     said = [recipe, *sizes, "--out", tmp_path / "out"]
-    cache = {"RUSH_CACHE": str(recipe.parent / "cache")}
+    cache = {"RUSH_CACHE": str(fresh_cache(recipe.parent / "cache"))}
     ended = train(said, tmp_path / "log", world=3, fault=Fault(kind, 2, 5), more=cache)
     assert ended.codes == [LOST, LOST, LOST if kind == "asleep" else -9], ended.said
     assert ended.said.count("error:") == 1, ended.said

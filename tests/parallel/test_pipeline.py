@@ -19,6 +19,7 @@ from rush.parallel.pipeline import SCHEDULES, Pipeline, bubble_fraction
 from rush.recipe_io import load_recipe
 from rush.techniques import check
 from rush.training.loop import train_recipe
+from tests.fresh_cache import fresh_cache
 from tests.parallel import test_sameness
 from tests.parallel.rank_work import Result, learn, meet_trouble, on_ranks, recipe
 from tests.parallel.test_sameness import furthest
@@ -317,7 +318,7 @@ def test_a_pipeline_trains_saves_samples_and_goes_on_in_one_piece(
         )
     )
 
-    monkeypatch.setenv("RUSH_CACHE", str(cache))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(cache)))
 
     def train(out: str, pp: int, *words: str) -> None:
         if pp == 1:

@@ -22,6 +22,7 @@ from rush.errors import RecipeError
 from rush.hub.folders import read_weights
 from rush.recipe_io import load_recipe
 from rush.training.loop import _resumed_recipe, train_recipe
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import ROOT, environment, rows, rush, small_recipe, write_corpus
 
 Run = subprocess.Popen[str]
@@ -91,7 +92,7 @@ def same(ours: list[dict[str, Any]], reference: list[dict[str, Any]]) -> None:
 def test_two_ranks_write_one_run_that_one_rank_goes_on_with(
     axis: str, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     train_recipe(load_recipe(str(recipe)), tmp_path / "one")
     out = tmp_path / "two"
     done = rush("train", recipe, f"layout.{axis}=2", "--nproc", "2", "--out", out, cache=tmp_path / "cache")
@@ -110,7 +111,7 @@ def test_two_ranks_write_one_run_that_one_rank_goes_on_with(
 def test_a_run_in_cut_layers_goes_on_on_one_rank_and_speaks(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     path = tmp_path / "small.toml"
     corpus = write_corpus(tmp_path / "corpus")
     path.write_text(small_recipe(corpus, family, schedule={"steps": 8, "warmup": 2}))
@@ -245,7 +246,7 @@ def test_a_run_goes_on_with_another_layout_only_if_a_step_stays_what_it_was(reci
 def test_adapters_beside_a_base_in_parts_merge_and_export_as_any_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     path = tmp_path / "small.toml"
     path.write_text(
         small_recipe(write_corpus(tmp_path / "corpus"), family="llama", schedule={"steps": 8, "warmup": 2})

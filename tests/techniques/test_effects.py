@@ -25,6 +25,7 @@ from rush.techniques.memory.on_host import OffloadToHost
 from rush.training.build import Run
 from rush.training.loop import train_recipe
 from rush.training.step import train_step, validate
+from tests.fresh_cache import fresh_cache
 from tests.techniques.tiny_runs import SHORT, compare, make_loader, make_run, one_batch, trace
 from tests.training.small_runs import small_recipe, write_corpus
 
@@ -261,7 +262,7 @@ def test_keeping_half_of_the_matmuls_is_told_from_keeping_all() -> None:
 def test_a_run_with_techniques_saves_loads_and_exports_like_any_other(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     shape = {
         "num_layers": 1,
         "hidden": 32,

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.fresh_cache import fresh_cache
 from tests.real_text import write_to
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -88,7 +89,7 @@ def start_rush(*words: str | Path, cache: Path) -> subprocess.Popen[bytes]:
 def environment(cache: Path) -> dict[str, str]:
     return {
         **os.environ,
-        "RUSH_CACHE": str(cache),
+        "RUSH_CACHE": str(fresh_cache(cache)),
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
 

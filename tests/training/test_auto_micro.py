@@ -15,6 +15,7 @@ from rush.plan.micro_batch import needed
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.training.loop import train_recipe
+from tests.fresh_cache import fresh_cache
 from tests.training.small_preferences import preference_recipe, write_pairs
 from tests.training.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
 from tests.training.test_loop import Listener, part_of
@@ -27,7 +28,7 @@ SHORT = {
 
 @pytest.fixture
 def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     text = small_recipe(write_corpus(tmp_path / "corpus"), batch={"total_tokens": 128}, **SHORT)
     (tmp_path / "small.toml").write_text(text)
     return tmp_path / "small.toml"
@@ -161,7 +162,7 @@ def test_ranks_agree_on_one_number(axis: str, path: Path, tmp_path: Path) -> Non
 def test_preferences_are_tried_with_their_longest_pairs(
     reference: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     text = preference_recipe(
         write_pairs(tmp_path / "pairs.jsonl"), objective={"reference": reference}, **SHORT
     )

@@ -18,12 +18,13 @@ from rush.records.run_folder import RunFolder
 from rush.training import loop, sample, session, validation
 from rush.training.failures import Phase, RunStatus, failure_message
 from rush.training.loop import train_recipe
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import rows, small_recipe, write_corpus
 
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     path = tmp_path / "small.toml"
     often = {"validate_every": 2, "sample_every": 2}
     path.write_text(

@@ -16,6 +16,7 @@ from rush.recipe_io import changed, load_recipe
 from rush.training.loop import Summary, train_recipe
 from rush.training.schedule import learning_rate
 from rush.training.step import LaunchedStep
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import checkpoint_files, rows, small_recipe, write_corpus
 
 
@@ -42,7 +43,7 @@ class Listener:
 
 @pytest.fixture
 def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Recipe:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     corpus = write_corpus(tmp_path / "corpus")
     text = small_recipe(corpus, schedule={"steps": 9, "warmup": 2}, run={"save_every": 2, "keep": 10})
     (tmp_path / "recipe.toml").write_text(text)
@@ -186,9 +187,10 @@ def test_rows_that_are_not_numbers_never_reach_the_metrics(recipe: Recipe, tmp_p
 
 
 def test_training_draws_nothing_from_the_global_generator_it_was_called_with(
-    recipe: Recipe, tmp_path: Path
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two runs in one process, with other random numbers drawn between them, are the same run."""
+    """Two runs in one process, with other random numbers drawn between them, are the same run; the first measures the machine."""
+    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "empty"))
     train_recipe(recipe, tmp_path / "one")
     torch.rand(1000)
     train_recipe(recipe, tmp_path / "two")

@@ -10,6 +10,7 @@ import torch
 from rush.recipe_io import load_recipe
 from rush.training.loop import train_recipe
 from rush.training.lost_updates import movable
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import small_recipe, write_corpus
 from tests.training.test_loop import Listener
 
@@ -39,7 +40,7 @@ def test_a_value_moves_if_the_nearest_number_after_the_step_is_another() -> None
 def test_a_run_says_whether_its_weights_can_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, techniques: str, lr: float, told: bool
 ) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     text = small_recipe(write_corpus(tmp_path / "corpus"), schedule={"steps": 1, "warmup": 0})
     (tmp_path / "recipe.toml").write_text(text)
     recipe = load_recipe(str(tmp_path / "recipe.toml"), [f"techniques={techniques}", f"optimizer.lr={lr}"])

@@ -27,6 +27,7 @@ from rush.training.sample import Sampler
 from rush.training.step import split_rows, train_step, validate
 from rush.training.validation import Validation, rows_before
 from tests.evaluate.long_held_out import long_recipe, write_answers
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much a process had resident")
@@ -34,7 +35,7 @@ linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     return tmp_path / "cache"
 
 
@@ -108,7 +109,7 @@ def test_a_sample_and_a_copy_that_do_not_fit_are_told_and_the_run_goes_on(
     path = tmp_path / "wide.toml"
     path.write_text(long_recipe(answers, vocab_size=131072, run=prompt, **shape))
     out = tmp_path / "run"
-    done = rush("train", path, "run.memory_limit_gb=0.44", "--out", out, cache=cache)
+    done = rush("train", path, "run.memory_limit_gb=0.38", "--out", out, cache=cache)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("A sample ran out of memory: 1 tokens in place of 4") == 1
     assert [

@@ -21,6 +21,7 @@ from rush.training.objectives import Preference
 from rush.training.objectives.preference import log_probabilities
 from rush.training.reference import compute, reference_key, references, set_live_reference, wants_cached
 from rush.training.step import train_step, validate
+from tests.fresh_cache import fresh_cache
 from tests.training.small_pairs import PairsInMemory
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
@@ -180,7 +181,7 @@ def test_a_live_reference_is_a_frozen_copy_of_the_start_with_the_same_techniques
 def test_a_trial_asks_the_reference_about_the_pairs_it_reads_and_a_run_about_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     monkeypatch.setattr(corpus, "TRIAL_PAIRS", 4)
     rows = [{"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(40)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, rows)))

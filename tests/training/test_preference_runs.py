@@ -14,6 +14,7 @@ import torch
 from rush.errors import DataError
 from rush.recipe_io import load_recipe
 from rush.training.loop import train_recipe
+from tests.fresh_cache import fresh_cache
 from tests.training.small_preferences import preference_recipe, write_pairs
 from tests.training.small_runs import checkpoint_files, rows
 
@@ -22,7 +23,7 @@ LOG_TWO = float(torch.tensor(math.log(2), dtype=torch.float32))
 
 @pytest.fixture
 def pairs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     return write_pairs(tmp_path / "pairs.jsonl")
 
 

@@ -14,6 +14,7 @@ from rush.hub.answers import answer_stop_ids
 from rush.recipe_io import changed, load_recipe
 from rush.training.corpus import open_corpus
 from rush.training.sample import sample_prompt
+from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import small_recipe, write_corpus
 
 QUESTION = "What is 7?"
@@ -53,7 +54,7 @@ def prompted(path: Path, rows: list[dict[str, Any]], prompt: str, **changes: Any
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
 
 
 TALK = [{"prompt": f"What is {n}?", "completion": f"It is {n}."} for n in range(40)]

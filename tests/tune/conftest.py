@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.fresh_cache import fresh_cache
 from tests.small_recipe import write_small_recipe
 
 
@@ -16,7 +17,7 @@ def tune_cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _surroundings(tune_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RUSH_CACHE", str(tune_cache))
+    monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tune_cache)))
     # Kernels that are only interpreted here are no candidates.
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     # One thread: with two, every other process on a small machine makes them wait for each other.
