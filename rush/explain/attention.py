@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 from rush.explain import units
 from rush.explain.chart import Curve, Curves, Dot, Mark, Panel, dot
 from rush.explain.clock import timed
-from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
+from rush.explain.topic import INTERVALS, Data, ExplainSettings, Topic, TopicTable
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 HEAD_DIM = 64
+TOKENS = "tokens in the sequence"
 NAMES = {"plain": "plain", "flash": "flash"}
 COLORS = {"plain": 2, "flash": 1}
 TOO_LONG_S = 2.5
@@ -56,14 +57,8 @@ def _row(way: str, length: int, heads: int, settings: ExplainSettings) -> Data:
     """One length: status, seconds and peak bytes of a forward and backward pass."""
     import torch
 
-    empty: Data = {
-        "way": way,
-        "length": length,
-        "status": "ok",
-        "why": None,
-        "seconds": None,
-        "peak_bytes": None,
-    }
+    empty: Data = {"way": way, "length": length, "status": "ok", "why": None}
+    empty |= {"seconds": None, "peak_bytes": None}
     try:
         # Once to warm up; on CUDA this is also where memory runs out, if it does.
         run = _pass(way, length, heads, settings.device)
@@ -278,15 +273,7 @@ def picture(data: Data) -> list[Panel]:
         if (rows := _measured(data, way))
     ]
     panels: list[Panel] = [
-        Curves(
-            "Time, forward and backward",
-            "tokens in the sequence",
-            "time",
-            "",
-            "s",
-            speed,
-            marks=_failed(data),
-        )
+        Curves("Time, forward and backward", TOKENS, "time", "", "s", speed, marks=_failed(data))
     ]
     memory = [
         Curve(NAMES[way], [Dot(row["length"], row["peak_bytes"]) for row in rows], COLORS[way])
@@ -300,17 +287,8 @@ def picture(data: Data) -> list[Panel]:
         room = Curve(
             "memory of this machine", [Dot(x, data["memory_bytes"]) for x in _ends(memory)], 6, "formula"
         )
-        panels.append(
-            Curves(
-                "Memory on top of the inputs",
-                "tokens in the sequence",
-                "peak bytes",
-                "",
-                "B",
-                [*memory, room],
-                marks=_failed(data),
-            )
-        )
+        lines, title = [*memory, room], "Memory on top of the inputs"
+        panels.append(Curves(title, TOKENS, "peak bytes", "", "B", lines, marks=_failed(data)))
     return panels
 
 
@@ -377,10 +355,7 @@ topic = Topic(
             "the most bytes of tensors at once beyond queries, keys and values; CUDA: the allocator's count, CPU: the profiler's list of allocations",
         ),
         ("extrapolation", "peak(longest measured) × (length / longest measured)²"),
-        (
-            "intervals",
-            "95 %, from resampling the samples of this one process; below 5 % no difference is believed",
-        ),
+        INTERVALS,
     ),
     measure=measure,
     words=words,

@@ -40,8 +40,8 @@ def measure(settings: ExplainSettings) -> Data:
         x = torch.randn(batch, inner, device=settings.device, generator=generator).to(dtype)
         out = torch.empty(batch, outer, device=settings.device, dtype=dtype)
         budget = 0.1 if settings.quick else 0.8
-        product = partial(torch.mm, x, weight.t(), out=out)
-        found = timed(product, settings.device, budget_s=budget, most=15, cold=True)
+        matmul = partial(torch.mm, x, weight.t(), out=out)
+        found = timed(matmul, settings.device, budget_s=budget, most=15, cold=True)
         rows.append({"batch": batch, "seconds": found})
     settings.progress("the roofs", len(batches), len(batches) + 1)
     data = {

@@ -108,6 +108,12 @@ def dot(x: float, stat: Mapping[str, Any], amount: float | None = None, *, note:
     return Dot(x, amount / stat["median"], amount / stat["high"], amount / stat["low"], note=note)
 
 
+def bar(name: str, stat: Mapping[str, Any], color: int, amount: float | None = None) -> Bar:
+    """The same as a row of bars."""
+    found = dot(0.0, stat, amount)
+    return Bar(name, found.y, found.low, found.high, color)
+
+
 def tick_values(low: float, high: float, log: bool, unit: Unit, about: int = 6) -> list[float]:
     """Round places on an axis: powers of two for bytes, 1-2-5 steps or powers of ten on a logarithmic one."""
     if unit == "B" and log:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from rush.lab.statistics import median_interval
@@ -24,6 +24,11 @@ def stat(samples: Sequence[float]) -> dict[str, Any]:
     kept = [float(f"{value:.5g}") for value in samples]
     found = median_interval([kept])
     return {"median": found.median, "low": found.low, "high": found.high, "n": found.n, "samples": kept}
+
+
+def byte_rate(row: Mapping[str, Any]) -> float:
+    """Bytes per second of a row that moved so many bytes in its timing."""
+    return float(row["moved"] / row["seconds"]["median"])
 
 
 def timed(

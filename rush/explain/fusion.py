@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from rush.explain import units
 from rush.explain.chart import Bar, Bars, Curve, Curves, Panel, dot
-from rush.explain.clock import timed
-from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
+from rush.explain.clock import byte_rate, timed
+from rush.explain.topic import INTERVALS, Data, ExplainSettings, Topic, TopicTable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -164,7 +164,7 @@ def words(data: Data) -> list[str]:
         sentences.append(_gain_words(longest, best))
     sentences.append(
         f"As separate kernels, {say_length(longest['length'])} on {units.size(data['numbers'] * data['bytes_each'])} move "
-        f"{units.size(longest['moved'])} and take {units.duration(longest['seconds']['median'])}: {units.bandwidth(_rate(longest))}."
+        f"{units.size(longest['moved'])} and take {units.duration(longest['seconds']['median'])}: {units.bandwidth(byte_rate(longest))}."
     )
     if best is not None:
         sentences.append(_traffic_words(longest, best))
@@ -208,7 +208,7 @@ def _traffic_words(longest: Data, best: Data) -> str:
     if gain > 0.75 * less:
         return f"{head}: the time follows the bytes, as it does when memory is the limit."
     return (
-        f"{head}: less than the bytes, so at {units.bandwidth(_rate(best))} something else than this traffic has become "
+        f"{head}: less than the bytes, so at {units.bandwidth(byte_rate(best))} something else than this traffic has become "
         "the limit (the arithmetic itself, the launches, or a cache that had already caught part of it)."
     )
 
@@ -240,11 +240,6 @@ def _best(data: Data) -> Data | None:
     return min(ends, key=lambda row: row["seconds"]["median"], default=None)
 
 
-def _rate(row: Data) -> float:
-    rate: float = row["moved"] / row["seconds"]["median"]
-    return rate
-
-
 def picture(data: Data) -> list[Panel]:
     ways = [way for way in NAMES if _of(data, way)]
     lines = [
@@ -255,7 +250,7 @@ def picture(data: Data) -> list[Panel]:
     for way in ways:
         last = _of(data, way)[-1]
         bars.append(
-            Bar(NAMES[way], last["moved"], color=COLORS[way], note=f"at {units.bandwidth(_rate(last))}")
+            Bar(NAMES[way], last["moved"], color=COLORS[way], note=f"at {units.bandwidth(byte_rate(last))}")
         )
     length = say_length(_of(data, "separate")[-1]["length"])
     return [
@@ -280,7 +275,7 @@ def table(data: Data) -> TopicTable:
             str(row["length"]),
             units.size(row["moved"]),
             units.span(row["seconds"]),
-            units.bandwidth(_rate(row)),
+            units.bandwidth(byte_rate(row)),
         ]
         for row in data["rows"]
     ]
@@ -299,8 +294,8 @@ topic = Topic(
         "fetched once, all eight operations happen while it sits in a register, and it is written once: an eighth of the "
         "traffic for the same arithmetic.",
         "This is what torch.compile does to norms, activations, residual additions and optimizer updates, and what hand-written "
-        "fused kernels do by hand. It does nothing for an operation that already computes a lot per byte, as a large matrix "
-        "product does, and little for tensors that stay in a cache anyway.",
+        "fused kernels do by hand. It does nothing for an operation that already computes a lot per byte, as a large matmul "
+        "does, and little for tensors that stay in a cache anyway.",
     ),
     method=(
         (
@@ -313,10 +308,7 @@ topic = Topic(
         ),
         ("bandwidth", "bytes by formula over the measured time"),
         ("compiling", "torch.compile, outside of every timing"),
-        (
-            "intervals",
-            "95 %, from resampling the samples of this one process; below 5 % no difference is believed",
-        ),
+        INTERVALS,
     ),
     measure=measure,
     words=words,

@@ -1,4 +1,4 @@
-"""The pages of docs/explain: the idea, a picture measured by the tool, and what it description about those numbers."""
+"""The pages of docs/explain: the idea, a picture measured by the tool, and what it reports about those numbers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def index(explanations: Sequence[Explanation], others: Mapping[str, Sequence[Exp
             "`rush explain TOPIC` makes a small experiment on your own machine, with a GPU or without, and shows a picture and a few",
             "sentences about what it found, in the terminal and as a page (`report.html`) that works without network. Each topic takes",
             "less than a minute. The numbers and the sentences on the first page of each topic are from a two-core CPU machine; beside it",
-            "stands what the same command description on other machines.",
+            "stands what the same command reports on other machines.",
             "",
             "| topic | what it shows |",
             "| --- | --- |",

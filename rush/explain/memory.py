@@ -18,8 +18,8 @@ from typing import Any
 
 from rush.errors import MachineError
 from rush.explain import units
-from rush.explain.chart import Bar, Bars, Curve, Curves, Mark, Panel, dot
-from rush.explain.clock import stat, timed
+from rush.explain.chart import Bars, Curve, Curves, Mark, Panel, bar, dot
+from rush.explain.clock import byte_rate, stat, timed
 from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -38,17 +38,7 @@ def _on_host(settings: ExplainSettings) -> Data:
     largest = _largest(levels, settings)
     sizes = _sizes(8 * KIB, largest, settings.quick)
     walks = compile_walks()
-    data: Data = {
-        "kind": "cpu",
-        "line_bytes": line,
-        "levels": levels,
-        "missing": None,
-        "latency": [],
-        "bandwidth": [],
-        "together": None,
-        "links": [],
-        "fetch": None,
-    }
+    data = _nothing_yet("cpu", line, levels)
     if isinstance(walks, str):
         data["missing"] = walks
         data["bandwidth"] = _bandwidth_by_calls(sizes, settings)
@@ -60,6 +50,11 @@ def _on_host(settings: ExplainSettings) -> Data:
         data["bandwidth"].append({"bytes": size, "moved": size, "seconds": _pass(walks, size, samples)})
     data["together"] = _all_cores(walks, largest, settings.machine.cpu.num_threads, samples)
     return data
+
+
+def _nothing_yet(kind: str, line_bytes: int, levels: Sequence[Data]) -> Data:
+    found: Data = {"kind": kind, "line_bytes": line_bytes, "levels": levels, "missing": None}
+    return {**found, "latency": [], "bandwidth": [], "together": None, "links": [], "fetch": None}
 
 
 def _sizes(first: int, last: int, quick: bool) -> list[int]:
@@ -189,17 +184,7 @@ def _on_device(settings: ExplainSettings) -> Data:
     free, _ = torch.cuda.mem_get_info()
     largest = int(min(4 * GIB if not settings.quick else GIB, free // 8))
     levels = [{"name": "L2", "bytes": cache, "line_bytes": 128}] if cache else []
-    data: Data = {
-        "kind": "cuda",
-        "line_bytes": 128,
-        "levels": levels,
-        "missing": None,
-        "latency": [],
-        "bandwidth": [],
-        "together": None,
-        "links": [],
-        "fetch": None,
-    }
+    data = _nothing_yet("cuda", 128, levels)
     chases = _sizes(32 * KIB, largest, settings.quick)[:: 1 if settings.quick else 2]
     streams = [size for size in _sizes(MIB, largest, settings.quick) if size % (16 * KIB) == 0]
     parts, hops = len(chases) + len(streams) + 4, 4000
@@ -253,12 +238,12 @@ def words(data: Data) -> list[str]:
     if latency:
         sentences += _latency_words(data)
     first, last = speed[0], speed[-1]
-    fast, slow = _rate(first), _rate(last)
+    fast, slow = byte_rate(first), byte_rate(last)
     who = "the device" if data["kind"] == "cuda" else "one core" if latency else "torch"
-    best = max(speed, key=_rate)
+    best = max(speed, key=byte_rate)
     shape = (
-        f"{units.times(_rate(best) / slow)} less than at best ({units.bandwidth(_rate(best))} with {units.size(best['bytes'])})"
-        if _rate(best) / slow > 1.2
+        f"{units.times(byte_rate(best) / slow)} less than at best ({units.bandwidth(byte_rate(best))} with {units.size(best['bytes'])})"
+        if byte_rate(best) / slow > 1.2
         else "hardly less than at best"
     )
     sentences.append(
@@ -269,7 +254,7 @@ def words(data: Data) -> list[str]:
         sentences.append(
             f"Latency was not measured: {data['missing']}. It needs a few lines of machine code."
         )
-        needed = first["bytes"] / _rate(best) / first["seconds"]["median"]
+        needed = first["bytes"] / byte_rate(best) / first["seconds"]["median"]
         sentences.append(
             f"Of the {units.duration(first['seconds']['median'])} that adding up {units.size(first['bytes'])} took, {units.share(needed)} "
             "would be enough at the best rate seen; the rest is the call, so small caches do not show."
@@ -277,7 +262,7 @@ def words(data: Data) -> list[str]:
     if latency:
         sentences.append(_order_words(data))
     if data["together"]:
-        both = _rate(data["together"])
+        both = byte_rate(data["together"])
         gain = both / slow
         more = (
             f"{units.times(gain)} one core"
@@ -344,7 +329,7 @@ def _order_words(data: Data) -> str:
     """In order against at random, at the largest size: both in bytes of a cache line per second."""
     last = data["latency"][-1]
     random = data["line_bytes"] / last["seconds"]["median"]
-    ordered = _rate(data["bandwidth"][-1])
+    ordered = byte_rate(data["bandwidth"][-1])
     gain = ordered / random
     head = (
         f"From {units.size(last['bytes'])}, one random visit after another brings {units.bandwidth(random)}"
@@ -358,8 +343,8 @@ def _order_words(data: Data) -> str:
 
 
 def _link_words(data: Data, own: float) -> str:
-    best = max(data["links"], key=_rate)
-    ratio = own / _rate(best)
+    best = max(data["links"], key=byte_rate)
+    ratio = own / byte_rate(best)
     than = (
         f"{units.times(ratio)} slower than the device's own memory"
         if ratio > 1.1
@@ -368,12 +353,7 @@ def _link_words(data: Data, own: float) -> str:
     fetch = (
         f" Fetching a single number takes {units.duration(data['fetch']['median'])}." if data["fetch"] else ""
     )
-    return f"The link to the host carries at best {units.bandwidth(_rate(best))} ({best['name']}), {than}.{fetch}"
-
-
-def _rate(row: Data) -> float:
-    rate: float = row["moved"] / row["seconds"]["median"]
-    return rate
+    return f"The link to the host carries at best {units.bandwidth(byte_rate(best))} ({best['name']}), {than}.{fetch}"
 
 
 def picture(data: Data) -> list[Panel]:
@@ -391,24 +371,20 @@ def picture(data: Data) -> list[Panel]:
     )
     panels.append(Curves("Bandwidth", "bytes in use", "bytes per second", "B", "B/s", [line], marks=marks))
     if data["links"]:
-        rows = [_bar(row["name"], row, 3) for row in data["links"]]
-        rows.append(_bar("the device's own memory", data["bandwidth"][-1], 1))
+        own = data["bandwidth"][-1]
+        rows = [bar(row["name"], row["seconds"], 3, row["moved"]) for row in data["links"]]
+        rows.append(bar("the device's own memory", own["seconds"], 1, own["moved"]))
         panels.append(Bars("The link to the host", "B/s", rows, log=True))
     return panels
 
 
-def _bar(name: str, row: Data, color: int) -> Bar:
-    moved, seconds = row["moved"], row["seconds"]
-    return Bar(name, _rate(row), moved / seconds["high"], moved / seconds["low"], color)
-
-
 def table(data: Data) -> TopicTable:
     visits = {row["bytes"]: units.span(row["seconds"]) for row in data["latency"]}
-    speed = {row["bytes"]: units.bandwidth(_rate(row)) for row in data["bandwidth"]}
+    speed = {row["bytes"]: units.bandwidth(byte_rate(row)) for row in data["bandwidth"]}
     rows = [
         [units.size(size), visits.get(size, "–"), speed.get(size, "–")] for size in sorted({*visits, *speed})
     ]
-    rows += [[row["name"], "–", units.bandwidth(_rate(row))] for row in data["links"]]
+    rows += [[row["name"], "–", units.bandwidth(byte_rate(row))] for row in data["links"]]
     return TopicTable(("bytes in use", "one random visit (95 % interval)", "in order"), rows)
 
 
@@ -424,7 +400,7 @@ topic = Topic(
         "much flows when the next bytes are asked for before the last have come. A program that hops about feels the "
         "first, one that walks in order the second.",
         "Nearly every optimization in training comes down to this picture: tiles that stay in a near store "
-        "(FlashAttention, matrix products), several operations in one pass (fusion), fewer bytes per number (precision), "
+        "(FlashAttention, matmuls), several operations in one pass (fusion), fewer bytes per number (precision), "
         "more work per byte fetched (batch size).",
     ),
     method=(

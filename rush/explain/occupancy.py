@@ -1,7 +1,7 @@
 """Filling the machine: equal tasks on so many workers, sizes at and beside powers of two, a padded vocabulary.
 
 A machine finishes tasks in waves of as many as it has workers (cores, or multiprocessors); one task more than
-fits into a wave costs a whole further wave. Matrix products are cut into tiles of fixed size, so a size that is
+fits into a wave costs a whole further wave. Matmuls are cut into tiles of fixed size, so a size that is
 no multiple of the tile pays for the part that sticks out. Whether and how much that shows here is measured.
 """
 
@@ -18,9 +18,9 @@ from typing import Any
 
 from rush.errors import MachineError
 from rush.explain import units
-from rush.explain.chart import Bar, Bars, Curve, Curves, Mark, Panel, dot
+from rush.explain.chart import Bars, Curve, Curves, Mark, Panel, bar, dot
 from rush.explain.clock import timed
-from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
+from rush.explain.topic import INTERVALS, Data, ExplainSettings, Topic, TopicTable
 
 VOCABULARIES = (50257, 50304)
 """GPT-2's vocabulary, and the next multiple of 128."""
@@ -127,7 +127,7 @@ def _device_tasks(settings: ExplainSettings) -> tuple[int, list[int], Run]:
 
 
 def _sizes(settings: ExplainSettings, dtype: Any, done: int, parts: int) -> list[Data]:
-    """Square products at a power of two, beside it, and at multiples of smaller powers."""
+    """Square matmuls at a power of two, beside it, and at multiples of smaller powers."""
     import torch
 
     base = (
@@ -136,7 +136,7 @@ def _sizes(settings: ExplainSettings, dtype: Any, done: int, parts: int) -> list
     generator = torch.Generator(settings.device).manual_seed(0)
     rows = []
     for step, size in enumerate((base - 1, base, base + 1, base + 8, base + 64)):
-        settings.progress(f"matrix products of {size}", done + step, parts)
+        settings.progress(f"matmuls of {size}", done + step, parts)
         a, b = (
             torch.randn(size, size, device=settings.device, generator=generator).to(dtype) for _ in range(2)
         )
@@ -148,7 +148,7 @@ def _sizes(settings: ExplainSettings, dtype: Any, done: int, parts: int) -> list
 
 
 def _vocabulary(settings: ExplainSettings, dtype: Any, done: int, parts: int) -> Data:
-    """The head of GPT-2 with its own vocabulary and with a padded one: the product and its two gradients."""
+    """The head of GPT-2 with its own vocabulary and with a padded one: the matmul and its two gradients."""
     import torch
 
     cuda = settings.device == "cuda"
@@ -181,7 +181,7 @@ def words(data: Data) -> list[str]:
 
 
 def _total(data: Data, size: int) -> list[float]:
-    """Samples of the three products together: the sums of their samples, in order of size."""
+    """Samples of the three matmuls together: the sums of their samples, in order of size."""
     rows = [sorted(row["seconds"]["samples"]) for row in data["vocabulary"] if row["vocabulary"] == size]
     least = min(map(len, rows))
     # Samples are not paired, so equal ranks are added: quantiles of the sum, as if all were slow together.
@@ -190,7 +190,7 @@ def _total(data: Data, size: int) -> list[float]:
 
 
 def padding(data: Data) -> Any:
-    """How much faster the padded vocabulary is, over the three products, with its interval."""
+    """How much faster the padded vocabulary is, over the three matmuls, with its interval."""
     odd, padded = (_total(data, size) for size in VOCABULARIES)
     return units.speedup({"samples": odd}, {"samples": padded})
 
@@ -257,7 +257,7 @@ def _size_words(data: Data) -> str:
         {"samples": [s / worst["flops"] for s in worst["seconds"]["samples"]]},
         {"samples": [s / base["flops"] for s in base["seconds"]["samples"]]},
     )
-    head = f"A product of size {base['size']} runs at {units.flops(_rate(base))}, of size {worst['size']} at {units.flops(_rate(worst))}"
+    head = f"A matmul of size {base['size']} runs at {units.flops(_rate(base))}, of size {worst['size']} at {units.flops(_rate(worst))}"
     if ratio.faster:
         return f"{head}: beside the power of two the rate is down to {units.share(1 / ratio.ratio)}."
     if ratio.slower:
@@ -288,11 +288,9 @@ def picture(data: Data) -> list[Panel]:
     last = max(row["tasks"] for row in data["tasks"])
     marks = [mark for mark in waves if mark.x <= last]
     vocabulary = [
-        Bar(
+        bar(
             f"{row['vocabulary']}, {row['product']}",
-            row["seconds"]["median"],
-            row["seconds"]["low"],
-            row["seconds"]["high"],
+            row["seconds"],
             2 if row["vocabulary"] == VOCABULARIES[0] else 1,
         )
         for product in PRODUCTS
@@ -300,13 +298,7 @@ def picture(data: Data) -> list[Panel]:
         if row["product"] == product
     ]
     sizes = [
-        Bar(
-            f"{row['size']} × {row['size']}",
-            _rate(row),
-            row["flops"] / row["seconds"]["high"],
-            row["flops"] / row["seconds"]["low"],
-            1 if index == 1 else 2,
-        )
+        bar(f"{row['size']} × {row['size']}", row["seconds"], 1 if index == 1 else 2, row["flops"])
         for index, row in enumerate(data["sizes"])
     ]
     head = f"{data['tokens']} tokens, hidden size {data['hidden']}, {data['dtype']}"
@@ -323,7 +315,7 @@ def picture(data: Data) -> list[Panel]:
             marks=marks,
         ),
         Bars(f"Vocabulary {VOCABULARIES[0]} against {VOCABULARIES[1]}: {head}", "s", vocabulary),
-        Bars("Square matrix products at and beside a power of two", "FLOP/s", sizes),
+        Bars("Square matmuls at and beside a power of two", "FLOP/s", sizes),
     ]
 
 
@@ -341,7 +333,7 @@ def table(data: Data) -> TopicTable:
         for row in data["vocabulary"]
     ]
     rows += [
-        [f"product of size {row['size']}", units.span(row["seconds"]), units.flops(_rate(row))]
+        [f"matmul of size {row['size']}", units.span(row["seconds"]), units.flops(_rate(row))]
         for row in data["sizes"]
     ]
     return TopicTable(("what", "time (95 % interval)", "rate"), rows)
@@ -359,7 +351,7 @@ topic = Topic(
         "A processor works on as many tasks at once as it has workers: the cores of a CPU, the multiprocessors of a GPU. Equal tasks "
         "therefore finish in waves. One task more than fits into a wave takes a whole further wave, during which the other "
         "workers stand idle. The fewer waves there are, the more the last, half-empty one matters.",
-        "A matrix product is cut into tiles, and each tile is such a task. Tiles have fixed sizes, mostly multiples of 64 or 128; a matrix "
+        "A matmul is cut into tiles, and each tile is such a task. Tiles have fixed sizes, mostly multiples of 64 or 128; a matrix "
         "that is no multiple of them has tiles that stick out and compute nothing useful. Odd sizes cost more than that: a row that "
         "does not begin at a multiple of 16 bytes cannot be loaded by the widest instructions or by the matrix units' own loader.",
         "GPT-2 has 50257 tokens in its vocabulary, an odd number. Padding it to 50304, a multiple of 128, adds rows that no token uses. "
@@ -373,10 +365,7 @@ topic = Topic(
         ),
         ("vocabulary", "logits = x · Wᵀ, and the gradients of x and of W, as in training"),
         ("use of the machine", "the best time per task of all counts, over the time per task of this count"),
-        (
-            "intervals",
-            "95 %, from resampling the samples of this one process; below 5 % no difference is believed",
-        ),
+        INTERVALS,
     ),
     measure=measure,
     words=words,

@@ -2,7 +2,7 @@
 
 Rounding is measured by converting real numbers and back. TF32 is a mode of the matrix units and no type of
 its own, so its rounding is done here by hand (ten bits of fraction kept, to nearest even). Rates are those of
-matrix products, where the device has them in that format; where it has not, the reason stands there.
+matmuls, where the device has them in that format; where it has not, the reason stands there.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ def measure(settings: ExplainSettings) -> Data:
         )
     for done, row in enumerate(rows):
         if row["name"] not in RATES:
-            row["why"] = "products take e4m3; e5m2 is for gradients"
+            row["why"] = "matmuls take e4m3; e5m2 is for gradients"
             continue
-        settings.progress(f"matrix products in {row['name']}", len(FORMATS) + done, parts)
+        settings.progress(f"matmuls in {row['name']}", len(FORMATS) + done, parts)
         found = rates.matmul(settings.device, RATES[row["name"]], budget_s=0.15 if settings.quick else 1.5)
         if isinstance(found, str):
             row["why"] = found
@@ -148,7 +148,7 @@ def _rate_words(rows: list[Data]) -> str:
     known = {row["name"]: rate for row in rows if (rate := _rate(row)) is not None}
     base = known.get("fp32")
     if base is None or len(known) < 2:
-        return "Matrix products could be timed in one number format only, so no rates can be compared here."
+        return "Matmuls could be timed in one number format only, so no rates can be compared here."
     others = {name: rate / base for name, rate in known.items() if name != "fp32"}
     sentences = [
         f"{name} {units.flops(known[name])} ({units.times(ratio)})" for name, ratio in others.items()
@@ -162,8 +162,8 @@ def _rate_words(rows: list[Data]) -> str:
     slow = [name for name, ratio in others.items() if ratio < 0.5]
     tail = f" (for {units.listed(slow)} this device, or torch on it, has no fast way)" if slow else ""
     absent = [row["name"] for row in rows if row["rate"] is None]
-    lacks = f" There is no product in {units.listed(absent)} here." if absent else ""
-    return f"Matrix products run at {units.flops(base)} in fp32; {units.listed(sentences)}: {verdict}{tail}.{lacks}"
+    lacks = f" There is no matmul in {units.listed(absent)} here." if absent else ""
+    return f"Matmuls run at {units.flops(base)} in fp32; {units.listed(sentences)}: {verdict}{tail}.{lacks}"
 
 
 def _rounding_words(rows: dict[str, Data]) -> str:
@@ -233,7 +233,7 @@ def picture(data: Data) -> list[Panel]:
     ]
     spans = [Bar(row["name"], row["largest"], start=row["smallest_normal"], color=3) for row in data["rows"]]
     return [
-        Bars("Rate of matrix products (whiskers: slowest and fastest sample)", "FLOP/s", rates),
+        Bars("Rate of matmuls (whiskers: slowest and fastest sample)", "FLOP/s", rates),
         Curves(
             "Weights that an update changes at all",
             "size of the update, relative to the weight",
@@ -269,7 +269,7 @@ def table(data: Data) -> TopicTable:
         "smallest normal",
         "rounding, at most",
         f"1 added {data['added']} times",
-        "matrix products",
+        "matmuls",
     )
     return TopicTable(head, rows)
 
@@ -285,21 +285,21 @@ topic = Topic(
         "Half the bits are half the traffic and half the memory, and matrix units multiply short numbers faster, where the device has "
         "such units. Without them a short format has to be converted for every operation and can be slower than the long one.",
         "Rounding one number does little harm. Adding up many does: once a sum is large enough, a small addend disappears entirely, and "
-        "so does a small update added to a weight. Therefore sums are kept in fp32 even when the factors are short, and weights "
+        "so does a small update added to a weight. Therefore sums are kept in fp32 even when the operands are short, and weights "
         "have a master copy in fp32 or are rounded at random, so that small updates arrive on average.",
     ),
     method=(
         ("rounding", "weights drawn at random, stored in the format and read back, against the original"),
         (
             "TF32",
-            "rounded by hand to ten bits of fraction; its rate is that of fp32 products with the mode switched on",
+            "rounded by hand to ten bits of fraction; its rate is that of fp32 matmuls with the mode switched on",
         ),
         ("adding up", "1 added again and again, the sum stored in the format each time"),
         (
             "updates",
             "each weight multiplied by 1 + the size of the update and stored again; the share that differs",
         ),
-        ("rate", "the best of several matrix products, median of its samples"),
+        ("rate", "the best of several matmuls, median of its samples"),
     ),
     measure=measure,
     words=words,

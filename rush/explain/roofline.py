@@ -1,6 +1,6 @@
 """The roofline: this model's operations under this machine's roofs, measured at the recipe's shapes.
 
-The roofs are measured here: the rate of a large matrix product and the rate of a large copy. An operation's
+The roofs are measured here: the rate of a large matmul and the rate of a large copy. An operation's
 place on the x axis is arithmetic per byte by formula, with every input and output moved once, the least it can
 do. Its height is measured. Forward passes, and the optimizer's update.
 """
@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rush.errors import MachineError, RecipeError
 from rush.explain import units
-from rush.explain.chart import Curve, Curves, Dot, Panel
+from rush.explain.chart import Curve, Curves, Dot, Panel, dot
 from rush.explain.clock import timed
-from rush.explain.topic import Data, ExplainSettings, Topic, TopicTable
+from rush.explain.topic import INTERVALS, Data, ExplainSettings, Topic, TopicTable
 
 if TYPE_CHECKING:
     import torch
@@ -78,16 +79,8 @@ def measure(settings: ExplainSettings) -> Data:
                 f"{name} of {recipe.model.name} with {rows} × {sequence} tokens does not fit on this device; "
                 "use a smaller --batch or --sequence."
             ) from None
-        ops.append(
-            {
-                "name": case[0],
-                "kind": case[1],
-                "copies": case[2],
-                "flops": case[3],
-                "bytes": case[4],
-                "seconds": found,
-            }
-        )
+        names = ("name", "kind", "copies", "flops", "bytes")
+        ops.append({**dict(zip(names, case[:5], strict=True)), "seconds": found})
         del case
     return {
         "kind": settings.device,
@@ -109,7 +102,7 @@ def _check_size(shape: Shape, rows: int, sequence: int, peak: float, machine: Ma
 
     tokens = rows * sequence
     matrices = [math.prod(entry.dims) for entry in parameter_table(shape) if entry.matmul_parameters]
-    # Each product is made seven times or more: warm-up and samples.
+    # Each matmul runs seven times or more: warm-up and samples.
     seconds = 7 * 2 * tokens * sum(matrices) / peak
     scores = 4 * rows * shape.num_heads * sequence * sequence
     # The loss keeps logits and their softmax, plain attention some copies of its scores, AdamW four numbers a weight.
@@ -143,14 +136,8 @@ def _cases(
     def linear(role: str, outer: int, inner: int, copies: int) -> Case:
         x, weight = drawn(tokens, inner), drawn(outer, inner)
         moved = size * (tokens * inner + inner * outer + tokens * outer)
-        return (
-            role,
-            "matmul",
-            copies,
-            2.0 * tokens * inner * outer,
-            float(moved),
-            lambda: torch.nn.functional.linear(x, weight),
-        )
+        work = partial(torch.nn.functional.linear, x, weight)
+        return role, "matmul", copies, 2.0 * tokens * inner * outer, float(moved), work
 
     cases: list[tuple[str, Callable[[], Case]]] = []
     for entry in parameter_table(shape):
@@ -194,39 +181,24 @@ def _norm(shape: Shape, tokens: int, drawn: Draw, size: int, device: str) -> Cas
     kind = LayerNorm if shape.family == "gpt2" else RMSNorm
     x = drawn(tokens, shape.hidden)
     norm = kind(shape.hidden, shape.norm_eps).to(device=device, dtype=x.dtype)
-    return (
-        "norm",
-        "elementwise",
-        2 * shape.num_layers + 1,
-        float(NORM_FLOPS * x.numel()),
-        2.0 * size * x.numel(),
-        lambda: norm(x),
-    )
+    return _elementwise("norm", 2 * shape.num_layers + 1, x.numel(), NORM_FLOPS, 2 * size, lambda: norm(x))
+
+
+def _elementwise(
+    name: str, copies: int, numbers: int, flops_each: int, bytes_each: int, work: Callable[[], object]
+) -> Case:
+    return name, "elementwise", copies, float(flops_each * numbers), float(bytes_each * numbers), work
 
 
 def _activation(shape: Shape, tokens: int, drawn: Draw, size: int) -> Case:
     from rush.models.layers import GeluTanh, SwiGLU
 
-    up = drawn(tokens, shape.intermediate)
+    up, layers = drawn(tokens, shape.intermediate), shape.num_layers
     if shape.family == "gpt2":
         gelu = GeluTanh()
-        return (
-            "activation",
-            "elementwise",
-            shape.num_layers,
-            float(GELU_FLOPS * up.numel()),
-            2.0 * size * up.numel(),
-            lambda: gelu(up),
-        )
+        return _elementwise("activation", layers, up.numel(), GELU_FLOPS, 2 * size, lambda: gelu(up))
     gate, swiglu = drawn(tokens, shape.intermediate), SwiGLU()
-    return (
-        "activation",
-        "elementwise",
-        shape.num_layers,
-        float(SWIGLU_FLOPS * up.numel()),
-        3.0 * size * up.numel(),
-        lambda: swiglu(gate, up),
-    )
+    return _elementwise("activation", layers, up.numel(), SWIGLU_FLOPS, 3 * size, lambda: swiglu(gate, up))
 
 
 def _loss(shape: Shape, tokens: int, drawn: Draw, device: str) -> Case:
@@ -234,14 +206,8 @@ def _loss(shape: Shape, tokens: int, drawn: Draw, device: str) -> Case:
 
     logits = drawn(tokens, shape.vocab_size, of=torch.float32)
     labels = torch.randint(0, shape.vocab_size, (tokens,), device=device)
-    return (
-        "loss",
-        "elementwise",
-        1,
-        float(LOSS_FLOPS * logits.numel()),
-        4.0 * logits.numel(),
-        lambda: torch.nn.functional.cross_entropy(logits, labels, reduction="sum"),
-    )
+    loss = partial(torch.nn.functional.cross_entropy, logits, labels, reduction="sum")
+    return _elementwise("loss", 1, logits.numel(), LOSS_FLOPS, 4, loss)
 
 
 def _optimizer(shape: Shape, device: str) -> Case:
@@ -305,7 +271,7 @@ def _share_words(ops: list[Data]) -> str:
     matmul = sum(parts[op["name"]] for op in ops if op["kind"] == "matmul")
     longest = max(parts, key=lambda name: parts[name])
     return (
-        f"Added up over all layers, the matrix products take {units.share(matmul / total)} of the time of these operations; "
+        f"Added up over all layers, the matmuls take {units.share(matmul / total)} of the time of these operations; "
         f"the largest single part is {longest} with {units.share(parts[longest] / total)}."
     )
 
@@ -346,14 +312,7 @@ def picture(data: Data) -> list[Panel]:
     numbered = list(enumerate(data["ops"], start=1))
     for kind, color in KINDS.items():
         dots = [
-            Dot(
-                intensity(op),
-                rate(op),
-                op["flops"] / op["seconds"]["high"],
-                op["flops"] / op["seconds"]["low"],
-                str(index),
-                op["name"],
-            )
+            replace(dot(intensity(op), op["seconds"], op["flops"], note=op["name"]), label=str(index))
             for index, op in numbered
             if op["kind"] == kind
         ]
@@ -410,14 +369,14 @@ topic = Topic(
         "A machine has two limits: how fast it multiplies and how fast it moves bytes. An operation that does much arithmetic "
         "with each byte meets the first, one that does little meets the second. Drawn over the arithmetic per byte, the two "
         "limits look like a roof: a slope, where memory decides, and a flat part, where the arithmetic units do.",
-        "Large matrix products belong under the flat part: use a faster number format to lift it. Norms, activations, losses and "
+        "Large matmuls belong under the flat part: use a faster number format to lift it. Norms, activations, losses and "
         "optimizer updates belong under the slope: the only way to make them faster is to move fewer bytes, by fusing them "
         "with their neighbors or by smaller numbers.",
         "An operation far below its roof wastes something: it moves its data more than once, as plain attention and unfused norms "
         "do, or it is too small to fill the machine. An operation above the slope found its data in a cache.",
     ),
     method=(
-        ("flat roof", "the best of some large matrix products in this number format, measured now"),
+        ("flat roof", "the best of some large matmuls in this number format, measured now"),
         ("slope", "a copy of a block larger than any cache, bytes read plus bytes written, measured now"),
         (
             "FLOP per byte",
@@ -427,10 +386,7 @@ topic = Topic(
             "time",
             "median of repeated runs of the forward operation; on CUDA by events, the cache emptied before each",
         ),
-        (
-            "intervals",
-            "95 %, from resampling the samples of this one process; below 5 % no difference is believed",
-        ),
+        INTERVALS,
     ),
     measure=measure,
     words=words,

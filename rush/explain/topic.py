@@ -18,6 +18,12 @@ from rush.hardware.machine import Machine
 Data = dict[str, Any]
 """What a measurement came to: dicts, lists, numbers, strings, None."""
 
+INTERVALS = (
+    "intervals",
+    "95 %, from resampling the samples of this one process; below 5 % no difference is believed",
+)
+"""The last line of a topic's method."""
+
 
 @dataclass(frozen=True)
 class ExplainSettings:
