@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,11 @@ from rush.files import sha256_file
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
 from tests.fresh_cache import fresh_cache
-from tests.training.small_runs import rows, rush, small_recipe, write_corpus
+from tests.training.small_runs import rows, rush, rush_alone, small_recipe, write_corpus
 
 FAILING = Path(__file__).parent / "failing"
 STEPS = 5
+Run = Callable[..., subprocess.CompletedProcess[str]]
 
 
 @pytest.fixture(scope="module")
@@ -42,9 +44,11 @@ def file_of(world: Path, name: str, *, broken: bool) -> Path:
     return file
 
 
-def train(world: Path, name: str, out: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def train(
+    world: Path, name: str, out: Path, *words: str, run: Run = rush
+) -> subprocess.CompletedProcess[str]:
     line = ["train", world / "gpt2.toml", f"techniques=['{name}']", "--technique", world / f"{name}.py"]
-    return rush(*line, "--out", out, *words, cache=world / "cache")
+    return run(*line, "--out", out, *words, cache=world / "cache")
 
 
 def in_this_process(world: Path, monkeypatch: pytest.MonkeyPatch, *words: str | Path) -> int:
@@ -139,7 +143,7 @@ def test_a_technique_that_raises_or_aborts_at_exit_is_named_and_the_result_stand
     world: Path, tmp_path: Path
 ) -> None:
     file, out = file_of(world, "at_exit", broken=True), tmp_path / "run"
-    done = train(world, "at_exit", out)
+    done = train(world, "at_exit", out, run=rush_alone)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     assert f"Done at step {STEPS} of {STEPS}" in done.stdout

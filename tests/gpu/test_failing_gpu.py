@@ -8,7 +8,7 @@ import pytest
 
 from rush.records.checkpoint_store import verify
 from rush.records.run_folder import RunFolder
-from tests.training.small_runs import rush, small_recipe, write_corpus
+from tests.training.small_runs import rush_alone, small_recipe, write_corpus
 
 pytestmark = pytest.mark.gpu
 HEAD = """
@@ -95,7 +95,7 @@ def test_a_failing_device_or_kernel_is_one_message_and_exit_code_4(
     )
     file.write_text(HEAD + code + TAIL)
     words = ["train", recipe, "techniques=['planted']", "--technique", file, "--out", out]
-    done = rush(*words, cache=tmp_path / "cache")
+    done = rush_alone(*words, cache=tmp_path / "cache")
     assert done.returncode == 4, done.stderr
     assert "Traceback" not in done.stderr
     message = done.stderr[done.stderr.index("error: ") :].strip()

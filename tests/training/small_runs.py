@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+from rush.lab.trial.starter import COMMANDS, Starter, Streams
 from tests.fresh_cache import fresh_cache
 from tests.real_text import write_to
 
@@ -62,8 +66,26 @@ def _toml(value: Any) -> str:
     return json.dumps(value)
 
 
-def rush(*words: str | Path, cache: Path, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The command line in a process of its own."""
+def rush(*words: str | Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own, forked from one that has imported everything."""
+    with TemporaryDirectory() as folder:
+        streams = Streams(Path(os.devnull), Path(folder) / "stdout", Path(folder) / "stderr")
+        codes = _starter().rush([str(word) for word in words], streams, [environment(cache)], limit_s=240)
+        assert codes is not None, f"not done after 240 s: {streams.stderr.read_text()}"
+        return subprocess.CompletedProcess(
+            words, codes[0], streams.stdout.read_text(), streams.stderr.read_text()
+        )
+
+
+@functools.cache
+def _starter() -> Starter:
+    starter = Starter(COMMANDS)
+    atexit.register(starter.close)
+    return starter
+
+
+def rush_alone(*words: str | Path, cache: Path) -> subprocess.CompletedProcess[str]:
+    """The command line in a process that nothing was imported into before: where its memory or its end is looked at."""
     return subprocess.run(
         [sys.executable, "-m", "rush", *map(str, words)],
         check=False,
@@ -72,7 +94,6 @@ def rush(*words: str | Path, cache: Path, **options: Any) -> subprocess.Complete
         capture_output=True,
         text=True,
         timeout=240,
-        **options,
     )
 
 

@@ -17,7 +17,7 @@ from rush.recipe_io import changed, load_recipe
 from rush.training.loop import train_recipe
 from tests.fresh_cache import fresh_cache
 from tests.training.small_preferences import preference_recipe, write_pairs
-from tests.training.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
+from tests.training.small_runs import checkpoint_files, rows, rush_alone, small_recipe, write_corpus
 from tests.training.test_loop import Listener, part_of
 
 SHORT = {
@@ -131,13 +131,13 @@ def test_out_of_memory_halves_until_it_fits_and_each_time_says_so(
 def test_a_process_with_a_limit_trains_within_it(path: Path, tmp_path: Path) -> None:
     """The planner's choice is right the first time, in a process that really has no more."""
     words = ["train", path, "batch.micro=auto", *LONG, "batch.total_tokens=32768", "run.memory_limit_gb=0.32"]
-    done = rush(*words, "--out", tmp_path / "run", cache=tmp_path / "cache")
+    done = rush_alone(*words, "--out", tmp_path / "run", cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     assert "batch.micro is" in done.stderr
     assert 1 < chosen(tmp_path / "run") < 256
-    again = rush("train", "--out", tmp_path / "run", "--resume", cache=tmp_path / "cache")
+    again = rush_alone("train", "--out", tmp_path / "run", "--resume", cache=tmp_path / "cache")
     assert again.returncode == 0, again.stderr
-    over = rush("train", path, f"batch.micro={4 * chosen(tmp_path / 'run')}", *words[3:], "--out", tmp_path / "over", cache=tmp_path / "cache")  # fmt: skip
+    over = rush_alone("train", path, f"batch.micro={4 * chosen(tmp_path / 'run')}", *words[3:], "--out", tmp_path / "over", cache=tmp_path / "cache")  # fmt: skip
     assert over.returncode == 4, "more would not have fitted"
     assert "out of memory at step" in over.stderr
     assert "Traceback" not in over.stderr
@@ -147,7 +147,7 @@ def test_a_process_with_a_limit_trains_within_it(path: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("axis", ["ddp", "fsdp", "pp"])
 def test_ranks_agree_on_one_number(axis: str, path: Path, tmp_path: Path) -> None:
     out = tmp_path / "two"
-    done = rush("train", path, "batch.micro=auto", f"layout.{axis}=2", "--nproc", "2", "--out", out, cache=tmp_path / "cache")  # fmt: skip
+    done = rush_alone("train", path, "batch.micro=auto", f"layout.{axis}=2", "--nproc", "2", "--out", out, cache=tmp_path / "cache")  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("batch.micro is") == 1, "rank 0 alone speaks"
     recipe = load_recipe(str(out / "recipe.toml"))

@@ -16,7 +16,7 @@ from rush.training.build import build
 from rush.training.loop import train_recipe
 from rush.training.step import train_step, validate
 from tests.evaluate.long_held_out import long_recipe, write_answers
-from tests.training.small_runs import rows, rush
+from tests.training.small_runs import rows, rush_alone
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +30,7 @@ def test_a_validation_that_does_not_fit_runs_in_pieces_to_the_same_loss(
     path.write_text(long_recipe(write_answers(tmp_path / "answers.jsonl"), vocab_size=131072))
     held, free = tmp_path / "held", tmp_path / "free"
     words = ["run.deterministic=false", "run.memory_limit_gb=1.6"]
-    done = rush("train", path, *words, "--out", held, cache=tmp_path / "cache")
+    done = rush_alone("train", path, *words, "--out", held, cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Validation runs in pieces of") == 1
     train_recipe(load_recipe(str(path), ["run.deterministic=false"]), free)

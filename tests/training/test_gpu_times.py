@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.training.small_runs import rush, small_recipe, write_corpus
+from tests.training.small_runs import rush_alone, small_recipe, write_corpus
 
 pytestmark = pytest.mark.gpu
 
@@ -20,7 +20,7 @@ def test_a_step_before_a_pause_takes_as_long_as_the_others(tmp_path: Path) -> No
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(small_recipe(write_corpus(tmp_path / "corpus"), run=run, schedule={"steps": 40}))
     words = ["train", recipe, "techniques=['fused_adamw']", "--out", tmp_path / "run"]
-    done = rush(*words, cache=tmp_path / "cache")
+    done = rush_alone(*words, cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     took = {row["step"]: row["step_s"] for row in map(json.loads, lines)}

@@ -28,7 +28,7 @@ from rush.training.step import split_rows, train_step, validate
 from rush.training.validation import Validation, rows_before
 from tests.evaluate.long_held_out import long_recipe, write_answers
 from tests.fresh_cache import fresh_cache
-from tests.training.small_runs import checkpoint_files, rows, rush, small_recipe, write_corpus
+from tests.training.small_runs import checkpoint_files, rows, rush_alone, small_recipe, write_corpus
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells how much a process had resident")
 
@@ -48,7 +48,7 @@ def test_a_validation_that_does_not_fit_runs_in_pieces_to_the_same_loss(tmp_path
     path = tmp_path / "long.toml"
     path.write_text(long_recipe(write_answers(tmp_path / "answers.jsonl"), vocab_size=32768))
     held, free = tmp_path / "held", tmp_path / "free"
-    done = rush("train", path, "run.memory_limit_gb=0.6", "--out", held, cache=cache)
+    done = rush_alone("train", path, "run.memory_limit_gb=0.6", "--out", held, cache=cache)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Validation runs in pieces of") == 1, "once"
     train_recipe(load_recipe(str(path)), free)
@@ -64,7 +64,7 @@ def test_a_validation_that_does_not_fit_runs_in_pieces_to_the_same_loss(tmp_path
     # Gone on with from the checkpoint between the two, it validates with what its rows say, and never tries more.
     before, files = rows(held), checkpoint_files(held)
     shutil.rmtree(held / "checkpoints" / "step-000004")
-    again = rush("train", "--out", held, "--resume", cache=cache)
+    again = rush_alone("train", "--out", held, "--resume", cache=cache)
     assert again.returncode == 0, again.stderr
     assert "Resuming from step-000002" in again.stderr
     assert "in pieces" not in again.stderr
@@ -81,7 +81,7 @@ def test_ranks_validate_in_pieces_of_one_size(axis: str, tmp_path: Path, cache: 
     path.write_text(long_recipe(write_answers(tmp_path / "answers.jsonl"), vocab_size=32768))
     two, one = tmp_path / "two", tmp_path / "one"
     words = ["batch.micro=4", f"layout.{axis}=2", "run.memory_limit_gb=0.6", "run.drift_every=0"]
-    done = rush("train", path, *words, "--nproc", "2", "--out", two, cache=cache)
+    done = rush_alone("train", path, *words, "--nproc", "2", "--out", two, cache=cache)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("Validation runs in pieces of") == 1, "rank 0 alone speaks"
     train_recipe(load_recipe(str(path), ["batch.micro=4"]), one)
@@ -109,7 +109,7 @@ def test_a_sample_and_a_copy_that_do_not_fit_are_told_and_the_run_goes_on(
     path = tmp_path / "wide.toml"
     path.write_text(long_recipe(answers, vocab_size=131072, run=prompt, **shape))
     out = tmp_path / "run"
-    done = rush("train", path, "run.memory_limit_gb=0.38", "--out", out, cache=cache)
+    done = rush_alone("train", path, "run.memory_limit_gb=0.38", "--out", out, cache=cache)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("A sample ran out of memory: 1 tokens in place of 4") == 1
     assert [
