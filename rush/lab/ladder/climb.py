@@ -229,7 +229,7 @@ class Climb:
             self.limits = sequence_limits(self.bench, self.plan, self.top, memory)
 
     def _kept_by_climbing(self) -> list[Addition]:
-        """What can be left out is is at the top, by the first round of the cumulative view."""
+        """What can be left out: what is at the top, by the first round of the cumulative view."""
         below = Climb(self.bench, "cumulative", self.file.parent, self.watch)
         for state in below._rise(self.plan.additions):
             if state.recipe is not None:

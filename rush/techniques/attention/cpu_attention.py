@@ -17,7 +17,6 @@ from rush.recipe import Knob
 from rush.techniques.api.contract import (
     Build,
     Claim,
-    MemoryEffect,
     Parity,
     Requirement,
     Stage,
@@ -26,7 +25,8 @@ from rush.techniques.api.contract import (
 )
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import needs_kernels, set_attention_core
-from rush.techniques.attention.triton_attention import HEAD_DIMS, DocumentBounds, TritonCore
+from rush.techniques.attention.tiled import GROUPED_MEMORY, supported_head_dim
+from rush.techniques.attention.triton_attention import DocumentBounds, TritonCore
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -43,10 +43,7 @@ technique = Technique(
             lambda machine, recipe: machine.device == "cpu",
         ),
         needs_kernels,
-        Requirement(
-            f"it supports head dims {', '.join(map(str, HEAD_DIMS))}",
-            lambda machine, recipe: recipe.shape().head_dim in HEAD_DIMS,
-        ),
+        supported_head_dim,
     ),
     conflicts=("cp", "cudnn_attention", "flash_attention", "flex_attention", "triton_attention"),
     claim=Claim(
@@ -59,14 +56,6 @@ technique = Technique(
     evidence=attention_ran(
         kernels=(), ops=("rush::flash_attention_forward", "rush::flash_attention_backward")
     ),
-    memory=(
-        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
-        MemoryEffect(
-            "attention.output",
-            1.0,
-            "the output, which is also the next layer's input, and the log-sum-exp",
-        ),
-        MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
-    ),
+    memory=GROUPED_MEMORY,
     work=(WorkEffect("attention", 0.1, "measured on two Neoverse-N1 cores"),),
 )

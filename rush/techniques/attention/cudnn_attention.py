@@ -37,7 +37,7 @@ from rush.techniques.api.contract import (
 )
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autocast_dtype
-from rush.techniques.attention.triton_attention import HEAD_DIMS
+from rush.techniques.attention.tiled import HEAD_DIMS, TILED_MEMORY
 
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
 
@@ -156,12 +156,7 @@ technique = Technique(
     parity=Parity.CLOSE,
     evidence=attention_ran(kernels=("cudnn",), ops=("scaled_dot_product_cudnn_attention",)),
     memory=(
-        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
-        MemoryEffect(
-            "attention.output",
-            1.0,
-            "the output, which is also the next layer's input, and the log-sum-exp",
-        ),
+        *TILED_MEMORY,
         MemoryEffect(
             "heads.repeated",
             1.0,

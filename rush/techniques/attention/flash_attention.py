@@ -24,7 +24,6 @@ from rush.recipe import Knob
 from rush.techniques.api.contract import (
     Build,
     Claim,
-    MemoryEffect,
     Parity,
     Requirement,
     Stage,
@@ -34,6 +33,7 @@ from rush.techniques.api.contract import (
 )
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autocast_dtype
+from rush.techniques.attention.tiled import GROUPED_MEMORY
 
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim, n documents + 1.
 
@@ -130,14 +130,6 @@ technique = Technique(
         kernels=("flash_fwd", "flash_bwd"),
         ops=("scaled_dot_product_flash_attention_for_cpu", "flash_attention_for_cpu_backward"),
     ),
-    memory=(
-        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
-        MemoryEffect(
-            "attention.output",
-            1.0,
-            "the output, which is also the next layer's input, and the log-sum-exp",
-        ),
-        MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
-    ),
+    memory=GROUPED_MEMORY,
     work=(WorkEffect("attention", 0.225, "measured on an H200"),),
 )

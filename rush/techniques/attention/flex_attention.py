@@ -18,7 +18,6 @@ from rush.recipe import Knob
 from rush.techniques.api.contract import (
     Build,
     Claim,
-    MemoryEffect,
     Parity,
     Requirement,
     Stage,
@@ -30,6 +29,7 @@ from rush.techniques.api.contract import (
 )
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import set_attention_core, to_autocast_dtype
+from rush.techniques.attention.tiled import GROUPED_MEMORY
 
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim, n and m blocks of positions.
 
@@ -142,14 +142,6 @@ technique = Technique(
     parity=Parity.CLOSE,
     compiles=lambda knobs: True,
     evidence=attention_ran(kernels=("flex_attention",), ops=("flex_attention",)),
-    memory=(
-        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
-        MemoryEffect(
-            "attention.output",
-            1.0,
-            "the output, which is also the next layer's input, and the log-sum-exp",
-        ),
-        MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
-    ),
+    memory=GROUPED_MEMORY,
     work=(WorkEffect("attention", 0.2, "measured on an H200"),),
 )

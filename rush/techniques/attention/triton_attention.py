@@ -18,21 +18,19 @@ from rush.recipe import Knob
 from rush.techniques.api.contract import (
     Build,
     Claim,
-    MemoryEffect,
     Observation,
     Parity,
     Proof,
-    Requirement,
     Stage,
     Technique,
     WorkEffect,
 )
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import needs_triton, set_attention_core, to_autocast_dtype
+from rush.techniques.attention.tiled import GROUPED_MEMORY, supported_head_dim
 
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
 
-HEAD_DIMS = (16, 32, 64, 128)
 KERNELS = ("flash_forward_tiles", "flash_dq_tiles", "flash_dkdv_tiles")
 OTHERS = ("flash_fwd", "flash_bwd", "fmha", "cudnn_generated", "scaled_dot_product", "flex_attention")
 
@@ -88,10 +86,7 @@ technique = Technique(
     apply=apply,
     requires=(
         needs_triton,
-        Requirement(
-            f"it supports head dims {', '.join(map(str, HEAD_DIMS))}",
-            lambda machine, recipe: recipe.shape().head_dim in HEAD_DIMS,
-        ),
+        supported_head_dim,
     ),
     conflicts=("cpu_attention", "cudnn_attention", "flash_attention", "flex_attention"),
     claim=Claim(
@@ -103,14 +98,6 @@ technique = Technique(
     ),
     parity=Parity.CLOSE,
     evidence=evidence,
-    memory=(
-        MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
-        MemoryEffect(
-            "attention.output",
-            1.0,
-            "the output, which is also the next layer's input, and the log-sum-exp",
-        ),
-        MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
-    ),
+    memory=GROUPED_MEMORY,
     work=(WorkEffect("attention", 0.32, "measured on an H200"),),
 )
