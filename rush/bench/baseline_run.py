@@ -157,7 +157,7 @@ def build_baseline(recipe: Recipe, machine: Machine, options: BaselineOptions) -
         machine,
         device,
         model,
-        optimizer,
+        optimizer=optimizer,
         autocast_dtype=autocast,
         loader_options=loader | ({"pin": True} if device.type == "cuda" else {}),
         pass_wrappers=wrapped,

@@ -2,8 +2,7 @@
 
 A profile lists every operator with the shapes and dtypes of its inputs, and every kernel with its time. Compiled code calls
 matmuls through the same operators. Where a step is replayed from a captured CUDA graph, or its matmuls are generated kernels,
-operators do not show; then one more step runs without graph and compiler, and the facts say that matmuls were seen in the
-"eager step". Nothing is concluded from what was asked for, only from what ran.
+operators do not show; then one more step runs without graph and compiler (`eager_step`). Nothing is concluded from what was asked for, only from what ran.
 
 Legend: a matmul is (rows, inner, columns).
 """
@@ -31,7 +30,7 @@ from rush.models.adapters import adapters
 from rush.profiling.breakdown import breakdown, callers, kernel_times, longest
 from rush.profiling.comm_overlap import CommTime, comm_time
 from rush.techniques.api.contract import Observation
-from rush.techniques.api.evidence import dynamo_counts
+from rush.techniques.api.evidence import compile_counts
 from rush.training.build import FORWARD, Run
 from rush.training.step import launch_step
 
@@ -53,34 +52,17 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
     `batches` returns the micro batches of the next step; its time is the wait for data.
     """
     live = _Live()
-    before = run.facts.get("dynamo_before", dynamo_counts())
-    settings = _settings(run)
+    before = run.facts.compiled_before or compile_counts()
+    with run.in_step():
+        gc_enabled, fp32_matmul_error = gc.isenabled(), _fp32_matmul_error(run.device)
     seen = _profiled(run, batches, steps, live)
-    seen_in = "profile"
-    if not seen.matmuls:
-        seen_in = "eager step"
+    eager_step = not seen.matmuls
+    if eager_step:
         with torch.compiler.set_stance("force_eager"), _unwrapped(run):
             eager = _profiled(run, batches, 1, _Live())
         seen.matmuls, seen.matmuls_by_op, seen.dtypes = eager.matmuls, eager.matmuls_by_op, eager.dtypes
         seen.largest, seen.held, seen.block_forwards = eager.largest, eager.held, eager.block_forwards
-    after = dynamo_counts()
-    micro_batches = seen.passes or live.micro_batches
-    facts = {
-        **run.facts,
-        **settings,
-        "matmuls_seen_in": seen_in,
-        "matmuls_by_op": seen.matmuls_by_op,
-        "vocab_size": run.model.shape.vocab_size,
-        "hidden": run.model.shape.hidden,
-        "holds_head": run.model.holds("head.weight"),
-        "micro_tokens": live.micro_tokens,
-        "loader_micro_batches": live.micro_batches,
-        "loader_threads": _loader_threads(),
-        "pinned": live.pinned,
-        "skipped_steps": live.skipped,
-        "exchange_ms": seen.comm_time.total_ms,
-        "exposed_ms": seen.comm_time.exposed_ms,
-    }
+    compiled = compile_counts() - before
     return Observation(
         kernels=seen.kernels,
         ops=seen.ops,
@@ -92,16 +74,29 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
         block_forwards=seen.block_forwards,
         largest_tensor=seen.largest,
         held_bytes=seen.held,
-        graphs=after["graphs"] - before["graphs"],
-        graph_breaks=after["graph_breaks"] - before["graph_breaks"],
-        recompiles=after["recompiles"] - before["recompiles"],
-        micro_batches=micro_batches,
+        graphs=compiled.graphs,
+        graph_breaks=compiled.graph_breaks,
+        recompiles=compiled.recompiles,
+        micro_batches=seen.passes or live.micro_batches,
         step_ms=seen.step_ms,
         data_wait_ms=seen.data_wait_ms,
         peak_memory_bytes=seen.peak_memory_bytes,
         breakdown_ms=seen.breakdown_ms,
+        matmuls_by_op=seen.matmuls_by_op,
+        eager_step=eager_step,
+        fp32_matmul_error=fp32_matmul_error,
+        gc_enabled=gc_enabled,
+        pinned=live.pinned,
+        loader_threads=_loader_threads(),
+        loader_micro_batches=live.micro_batches,
+        micro_tokens=live.micro_tokens,
+        skipped_steps=live.skipped,
+        comm_ms=seen.comm_time.total_ms,
+        exposed_comm_ms=seen.comm_time.exposed_ms,
+        shape=run.model.shape,
+        holds_head=run.model.holds("head.weight"),
+        facts=run.facts,
         longest=seen.longest,
-        facts=facts,
     )
 
 
@@ -272,7 +267,7 @@ def _recorded_twice(
 def _vocabularies(run: Run) -> set[int]:
     """Possible widths of a matmul with the vocabulary: as it is, as a technique pads it, or as a compiler does."""
     size = run.model.shape.vocab_size
-    return {size, run.facts.get("padded_vocab_size", 0), *(-(-size // grain) * grain for grain in (4, 8, 16))}
+    return {size, run.head_width, *(-(-size // grain) * grain for grain in (4, 8, 16))}
 
 
 def _is_layers(event: FunctionEvent, vocabularies: set[int]) -> bool:
@@ -307,20 +302,11 @@ def _block_forwards(run: Run, matmuls: Mapping[tuple[int, int, int], int], num_p
     backward = sum(
         2 if any(p.requires_grad for p in module.parameters(recurse=False)) else 1 for module in linears
     )
-    saved = int(run.facts.get("matmuls_saved", 0))
+    saved = run.facts.matmuls_saved
     # Each stage of a rank has its own pass.
-    num_passes //= len(run.stages)
+    num_passes //= len(run.roots)
     forward = count / num_passes - (backward - 2 * saved) if num_passes else 0.0
     return max(0.0, forward) / (len(linears) - saved)
-
-
-def _settings(run: Run) -> dict[str, Any]:
-    """The process's settings inside of a step."""
-    with run.in_step():
-        return {
-            "gc_enabled_in_step": gc.isenabled(),
-            "fp32_matmul_error": _fp32_matmul_error(run.device),
-        }
 
 
 @torch.no_grad()

@@ -25,7 +25,7 @@ from rush.models import Decoder, build_model, flops_per_token
 from rush.models.initial import initial_values
 from rush.models.quantized import stored_values
 from rush.parallel import Ranks, check_world
-from rush.parallel.sharded import NormFn, fill_model, is_sharded, local_norm
+from rush.parallel.sharded import fill_model, is_sharded
 from rush.recipe import Recipe
 from rush.techniques import Build, Pass, Stage, Use, add_axes, check
 from rush.techniques.api.contract import Passes
@@ -36,46 +36,26 @@ FORWARD = "rush::forward"
 """The profiler range around every forward pass."""
 
 
-@dataclass
-class Run:
-    """Everything a step needs."""
+@dataclass(kw_only=True)
+class Run(Build):
+    """The finished build: everything a step needs."""
 
-    recipe: Recipe
-    machine: Machine
-    device: torch.device
-    model: Decoder
     optimizer: torch.optim.Optimizer
     objective: Objective = field(default_factory=NextToken)
-    autocast_dtype: torch.dtype | None = None
-    step_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
-    loader_options: dict[str, Any] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
-    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
-    pass_wrappers: list[Callable[[Pass], Pass]] = field(default_factory=list)
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Facts that techniques recorded while they were applied, for their evidence."""
-    ranks: Ranks = field(default_factory=Ranks)
-    outer: nn.Module | None = None
-    """The wrapped model (DDP) that training passes call."""
-    averaged_over: int = 1
-    """The number of ranks over which the gradients are averaged."""
-    before_pass: list[Callable[[bool], None]] = field(default_factory=list)
-    tied_replicas: list[str] = field(default_factory=list)
-    """Tied parameters of this stage that another stage counts in the gradient norm."""
-    shard_batch: Callable[[Batch], Batch] | None = None
-    """Takes this rank's shard of a micro batch."""
-    norm_fn: NormFn = local_norm
-    """Computes the gradient norm."""
     non_finite: Tensor | None = None
     """On the device: whether any step so far had a non-finite loss or gradient."""
     limit: MemoryLimit | None = None
     """On a CPU: the memory limit of this process."""
 
     def __post_init__(self) -> None:
-        self.stages: list[nn.Module] = [self.model]
-        """The model, or this rank's pipeline stages of it."""
+        wrap: Callable[[Any], nn.Module] = self.wrap or (lambda root: root)
+        self.wrapped = [wrap(root) for root in self.roots]
+        """What training passes call: the roots, with what `wrap` (DDP) puts around each."""
         self.passes: Passes = SequentialPasses(self)
         self.set_innermost(self.forward_backward)
+        if self.make_passes is not None:
+            self.passes = self.make_passes(self, self.wrapped)
 
     def set_innermost(self, innermost: Pass) -> None:
         """Set the pass that techniques' wrappers surround."""
@@ -86,7 +66,7 @@ class Run:
     def forward_backward(self, batch: Batch, loss_scale: Tensor) -> Tensor:
         """The plain pass over a micro batch; `micro_pass` is this with the techniques' wrappers."""
         with record_function(FORWARD), self.autocast():
-            loss = self.objective.loss(self.outer or self.model, batch)
+            loss = self.objective.loss(self.wrapped[0], batch)
         (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -127,7 +107,11 @@ class Run:
         with self._step_contexts():
             if dtype == "float32" and torch.get_float32_matmul_precision() != "highest":
                 return "tf32"
-        return str(self.facts.get("operand_dtype", dtype))
+        return self.facts.operand_dtype or dtype
+
+    def rate_dtype(self) -> str:
+        """The dtype whose peak rate is 100 % of MFU."""
+        return self.facts.rate_dtype or self.matmul_dtype()
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
@@ -207,38 +191,11 @@ def build(
     )
     for hook in half_made.optimizer_hooks:
         hook(optimizer)
-    run = Run(
-        recipe=recipe,
-        machine=machine,
-        device=device,
-        model=half_made.model,
-        optimizer=optimizer,
-        objective=objective_of(recipe),
-        autocast_dtype=half_made.autocast_dtype,
-        step_contexts=half_made.step_contexts,
-        loader_options=half_made.loader_options,
-        uses=uses,
-        scaler=half_made.scaler or torch.amp.GradScaler(device.type, enabled=False),
-        pass_wrappers=half_made.pass_wrappers,
-        facts=half_made.facts,
-        ranks=ranks,
-        outer=None if half_made.wrap is None or half_made.stages else half_made.wrap(half_made.model),
-        averaged_over=half_made.averaged_over,
-        before_pass=half_made.before_pass,
-        tied_replicas=half_made.tied_replicas,
-        shard_batch=half_made.shard_batch,
-        norm_fn=half_made.norm_fn,
-    )
-    if half_made.make_passes is not None:
-        run.stages = list(half_made.stages)
-        around: Any = half_made.wrap or (lambda part: part)
-        run.passes = half_made.make_passes(run, [around(part) for part in run.stages])
-    run.limit = limit
     if recipe.run.deterministic:
-        run.step_contexts.append(deterministic)
+        half_made.step_contexts.append(deterministic)
         if any(use.technique.compiles(use.knobs) for use in uses):
-            run.step_contexts.append(deterministic_compiler)
-    return run
+            half_made.step_contexts.append(deterministic_compiler)
+    return Run(**vars(half_made), optimizer=optimizer, objective=objective_of(recipe), uses=uses, limit=limit)
 
 
 def _limit_memory(recipe: Recipe, device: torch.device) -> MemoryLimit | None:

@@ -144,7 +144,7 @@ def compute(
                     values.flush()
             show(index + 1, len(own))
         values.flush()
-        for model in run.stages:
+        for model in run.roots:
             reshard(model)
         assert not any(np.isnan(values[_answers(rows)]).any() for rows in own), "an answer is missing"
         found = ranks.all_reduce(torch.from_numpy(np.nan_to_num(values)).to(run.device))

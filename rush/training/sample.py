@@ -8,6 +8,7 @@ on the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -115,7 +116,11 @@ def gathered_run(run: Run) -> Run | None:
     if not place:
         return None
     whole = gathered_model(run.model, run.ranks, torch.device(place) if run.ranks.main else None)
-    return run if whole is None else replace(run, model=whole)
+    if whole is None:
+        return run
+    gathered = copy(run)
+    gathered.model = whole
+    return gathered
 
 
 def sample_prompt(recipe: Recipe, corpus: Corpus) -> tuple[list[int], tuple[int, ...]]:

@@ -315,7 +315,7 @@ def reduce_validation(
     """All-reduce the sums, and whether some rank failed."""
     if run.ranks.alone:
         return total, units, failed
-    for stage in run.stages:
+    for stage in run.roots:
         reshard(stage)
     summed = run.ranks.all_reduce(
         torch.tensor([total, units, failed], dtype=torch.float64, device=run.device)

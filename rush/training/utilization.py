@@ -27,7 +27,7 @@ class UtilizationMetric:
 def utilization_metric(run: Run) -> UtilizationMetric:
     """MFU where the datasheet is known, else the fraction of the measured matmul rate."""
     work = run.flops_per_token()
-    dtype = run.facts.get("matmul_dtype", run.matmul_dtype())
+    dtype = run.rate_dtype()
     peak = datasheet_peak(run.machine, dtype)
     if peak is not None:
         return UtilizationMetric("mfu", work, peak)

@@ -147,6 +147,7 @@ def wait_on_host(layout: Mapping[str, int], techniques: Iterable[str] = ()) -> R
     from rush.hardware import probe
     from rush.parallel import join
     from rush.techniques import registry
+    from rush.techniques.memory.on_host import OffloadedActivations
     from rush.training.build import build
     from rush.training.step import train_step
 
@@ -158,7 +159,9 @@ def wait_on_host(layout: Mapping[str, int], techniques: Iterable[str] = ()) -> R
         run = build(chosen, probe("cpu"), None, ranks)
         with loader(run) as given:
             losses = [train_step(run, step, 1e-3, given.next_step()).loss for step in range(1, 4)]
-        return {"losses": losses, "moved": run.facts["offloaded"]["bytes"]}
+        offloaded = run.facts.noted(OffloadedActivations)
+        assert offloaded is not None
+        return {"losses": losses, "moved": offloaded.moved["bytes"]}
 
 
 def reductions(layout: Mapping[str, int], techniques: Iterable[str], more: Iterable[str]) -> int:

@@ -53,9 +53,9 @@ def test_the_matmuls_of_a_plain_step_are_three_for_every_linear_layer_and_pass()
     assert seen.weight_dtypes == {"float32"}
     # Logits of a micro batch are the largest tensor that is no parameter.
     assert seen.largest_tensor == tokens * vocab
-    assert seen.facts["matmuls_seen_in"] == "profile"
-    assert seen.facts["micro_tokens"] == tokens
-    assert 0 < seen.facts["fp32_matmul_error"] < 5e-6
+    assert not seen.eager_step
+    assert seen.micro_tokens == tokens
+    assert 0 < seen.fp32_matmul_error < 5e-6
 
 
 def test_adamw_keeps_eight_bytes_for_every_parameter() -> None:
@@ -168,7 +168,7 @@ def test_a_step_replayed_from_a_recording_is_told_by_its_eager_twin() -> None:
     run.micro_pass = replayed
     with make_loader(run) as loader:
         seen = observe(run, lambda: list(loader.next_step()), steps=1)
-    assert seen.facts["matmuls_seen_in"] == "eager step"
+    assert seen.eager_step
     assert seen.matmul_dtypes == {"float32"}
     assert seen.block_forwards == 1.0
     assert run.micro_pass is replayed, "what was taken off for the twin is on again"

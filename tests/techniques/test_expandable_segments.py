@@ -12,6 +12,7 @@ from rush.hardware import fragmentation_hint, probe
 from rush.recipe_io import load_recipe
 from rush.techniques import check
 from rush.techniques.api.contract import Observation
+from rush.techniques.api.facts import Facts
 from rush.techniques.memory.expandable_segments import VARIABLES, ExpandableSegments, evidence, settings
 
 RAN_OUT = (
@@ -66,7 +67,10 @@ def seen(segments: list[dict[str, Any]] | None) -> Observation:
     nothing: dict[str, Any] = dict.fromkeys(Observation.__dataclass_fields__)
     growing = ExpandableSegments()
     growing.seen = lambda: segments or []  # type: ignore[method-assign]
-    return Observation(**{**nothing, "facts": {} if segments is None else {"growing": growing}})
+    facts = Facts()
+    if segments is not None:
+        facts.note(growing)
+    return Observation(**{**nothing, "facts": facts})
 
 
 def test_evidence_needs_memory_in_segments_that_grow() -> None:

@@ -69,7 +69,7 @@ def test_every_product_of_its_scope_is_made_by_the_kernel_and_none_besides() -> 
             assert all(isinstance(layer, Fp16Linear) == (role != "head") for _, layer in layers), role
         seen = trace(run, 1, watch=True).seen
         assert seen is not None
-        made = seen.facts["matmuls_by_op"]
+        made = seen.matmuls_by_op
         ours = sum(count for name, count in made.items() if name.startswith("rush::fp16_matmul"))
         layers = 4 + (others == 0)
         assert (ours, sum(made.values()) - ours) == (3 * layers, others)

@@ -22,6 +22,7 @@ from rush.models.layers import IGNORED_LABEL, PlainLossHead, losses_by_row
 from rush.techniques import check
 from rush.techniques.api.contract import Build, Observation
 from rush.techniques.api.evidence import prove
+from rush.techniques.api.facts import Facts
 from rush.techniques.host import compile as compile_technique
 from rush.techniques.kernels import liger
 from tests.techniques.tiny_runs import Trace, compare, make_run, recipe_of, trace
@@ -108,7 +109,9 @@ def test_only_the_chosen_parts_are_replaced(parts: str, monkeypatch: pytest.Monk
         parts, {parts}
     )
     assert {"norm" if name == "rms" else name for name in calls} == wanted
-    assert len(build.facts["liger_kernels"]) == len(wanted)
+    noted = build.facts.noted(liger.LigerKernels)
+    assert noted is not None
+    assert len(noted.names) == len(wanted)
 
 
 def weighed_rows(head: torch.nn.Module, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
@@ -152,9 +155,9 @@ def test_the_library_itself_serves_preferences_row_by_row(device: str) -> None:
 
 def seen(kernels: list[str], expected: list[str]) -> Observation:
     nothing: dict[str, Any] = dict.fromkeys(Observation.__dataclass_fields__)
-    return Observation(
-        **{**nothing, "kernels": dict.fromkeys(kernels, 1.0), "facts": {"liger_kernels": expected}}
-    )
+    facts = Facts()
+    facts.note(liger.LigerKernels(expected))
+    return Observation(**{**nothing, "kernels": dict.fromkeys(kernels, 1.0), "facts": facts})
 
 
 def test_evidence_needs_every_part_in_the_profile() -> None:

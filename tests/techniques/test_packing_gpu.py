@@ -14,7 +14,7 @@ from rush.data.document_loader import BatchLayout
 from rush.data.packing import BestFit, Flatten, Packing, in_order
 from rush.hardware import probe
 from rush.models import Decoder
-from rush.techniques.api.evidence import dynamo_counts, prove
+from rush.techniques.api.evidence import compile_counts, prove
 from rush.training.build import Run
 from rush.training.step import train_step
 from tests.techniques.test_packing_isolation import (
@@ -103,9 +103,9 @@ def test_a_core_computes_what_plain_attention_computes(core: str, packing: Packi
 def test_it_runs_compiled_in_one_graph_and_says_so(core: str, name: str) -> None:
     run = run_of(core, "amp_bf16", name, BLOCKS)
     loader = training(run)
-    before = dynamo_counts()["recompiles"]
+    before = compile_counts().recompiles
     losses = [train_step(run, step, 1e-3, loader.next_step()).loss for step in range(1, 9)]
-    assert dynamo_counts()["recompiles"] == before, "a batch was taken for something new"
+    assert compile_counts().recompiles == before, "a batch was taken for something new"
     assert losses[-1] < losses[0]
     seen = trace(run, 1, watch=True).seen
     assert seen is not None

@@ -19,7 +19,7 @@ from rush.data.batch import IGNORED
 from rush.data.document_loader import BatchLayout
 from rush.data.packing import BestFit, Flatten, Packing, in_order
 from rush.models import Decoder
-from rush.techniques.api.evidence import dynamo_counts
+from rush.techniques.api.evidence import compile_counts
 from rush.techniques.api.seams import set_attention_core
 from rush.techniques.attention.flex_attention import DocumentMask, FlexCore
 from tests.techniques.tiny_runs import TextDocuments, make_run
@@ -214,10 +214,10 @@ def test_isolated_by_a_mask_in_blocks(packing: Packing) -> None:
     model, (alone, place) = flex_model(kernel), watched(packed(packing))
     before = logits_of(model, alone)[0, place]
     torch.testing.assert_close(before, logits_of(model_of(), alone)[0, place], rtol=1e-4, atol=1e-5)
-    graphs = dynamo_counts()
+    graphs = compile_counts()
     for change in (other_content, other_borders):
         assert torch.equal(before, logits_of(model, change(alone, place))[0, place])
-    assert dynamo_counts() == graphs, "another mask was another graph"
+    assert compile_counts() == graphs, "another mask was another graph"
 
 
 def logits_of(model: Decoder, batch: Batch) -> Tensor:

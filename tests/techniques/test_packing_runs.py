@@ -15,8 +15,9 @@ from rush.data.document_loader import DocumentLoader
 from rush.errors import MachineError, RecipeError
 from rush.hardware import Device, Machine, probe
 from rush.techniques import check
-from rush.techniques.api.evidence import dynamo_counts, prove
+from rush.techniques.api.evidence import compile_counts, prove
 from rush.techniques.api.tolerances import gradients_of
+from rush.techniques.packing.packings import PackingStats
 from rush.training.build import Run
 from rush.training.step import train_step, validate
 from tests.techniques.tiny_runs import TextDocuments, make_loader, make_run, recipe_of, trace
@@ -52,12 +53,12 @@ def quick_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphs_over(run: Run, steps: int) -> tuple[int, int, set[Any]]:
     """Recompiles in the first step and after it, and the shapes that came."""
     loader, shapes = training(run), set()
-    counts = [dynamo_counts()["recompiles"]]
+    counts = [compile_counts().recompiles]
     for step in range(1, steps + 1):
         batches = list(loader.next_step())
         shapes |= {batch.tokens_bt.shape for batch in batches}
         train_step(run, step, 1e-3, batches)
-        counts.append(dynamo_counts()["recompiles"])
+        counts.append(compile_counts().recompiles)
     return counts[1] - counts[0], counts[-1] - counts[1], shapes
 
 
@@ -73,11 +74,11 @@ def test_packed_batches_are_of_one_shape_and_compiled_once(name: str) -> None:
 @pytest.mark.parametrize(("name", "shapes"), [("pad", 8), ("bucket", 4)])
 def test_padded_batches_are_compiled_once_for_each_of_few_lengths(name: str, shapes: int) -> None:
     """Also where those are more than the compiler takes by itself: it would end the run, here after two."""
-    before = dynamo_counts()["recompiles"]
+    before = compile_counts().recompiles
     with torch._dynamo.config.patch(recompile_limit=2):
         run = make_run(f"{{name='{name}', shapes={shapes}}}", BLOCKS, overrides=SFT)
         _, _, lengths = graphs_over(run, 12)
-        recompiles = dynamo_counts()["recompiles"] - before
+        recompiles = compile_counts().recompiles - before
         validate(run, training(run).next_step())
         assert torch._dynamo.config.recompile_limit == 2, "the setting leaked out of the steps"
     assert 3 <= len(lengths) <= shapes
@@ -155,7 +156,8 @@ def test_the_evidence_says_what_of_the_tokens_was_padding() -> None:
     assert seen is not None
     proof = prove(run.uses, seen)["flatten"]
     assert proof.took_effect
-    noted = run.facts["packing"]
+    noted = run.facts.noted(PackingStats)
+    assert noted is not None
     assert noted.tokens == 128 * noted.micro_batches
     assert f"{noted.documents} documents in {noted.micro_batches} micro batches of 1×128" in proof.what
     assert f"{noted.padding / noted.tokens:.1%} of the tokens are padding" in proof.what

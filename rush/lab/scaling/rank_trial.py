@@ -250,8 +250,8 @@ def _watch(run: Run, stepper: Stepper, result: TrialResult) -> None:
             for name, proof in prove(run.uses, seen).items()
         ],
         breakdown_ms=dict(seen.breakdown_ms),
-        exchange_ms=seen.facts["exchange_ms"],
-        exposed_ms=seen.facts["exposed_ms"],
+        exchange_ms=seen.comm_ms,
+        exposed_ms=seen.exposed_comm_ms,
         profiled_step_ms=seen.step_ms,
         dtype=run.matmul_dtype(),
     )

@@ -157,7 +157,7 @@ def time_steps(
         "peak_memory_bytes": peak_memory_bytes(run.device.type),
         "flops_per_token": _work(run),
         "dtype": run.matmul_dtype(),
-        "rate_dtype": run.facts.get("matmul_dtype", run.matmul_dtype()),
+        "rate_dtype": run.rate_dtype(),
         "environment": around.to_dict(),
     }
 

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from rush.models.quantized_formats import Form
 from rush.recipe import Knob
 from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, dora_in_fp32
-from rush.techniques.adapters.qlora import BACKENDS, dequantized_twice, has_library, quantize
+from rush.techniques.adapters.qlora import BACKENDS, QuantizedBase, dequantized_twice, has_library, quantize
 from rush.techniques.api.contract import (
     Build,
     Claim,
@@ -37,8 +37,8 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The linear layers take 8 to 10 bits per weight, their weights were dequantized forward and backward, and only
     adapters were trained."""
     proof = dequantized_twice(seen, knobs)
-    bits = seen.facts.get("quantized", {}).get("bits", 32)
-    return Proof(proof.took_effect and 8 <= bits < 10, proof.what)
+    noted = seen.facts.noted(QuantizedBase)
+    return Proof(proof.took_effect and noted is not None and 8 <= noted.bits < 10, proof.what)
 
 
 technique = Technique(

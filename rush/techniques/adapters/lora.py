@@ -35,6 +35,7 @@ from rush.techniques.api.contract import (
     knob_of,
     used,
 )
+from rush.techniques.api.facts import AdapterFacts
 
 KNOBS = {
     "rank": KnobRange((16, 1, 2, 4, 8, 32, 64, 128, 256), "rank of the adapters"),
@@ -53,12 +54,12 @@ def add_adapters(build: Build, knobs: Mapping[str, Knob]) -> None:
     layers = chosen_linears(model, str(knobs["roles"]))
     adapt(model, {name: spec for name, _ in layers})
     build.weight_hooks.append(lambda model: init_adapters(model, seed, fill, full_tensor))
-    build.facts["adapters"] = {
-        "base": count_parameters(model.shape),
-        "trained": sum(p.numel() for p in model.parameters() if p.requires_grad),
-        "layers": len(layers),
-        "widths": {(layer.out_features, layer.in_features) for layer in _frozen_linears(build)},
-    }
+    build.facts.adapters = AdapterFacts(
+        base=count_parameters(model.shape),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad),
+        layers=len(layers),
+        widths=frozenset((layer.out_features, layer.in_features) for layer in _frozen_linears(build)),
+    )
 
 
 def _frozen_linears(build: Build) -> list[nn.Linear]:
@@ -72,14 +73,14 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Matmuls with the adapters' rank ran, none computed the gradient of a frozen weight, and the optimizer state is
     that of the adapters alone."""
-    noted = seen.facts.get("adapters")
+    noted = seen.facts.adapters
     if noted is None:
         return Proof(False, "no adapters were added")
-    rank, tokens = int(knobs["rank"]), seen.facts["micro_tokens"]
+    rank, tokens = int(knobs["rank"]), seen.micro_tokens
     # Layers may be sharded by outputs or by inputs.
-    parts = {1, seen.facts.get("tp", {}).get("ranks", 1)}
+    parts = {1, seen.facts.tp.ranks if seen.facts.tp is not None else 1}
     widths = {
-        pair for out, into in noted["widths"] for n in parts for pair in ((out // n, into), (out, into // n))
+        pair for out, into in noted.widths for n in parts for pair in ((out // n, into), (out, into // n))
     }
     thin_widths = {rank, 2 * rank, 3 * rank}  # adapters of one input share a matmul
     thin = sum(count for shape, count in seen.matmul_shapes.items() if thin_widths.intersection(shape))
@@ -96,7 +97,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     per_trained = state / seen.num_parameters  # in a pipeline, of this rank's stages
     return Proof(
         thin > 0 and not wide and 0 < per_trained <= 16,
-        f"{noted['trained']:,} of {noted['base'] + noted['trained']:,} parameters are trained, in {noted['layers']} "
+        f"{noted.trained:,} of {noted.base + noted.trained:,} parameters are trained, in {noted.layers} "
         f"layers; per step {thin:.0f} thin matmuls and {len(wide)} for the gradient of a frozen weight; "
         f"optimizer state {state:,} bytes, {per_trained:.1f} per trained parameter",
     )

@@ -14,6 +14,7 @@ as the library's three on an H200.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
@@ -51,6 +52,17 @@ KERNELS = {"rush": "dequantize_nf4_kernel", "bitsandbytes": "Dequantize", "torch
 OURS = "nf4/bitsandbytes, by rush"
 
 
+@dataclass(frozen=True)
+class QuantizedBase:
+    """How the linear layers are stored."""
+
+    bits: float
+    """Per weight, with scales."""
+    layers: int
+    dequantized_by: str
+    """"rush" or the library."""
+
+
 def quantize(build: Build, form: Form, dequantizer: str | None = None) -> None:
     """Quantize the blocks' linear layers."""
     quantize_linears(build.model, form)
@@ -67,11 +79,13 @@ def quantize(build: Build, form: Form, dequantizer: str | None = None) -> None:
         for name, buffer in layer.named_buffers()
         if name != "scale_table"
     )
-    build.facts["quantized"] = {
-        "bits": 8 * stored / sum(layer.in_features * layer.out_features for layer in layers),
-        "layers": len(layers),
-        "unpacked_by": "rush" if dequantizer == OURS else form.backend,
-    }
+    build.facts.note(
+        QuantizedBase(
+            bits=8 * stored / sum(layer.in_features * layer.out_features for layer in layers),
+            layers=len(layers),
+            dequantized_by="rush" if dequantizer == OURS else form.backend,
+        )
+    )
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
@@ -98,17 +112,16 @@ def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:
 
 def dequantized_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Matmuls dequantized their weights, forward and backward, and only adapters were trained."""
-    noted = seen.facts.get("quantized")
+    noted = seen.facts.noted(QuantizedBase)
     if noted is None:
         return Proof(False, "no weight was quantized")
     trained = adapters_trained(seen, knobs)
     counts = [sum(seen.ops.get(op, 0) for op in ops) for ops in (FORWARD, BACKWARD)]
-    by = str(noted["unpacked_by"])
     # A replayed CUDA graph shows kernels only.
-    ran = all(counts) or any(KERNELS[by] in name for name in seen.kernels)
+    ran = all(counts) or any(KERNELS[noted.dequantized_by] in name for name in seen.kernels)
     return Proof(
         trained.took_effect and ran,
-        f"{noted['layers']} layers at {noted['bits']:.2f} bits per weight; dequantizing matmuls in the profiled steps: "
+        f"{noted.layers} layers at {noted.bits:.2f} bits per weight; dequantizing matmuls in the profiled steps: "
         f"{counts[0]} forward, {counts[1]} backward; {trained.what}",
     )
 
@@ -126,12 +139,14 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The linear layers take less than 6 bits per weight, their weights were dequantized forward and backward, by our
     kernel or the library's as the knobs say, and only adapters were trained."""
     proof = dequantized_twice(seen, knobs)
-    noted, found = seen.facts.get("quantized", {}), _dequantized_by(seen)
-    by = str(noted.get("unpacked_by"))
+    noted, found = seen.facts.noted(QuantizedBase), _dequantized_by(seen)
+    if noted is None:
+        return proof
+    by = noted.dequantized_by
     # (DoRA's magnitudes are always computed with the library's.)
     as_asked = ("rush" in found) == (by == "rush") and (by in found or by not in OPERATORS)
     return Proof(
-        proof.took_effect and as_asked and noted["bits"] < 6,
+        proof.took_effect and as_asked and noted.bits < 6,
         f"dequantized by {' and '.join(sorted(found)) or by}; {proof.what}",
     )
 

@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from rush.data import Batch
 from rush.hardware import Machine
-from rush.models import Decoder
+from rush.models import Decoder, Shape
 from rush.parallel import Ranks
 from rush.parallel.sharded import NormFn, local_norm
 from rush.recipe import Knob, Recipe
+from rush.techniques.api.facts import Facts
 
 
 class Stage(IntEnum):
@@ -164,10 +165,44 @@ class Observation:
     peak_memory_bytes: int
     breakdown_ms: Mapping[str, float]
     """A profiled step by category: attention, matmul, norm_elementwise, loss, optimizer, data, other, idle."""
+    matmuls_by_op: Mapping[str, float]
+    """Matmuls of a step by operator."""
+    eager_step: bool
+    """Whether matmuls were seen in a further step, without graph and compiler."""
+    fp32_matmul_error: float
+    """The relative error of an fp32 matmul inside a step."""
+    gc_enabled: bool
+    """Whether automatic garbage collection is on inside a step."""
+    pinned: bool
+    """Whether all batches are in pinned memory."""
+    loader_threads: int
+    loader_micro_batches: int
+    """Micro batches that the loader returns for a step."""
+    micro_tokens: int
+    """Tokens of a micro batch, on this rank."""
+    skipped_steps: int
+    """Steps without an update because scaled gradients overflowed."""
+    comm_ms: float
+    """Communication per step."""
+    exposed_comm_ms: float
+    """The part of it that no other kernel overlaps."""
+    shape: Shape
+    holds_head: bool
+    """Whether this rank has the LM head."""
+    facts: Facts
+    """What techniques noted while they were applied."""
     longest: Sequence[Mapping[str, Any]] = ()
     """The longest kernels (on a CPU operators): `name`, `kind` as in the breakdown, `ms` and `calls` per step."""
-    facts: Mapping[str, Any] = field(default_factory=dict)
-    """What a technique itself noted in `Build.facts`, and the live settings it may want to look at."""
+
+    @property
+    def head_widths(self) -> set[int]:
+        """Possible widths of the LM head's matmuls: the vocabulary, and as it is padded or sharded."""
+        return {self.shape.vocab_size, self.facts.padded_vocab_size or self.shape.vocab_size}
+
+    @property
+    def pass_tokens(self) -> int:
+        """Tokens of a forward pass, which may be smaller than the loader's micro batch."""
+        return self.micro_tokens * self.loader_micro_batches // max(1, self.micro_batches)
 
 
 @dataclass(frozen=True)
@@ -224,7 +259,7 @@ class Build:
     """How the gradients' norm is computed, which clips them and shows whether they are sound."""
     optimizer_hooks: list[Callable[[torch.optim.Optimizer], None]] = field(default_factory=list)
     """Called once with the optimizer."""
-    scaler: torch.amp.GradScaler | None = None
+    scaler: torch.amp.GradScaler = field(default_factory=lambda: torch.amp.GradScaler("cpu", enabled=False))
     """Loss scaling for fp16."""
     step_contexts: list[Callable[[], AbstractContextManager[Any]]] = field(default_factory=list)
     """Context managers around every step: process-wide settings never leak out of a run."""
@@ -241,14 +276,23 @@ class Build:
     averaged_over: int = 1
     """Number of ranks over which gradients are averaged, where a step needs their sum."""
     stages: list[nn.Module] = field(default_factory=list)
-    """What training passes call where that is not the model as one: the stages that this rank has of it."""
+    """This rank's pipeline stages of the model; empty without a pipeline."""
     make_passes: Callable[[Any, Sequence[nn.Module]], Passes] | None = None
     """Called once with the finished run and its parts (with what `wrap` put around each): how its micro batches are run."""
     tied_replicas: list[str] = field(default_factory=list)
     """Parameters that another rank of the pipeline holds as well, and counts."""
     loader_options: dict[str, Any] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
-    """Notes for the evidence: objects or numbers that show afterwards what happened."""
+    facts: Facts = field(default_factory=Facts)
+
+    @property
+    def roots(self) -> list[Any]:
+        """What training passes call: the model, or this rank's pipeline stages of it."""
+        return list(self.stages) or [self.model]
+
+    @property
+    def head_width(self) -> int:
+        """Columns of the LM head's matmuls."""
+        return self.facts.padded_vocab_size or self.model.shape.vocab_size
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping
 
 from rush.recipe import Knob
 from rush.techniques.api.contract import Evidence, Observation, Proof, Use
+from rush.techniques.api.facts import CompileCounts
 
 # The softmax of plain attention, as an operator or in a fused kernel's name; not the loss's.
 # (The compiler's prepare_softmax_online may be either.)
@@ -75,7 +76,7 @@ def matmuls_took(seen: Observation, dtype: str) -> bool:
 def describe_dtypes(seen: Observation) -> str:
     listed = ", ".join(sorted(seen.matmul_dtypes)) or "not seen"
     eager = " (in an eager step without CUDA graph)"
-    return f"matmul inputs were {listed}{eager if seen.facts.get('matmuls_seen_in') == 'eager step' else ''}"
+    return f"matmul inputs were {listed}{eager if seen.eager_step else ''}"
 
 
 def state_per_parameter(seen: Observation) -> float:
@@ -83,40 +84,37 @@ def state_per_parameter(seen: Observation) -> float:
     return sum(seen.state_bytes.values()) / seen.num_parameters
 
 
-def head_rows(seen: Observation, vocabularies: set[int]) -> int:
+def head_rows(seen: Observation) -> int:
     """The most tokens that one LM head matmul covered; 0 where none was seen."""
-    rows = [0]
+    rows, widths, hidden = [0], seen.head_widths, seen.shape.hidden
     for shape in seen.matmul_shapes:
-        if vocabularies.intersection(shape):
+        if widths.intersection(shape):
             # The three dims are vocabulary, hidden size and tokens, in some order.
-            rest = sorted(shape, key=lambda size: size not in vocabularies)[1:]
-            rows.append(max(rest) if seen.facts["hidden"] not in rest else _other(rest, seen.facts["hidden"]))
+            rest = sorted(shape, key=lambda size: size not in widths)[1:]
+            if hidden in rest:
+                rest.remove(hidden)
+            rows.append(max(rest))
     return max(rows)
-
-
-def _other(pair: list[int], one: int) -> int:
-    return pair[1] if pair[0] == one else pair[0]
 
 
 def prove(uses: Iterable[Use], seen: Observation) -> dict[str, Proof]:
     """The proof of every technique in use; a rank without the LM head leaves out those of the head."""
-    headless = not seen.facts.get("holds_head", True)
     return {
         use.technique.name: use.technique.evidence(seen, use.knobs)
         for use in uses
-        if not (headless and use.technique.head_only)
+        if seen.holds_head or not use.technique.head_only
     }
 
 
-def dynamo_counts() -> dict[str, int]:
+def compile_counts() -> CompileCounts:
     """Graphs, graph breaks and recompiles of this process so far."""
     if "torch._dynamo.convert_frame" not in sys.modules:
-        return {"graphs": 0, "graph_breaks": 0, "recompiles": 0}
+        return CompileCounts()
     from torch._dynamo.convert_frame import FRAME_COMPILE_COUNTER
     from torch._dynamo.utils import counters
 
-    return {
-        "graphs": int(counters["stats"]["unique_graphs"]),
-        "graph_breaks": int(sum(counters["graph_break"].values())),
-        "recompiles": sum(max(0, times - 1) for times in FRAME_COMPILE_COUNTER.values()),
-    }
+    return CompileCounts(
+        graphs=int(counters["stats"]["unique_graphs"]),
+        graph_breaks=int(sum(counters["graph_break"].values())),
+        recompiles=sum(max(0, times - 1) for times in FRAME_COMPILE_COUNTER.values()),
+    )

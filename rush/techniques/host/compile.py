@@ -30,7 +30,7 @@ from rush.techniques.api.contract import (
     Technique,
     WorkEffect,
 )
-from rush.techniques.api.evidence import dynamo_counts
+from rush.techniques.api.evidence import compile_counts
 
 
 @torch.library.custom_op("rush::cos_and_sin", mutates_args=())
@@ -45,7 +45,7 @@ def _(angles: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    build.facts["dynamo_before"] = dynamo_counts()
+    build.facts.compiled_before = compile_counts()
     if not build.ranks.alone:
         # Compiled code names this rank's process groups, which the cache key omits for collectives of a backward pass:
         # a rank could load another rank's code, and hang or fail.

@@ -43,8 +43,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Inside a step, automatic garbage collection is off."""
-    enabled = seen.facts["gc_enabled_in_step"]
-    return Proof(not enabled, f"automatic garbage collection is {'on' if enabled else 'off'} inside a step")
+    how = "on" if seen.gc_enabled else "off"
+    return Proof(not seen.gc_enabled, f"automatic garbage collection is {how} inside a step")
 
 
 technique = Technique(

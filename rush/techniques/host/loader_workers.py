@@ -31,7 +31,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Worker threads were running during the steps; the wait for data is reported with it."""
-    threads = seen.facts["loader_threads"]
+    threads = seen.loader_threads
     return Proof(
         0 < threads <= int(knobs["count"]),
         f"{threads} loader threads running; {seen.data_wait_ms:.2f} ms of {seen.step_ms:.1f} ms spent waiting for data",

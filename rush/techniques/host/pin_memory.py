@@ -30,8 +30,8 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The batches are pinned, and the profile shows copies from pinned memory."""
     copies = [name for name in seen.kernels if "Memcpy HtoD" in name]
     return Proof(
-        bool(seen.facts["pinned"]) and any("Pinned" in name for name in copies),
-        f"the batches are {'pinned' if seen.facts['pinned'] else 'pageable'}; copies: {', '.join(copies) or 'none seen'}",
+        seen.pinned and any("Pinned" in name for name in copies),
+        f"the batches are {'pinned' if seen.pinned else 'pageable'}; copies: {', '.join(copies) or 'none seen'}",
     )
 
 

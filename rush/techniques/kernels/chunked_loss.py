@@ -81,8 +81,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """No LM head matmul covered more than a chunk of tokens at once."""
-    vocabularies = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size", seen.facts["vocab_size"])}
-    rows, tokens = head_rows(seen, vocabularies), seen.facts["micro_tokens"]
+    rows, tokens = head_rows(seen), seen.micro_tokens
     return Proof(
         0 < rows < tokens and rows <= int(knobs["chunk_tokens"]),
         f"the LM head matmul covered at most {rows:,} of {tokens:,} tokens at once",

@@ -91,14 +91,13 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
     head = FusedLossHead(linear_cross_entropy, int(knobs["chunk_tokens"]) or None)
     build.model.loss_head = head
-    build.facts["padded_vocab_size"] = head.width(build.model.shape.vocab_size)
+    build.facts.padded_vocab_size = head.width(build.model.shape.vocab_size)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Our loss kernel ran (on a CPU: its operator), and no LM head matmul covered all tokens of a micro batch."""
     ran = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
-    vocabularies = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size", seen.facts["vocab_size"])}
-    rows, tokens = head_rows(seen, vocabularies), seen.facts["micro_tokens"]
+    rows, tokens = head_rows(seen), seen.micro_tokens
     return Proof(
         ran and 0 < rows < tokens,
         f"{KERNEL if seen.kernels else OP} {'ran' if ran else 'did not run'}; the LM head matmul covered "

@@ -41,7 +41,6 @@ from rush.techniques.api.contract import (
 
 LAYERS = {"attention": ("q", "k", "v"), "mlp": ("gate", "up")}
 """For each module of a block, its layers with the same input, in the order of its `fan_out`."""
-NOTED = "fused_projections"
 
 Weight = tuple[int, int]
 """The two dims of a weight, the smaller first: a matmul's shape does not show which is which."""
@@ -132,6 +131,14 @@ def lay_out(layers: Sequence[nn.Linear]) -> Tensor:
     return joined_od
 
 
+@dataclass(frozen=True)
+class JoinedWeights:
+    """How many layers have weights of these dims."""
+
+    joined: Counter[Weight]
+    others: Counter[Weight]
+
+
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     chosen = [part for part in LAYERS if knobs["groups"] in ("all", part)]
     groups = [
@@ -157,8 +164,8 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         yield
 
     build.step_contexts.append(checked)
-    build.facts[NOTED] = {"fused": fused, "others": plain}
-    build.facts["matmuls_saved"] = sum(len(group.names) - 1 for group in groups)
+    build.facts.note(JoinedWeights(fused, plain))
+    build.facts.matmuls_saved = sum(len(group.names) - 1 for group in groups)
 
 
 def _weight(outputs: int, inputs: int) -> Weight:
@@ -168,10 +175,10 @@ def _weight(outputs: int, inputs: int) -> Weight:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Matmuls by shape: with each joined weight one forward and two backward in every pass, and with the narrow weights
     only those of other layers of that shape."""
-    noted = seen.facts.get(NOTED)
+    noted = seen.facts.noted(JoinedWeights)
     if noted is None:
         return Proof(False, "no layers were joined")
-    fused, others = noted["fused"], noted["others"]
+    fused, others = noted.joined, noted.others
     surely, at_most = matmuls_by_weight(seen, {*fused, *others})
     most = 4 if seen.block_forwards > 1.05 else 3  # once more forward, where blocks are recomputed
     wide_ran = all(
@@ -200,10 +207,8 @@ def matmuls_by_weight(
     All three matmuls of a layer have the same three dims: inputs, outputs, tokens. Where batches differ in length and one
     is as long as a layer is wide, a matmul may be of more than one weight. Those of the LM head are left out.
     """
-    heads = {seen.facts["vocab_size"], seen.facts.get("padded_vocab_size")}
-    shapes = {shape: count for shape, count in seen.matmul_shapes.items() if not heads & {*shape}}
-    # A pass may be smaller than the loader's micro batch.
-    tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"] // seen.micro_batches
+    shapes = {shape: count for shape, count in seen.matmul_shapes.items() if not seen.head_widths & {*shape}}
+    tokens = seen.pass_tokens
     of_one_length = all(tokens in shape for shape in shapes)
     surely, at_most = (dict.fromkeys(weights, 0.0) for _ in range(2))
     for shape, count in shapes.items():

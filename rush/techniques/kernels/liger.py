@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from typing import Any
@@ -117,6 +118,13 @@ class LigerLossHead(nn.Module):
         return loss
 
 
+@dataclass(frozen=True)
+class LigerKernels:
+    """The library's kernels for the modules that were replaced."""
+
+    names: list[str]
+
+
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     chosen = _chosen(str(knobs["parts"]))
     model, expected = build.model, []
@@ -136,7 +144,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     if "loss" in chosen:
         model.loss_head = LigerLossHead()
         expected.append("loss")
-    build.facts["liger_kernels"] = sorted({KERNELS[part] for part in expected})
+    build.facts.note(LigerKernels(sorted({KERNELS[part] for part in expected})))
 
 
 def _chosen(parts: str) -> set[str]:
@@ -158,7 +166,8 @@ def _norm(plain: nn.Module) -> LigerNorm:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """In the profile: the library's kernel for every module that it replaces."""
-    expected = seen.facts.get("liger_kernels", [])
+    noted = seen.facts.noted(LigerKernels)
+    expected = noted.names if noted is not None else []
     missing = [part for part in expected if not any(part in name for name in seen.kernels)]
     if not expected:
         return Proof(False, "this model has none of the chosen modules, or none was replaced")

@@ -64,7 +64,7 @@ class ProjectedLossHead(nn.Module):
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     multiple = int(knobs["multiple"])
     padded = -(-build.model.shape.vocab_size // multiple) * multiple
-    build.facts["padded_vocab_size"] = padded
+    build.facts.padded_vocab_size = padded
     projection = PaddedProjection(padded)
     if hasattr(build.model.loss_head, "project"):
         build.model.loss_head.project = projection
@@ -74,7 +74,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """LM head matmuls have the padded vocabulary, none the true one."""
-    multiple, true = int(knobs["multiple"]), seen.facts["vocab_size"]
+    multiple, true = int(knobs["multiple"]), seen.shape.vocab_size
     padded = -(-true // multiple) * multiple
     widths = {size for shape in seen.matmul_shapes for size in shape if size in (true, padded)}
     return Proof(

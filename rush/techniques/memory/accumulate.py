@@ -45,7 +45,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """A step has `factor` times as many passes as micro batches from the loader."""
-    given, made = seen.facts["loader_micro_batches"], seen.micro_batches
+    given, made = seen.loader_micro_batches, seen.micro_batches
     return Proof(
         made == int(knobs["factor"]) * given,
         f"{made} passes in a step for {given} micro batches; {seen.held_bytes / 2**20:.1f} MiB of saved "

@@ -12,7 +12,6 @@ At very long sequences the saved inputs of the blocks fill the memory. They can 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -37,7 +36,7 @@ from rush.techniques.api.contract import (
     used,
 )
 from rush.techniques.api.seams import override_forward
-from rush.techniques.memory.on_host import OffloadToHost
+from rush.techniques.memory.on_host import OffloadedInputs, OffloadToHost
 
 
 def _recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
@@ -52,8 +51,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     for block in build.model.blocks:
         override_forward(block, _recomputed)
     if knobs["inputs"] == "host":
-        moved: Counter[str] = Counter()
-        build.facts["waited_on_host"] = moved
+        moved = build.facts.note(OffloadedInputs()).moved
         hidden = build.model.shape.hidden
 
         def is_input(tensor: Tensor) -> bool:
@@ -71,7 +69,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         f"each block's matmuls ran {seen.block_forwards:.2f} times forward; {seen.held_bytes / 2**20:.1f} MiB "
         "of saved activations"
     )
-    away = seen.facts.get("waited_on_host", Counter())["bytes"]
+    away = (seen.facts.noted(OffloadedInputs) or OffloadedInputs()).moved["bytes"]
     if knobs["inputs"] == "host":
         said += f"; {away / 2**20:.1f} MiB of inputs were offloaded since the build"
     return Proof(seen.block_forwards > 1.4 and (away > 0) == (knobs["inputs"] == "host"), said)

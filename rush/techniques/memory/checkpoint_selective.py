@@ -90,8 +90,7 @@ def _contexts(keep: str, tally: Tally) -> Any:
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    tally = Tally()
-    build.facts["selective_checkpoint"] = tally.counts
+    tally = build.facts.note(Tally())
     contexts = partial(_contexts, str(knobs["keep"]), tally)
     # A warning about in-place operations; blocks have none.
     hush("torch._higher_order_ops.wrap", "Detected that context_fn is passed")
@@ -123,7 +122,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The policy saved some outputs and dropped others, and blocks ran more often than they were called (compiled: the
     policy was called while tracing)."""
-    tally = seen.facts.get("selective_checkpoint", Counter())
+    tally = (seen.facts.noted(Tally) or Tally()).counts
     # A compiler calls the policy while tracing, and recomputes inside its own graph.
     compiled = "CompiledFunctionBackward" in seen.ops and tally["dropped"] > 0
     recomputed = tally["runs"] > tally["calls"]

@@ -78,14 +78,13 @@ def set_allocator(text: str) -> None:
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    expandable = ExpandableSegments()
-    build.facts["growing"] = expandable
-    build.step_contexts.append(expandable.segments)
+    build.step_contexts.append(build.facts.note(ExpandableSegments()).segments)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """The allocator's snapshot: steps allocated in expandable segments."""
-    segments = seen.facts["growing"].seen() if "growing" in seen.facts else ()
+    noted = seen.facts.noted(ExpandableSegments)
+    segments = noted.seen() if noted is not None else ()
     growing = [segment for segment in segments if segment.get("is_expandable")]
     size, used = (sum(segment[key] for segment in growing) for key in ("total_size", "allocated_size"))
     whole = sum(segment["total_size"] for segment in segments)

@@ -8,7 +8,6 @@ long sequences, wide layers, pinned memory.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,7 +29,7 @@ from rush.techniques.api.contract import (
     needs_cuda,
 )
 from rush.techniques.api.seams import override_forward
-from rush.techniques.memory.on_host import OffloadToHost
+from rush.techniques.memory.on_host import OffloadedActivations, OffloadToHost
 
 SMALLEST_BYTES = 64 * 1024
 """Smaller tensors stay on the device."""
@@ -43,8 +42,7 @@ def is_offloaded(tensor: Tensor, stay: frozenset[int]) -> bool:
 
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
-    moved: Counter[str] = Counter()
-    build.facts["offloaded"] = moved
+    moved = build.facts.note(OffloadedActivations()).moved
     pin = bool(knobs["pin"])
 
     def offloaded(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
@@ -60,7 +58,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Activations were copied to the host, and the profile shows the copies."""
-    moved = seen.facts.get("offloaded", Counter())["bytes"]
+    moved = (seen.facts.noted(OffloadedActivations) or OffloadedActivations()).moved["bytes"]
     copies = [name for name in seen.kernels if "Memcpy DtoH" in name]
     return Proof(
         moved > 0 and bool(copies),

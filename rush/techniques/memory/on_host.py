@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -32,6 +32,20 @@ class OffloadedTensor:
         return torch.empty_strided(self.dims, self.strides, dtype=whole.dtype, device=self.device).copy_(
             whole
         )
+
+
+@dataclass(frozen=True)
+class OffloadedActivations:
+    """The bytes of saved activations that were offloaded since the build."""
+
+    moved: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True)
+class OffloadedInputs:
+    """The bytes of inputs of recomputed blocks that were offloaded since the build."""
+
+    moved: Counter[str] = field(default_factory=Counter)
 
 
 class OffloadToHost(torch.autograd.graph.saved_tensors_hooks):

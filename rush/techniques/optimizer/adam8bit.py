@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from typing import Any
@@ -114,11 +115,22 @@ def _rush(*args: Any, **kwargs: Any) -> torch.optim.Optimizer:
     return made
 
 
+@dataclass(frozen=True)
+class QuantizedState:
+    """The optimizer whose moments are quantized."""
+
+    optimizer: torch.optim.Optimizer
+
+
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     makers = {"torchao": _torchao, "bitsandbytes": _bitsandbytes, "rush": _rush}
     build.make_optimizer = _paged if knobs["paged"] else makers[str(knobs["backend"])]
     build.optimizer_options.clear()
-    build.optimizer_hooks.append(lambda optimizer: build.facts.update(optimizer=optimizer))
+
+    def note(optimizer: torch.optim.Optimizer) -> None:
+        build.facts.note(QuantizedState(optimizer))
+
+    build.optimizer_hooks.append(note)
     if knobs["backend"] == "rush":
         build.optimizer_options |= {
             "stochastic_rounding": bool(knobs["stochastic_rounding"]),
@@ -127,7 +139,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             "alike": table_like,
         }
         # An upper bound: small tensors stay in fp32.
-        build.facts["state_bytes_per_parameter"] = 5.5
+        build.facts.state_bytes_per_parameter = 5.5
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -135,7 +147,8 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     kernel ran if, and only if, backend is rush, stochastic rounding if it was asked for, and moments are in unified
     memory if, and only if, paged."""
     per_parameter = state_per_parameter(seen)
-    paged = paged_bytes(seen.facts["optimizer"]) if "optimizer" in seen.facts else 0
+    noted = seen.facts.noted(QuantizedState)
+    paged = paged_bytes(noted.optimizer) if noted is not None else 0
     ours = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
     return Proof(
         seen.state_bytes.get("uint8", 0) > 0

@@ -55,7 +55,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     }
     divisions: Divisions = {}
     build.norm_fn = lambda gradients: grad_norm([g.contiguous() for g in gradients], divisions)
-    build.facts["state_bytes_per_parameter"] = 4 if knobs["state"] == "bfloat16" else 8
+    build.facts.state_bytes_per_parameter = 4 if knobs["state"] == "bfloat16" else 8
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:

@@ -38,16 +38,14 @@ from rush.techniques.packing.packings import (
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     shapes = int(knobs["shapes"])
-    packing = Bucket(shapes, int(knobs["window"]))
-    use_packing(build, packing)
-    build.facts["bucket"] = packing
+    use_packing(build, build.facts.note(Bucket(shapes, int(knobs["window"]))))
     allow_shapes(build, shapes)
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Less padding in the micro batches than without sorting."""
-    found, packing = packing_stats(seen), seen.facts.get("bucket")
-    if found is None or not isinstance(packing, Bucket) or not packing.unsorted["tokens"]:
+    found, packing = packing_stats(seen), seen.facts.noted(Bucket)
+    if found is None or packing is None or not packing.unsorted["tokens"]:
         return Proof(False, "no micro batch of documents sorted by length was seen")
     unsorted = packing.unsorted["padding"] / packing.unsorted["tokens"]
     held = found.documents <= found.rows and not found.isolated and found.padding_share < unsorted

@@ -53,6 +53,8 @@ def few_shapes(name: str) -> Requirement:
 class PackingStats:
     """Statistics of the micro batches."""
 
+    sequence: int
+    """The recipe's."""
     micro_batches: int = 0
     rows: int = 0
     tokens: int = 0
@@ -86,9 +88,8 @@ class PackingStats:
 
 def use_packing(build: Build, packing: Packing) -> PackingStats:
     """Set the loader's packing, and collect statistics of its micro batches."""
-    seen = PackingStats()
+    seen = build.facts.note(PackingStats(build.recipe.batch.sequence))
     build.loader_options["packing"] = packing
-    build.facts["packing"] = seen
 
     def counted(inner: Pass) -> Pass:
         def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
@@ -111,5 +112,5 @@ def allow_shapes(build: Build, shapes: int) -> None:
 
 
 def packing_stats(seen: Observation) -> PackingStats | None:
-    found = seen.facts.get("packing")
-    return found if isinstance(found, PackingStats) and found.micro_batches else None
+    found = seen.facts.noted(PackingStats)
+    return found if found is not None and found.micro_batches else None

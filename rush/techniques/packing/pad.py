@@ -36,7 +36,6 @@ from rush.techniques.packing.packings import (
 
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     shapes = int(knobs["shapes"])
-    build.facts["sequence"] = build.recipe.batch.sequence
     use_packing(build, Pad(shapes))
     allow_shapes(build, shapes)
 
@@ -47,7 +46,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     if found is None:
         return Proof(False, "no padded micro batch was seen")
     lengths = {length for _, length in found.shapes}
-    fewer = min(lengths) < seen.facts["sequence"] if shapes != 1 else lengths == {seen.facts["sequence"]}
+    fewer = min(lengths) < found.sequence if shapes != 1 else lengths == {found.sequence}
     held = found.documents <= found.rows and not found.isolated and (shapes == 0 or len(lengths) <= shapes)
     return Proof(held and fewer, found.say(seen.recompiles))
 

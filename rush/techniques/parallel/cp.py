@@ -85,6 +85,8 @@ class BatchShard:
     """Takes a rank's shard of micro batches, and records their lengths."""
 
     split: SequenceSplit
+    reduces_gradients: bool = False
+    """Whether gradients are reduced over these ranks alone, without another data axis."""
     lengths: set[int] = field(default_factory=set)
     """Lengths of whole rows."""
     filled: int = 0
@@ -139,9 +141,9 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             attention = block.get_submodule("attention")
             attention.core = AllGatherAttention(attention.get_submodule("core"), split, group)
         model.document_form = ChunkDocuments(model.document_form, split)
-    build.shard_batch = build.facts["cp_cut"] = BatchShard(split)
-    build.facts["cp_sums"] = build.ranks.data_ranks == 1
-    if build.facts["cp_sums"]:
+    shard = BatchShard(split, reduces_gradients=build.ranks.data_ranks == 1)
+    build.shard_batch = build.facts.note(shard)
+    if shard.reduces_gradients:
         plain = {name: knob.default for name, knob in ddp.technique.knobs.items()}
         build.shard_hooks.append(lambda build: ddp.replicate(build, plain))
 
@@ -150,11 +152,11 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """A layer's matmuls have a rank's shard of the positions as rows, and in every pass the profile shows the
     collectives asked for: all-gathers, or the ring's operator with its sends. Without another data axis, gradients were
     reduced as in `ddp`."""
-    cut = seen.facts.get("cp_cut")
-    if not isinstance(cut, BatchShard) or not cut.lengths:
+    cut = seen.facts.noted(BatchShard)
+    if cut is None or not cut.lengths:
         return Proof(False, "no sequence was sharded")
     split, passes = cut.split, max(1, seen.ops.get(PASS, 0))
-    rows = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"] // max(1, seen.micro_batches)
+    rows = seen.pass_tokens
     gathers, sends, rings = (seen.ops.get(name, 0) / passes for name in (GATHER, SEND, RING))
     if knobs["exchange"] == "ring":
         exchanged = rings >= 1 and sends >= rings * (split.ranks - 1)
@@ -162,7 +164,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         exchanged = gathers >= 1 and not rings
     summed = (
         ddp.evidence(seen, {})
-        if seen.facts["cp_sums"]
+        if cut.reduces_gradients
         else Proof(True, "gradients are reduced with the data ranks'")
     )
     longest = max(cut.lengths)

@@ -127,9 +127,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     steps = seen.ops.get(PASS, 0) / max(1, seen.micro_batches)
     # The all-reduces of tensor parallelism have their own name as well.
     reduces = (seen.ops.get(ALL_REDUCE, 0) - seen.ops.get(LAYER_SUM, 0)) / steps if steps else 0.0
-    sharded = "fsdp_model" in seen.facts
+    sharded = seen.facts.fsdp is not None
     # One more for the gradient norm of a sharded model; three in a pipeline: norm, loss and the stop flag.
-    own = OF_A_STEP + sharded + 3 * ("pp" in seen.facts)
+    own = OF_A_STEP + sharded + 3 * (seen.facts.pp is not None)
     wrapped = seen.ops.get(FORWARD, 0)
     return Proof(
         reduces > own and bool(wrapped) != sharded,

@@ -40,6 +40,7 @@ from rush.techniques.api.contract import (
     used,
 )
 from rush.techniques.api.evidence import describe_dtypes, matmuls_took
+from rush.techniques.api.facts import FsdpFacts
 from rush.techniques.parallel import pp
 
 # (cp and tp use functional collectives, which have other names.)
@@ -93,9 +94,9 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
     if knobs["offload"]:
         build.weights_device = torch.device("cpu")
     if knobs["param_dtype"] != SAME:
-        build.facts["matmul_dtype"] = knobs["param_dtype"]
+        build.facts.rate_dtype = str(knobs["param_dtype"])
     # The backward pass begins with the root (head), so resharding it after forward would be in vain.
-    roots: list[Any] = list(build.stages) or [model]
+    roots = build.roots
     with IntegersWithoutGradient():
         for block in blocks:
             fully_shard(block, reshard_after_forward=stage == "parameters", **options)
@@ -109,12 +110,14 @@ def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
         _prefetch(list(root.blocks), int(knobs["prefetch"]))
     if not build.stages:  # a pipeline does this for each stage
         build.before_pass.append(_sync_setter(model, stage))
-    build.facts["fsdp_model"] = model
-    build.facts["fsdp_ranks"] = build.ranks.size("fsdp") * build.ranks.size("cp")
     inside = {id(p) for block in blocks for p in block.parameters()}
     outside = [[p for p in root.parameters() if id(p) not in inside] for root in roots]
-    build.facts["fsdp_roots"] = sum(bool(rest) for rest in outside)
-    build.facts["fsdp_roots_trained"] = sum(any(p.requires_grad for p in rest) for rest in outside)
+    build.facts.fsdp = FsdpFacts(
+        model,
+        ranks=build.ranks.size("fsdp") * build.ranks.size("cp"),
+        roots=sum(bool(rest) for rest in outside),
+        trained_roots=sum(any(p.requires_grad for p in rest) for rest in outside),
+    )
 
 
 def _mesh(ranks: Ranks) -> Any:
@@ -173,24 +176,27 @@ def _units_trained(model: nn.Module, blocks: list[nn.Module]) -> int:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """This rank holds its shard of the parameters, and per unit and step the profile shows as many all-gathers and
     reduce-scatters as the stage needs."""
-    if "fsdp_model" not in seen.facts:
+    noted = seen.facts.fsdp
+    if noted is None:
         return Proof(False, "no parameter is sharded")
     from rush.parallel.sharded import local_tensor
 
-    parameters = list(seen.facts["fsdp_model"].parameters())
+    parameters = list(noted.model.parameters())
     held = sum(local_tensor(p).numel() for p in parameters) / sum(p.numel() for p in parameters)
-    ranks, passes = seen.facts["fsdp_ranks"], seen.micro_batches
+    ranks, passes = noted.ranks, seen.micro_batches
     steps = seen.ops.get(PASS, 0) / max(1, passes)
     gathers, scatters = (seen.ops.get(name, 0) / steps if steps else 0.0 for name in (GATHER, SCATTER))
-    units = list(seen.facts["fsdp_model"].blocks) if knobs["unit"] == "block" else []
-    blocks, trained = len(units), _units_trained(seen.facts["fsdp_model"], units)
-    wanted = {
+    units = list(noted.model.blocks) if knobs["unit"] == "block" else []
+    blocks, trained = len(units), _units_trained(noted.model, units)
+    wanted: dict[str, tuple[float, int]] = {
         "parameters": (2 * blocks * passes + passes, trained * passes),
         "gradients": (blocks + 1, trained * passes),
         "optimizer": (blocks + 1, trained),
     }
-    if "pp" in seen.facts:  # schedules keep gradients until the end of the step; some gather all at its start
-        once, sent = (blocks + seen.facts[name] for name in ("fsdp_roots", "fsdp_roots_trained"))
+    if (
+        seen.facts.pp is not None
+    ):  # schedules keep gradients until the end of the step; some gather all at its start
+        once, sent = blocks + noted.roots, blocks + noted.trained_roots
         wanted = dict.fromkeys(wanted, (max(gathers, once), sent))
     where = {local_tensor(p).device.type for p in parameters}
     as_asked = where == {"cpu"} or not knobs["offload"]

@@ -43,6 +43,7 @@ from rush.techniques.api.contract import (
     knob_of,
     used,
 )
+from rush.techniques.api.facts import PpFacts
 
 FORWARD = "rush::forward"
 SENDS = ("c10d::send", "nccl:send")
@@ -116,9 +117,11 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     peer = {rank_of[0]: rank_of[-1], rank_of[-1]: rank_of[0]}.get(rank) if apart else None
     if peer is not None and rank == rank_of[-1]:
         build.tied_replicas.append(TIED)
-    build.facts["pp_split"] = [f"rank {rank_of[span.number]}: {span}" for span in spans]
-    build.facts["pp_blocks"] = [layer for part in parts for layer in range(part.span.start, part.span.end)]
-    build.facts["pp_layers"] = recipe.shape().num_layers
+    build.facts.pp = PpFacts(
+        split=[f"rank {rank_of[span.number]}: {span}" for span in spans],
+        blocks=[layer for part in parts for layer in range(part.span.start, part.span.end)],
+        num_layers=recipe.shape().num_layers,
+    )
 
     # Hidden states are sent as they are between blocks: sequence parallelism may have sharded them.
     pieces = build.ranks.size("tp") if knob_of(recipe, "tp", "sequence", True) else 1
@@ -158,7 +161,7 @@ class Pipelined:
             self.dtype,
             self._compute,
         )
-        self.run.facts["pp"] = self.pipeline
+        self.run.facts.pp.pipeline = self.pipeline
         self.run.set_innermost(self._wait)
         self.loss = torch.zeros((), device=self.run.device)
 
@@ -208,9 +211,10 @@ class Pipelined:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """This rank computes some of the blocks only, and the profile shows hidden states or gradients sent and received, at
     least one per micro batch."""
-    if "pp" not in seen.facts:
+    noted = seen.facts.pp
+    if noted is None or noted.pipeline is None:
         return Proof(False, "the model is not split")
-    own, layers, pipeline = seen.facts["pp_blocks"], seen.facts["pp_layers"], seen.facts["pp"]
+    own, layers, pipeline = noted.blocks, noted.num_layers, noted.pipeline
     sent, received = (_times(seen, names) for names in (SENDS, RECEIVES))
     micro_batches = seen.micro_batches / len(pipeline.stages)
     steps = seen.ops.get(FORWARD, 0) / max(1, seen.micro_batches)
@@ -219,7 +223,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         len(own) < layers and enough,
         f"this rank has blocks {', '.join(map(str, own))} of {layers}; {sent} sends and {received} receives for "
         f"{micro_batches:g} micro batches in {steps:g} step(s); the bubble of schedule {knobs['schedule']} is "
-        f"{pipeline.bubble_fraction():.0%} of a step; the split: {'; '.join(seen.facts['pp_split'])}",
+        f"{pipeline.bubble_fraction():.0%} of a step; the split: {'; '.join(noted.split)}",
     )
 
 

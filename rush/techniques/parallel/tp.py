@@ -37,6 +37,7 @@ from rush.techniques.api.contract import (
     knob_of,
     used,
 )
+from rush.techniques.api.facts import TpFacts
 
 READERS = ("q", "k", "v", "qkv", "mlp_gate", "mlp_up")
 """Roles of colwise layers, which read the residual stream; the others write to it (rowwise)."""
@@ -86,7 +87,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     parallelize_module(model, mesh, plan, src_data_rank=None)
     model.tie_head()
     _shard_loss(build, stream)
-    build.facts["tp"] = {"ranks": build.ranks.size("tp"), "model": model, "stages": build.stages}
+    build.facts.tp = TpFacts(build.ranks.size("tp"), model, build.stages)
 
 
 def _shard_loss(build: Build, stream: Any) -> None:
@@ -98,12 +99,12 @@ def _shard_loss(build: Build, stream: Any) -> None:
     model, vocabulary = build.model, build.model.shape.vocab_size
     first, count = vocab_shard(stream, vocabulary)
     # The width of the LM head's matmuls on this rank.
-    build.facts["padded_vocab_size"] = count
+    build.facts.padded_vocab_size = count
     head: Any = model.loss_head
     if hasattr(head, "over"):
         of_shard = head.over(first, vocabulary, stream.mesh.size(), stream.mesh.get_group().group_name)
         model.loss_head = VocabShardLossHead(stream, of_shard)
-        build.facts["padded_vocab_size"] = head.width(count)
+        build.facts.padded_vocab_size = head.width(count)
     else:
         model.loss_head = VocabParallelLossHead(stream, head)
         # Also around the loss's backward pass.
@@ -162,18 +163,19 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """This rank holds its shard of the blocks' matrices; its matmuls are about 1/n of those of whole layers (a third
     more with recomputation); and the profile shows at least four collectives per block and pass: all-gathers and
     reduce-scatters with `sequence`, all-reduces without."""
-    if "tp" not in seen.facts:
+    noted = seen.facts.tp
+    if noted is None:
         return Proof(False, "no layer is sharded")
     from rush.parallel.sharded import local_tensor
 
-    ranks, model, stages = (seen.facts["tp"][key] for key in ("ranks", "model", "stages"))
+    ranks, model, stages = noted.ranks, noted.model, noted.stages
     layers: list[Any] = [module for module in model.modules() if isinstance(module, nn.Linear)]
     weights = sum(layer._parameters["weight"].numel() for layer in layers)
     # (One of an adapter's two matrices is replicated.)
     matrices = [p for name, p in model.blocks.named_parameters() if p.dim() > 1 and ".adapter." not in name]
     held = sum(local_tensor(p).numel() for p in matrices) / sum(p.numel() for p in matrices)
     # One matmul forward and two backward per weight.
-    tokens = seen.facts["micro_tokens"] * seen.facts["loader_micro_batches"]
+    tokens = seen.micro_tokens * seen.loader_micro_batches
     # (Without the adapters' matmuls; up to three adapters of one input share one. A layer's shard may be as narrow as an
     # adapter, and is identified by both dims.)
     thin = {n * adapter.spec.rank for _, _, adapter in adapters(model) for n in (1, 2, 3)}
@@ -181,7 +183,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     products = [
         prod(dims) * count
         for dims, count in seen.matmul_shapes.items()
-        if not thin & set(dims) or _without(dims, seen.facts["micro_tokens"]) in parts
+        if not thin & set(dims) or _without(dims, seen.micro_tokens) in parts
     ]
     share = sum(products) / (3 * weights * tokens)
     calls = max(1, seen.ops.get(PASS, 0) * len(model.blocks) / (len(stages) or 1))

@@ -70,7 +70,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     scaler.ranks = build.ranks
     build.scaler = scaler
     build.optimizer_hooks.append(scaler.attach)
-    build.facts["loss_scaler"] = scaler
+    build.facts.note(scaler)
 
 
 _fp16_matmuls = matmuls_in("float16", weights="float32")
@@ -80,10 +80,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Matmuls ran in fp16 from fp32 weights, and the gradients were checked and unscaled."""
     proof = _fp16_matmuls(seen, knobs)
     unscaled = any("_amp_foreach_non_finite_check_and_unscale_" in name for name in seen.ops)
-    scaler = seen.facts.get("loss_scaler")
+    scaler = seen.facts.noted(LossScaler)
     scale = f"loss scale {scaler.get_scale():g}" if scaler is not None else "no loss scale"
-    skipped = seen.facts["skipped_steps"]
-    return Proof(proof.took_effect and unscaled, f"{proof.what}; {scale}, {skipped} steps skipped")
+    return Proof(proof.took_effect and unscaled, f"{proof.what}; {scale}, {seen.skipped_steps} steps skipped")
 
 
 technique = Technique(

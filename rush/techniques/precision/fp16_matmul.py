@@ -14,6 +14,7 @@ learning rate the loss of `tiny` was the same with and without it: docs/negative
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
@@ -81,6 +82,13 @@ class Fp16Projection(Projection):
         return kernel.fp16_linear(hidden_nd, weight)[..., :vocab_size]
 
 
+@dataclass(frozen=True)
+class Fp16Layers:
+    """The layers with fp16 matmuls, the LM head included."""
+
+    count: int
+
+
 def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     kernel.load()  # before a compiler traces it
     layers = 0
@@ -91,22 +99,24 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
             layers += 1
     if _with_head(knobs) and build.model.holds("head.weight"):
         head: Any = build.model.loss_head
-        projection = Fp16Projection(build.facts.get("padded_vocab_size", build.model.shape.vocab_size))
+        projection = Fp16Projection(build.head_width)
         if hasattr(head, "project"):
             head.project = projection
         else:
             build.model.loss_head = ProjectedLossHead(projection)
         layers += 1
-    build.facts |= {"matmul_dtype": RATE, "operand_dtype": "float16", "half_layers": layers}
+    build.facts.rate_dtype, build.facts.operand_dtype = RATE, "float16"
+    build.facts.note(Fp16Layers(layers))
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """Our operators `rush::fp16_matmul…` ran three matmuls per layer and micro batch: forward and both gradients (at
     least the forward one where weights are frozen). Layers that another technique joins count once."""
-    layers = int(seen.facts.get("half_layers", 0)) - int(seen.facts.get("matmuls_saved", 0))
-    made = sum(seen.facts["matmuls_by_op"].get(name, 0.0) for name in OPERATORS)
-    others = sum(seen.facts["matmuls_by_op"].values()) - made
-    each = 1 if "adapters" in seen.facts else 3
+    noted = seen.facts.noted(Fp16Layers) or Fp16Layers(0)
+    layers = noted.count - seen.facts.matmuls_saved
+    made = sum(seen.matmuls_by_op.get(name, 0.0) for name in OPERATORS)
+    others = sum(seen.matmuls_by_op.values()) - made
+    each = 3 if seen.facts.adapters is None else 1
     wanted = each * layers * max(1, seen.micro_batches)
     return Proof(
         0 < wanted <= made,

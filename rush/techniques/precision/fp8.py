@@ -63,7 +63,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     matmul = partial(fp8_linear, recipe=recipe, **options)
     # MFU is relative to the fp8 peak, although LM head and attention stay at 16 bits.
     if _takes_blocks(knobs):
-        build.facts["matmul_dtype"] = "float8"
+        build.facts.rate_dtype = "float8"
     for role, layers in build.model.linears().items():
         for name, plain in layers if role != "head" and _takes_blocks(knobs) else []:
             parent, _, own = name.rpartition(".")
@@ -78,11 +78,10 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     head = build.model.loss_head
     if isinstance(head, FusedLossHead) and knobs["scope"] != "blocks":
         head.matmuls = "fp8"
-        build.facts["fused_head"] = True
+        build.facts.note(head)
     elif knobs["scope"] != "blocks":
-        padded = build.facts.get("padded_vocab_size", build.model.shape.vocab_size)
         of_head = partial(fp8_linear, recipe=recipe, **(options | {"fast_accum": "forward"}))
-        build.model.loss_head = ProjectedLossHead(Fp8Projection(padded, of_head))
+        build.model.loss_head = ProjectedLossHead(Fp8Projection(build.head_width, of_head))
 
 
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
@@ -92,7 +91,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     `fused_loss` the kernel `fp8_logits_gradient`."""
     proofs = [_matmuls_ran(seen)]
     names = SWIGLU if _with_one_mlp(knobs) else ()
-    if knobs["scope"] != "blocks" and seen.facts.get("fused_head"):
+    if knobs["scope"] != "blocks" and seen.facts.noted(FusedLossHead) is not None:
         names = (*names, "fp8_logits_gradient")
     if names:
         kernels = rush_kernels_ran(

@@ -36,7 +36,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     optimizer technique declares."""
     per_parameter = state_per_parameter(seen)
     # Two moments of 2 bytes; an optimizer technique may declare more.
-    most = seen.facts.get("state_bytes_per_parameter", 4) + 0.5
+    most = (seen.facts.state_bytes_per_parameter or 4) + 0.5
     took_effect = (
         seen.weight_dtypes == {"bfloat16"} and matmuls_took(seen, "bfloat16") and per_parameter < most
     )

@@ -45,7 +45,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     """An fp32 matmul inside the step has the rounding error of a 10-bit mantissa, and the run's matmuls are fp32."""
     # Kernel names differ between libraries; the rounding does not.
-    error = float(seen.facts["fp32_matmul_error"])
+    error = seen.fp32_matmul_error
     took_effect = error > 2e-5 and "float32" in seen.matmul_dtypes
     return Proof(
         took_effect,
