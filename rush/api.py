@@ -17,7 +17,7 @@ from rush.plan import Plan
 from rush.ready import short_name
 from rush.recipe import Recipe
 from rush.recipe_io import apply_override, changed, load_recipe, parse
-from rush.records.metrics import read_rows
+from rush.records.metrics import MetricsRow, read_rows
 from rush.records.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -47,9 +47,9 @@ class TrainingRun:
         return Path(self.summary.folder)
 
     @property
-    def rows(self) -> list[dict[str, Any]]:
+    def rows(self) -> list[MetricsRow]:
         """One row per step, as in `metrics.jsonl`."""
-        return list(read_rows(RunFolder(self.folder).metrics))
+        return list(read_rows(RunFolder(self.folder).metrics, MetricsRow))
 
     def _repr_html_(self) -> str:
         from rush.report.notebook import run_html

@@ -34,25 +34,9 @@ from rush.parallel.placement import TensorShard, to_write
 from rush.parallel.watchdog import Wait
 from rush.records.checkpoint_pieces import KINDS
 from rush.records.checkpoint_store import CheckpointStore
+from rush.records.metrics import SaveRow
 
 JOIN_S = 0.5
-
-
-@dataclass(frozen=True)
-class SaveResult:
-    """A finished save."""
-
-    step: int
-    path: Path
-    save_s: float
-    """From its start to the committed checkpoint."""
-    blocked_s: float
-    """The part of that during which training waited."""
-    waited_s: float
-    """How long it waited for the save before it."""
-    num_bytes: int
-    """Written by this rank."""
-    in_background: bool
 
 
 @dataclass
@@ -65,7 +49,7 @@ class _SaveJob:
     packed_s: float = 0.0
     copy: StagedCopy | None = None
     """Set for a save in the background."""
-    done: SaveResult | None = None
+    done: SaveRow | None = None
     error: BaseException | None = None
 
     @property
@@ -85,7 +69,7 @@ class Saver:
     checkpoints: CheckpointStore
     ranks: Ranks = field(default_factory=Ranks)
     background: bool = True
-    after: Callable[[SaveResult], None] = lambda saved: None
+    after: Callable[[SaveRow], None] = lambda saved: None
     """Called on rank 0 once a checkpoint is committed, in the thread that wrote it."""
     note: Callable[[str], None] = lambda text: None
     room: Callable[[], float] = free_host_memory
@@ -187,7 +171,7 @@ class Saver:
         """Whether a save has failed, which `wait` will raise."""
         return self._job is not None and self._job.error is not None
 
-    def wait(self) -> SaveResult | None:
+    def wait(self) -> SaveRow | None:
         """Wait for the save under way, and raise its error, on all ranks alike."""
         with self.ranks.waiting(Wait.SAVE):
             while self._thread is not None:
@@ -265,10 +249,14 @@ class Saver:
     def _finish(self, job: _SaveJob, path: Path) -> None:
         save_s = time.perf_counter() - job.began
         in_background = job.copy is not None
-        blocked_s = job.blocked_s if in_background else save_s
-        job.done = SaveResult(
-            job.content.step, path, save_s, blocked_s, job.waited_s, job.content.num_bytes, in_background
-        )
+        job.done = {
+            "step": job.content.step,
+            "save_s": save_s,
+            "blocked_s": job.blocked_s if in_background else save_s,
+            "waited_s": job.waited_s,
+            "num_bytes": job.content.num_bytes,
+            "in_background": in_background,
+        }
         if self.ranks.main:
             self.after(job.done)
 

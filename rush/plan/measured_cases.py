@@ -18,6 +18,7 @@ from rush.plan.target import TargetMachine, target_here, target_of, with_memory_
 from rush.recipe import Recipe
 from rush.recipe_io import changed, parse
 from rush.records.ladder import read_ladder
+from rush.records.metrics import MetricsRow, read_rows
 from rush.records.models import read_models
 from rush.records.tune import read_tune
 
@@ -240,7 +241,7 @@ def _run(folder: Path) -> Iterator[MeasuredCase]:
     sheet = find(machine.devices[0])
     if recipe is None or sheet is None:
         return
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = list(read_rows(folder / "metrics.jsonl", MetricsRow))
     seconds = statistics.median(row["step_s"] for row in rows[5:] if "val_loss" not in row)
     yield MeasuredCase(
         name="the run",

@@ -15,35 +15,101 @@ import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, TypeVar, cast
+
+from pydantic import SkipValidation, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from rush.errors import DataError
 from rush.files import json_safe, write_atomic, writing
+from rush.records.typed import wrong_field
 
-Row = dict[str, Any]
+T = TypeVar("T", bound="StepRow")
 
 
-class MetricsWriter:
-    """Appends rows with a rising `step`; `one_per_step=False` allows several rows for one step (samples)."""
+class StepRow(TypedDict):
+    """Any row: of the step after which it was written."""
 
-    def __init__(self, path: Path, *, one_per_step: bool = True) -> None:
+    step: int
+
+
+class MetricsRow(StepRow, total=False):
+    """A row of `metrics.jsonl`; the figures of an objective, as `accuracy` and `val_accuracy`, are further keys."""
+
+    loss: SkipValidation[float]
+    grad_norm: SkipValidation[float]
+    lr: float
+    tokens: int
+    """Of the run so far."""
+    labels: int
+    padding: float
+    """Fraction of the tokens; missing without padding, as `trained_per_s` is where every token is a label."""
+    trained_per_s: float
+    tokens_per_s: float
+    step_s: float
+    data_s: float
+    memory_bytes: int
+    mfu: float
+    ceiling_fraction: float
+    """In place of `mfu` where no datasheet is known: the fraction of the measured matmul rate."""
+    skipped: bool
+    """The scaled gradients overflowed, and nothing was updated."""
+    val_loss: SkipValidation[float]
+    val_rows: int
+    """Rows per forward pass of the validation, where fewer than in training."""
+    not_finite: dict[str, str]
+
+
+class SampleRow(StepRow, total=False):
+    """A row of `samples.jsonl`."""
+
+    prompt: str
+    text: str | None
+    why: str
+    """Why the sample is shorter than asked for, or missing."""
+
+
+class SaveRow(StepRow, total=False):
+    """A row of `saves.jsonl`: a finished save."""
+
+    save_s: float
+    """From its start to the committed checkpoint."""
+    blocked_s: float
+    """The part of that during which training waited."""
+    waited_s: float
+    """How long it waited for the save before it."""
+    num_bytes: int
+    """Written by this rank."""
+    in_background: bool
+
+
+SCHEMAS: Mapping[type, TypeAdapter[Any]] = {
+    kind: TypeAdapter(kind) for kind in (StepRow, MetricsRow, SampleRow, SaveRow)
+}
+
+
+def add_figures(row: MetricsRow, figures: Mapping[str, float], prefix: str = "") -> None:
+    """Add the objective's figures."""
+    cast(dict[str, float], row).update({f"{prefix}{name}": value for name, value in figures.items()})
+
+
+class RowWriter(Generic[T]):
+    """Appends rows of one kind with a rising `step`."""
+
+    def __init__(self, path: Path, kind: type[T]) -> None:
         self.path = path
-        self.one_per_step = one_per_step
         self._last_step = -1
-        for row in read_rows(path):
+        for row in read_rows(path, kind):
             self._last_step = row["step"]
         with writing(path):
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             # A line without its newline was cut by a crash; the next row must not be glued to it.
-            os.ftruncate(self._descriptor, _complete_bytes(path))
+            os.ftruncate(self._descriptor, path.read_bytes().rfind(b"\n") + 1)
 
-    def write(self, row: Mapping[str, Any]) -> None:
+    def write(self, row: T) -> None:
         """Append one row. On a full disk the file keeps its whole rows and the caller gets a MachineError."""
         step = row["step"]
-        assert type(step) is int, f"step must be an int, got {step!r}"
-        assert step > self._last_step or (step == self._last_step and not self.one_per_step), (
-            f"step {step} written after step {self._last_step}"
-        )
+        assert step > self._last_step, f"step {step} written after step {self._last_step}"
         clean, lost = json_safe(dict(row))
         if lost:
             clean["not_finite"] = lost
@@ -67,7 +133,7 @@ class MetricsWriter:
     def close(self) -> None:
         os.close(self._descriptor)
 
-    def __enter__(self) -> MetricsWriter:
+    def __enter__(self) -> RowWriter[T]:
         return self
 
     def __exit__(
@@ -76,7 +142,7 @@ class MetricsWriter:
         self.close()
 
 
-def read_rows(path: Path) -> Iterator[Row]:
+def read_rows(path: Path, kind: type[T]) -> Iterator[T]:
     """The rows of a file, in order; an unfinished last line is left out, a broken one is a DataError."""
     if not path.exists():
         return
@@ -84,7 +150,7 @@ def read_rows(path: Path) -> Iterator[Row]:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
                 return
-            yield _parse(path, number, line)
+            yield _parse(path, number, line, kind)
 
 
 def truncate_after(path: Path, step: int) -> int:
@@ -102,7 +168,7 @@ def truncate_after(path: Path, step: int) -> int:
             if not line.endswith(b"\n"):
                 break
             try:
-                row = _parse(path, number, line)
+                row = _parse(path, number, line, StepRow)
             except DataError:
                 if last_step == step:
                     break
@@ -117,21 +183,15 @@ def truncate_after(path: Path, step: int) -> int:
     return len(kept)
 
 
-def _parse(path: Path, number: int, line: bytes) -> Row:
+def _parse(path: Path, number: int, line: bytes, kind: type[T]) -> T:
+    """The row as it was written, with keys of later versions."""
     try:
-        row = json.loads(line)
+        row: T = json.loads(line)
+        SCHEMAS[kind].validate_python(row, strict=True)
+    except ValidationError as error:
+        problem = f"is not a row ({wrong_field(error)})"
     except ValueError as error:
-        raise DataError(
-            f"{path}, line {number} is not JSON ({error}). Remove the line or the file."
-        ) from None
-    if not isinstance(row, dict) or type(row.get("step")) is not int:
-        raise DataError(
-            f'{path}, line {number} is not a row with a whole-number "step". Remove the line or the file.'
-        )
-    return row
-
-
-def _complete_bytes(path: Path) -> int:
-    """Length of the file up to and including its last newline."""
-    content = path.read_bytes()
-    return content.rfind(b"\n") + 1
+        problem = f"is not JSON ({error})"
+    else:
+        return row
+    raise DataError(f"{path}, line {number} {problem}. Remove the line or the file.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, Required, TypeVar
 
 from pydantic import AfterValidator, Field, SkipValidation, TypeAdapter, ValidationError
-from pydantic_core import ErrorDetails, PydanticCustomError
+from pydantic_core import PydanticCustomError
 from typing_extensions import TypedDict
 
 from rush.errors import DataError
@@ -65,20 +65,21 @@ class RecordFile(Generic[T]):
         try:
             self.schema.validate_python(tree, strict=True)
         except ValidationError as error:
-            found = _sentence(error.errors()[0])
-            raise DataError(f"{where}: {found}. The record is damaged; run `{self.command}` again.") from None
+            raise DataError(
+                f"{where}: {wrong_field(error)}. The record is damaged; run `{self.command}` again."
+            ) from None
 
     def _file(self, path: Path) -> Path:
         return path if path.is_file() or path.suffix == ".json" else path / self.file
 
 
-def _sentence(error: ErrorDetails) -> str:
-    """Where in the record, what was found, what is allowed."""
-    place = ""
+def wrong_field(failed: ValidationError) -> str:
+    """The first thing that is wrong: where, what was found, what is allowed."""
+    error, place = failed.errors()[0], ""
     for part in error["loc"]:
         place += f"[{part}]" if isinstance(part, int) else f".{part}" if place else part
     outer, _, key = place.rpartition(".")
-    inside = f"{outer}: {key}" if outer else key
+    inside = f"{outer}: {key}" if outer else key or "it"
     match error["type"]:
         case "missing":
             return f"{inside} is missing"

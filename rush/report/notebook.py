@@ -7,6 +7,7 @@ from typing import Any
 
 from markupsafe import Markup
 
+from rush.records.metrics import MetricsRow
 from rush.records.tune import TuneRecord
 from rush.report import formatting
 from rush.report.axes import Frame, x_axis, y_axis
@@ -17,15 +18,14 @@ STYLE = """
 .loss { fill: none; stroke: #2f6db3; stroke-width: 1.5; } .val { fill: #b4541a; } .grid { stroke: #dedad1; }
 .axis { stroke: #8a8f98; } .tick, .axis-title { font: 12px sans-serif; fill: #565e68; }
 """
-Row = Mapping[str, Any]
 
 
-def run_html(rows: Sequence[Row], facts: Mapping[str, str]) -> str:
+def run_html(rows: Sequence[MetricsRow], facts: Mapping[str, str]) -> str:
     """The loss curve of a run over its steps, validations as dots, and its figures."""
     return str(loss_picture(rows) + figures(facts))
 
 
-def loss_picture(rows: Sequence[Row]) -> Markup:
+def loss_picture(rows: Sequence[MetricsRow]) -> Markup:
     """The loss of every step; a dot where there was a validation."""
     if not rows:
         return Markup("")

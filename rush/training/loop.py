@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import random
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,7 @@ import numpy as np
 import torch
 
 from rush.checkpoint import restore
-from rush.checkpoint.saver import Saver, SaveResult, room_for_copies
+from rush.checkpoint.saver import Saver, room_for_copies
 from rush.errors import DataError, RecipeError
 from rush.files import write_atomic, write_json_atomic
 from rush.hardware import Machine, probe
@@ -30,7 +29,7 @@ from rush.recipe import Recipe
 from rush.recipe_io import changed, differences, load_recipe, write_toml
 from rush.records.checkpoint_manifest import CheckpointDamaged
 from rush.records.checkpoint_store import Checkpoint, CheckpointStore, verify
-from rush.records.metrics import MetricsWriter, truncate_after
+from rush.records.metrics import MetricsRow, RowWriter, SampleRow, SaveRow, truncate_after
 from rush.records.run_folder import RunFolder, existing_run, new_run, resumed_run
 from rush.techniques import check
 from rush.techniques.api.own_files import check_remembered, digests, remember
@@ -168,9 +167,9 @@ def _train(
         for path in (folder.metrics, folder.samples, folder.saves):
             truncate_after(path, done)
         with (
-            MetricsWriter(folder.metrics) as metrics,
-            MetricsWriter(folder.samples) as samples,
-            MetricsWriter(folder.saves) as saves,
+            RowWriter(folder.metrics, MetricsRow) as metrics,
+            RowWriter(folder.samples, SampleRow) as samples,
+            RowWriter(folder.saves, SaveRow) as saves,
         ):
             saver.after = lambda saved: _record_save(saved, saves, store, recipe.run.keep)
             session = Session(
@@ -205,9 +204,9 @@ def _seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def _record_save(saved: SaveResult, saves: MetricsWriter, store: CheckpointStore, keep: int) -> None:
-    store.retain(keep, committed=saved.step)
-    saves.write({name: value for name, value in asdict(saved).items() if name != "path"})
+def _record_save(saved: SaveRow, saves: RowWriter[SaveRow], store: CheckpointStore, keep: int) -> None:
+    store.retain(keep, committed=saved["step"])
+    saves.write(saved)
 
 
 def _check_held_out(corpus: Corpus, recipe: Recipe) -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import torch
 
@@ -25,6 +24,7 @@ from rush.models import Decoder, build_model
 from rush.models.adapters import share_weights
 from rush.parallel.sharded import is_sharded
 from rush.recipe import Recipe
+from rush.records.metrics import SampleRow
 from rush.sampling import PREFILL_TOKENS, generate
 from rush.training.build import Run
 from rush.training.corpus import Corpus
@@ -42,11 +42,11 @@ class Sampler:
     note: Callable[[str], None]
     _noted: set[str] = field(default_factory=set)
 
-    def row(self, run: Run | None, corpus: Corpus, recipe: Recipe, step: int) -> dict[str, Any]:
+    def row(self, run: Run | None, corpus: Corpus, recipe: Recipe, step: int) -> SampleRow:
         """The row of a sample; `run` is that of `gathered_run`."""
-        found: dict[str, Any] = {"step": step, "prompt": recipe.run.sample_prompt}
+        found: SampleRow = {"step": step, "prompt": recipe.run.sample_prompt}
         if run is None:
-            return found | self._without("the host of rank 0 has no memory to gather the model")
+            return self._without(found, "the host of rank 0 has no memory to gather the model")
         asked = recipe.run.sample_tokens
         for tokens in (asked, asked, max(1, asked // SHORTER)):
             short = tokens < asked
@@ -57,20 +57,19 @@ class Sampler:
                 if not out_of_memory(error):
                     raise
             else:
-                return found | {"text": text} | (self._shorter(tokens, asked) if short else {})
-            free_cached(
-                run.device.type
-            )  # out of the except block: an error holds what the frames it passed through hold
-        return found | self._without(f"out of memory on {run.machine.summary()}")
+                found["text"] = text
+                if short:
+                    found["why"] = f"out of memory: {tokens} tokens in place of {asked}"
+                    self._note_once("shorter", f"A sample ran {found['why']}; training continues.")
+                return found
+            # Out of the except block: an error holds what the frames it passed through hold.
+            free_cached(run.device.type)
+        return self._without(found, f"out of memory on {run.machine.summary()}")
 
-    def _shorter(self, tokens: int, asked: int) -> dict[str, str]:
-        why = f"out of memory: {tokens} tokens in place of {asked}"
-        self._note_once("shorter", f"A sample ran {why}; training continues.")
-        return {"why": why}
-
-    def _without(self, why: str) -> dict[str, str | None]:
+    def _without(self, row: SampleRow, why: str) -> SampleRow:
         self._note_once("without", f"A sample was left out ({why}); training continues.")
-        return {"text": None, "why": why}
+        row["text"], row["why"] = None, why
+        return row
 
     def _note_once(self, kind: str, text: str) -> None:
         if kind not in self._noted:

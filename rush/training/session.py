@@ -24,7 +24,7 @@ from rush.hardware import memory_in_use
 from rush.parallel.process_group import lost
 from rush.parallel.replica_check import check_replicas
 from rush.recipe import Recipe
-from rush.records.metrics import MetricsWriter, read_rows
+from rush.records.metrics import MetricsRow, RowWriter, SampleRow, add_figures, read_rows
 from rush.records.run_folder import RunFolder
 from rush.training.build import Run
 from rush.training.corpus import Corpus
@@ -81,7 +81,7 @@ class Session:
     folder: RunFolder
     corpus: Corpus
     loader: Any
-    rows: tuple[MetricsWriter, MetricsWriter] | None
+    rows: tuple[RowWriter[MetricsRow], RowWriter[SampleRow]] | None
     """Metrics and samples, on rank 0."""
     sinks: list[MetricSink]
     view: View
@@ -103,8 +103,8 @@ class Session:
             **self.run.ranks.on_rank0(lambda: asdict(utilization_metric(self.run)))
         )
         utilization = replace(utilization, rate=utilization.rate and utilization.rate * self.run.ranks.world)
-        self.validation.rows = self.run.ranks.on_rank0(lambda: rows_before(read_rows(self.folder.metrics)))
-        row: dict[str, Any] = {}
+        self.validation.rows = self.run.ranks.on_rank0(lambda: rows_before(self._rows()))
+        row: MetricsRow = {"step": done}
         began, first_tokens = time.perf_counter(), tokens
         try:
             with _graceful_stop() as stop:
@@ -114,7 +114,7 @@ class Session:
                     if running is not None:
                         row, running = self._finish(running, tokens, utilization), None
                         tokens = row["tokens"]
-                        self._record(row["step"], row, last=False)
+                        self._record(row, last=False)
                     if not (self._stops(stop, step) or started.launched.ready or self._needs_weights(step)):
                         running = started  # the next step is launched while the device runs this one
                         continue
@@ -123,14 +123,14 @@ class Session:
                     due = step == total or _due(recipe.run.save_every, step)
                     # Ranks have agreed on when to stop, so they know here whether they will.
                     self._check_replicas(step, due or self._stops(stop, step))
-                    self._record(step, row, last=step == total)
+                    self._record(row, last=step == total)
                     # Read once: a request during the save waits for the next step.
                     stopping = self._stops(stop, step)
                     if stopping or due:
-                        self._save(step, row, last=stopping or step == total)
+                        self._save(row, last=stopping or step == total)
                     if stopping:
                         break
-                self.status.enter(Phase.END, row.get("step", done))
+                self.status.enter(Phase.END, row["step"])
                 self.saver.wait()
         except RushError:
             self._finish_save()
@@ -145,7 +145,7 @@ class Session:
             raise
         finally:
             self.view.close()
-        return self._summary(row, done, tokens, (tokens - first_tokens) / (time.perf_counter() - began))
+        return self._summary(row["step"], tokens, (tokens - first_tokens) / (time.perf_counter() - began))
 
     def _stops(self, stop: _Stop, step: int) -> bool:
         """Whether the run ends after this step. Ranks are asked to stop at different moments: they end one step after the first
@@ -183,7 +183,7 @@ class Session:
             self.saver.prepare(self.run.model, self.run.optimizer)
         return _Running(launched, lr, began, opened, data_s)
 
-    def _finish(self, started: _Running, tokens: int, utilization: UtilizationMetric) -> dict[str, Any]:
+    def _finish(self, started: _Running, tokens: int, utilization: UtilizationMetric) -> MetricsRow:
         """Wait for a step and return its row."""
         self.status.enter(Phase.STEP, started.launched.step)
         with self._with_advice():
@@ -192,31 +192,26 @@ class Session:
             self.last_step = min(self.last_step, started.launched.step + 1)
         seconds = started.seconds()
         speed = result.num_tokens / seconds
-        return {
+        row: MetricsRow = {
             "step": started.launched.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": started.lr,
             "tokens": tokens + result.num_tokens,
             "labels": result.num_labels,
-            **(
-                {"padding": 1 - result.num_real / result.num_tokens}
-                if result.num_real < result.num_tokens
-                else {}
-            ),
-            **(
-                {"trained_per_s": result.num_labels / seconds}
-                if result.num_labels < result.num_tokens
-                else {}
-            ),
-            "tokens_per_s": speed,
-            "step_s": seconds,
-            "data_s": started.data_s,
-            "memory_bytes": memory_in_use(self.run.device.type),
-            **utilization.of(speed),
-            **result.figures,
-            **({"skipped": True} if result.skipped else {}),
         }
+        if result.num_real < result.num_tokens:
+            row["padding"] = 1 - result.num_real / result.num_tokens
+        if result.num_labels < result.num_tokens:
+            row["trained_per_s"] = result.num_labels / seconds
+        row["tokens_per_s"], row["step_s"], row["data_s"] = speed, seconds, started.data_s
+        row["memory_bytes"] = memory_in_use(self.run.device.type)
+        if utilization.rate:
+            row[utilization.name] = speed * utilization.flops_per_token / utilization.rate
+        add_figures(row, result.figures)
+        if result.skipped:
+            row["skipped"] = True
+        return row
 
     @contextmanager
     def _with_advice(self) -> Iterator[None]:
@@ -233,16 +228,16 @@ class Session:
                 advice = "Look for a faulty device or a technique that skips a collective, and continue with --resume."
             raise type(error)(f"{error} Nothing was overwritten: {kept}. {advice}") from None
 
-    def _record(self, step: int, row: dict[str, Any], last: bool) -> None:
-        settings = self.recipe.run
+    def _record(self, row: MetricsRow, last: bool) -> None:
+        settings, step = self.recipe.run, row["step"]
         if last or _due(settings.validate_every, step):
             self.status.enter(Phase.VALIDATION, step)
             with self._with_advice():
                 held_out = partial(self.corpus.validation, self.recipe, self.run.loader_options)
                 row["val_loss"] = self.validation.loss(held_out)
-                row |= {"val_rows": self.validation.rows} if self.validation.rows else {}
-            figures = self.run.objective.figures(self.run.ranks.all_reduce)
-            row |= {f"val_{name}": value for name, value in figures.items()}
+            if self.validation.rows:
+                row["val_rows"] = self.validation.rows
+            add_figures(row, self.run.objective.figures(self.run.ranks.all_reduce), "val_")
         sampled = settings.sample_tokens and (last or _due(settings.sample_every, step))
         self.status.enter(Phase.SAMPLE if sampled else Phase.RECORD, step)
         run = gathered_run(self.run) if sampled else self.run
@@ -259,7 +254,8 @@ class Session:
             if sample["text"] is not None:
                 self.view.sample(step, sample["text"])
 
-    def _save(self, step: int, row: dict[str, Any], last: bool) -> None:
+    def _save(self, row: MetricsRow, last: bool) -> None:
+        step = row["step"]
         self.status.enter(Phase.SAVE, step)
         for rows in self.rows or ():
             rows.sync()
@@ -278,13 +274,15 @@ class Session:
         with suppress(Exception):
             self.saver.wait()
 
-    def _summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
-        return Summary(**self.run.ranks.on_rank0(lambda: asdict(self._own_summary(row, done, tokens, speed))))
+    def _rows(self) -> Iterator[MetricsRow]:
+        return read_rows(self.folder.metrics, MetricsRow)
 
-    def _own_summary(self, row: dict[str, Any], done: int, tokens: int, speed: float) -> Summary:
-        rows = list(read_rows(self.folder.metrics))
-        val = [r["val_loss"] for r in rows if r.get("val_loss") is not None]
-        step = row.get("step", done)
+    def _summary(self, step: int, tokens: int, speed: float) -> Summary:
+        return Summary(**self.run.ranks.on_rank0(lambda: asdict(self._own_summary(step, tokens, speed))))
+
+    def _own_summary(self, step: int, tokens: int, speed: float) -> Summary:
+        rows = list(self._rows())
+        val = [loss for row in rows if (loss := row.get("val_loss")) is not None]
         return Summary(
             folder=str(self.folder.path),
             step=step,

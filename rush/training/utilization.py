@@ -8,6 +8,7 @@ device without a datasheet entry, such as a laptop's CPU, the measured matmul ra
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from rush.hardware import ceilings, datasheet_peak
 from rush.training.build import Run
@@ -15,13 +16,10 @@ from rush.training.build import Run
 
 @dataclass(frozen=True)
 class UtilizationMetric:
-    name: str
+    name: Literal["mfu", "ceiling_fraction"]
     flops_per_token: float
     rate: float | None
     """FLOP/s that count as 100 %; None where unknown."""
-
-    def of(self, tokens_per_s: float) -> dict[str, float]:
-        return {self.name: tokens_per_s * self.flops_per_token / self.rate} if self.rate else {}
 
 
 def utilization_metric(run: Run) -> UtilizationMetric:

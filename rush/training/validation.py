@@ -12,10 +12,9 @@ in one: there the planner chooses the number before the first pass.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
@@ -26,6 +25,7 @@ from rush.hardware.memory_use import free_cached
 from rush.parallel.sharded import is_sharded
 from rush.plan.run_peak import run_peak_of
 from rush.plan.spec import spec_of, with_batch
+from rush.records.metrics import MetricsRow
 from rush.training.build import Run
 from rush.training.step import reduce_validation, validate_local
 
@@ -106,7 +106,7 @@ class Validation:
         return f"out of memory in validation on {self.run.machine.summary()}"
 
 
-def rows_before(rows: Iterable[Mapping[str, Any]]) -> int | None:
+def rows_before(rows: Iterable[MetricsRow]) -> int | None:
     """The `val_rows` of a resumed run's last validation."""
     found = [row.get("val_rows") for row in rows if "val_loss" in row]
     return found[-1] if found else None

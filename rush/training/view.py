@@ -24,12 +24,14 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+from rush.records.metrics import MetricsRow
+
 BARS = "▁▂▃▄▅▆▇█"
 
 
 class View(Protocol):
     def start(self, title: str, total: int, done: int) -> None: ...
-    def row(self, row: Mapping[str, Any]) -> None: ...
+    def row(self, row: MetricsRow) -> None: ...
     def note(self, text: str) -> None: ...
     def sample(self, step: int, text: str) -> None: ...
     def close(self) -> None: ...
@@ -39,7 +41,7 @@ class Silent:
     """Prints nothing."""
 
     def start(self, title: str, total: int, done: int) -> None: ...
-    def row(self, row: Mapping[str, Any]) -> None: ...
+    def row(self, row: MetricsRow) -> None: ...
     def note(self, text: str) -> None: ...
     def sample(self, step: int, text: str) -> None: ...
     def close(self) -> None: ...
@@ -56,8 +58,8 @@ class Lines:
         self._total, self._done, self._began = total, done, time.monotonic()
         self._console.print(title, highlight=False, markup=False)
 
-    def row(self, row: Mapping[str, Any]) -> None:
-        now, step = time.monotonic(), int(row["step"])
+    def row(self, row: MetricsRow) -> None:
+        now, step = time.monotonic(), row["step"]
         if now - self._last < self._every_s and step not in (1, self._total) and "val_loss" not in row:
             return
         self._last = now
@@ -101,10 +103,10 @@ class Panels:
         self._progress.reset(self._task, total=total, completed=done)
         self._live.start()
 
-    def row(self, row: Mapping[str, Any]) -> None:
+    def row(self, row: MetricsRow) -> None:
         self._losses.append(float(row["loss"]))
         self._row = {**self._row, **row}
-        self._progress.update(self._task, completed=int(row["step"]))
+        self._progress.update(self._task, completed=row["step"])
 
     def note(self, text: str) -> None:
         self._live.console.print(Text(text, style="yellow"))

@@ -15,11 +15,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rush.checkpoint import restore
-from rush.checkpoint.saver import Saver, SaveResult
+from rush.checkpoint.saver import Saver
 from rush.checkpoint.snapshot import StagedCopy
 from rush.errors import Diverged, MachineError
 from rush.recipe_io import load_recipe
 from rush.records.checkpoint_store import CheckpointStore, verify
+from rush.records.metrics import SaveRow
 from rush.training import loop
 from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import rows, small_recipe, write_corpus
@@ -69,7 +70,7 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile
     expected = restore.save(CheckpointStore(tmp_path / "expected"), 1, *run, {"position": 1})
     plain = StagedCopy.finish
     monkeypatch.setattr(StagedCopy, "finish", lambda copy: (time.sleep(0.5), plain(copy)))
-    saver, saved = Saver(store), list[SaveResult]()
+    saver, saved = Saver(store), list[SaveRow]()
     saver.after = saved.append
     saver.save(1, *run, {"position": 1})
     assert not store.path(1).exists()
@@ -81,14 +82,14 @@ def test_what_is_saved_is_the_state_at_the_call_whatever_training_does_meanwhile
     saver.wait()
     for file in expected.iterdir():
         assert (store.path(1) / file.name).read_bytes() == file.read_bytes(), file.name
-    assert 0.4 < saved[0].blocked_s < TAKES_S, "the wait of the update counts"
+    assert 0.4 < saved[0]["blocked_s"] < TAKES_S, "the wait of the update counts"
     assert not run[1]._optimizer_step_pre_hooks
 
 
 def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path: Path) -> None:
     """On a CPU the copy is no small part of a save to a fast disk. So the disk is made slow, and what must not depend on it
     does not: the time that training waits is at most that of a copy of the same bytes, here well below 5 %."""
-    run, saved = state(64 * MB), list[SaveResult]()
+    run, saved = state(64 * MB), list[SaveRow]()
     saver = Saver(SlowDisk(tmp_path / "checkpoints"), after=saved.append)
     saver.prepare(*run)
     saver._join_preparing()
@@ -96,15 +97,15 @@ def test_training_waits_for_the_copy_and_not_for_the_disk(tmp_path: Path) -> Non
         saver.save(step, *run, {})
         run[1].step()
         saver.wait()
-    assert [one.step for one in saved] == [1, 2, 3]
-    assert all(one.in_background and one.num_bytes == 64 * MB for one in saved)
-    assert all(one.save_s > TAKES_S for one in saved)
-    shares = sorted(one.blocked_s / one.save_s for one in saved)
+    assert [one["step"] for one in saved] == [1, 2, 3]
+    assert all(one["in_background"] and one["num_bytes"] == 64 * MB for one in saved)
+    assert all(one["save_s"] > TAKES_S for one in saved)
+    shares = sorted(one["blocked_s"] / one["save_s"] for one in saved)
     assert shares[1] < 0.05, shares
 
 
 def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path: Path) -> None:
-    run, saved = state(), list[SaveResult]()
+    run, saved = state(), list[SaveRow]()
     saver = Saver(SlowDisk(tmp_path / "checkpoints"), after=saved.append)
     saver.save(1, *run, {})
     saver.save(2, *run, {})
@@ -112,9 +113,9 @@ def test_one_save_is_under_way_and_the_next_waits_for_it(tmp_path: Path) -> None
     assert sum(thread.name == "rush-save" for thread in threading.enumerate()) == 1
     saver.wait()
     assert saver.checkpoints.steps() == [1, 2]
-    assert saved[0].waited_s < 0.1
-    assert saved[1].waited_s > 0.9 * TAKES_S
-    assert saved[1].blocked_s < 0.5 * TAKES_S, "the wait for the save before is counted apart"
+    assert saved[0]["waited_s"] < 0.1
+    assert saved[1]["waited_s"] > 0.9 * TAKES_S
+    assert saved[1]["blocked_s"] < 0.5 * TAKES_S, "the wait for the save before is counted apart"
 
 
 @pytest.mark.parametrize("in_background", [True, False])
@@ -149,13 +150,13 @@ def test_without_room_for_a_copy_it_is_written_at_once(
         available = 100
 
     monkeypatch.setattr("psutil.virtual_memory", Full)
-    saved = list[SaveResult]()
+    saved = list[SaveRow]()
     saver = Saver(CheckpointStore(tmp_path / "checkpoints"), after=saved.append)
     saver.prepare(*state())
     saver.save(1, *state(), {})
     assert saver.checkpoints.steps() == [1]
-    assert not saved[0].in_background
-    assert saved[0].blocked_s == saved[0].save_s
+    assert not saved[0]["in_background"]
+    assert saved[0]["blocked_s"] == saved[0]["save_s"]
 
 
 # --- in a run ----------------------------------------------------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 from tests.parallel.rank_work import Result, loader, recipe
@@ -24,11 +23,12 @@ def save_often(
 ) -> Result:
     """Train and save so many times to a disk that takes `disk_s` longer: what each save took, where its copy lay in memory,
     and the digests of what it wrote."""
-    from rush.checkpoint.saver import Saver, SaveResult
+    from rush.checkpoint.saver import Saver
     from rush.hardware import probe
     from rush.parallel import join
     from rush.records.checkpoint_manifest import read_manifest
     from rush.records.checkpoint_store import CheckpointStore
+    from rush.records.metrics import SaveRow
     from rush.training.build import build
     from rush.training.step import launch_step
 
@@ -40,11 +40,12 @@ def save_often(
     chosen = recipe("llama", layout, (), *LARGE)
     digests: dict[str, str] = {}
 
-    def look(saved: SaveResult) -> None:
-        files = read_manifest(saved.path).files
+    def look(saved: SaveRow) -> None:
+        path = CheckpointStore(Path(target)).path(saved["step"])
+        files = read_manifest(path).files
         tensors = {name: entry for name, entry in files.items() if name.startswith(("model", "optimizer"))}
-        digests.update({f"{saved.step}/{name}": entry.sha256 for name, entry in tensors.items()})
-        shutil.rmtree(saved.path)
+        digests.update({f"{saved['step']}/{name}": entry.sha256 for name, entry in tensors.items()})
+        shutil.rmtree(path)
 
     with join(chosen.layout.model_dump(), "cpu") as ranks:
         run = build(chosen, probe("cpu"), None, ranks)
@@ -63,5 +64,5 @@ def save_often(
                 places.append({name: held.data_ptr() for name, held in saver._staging._buffers.items()})
                 go(step + 1)  # at the same time as the save
                 if (saved := saver.wait()) is not None:
-                    done.append(asdict(saved))
+                    done.append(saved)
         return {"saves": done, "places": places, "digests": digests}

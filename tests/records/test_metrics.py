@@ -8,17 +8,17 @@ from pathlib import Path
 import pytest
 
 from rush.errors import DataError, MachineError
-from rush.records.metrics import MetricsWriter, read_rows, truncate_after
+from rush.records.metrics import MetricsRow, RowWriter, read_rows, truncate_after
 
 
 def write_steps(path: Path, first: int, last: int) -> None:
-    with MetricsWriter(path) as writer:
+    with RowWriter(path, MetricsRow) as writer:
         for step in range(first, last + 1):
             writer.write({"step": step, "loss": 1 / step, "tokens": 1000 * step})
 
 
 def steps(path: Path) -> list[int]:
-    return [row["step"] for row in read_rows(path)]
+    return [row["step"] for row in read_rows(path, MetricsRow)]
 
 
 def refuse_constant(name: str) -> None:
@@ -28,19 +28,21 @@ def refuse_constant(name: str) -> None:
 def test_rows_come_back_exactly_as_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 5)
-    assert list(read_rows(path)) == [{"step": s, "loss": 1 / s, "tokens": 1000 * s} for s in range(1, 6)]
+    assert list(read_rows(path, MetricsRow)) == [
+        {"step": s, "loss": 1 / s, "tokens": 1000 * s} for s in range(1, 6)
+    ]
 
 
 def test_a_row_is_in_the_file_as_soon_as_it_is_written(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with RowWriter(path, MetricsRow) as writer:
         writer.write({"step": 1})
         assert steps(path) == [1]
 
 
 def test_nan_and_infinity_are_null_and_named_and_the_line_is_strict_json(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with RowWriter(path, MetricsRow) as writer:
         writer.write({"step": 1, "loss": float("nan"), "grad_norm": float("inf"), "lr": 0.1})
     row = json.loads(path.read_text(), parse_constant=refuse_constant)
     assert row == {"step": 1, "loss": None, "grad_norm": None, "lr": 0.1,
@@ -67,7 +69,7 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_line_number(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + broken + b'{"step": 3}\n')
     with pytest.raises(DataError, match="line 2 ") as caught:
-        list(read_rows(path))
+        list(read_rows(path, MetricsRow))
     assert str(path) in str(caught.value)
     with pytest.raises(DataError, match="line 2 "):
         truncate_after(path, 3)
@@ -110,21 +112,20 @@ def test_truncating_to_the_beginning_or_a_missing_file_is_fine(tmp_path: Path) -
 def test_a_step_cannot_be_written_twice_not_even_by_a_second_writer(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     write_steps(path, 1, 3)
-    with MetricsWriter(path) as writer, pytest.raises(AssertionError, match="step 3 written after step 3"):
+    with (
+        RowWriter(path, MetricsRow) as writer,
+        pytest.raises(AssertionError, match="step 3 written after step 3"),
+    ):
         writer.write({"step": 3})
-    with MetricsWriter(tmp_path / "samples.jsonl", one_per_step=False) as samples:
-        samples.write({"step": 3, "text": "a"})
-        samples.write({"step": 3, "text": "b"})
-    assert steps(tmp_path / "samples.jsonl") == [3, 3]
 
 
 def test_a_full_disk_is_a_message_and_the_file_keeps_only_whole_rows(small_disk: Path) -> None:
     path = small_disk / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with RowWriter(path, MetricsRow) as writer:
 
         def fill() -> None:
             for step in range(1, 100):
-                writer.write({"step": step, "note": "x" * 30_000})
+                writer.write({"step": step, "not_finite": {"note": "x" * 30_000}})
 
         with pytest.raises(MachineError, match="disk is full"):
             fill()

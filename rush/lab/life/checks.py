@@ -10,15 +10,18 @@ import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar, cast
 
 from rush.recipe import Recipe
 from rush.records.checkpoint_manifest import CheckpointDamaged
 from rush.records.checkpoint_store import verify
-from rush.records.metrics import read_rows
+from rush.records.metrics import MetricsRow, SampleRow, SaveRow, StepRow, read_rows
 from rush.records.run_folder import RunFolder
 from rush.techniques.api.rounding import rounding
 
+T = TypeVar("T", bound=StepRow)
+LOSSES: tuple[Literal["loss"], Literal["val_loss"]] = ("loss", "val_loss")
+GRAD_NORM: Literal["grad_norm"] = "grad_norm"
 CLOCK = {"tokens_per_s", "trained_per_s", "step_s", "data_s", "memory_bytes", "mfu", "ceiling_fraction"}
 """Metrics that differ between two identical runs."""
 COMPLAINTS = re.compile(
@@ -38,17 +41,15 @@ class Broken(Exception):
 
 def check_whole(run: RunFolder, recipe: Recipe) -> None:
     """No row missing, duplicate or non-finite; every validation, sample and checkpoint in its place; no partial files."""
-    rows, total = rows_of(run.metrics), recipe.schedule.steps
+    rows, total = rows_of(run.metrics, MetricsRow), recipe.schedule.steps
     if [row["step"] for row in rows] != list(range(1, total + 1)):
         raise Broken(f"metrics.jsonl has the steps {[row['step'] for row in rows]} of {total}")
-    for name in ("loss", "grad_norm", "val_loss"):
+    for name in (*LOSSES, GRAD_NORM):
         for row in rows:
             value = row.get(name, 0.0)
-            if not (row.get("skipped") and name == "grad_norm") and (
-                value is None or not math.isfinite(value)
-            ):
+            if not (row.get("skipped") and name == GRAD_NORM) and (value is None or not math.isfinite(value)):
                 raise Broken(f"{name} is {value} at step {row['step']}")
-    settings, samples = recipe.run, rows_of(run.samples)
+    settings, samples = recipe.run, rows_of(run.samples, SampleRow)
     for what, phase, every, found in (
         ("validations", "validation", settings.validate_every, [r["step"] for r in rows if "val_loss" in r]),
         ("samples", "sample", settings.sample_every, [row["step"] for row in samples]),
@@ -57,7 +58,9 @@ def check_whole(run: RunFolder, recipe: Recipe) -> None:
         due = [step for step in range(1, total + 1) if step == total or (every and step % every == 0)]
         if found != due:
             raise Broken(f"{what} after the steps {found}, due after {due}", phase=phase)
-    saves = [row["step"] for row in read_rows(run.saves)]  # a kill may come between a checkpoint and its row
+    saves = [
+        row["step"] for row in read_rows(run.saves, SaveRow)
+    ]  # a kill may come between a checkpoint and its row
     if saves[-1:] != [total] or saves != sorted({*saves} & {*run.checkpoints.steps()}):
         raise Broken(
             f"saves.jsonl has the steps {saves}, and there are checkpoints of {run.checkpoints.steps()}"
@@ -77,9 +80,7 @@ def check_sealed(run: RunFolder, step: int) -> None:
         raise Broken(str(error)) from None
 
 
-def check_repeated(
-    before: Iterable[Mapping[str, Any]], rows: list[dict[str, Any]], *, to_the_bit: bool
-) -> None:
+def check_repeated(before: Iterable[MetricsRow], rows: list[MetricsRow], *, to_the_bit: bool) -> None:
     """The resumed run writes the rows of the killed run again."""
     for old in before:
         new = rows[old["step"] - 1]
@@ -97,7 +98,7 @@ def check_repeated(
 def check_same_runs(one: RunFolder, other: RunFolder) -> None:
     """Two runs of one recipe are equal bit for bit: metrics, samples, and the files of every checkpoint."""
     for name in ("metrics", "samples"):
-        found, expected = (rows_of(getattr(folder, name)) for folder in (one, other))
+        found, expected = (rows_of(getattr(folder, name), StepRow) for folder in (one, other))
         for mine, theirs in zip(found, expected, strict=True):
             if mine != theirs:
                 raise Broken(f"{name} of the resumed run: {mine}; of the undisturbed one: {theirs}")
@@ -130,9 +131,13 @@ def close(one: float, other: float, relative: float) -> bool:
     return math.isfinite(one) and abs(one - other) <= relative * abs(other)
 
 
-def rows_of(path: Path) -> list[dict[str, Any]]:
+def rows_of(path: Path, kind: type[T]) -> list[T]:
     """The rows without the metrics of speed and memory."""
-    return [{key: value for key, value in row.items() if key not in CLOCK} for row in read_rows(path)]
+    rows = list(read_rows(path, kind))
+    for key in CLOCK:
+        for row in rows:
+            cast(dict[str, Any], row).pop(key, None)
+    return rows
 
 
 def _checkpoint_files(run: RunFolder) -> dict[str, Path]:

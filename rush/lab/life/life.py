@@ -33,7 +33,7 @@ from rush.lab.life.logits import largest_difference
 from rush.lab.trial.starter import Starter, Streams
 from rush.recipe import Recipe
 from rush.recipe_io import changed, write_toml
-from rush.records.metrics import read_rows
+from rush.records.metrics import MetricsRow, SampleRow, read_rows
 from rush.records.run_folder import RunFolder
 from rush.techniques.api.rounding import FP32, adapts_plain_weights, rounding, trains_adapters
 
@@ -147,7 +147,7 @@ class _One:
     lives: Lives
     recipe: Recipe
     run: RunFolder
-    before: list[dict[str, Any]] = field(default_factory=list)
+    before: list[MetricsRow] = field(default_factory=list)
     """The rows written before the kill."""
 
     def applies(self, part: str) -> bool:
@@ -172,14 +172,16 @@ class _One:
             self._finished(codes)
         checks.check_stderr(self.stderr())
         checks.check_sealed(self.run, self.run.checkpoints.steps()[-1])
-        self.before.extend(checks.rows_of(self.run.metrics))
+        self.before.extend(checks.rows_of(self.run.metrics, MetricsRow))
 
     def resume(self) -> None:
         """Resume to the end; rows written before the kill are written again."""
         self._finished(self._train(self.run, "--resume"))
         checks.check_whole(self.run, self.recipe)
         to_the_bit = self.recipe.run.deterministic or self._kind() == "cpu"
-        checks.check_repeated(self.before, checks.rows_of(self.run.metrics), to_the_bit=to_the_bit)
+        checks.check_repeated(
+            self.before, checks.rows_of(self.run.metrics, MetricsRow), to_the_bit=to_the_bit
+        )
 
     def whole(self) -> None:
         """Train to the end."""
@@ -188,12 +190,14 @@ class _One:
 
     def again(self) -> None:
         """Resume from the first checkpoint, as if the run had been killed after it: to the same losses."""
-        rows, (first, *later) = checks.rows_of(self.run.metrics), self.run.checkpoints.steps()
+        rows, (first, *later) = checks.rows_of(self.run.metrics, MetricsRow), self.run.checkpoints.steps()
         for step in later:
             shutil.rmtree(self.run.checkpoints.path(step))
         self.resume()
-        for before, now in zip(rows[first:], checks.rows_of(self.run.metrics)[first:], strict=True):
-            for name in ("loss", "val_loss"):
+        for before, now in zip(
+            rows[first:], checks.rows_of(self.run.metrics, MetricsRow)[first:], strict=True
+        ):
+            for name in checks.LOSSES:
                 expected, found = before.get(name, 0.0), now.get(name, 0.0)
                 if abs(found - expected) > self.lives.tolerance * abs(expected):
                     what = "validation loss" if name == "val_loss" else "loss"
@@ -215,7 +219,9 @@ class _One:
         said = json.loads(
             self._rush("evaluate", "--json", *words, *limit, *self._device(), str(self.run.path))
         )
-        checks.check_validation(said["models"][0], checks.rows_of(self.run.metrics)[-1], self.recipe)
+        checks.check_validation(
+            said["models"][0], checks.rows_of(self.run.metrics, MetricsRow)[-1], self.recipe
+        )
 
     def export(self) -> None:
         """`rush export`, and transformers computes the same logits."""
@@ -284,7 +290,7 @@ class _One:
         return said
 
     def _same_text(self, said: str) -> None:
-        sample = checks.rows_of(self.run.samples)[-1]["text"]
+        sample = checks.rows_of(self.run.samples, SampleRow)[-1]["text"]
         if said != sample:
             raise Broken(f"it says {said!r}; the run's last sample was {sample!r}")
 
@@ -300,7 +306,7 @@ class _One:
     def _between_saves(self) -> bool:
         """Whether a checkpoint is complete and a later step done."""
         steps = self.run.checkpoints.steps()
-        return bool(steps) and sum(1 for _ in read_rows(self.run.metrics)) > steps[-1]
+        return bool(steps) and sum(1 for _ in read_rows(self.run.metrics, MetricsRow)) > steps[-1]
 
     def _train(self, folder: RunFolder, *more: str, kill_when: Callable[[], bool] | None = None) -> list[int]:
         words = ["train", str(self.lives.folder / "recipe.toml"), "--out", str(folder.path), *more]
