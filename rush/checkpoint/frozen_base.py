@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rush.checkpoint.state import BaseDigests, BaseRecord
 from rush.errors import DataError
 from rush.hardware import free_memory
 from rush.models import Decoder, Shape, build_model, count_parameters
@@ -30,11 +31,11 @@ ROOMY = 0.8
 """Fraction of the free memory that a gathered model may take."""
 
 
-def describe_base(model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any]:
+def describe_base(model: nn.Module, ranks: Ranks | None = None) -> BaseRecord:
     """The base's record in a checkpoint of adapters; a collective where the model is sharded."""
     form = form_of(model)
     assert isinstance(model, Decoder), type(model)
-    digests = model.__dict__.get("base_digests")
+    digests: BaseDigests | None = model.__dict__.get("base_digests")
     if digests is None:
         digests = _digests(model, ranks or Ranks())
         if ranks is not None and not ranks.alone:
@@ -48,7 +49,7 @@ def describe_base(model: nn.Module, ranks: Ranks | None = None) -> dict[str, Any
     }
 
 
-def _digests(model: nn.Module, ranks: Ranks) -> dict[str, Any]:
+def _digests(model: nn.Module, ranks: Ranks) -> BaseDigests:
     """Digests of all values of the base, and its adapters; pipeline stages gather theirs."""
     own: list[dict[str, Any]] = [
         _exact_digests(model),
@@ -108,14 +109,18 @@ def _digest_of(told: Mapping[str, str]) -> str:
     return hashlib.sha256(repr(clean).encode()).hexdigest()
 
 
-def check_base(path: object, saved: Mapping[str, Any], model: nn.Module, ranks: Ranks | None = None) -> None:
+def check_base(path: object, saved: BaseRecord, model: nn.Module, ranks: Ranks | None = None) -> None:
     """Refuse adapters that were trained on another base."""
     found = describe_base(model, ranks)
-    for key, what in (("form", "stored"), ("dtype", "kept in"), ("digest", "with the digest")):
-        if saved[key] != found[key]:
+    for what, theirs, ours in (
+        ("stored", saved["form"], found["form"]),
+        ("kept in", saved["dtype"], found["dtype"]),
+        ("with the digest", saved["digest"], found["digest"]),
+    ):
+        if theirs != ours:
             raise DataError(
-                f"{path} holds adapters for another base: theirs was {what} {_short(saved[key])}, this one is {what} "
-                f"{_short(found[key])}; name the base they were trained on (model.init_from, or the same seed)."
+                f"{path} holds adapters for another base: theirs was {what} {_short(theirs)}, this one is {what} "
+                f"{_short(ours)}; name the base they were trained on (model.init_from, or the same seed)."
             )
 
 
@@ -177,7 +182,7 @@ def gathered_model(model: Decoder, ranks: Ranks, place: torch.device | None = No
 
 
 def adapted_model(
-    shape: Shape, record: Mapping[str, Any], weights: dict[str, Tensor] | None, seed: int, device: str = "cpu"
+    shape: Shape, record: BaseRecord, weights: dict[str, Tensor] | None, seed: int, device: str = "cpu"
 ) -> Decoder:
     """The base as a checkpoint's record describes it, with uninitialized adapters."""
     with torch.device("meta"):

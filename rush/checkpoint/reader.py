@@ -18,6 +18,7 @@ from rush.parallel.placement import local_shards
 from rush.records.checkpoint_pieces import (
     PIECES,
     Box,
+    Kind,
     PieceTable,
     TensorPiece,
     TensorPieces,
@@ -34,7 +35,7 @@ OPEN_FILES = 64
 class SavedTensors(Mapping[str, Tensor]):
     """The model's or the optimizer's tensors (`kind`) of a checkpoint, by name; tied ones under all their names."""
 
-    def __init__(self, checkpoint: Checkpoint, kind: str, *, keep_open: bool = True) -> None:
+    def __init__(self, checkpoint: Checkpoint, kind: Kind, *, keep_open: bool = True) -> None:
         self._folder, self._keep_open = checkpoint.path, keep_open
         self._open: dict[str, TensorFile] = {}
         if PIECES in checkpoint.manifest.files:
@@ -172,7 +173,7 @@ def _whole(file: TensorFile) -> PieceTable:
         shape, dtype = file.header(name)
         offset, size = full_box(tuple(shape))
         tensors[name] = TensorPieces(dtype_name(dtype), size, (TensorPiece(file.path.name, offset, size),))
-    return PieceTable(tensors, file.tied)
+    return PieceTable(file.tied, tensors)
 
 
 def _slices(begin: tuple[int, ...], shape: tuple[int, ...], origin: tuple[int, ...]) -> tuple[slice, ...]:

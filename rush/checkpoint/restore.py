@@ -15,20 +15,29 @@ are saved; state.json records the frozen base.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from rush.checkpoint.frozen_base import check_base
 from rush.checkpoint.reader import SavedTensors
 from rush.checkpoint.saver import Saver
-from rush.checkpoint.state import pack_model, parameter_names, read_random
+from rush.checkpoint.state import (
+    STATE_SCHEMA,
+    BaseRecord,
+    Cells,
+    OptimizerTable,
+    StateRecord,
+    pack_model,
+    parameter_names,
+    read_random,
+)
 from rush.checkpoint.tensor_names import describe
 from rush.checkpoint.writer import RANDOM, STATE
 from rush.errors import DataError
@@ -37,6 +46,7 @@ from rush.parallel import Ranks
 from rush.parallel.placement import table_like
 from rush.parallel.sharded import is_sharded, sharded_dims
 from rush.records.checkpoint_store import Checkpoint, CheckpointStore, verify
+from rush.records.typed import wrong_field
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 
@@ -98,8 +108,7 @@ def load(
         for name, tensor in tensors.items():
             weights.fill(tensor, name)
     restore_random()
-    extra: dict[str, Any] = state["extra"]
-    return extra
+    return state["extra"]
 
 
 def load_weights(checkpoint: Checkpoint | Path) -> dict[str, Tensor]:
@@ -117,10 +126,9 @@ def open_weights(checkpoint: Checkpoint | Path) -> SavedTensors:
     return SavedTensors(checkpoint, "model")
 
 
-def base_record(checkpoint: Checkpoint) -> dict[str, Any] | None:
+def base_record(checkpoint: Checkpoint) -> BaseRecord | None:
     """The base's record in a checkpoint of adapters; None for a full model."""
-    base: dict[str, Any] | None = _read_state(checkpoint.path / STATE).get("base")
-    return base
+    return _read_state(checkpoint.path / STATE).get("base")
 
 
 def _verified(checkpoint: Checkpoint | Path) -> Checkpoint:
@@ -134,19 +142,16 @@ def _verified(checkpoint: Checkpoint | Path) -> Checkpoint:
     return verify(checkpoint)
 
 
-def _read_state(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> StateRecord:
     try:
-        state = json.loads(path.read_bytes()) if path.is_file() else None
-    except (ValueError, RecursionError):
-        state = None
-    if not isinstance(state, dict) or not state.keys() >= {"step", "extra", "optimizer", "random"}:
+        return STATE_SCHEMA.validate_json(path.read_bytes() if path.is_file() else b"")
+    except ValidationError as error:
         raise DataError(
-            f"{path} is not the state of a training run; a run cannot resume from this checkpoint."
-        )
-    return state
+            f"{path} is not the state of a training run ({wrong_field(error)}); a run cannot resume from this checkpoint."
+        ) from None
 
 
-def _check_kind(path: Path, state: Mapping[str, Any], model: nn.Module, ranks: Ranks | None) -> None:
+def _check_kind(path: Path, state: StateRecord, model: nn.Module, ranks: Ranks | None) -> None:
     saved = state.get("base")
     if (saved is not None) != is_adapted(model):
         holds, has = ("adapters", "none") if saved is not None else ("a whole model", "adapters")
@@ -158,7 +163,7 @@ def _check_kind(path: Path, state: Mapping[str, Any], model: nn.Module, ranks: R
 
 
 def _restore_optimizer(
-    file: SavedTensors, saved: Mapping[str, Any], model: nn.Module, optimizer: Optimizer, part: bool
+    file: SavedTensors, saved: OptimizerTable, model: nn.Module, optimizer: Optimizer, part: bool
 ) -> None:
     names = parameter_names(model)
     groups = optimizer.param_groups
@@ -203,20 +208,11 @@ def _restore_optimizer(
 
 
 def _check_optimizer(
-    file: SavedTensors, saved: Mapping[str, Any], names: Mapping[int, str], optimizer: Optimizer, part: bool
-) -> Mapping[str, Any]:
+    file: SavedTensors, saved: OptimizerTable, names: Mapping[int, str], optimizer: Optimizer, part: bool
+) -> Mapping[str, Cells]:
     """The table of parameters; refuses the state of another optimizer or other groups."""
-    try:
-        kind, state = saved["class"], saved["state"]
-        theirs = [set(group["params"]) for group in saved["groups"]]
-        tables = [*state.values(), *(group["hyper"] for group in saved["groups"])]
-        sound = all(
-            cell.keys() <= {"tensor", "value"} and cell for table in tables for cell in table.values()
-        )
-    except (KeyError, TypeError, AttributeError):
-        sound = False
-    if not sound:
-        raise DataError(f"{file.path.parent / STATE} does not describe an optimizer as this rush writes it.")
+    kind, state = saved["class"], saved["state"]
+    theirs = [set(group["params"]) for group in saved["groups"]]
     if kind != type(optimizer).__name__:
         raise DataError(f"{file.path} was saved by {kind}, this run uses {type(optimizer).__name__}.")
     ours = [{names[id(p)] for p in group["params"]} for group in optimizer.param_groups]
@@ -225,8 +221,7 @@ def _check_optimizer(
     )
     if not alike or not state.keys() <= set().union(*theirs):
         raise DataError(f"{file.path} groups the parameters differently than this run does.")
-    found: Mapping[str, Any] = state
-    return found
+    return state
 
 
 def _like(file: SavedTensors, name: str, parameter: Tensor, device: torch.device) -> Tensor:

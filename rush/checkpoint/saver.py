@@ -25,7 +25,14 @@ from torch.utils.hooks import RemovableHandle
 
 from rush.checkpoint.frozen_base import describe_base
 from rush.checkpoint.snapshot import NoHostMemory, StagedCopy, Staging
-from rush.checkpoint.state import clean_name, pack_model, pack_optimizer, pack_random
+from rush.checkpoint.state import (
+    OptimizerTable,
+    StateRecord,
+    clean_name,
+    pack_model,
+    pack_optimizer,
+    pack_random,
+)
 from rush.checkpoint.writer import NTH, CheckpointContent, Writer
 from rush.hardware.memory_use import MemoryLimit, free_host_memory, process_memory
 from rush.models.adapters import is_adapted
@@ -210,7 +217,7 @@ class Saver:
         began = time.perf_counter()
         shards, tied, table = self._shards(model, optimizer)
         random_tensors, random_state = pack_random()
-        state = {"step": step, "extra": dict(extra), "optimizer": table, "random": random_state}
+        state: StateRecord = {"step": step, "extra": dict(extra), "optimizer": table, "random": random_state}
         if is_adapted(model):
             state["base"] = describe_base(model, self.ranks)  # a collective where the base is sharded
         manifest = {"metrics": dict(metrics or {}), **(meta or {})}
@@ -221,7 +228,7 @@ class Saver:
 
     def _shards(
         self, model: nn.Module, optimizer: Optimizer
-    ) -> tuple[dict[str, dict[str, TensorShard]], dict[str, str], dict[str, Any]]:
+    ) -> tuple[dict[str, dict[str, TensorShard]], dict[str, str], OptimizerTable]:
         """The shards that this rank writes, the model's tied names, the optimizer's table."""
         model_tensors, tied = pack_model(model)
         optimizer_tensors, table = pack_optimizer(model, optimizer)

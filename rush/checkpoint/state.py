@@ -10,12 +10,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, ConfigDict, TypeAdapter
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from typing_extensions import TypedDict
 
 from rush.checkpoint.tensor_names import TensorFile
 from rush.errors import DataError
@@ -23,6 +25,68 @@ from rush.models.adapters import is_adapted
 
 # How the update is computed, not what it computes: the build decides these, a checkpoint does not.
 _IMPLEMENTATION = {"params", "fused", "foreach", "capturable", "differentiable"}
+
+
+class _Cell(TypedDict, total=False):
+    """A value of the optimizer: in its file of tensors, or here."""
+
+    __pydantic_config__ = ConfigDict(extra="forbid")  # type: ignore[misc]
+
+    tensor: bool
+    value: Any
+
+
+def _not_empty(cell: _Cell) -> _Cell:
+    if not cell:
+        raise ValueError("neither a tensor nor a value")
+    return cell
+
+
+Cells = dict[str, Annotated[_Cell, AfterValidator(_not_empty)]]
+
+
+class OptimizerGroup(TypedDict):
+    params: list[str]
+    hyper: Cells
+
+
+OptimizerTable = TypedDict(
+    "OptimizerTable", {"class": str, "groups": list[OptimizerGroup], "state": dict[str, Cells]}
+)
+"""The optimizer without its tensors: class, groups, and the state of each parameter by name."""
+
+
+class BaseDigests(TypedDict):
+    """Which base adapters belong to. Old checkpoints have `identity`, of some of its values, in place of `values`."""
+
+    digest: str
+    """Of its exact values."""
+    values: NotRequired[str]
+    """Of its values rounded to bf16."""
+    identity: NotRequired[str]
+    adapters: dict[str, dict[str, Any]]
+    """The spec of each layer's adapter."""
+
+
+class BaseRecord(BaseDigests):
+    """The frozen base of adapters."""
+
+    dtype: str
+    form: dict[str, Any] | None
+    """How it is quantized."""
+
+
+class StateRecord(TypedDict):
+    """`state.json` of a checkpoint."""
+
+    step: int
+    extra: dict[str, Any]
+    optimizer: OptimizerTable
+    random: dict[str, Any]
+    base: NotRequired[BaseRecord]
+
+
+STATE_SCHEMA = TypeAdapter(StateRecord)
 
 
 def clean_name(name: str) -> str:
@@ -57,13 +121,13 @@ def _named_tensors(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, str]]
     return tensors, aliases
 
 
-def pack_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def pack_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Tensor], OptimizerTable]:
     """The optimizer as tensors "parameter/key" (and "group.0/lr") plus a JSON table of everything else."""
     names = parameter_names(model)
     tensors: dict[str, Tensor] = {}
 
-    def pack(owner: str, values: Mapping[str, Any]) -> dict[str, Any]:
-        table: dict[str, Any] = {}
+    def pack(owner: str, values: Mapping[str, Any]) -> Cells:
+        table: Cells = {}
         for key, value in values.items():
             if isinstance(value, Tensor):
                 tensors[f"{owner}/{key}"] = value
@@ -72,7 +136,7 @@ def pack_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Te
                 table[key] = {"value": value}
         return table
 
-    groups = []
+    groups: list[OptimizerGroup] = []
     for index, group in enumerate(optimizer.param_groups):
         hyper = {key: value for key, value in group.items() if key not in _IMPLEMENTATION}
         groups.append(
@@ -82,10 +146,12 @@ def pack_optimizer(model: nn.Module, optimizer: Optimizer) -> tuple[dict[str, Te
     return tensors, {"class": type(optimizer).__name__, "groups": groups, "state": state}
 
 
-def join_optimizers(tables: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def join_optimizers(tables: Iterable[OptimizerTable]) -> OptimizerTable:
     """One table of an optimizer of which every stage of a pipeline has its parameters."""
     first, *others = tables
-    groups = [{"params": list(group["params"]), "hyper": group["hyper"]} for group in first["groups"]]
+    groups: list[OptimizerGroup] = [
+        {"params": list(group["params"]), "hyper": group["hyper"]} for group in first["groups"]
+    ]
     state = dict(first["state"])
     for table in others:
         assert len(table["groups"]) == len(groups), "stages group their parameters unlike each other"

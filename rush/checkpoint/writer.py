@@ -8,14 +8,15 @@ thread that writes uses no collective. A single rank writes one file per kind; s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from torch import Tensor
 
-from rush.checkpoint.state import join_optimizers
+from rush.checkpoint.state import OptimizerTable, StateRecord, join_optimizers
 from rush.checkpoint.tensor_names import dtype_name, save_tensors
 from rush.files import write_atomic, write_json_atomic
 from rush.parallel import Ranks
@@ -25,14 +26,13 @@ from rush.records.checkpoint_manifest import FileEntry
 from rush.records.checkpoint_pieces import (
     KINDS,
     PIECES,
+    Kind,
     PieceTable,
     TensorPiece,
     TensorPieces,
     file_name,
     join_tables,
     problem_with,
-    table_from_json,
-    table_to_json,
     write_pieces,
 )
 from rush.records.checkpoint_store import CheckpointStore
@@ -56,14 +56,27 @@ class CheckpointContent:
     shards: dict[str, dict[str, TensorShard]]
     """This rank's shards of model and optimizer, by kind and name in the file."""
     tied: dict[str, str]
-    optimizer: dict[str, Any]
-    state: dict[str, Any]
+    optimizer: OptimizerTable
+    state: StateRecord
     random: dict[str, Tensor]
     meta: dict[str, Any]
 
     @property
     def num_bytes(self) -> int:
         return sum(shard.values.nbytes for kind in self.shards.values() for shard in kind.values())
+
+
+@dataclass(frozen=True)
+class RankPart:
+    """What one rank has written."""
+
+    files: dict[str, FileEntry]
+    tables: dict[Kind, PieceTable]
+    optimizer: OptimizerTable | None
+    """The optimizer's table, by the first rank of a pipeline stage."""
+
+
+_PART = TypeAdapter(RankPart)
 
 
 @dataclass(frozen=True)
@@ -99,7 +112,7 @@ class Writer:
             self.checkpoints.discard(content.step)
 
     def _commit(
-        self, content: CheckpointContent, folder: Path, state: Mapping[str, Any], known: dict[str, FileEntry]
+        self, content: CheckpointContent, folder: Path, state: StateRecord, known: dict[str, FileEntry]
     ) -> Path:
         known[RANDOM] = save_tensors(folder / RANDOM, content.random, {})
         write_json_atomic(folder / STATE, state)
@@ -115,7 +128,7 @@ class Writer:
         if not self.ranks.main:
             folder, part = Path(channel.receive("begun", acknowledge=True)), f"part/{self.ranks.rank}"
             try:
-                channel.send(part, self._write_part(content, folder))
+                channel.send(part, _PART.dump_python(self._write_part(content, folder), mode="json"))
             except BaseException as error:
                 channel.send_error(part, error)
                 channel.receive("committed", acknowledge=True)  # rank 0 reports this error to all
@@ -140,10 +153,10 @@ class Writer:
         finally:
             self.checkpoints.discard(content.step)
 
-    def _write_part(self, content: CheckpointContent, folder: Path) -> dict[str, Any]:
+    def _write_part(self, content: CheckpointContent, folder: Path) -> RankPart:
         """Write this rank's files; return their entries and piece tables."""
         files: dict[str, FileEntry] = {}
-        tables: dict[str, PieceTable] = {}
+        tables: dict[Kind, PieceTable] = {}
         for kind in KINDS:
             self.check_abandoned()
             shards = content.shards[kind]
@@ -153,35 +166,27 @@ class Writer:
                 tensors = {own: shard.values for own, shard in shards.items()}
                 metadata = {"format": "pt", TORCH_KEY: json.dumps(offsets)}
                 files[name] = save_tensors(folder / name, tensors, metadata)
-            tables[kind] = join_tables(_table_entry(key, shard, name) for key, shard in shards.items())
-            tables[kind] = PieceTable(tables[kind].tensors, content.tied if kind == "model" else {})
-        part: dict[str, Any] = {
-            "files": {name: asdict(entry) for name, entry in files.items()},
-            "tables": {kind: table_to_json(table) for kind, table in tables.items()},
-        }
-        if self.ranks.first_of_stage:
-            part["optimizer"] = content.optimizer
-        return part
+            joined = join_tables(_table_entry(key, shard, name) for key, shard in shards.items())
+            tables[kind] = PieceTable(content.tied if kind == "model" else {}, joined.tensors)
+        return RankPart(files, tables, content.optimizer if self.ranks.first_of_stage else None)
 
     def _gather(self, content: CheckpointContent, folder: Path, channel: StoreChannel) -> Path:
         """Write rank 0's part, wait for the others, and commit."""
         parts = [self._write_part(content, folder)]
         for rank in range(1, self.ranks.world):
-            parts.append(channel.receive(f"part/{rank}", sender=f"rank {rank}: "))
+            parts.append(_PART.validate_python(channel.receive(f"part/{rank}", sender=f"rank {rank}: ")))
             channel.delete(f"part/{rank}")
-        known = {name: FileEntry(**entry) for part in parts for name, entry in part["files"].items()}
-        tables = {
-            kind: join_tables(table_from_json(part["tables"][kind]) for part in parts) for kind in KINDS
-        }
+        known = {name: entry for part in parts for name, entry in part.files.items()}
+        tables = {kind: join_tables(part.tables[kind] for part in parts) for kind in KINDS}
         for table in tables.values():
             for name, tensor in table.tensors.items():
                 assert (problem := problem_with(tensor)) is None, f"{name}: {problem}"
         write_atomic(folder / PIECES, write_pieces(tables))
-        optimizer = join_optimizers(part["optimizer"] for part in parts if "optimizer" in part)
+        optimizer = join_optimizers(part.optimizer for part in parts if part.optimizer is not None)
         return self._commit(content, folder, {**content.state, "optimizer": optimizer}, known)
 
 
 def _table_entry(key: str, shard: TensorShard, file: str) -> PieceTable:
     name, nth, _ = key.partition(NTH)
     piece = TensorPiece(file, shard.offset, tuple(shard.values.shape), key if nth else "")
-    return PieceTable({name: TensorPieces(dtype_name(shard.values.dtype), shard.full_shape, (piece,))})
+    return PieceTable({}, {name: TensorPieces(dtype_name(shard.values.dtype), shard.full_shape, (piece,))})

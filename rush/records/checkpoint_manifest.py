@@ -12,12 +12,15 @@ import hashlib
 import json
 import stat
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from rush.errors import DataError, MachineError
 from rush.files import json_safe, sha256_file
+from rush.records.typed import wrong_field
 
 MANIFEST_NAME = "manifest.json"
 FORMAT = "rush-checkpoint"
@@ -38,7 +41,7 @@ class FileEntry:
 class CheckpointManifest:
     """The files of a checkpoint; `meta` is free (metrics, recipe hash, versions)."""
 
-    step: int
+    step: Annotated[int, Field(ge=0)]
     files: Mapping[str, FileEntry]
     meta: Mapping[str, Any]
 
@@ -48,14 +51,14 @@ class CheckpointManifest:
             "format": FORMAT,
             "version": FORMAT_VERSION,
             "step": self.step,
-            "files": {
-                name: {"size_bytes": entry.size_bytes, "sha256": entry.sha256}
-                for name, entry in sorted(self.files.items())
-            },
+            "files": {name: asdict(entry) for name, entry in sorted(self.files.items())},
             "meta": json_safe(dict(self.meta))[0],
         }
         body["digest"] = _digest(body)
         return json.dumps(body, indent=2, allow_nan=False) + "\n"
+
+
+_SCHEMA = TypeAdapter(CheckpointManifest)
 
 
 def describe_files(folder: Path, known: Mapping[str, FileEntry]) -> dict[str, FileEntry]:
@@ -100,7 +103,10 @@ def read_manifest(folder: Path) -> CheckpointManifest:
             MANIFEST_NAME,
             f"has format version {body.get('version')!r}, this rush reads {FORMAT_VERSION}",
         )
-    manifest = _from_body(folder, body)
+    try:
+        manifest = _SCHEMA.validate_python(body)
+    except ValidationError as error:
+        raise _damaged(folder, MANIFEST_NAME, f"lacks or misspells a field ({wrong_field(error)})") from None
     # Rendering recomputes the digest, so this one comparison finds edited values and edited text alike.
     if manifest.render() != text:
         raise _damaged(folder, MANIFEST_NAME, "was changed after it was written (its digest does not fit)")
@@ -155,20 +161,6 @@ def folder_name(step: int) -> str:
 def _digest(body: Mapping[str, Any]) -> str:
     canonical = json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(canonical.encode()).hexdigest()
-
-
-def _from_body(folder: Path, body: Mapping[str, Any]) -> CheckpointManifest:
-    try:
-        files = {
-            str(name): FileEntry(int(row["size_bytes"]), str(row["sha256"]))
-            for name, row in body["files"].items()
-        }
-        step = int(body["step"])
-        if step < 0:
-            raise ValueError(f"step {step}")
-        return CheckpointManifest(step=step, files=files, meta=dict(body["meta"]))
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise _damaged(folder, MANIFEST_NAME, f"lacks or misspells a field ({error!r})") from None
 
 
 def _damaged(folder: Path, name: str, problem: str) -> CheckpointDamaged:

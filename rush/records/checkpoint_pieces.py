@@ -13,22 +13,24 @@ names are looked up among the sealed files and never followed anywhere else.
 
 from __future__ import annotations
 
-import itertools
-import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from rush.errors import DataError
+from rush.records.typed import one_of, wrong_field
 from rush.tensor_file import ITEM_BYTES
 
 PIECES = "pieces.json"
-FORMAT, VERSION = "rush-pieces", 1
-KINDS = ("model", "optimizer")
-_LARGEST = 2**62
+Kind = Literal["model", "optimizer"]
+KINDS: tuple[Kind, ...] = ("model", "optimizer")
 
+Sizes = tuple[Annotated[int, Field(strict=True, ge=0, lt=2**62)], ...]
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
 
@@ -38,8 +40,8 @@ class TensorPiece:
     """A box of a tensor, and the file that holds it, under the tensor's name or another."""
 
     file: str
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
+    offset: Sizes
+    shape: Sizes
     key: str = ""
     """Its name in the file, where a rank wrote several pieces of one tensor."""
 
@@ -48,17 +50,34 @@ class TensorPiece:
 class TensorPieces:
     """A whole tensor: what it is, and the pieces that fill it."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    pieces: tuple[TensorPiece, ...]
+    dtype: Annotated[str, one_of(*ITEM_BYTES)]
+    shape: Sizes
+    pieces: Annotated[tuple[TensorPiece, ...], Field(min_length=1)]
+
+
+def _same_dims(tensor: TensorPieces) -> TensorPieces:
+    dims = len(tensor.shape)
+    if any(len(piece.offset) != dims or len(piece.shape) != dims for piece in tensor.pieces):
+        raise ValueError(f"a piece has another number of dims than {list(tensor.shape)}")
+    return tensor
 
 
 @dataclass(frozen=True)
 class PieceTable:
     """The tensors of a kind (model or optimizer), and the other names of tied ones."""
 
-    tensors: Mapping[str, TensorPieces] = field(default_factory=dict)
-    tied: Mapping[str, str] = field(default_factory=dict)
+    tied: Mapping[str, str]
+    tensors: Mapping[str, Annotated[TensorPieces, AfterValidator(_same_dims)]]
+
+
+class _PiecesFile(TypedDict):
+    format: Literal["rush-pieces"]
+    version: Literal[1]
+    model: PieceTable
+    optimizer: PieceTable
+
+
+_SCHEMA = TypeAdapter(_PiecesFile)
 
 
 def overlap(a: Box, b: Box) -> Box | None:
@@ -90,44 +109,22 @@ def problem_with(tensor: TensorPieces) -> str | None:
     return None if cells == len(offsets) else f"it has {len(offsets)} pieces, a whole one has {cells}"
 
 
-def table_to_json(table: PieceTable) -> dict[str, Any]:
-    return {
-        "tied": dict(table.tied),
-        "tensors": {
-            name: {
-                "dtype": tensor.dtype,
-                "shape": list(tensor.shape),
-                "pieces": [
-                    {
-                        "file": piece.file,
-                        "offset": list(piece.offset),
-                        "shape": list(piece.shape),
-                        **({"key": piece.key} if piece.key else {}),
-                    }
-                    for piece in tensor.pieces
-                ],
-            }
-            for name, tensor in sorted(table.tensors.items())
-        },
-    }
+def write_pieces(tables: Mapping[Kind, PieceTable]) -> bytes:
+    """The content of `pieces.json`."""
+    model, optimizer = (replace(tables[k], tensors=dict(sorted(tables[k].tensors.items()))) for k in KINDS)
+    body = _PiecesFile(format="rush-pieces", version=1, model=model, optimizer=optimizer)
+    return _SCHEMA.dump_json(body, exclude_defaults=True) + b"\n"
 
 
-def write_pieces(tables: Mapping[str, PieceTable]) -> str:
-    """The text of `pieces.json`."""
-    body = {"format": FORMAT, "version": VERSION, **{kind: table_to_json(tables[kind]) for kind in KINDS}}
-    return json.dumps(body, separators=(",", ":"), ensure_ascii=False) + "\n"
-
-
-def read_pieces(path: Path, files: Iterable[str]) -> dict[str, PieceTable]:
+def read_pieces(path: Path, files: Iterable[str]) -> dict[Kind, PieceTable]:
     """The tables of a checkpoint, if they are sound and name none but its own files; else a DataError."""
     allowed = set(files)
     try:
-        body = json.loads(path.read_bytes())
-        if body["format"] != FORMAT or body["version"] != VERSION:
-            raise ValueError(f"format {body['format']!r}, version {body['version']!r}")
-        tables = {kind: table_from_json(body[kind]) for kind in KINDS}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} is not a table of pieces as this rush writes it ({error!r}).") from None
+        body = _SCHEMA.validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        why = wrong_field(error) if isinstance(error, ValidationError) else error
+        raise DataError(f"{path} is not a table of pieces as this rush writes it ({why}).") from None
+    tables = {kind: body[kind] for kind in KINDS}
     for kind, table in tables.items():
         for name, tensor in table.tensors.items():
             for piece in tensor.pieces:
@@ -143,41 +140,6 @@ def read_pieces(path: Path, files: Iterable[str]) -> dict[str, PieceTable]:
     return tables
 
 
-def table_from_json(body: Mapping[str, Any]) -> PieceTable:
-    tensors = {}
-    for name, cell in body["tensors"].items():
-        shape = _numbers(cell["shape"])
-        pieces = tuple(
-            TensorPiece(
-                _text(piece["file"]),
-                _numbers(piece["offset"]),
-                _numbers(piece["shape"]),
-                _text(piece.get("key", "")),
-            )
-            for piece in cell["pieces"]
-        )
-        if any(len(piece.offset) != len(shape) or len(piece.shape) != len(shape) for piece in pieces):
-            raise ValueError(f"a piece of {name} has another number of dims than {list(shape)}")
-        if not pieces or cell["dtype"] not in ITEM_BYTES:
-            raise ValueError(f"{name} has {len(pieces)} pieces of dtype {cell['dtype']!r}")
-        tensors[name] = TensorPieces(cell["dtype"], shape, pieces)
-    return PieceTable(tensors, {_text(alias): _text(name) for alias, name in body["tied"].items()})
-
-
-def _numbers(values: Any) -> tuple[int, ...]:
-    if not isinstance(values, list) or any(
-        type(value) is not int or not 0 <= value < _LARGEST for value in values
-    ):
-        raise ValueError(f"{values!r:.80} is no list of whole numbers from 0 on")
-    return tuple(values)
-
-
-def _text(value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{value!r:.80} is no text")
-    return value
-
-
 def join_tables(parts: Iterable[PieceTable]) -> PieceTable:
     """One table of what several ranks wrote. What two of them wrote alike counts once, as the first has it."""
     tensors: dict[str, TensorPieces] = {}
@@ -190,7 +152,7 @@ def join_tables(parts: Iterable[PieceTable]) -> PieceTable:
             tensors[name] = TensorPieces(known.dtype, known.shape, known.pieces + tensor.pieces)
     for name in tied:
         tensors.pop(name, None)  # a rank that holds only the other end of a tie wrote it under that name
-    return PieceTable({name: _once(tensor) for name, tensor in tensors.items()}, tied)
+    return PieceTable(tied, {name: _once(tensor) for name, tensor in tensors.items()})
 
 
 def _once(tensor: TensorPieces) -> TensorPieces:
@@ -206,4 +168,4 @@ def file_name(kind: str, rank: int, world: int) -> str:
 
 
 def full_box(shape: tuple[int, ...]) -> Box:
-    return tuple(itertools.repeat(0, len(shape))), shape
+    return (0,) * len(shape), shape

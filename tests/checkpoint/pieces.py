@@ -46,7 +46,7 @@ def cut_in_two(
                     offset = (begin, *[0] * (value.dim() - 1))[: value.dim()]
                     pieces.append(TensorPiece(file_name(kind, rank, 2), offset, tuple(part.shape)))
                 tensors[name] = TensorPieces(dtype_name(value.dtype), tuple(value.shape), tuple(pieces))
-            tables[kind] = PieceTable(tensors, saved.tied)
+            tables[kind] = PieceTable(saved.tied, tensors)
         for rank, held in enumerate(files):
             save_tensors(folder / file_name(kind, rank, 2), held, {"format": "pt"})
     body = json.loads(write_pieces(tables))
