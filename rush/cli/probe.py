@@ -86,32 +86,40 @@ def probe(
     runnable = sum(row["runs"] for row in verdicts)
     typer.secho(f"\nTechniques: {runnable} of {len(verdicts)} can run here with {recipe}", bold=True)
     print_table(
-        ["technique", "stage", "runs here", "why not"],
+        ["group", "technique", "stage", "runs here", "why not"],
         [
-            [row["name"], row["stage"], "yes" if row["runs"] else "no", "; ".join(row["reasons"])]
+            [
+                row["group"],
+                row["name"],
+                row["stage"],
+                "yes" if row["runs"] else "no",
+                "; ".join(row["reasons"]),
+            ]
             for row in verdicts
         ],
     )
 
 
 def check_techniques(recipe: Recipe, machine: Machine) -> list[dict[str, Any]]:
-    """For every technique, in build order: whether this recipe can use it here, or why not."""
+    """For every technique, by group: whether this recipe can use it here, or why not."""
     from rush.recipe_io import changed
-    from rush.techniques import check, registry
+    from rush.techniques import check, group_of, registry
 
     # A wrong name or knob is an error; that one of the recipe's techniques cannot run here is a row below.
     with contextlib.suppress(MachineError):
         check(recipe, machine)
     present = {name for name, _ in recipe.technique_uses()}
     rows: list[dict[str, Any]] = []
-    for name, technique in sorted(registry().items(), key=lambda item: (item[1].stage, item[0])):
+    for technique in sorted(registry().values(), key=lambda one: (group_of(one), one.name)):
+        name = technique.name
         others = present - {name}
         with_it = recipe if name in present else changed(recipe, {"techniques": [*recipe.techniques, name]})
         reasons = [need.message for need in technique.requires if not need.met(machine, with_it)]
         clashes = {other for other in others if other in technique.conflicts}
         clashes |= {other for other in others if name in registry()[other].conflicts}
         reasons += [f"it conflicts with {other}, which the recipe uses" for other in sorted(clashes)]
-        rows.append({"name": name, "stage": technique.stage.name, "runs": not reasons, "reasons": reasons})
+        facts = {"name": name, "group": group_of(technique), "stage": technique.stage.name}
+        rows.append({**facts, "runs": not reasons, "reasons": reasons})
     return rows
 
 

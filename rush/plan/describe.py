@@ -9,19 +9,19 @@ from rush.parallel import AXES
 from rush.plan.planning import Plan
 from rush.plan.spec import Spec
 from rush.techniques import registry
+from rush.techniques.api.contract import Alternative
 
 
 @cache
-def alternatives(question: str) -> tuple[str, ...]:
-    """The techniques that answer a question of the search (see `Technique.alternative`)."""
-    return tuple(name for name, technique in registry().items() if technique.alternative == question)
+def alternatives(choice: Alternative) -> tuple[str, ...]:
+    """The techniques among which the search chooses."""
+    return tuple(name for name, technique in registry().items() if technique.alternative is choice)
 
 
 def describe(spec: Spec) -> str:
-    """A plan in a few words: `fsdp 8 (parameters), micro 2, amp_bf16, checkpoint_selective`."""
+    """A plan in a few words: `fsdp 8 (parameters, ZeRO-3), micro 2, amp_bf16, checkpoint_selective`."""
     layout = [f"{axis} {spec.size(axis)}{_summary(spec, axis)}" for axis in AXES if spec.size(axis) > 1]
-    questions = ("precision", "fp8", "checkpointing")
-    how = [name for question in questions for name in alternatives(question) if spec.uses(name)]
+    how = [name for choice in Alternative for name in alternatives(choice) if spec.uses(name)]
     return ", ".join([*(layout or ["one device"]), f"micro {round(spec.micro / spec.rows)}", *how])
 
 
@@ -45,53 +45,45 @@ def distinct(plans: list[Plan], count: int) -> list[Plan]:
 
 
 def _checkpoint(spec: Spec) -> str:
-    return next((name for name in alternatives("checkpointing") if spec.uses(name)), "")
+    return next((name for name in alternatives(Alternative.CHECKPOINTING) if spec.uses(name)), "")
 
 
 def _precision(spec: Spec) -> str:
-    half = next((name for name in alternatives("precision") if spec.uses(name)), "fp32")
-    return f"{half} with fp8" if spec.uses(*alternatives("fp8")) else half
+    half = next((name for name in alternatives(Alternative.PRECISION) if spec.uses(name)), "fp32")
+    return f"{half} with fp8" if spec.uses(*alternatives(Alternative.FP8)) else half
 
 
-def _ways(spec: Spec) -> dict[str, str]:
-    """A plan's choices, by question."""
-    stage = str(spec.knob("fsdp", "stage", "parameters")) if spec.size("fsdp") > 1 else "none"
-    sharding = {
-        "none": "no shards (ddp)",
-        "parameters": "fsdp parameters (ZeRO-3)",
-        "gradients": "fsdp gradients (ZeRO-2)",
-        "optimizer": "fsdp optimizer (ZeRO-1)",
-    }
-    if spec.size("fsdp") > 1 and spec.size("ddp") > 1:
-        stage_words = f"{sharding[stage]} with replicas"
-    else:
-        stage_words = sharding[stage]
-    if spec.knob("fsdp", "offload", False):
-        stage_words += " on the host"
+UNSHARDED, NO_CHECKPOINTING = "no sharding (ddp)", "no checkpointing"
+
+
+def _choices(spec: Spec) -> dict[str, str]:
+    """What a plan chose, by what the search chooses."""
+    sharding = UNSHARDED
+    if spec.size("fsdp") > 1:
+        sharding = f"fsdp{_summary(spec, 'fsdp')}{' with replicas' if spec.size('ddp') > 1 else ''}"
     return {
-        "sharding": stage_words,
+        "sharding": sharding,
         **{axis: f"{axis} {spec.size(axis)}" for axis in ("tp", "pp", "cp")},
-        "checkpointing": _checkpoint(spec) or "no checkpointing",
-        "precision": _precision(spec),
+        Alternative.CHECKPOINTING: _checkpoint(spec) or NO_CHECKPOINTING,
+        Alternative.PRECISION: _precision(spec),
     }
 
 
 def lost_to(plans: list[Plan], best: Plan) -> Iterator[str]:
     """For each choice that is not the best plan's: how its best plan compares."""
-    chosen = _ways(best.spec)
+    chosen = _choices(best.spec)
     seen: dict[tuple[str, str], Plan] = {}
     for one in plans:
-        for question, answer in _ways(one.spec).items():
-            seen.setdefault((question, answer), one)
-    for (question, answer), other in sorted(seen.items(), key=lambda item: -item[1].tokens_per_s):
-        if chosen[question] == answer:
+        for choice in _choices(one.spec).items():
+            seen.setdefault(choice, one)
+    for (choice, value), other in sorted(seen.items(), key=lambda item: -item[1].tokens_per_s):
+        if chosen[choice] == value:
             continue
         ratio = other.tokens_per_s / best.tokens_per_s
-        yield f"{answer}: {ratio:.2f}× at best ({describe(other.spec)}){_reason(other, best)}"
-    if not any(question == "sharding" and "no shards" in answer for question, answer in seen):
-        yield "no shards (ddp): does not fit"
-    if not any(question == "checkpointing" and answer == "no checkpointing" for question, answer in seen):
-        yield "no checkpointing: does not fit"
+        yield f"{value}: {ratio:.2f}× at best ({describe(other.spec)}){_reason(other, best)}"
+    for plain in (("sharding", UNSHARDED), (Alternative.CHECKPOINTING, NO_CHECKPOINTING)):
+        if plain not in seen:
+            yield f"{plain[1]}: does not fit"
 
 
 def _reason(other: Plan, best: Plan) -> str:

@@ -25,7 +25,7 @@ from rush.plan.target import TargetMachine
 from rush.recipe import Knob, Recipe
 from rush.recipe_io import changed
 from rush.techniques import conflict_reason, registry
-from rush.techniques.api.contract import Parity
+from rush.techniques.api.contract import Alternative, Parity
 
 STAGES = ("parameters", "gradients", "optimizer", "")
 """Stages of fsdp; the last: no sharding."""
@@ -68,16 +68,20 @@ def search(
     own = [
         (name, knobs)
         for name, knobs in recipe.technique_uses()
-        if name not in (*alternatives("checkpointing"), *AXES)
+        if name not in (*alternatives(Alternative.CHECKPOINTING), *AXES)
     ]
     looked.at(own)
     looked.at(own, offload=True)
     near, problems = looked.near(), looked.problems.copy()
     halves = [
         own,
-        *(other for name in alternatives("precision") if (other := _in_precision(own, name)) is not None),
+        *(
+            other
+            for name in alternatives(Alternative.PRECISION)
+            if (other := _in_precision(own, name)) is not None
+        ),
     ]
-    for techniques, extra in product(halves, ("", "fp8")):
+    for techniques, extra in product(halves, ("", *alternatives(Alternative.FP8))):
         if techniques is not own or extra:
             looked.at(techniques, extra, only=near)
             looked.at(techniques, extra, offload=True)
@@ -187,11 +191,10 @@ class _Search:
         """All combinations that the techniques allow."""
         recipe, target, beyond = self.recipe, self.target, self.beyond
         names = {name for name, _ in base}
-        whole = "float8" in target.matmul and "compile" in names and "fp8" not in names
-        if precision and not whole:
+        if precision and not _can_add_fp8(names, target):
             return
         stages = ("parameters",) if offload else STAGES
-        for checkpoint, stage in product(("", *alternatives("checkpointing")), stages):
+        for checkpoint, stage in product(("", *alternatives(Alternative.CHECKPOINTING)), stages):
             extra = [name for name in (checkpoint, precision) if name]
             if not all(_may(names | set(extra), name) for name in extra):
                 continue
@@ -270,7 +273,7 @@ def _fixes(entries: list[Any], problems: Sequence[Problem]) -> Iterator[list[Any
     for place, technique in known:
         speeds = (
             technique.parity in (Parity.EXACT, Parity.CLOSE)
-            and technique.alternative != "precision"
+            and technique.alternative is not Alternative.PRECISION
             and technique.name not in AXES
         )
         if speeds and any(problem.technique == technique.name for problem in problems):
@@ -285,7 +288,7 @@ def _rank(one: Plan) -> float:
 def _in_precision(base: Techniques, name: str) -> Techniques | None:
     """The recipe's techniques in another 16-bit precision; None if it is the recipe's own."""
     own = {each for each, _ in base}
-    precisions = alternatives("precision")
+    precisions = alternatives(Alternative.PRECISION)
     if name in own or not own.intersection(precisions):
         return None
     setting = registry()[name].settings[0]
@@ -299,6 +302,13 @@ def _in_precision(base: Techniques, name: str) -> Techniques | None:
         if each not in precisions and each not in added and not any(not _may({each}, new) for new in added)
     ]
     return [*kept, *added.items()]
+
+
+def _can_add_fp8(names: set[str], target: TargetMachine) -> bool:
+    """Whether fp8 is worth trying: the device has fp8 matmuls, and a compiler fuses the casts."""
+    known = [registry()[name] for name in names if name in registry()]
+    fused = any(effect.term == "stream.fused" for technique in known for effect in technique.work)
+    return "float8" in target.matmul and fused and names.isdisjoint(alternatives(Alternative.FP8))
 
 
 def _compatible(spec: Spec) -> bool:

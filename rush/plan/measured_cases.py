@@ -57,7 +57,7 @@ def read_findings(folder: Path) -> list[MeasuredCase]:
             found.setdefault(case.digest, case)
     benches = [(path, read_models(path)) for path in folder.glob("*/models.json")]
     for path, bench in sorted(benches, key=lambda item: item[1]["started"], reverse=True):
-        for case in _beside_rivals(bench, path.parent.name):
+        for case in _beside_baselines(bench, path.parent.name):
             found.setdefault(case.digest, case)
     searches = [(path, read_tune(path)) for path in folder.glob("*/tune.json")]
     for path, search in sorted(searches, key=lambda item: item[1]["started"], reverse=True):
@@ -142,7 +142,7 @@ def _ladder(record: Any, study: str) -> Iterator[MeasuredCase]:
             spec=spec,
             target=target,
             step_s=spec.step_tokens / point["tokens_per_s"]["median"],
-            memory_bytes=_memory(machine, recipe, point.get("peak_memory_bytes")),
+            memory_bytes=_memory(machine, spec, point.get("peak_memory_bytes")),
             study=study,
         )
 
@@ -158,7 +158,7 @@ def _rung(rung: Any, machine: Machine, target: TargetMachine, study: str) -> Mea
         spec=spec,
         target=target,
         step_s=_full_step_s(rung, spec.step_tokens),
-        memory_bytes=_memory(machine, recipe, rung.get("peak_memory_bytes")),
+        memory_bytes=_memory(machine, spec, rung.get("peak_memory_bytes")),
         breakdown_s={part: ms / 1e3 for part, ms in (rung.get("breakdown_ms") or {}).items()},
         study=study,
     )
@@ -170,8 +170,8 @@ def _full_step_s(rung: Any, step_tokens: float) -> float:
     return float(step_tokens / processed if processed else rung["step_ms"]["median"] / 1e3)
 
 
-def _beside_rivals(record: Any, study: str) -> Iterator[MeasuredCase]:
-    """Our recipes of `rush bench models`, and rivals that are recipes of ours; another library's model is not ours to plan."""
+def _beside_baselines(record: Any, study: str) -> Iterator[MeasuredCase]:
+    """Our recipes of `rush bench models`, and baselines that are recipes; models of other libraries cannot be planned."""
     if not record.get("ceilings"):
         return
     machine = Machine.from_dict(record["machine"])
@@ -179,13 +179,14 @@ def _beside_rivals(record: Any, study: str) -> Iterator[MeasuredCase]:
     for workload in record["workloads"]:
         for point, recipe in _lengths(workload):
             if point["status"] == "ok":
+                spec = spec_of(recipe, machine.device)
                 yield MeasuredCase(
                     name=f"{workload['name']}, {point['sequence']:,} tokens",
                     recipe=recipe,
-                    spec=spec_of(recipe, machine.device),
+                    spec=spec,
                     target=target,
                     step_s=point["step_s"],
-                    memory_bytes=_memory(machine, recipe, point["peak_memory_bytes"]),
+                    memory_bytes=_memory(machine, spec, point["peak_memory_bytes"]),
                     study=study,
                 )
         rungs = [ours["rung"] for ours in workload.get("ours", ())]
@@ -220,7 +221,7 @@ def _searched(record: Any, study: str) -> Iterator[MeasuredCase]:
             spec=spec,
             target=target,
             step_s=spec.step_tokens / rate,
-            memory_bytes=_memory(machine, recipe, row["peak_memory_bytes"]),
+            memory_bytes=_memory(machine, spec, row["peak_memory_bytes"]),
             study=study,
         )
 
@@ -229,10 +230,9 @@ def _short(key: str) -> str:
     return key if len(key) <= 40 else f"{key[:39]}…"
 
 
-def _memory(machine: Machine, recipe: Recipe, found: float | None) -> float | None:
+def _memory(machine: Machine, spec: Spec, found: float | None) -> float | None:
     """None on a CPU, where the resident process was recorded, and with CUDA graphs, whose pool was not counted."""
-    recorded = any(name == "cuda_graph" for name, _ in recipe.technique_uses())
-    return None if machine.device != "cuda" or recorded else found
+    return None if machine.device != "cuda" or spec.effects.factor("cuda_graph.pool") else found
 
 
 def _run(folder: Path) -> Iterator[MeasuredCase]:

@@ -258,9 +258,7 @@ def problems_of(recipe: Recipe, target: TargetMachine) -> list[Problem]:
             if use.technique.name < other
             for reason in [conflict_reason(use.technique, registry()[other])]
         ]
-    if "bfloat16" not in target.matmul and any(
-        name in names for name in ("amp_bf16", "pure_bf16", "bf16_master")
-    ):
+    if "bfloat16" not in target.matmul and any(use.technique.half_dtype == "bfloat16" for use in uses):
         found.append(Problem("this device has no bf16 tensor cores; use amp_fp16"))
     return found
 

@@ -31,6 +31,7 @@ __all__ = [
     "check",
     "check_recipe",
     "conflict_reason",
+    "group_of",
     "registry",
     "resolve_uses",
 ]
@@ -46,6 +47,11 @@ def registry() -> Mapping[str, Technique]:
             assert module.name.endswith(f".{technique.name}"), f"{module.name} defines {technique.name}"
             found[technique.name] = technique
     return dict(sorted(found.items()))
+
+
+def group_of(technique: Technique) -> str:
+    """The folder that a technique is in: precision, attention, …; of one from a user's file, its module."""
+    return technique.apply.__module__.removeprefix(f"{__name__}.").partition(".")[0]
 
 
 def check(recipe: Recipe, machine: Machine) -> list[Use]:

@@ -85,8 +85,9 @@ def test_the_json_tells_machine_rates_and_every_technique() -> None:
     assert told["peaks"] is None
     assert told["recipe"]["digest"] == load_recipe("tiny", ["run.device=cpu"]).digest
     assert set(rows(told["techniques"])) == set(registry())
+    assert [row["group"] for row in told["techniques"]] == sorted(row["group"] for row in told["techniques"])
     for row in told["techniques"]:
-        assert set(row) == {"name", "stage", "runs", "reasons"}
+        assert set(row) == {"name", "group", "stage", "runs", "reasons"}
         assert row["runs"] == (row["reasons"] == [])
 
 
@@ -131,7 +132,8 @@ def test_a_technique_that_cannot_run_here_has_the_sentence_of_its_requirement() 
     sentences = {need.message for need in registry()["tf32"].requires}
     assert not judged["tf32"]["runs"]
     assert set(judged["tf32"]["reasons"]) <= sentences
-    assert judged["compile"] == {"name": "compile", "stage": "COMPILE", "runs": True, "reasons": []}
+    facts = {"name": "compile", "group": "host", "stage": "COMPILE"}
+    assert judged["compile"] == {**facts, "runs": True, "reasons": []}
     assert rows(command.check_techniques(load_recipe("tiny"), with_gpus(1)))["tf32"]["runs"]
 
 

@@ -22,6 +22,7 @@ from rush.evaluate.measures import (
     change_of,
     chosen_loss,
     first_prompts,
+    greedy_answer,
     held_out_loss,
     proportion,
     score_pairs,

@@ -184,7 +184,7 @@ def test_parts_on_the_host_are_weighed_against_the_rest() -> None:
     recipe = load_recipe("llama-3.1-8b", [FAST, "batch.sequence=4096", "batch.total_tokens=4194304"])
     found = search(recipe, target_of("l40s", 2))
     assert any(
-        "on the host" in line for line in [*map(describe, [one.spec for one in found.best]), *found.lost]
+        "CPU offload" in line for line in [*map(describe, [one.spec for one in found.best]), *found.lost]
     )
     top = found.best[0]
     hosted = [one for one in found.best if one.spec.knob("fsdp", "offload", False)]

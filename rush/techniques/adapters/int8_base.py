@@ -43,6 +43,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="int8_base",
+    relative_error=2**-7,
     stage=Stage.ADAPT,
     apply=apply,
     requires=(has_library("int8_base"), dora_in_fp32),

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from enum import Enum, IntEnum
+from enum import Enum, IntEnum, StrEnum
 from typing import Any, Protocol
 
 import torch
@@ -49,6 +49,14 @@ class Parity(Enum):
     CLOSE = "the same up to rounding"
     STATISTICAL = "other rounding or randomness, the same learning curve"
     CHANGES = "what is learned differs, by design"
+
+
+class Alternative(StrEnum):
+    """A choice of `rush plan --search`, which tries every technique that is an alternative of it."""
+
+    PRECISION = "precision"
+    FP8 = "fp8"
+    CHECKPOINTING = "checkpointing"
 
 
 @dataclass(frozen=True)
@@ -335,8 +343,11 @@ class Technique:
     settings: tuple[Setting, ...] = (Setting(),)
     """What `rush tune` tries, the likeliest first; empty where the layout enables it, or the tuner has another way to the
     same (the micro batch)."""
-    alternative: str = ""
-    """A question that `rush plan --search` answers with one of several techniques: "precision", "fp8", "checkpointing"."""
+    alternative: Alternative | None = None
+    relative_error: float = 0.0
+    """Relative error of its matmuls, where it rounds more than fp32."""
+    half_dtype: str = ""
+    """The 16-bit dtype of its matmuls and activations: bfloat16 or float16."""
     summary: Callable[[Mapping[str, Knob]], str] = lambda knobs: ""
     """What the knobs of an axis of the layout choose, for the one-line description of a plan."""
     matmul_ops: Mapping[str, str] = field(default_factory=dict)

@@ -4,34 +4,33 @@ from __future__ import annotations
 
 from rush.recipe import Recipe
 from rush.techniques import registry
-from rush.techniques.api.contract import Stage, used
+from rush.techniques.api.contract import Stage, Technique
 
 FP32 = 1e-5
 """fp32 sums in another order."""
 UNKNOWN = 2**-4
 """Bound for techniques from users' files."""
-ROUNDING = {
-    "fp8": 2**-4,
-    "int8_base": 2**-7,
-    **dict.fromkeys(("amp_bf16", "bf16_master", "pure_bf16"), 2**-8),
-    **dict.fromkeys(("amp_fp16", "fp16_matmul", "tf32"), 2**-11),
-}
-"""Relative error of matmuls, for techniques that round more than fp32."""
 
 
 def rounding(recipe: Recipe) -> float:
-    """Relative error of the run's matmuls against plain fp32."""
-    names = [name for name, _ in recipe.technique_uses()]
-    unknown = [UNKNOWN] if any(name not in registry() for name in names) else []
-    return max([4 * FP32, *unknown, *(ROUNDING.get(name, 0.0) for name in names)])
+    """Relative error of the run's matmuls against plain fp32, as its techniques declare it."""
+    known = registry()
+    errors = (known[n].relative_error if n in known else UNKNOWN for n, _ in recipe.technique_uses())
+    return max([4 * FP32, *errors])
 
 
 def trains_adapters(recipe: Recipe) -> bool:
     """Whether the run trains adapters on a frozen base."""
-    known = registry()
-    return any(known[name].stage is Stage.ADAPT for name, _ in recipe.technique_uses() if name in known)
+    return bool(_adapter_techniques(recipe))
 
 
 def adapts_plain_weights(recipe: Recipe) -> bool:
-    """Whether the base of its adapters is not quantized."""
-    return used(recipe, "lora")
+    """Whether the run trains adapters on a base that is not quantized."""
+    found = _adapter_techniques(recipe)
+    return any(all(effect.term != "blocks" for effect in technique.memory) for technique in found)
+
+
+def _adapter_techniques(recipe: Recipe) -> list[Technique]:
+    known = registry()
+    names = [name for name, _ in recipe.technique_uses() if name in known]
+    return [known[name] for name in names if known[name].stage is Stage.ADAPT]

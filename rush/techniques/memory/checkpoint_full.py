@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from rush.hardware import Machine
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
+    Alternative,
     Build,
     Claim,
     KnobRange,
@@ -82,7 +83,7 @@ def _can_offload(machine: Machine, recipe: Recipe) -> bool:
 
 technique = Technique(
     name="checkpoint_full",
-    alternative="checkpointing",
+    alternative=Alternative.CHECKPOINTING,
     stage=Stage.MEMORY,
     apply=apply,
     requires=(

@@ -22,6 +22,7 @@ from rush.libraries import hush
 from rush.models.adapted_linears import OPERATORS as ADAPTED
 from rush.recipe import Knob
 from rush.techniques.api.contract import (
+    Alternative,
     Build,
     Claim,
     KnobRange,
@@ -142,7 +143,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="checkpoint_selective",
-    alternative="checkpointing",
+    alternative=Alternative.CHECKPOINTING,
     stage=Stage.MEMORY,
     apply=apply,
     conflicts=("checkpoint_full", "offload_activations"),

@@ -46,6 +46,7 @@ from rush.techniques.parallel import pp
 # (cp and tp use functional collectives, which have other names.)
 GATHER, SCATTER, PASS = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_", "rush::forward"
 
+ZERO = {"parameters": "ZeRO-3", "gradients": "ZeRO-2", "optimizer": "ZeRO-1"}
 SAME = "same"
 DTYPES = {SAME: None, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -212,7 +213,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="fsdp",
-    summary=lambda knobs: f"{knobs['stage']}{', on the host' if knobs['offload'] else ''}",
+    summary=lambda knobs: (
+        f"{knobs['stage']}, {ZERO[str(knobs['stage'])]}{', CPU offload' if knobs['offload'] else ''}"
+    ),
     stage=Stage.SHARD,
     apply=apply,
     requires=(

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from rush.recipe import Knob
-from rush.techniques.api.contract import Build, Claim, MemoryEffect, Parity, Stage, Technique
+from rush.techniques.api.contract import Alternative, Build, Claim, MemoryEffect, Parity, Stage, Technique
 from rush.techniques.api.evidence import matmuls_in
 
 
@@ -23,7 +23,9 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 
 technique = Technique(
     name="amp_bf16",
-    alternative="precision",
+    alternative=Alternative.PRECISION,
+    relative_error=2**-8,
+    half_dtype="bfloat16",
     stage=Stage.MODEL,
     apply=apply,
     conflicts=("amp_fp16", "bf16_master", "fp16_matmul", "pure_bf16"),

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from rush.parallel import Ranks
 from rush.recipe import Knob
 from rush.techniques.api.contract import (
+    Alternative,
     Build,
     Claim,
     KnobRange,
@@ -87,7 +88,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="amp_fp16",
-    alternative="precision",
+    alternative=Alternative.PRECISION,
+    relative_error=2**-11,
+    half_dtype="float16",
     stage=Stage.MODEL,
     apply=apply,
     conflicts=("amp_bf16", "bf16_master", "fp16_matmul", "pure_bf16"),

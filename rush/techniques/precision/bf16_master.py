@@ -20,6 +20,7 @@ from torch.optim.adamw import adamw
 from rush.parallel.sharded import local_tensor
 from rush.recipe import Knob
 from rush.techniques.api.contract import (
+    Alternative,
     Build,
     Claim,
     MemoryEffect,
@@ -119,7 +120,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="bf16_master",
-    alternative="precision",
+    alternative=Alternative.PRECISION,
+    relative_error=2**-8,
+    half_dtype="bfloat16",
     stage=Stage.MODEL,
     apply=apply,
     conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fp16_matmul", "fused_update", "pure_bf16"),

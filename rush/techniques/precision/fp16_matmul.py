@@ -139,6 +139,7 @@ def _has_units(machine: Machine, recipe: Recipe) -> bool:
 
 technique = Technique(
     name="fp16_matmul",
+    relative_error=2**-11,
     stage=Stage.MODEL,
     apply=apply,
     requires=(

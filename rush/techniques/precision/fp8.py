@@ -25,6 +25,7 @@ from rush.hardware import Machine
 from rush.models.layers import GatedMLP
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.contract import (
+    Alternative,
     Build,
     Claim,
     KnobRange,
@@ -153,7 +154,8 @@ def _takes_head(recipe: Recipe) -> bool:
 
 technique = Technique(
     name="fp8",
-    alternative="fp8",
+    alternative=Alternative.FP8,
+    relative_error=2**-4,
     stage=Stage.MODEL,
     apply=apply,
     requires=(

@@ -14,6 +14,7 @@ import torch
 
 from rush.recipe import Knob
 from rush.techniques.api.contract import (
+    Alternative,
     Build,
     Claim,
     MemoryEffect,
@@ -49,7 +50,9 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="pure_bf16",
-    alternative="precision",
+    alternative=Alternative.PRECISION,
+    relative_error=2**-8,
+    half_dtype="bfloat16",
     stage=Stage.MODEL,
     apply=apply,
     conflicts=("amp_bf16", "amp_fp16", "bf16_master", "fp16_matmul"),

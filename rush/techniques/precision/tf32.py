@@ -55,6 +55,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 technique = Technique(
     name="tf32",
+    relative_error=2**-11,
     stage=Stage.ENV,
     apply=apply,
     requires=(
