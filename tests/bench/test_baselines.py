@@ -104,7 +104,7 @@ def test_what_decides_what_is_learned_stays_in_the_reference_and_out_of_the_prom
         ("name = 'x'", r"has no at_least; give the ratio"),
     ],
 )
-def test_a_workload_that_says_it_wrongly_is_refused(tmp_path: Path, text: str, message: str) -> None:
+def test_a_workload_with_wrong_keys_is_refused(tmp_path: Path, text: str, message: str) -> None:
     file = tmp_path / "w.toml"
     file.write_text(
         f"""[workloads.small]

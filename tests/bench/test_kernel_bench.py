@@ -135,7 +135,7 @@ def test_a_result_of_another_shape_or_without_its_gradient_is_different() -> Non
     assert rows["short", "forward"]["status"] == "failed"  # the gradient that flows in does not fit
 
 
-def test_a_contender_that_writes_over_what_it_is_given_spoils_nothing_for_the_others() -> None:
+def test_a_contender_that_overwrites_its_inputs_does_not_affect_the_others() -> None:
     rows = measured(baseline("overwriting", Overwriting.apply), baseline("after it", square))
     assert verdict(rows["overwriting", "both"]) == "equal"
     assert verdict(rows["after it", "both"]) == "equal"
@@ -395,7 +395,7 @@ def test_a_kernel_with_a_side_in_cpp_is_timed_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_surroundings")
-def test_a_bench_on_a_cpu_checks_ours_times_torch_and_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_a_bench_on_a_cpu_checks_ours_times_torch_and_resumes(tmp_path: Path) -> None:
     record = kernel_bench.bench_kernels(["rmsnorm"], tmp_path, quick=True, device="cpu")
     assert record == read_kernels(tmp_path)
     assert record["interpreted"]
@@ -500,7 +500,7 @@ def test_the_clock_counts_device_time_and_not_the_host() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_bench_on_a_gpu_times_and_weighs_our_kernel(tmp_path: Path) -> None:
+def test_a_bench_on_a_gpu_measures_time_and_memory_of_our_kernel(tmp_path: Path) -> None:
     record = kernel_bench.bench_kernels(["swiglu"], tmp_path, quick=True)
     (op,) = record["ops"]
     assert op["status"] == "ok", op["reason"]

@@ -113,7 +113,7 @@ def test_hostile_strings_run_nothing_and_add_no_element(browser: Browser, pages:
     page.close()
 
 
-def test_every_picture_says_in_words_what_it_shows(browser: Browser, pages: dict[str, Path]) -> None:
+def test_every_picture_has_a_text_alternative(browser: Browser, pages: dict[str, Path]) -> None:
     for name in RECORDS:
         page = browser.open(pages[name])
         silent = "[...document.querySelectorAll('svg')].filter(s => !(s.getAttribute('role') === 'img' && s.ariaLabel)).length"  # fmt: skip

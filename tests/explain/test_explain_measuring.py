@@ -164,7 +164,7 @@ def test_tf32_keeps_ten_bits_and_rounds_to_nearest_even() -> None:
 
 
 @pytest.mark.parametrize(("kind", "stuck"), [("bfloat16", 256.0), ("float16", 2048.0), ("tf32", 2048.0), ("float8_e4m3fn", 16.0), ("float8_e5m2", 8.0)])  # fmt: skip
-def test_adding_one_gets_stuck_where_arithmetic_says(kind: str, stuck: float) -> None:
+def test_adding_one_gets_stuck_where_arithmetic_predicts(kind: str, stuck: float) -> None:
     assert precision._adding(kind, quick=True) == stuck
 
 

@@ -161,7 +161,7 @@ def test_bars_are_as_long_as_their_numbers() -> None:
     assert "why" in "".join(drawn.marks)
 
 
-def test_points_stand_where_their_numbers_say() -> None:
+def test_points_are_drawn_at_their_numbers() -> None:
     from rush.explain.chart import Curve, Curves, Dot
 
     panel = Curves("t", "x", "y", "", "", [Curve("l", [Dot(1, 10), Dot(10, 100), Dot(100, 1000)], 1)])

@@ -140,7 +140,7 @@ def test_batch_reports_from_where_to_where_it_is_free() -> None:
     assert "because the time goes into fetching weights" not in said("batch", slow)
 
 
-def test_roofline_names_what_memory_binds_and_explains_what_stands_above() -> None:
+def test_roofline_names_what_memory_bounds_and_explains_what_is_above() -> None:
     text = said("roofline", made_up.roofline())
     assert "norm and optimizer" in text
     assert "above the slope" not in text

@@ -64,7 +64,7 @@ def needs(*techniques: str) -> None:
     ],
     ids=lambda entries: "+".join(entry.split("'")[1] if entry.startswith("{") else entry for entry in entries),
 )  # fmt: skip
-def test_it_takes_effect_beside_what_speed_needs(techniques: tuple[str, ...]) -> None:
+def test_it_takes_effect_with_the_techniques_for_speed(techniques: tuple[str, ...]) -> None:
     needs(*techniques)
     run = on_gpu(*techniques)
     seen = trace(run, 8, watch=True)
@@ -108,7 +108,9 @@ def test_in_bf16_it_starts_as_its_base_to_the_bit(techniques: tuple[str, ...]) -
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_codes_are_the_same_as_on_a_cpu_and_unpack_to_the_same(form: Form, dtype: torch.dtype) -> None:
+def test_quantized_weights_are_the_same_as_on_a_cpu_and_dequantize_to_the_same(
+    form: Form, dtype: torch.dtype
+) -> None:
     pytest.importorskip(form.backend)
     weight = torch.randn(512, 1024, generator=torch.Generator().manual_seed(0)) * 0.02
     made: list[Tensor] = []

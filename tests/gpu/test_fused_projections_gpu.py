@@ -86,7 +86,7 @@ def test_a_captured_graph_replays_the_joined_matmuls(compiled: tuple[str, ...]) 
     )
 
 
-def test_it_works_beside_liger() -> None:
+def test_it_works_with_liger() -> None:
     """Whose kernels want whole tensors, and copy the parts out."""
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
     takes_effect_and_learns_the_same("amp_bf16", "liger", dtype="bfloat16")
@@ -112,7 +112,7 @@ def test_graphs_captured_by_the_compiler_learn_the_same() -> None:
     ],
 )
 @pytest.mark.parametrize("compiled", [(), (BLOCKS,)], ids=str)
-def test_8_bit_products(fp8: str, compiled: tuple[str, ...]) -> None:
+def test_fp8_matmuls(fp8: str, compiled: tuple[str, ...]) -> None:
     _, seen = takes_effect_and_learns_the_same(fp8, "bf16_master", *compiled, dtype="bfloat16")
     assert "float8_e4m3fn" in seen.matmul_dtypes, sorted(seen.matmul_dtypes)
     # Two blocks: qkv, out, gate and up, down; forward and both gradients.

@@ -81,7 +81,7 @@ def test_the_moments_leave_the_devices_memory() -> None:
     assert saved == pytest.approx(expected, rel=0.1), f"saved {saved:,} of {expected:,}: {left}"
 
 
-def test_a_resumed_run_pages_again_and_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_a_resumed_run_pages_again_and_ends_with_the_same_bits(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     exactly = ("run.deterministic=true",)
     first = on_gpu(PAGED, more=exactly)

@@ -215,7 +215,7 @@ def test_a_long_stack() -> None:
     )  # fmt: skip
 
 
-def test_a_recording_follows_the_weights_and_other_shapes() -> None:
+def test_a_captured_graph_follows_the_weights_and_other_shapes() -> None:
     """Replays read the weights as they are now, and another batch size gets a recording of its own."""
     recorded, eager = on_gpu("cuda_graph"), on_gpu()
     loss_scale = torch.full((), 1 / 512, device="cuda")

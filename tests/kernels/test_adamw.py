@@ -256,7 +256,7 @@ def test_weights_in_fp32_are_never_rounded_stochastically(device: str) -> None:
 # The optimizer.
 
 
-def test_a_saved_optimizer_goes_on_with_the_same_bits(device: str) -> None:
+def test_a_saved_optimizer_resumes_with_the_same_bits(device: str) -> None:
     def start() -> tuple[Tensor, RushAdamW]:
         parameter = torch.linspace(-1, 1, 100, device=device).bfloat16().requires_grad_()
         return parameter, RushAdamW(

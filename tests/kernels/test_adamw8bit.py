@@ -185,7 +185,7 @@ def test_it_learns_what_full_moments_learn(device: str) -> None:
     assert losses[RushAdamW8bit] < 0.1
 
 
-def test_a_saved_optimizer_goes_on_with_the_same_bits(device: str) -> None:
+def test_a_saved_optimizer_resumes_with_the_same_bits(device: str) -> None:
     def start() -> tuple[Tensor, RushAdamW8bit]:
         parameter = torch.linspace(-1, 1, 5000, device=device).bfloat16().view(50, 100).requires_grad_()
         return parameter, RushAdamW8bit([parameter], lr=1e-3, stochastic_rounding=True)
@@ -243,7 +243,7 @@ def test_chances_are_the_remainders_and_every_element_has_its_own(remainder: flo
 
 
 @pytest.mark.parametrize("signed", [True, False])
-def test_the_largest_of_a_block_comes_back_whole_or_as_the_last_code(signed: bool, device: str) -> None:
+def test_the_largest_of_a_block_is_restored_exactly_or_as_the_last_code(signed: bool, device: str) -> None:
     """Every scale's reciprocal is rounded otherwise; none may carry a number over the end of the codes."""
     largest = 10 ** torch.linspace(-12, 3, 512, device=device)
     moment = torch.zeros(512, 256, device=device)
@@ -255,7 +255,7 @@ def test_the_largest_of_a_block_comes_back_whole_or_as_the_last_code(signed: boo
     assert set(codes[1::2].tolist()) == ({0} if signed else {255})
 
 
-def test_the_study_measures_packed_moments() -> None:
+def test_the_study_measures_quantized_moments() -> None:
     for size in STUDY.small:  # the others are larger
         parameter = STUDY.make(size, torch.device("cpu"), torch.bfloat16)["parameter_0"]
         assert "exp_avg.codes" in RushAdamW8bit([parameter]).new_state(parameter), size.label

@@ -143,7 +143,7 @@ def test_without_a_compiler_or_another_system_it_says_so(
     assert cpu.cannot_run() == "they need Linux, and this is darwin"
 
 
-def test_a_script_takes_them_without_being_told(uses_cpp: None) -> None:
+def test_a_script_finds_them_without_an_option(uses_cpp: None) -> None:
     """No TRITON_INTERPRET, as a user has it: compiled code finds the kernel in C++ by itself."""
     script = """
 import torch

@@ -177,7 +177,7 @@ def small_source(folder: Path) -> Path:
     return source
 
 
-def test_a_compiler_is_enough_for_cpp_and_who_waits_is_told(
+def test_a_compiler_is_enough_for_cpp_and_the_build_is_reported(
     where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     tools = tmp_path / "tools"

@@ -211,7 +211,7 @@ CUTS = [
 
 
 @pytest.mark.parametrize(("tiles", "packed"), CUTS, ids=str)
-def test_how_the_work_is_cut_does_not_matter(tiles: Tiles, packed: bool) -> None:
+def test_the_division_of_the_work_does_not_matter(tiles: Tiles, packed: bool) -> None:
     """In the interpreter, where any cut can run: each against float64."""
     if not INTERPRETED:
         pytest.skip("kernels are compiled on this machine")
@@ -485,6 +485,6 @@ def test_a_scale_that_is_not_positive_is_refused(device: str) -> None:
         flash_attention(q, k, v, scale=-1.0)
 
 
-def test_no_part_has_more_cuts_to_try_than_a_sweep_has_time_for() -> None:
+def test_no_kernel_has_more_tiles_to_try_than_a_sweep_has_time_for() -> None:
     for cuts in HOPPER.values():
         assert len(set(cuts)) == len(cuts) <= 8

@@ -163,7 +163,7 @@ def test_repeats_and_other_numbers_of_threads_give_the_same_bits(built: None) ->
         torch.set_num_threads(threads)
 
 
-def test_only_the_gradients_that_are_wanted_are_made(built: None) -> None:
+def test_only_required_gradients_are_computed(built: None) -> None:
     x, weight, bias = random(9, 20), random(7, 20, seed=1), random(7, seed=2)
     above = random(9, 7, seed=3)
     leaves = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]

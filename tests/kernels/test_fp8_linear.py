@@ -97,7 +97,7 @@ def test_zeros_stay_zeros_and_what_is_not_finite_stays_so(device: str) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_products_are_those_of_the_8_bit_factors(
+def test_matmuls_are_those_of_the_fp8_operands(
     device: str, how: dict[str, Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:
     """Against float64 matmuls of the same fp8 operands, the error is that of a bf16 matmul of them: at most twice.
@@ -253,7 +253,7 @@ def test_a_gpu_takes_bf16_only_and_multiplies_in_8_bits(device: str) -> None:
     assert "rush::fp8_emulated_matmul" not in names
 
 
-def test_emulated_products_are_seen_in_a_profile(device: str) -> None:
+def test_emulated_matmuls_are_seen_in_a_profile(device: str) -> None:
     if device == "cuda":
         pytest.skip("about CPUs")
     with torch.profiler.profile(acc_events=True) as profile:
@@ -261,7 +261,7 @@ def test_emulated_products_are_seen_in_a_profile(device: str) -> None:
     assert [event.name for event in profile.events() or []].count("rush::fp8_emulated_matmul") == 3
 
 
-def test_the_reference_multiplies_what_it_says(device: str) -> None:
+def test_the_reference_multiplies_the_quantized_operands(device: str) -> None:
     left = Fp8Tensor(torch.tensor([[1.0, 2.0]], device=device).to(E4M3), torch.tensor(4.0, device=device))
     right = Fp8Tensor(
         torch.tensor([[3.0, 0.5], [1.0, 1.0]], device=device).to(E4M3),

@@ -148,7 +148,7 @@ def test_what_is_not_finite_stays_so_and_zeros_are_zeros(device: str) -> None:
 
 
 @pytest.mark.parametrize("how", WAYS, ids=str)
-def test_products_are_those_of_the_8_bit_factors(
+def test_matmuls_are_those_of_the_fp8_operands(
     device: str, how: dict[str, Any], error: Callable[[Tensor, Tensor], float]
 ) -> None:
     """Against the written-out MLP with products in float64, where only factors are rounded: off by no more than the

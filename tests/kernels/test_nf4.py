@@ -43,7 +43,7 @@ def all_codes(device: str, blocks: int = 512) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_it_is_what_bitsandbytes_unpacks_to_the_bit(device: str, dtype: torch.dtype) -> None:
+def test_it_is_bit_identical_to_bitsandbytes(device: str, dtype: torch.dtype) -> None:
     for dims in [*DIMS, *LARGE] if device == "cuda" else DIMS:
         parts = parts_of(dims, device)
         theirs = bitsandbytes(*parts, like=torch.empty(dims[0], 0, dtype=dtype, device=device))
@@ -64,7 +64,7 @@ def test_the_plain_model_takes_what_bitsandbytes_stored_for_what_it_is(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_every_code_is_dequantized_as_the_reference_says(device: str, dtype: torch.dtype) -> None:
+def test_every_code_is_dequantized_as_by_the_reference(device: str, dtype: torch.dtype) -> None:
     parts = all_codes(device)
     ours, plain = (
         function(*parts, (512, 64), dtype) for function in (dequantize_nf4, reference.dequantize_nf4)
@@ -76,7 +76,7 @@ def test_every_code_is_dequantized_as_the_reference_says(device: str, dtype: tor
     assert float(off) < torch.finfo(dtype).eps
 
 
-def test_codes_that_begin_anywhere_in_memory_are_taken(device: str) -> None:
+def test_quantized_weights_may_begin_anywhere_in_memory(device: str) -> None:
     codes, *rest = all_codes(device)
     held = torch.zeros(codes.numel() + 1, dtype=torch.uint8, device=device)
     held[1:] = codes

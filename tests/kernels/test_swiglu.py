@@ -28,7 +28,7 @@ def inputs(device: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Ten
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_product_and_gradients_are_as_near_to_float64_as_plain_torch(
+def test_matmul_and_gradients_are_as_near_to_float64_as_plain_torch(
     device: str, dtype: torch.dtype, compare: Callable[..., None]
 ) -> None:
     for shape in [*SHAPES, *LARGE] if device == "cuda" else SHAPES:

@@ -80,7 +80,7 @@ def test_a_recipe_promises_what_its_loosest_technique_does() -> None:
     assert loosest(["CLOSE", "EXACT", "STATISTICAL"]).name == "STATISTICAL"
 
 
-def test_interactions_tell_what_the_three_views_say_together() -> None:
+def test_interactions_compare_the_three_views() -> None:
     def record(name: str, ratio: float, drift: float | None = None) -> Any:
         gain = {"ratio": ratio, "ci95": [ratio - 0.01, ratio + 0.01]}
         moved = None if drift is None else {"ratio": drift, "flagged": True}

@@ -34,7 +34,7 @@ def _plant(kind: str) -> str:
     return f'{{name = "plant", kind = "{kind}"}}'
 
 
-def test_every_kind_of_failure_is_recorded_and_the_ladder_goes_on(
+def test_every_kind_of_failure_is_recorded_and_the_ladder_continues(
     ladder_file: LadderFile, tmp_path: Path, sleep: str
 ) -> None:
     kinds = ("nothing", "gradient", "memory", "hang", "segfault")
@@ -176,15 +176,15 @@ def test_three_views_and_the_search_for_a_batch_agree_on_what_was_measured(
 
 # Five per cent are seen on a quiet machine only: beside other tests on two cores they are not always.
 @pytest.mark.slow
-def test_a_planted_slowdown_of_five_per_cent_is_found_and_a_twin_is_no_gain(
+def test_a_planted_slowdown_of_five_per_cent_is_found_and_an_identical_recipe_is_no_gain(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
     base = 'techniques = [{name = "steady", step_us = 60000}]'
     slower = '{name = "steady", step_us = 63000}'
     path = ladder_file(['{"run.keep" = 3}', slower], base, processes=2, windows=6)
     record = climb(load_ladder(str(path)), tmp_path / "out", extra_techniques=[STEADY])
-    _, twin, slow = record["rungs"]
-    assert twin["verdict"] == "no gain"
+    _, same, slow = record["rungs"]
+    assert same["verdict"] == "no gain"
     assert slow["verdict"] == "slower"
     assert slow["gain"] is not None
     assert slow["gain"]["real"]
@@ -202,7 +202,7 @@ def test_a_planted_slowdown_of_five_per_cent_is_found_and_a_twin_is_no_gain(
         ([0.8, 0.9], True, "DRIFT"),
     ],
 )
-def test_the_table_says_what_the_first_rung_measured_again_came_to(
+def test_the_table_shows_the_repeated_measurement_of_the_first_rung(
     interval: list[float], flagged: bool, verdict: str
 ) -> None:
     low, high = interval
@@ -239,7 +239,7 @@ def test_the_table_names_gains_from_paired_batches_and_blames_no_machine_for_une
     assert told.endswith("paired batches: all gains")
 
 
-def test_a_killed_ladder_goes_on_and_repeats_no_finished_trial(
+def test_a_killed_ladder_resumes_and_repeats_no_finished_trial(
     ladder_file: LadderFile, tmp_path: Path
 ) -> None:
     path, out = ladder_file(['"fused_adamw"', '"gc_control"']), tmp_path / "out"

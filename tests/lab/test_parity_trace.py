@@ -36,9 +36,7 @@ def test_folding_misses_no_value() -> None:
         assert float(sketch(values, "w").abs().sum()) == 3.0
 
 
-def test_packings_are_held_against_each_other_on_the_same_documents(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_packings_are_compared_on_the_same_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However documents are packed, a step of a trace learns from the same ones: the losses agree, the shapes do not."""
     monkeypatch.setenv("RUSH_CACHE", str(fresh_cache(tmp_path / "cache")))
     rows = [

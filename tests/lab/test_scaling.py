@@ -59,7 +59,9 @@ def plan_of(
         ("hybridxcp2", 8, {"ddp": 2, "fsdp": 2, "cp": 2}),
     ],
 )
-def test_a_layouts_name_says_how_devices_are_divided(name: str, devices: int, sizes: dict[str, int]) -> None:
+def test_a_layouts_name_determines_how_devices_are_divided(
+    name: str, devices: int, sizes: dict[str, int]
+) -> None:
     assert sizes_of(name, devices) == sizes
     assert math.prod(sizes.values()) == devices
 
@@ -309,7 +311,7 @@ def test_a_group_of_one_that_cannot_be_measured_is_refused(small_recipe: Path) -
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_a_group_of_its_own_stands_beside_one_without(
+def test_a_rank_that_is_its_own_group_is_listed_beside_one_without_a_group(
     small_recipe: Path, tmp_path: Path
 ) -> None:
     plan = plan_of(small_recipe, devices="1", layouts="zero2", group_of_one=True, links=False)
@@ -394,7 +396,7 @@ def test_more_ranks_than_cores_are_for_correctness_only(small_recipe: Path, tmp_
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_study_that_is_ended_leaves_nobody_and_goes_on(
+def test_a_study_that_is_killed_leaves_no_process_and_resumes(
     number: signal.Signals, small_recipe: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "out"

@@ -31,7 +31,7 @@ def _technique(folder: Path, code: str) -> dict[str, object]:
     return {"kind": "measure", "extra_techniques": [str(path)]}
 
 
-def test_a_trial_that_breaks_tells_its_code_and_leaves_its_words(
+def test_a_trial_that_fails_reports_its_exit_code_and_its_last_line(
     run: Run, files: tuple[Path, Path, Path], tmp_path: Path
 ) -> None:
     spec, result, log = files

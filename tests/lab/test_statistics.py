@@ -35,7 +35,7 @@ def test_one_disturbed_process_of_three_does_not_move_the_centre() -> None:
     assert centre([[100, 101, 99], [100, 100, 102], [10, 11, 12]]) == 100
 
 
-def test_the_interval_of_a_median_covers_the_truth_as_often_as_it_says() -> None:
+def test_the_interval_of_a_median_has_its_nominal_coverage() -> None:
     rng = np.random.default_rng(1)
     hits = 0
     for trial in range(200):

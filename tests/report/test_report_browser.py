@@ -233,7 +233,7 @@ def test_the_tab_key_reaches_first_the_skip_link_then_the_theme_and_shows_where_
     assert full.until("document.documentElement.dataset.theme === 'dark'")
 
 
-def test_every_picture_says_in_words_what_it_shows(full: Page) -> None:
+def test_every_picture_has_a_text_alternative(full: Page) -> None:
     silent = full.evaluate(
         """[...document.querySelectorAll("svg")].filter(s => !s.closest("[aria-hidden=true]")
         && !s.parentElement.closest("svg") && !(s.getAttribute("role") === "img" && s.ariaLabel)).length"""

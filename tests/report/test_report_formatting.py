@@ -56,7 +56,7 @@ def test_bytes_are_counted_in_binary_units() -> None:
     assert formatting.size(None) == "–"
 
 
-def test_small_changes_are_per_cent_and_large_ones_factors() -> None:
+def test_small_changes_are_per_cent_and_large_ones_ratios() -> None:
     said = [plain(formatting.change(value)) for value in (3.5, 1.75, 1.0004, 0.9996, 1.002, 0.6, None)]
     assert said == ["×3.50", "+75 %", "±0 %", "±0 %", "+0.2 %", "−40 %", "–"]
 

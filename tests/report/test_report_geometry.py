@@ -95,7 +95,7 @@ def test_time_per_token_compares_steps_of_different_size(ladder: LadderView) -> 
     assert bars.ms_per_thousand(replace(rung, step_tokens=None)) is None
 
 
-def test_claim_and_finding_stand_at_their_ratios_on_a_logarithmic_axis() -> None:
+def test_claim_and_finding_are_drawn_at_their_ratios_on_a_logarithmic_axis() -> None:
     scale = bars.claim_scale([0.5, 4.0])
     row = drawn(bars.claim_row(4.0, 2.0, 1.9, 2.1, scale, "x"))
     one, two, four = (scale(v) for v in (1.0, 2.0, 4.0))
@@ -165,7 +165,7 @@ def test_a_loss_that_is_no_number_breaks_the_line_instead_of_bending_it() -> Non
     assert curves.loss_overlay(_parity((), ()), "x") is None
 
 
-def test_a_rung_on_the_roofline_stands_where_its_numbers_put_it(ladder: LadderView) -> None:
+def test_a_rung_on_the_roofline_is_drawn_at_its_numbers(ladder: LadderView) -> None:
     rung = replace(
         ladder.rungs[0], speed=MeasureView(1000.0), flops_per_token=1e9, step_tokens=4096, micro=1, sequence=2048,
         peak_memory_bytes=1e9,

@@ -85,7 +85,7 @@ def test_ids_are_unique(page: str) -> None:
     assert len(ids) == len(set(ids))
 
 
-def test_the_ladder_comes_first_and_says_every_verdict_in_words(page: str) -> None:
+def test_the_ladder_comes_first_with_every_verdict_in_words(page: str) -> None:
     text = "".join(Reader(page).text)
     assert text.index("The ladder", text.index("Recipes")) < text.index("Batch size and sequence length")
     for rung in made_up.made_up_ladder()["rungs"]:
@@ -181,7 +181,7 @@ def test_a_single_unfinished_rung_on_an_unknown_machine_makes_a_page(tmp_path: P
         assert absent not in text
 
 
-def test_a_ladder_without_rungs_says_so(tmp_path: Path) -> None:
+def test_a_ladder_without_rungs_is_reported_as_empty(tmp_path: Path) -> None:
     text = "".join(Reader(page_of({**made_up.one_rung(), "rungs": []}, tmp_path)).text)
     assert "No rung has been measured yet." in text
 

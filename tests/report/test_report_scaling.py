@@ -28,7 +28,7 @@ def record_of(tree: dict[str, Any]) -> Any:
     return tree
 
 
-def test_the_page_says_what_was_found_and_what_is_none() -> None:
+def test_the_page_shows_what_is_a_finding_and_what_is_none() -> None:
     page = scale_page(record_of(made_up_scale.scale()))
     assert "On 4 devices ddp is the fastest that learns the same" in page
     assert page.count('class="roof ideal"') == 4, "speed and efficiency of both scalings"

@@ -128,7 +128,7 @@ def played(q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor) -> tuple[Tensor, Tens
 
 @pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled on this machine")
 @pytest.mark.parametrize(("kv_heads", "grouped"), [(2, True), (1, True), (1, False)])
-def test_our_backward_pass_goes_on_from_what_cudnn_left(
+def test_our_backward_pass_takes_the_output_of_cudnn(
     kv_heads: int, grouped: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cudnn_attention, "_cudnn", played)

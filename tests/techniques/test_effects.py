@@ -139,7 +139,7 @@ def test_the_padded_vocabulary_never_reaches_the_weights_or_the_loss() -> None:
     fresh.load_state_dict(ours)
 
 
-def test_the_chunked_loss_equals_the_whole_one_with_masked_labels_and_a_rest() -> None:
+def test_the_chunked_loss_equals_the_plain_one_with_masked_labels_and_a_remainder() -> None:
     run, plain = make_run("{name='chunked_loss', chunk_tokens=64}", "vocab_pad"), make_run()
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(5, 30, 64, generator=generator).requires_grad_()
@@ -227,7 +227,7 @@ def test_garbage_is_collected_only_every_so_many_steps_and_the_collector_is_on_a
 
 
 @pytest.mark.parametrize("name", ["tiny", "llama-tiny"])
-def test_techniques_that_may_stand_together_do_and_all_take_effect(name: str) -> None:
+def test_techniques_that_may_be_combined_run_together_and_all_take_effect(name: str) -> None:
     stack = ["flash_attention", "{name='chunked_loss', chunk_tokens=64}", "vocab_pad", "checkpoint_full",
              "accumulate", "fused_adamw", "gc_control", "loader_workers"]  # fmt: skip
     run = make_run(*stack, name=name)
@@ -249,7 +249,7 @@ def test_validation_and_checkpoints_do_not_see_the_techniques(tmp_path: Path) ->
     restore.load(CheckpointStore(tmp_path).path(1), plain.model)
 
 
-def test_keeping_half_of_the_matmuls_is_told_from_keeping_all() -> None:
+def test_saving_half_of_the_matmuls_is_distinguished_from_saving_all() -> None:
     run = make_run("{name='checkpoint_selective', keep='half'}")
     ours = trace(run, 2, watch=True)
     assert ours.seen is not None

@@ -83,7 +83,7 @@ def test_evidence_needs_memory_in_segments_that_grow() -> None:
     assert not evidence(seen(None), {}).took_effect
 
 
-def test_it_needs_a_gpu_and_no_recording() -> None:
+def test_it_needs_a_gpu_and_no_cuda_graph() -> None:
     with pytest.raises(MachineError, match="expandable_segments cannot run here: it needs a CUDA GPU"):
         check(load_recipe("tiny", ["techniques=['expandable_segments']"]), probe("cpu"))
 
@@ -96,7 +96,7 @@ def test_it_needs_a_gpu_and_no_recording() -> None:
         ("1.02 GiB", ""),
     ],
 )
-def test_memory_lost_in_gaps_is_told_where_it_is_much(unused: str, words: str) -> None:
+def test_much_fragmented_memory_is_reported(unused: str, words: str) -> None:
     told = fragmentation_hint(RuntimeError(RAN_OUT.format(unused)))
     assert (words in told) if words else not told
     assert fragmentation_hint(MemoryError()) == ""

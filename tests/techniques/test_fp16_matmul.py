@@ -44,7 +44,7 @@ COMPILED = "{name='compile', scope='block'}"
     ],
     ids=str,
 )
-def test_beside_others_it_takes_effect_and_learns_what_plain_learns(
+def test_with_others_it_takes_effect_and_learns_what_plain_learns(
     name: str, techniques: tuple[str, ...]
 ) -> None:
     overrides = ["model.shape.num_layers=1"]  # 128 tokens, so that a chunk of the loss is not all of them
@@ -62,7 +62,7 @@ def test_beside_others_it_takes_effect_and_learns_what_plain_learns(
 
 
 @runs_here
-def test_every_product_of_its_scope_is_made_by_the_kernel_and_none_besides() -> None:
+def test_every_matmul_of_its_scope_runs_in_the_kernel_and_no_other() -> None:
     for scope, others in (("blocks_and_head", 0), ("blocks", 3)):
         run = make_run(f"{{name='fp16_matmul', scope='{scope}'}}", name="tiny", overrides=SMALL)
         for role, layers in run.model.linears().items():
@@ -78,7 +78,7 @@ def test_every_product_of_its_scope_is_made_by_the_kernel_and_none_besides() -> 
 
 
 @runs_here
-def test_adapters_stand_beside_it() -> None:
+def test_adapters_work_with_it() -> None:
     run = make_run("fp16_matmul", "lora", name="tiny", overrides=SMALL)
     ours = trace(run, 2, watch=True)
     assert ours.seen is not None
@@ -122,7 +122,7 @@ def test_the_planner_takes_the_kernels_rate_for_blocks_and_head() -> None:
     assert matmul(WHOLE) < matmul(BLOCKS) < matmul()
 
 
-def test_a_rate_that_nobody_measured_is_told_of() -> None:
+def test_a_rate_that_was_not_measured_is_reported() -> None:
     rates = {"matmul": {"float32": 70e9}, "copy_bytes_per_s": 20e9, "launch_s": 1e-5}
     target = target_here(probe("cpu"), rates)
     asked = plan(spec_of(recipe_of(BLOCKS, name="tiny"), "cpu"), target, limits=False)

@@ -52,7 +52,7 @@ def test_gpt2_s_widest_biases_get_their_gradients_on_the_way() -> None:
     assert {"rush::gelu_bias_grad_backward": 1, "rush::concat_bias_grad": 1}.items() <= seen.ops.items()
 
 
-def test_bias_gradients_stand_beside_mixed_precision_and_8_bit_products() -> None:
+def test_bias_gradients_work_with_mixed_precision_and_fp8_matmuls() -> None:
     assert_equal_and_proved("fused_bias", "amp_bf16", name="tiny", dtype="bfloat16")
     assert_equal_and_proved("fused_bias", "fp8", name="tiny")
 
@@ -62,11 +62,11 @@ def test_gpt2_has_nothing_to_rotate() -> None:
         check(recipe_of("fused_rope", name="tiny"), probe("cpu"))
 
 
-def test_all_three_stand_together_and_beside_checkpointing() -> None:
+def test_all_three_work_together_and_with_checkpointing() -> None:
     assert_equal_and_proved(*ALL, "checkpoint_full")
 
 
-def test_all_three_stand_beside_mixed_precision() -> None:
+def test_all_three_work_with_mixed_precision() -> None:
     assert_equal_and_proved(*ALL, "amp_bf16", dtype="bfloat16")
 
 

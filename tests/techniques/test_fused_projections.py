@@ -164,7 +164,7 @@ def assert_near(ours: Tensor | None, theirs: Tensor, name: str) -> None:
     ],
     ids=str,
 )
-def test_it_compiles_beside_others(techniques: list[str]) -> None:
+def test_it_compiles_with_others(techniques: list[str]) -> None:
     sixteen = "amp_bf16" in techniques
     run, ours = assert_equal_and_proved(
         *techniques, dtype="bfloat16" if sixteen else "float32", overrides=SHORT if sixteen else SMALL
@@ -212,7 +212,7 @@ def test_what_the_attention_keeps_is_what_the_memory_effect_says() -> None:
 
 
 @pytest.mark.parametrize("part", ["attention", "mlp"])
-def test_one_group_alone_is_joined_when_asked_for(part: str) -> None:
+def test_one_group_alone_can_be_joined(part: str) -> None:
     run = make_run(f"{{name='{FUSED}', groups='{part}'}}", overrides=SMALL)
     ours = trace(run, 2, watch=True)
     assert proofs_of(run, ours)[FUSED].took_effect
@@ -252,7 +252,7 @@ def test_the_evidence_fails_where_layers_run_one_by_one_after_all(part: str) -> 
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
-def test_in_8_bits_a_group_is_one_scaled_product(recipe: str) -> None:
+def test_in_fp8_a_group_is_one_scaled_matmul(recipe: str) -> None:
     _, ours = assert_equal_and_proved(f"{{name='fp8', recipe='{recipe}'}}")
     assert ours.seen is not None
     # qkv, out, gate and up, down: forward and both gradients.

@@ -176,7 +176,7 @@ def test_without_the_library_it_is_refused_with_the_way_to_get_it(monkeypatch: p
         check(recipe_of("liger"), probe("cpu"))
 
 
-def test_its_loss_is_left_out_of_compiled_parts_and_refused_in_a_whole_graph(
+def test_its_loss_is_left_out_of_compiled_blocks_and_refused_in_a_full_graph(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _, model, _, build = changed("llama-tiny", "all", monkeypatch)

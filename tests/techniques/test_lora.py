@@ -70,7 +70,7 @@ SAME_AS_ALONE = [
 
 
 @pytest.mark.parametrize("others", SAME_AS_ALONE, ids=lambda others: "+".join(others)[:40])
-def test_beside_others_it_learns_what_it_learns_alone(others: tuple[str, ...]) -> None:
+def test_with_others_it_learns_what_it_learns_alone(others: tuple[str, ...]) -> None:
     """Rounding apart: the others promise to change nothing, beside adapters as without."""
     run = make_run(LORA, *others)
     together = trace(run, 3, watch=True)
@@ -81,7 +81,7 @@ def test_beside_others_it_learns_what_it_learns_alone(others: tuple[str, ...]) -
 
 
 @pytest.mark.parametrize("keep", ["all", "half"])
-def test_selective_checkpointing_keeps_products_of_a_quantized_base(keep: str) -> None:
+def test_selective_checkpointing_saves_matmuls_of_a_quantized_base(keep: str) -> None:
     needs("qlora")
     run = make_run("{name='qlora', rank=4}", f"{{name='checkpoint_selective', keep='{keep}'}}")
     proven(run, trace(run, 2, watch=True))
@@ -147,7 +147,7 @@ def test_a_quantized_base_compiles_and_recomputes_to_the_same(method: str) -> No
     proven(run, together)
 
 
-def test_our_kernel_unpacks_to_the_same_bits_and_is_named() -> None:
+def test_our_kernel_dequantizes_to_the_same_bits_and_is_named() -> None:
     needs("qlora")
     losses = {}
     for unpack, by in [("rush", "rush"), ("library", "bitsandbytes"), ("auto", "bitsandbytes")]:
@@ -312,7 +312,7 @@ def test_int8_is_within_half_a_step_of_each_row(backend: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
-def test_products_and_gradients_are_those_of_the_unpacked_weight(form: Form) -> None:
+def test_matmuls_and_gradients_are_those_of_the_dequantized_weight(form: Form) -> None:
     layer = layer_of(form, weight_of())
     x = torch.randn(3, 5, 128, generator=torch.Generator().manual_seed(1), requires_grad=True)
     twin = x.detach().clone().requires_grad_()
@@ -323,7 +323,7 @@ def test_products_and_gradients_are_those_of_the_unpacked_weight(form: Form) -> 
 
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize("compiled", [False, True])
-def test_no_unpacked_weight_is_kept_for_the_backward_pass(form: Form, compiled: bool) -> None:
+def test_no_dequantized_weight_is_saved_for_the_backward_pass(form: Form, compiled: bool) -> None:
     layer = layer_of(form, weight_of())
     run = torch.compile(layer.forward, fullgraph=True) if compiled else layer.forward
     kept: list[int] = []
@@ -382,7 +382,7 @@ def test_the_model_never_exists_in_full_precision(given: bool, monkeypatch: pyte
     assert resident + 3 * 64 * 256 * 4 < 0.3 * full
 
 
-def test_a_quantized_model_takes_weights_and_says_which_are_missing() -> None:
+def test_a_quantized_model_takes_weights_and_reports_which_are_missing() -> None:
     pytest.importorskip("bitsandbytes")
     run = make_run("{name='qlora', rank=2}")
     layer = run.model.get_submodule("blocks.0.mlp.up")
@@ -394,7 +394,7 @@ def test_a_quantized_model_takes_weights_and_says_which_are_missing() -> None:
         run.model.load_state_dict(state)
 
 
-def test_fingerprints_tell_values_places_and_dtypes_apart() -> None:
+def test_fingerprints_distinguish_values_places_and_dtypes() -> None:
     weight = weight_of()
     other = weight.clone()
     other[3, 5] += 1e-7

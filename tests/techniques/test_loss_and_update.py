@@ -110,7 +110,7 @@ def test_a_resumed_run_ends_at_the_same_bits(techniques: list[str], tmp_path: Pa
     assert all(torch.equal(p, theirs[name]) for name, p in resumed.model.named_parameters())
 
 
-def test_updates_that_bf16_rounds_away_add_up_when_rounded_by_chance() -> None:
+def test_updates_that_bf16_rounds_away_accumulate_with_stochastic_rounding() -> None:
     """As with an fp32 master copy, which test_effects.py shows; to nearest none of them moves."""
     name = "blocks.0.attention_norm.weight"  # ones: bf16 has no number between 1 and 1.0078
     run = make_run("pure_bf16", CHANCE, overrides=[*SHORT, "optimizer.weight_decay=0"])
@@ -124,7 +124,7 @@ def test_updates_that_bf16_rounds_away_add_up_when_rounded_by_chance() -> None:
     )  # by whole notches, but no farther than the updates add up to
 
 
-def test_the_evidence_tells_rounding_by_chance_from_rounding_to_nearest() -> None:
+def test_the_evidence_distinguishes_stochastic_rounding_from_round_to_nearest() -> None:
     technique = registry()["fused_update"]
     seen = trace(make_run("pure_bf16", CHANCE, overrides=SHORT), 1, watch=True).seen
     assert seen is not None
@@ -134,7 +134,7 @@ def test_the_evidence_tells_rounding_by_chance_from_rounding_to_nearest() -> Non
     assert not technique.evidence(seen, {**asked, "state": "float32"}).took_effect
 
 
-def test_the_evidence_tells_our_8_bit_kernel_from_a_library() -> None:
+def test_the_evidence_distinguishes_our_8_bit_kernel_from_a_librarys() -> None:
     technique = registry()["adam8bit"]
     seen = trace(make_run(EIGHT_BITS, overrides=SHORT), 1, watch=True).seen
     assert seen is not None
@@ -155,7 +155,7 @@ def test_the_evidence_tells_our_8_bit_kernel_from_a_library() -> None:
     ],
     ids=str,
 )
-def test_rounding_by_chance_is_refused_where_nothing_is_bf16(techniques: list[str]) -> None:
+def test_stochastic_rounding_is_refused_where_nothing_is_bf16(techniques: list[str]) -> None:
     with pytest.raises(
         MachineError,
         match=r"stochastic rounding and bf16 moments are for bf16 weights|stochastic rounding is for bf16 weights",

@@ -33,7 +33,7 @@ def test_a_saved_activation_comes_back_with_its_values_and_its_strides(how: str)
         assert back.stride() == view.stride()
 
 
-def test_an_activation_of_several_pieces_comes_back_whole() -> None:
+def test_an_activation_offloaded_in_pieces_is_restored() -> None:
     large = torch.arange(PIECE // 4 + 3, dtype=torch.float32).requires_grad_()
     with OffloadToHost(lambda tensor: True, Counter(), pin=False):
         out = large * large

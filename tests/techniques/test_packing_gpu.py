@@ -100,7 +100,7 @@ def test_a_core_computes_what_plain_attention_computes(core: str, packing: Packi
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("name", ["flatten", "pack_best_fit"])
-def test_it_runs_compiled_in_one_graph_and_says_so(core: str, name: str) -> None:
+def test_it_runs_compiled_in_one_graph_and_its_evidence_shows_it(core: str, name: str) -> None:
     run = run_of(core, "amp_bf16", name, BLOCKS)
     loader = training(run)
     before = compile_counts().recompiles

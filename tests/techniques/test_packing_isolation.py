@@ -249,7 +249,7 @@ def test_every_core_computes_what_plain_attention_computes(packing: Packing) -> 
     ("length", "borders"),
     [(5, [2]), (128, [100]), (300, []), (300, [190]), (520, [128, 130, 400]), (520, [127, 384])],
 )
-def test_blocks_of_the_mask_hold_what_the_mask_says(length: int, borders: list[int]) -> None:
+def test_blocks_of_the_mask_match_the_mask_function(length: int, borders: list[int]) -> None:
     """One row with documents that begin at the borders, one that is a single document."""
     documents_bt = torch.zeros(2, length, dtype=torch.int64)
     documents_bt[0, borders] = 1

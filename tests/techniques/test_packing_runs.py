@@ -142,7 +142,7 @@ def test_a_packed_micro_batch_may_be_cut_into_passes(core: tuple[str, ...]) -> N
 
 
 @pytest.mark.parametrize("name", ["pack_best_fit", "flatten"])
-def test_packed_rows_stand_beside_recomputation(name: str) -> None:
+def test_packed_rows_work_with_checkpointing(name: str) -> None:
     plain, again = (make_run(name, *more, overrides=SFT) for more in ((), ("checkpoint_full",)))
     batches = list(training(plain).next_step())
     (loss, gradients), (second, second_gradients) = (gradient_of_step(run, batches) for run in (plain, again))
@@ -150,7 +150,7 @@ def test_packed_rows_stand_beside_recomputation(name: str) -> None:
     assert all(torch.equal(second_gradients[key], gradients[key]) for key in gradients)
 
 
-def test_the_evidence_says_what_of_the_tokens_was_padding() -> None:
+def test_the_evidence_reports_the_share_of_padding() -> None:
     run = make_run("flatten", overrides=(*SFT, "batch.total_tokens=512"))
     seen = trace(run, 2, watch=True).seen
     assert seen is not None

@@ -79,7 +79,7 @@ def test_a_kernel_names_the_technique_that_imports_it(kernel: str, technique: st
     assert named(error, technique, *others) == [technique]
 
 
-def test_of_helpers_that_serve_several_the_call_tells_whose_it_was() -> None:
+def test_a_shared_helper_is_attributed_to_its_caller() -> None:
     helper, kernel = ROOT / "kernels" / "cpu" / "building.py", ROOT / "kernels" / "rmsnorm" / "__init__.py"
     assert named(raised_through(kernel, helper), "fused_norm", "fused_mlp") == ["fused_norm"]
     assert set(named(raised_through(helper), "fused_norm", "fused_mlp")) == {"fused_norm", "fused_mlp"}

@@ -64,7 +64,7 @@ def test_it_takes_effect_and_learns_the_same_in_both_families(name: str, device:
 @pytest.mark.parametrize(
     ("amp", "dtype"), [("amp_bf16", "bfloat16"), ("amp_fp16", "float16"), ("pure_bf16", "bfloat16")]
 )
-def test_it_takes_what_mixed_precision_hands_it(amp: str, dtype: str, device: str) -> None:
+def test_it_takes_the_inputs_of_mixed_precision(amp: str, dtype: str, device: str) -> None:
     run, ours = tried("triton_attention", amp, device=device)
     assert ours.seen is not None
     assert all(proof.took_effect for proof in prove(run.uses, ours.seen).values()), prove(run.uses, ours.seen)
@@ -75,7 +75,7 @@ def test_it_takes_what_mixed_precision_hands_it(amp: str, dtype: str, device: st
 @pytest.mark.parametrize(
     "others", [(COMPILED,), ("checkpoint_full",), ("checkpoint_selective", COMPILED)], ids=str
 )
-def test_it_stands_beside_the_compiler_and_recomputation(others: tuple[str, ...], device: str) -> None:
+def test_it_works_with_compile_and_checkpointing(others: tuple[str, ...], device: str) -> None:
     torch._dynamo.reset()
     run, ours = tried("triton_attention", *others, device=device)
     assert ours.seen is not None
@@ -119,7 +119,7 @@ def test_two_cores_are_refused(other: str) -> None:
         check(recipe_of("triton_attention", other), probe("cpu"))
 
 
-def test_kernels_that_ran_beside_another_cores_are_no_evidence() -> None:
+def test_kernels_that_ran_with_those_of_another_core_are_no_evidence() -> None:
     """Half the layers through another kernel is not what was asked for."""
 
     def seen(*kernels: str, ops: tuple[str, ...] = ()) -> Observation:

@@ -109,7 +109,7 @@ def test_kernels_and_techniques_for_a_cpu_need_a_compiler_only(tmp_path: Path) -
     assert [file.suffix for file in (tmp_path / "cache" / "extensions").iterdir()] == [".so"]
 
 
-def test_triton_is_asked_for_only_where_it_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_is_required_only_where_it_runs_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     recipe, without = load_recipe("tiny", []), replace(probe("cpu"), triton=None)
     assert needs_kernels.met(without, recipe)
     assert not needs_triton.met(without, recipe)
