@@ -8,59 +8,45 @@ the compute dtype: this is storage, not int8 arithmetic.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+import rush.techniques.api.contract as api
 from rush.models.quantized_formats import Form
-from rush.recipe import Knob
 from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, dora_in_fp32
 from rush.techniques.adapters.qlora import BACKENDS, QuantizedBase, dequantized_twice, has_library, quantize
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-    WorkEffect,
-)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     quantize(build, Form("int8", str(knobs["backend"])))
     add_adapters(build, knobs)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The linear layers take 8 to 10 bits per weight, their weights were dequantized forward and backward, and only
     adapters were trained."""
     proof = dequantized_twice(seen, knobs)
     noted = seen.facts.noted(QuantizedBase)
-    return Proof(proof.took_effect and noted is not None and 8 <= noted.bits < 10, proof.what)
+    return api.Proof(proof.took_effect and noted is not None and 8 <= noted.bits < 10, proof.what)
 
 
-technique = Technique(
+technique = api.Technique(
     name="int8_base",
     relative_error=2**-7,
-    stage=Stage.ADAPT,
+    stage=api.Stage.ADAPT,
     apply=apply,
     requires=(has_library("int8_base"), dora_in_fp32),
     conflicts=("fp16_matmul", "fp8", "fused_projections", "lora", "qlora", "tp"),
-    knobs={"backend": KnobRange(BACKENDS, "library that quantizes"), **KNOBS},
-    claim=Claim(
+    knobs={"backend": api.KnobRange(BACKENDS, "library that quantizes"), **KNOBS},
+    claim=api.Claim(
         "bytes of the base",
         -0.5,
         regime="weights of the linear layers, against bf16; no loss of quality up to 175B in inference",
         source="Dettmers et al. 2022, arXiv:2208.07339",
         of_memory=True,
     ),
-    parity=Parity.CHANGES,
+    parity=api.Parity.CHANGES,
     evidence=evidence,
     memory=(
-        MemoryEffect("blocks", 1.0, "one byte per weight; embeddings and head unchanged", size=1.01),
+        api.MemoryEffect("blocks", 1.0, "one byte per weight; embeddings and head unchanged", size=1.01),
         *FROZEN_MEMORY,
     ),
-    work=(WorkEffect("dequantize.launches", 3.5, "host time, in usual operator calls"),),
+    work=(api.WorkEffect("dequantize.launches", 3.5, "host time, in usual operator calls"),),
 )

@@ -13,40 +13,24 @@ would have to draw it again.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
+import rush.techniques.api.contract as api
 from rush.models import count_parameters
 from rush.models.adapters import ROLE_GROUPS, AdapterSpec, adapt, chosen_linears, init_adapters
 from rush.parallel.sharded import fill, full_tensor
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    knob_of,
-    used,
-)
 from rush.techniques.api.facts import AdapterFacts
 
 KNOBS = {
-    "rank": KnobRange((16, 1, 2, 4, 8, 32, 64, 128, 256), "rank of the adapters"),
-    "alpha": KnobRange((32, 1, 2, 4, 8, 16, 64, 128, 256, 512), "adapters are scaled by alpha / rank"),
-    "roles": KnobRange(tuple(ROLE_GROUPS), "linear layers of the blocks that get an adapter"),
-    "variant": KnobRange(("lora", "dora"), "dora also trains the magnitude of each row of a weight"),
+    "rank": api.KnobRange((16, 1, 2, 4, 8, 32, 64, 128, 256), "rank of the adapters"),
+    "alpha": api.KnobRange((32, 1, 2, 4, 8, 16, 64, 128, 256, 512), "adapters are scaled by alpha / rank"),
+    "roles": api.KnobRange(tuple(ROLE_GROUPS), "linear layers of the blocks that get an adapter"),
+    "variant": api.KnobRange(("lora", "dora"), "dora also trains the magnitude of each row of a weight"),
 }
 """Knobs of every technique that trains adapters."""
 
 
-def add_adapters(build: Build, knobs: Mapping[str, Knob]) -> None:
+def add_adapters(build: api.Build, knobs: api.Knobs) -> None:
     """Freeze the model and add adapters to the chosen layers."""
     model, seed = build.model, build.recipe.run.seed
     rank, alpha = int(knobs["rank"]), float(knobs["alpha"])
@@ -62,20 +46,20 @@ def add_adapters(build: Build, knobs: Mapping[str, Knob]) -> None:
     )
 
 
-def _frozen_linears(build: Build) -> list[nn.Linear]:
+def _frozen_linears(build: api.Build) -> list[nn.Linear]:
     return [layer for entries in build.model.linears().values() for _, layer in entries]
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     add_adapters(build, knobs)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Matmuls with the adapters' rank ran, none computed the gradient of a frozen weight, and the optimizer state is
     that of the adapters alone."""
     noted = seen.facts.adapters
     if noted is None:
-        return Proof(False, "no adapters were added")
+        return api.Proof(False, "no adapters were added")
     rank, tokens = int(knobs["rank"]), seen.micro_tokens
     # Layers may be sharded by outputs or by inputs.
     parts = {1, seen.facts.tp.ranks if seen.facts.tp is not None else 1}
@@ -95,7 +79,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     ]
     state = sum(seen.state_bytes.values())
     per_trained = state / seen.num_parameters  # in a pipeline, of this rank's stages
-    return Proof(
+    return api.Proof(
         thin > 0 and not wide and 0 < per_trained <= 16,
         f"{noted.trained:,} of {noted.base + noted.trained:,} parameters are trained, in {noted.layers} "
         f"layers; per step {thin:.0f} thin matmuls and {len(wide)} for the gradient of a frozen weight; "
@@ -103,44 +87,48 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     )
 
 
-dora_in_fp32 = Requirement(
+dora_in_fp32 = api.Requirement(
     "variant dora compares magnitudes, for which bf16 is too coarse: use amp_bf16 in place of pure_bf16 or bf16_master, or "
     "variant lora",
     lambda machine, recipe: (
-        not used(recipe, "pure_bf16", "bf16_master")
-        or all(knob_of(recipe, name, "variant", "lora") == "lora" for name in ("lora", "qlora", "int8_base"))
+        not api.used(recipe, "pure_bf16", "bf16_master")
+        or all(
+            api.knob_of(recipe, name, "variant", "lora") == "lora" for name in ("lora", "qlora", "int8_base")
+        )
     ),
 )
 
-dora_unsharded = Requirement(
+dora_unsharded = api.Requirement(
     "variant dora needs the norm of whole rows of a weight, which layout.tp shards; use variant lora, or set "
     "layout.tp to 1",
     lambda machine, recipe: (
         recipe.layout.tp == 1
-        or all(knob_of(recipe, name, "variant", "lora") == "lora" for name in ("lora", "qlora", "int8_base"))
+        or all(
+            api.knob_of(recipe, name, "variant", "lora") == "lora" for name in ("lora", "qlora", "int8_base")
+        )
     ),
 )
 
 FROZEN_MEMORY = (
-    MemoryEffect("frozen", 1.0, "gradients, moments and master weights of the adapters only"),
-    MemoryEffect("norm.scaled", 0.0, "the norm's weight has no gradient"),
-    MemoryEffect("norm.copies", 0.0, "cast once for all adapters"),
+    api.MemoryEffect("frozen", 1.0, "gradients, moments and master weights of the adapters only"),
+    api.MemoryEffect("norm.scaled", 0.0, "the norm's weight has no gradient"),
+    api.MemoryEffect("norm.copies", 0.0, "cast once for all adapters"),
 )
 
-technique = Technique(
+technique = api.Technique(
     name="lora",
-    stage=Stage.ADAPT,
+    stage=api.Stage.ADAPT,
     apply=apply,
     requires=(dora_in_fp32, dora_unsharded),
     conflicts=("fused_projections", "int8_base", "qlora"),
     knobs=KNOBS,
-    claim=Claim(
+    claim=api.Claim(
         "trained parameters",
         -0.9999,
         regime="GPT-3 175B, rank 4 on queries and values; a third of the memory of full fine-tuning, 25 % faster",
         source="Hu et al. 2021, arXiv:2106.09685; DoRA: Liu et al. 2024, arXiv:2402.09353",
     ),
-    parity=Parity.CHANGES,
+    parity=api.Parity.CHANGES,
     evidence=evidence,
     memory=FROZEN_MEMORY,
 )

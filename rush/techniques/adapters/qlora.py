@@ -13,33 +13,20 @@ as the library's three on an H200.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+import rush.techniques.api.contract as api
 from rush.hardware import Machine
 from rush.models.quantized import QuantizedLinear, quantize_linears
 from rush.models.quantized_formats import BLOCK, Form, register_dequantizer
-from rush.recipe import Knob, Recipe
+from rush.recipe import Recipe
 from rush.techniques.adapters.lora import FROZEN_MEMORY, KNOBS, add_adapters, dora_in_fp32
 from rush.techniques.adapters.lora import evidence as adapters_trained
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-)
 from rush.techniques.api.seams import needs_triton
 
 BACKENDS = ("bitsandbytes", "torchao")
@@ -63,7 +50,7 @@ class QuantizedBase:
     """"rush" or the library."""
 
 
-def quantize(build: Build, form: Form, dequantizer: str | None = None) -> None:
+def quantize(build: api.Build, form: Form, dequantizer: str | None = None) -> None:
     """Quantize the blocks' linear layers."""
     quantize_linears(build.model, form)
     layers = [
@@ -88,7 +75,7 @@ def quantize(build: Build, form: Form, dequantizer: str | None = None) -> None:
     )
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     ours = knobs["unpack"] == "rush" or (
         knobs["unpack"] == "auto" and _can_be_ours(build.machine, build.recipe)
     )
@@ -106,27 +93,27 @@ def _by_rush(parts: Sequence[Tensor], dims: tuple[int, int], dtype: torch.dtype)
 
 def _can_be_ours(machine: Machine, recipe: Recipe) -> bool:
     """On CUDA with Triton, for weights that bitsandbytes quantized."""
-    stored_by = knob_of(recipe, "qlora", "backend", BACKENDS[0])
+    stored_by = api.knob_of(recipe, "qlora", "backend", BACKENDS[0])
     return machine.device == "cuda" and machine.triton is not None and stored_by == "bitsandbytes"
 
 
-def dequantized_twice(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def dequantized_twice(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Matmuls dequantized their weights, forward and backward, and only adapters were trained."""
     noted = seen.facts.noted(QuantizedBase)
     if noted is None:
-        return Proof(False, "no weight was quantized")
+        return api.Proof(False, "no weight was quantized")
     trained = adapters_trained(seen, knobs)
     counts = [sum(seen.ops.get(op, 0) for op in ops) for ops in (FORWARD, BACKWARD)]
     # A replayed CUDA graph shows kernels only.
     ran = all(counts) or any(KERNELS[noted.dequantized_by] in name for name in seen.kernels)
-    return Proof(
+    return api.Proof(
         trained.took_effect and ran,
         f"{noted.layers} layers at {noted.bits:.2f} bits per weight; dequantizing matmuls in the profiled steps: "
         f"{counts[0]} forward, {counts[1]} backward; {trained.what}",
     )
 
 
-def _dequantized_by(seen: Observation) -> set[str]:
+def _dequantized_by(seen: api.Observation) -> set[str]:
     """Implementations of dequantize that the profile names."""
     return {
         who
@@ -135,7 +122,7 @@ def _dequantized_by(seen: Observation) -> set[str]:
     }
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The linear layers take less than 6 bits per weight, their weights were dequantized forward and backward, by our
     kernel or the library's as the knobs say, and only adapters were trained."""
     proof = dequantized_twice(seen, knobs)
@@ -145,26 +132,26 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     by = noted.dequantized_by
     # (DoRA's magnitudes are always computed with the library's.)
     as_asked = ("rush" in found) == (by == "rush") and (by in found or by not in OPERATORS)
-    return Proof(
+    return api.Proof(
         proof.took_effect and as_asked and noted.bits < 6,
         f"dequantized by {' and '.join(sorted(found)) or by}; {proof.what}",
     )
 
 
-def has_library(name: str) -> Requirement:
-    return Requirement(
+def has_library(name: str) -> api.Requirement:
+    return api.Requirement(
         "it needs the library that its backend knob names, bitsandbytes or torchao: "
         'pip install "optimization-rush[quant]"',
-        lambda machine, recipe: find_spec(str(knob_of(recipe, name, "backend", BACKENDS[0]))) is not None,
+        lambda machine, recipe: find_spec(str(api.knob_of(recipe, name, "backend", BACKENDS[0]))) is not None,
         library=True,
     )
 
 
 def _asks_for_ours(recipe: Recipe) -> bool:
-    return knob_of(recipe, "qlora", "unpack", "auto") == "rush"
+    return api.knob_of(recipe, "qlora", "unpack", "auto") == "rush"
 
 
-def _plans_ours(knobs: Mapping[str, Knob]) -> bool:
+def _plans_ours(knobs: api.Knobs) -> bool:
     """As the planner assumes, for GPUs."""
     return knobs["unpack"] != "library" and knobs["backend"] == "bitsandbytes"
 
@@ -176,59 +163,59 @@ def _whole_blocks(machine: Machine, recipe: Recipe) -> bool:
     return all(shape.hidden * width % BLOCK == 0 for width in widths)
 
 
-technique = Technique(
+technique = api.Technique(
     name="qlora",
-    stage=Stage.ADAPT,
+    stage=api.Stage.ADAPT,
     apply=apply,
     requires=(
         has_library("qlora"),
-        Requirement(
+        api.Requirement(
             f"it needs linear layers whose weights are a multiple of blocks of {BLOCK}", _whole_blocks
         ),
         dora_in_fp32,
-        Requirement(
+        api.Requirement(
             "unpack = rush is for weights that bitsandbytes quantized; set backend bitsandbytes, or unpack auto or library",
             lambda machine, recipe: (
                 not _asks_for_ours(recipe)
-                or knob_of(recipe, "qlora", "backend", BACKENDS[0]) == "bitsandbytes"
+                or api.knob_of(recipe, "qlora", "backend", BACKENDS[0]) == "bitsandbytes"
             ),
         ),
-        Requirement(
+        api.Requirement(
             f"with unpack = rush {needs_triton.message}",
             lambda machine, recipe: not _asks_for_ours(recipe) or needs_triton.met(machine, recipe),
         ),
     ),
     conflicts=("fp16_matmul", "fp8", "fused_projections", "int8_base", "lora", "tp"),
     knobs={
-        "backend": KnobRange(BACKENDS, "library that quantizes"),
-        "unpack": KnobRange(
+        "backend": api.KnobRange(BACKENDS, "library that quantizes"),
+        "unpack": api.KnobRange(
             ("auto", "rush", "library"),
             "kernel that dequantizes, bit for bit the same: ours (CUDA, backend bitsandbytes) or the backend's; auto is "
             "ours where possible",
         ),
         **KNOBS,
     },
-    claim=Claim(
+    claim=api.Claim(
         "bytes of a 65B model being fine-tuned",
         -0.94,
         regime="65B on one 48 GB GPU instead of more than 780 GB; quality of 16-bit fine-tuning kept",
         source="Dettmers et al. 2023, arXiv:2305.14314",
         of_memory=True,
     ),
-    parity=Parity.CHANGES,
+    parity=api.Parity.CHANGES,
     evidence=evidence,
     memory=(
-        MemoryEffect("blocks", 1.0, "4.13 bits per weight; embeddings and head unchanged", size=4.13 / 8),
+        api.MemoryEffect("blocks", 1.0, "4.13 bits per weight; embeddings and head unchanged", size=4.13 / 8),
         *FROZEN_MEMORY,
     ),
     work=(
-        WorkEffect(
+        api.WorkEffect(
             "dequantize.efficiency",
             0.83,
             "measured on an H200 for our kernel; bitsandbytes' three reach half of it",
             by_knob=lambda knobs: 0.83 if _plans_ours(knobs) else 0.42,
         ),
-        WorkEffect(
+        api.WorkEffect(
             "dequantize.launches",
             7.0,
             "host time of bitsandbytes' two operators, in usual operator calls",

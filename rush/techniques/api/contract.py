@@ -25,6 +25,9 @@ from rush.parallel.sharded import NormFn, local_norm
 from rush.recipe import Knob, Recipe
 from rush.techniques.api.facts import Facts
 
+Knobs = Mapping[str, Knob]
+"""The values of a technique's knobs, by name."""
+
 
 class Stage(IntEnum):
     """When a technique is applied, in the order of the build."""
@@ -104,16 +107,16 @@ class MemoryEffect:
     term: str
     factor: float
     note: str = ""
-    by_knob: Callable[[Mapping[str, Knob]], float] | None = None
+    by_knob: Callable[[Knobs], float] | None = None
     """The factor as a function of the knobs; `factor` is then that of the defaults."""
     size: float | None = None
     """Bytes per element."""
     keeps: tuple[str, ...] | None = None
     """Saved activations of a block are only these terms; the rest is recomputed or offloaded."""
-    when: Callable[[Mapping[str, Knob]], bool] | None = None
+    when: Callable[[Knobs], bool] | None = None
     """The knobs with which the effect applies; None: always."""
 
-    def factor_of(self, knobs: Mapping[str, Knob]) -> float:
+    def factor_of(self, knobs: Knobs) -> float:
         return self.factor if self.by_knob is None else self.by_knob(knobs)
 
 
@@ -127,12 +130,12 @@ class WorkEffect:
     term: str
     value: float | str = 1.0
     note: str = ""
-    by_knob: Callable[[Mapping[str, Knob]], float | str] | None = None
+    by_knob: Callable[[Knobs], float | str] | None = None
     """The value as a function of the knobs; `value` is then that of the defaults."""
-    when: Callable[[Mapping[str, Knob]], bool] | None = None
+    when: Callable[[Knobs], bool] | None = None
     """The knobs with which the effect applies; None: always."""
 
-    def value_of(self, knobs: Mapping[str, Knob]) -> float | str:
+    def value_of(self, knobs: Knobs) -> float | str:
         return self.value if self.by_knob is None else self.by_knob(knobs)
 
 
@@ -238,7 +241,7 @@ class Passes(Protocol):
         ...
 
 
-Evidence = Callable[[Observation, Mapping[str, Knob]], Proof]
+Evidence = Callable[[Observation, Knobs], Proof]
 
 
 @dataclass
@@ -307,8 +310,8 @@ class Build:
 class Setting:
     """One way to use a technique that `rush tune` tries."""
 
-    knobs: Mapping[str, Knob] = field(default_factory=dict)
-    together_with: Mapping[str, Mapping[str, Knob]] = field(default_factory=dict)
+    knobs: Knobs = field(default_factory=dict)
+    together_with: Mapping[str, Knobs] = field(default_factory=dict)
     """Techniques (by name, with their knobs) that it needs to train well or to pay off."""
     when: Callable[[Recipe], bool] = lambda recipe: True
     """Whether it can have an effect on the recipe."""
@@ -318,7 +321,7 @@ class Setting:
 class Technique:
     name: str
     stage: Stage
-    apply: Callable[[Build, Mapping[str, Knob]], None]
+    apply: Callable[[Build, Knobs], None]
     claim: Claim
     parity: Parity
     evidence: Evidence
@@ -333,12 +336,12 @@ class Technique:
     knobs: Mapping[str, KnobRange] = field(default_factory=dict)
     head_only: bool = False
     """Whether it changes the LM head alone, which only the last stage of a pipeline has."""
-    check_sizes: Callable[[Recipe, Mapping[str, Knob]], None] | None = None
+    check_sizes: Callable[[Recipe, Knobs], None] | None = None
     """Raises RecipeError, with the allowed values, for sizes that it does not support."""
-    nondeterministic: Callable[[Recipe, Mapping[str, Knob]], str | None] = lambda recipe, knobs: None
+    nondeterministic: Callable[[Recipe, Knobs], str | None] = lambda recipe, knobs: None
     """Why it is not deterministic, and what to use instead; `run.deterministic` refuses it with that. None where it is, if
     need be by other kernels under that key."""
-    compiles: Callable[[Mapping[str, Knob]], bool] = lambda knobs: False
+    compiles: Callable[[Knobs], bool] = lambda knobs: False
     """Whether, with these knobs, its first step waits for a compiler."""
     settings: tuple[Setting, ...] = (Setting(),)
     """What `rush tune` tries, the likeliest first; empty where the layout enables it, or the tuner has another way to the
@@ -348,7 +351,7 @@ class Technique:
     """Relative error of its matmuls, where it rounds more than fp32."""
     half_dtype: str = ""
     """The 16-bit dtype of its matmuls and activations: bfloat16 or float16."""
-    summary: Callable[[Mapping[str, Knob]], str] = lambda knobs: ""
+    summary: Callable[[Knobs], str] = lambda knobs: ""
     """What the knobs of an axis of the layout choose, for the one-line description of a plan."""
     matmul_ops: Mapping[str, str] = field(default_factory=dict)
     """Its own matmul operators, with the dtype that they cast their operands to."""
@@ -359,7 +362,7 @@ class Use:
     """A technique with its knobs resolved."""
 
     technique: Technique
-    knobs: Mapping[str, Knob]
+    knobs: Knobs
 
 
 def enabled_by_layout(axis: str) -> Requirement:

@@ -11,34 +11,23 @@ cores idle. The kernel is built at first use (half a minute, once).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    Parity,
-    Requirement,
-    Stage,
-    Technique,
-    WorkEffect,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import needs_kernels, set_attention_core
 from rush.techniques.attention.tiled import GROUPED_MEMORY, supported_head_dim
 from rush.techniques.attention.triton_attention import DocumentBounds, TritonCore
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     set_attention_core(build.model, TritonCore, DocumentBounds())
 
 
-technique = Technique(
+technique = api.Technique(
     name="cpu_attention",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             "it runs on a CPU; on a GPU use flash_attention, cudnn_attention or triton_attention",
             lambda machine, recipe: machine.device == "cpu",
         ),
@@ -46,16 +35,16 @@ technique = Technique(
         supported_head_dim,
     ),
     conflicts=("cp", "cudnn_attention", "flash_attention", "flex_attention", "triton_attention"),
-    claim=Claim(
+    claim=api.Claim(
         "attention rate",
         1.3,
         regime="against torch's flash operator for CPUs: fp32, causal, 16 rows of 128 positions, 4 heads of 32, forward and backward",
         source="measured by us on two Neoverse-N1 cores (7.1 against 17.5 ms)",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=attention_ran(
         kernels=(), ops=("rush::flash_attention_forward", "rush::flash_attention_backward")
     ),
     memory=GROUPED_MEMORY,
-    work=(WorkEffect("attention", 0.1, "measured on two Neoverse-N1 cores"),),
+    work=(api.WorkEffect("attention", 0.1, "measured on two Neoverse-N1 cores"),),
 )

@@ -13,28 +13,14 @@ run to run, and torch has no switch for it. With `run.deterministic` the backwar
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.kernels.support import empty_bthd, op
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Parity,
-    Requirement,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-    half_precision,
-    used,
-)
+from rush.recipe import Recipe
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autocast_dtype
 from rush.techniques.attention.tiled import HEAD_DIMS, TILED_MEMORY
@@ -101,14 +87,14 @@ class CudnnCore(nn.Module):
         return out
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     grouped, deterministic = knobs["heads"] == "grouped", build.recipe.run.deterministic
     if deterministic:
         import rush.kernels.flash_attention  # noqa: F401  (defines the operator that the backward pass calls)
     set_attention_core(build.model, lambda: CudnnCore(grouped, deterministic))
 
 
-def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
+def nondeterministic(recipe: Recipe, knobs: api.Knobs) -> str | None:
     if recipe.shape().head_dim in HEAD_DIMS:
         return None
     return (
@@ -117,24 +103,24 @@ def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="cudnn_attention",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             "it needs an NVIDIA GPU of compute capability 8.0 (Ampere) or newer",
             lambda machine, recipe: (
                 machine.device == "cuda" and machine.hip is None and (machine.capability or (0, 0)) >= (8, 0)
             ),
         ),
-        half_precision,
-        Requirement(
+        api.half_precision,
+        api.Requirement(
             "torch does not support packed documents with cuDNN (pack_best_fit, flatten); use "
             "flash_attention, triton_attention or flex_attention with them",
-            lambda machine, recipe: not used(recipe, "flatten", "pack_best_fit"),
+            lambda machine, recipe: not api.used(recipe, "flatten", "pack_best_fit"),
         ),
-        Requirement(
+        api.Requirement(
             "with run.deterministic its backward pass is that of triton_attention, which needs Triton; use flash_attention",
             lambda machine, recipe: not recipe.run.deterministic or machine.triton is not None,
         ),
@@ -142,28 +128,28 @@ technique = Technique(
     nondeterministic=nondeterministic,
     conflicts=("cpu_attention", "flash_attention", "flex_attention", "triton_attention"),
     knobs={
-        "heads": KnobRange(
+        "heads": api.KnobRange(
             ("repeated", "grouped"),
             "grouped-query attention by repeating keys and values for each query head, or inside the kernel",
         )
     },
-    claim=Claim(
+    claim=api.Claim(
         "attention rate",
         0.75,
         regime="up to, on an H100, over FlashAttention 2",
         source="PyTorch 2.5 release notes, October 2024",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=attention_ran(kernels=("cudnn",), ops=("scaled_dot_product_cudnn_attention",)),
     memory=(
         *TILED_MEMORY,
-        MemoryEffect(
+        api.MemoryEffect(
             "heads.repeated",
             1.0,
             "unless heads = grouped",
             by_knob=lambda knobs: float(knobs["heads"] == "repeated"),
         ),
     ),
-    settings=(Setting(), Setting({"heads": "grouped"})),
-    work=(WorkEffect("attention", 0.38, "measured on an H200"),),
+    settings=(api.Setting(), api.Setting({"heads": "grouped"})),
+    work=(api.WorkEffect("attention", 0.38, "measured on an H200"),),
 )

@@ -15,22 +15,11 @@ than the one asked for. So this calls the flash operator itself.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    Parity,
-    Requirement,
-    Stage,
-    Technique,
-    WorkEffect,
-    half_precision,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import repeat_heads, set_attention_core, to_autocast_dtype
 from rush.techniques.attention.tiled import GROUPED_MEMORY
@@ -102,34 +91,34 @@ class FlashCore(nn.Module):
         return out.view(batch, length, heads, head_dim).transpose(1, 2)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     longest = build.recipe.batch.sequence
     set_attention_core(build.model, lambda: FlashCore(longest), DocumentOffsets())
 
 
-technique = Technique(
+technique = api.Technique(
     name="flash_attention",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             "torch's kernel needs compute capability 8.0 (Ampere) or newer on an NVIDIA GPU",
             lambda machine, recipe: machine.device != "cuda" or (machine.capability or (8, 0)) >= (8, 0),
         ),
-        half_precision,
+        api.half_precision,
     ),
     conflicts=("cpu_attention", "cudnn_attention", "flex_attention", "triton_attention"),
-    claim=Claim(
+    claim=api.Claim(
         "tokens_per_s",
         0.75,
         regime="Llama-3.2-1B, sequence 2048, batch 1, one A100, after mixed precision",
         source="a widely read hand-made ladder; see docs/sources.md; Dao 2023, arXiv:2307.08691",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=attention_ran(
         kernels=("flash_fwd", "flash_bwd"),
         ops=("scaled_dot_product_flash_attention_for_cpu", "flash_attention_for_cpu_backward"),
     ),
     memory=GROUPED_MEMORY,
-    work=(WorkEffect("attention", 0.225, "measured on an H200"),),
+    work=(api.WorkEffect("attention", 0.225, "measured on an H200"),),
 )

@@ -8,25 +8,12 @@ waits for the compiler. On a CPU it would materialize all scores, so it is refus
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    Parity,
-    Requirement,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-    needs_cuda,
-    used,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import set_attention_core, to_autocast_dtype
 from rush.techniques.attention.tiled import GROUPED_MEMORY
@@ -102,7 +89,7 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     length = build.recipe.batch.sequence
@@ -112,36 +99,38 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     set_attention_core(build.model, lambda: FlexCore(kernel, mask), DocumentMask())
 
 
-technique = Technique(
+technique = api.Technique(
     name="flex_attention",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
-        needs_cuda,
-        Requirement("it needs Triton", lambda machine, recipe: machine.triton is not None),
-        Requirement(
+        api.needs_cuda,
+        api.Requirement("it needs Triton", lambda machine, recipe: machine.triton is not None),
+        api.Requirement(
             "it needs a head dim that is a power of two and at least 16",
             lambda machine, recipe: (
                 recipe.shape().head_dim >= 16 and recipe.shape().head_dim.bit_count() == 1
             ),
         ),
-        Requirement(
+        api.Requirement(
             "its mask has one sequence length: set shapes=1 in pad or bucket",
             lambda machine, recipe: all(
-                knob_of(recipe, name, "shapes", 0) == 1 for name in ("bucket", "pad") if used(recipe, name)
+                api.knob_of(recipe, name, "shapes", 0) == 1
+                for name in ("bucket", "pad")
+                if api.used(recipe, name)
             ),
         ),
     ),
     conflicts=("cp", "cpu_attention", "cudnn_attention", "flash_attention", "triton_attention"),
-    claim=Claim(
+    claim=api.Claim(
         "attention rate",
         -0.15,
         regime="backward, against FlashAttention 2 on an A100 (−10 % forward)",
         source="PyTorch blog, FlexAttention, August 2024",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     compiles=lambda knobs: True,
     evidence=attention_ran(kernels=("flex_attention",), ops=("flex_attention",)),
     memory=GROUPED_MEMORY,
-    work=(WorkEffect("attention", 0.2, "measured on an H200"),),
+    work=(api.WorkEffect("attention", 0.2, "measured on an H200"),),
 )

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from rush.techniques.api.contract import MemoryEffect, Requirement
+import rush.techniques.api.contract as api
 
 TILED_MEMORY = (
-    MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
-    MemoryEffect(
+    api.MemoryEffect("scores", 0.0, "only the log-sum-exp is saved"),
+    api.MemoryEffect(
         "attention.output", 1.0, "the output, which is also the next layer's input, and the log-sum-exp"
     ),
 )
 GROUPED_MEMORY = (
     *TILED_MEMORY,
-    MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
+    api.MemoryEffect("heads.repeated", 0.0, "the kernel supports grouped-query attention"),
 )
 HEAD_DIMS = (16, 32, 64, 128)
 """Of our own kernels."""
-supported_head_dim = Requirement(
+supported_head_dim = api.Requirement(
     f"it supports head dims {', '.join(map(str, HEAD_DIMS))}",
     lambda machine, recipe: recipe.shape().head_dim in HEAD_DIMS,
 )

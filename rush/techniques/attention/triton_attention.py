@@ -10,21 +10,9 @@ slow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-    WorkEffect,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import attention_ran
 from rush.techniques.api.seams import needs_triton, set_attention_core, to_autocast_dtype
 from rush.techniques.attention.tiled import GROUPED_MEMORY, supported_head_dim
@@ -63,7 +51,7 @@ class TritonCore(nn.Module):
         return flash_attention(q_bhtd, k_bktd, v_bktd, documents=documents)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     set_attention_core(build.model, TritonCore, DocumentBounds())
 
 
@@ -72,32 +60,32 @@ _ours_ran = attention_ran(
 )
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The profile shows our kernels (on a CPU our operators), and neither plain attention's softmax nor another kernel."""
     names = [*seen.kernels, *seen.ops]
     if other := next((name for name in names if any(part in name for part in OTHERS)), None):
-        return Proof(False, f"{other[:80]} ran, another attention kernel")
+        return api.Proof(False, f"{other[:80]} ran, another attention kernel")
     return _ours_ran(seen, knobs)
 
 
-technique = Technique(
+technique = api.Technique(
     name="triton_attention",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
         needs_triton,
         supported_head_dim,
     ),
     conflicts=("cpu_attention", "cudnn_attention", "flash_attention", "flex_attention"),
-    claim=Claim(
+    claim=api.Claim(
         "attention rate",
         0.22,
         regime="Triton's tutorial kernel against FlashAttention 2: forward, causal, head dim 64, sequence 8192 "
         "(+14 % backward; slower than it at head dim 128)",
         source="a user's measurements in Triton's issue 5437, December 2024; the GPU is not named",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=GROUPED_MEMORY,
-    work=(WorkEffect("attention", 0.32, "measured on an H200"),),
+    work=(api.WorkEffect("attention", 0.32, "measured on an H200"),),
 )

@@ -8,28 +8,14 @@ seconds to minutes, and a recompilation whenever a shape changes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.libraries import hush
 from rush.models.layers import cos_and_sin
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-)
 from rush.techniques.api.evidence import compile_counts
 
 
@@ -44,7 +30,7 @@ def _(angles: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty_like(angles), torch.empty_like(angles)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.facts.compiled_before = compile_counts()
     if not build.ranks.alone:
         # Compiled code names this rank's process groups, which the cache key omits for collectives of a backward pass:
@@ -68,61 +54,61 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         target.__dict__["forward"] = compiled
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Compiled graphs were called in the profiled steps, backward included."""
     # A compiled training graph shows its backward pass; replayed in a CUDA graph, only its kernels.
     replayed = seen.graphs > 0 and any(name.startswith("triton_") for name in seen.kernels)
     calls = seen.ops.get("CompiledFunctionBackward", 0)
-    return Proof(
+    return api.Proof(
         calls > 0 or replayed,
         f"{calls} calls of compiled graphs in the profiled steps; since the build {seen.graphs} graphs, "
         f"{seen.graph_breaks} breaks, {seen.recompiles} recompiles",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="compile",
-    stage=Stage.COMPILE,
+    stage=api.Stage.COMPILE,
     apply=apply,
     conflicts=("offload_activations",),
     knobs={
-        "scope": KnobRange(
+        "scope": api.KnobRange(
             ("model", "block"),
             "one graph for the model; or one for all blocks, one for the final norm, one for the loss (quicker to build)",
         ),
-        "mode": KnobRange(
+        "mode": api.KnobRange(
             ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
             "how much time the compiler may spend",
         ),
     },
-    claim=Claim(
+    claim=api.Claim(
         "tokens_per_s",
         0.20,
         regime="Llama-3.2-1B, sequence 2048, batch 1, one A100, after fused AdamW",
         source="a widely read hand-made ladder; see docs/sources.md",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     compiles=lambda knobs: True,
     memory=(
-        MemoryEffect("norm.wide", 0.0, "recomputed inside the backward kernels"),
-        MemoryEffect("norm.scaled", 0.0, "recomputed inside the backward kernels"),
-        MemoryEffect("norm.copies", 0.0, "one cast for all layers after a norm"),
-        MemoryEffect("block.middle", 0.0, "the sum is recomputed"),
-        MemoryEffect("attention.projected", 1.0, "the sum is recomputed from it"),
-        MemoryEffect("mlp.activated", 0.0, "recomputed inside the backward kernels"),
-        MemoryEffect("logits.copies", 0.0, "the gradient overwrites the logits"),
-        MemoryEffect("logits.padded", 2.0, "of an unaligned vocabulary, forward and backward"),
-        MemoryEffect("seams", 0.75, "chunks of a loss, measured twice"),
+        api.MemoryEffect("norm.wide", 0.0, "recomputed inside the backward kernels"),
+        api.MemoryEffect("norm.scaled", 0.0, "recomputed inside the backward kernels"),
+        api.MemoryEffect("norm.copies", 0.0, "one cast for all layers after a norm"),
+        api.MemoryEffect("block.middle", 0.0, "the sum is recomputed"),
+        api.MemoryEffect("attention.projected", 1.0, "the sum is recomputed from it"),
+        api.MemoryEffect("mlp.activated", 0.0, "recomputed inside the backward kernels"),
+        api.MemoryEffect("logits.copies", 0.0, "the gradient overwrites the logits"),
+        api.MemoryEffect("logits.padded", 2.0, "of an unaligned vocabulary, forward and backward"),
+        api.MemoryEffect("seams", 0.75, "chunks of a loss, measured twice"),
     ),
-    settings=(Setting({"scope": "block"}), Setting({"scope": "model"})),
+    settings=(api.Setting({"scope": "block"}), api.Setting({"scope": "model"})),
     work=(
-        WorkEffect("norms.fused", 1.0),
-        WorkEffect("rope.fused", 1.0),
-        WorkEffect("mlp.fused", 1.0),
-        WorkEffect("stream.fused", 1.0),
-        WorkEffect("head.unaligned", 1.0, "it pads the matmul"),
-        WorkEffect(
+        api.WorkEffect("norms.fused", 1.0),
+        api.WorkEffect("rope.fused", 1.0),
+        api.WorkEffect("mlp.fused", 1.0),
+        api.WorkEffect("stream.fused", 1.0),
+        api.WorkEffect("head.unaligned", 1.0, "it pads the matmul"),
+        api.WorkEffect(
             "launches.block",
             58.0,
             "160 with scope = block, as measured: 2.4 ms a block; the whole model's was never what a step waited for",

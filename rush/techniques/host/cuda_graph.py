@@ -11,7 +11,7 @@ memory of the graph's own pool. The result is bit for bit the same.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -19,26 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+import rush.techniques.api.contract as api
 from rush.data import Batch
 from rush.errors import RecipeError
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Pass,
-    Proof,
-    Requirement,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-    needs_cuda,
-)
+from rush.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -55,7 +39,7 @@ class GraphedPass:
     """A pass that is captured at the first call for each shape, and replayed from then on."""
 
     def __init__(
-        self, inner: Pass, parameters: Callable[[], list[nn.Parameter]], *, writes: bool = False
+        self, inner: api.Pass, parameters: Callable[[], list[nn.Parameter]], *, writes: bool = False
     ) -> None:
         self.inner = inner
         self.parameters = parameters
@@ -123,7 +107,7 @@ def _fresh_workspaces() -> Iterator[None]:
     torch._C._cuda_clearCublasWorkspaces()
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     model = build.model
     writes = knobs["gradients"] == "written"
 
@@ -133,7 +117,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.pass_wrappers.append(lambda inner: GraphedPass(inner, trained, writes=writes))
 
 
-def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
     """Refuse to overwrite gradients that should accumulate."""
     if knobs["gradients"] == "written" and recipe.accumulation > 1:
         raise RecipeError(
@@ -142,59 +126,59 @@ def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
         )
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Graphs were launched, and no matmul of a pass was launched as an operator."""
     launches = seen.ops.get("cudaGraphLaunch", 0)
-    return Proof(
+    return api.Proof(
         launches > 0 and "aten::mm" not in seen.ops and "aten::addmm" not in seen.ops,
         f"{launches} graph launches in the profiled steps; operators of the passes "
         f"{'still ran one by one' if 'aten::mm' in seen.ops else 'did not run one by one'}",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="cuda_graph",
-    stage=Stage.STEP,
+    stage=api.Stage.STEP,
     apply=apply,
     requires=(
-        needs_cuda,
-        Requirement(
+        api.needs_cuda,
+        api.Requirement(
             "with compile it needs mode default or max-autotune-no-cudagraphs, because the other modes capture "
             "their own graphs",
             lambda machine, recipe: (
-                knob_of(recipe, "compile", "mode", "default") in ("default", "max-autotune-no-cudagraphs")
+                api.knob_of(recipe, "compile", "mode", "default") in ("default", "max-autotune-no-cudagraphs")
             ),
         ),
     ),
     check_sizes=check_sizes,
     knobs={
-        "gradients": KnobRange(
+        "gradients": api.KnobRange(
             ("added", "written"),
             "whether a replay adds to static gradients, or writes them (steps of one micro batch)",
         )
     },
     conflicts=("cp", "ddp", "expandable_segments", "fsdp", "offload_activations", "pp", "tp"),
-    claim=Claim(
+    claim=api.Claim(
         "tokens_per_s",
         0.12,
         regime="BERT pretraining at the largest scale of MLPerf 1.0",
         source="PyTorch blog, Accelerating PyTorch with CUDA Graphs, October 2021",
     ),
-    parity=Parity.EXACT,
+    parity=api.Parity.EXACT,
     evidence=evidence,
     memory=(
-        MemoryEffect(
+        api.MemoryEffect(
             "cuda_graph.gradients",
             1.0,
             "static gradients; none with gradients = written",
             by_knob=lambda knobs: float(knobs["gradients"] == "added"),
         ),
-        MemoryEffect(
+        api.MemoryEffect(
             "cuda_graph.pool",
             1.0,
             "the graph's memory pool stays allocated, also during validation and sampling",
         ),
     ),
-    settings=(Setting(), Setting({"gradients": "written"})),
-    work=(WorkEffect("launches.pass", 10.0),),
+    settings=(api.Setting(), api.Setting({"gradients": "written"})),
+    work=(api.WorkEffect("launches.pass", 10.0),),
 )

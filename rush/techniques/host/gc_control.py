@@ -9,11 +9,10 @@ inside steps and runs at fixed intervals. Short runs of small models show no dif
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import Build, Claim, KnobRange, Observation, Parity, Proof, Stage, Technique
+import rush.techniques.api.contract as api
 
 
 class ManualCollection:
@@ -37,27 +36,27 @@ class ManualCollection:
                 gc.enable()
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.step_contexts.append(ManualCollection(int(knobs["every"])).disabled)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Inside a step, automatic garbage collection is off."""
     how = "on" if seen.gc_enabled else "off"
-    return Proof(not seen.gc_enabled, f"automatic garbage collection is {how} inside a step")
+    return api.Proof(not seen.gc_enabled, f"automatic garbage collection is {how} inside a step")
 
 
-technique = Technique(
+technique = api.Technique(
     name="gc_control",
-    stage=Stage.ENV,
+    stage=api.Stage.ENV,
     apply=apply,
-    knobs={"every": KnobRange((100, 20, 1000), "steps between collections")},
-    claim=Claim(
+    knobs={"every": api.KnobRange((100, 20, 1000), "steps between collections")},
+    claim=api.Claim(
         "pauses of hundreds of milliseconds",
         -1.0,
         regime="large training processes; most of all many ranks in step",
         source="torchtitan and nanochat, which both switch it off; their training scripts",
     ),
-    parity=Parity.EXACT,
+    parity=api.Parity.EXACT,
     evidence=evidence,
 )

@@ -7,45 +7,33 @@ small too; it matters where steps are a few milliseconds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-    needs_cuda,
-)
+import rush.techniques.api.contract as api
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.loader_options["pin"] = True
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The batches are pinned, and the profile shows copies from pinned memory."""
     copies = [name for name in seen.kernels if "Memcpy HtoD" in name]
-    return Proof(
+    return api.Proof(
         seen.pinned and any("Pinned" in name for name in copies),
         f"the batches are {'pinned' if seen.pinned else 'pageable'}; copies: {', '.join(copies) or 'none seen'}",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="pin_memory",
-    stage=Stage.DATA,
+    stage=api.Stage.DATA,
     apply=apply,
-    requires=(needs_cuda,),
-    claim=Claim(
+    requires=(api.needs_cuda,),
+    claim=api.Claim(
         "host-to-device rate",
         1.0,
         regime="pinned against pageable memory over PCIe",
         source="CUDA C++ Best Practices Guide, pinned memory",
     ),
-    parity=Parity.EXACT,
+    parity=api.Parity.EXACT,
     evidence=evidence,
 )

@@ -8,27 +8,12 @@ and discards them; the backward pass recomputes them. The price is one more LM h
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import head_rows
 
 # Shapes: b batch, t positions, n tokens of a chunk, d hidden, v vocabulary.
@@ -75,43 +60,45 @@ class ChunkedLossHead(nn.Module):
         return F.cross_entropy(logits_nv, labels_n, ignore_index=-100, reduction="sum")
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.model.loss_head = ChunkedLossHead(int(knobs["chunk_tokens"]), Projection())
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """No LM head matmul covered more than a chunk of tokens at once."""
     rows, tokens = head_rows(seen), seen.micro_tokens
-    return Proof(
+    return api.Proof(
         0 < rows < tokens and rows <= int(knobs["chunk_tokens"]),
         f"the LM head matmul covered at most {rows:,} of {tokens:,} tokens at once",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="chunked_loss",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     conflicts=("fused_loss", "liger"),
-    knobs={"chunk_tokens": KnobRange((1024, 256, 512, 2048, 4096, 64), "tokens whose logits exist at once")},
-    claim=Claim(
+    knobs={
+        "chunk_tokens": api.KnobRange((1024, 256, 512, 2048, 4096, 64), "tokens whose logits exist at once")
+    },
+    claim=api.Claim(
         "bytes of logits",
         -0.94,
         regime="16,384 tokens in chunks of 1,024",
         source="arithmetic; the idea at its limit: Wijmans et al. 2024, arXiv:2411.09009",
         of_memory=True,
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     head_only=True,
     memory=(
-        MemoryEffect(
+        api.MemoryEffect(
             "logits.tokens", 1024.0, "those of one chunk", by_knob=lambda knobs: float(knobs["chunk_tokens"])
         ),
     ),
     settings=(
-        Setting({"chunk_tokens": 4096}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 4096),
-        Setting(when=lambda recipe: recipe.micro * recipe.batch.sequence > 1024),
+        api.Setting({"chunk_tokens": 4096}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 4096),
+        api.Setting(when=lambda recipe: recipe.micro * recipe.batch.sequence > 1024),
     ),
-    work=(WorkEffect("head.recomputed", 2.0, "logits are recomputed"),),
+    work=(api.WorkEffect("head.recomputed", 2.0, "logits are recomputed"),),
 )

@@ -10,25 +10,12 @@ with `compile` at large batches, where memory bandwidth is the limit. Llama has 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.models.gpt2 import FusedAttention, Split
 from rush.models.layers import GeluMLP, GeluTanh, Widen
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    MemoryEffect,
-    Parity,
-    Requirement,
-    Stage,
-    Technique,
-    WorkEffect,
-    used,
-)
 from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 # Shapes: b batch, t position, d input width, o output width.
@@ -71,7 +58,7 @@ def _total_and_bias(x_btd: Tensor, layer: nn.Module) -> tuple[Tensor, Tensor]:
     return out + layer.bias.detach().to(out.dtype), layer.bias
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     for block in build.model.blocks:
         assert isinstance(block.attention, FusedAttention), type(block.attention)
         assert isinstance(block.mlp, GeluMLP), type(block.mlp)
@@ -79,34 +66,36 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         block.mlp.widen = BiasGelu()
 
 
-technique = Technique(
+technique = api.Technique(
     name="fused_bias",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
         needs_triton,
-        Requirement(
+        api.Requirement(
             "it needs a model whose layers have biases (GPT-2); Llama's have none",
             lambda machine, recipe: recipe.shape().family == "gpt2",
         ),
-        Requirement(
+        api.Requirement(
             "it needs trained biases; with adapters they are frozen, so remove it",
-            lambda machine, recipe: not used(recipe, "lora", "qlora", "int8_base"),
+            lambda machine, recipe: not api.used(recipe, "lora", "qlora", "int8_base"),
         ),
     ),
     # tp shards the layers whose full outputs are needed here.
     conflicts=("fused_mlp", "tp"),
-    claim=Claim(
+    claim=api.Claim(
         "bytes moved between the matmuls of a block's backward pass",
         -0.19,
         regime="GPT-2 124M, compiled by blocks: 57 kB per token become 46",
         source="arithmetic over the kernels that torch.compile generates",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=rush_kernels_ran(
         kernels=("gelu_bias_grad_backward_kernel", "concat_bias_grad_kernel"),
         ops=("rush::gelu_bias_grad_backward", "rush::concat_bias_grad"),
     ),
-    memory=(MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of GELU's output is saved"),),
-    work=(WorkEffect("bias_grad.fused", 0.78, "queries, keys, values and the wide layer: 7 of 9 widths"),),
+    memory=(api.MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of GELU's output is saved"),),
+    work=(
+        api.WorkEffect("bias_grad.fused", 0.78, "queries, keys, values and the wide layer: 7 of 9 widths"),
+    ),
 )

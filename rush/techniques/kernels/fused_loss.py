@@ -13,26 +13,13 @@ instead: a chunk's logits stay in the cache, and the exponentials are computed o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import head_rows
 from rush.techniques.api.seams import needs_kernels
 
@@ -86,7 +73,7 @@ class FusedLossHead(nn.Module):
         return -(-vocab_size // ALIGNED) * ALIGNED
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     from rush.kernels.linear_cross_entropy import linear_cross_entropy
 
     head = FusedLossHead(linear_cross_entropy, int(knobs["chunk_tokens"]) or None)
@@ -94,56 +81,60 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts.padded_vocab_size = head.width(build.model.shape.vocab_size)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Our loss kernel ran (on a CPU: its operator), and no LM head matmul covered all tokens of a micro batch."""
     ran = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
     rows, tokens = head_rows(seen), seen.micro_tokens
-    return Proof(
+    return api.Proof(
         ran and 0 < rows < tokens,
         f"{KERNEL if seen.kernels else OP} {'ran' if ran else 'did not run'}; the LM head matmul covered "
         f"at most {rows:,} of {tokens:,} tokens at once",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="fused_loss",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(needs_kernels,),
     conflicts=("chunked_loss", "liger", "vocab_pad"),
     knobs={
-        "chunk_tokens": KnobRange(
+        "chunk_tokens": api.KnobRange(
             (0, 512, 1024, 2048, 4096, 8192, 16384),
             "tokens whose logits exist at once; 0: the kernel chooses",
         )
     },
-    claim=Claim(
+    claim=api.Claim(
         "bytes of logits",
         -0.91,
         regime="16,384 tokens in 11 chunks, at the speed of full logits",
         source="arithmetic; gradients in the forward pass: Hsu et al. 2024, arXiv:2410.10989",
         of_memory=True,
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     head_only=True,
     memory=(
-        MemoryEffect("logits.copies", 0.0, "the gradient overwrites the logits"),
-        MemoryEffect(
+        api.MemoryEffect("logits.copies", 0.0, "the gradient overwrites the logits"),
+        api.MemoryEffect(
             "logits.tokens",
             0.09,
             "those of one chunk",
             by_knob=lambda knobs: float(knobs["chunk_tokens"]) or 0.09,
         ),
-        MemoryEffect("logits.padded", 0.0, "chunks are padded"),
-        MemoryEffect("head.gradient", 1.0, "computed in the forward pass"),
+        api.MemoryEffect("logits.padded", 0.0, "chunks are padded"),
+        api.MemoryEffect("head.gradient", 1.0, "computed in the forward pass"),
     ),
     settings=(
-        Setting({"chunk_tokens": 16384}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 16384),
-        Setting(),
+        api.Setting(
+            {"chunk_tokens": 16384}, when=lambda recipe: recipe.micro * recipe.batch.sequence > 16384
+        ),
+        api.Setting(),
     ),
     work=(
-        WorkEffect("loss.bytes", 6.0, "logits in 16 bits: read twice, and the gradient written over them"),
-        WorkEffect("head.unaligned", 1.0, "chunks are padded"),
+        api.WorkEffect(
+            "loss.bytes", 6.0, "logits in 16 bits: read twice, and the gradient written over them"
+        ),
+        api.WorkEffect("head.unaligned", 1.0, "chunks are padded"),
     ),
 )

@@ -10,23 +10,10 @@ torch's gradient of GELU calls tanh for each number; ours uses a short polynomia
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.models.layers import GeluTanh, SwiGLU
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-    WorkEffect,
-)
 from rush.techniques.api.seams import needs_kernels, rush_kernels_ran
 
 
@@ -56,7 +43,7 @@ class FusedGelu(nn.Module):
         return self.gelu(up)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     for block in build.model.blocks:
         mlp = block.get_submodule("mlp")
         plain = mlp.get_submodule("activation")
@@ -64,7 +51,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         mlp.activation = FusedSwiGLU() if isinstance(plain, SwiGLU) else FusedGelu()
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """In the profile: our kernels `swiglu_` or `gelu_`, forward and backward (on a CPU the operators `rush::swiglu` or
     `rush::gelu` and their backward)."""
     proofs = [
@@ -77,24 +64,24 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     return next((proof for proof in proofs if proof.took_effect), proofs[0])
 
 
-technique = Technique(
+technique = api.Technique(
     name="fused_mlp",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(needs_kernels,),
     conflicts=("fused_bias", "liger"),
-    claim=Claim(
+    claim=api.Claim(
         "bytes saved by the activation for backward",
         -0.33,
         regime="SwiGLU: gate and up instead of gate, up and silu(gate)",
         source="arithmetic; the same idea: Hsu et al. 2024, arXiv:2410.10989",
         of_memory=True,
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("mlp.activated", 0.0, "Llama: one tensor of the MLP's width less; GPT-2 has none"),
-        MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of its output is saved"),
+        api.MemoryEffect("mlp.activated", 0.0, "Llama: one tensor of the MLP's width less; GPT-2 has none"),
+        api.MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of its output is saved"),
     ),
-    work=(WorkEffect("mlp.fused", 1.0),),
+    work=(api.WorkEffect("mlp.fused", 1.0),),
 )

@@ -10,27 +10,14 @@ fusions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.models.decoder import Block
 from rush.models.layers import LayerNorm, RMSNorm
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    Evidence,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-    WorkEffect,
-)
 from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 
@@ -94,7 +81,7 @@ def _fused(norm: nn.Module) -> nn.Module:
     return FusedLayerNorm(norm)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     model = build.model
     for layer, block in enumerate(model.blocks):
         assert type(block) is Block, "another technique has replaced the block"
@@ -104,39 +91,39 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     model.final_norm = _fused(model.final_norm)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """In the profile: kernels of ours named `rmsnorm_` or `layernorm_`, forward and backward (on a CPU the operators
     `rush::add_rmsnorm` or `rush::add_layernorm` and their backward)."""
     proofs = [_ran_for(norm)(seen, knobs) for norm in ("rmsnorm", "layernorm")]
     return next((proof for proof in proofs if proof.took_effect), proofs[0])
 
 
-def _ran_for(norm: str) -> Evidence:
+def _ran_for(norm: str) -> api.Evidence:
     return rush_kernels_ran(
         kernels=(f"{norm}_forward_kernel", f"{norm}_backward_kernel"),
         ops=(f"rush::{norm}", f"rush::add_{norm}", f"rush::add_{norm}_backward"),
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="fused_norm",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(needs_triton,),
     conflicts=("liger",),
-    claim=Claim(
+    claim=api.Claim(
         "time of a norm",
         -0.86,
         regime="RMSNorm forward and backward against eager PyTorch, one A100",
         source="Liger Kernel's documentation (about 7 times as fast); Hsu et al. 2024, arXiv:2410.10989",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("norm.wide", 0.0, "the norms save their input and a number per row"),
-        MemoryEffect("norm.scaled", 0.0, "the norms save their input and a number per row"),
-        MemoryEffect("norm.copies", 0.0, "the norm writes the dtype of the next matmul"),
-        MemoryEffect("norm.opaque", 1.0, "with fp8: casts of its output are saved"),
+        api.MemoryEffect("norm.wide", 0.0, "the norms save their input and a number per row"),
+        api.MemoryEffect("norm.scaled", 0.0, "the norms save their input and a number per row"),
+        api.MemoryEffect("norm.copies", 0.0, "the norm writes the dtype of the next matmul"),
+        api.MemoryEffect("norm.opaque", 1.0, "with fp8: casts of its output are saved"),
     ),
-    work=(WorkEffect("norms.fused", 1.0),),
+    work=(api.WorkEffect("norms.fused", 1.0),),
 )

@@ -13,7 +13,7 @@ queries and keys too. In fp8 the layers of a group share their scales.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,21 +21,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.errors import RecipeError
 from rush.models.layers import FanOut, matmul_of
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-)
 
 # Shapes: b batch, t position, d input width, o output width of all layers of a group.
 
@@ -139,7 +127,7 @@ class JoinedWeights:
     others: Counter[Weight]
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     chosen = [part for part in LAYERS if knobs["groups"] in ("all", part)]
     groups = [
         LayerGroup(block.get_submodule(part), LAYERS[part]) for block in build.model.blocks for part in chosen
@@ -172,12 +160,12 @@ def _weight(outputs: int, inputs: int) -> Weight:
     return min(outputs, inputs), max(outputs, inputs)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Matmuls by shape: with each joined weight one forward and two backward in every pass, and with the narrow weights
     only those of other layers of that shape."""
     noted = seen.facts.noted(JoinedWeights)
     if noted is None:
-        return Proof(False, "no layers were joined")
+        return api.Proof(False, "no layers were joined")
     fused, others = noted.joined, noted.others
     surely, at_most = matmuls_by_weight(seen, {*fused, *others})
     most = 4 if seen.block_forwards > 1.05 else 3  # once more forward, where blocks are recomputed
@@ -196,11 +184,13 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         for weight, layers in others.items()
         if weight not in fused
     ]
-    return Proof(wide_ran and not narrow_ran, f"in a step of {seen.micro_batches} passes: {'; '.join(said)}")
+    return api.Proof(
+        wide_ran and not narrow_ran, f"in a step of {seen.micro_batches} passes: {'; '.join(said)}"
+    )
 
 
 def matmuls_by_weight(
-    seen: Observation, weights: set[Weight]
+    seen: api.Observation, weights: set[Weight]
 ) -> tuple[dict[Weight, float], dict[Weight, float]]:
     """The least and the most matmuls of a step, forward and backward, with weights of these dims.
 
@@ -225,12 +215,12 @@ def _shape(weight: Weight) -> str:
     return f"{weight[0]} × {weight[1]}"
 
 
-technique = Technique(
+technique = api.Technique(
     name="fused_projections",
-    stage=Stage.MATERIALIZE,
+    stage=api.Stage.MATERIALIZE,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             "it needs a model with several linear layers that share an input, as Llama has (GPT-2's queries, keys and values are "
             "one layer already)",
             lambda machine, recipe: recipe.shape().family == "llama",
@@ -238,21 +228,21 @@ technique = Technique(
     ),
     conflicts=("fsdp", "int8_base", "lora", "qlora", "tp"),
     knobs={
-        "groups": KnobRange(
+        "groups": api.KnobRange(
             ("all", *LAYERS), "layers that are joined: queries, keys and values; gate and up; or both"
         ),
     },
-    claim=Claim(
+    claim=api.Claim(
         "matmuls of a block",
         -0.43,
         regime="Llama, forward and backward: 12 instead of 21, with the same FLOPs",
         source="arithmetic: 4 layers instead of 7, one matmul forward and two backward each",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("norm.copies", 0.0, "one matmul, one cast"),
-        MemoryEffect(
+        api.MemoryEffect("norm.copies", 0.0, "one matmul, one cast"),
+        api.MemoryEffect(
             "values.joined",
             1.0,
             "views of the joined output: queries and keys before RoPE are saved too",

@@ -9,21 +9,9 @@ expect little.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import Tensor, nn
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    MemoryEffect,
-    Parity,
-    Requirement,
-    Stage,
-    Technique,
-    WorkEffect,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 
 # Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
@@ -44,31 +32,33 @@ class FusedRotate(nn.Module):
         return self.rope(q_bhtd, k_bktd, cos_btd, sin_btd)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     for block in build.model.blocks:
         block.get_submodule("attention").rotate = FusedRotate()
 
 
-technique = Technique(
+technique = api.Technique(
     name="fused_rope",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
         needs_triton,
-        Requirement(
+        api.Requirement(
             "it needs a model with RoPE (Llama); GPT-2 has learned position embeddings",
             lambda machine, recipe: recipe.shape().rope_theta is not None,
         ),
     ),
     conflicts=("liger",),
-    claim=Claim(
+    claim=api.Claim(
         "bytes moved by RoPE",
         -0.93,
         regime="forward, eager, bf16: 60 bytes per element become 4",
         source="arithmetic over the operators of plain RoPE",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=rush_kernels_ran(kernels=("rope_kernel",), ops=("rush::rope", "rush::rope_backward")),
-    memory=(MemoryEffect("queries", 1.0, "unchanged: rotation saves nothing, fp32 copies are temporary"),),
-    work=(WorkEffect("rope.fused", 1.0),),
+    memory=(
+        api.MemoryEffect("queries", 1.0, "unchanged: rotation saves nothing, fp32 copies are temporary"),
+    ),
+    work=(api.WorkEffect("rope.fused", 1.0),),
 )

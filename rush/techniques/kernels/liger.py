@@ -11,7 +11,7 @@ and loss only: it has no RoPE, and Liger no GELU without a gate.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -19,26 +19,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.libraries import load_library
 from rush.models.layers import IGNORED_LABEL, LayerNorm, RMSNorm, SwiGLU
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-    needs_cuda,
-    used,
-)
+from rush.recipe import Recipe
 
 # Shapes: b batch, t positions, h query heads, k key/value heads, d width, v vocabulary.
 
@@ -125,7 +109,7 @@ class LigerKernels:
     names: list[str]
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     chosen = _chosen(str(knobs["parts"]))
     model, expected = build.model, []
     blocks: Iterable[Any] = model.blocks
@@ -154,7 +138,7 @@ def _chosen(parts: str) -> set[str]:
     return every if parts == "all" else {parts}
 
 
-def _with(part: str) -> Callable[[Mapping[str, Knob]], bool]:
+def _with(part: str) -> Callable[[api.Knobs], bool]:
     """Whether the library computes this part."""
     return lambda knobs: part in _chosen(str(knobs["parts"]))
 
@@ -164,19 +148,19 @@ def _norm(plain: nn.Module) -> LigerNorm:
     return LigerNorm(plain)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """In the profile: the library's kernel for every module that it replaces."""
     noted = seen.facts.noted(LigerKernels)
     expected = noted.names if noted is not None else []
     missing = [part for part in expected if not any(part in name for name in seen.kernels)]
     if not expected:
-        return Proof(False, "this model has none of the chosen modules, or none was replaced")
+        return api.Proof(False, "this model has none of the chosen modules, or none was replaced")
     if missing:
-        return Proof(False, f"nothing named {', '.join(missing)} ran")
-    return Proof(True, f"ran {', '.join(expected)}")
+        return api.Proof(False, f"nothing named {', '.join(missing)} ran")
+    return api.Proof(True, f"ran {', '.join(expected)}")
 
 
-def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
+def nondeterministic(recipe: Recipe, knobs: api.Knobs) -> str | None:
     """The layer norm of its earlier versions accumulates gradients with atomics."""
     installed = version("liger-kernel") if find_spec("liger_kernel") is not None else FIXED_ORDER
     if recipe.shape().family != "gpt2" or "norm" not in _chosen(str(knobs["parts"])):
@@ -190,69 +174,71 @@ def nondeterministic(recipe: Recipe, knobs: Mapping[str, Knob]) -> str | None:
 
 
 def _takes_loss(recipe: Recipe) -> bool:
-    return "loss" in _chosen(str(knob_of(recipe, "liger", "parts", "all")))
+    return "loss" in _chosen(str(api.knob_of(recipe, "liger", "parts", "all")))
 
 
 def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
 
 
-technique = Technique(
+technique = api.Technique(
     name="liger",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             'it needs the library liger-kernel: pip install "optimization-rush[liger]"',
             lambda machine, recipe: find_spec("liger_kernel") is not None,
             library=True,
         ),
-        needs_cuda,
-        Requirement(
+        api.needs_cuda,
+        api.Requirement(
             "with compile it needs scope = block, or parts without the loss: the library's loss cannot be traced",
             lambda machine, recipe: (
-                not used(recipe, "compile")
-                or knob_of(recipe, "compile", "scope", "model") == "block"
+                not api.used(recipe, "compile")
+                or api.knob_of(recipe, "compile", "scope", "model") == "block"
                 or not _takes_loss(recipe)
             ),
         ),
-        Requirement(
+        api.Requirement(
             "with cuda_graph it needs parts without the loss: the library's loss synchronizes with the host, which a captured "
             "graph cannot; set parts to all but loss",
-            lambda machine, recipe: not used(recipe, "cuda_graph") or not _takes_loss(recipe),
+            lambda machine, recipe: not api.used(recipe, "cuda_graph") or not _takes_loss(recipe),
         ),
     ),
     conflicts=("chunked_loss", "fused_loss", "fused_mlp", "fused_norm", "fused_rope", "tp", "vocab_pad"),
     nondeterministic=nondeterministic,
-    knobs={"parts": KnobRange(PARTS, "modules that the library computes")},
-    claim=Claim(
+    knobs={"parts": api.KnobRange(PARTS, "modules that the library computes")},
+    claim=api.Claim(
         "tokens_per_s",
         0.20,
         regime="popular models under transformers, on average; Llama 3 8B with FSDP on eight A100s is the example",
         source="Hsu et al. 2024, arXiv:2410.10989",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("logits.copies", 0.0, "the gradient overwrites the logits", when=_with("loss")),
-        MemoryEffect(
+        api.MemoryEffect("logits.copies", 0.0, "the gradient overwrites the logits", when=_with("loss")),
+        api.MemoryEffect(
             "logits.tokens",
             0.02,
             "a chunk's logits are as large as the hidden states of all tokens",
             when=_with("loss"),
         ),
-        MemoryEffect("head.gradient", 1.0, "computed in the forward pass", when=_with("loss")),
-        MemoryEffect("norm.wide", 0.0, "the norms save their inputs only", when=_with("norm")),
-        MemoryEffect("norm.scaled", 0.0, "the norms save their inputs only", when=_with("norm")),
-        MemoryEffect("mlp.activated", 0.0, "SwiGLU saves its inputs only", when=_with("mlp")),
-        MemoryEffect("norm.opaque", 1.0, "with fp8: casts of their outputs are saved", when=_with("norm")),
-        MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of its output is saved", when=_with("mlp")),
+        api.MemoryEffect("head.gradient", 1.0, "computed in the forward pass", when=_with("loss")),
+        api.MemoryEffect("norm.wide", 0.0, "the norms save their inputs only", when=_with("norm")),
+        api.MemoryEffect("norm.scaled", 0.0, "the norms save their inputs only", when=_with("norm")),
+        api.MemoryEffect("mlp.activated", 0.0, "SwiGLU saves its inputs only", when=_with("mlp")),
+        api.MemoryEffect(
+            "norm.opaque", 1.0, "with fp8: casts of their outputs are saved", when=_with("norm")
+        ),
+        api.MemoryEffect("mlp.opaque", 1.0, "with fp8: a cast of its output is saved", when=_with("mlp")),
     ),
-    settings=(Setting(), Setting({"parts": "all but loss"})),
+    settings=(api.Setting(), api.Setting({"parts": "all but loss"})),
     work=(
-        WorkEffect("norms.fused", 1.0, when=_with("norm")),
-        WorkEffect("rope.fused", 1.0, when=_with("rope")),
-        WorkEffect("mlp.fused", 1.0, when=_with("mlp")),
-        WorkEffect("loss.bytes", 18.0, when=_with("loss")),
+        api.WorkEffect("norms.fused", 1.0, when=_with("norm")),
+        api.WorkEffect("rope.fused", 1.0, when=_with("rope")),
+        api.WorkEffect("mlp.fused", 1.0, when=_with("mlp")),
+        api.WorkEffect("loss.bytes", 18.0, when=_with("loss")),
     ),
 )

@@ -9,26 +9,10 @@ published shape. An aligned vocabulary gains nothing, and is refused.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.kernels.chunked_loss import Projection
 
 # Shapes: n tokens, d hidden, v vocabulary.
@@ -61,7 +45,7 @@ class ProjectedLossHead(nn.Module):
         return F.cross_entropy(logits_nv, labels_bt.flatten(), ignore_index=-100, reduction="sum")
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     multiple = int(knobs["multiple"])
     padded = -(-build.model.shape.vocab_size // multiple) * multiple
     build.facts.padded_vocab_size = padded
@@ -72,45 +56,45 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         build.model.loss_head = ProjectedLossHead(projection)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """LM head matmuls have the padded vocabulary, none the true one."""
     multiple, true = int(knobs["multiple"]), seen.shape.vocab_size
     padded = -(-true // multiple) * multiple
     widths = {size for shape in seen.matmul_shapes for size in shape if size in (true, padded)}
-    return Proof(
+    return api.Proof(
         widths == {padded} and padded != true,
         f"LM head matmuls were {', '.join(map(str, sorted(widths))) or 'not seen'} wide "
         f"(the vocabulary is {true})",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="vocab_pad",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     conflicts=("fused_loss", "liger", "tp"),
     after=("chunked_loss",),
     requires=(
-        Requirement(
+        api.Requirement(
             "it needs a vocabulary that is not a multiple of the padding already",
             lambda machine, recipe: (
-                recipe.shape().vocab_size % int(knob_of(recipe, "vocab_pad", "multiple", DEFAULT)) != 0
+                recipe.shape().vocab_size % int(api.knob_of(recipe, "vocab_pad", "multiple", DEFAULT)) != 0
             ),
         ),
     ),
-    knobs={"multiple": KnobRange((DEFAULT, 128), "the padded vocabulary is a multiple of this")},
-    claim=Claim(
+    knobs={"multiple": api.KnobRange((DEFAULT, 128), "the padded vocabulary is a multiple of this")},
+    claim=api.Claim(
         "tokens_per_s",
         0.25,
         regime="GPT-2 124M, vocabulary of 50,257 padded to 50,304, one A100",
         source="A. Karpathy on nanoGPT, February 2023",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     head_only=True,
     memory=(
-        MemoryEffect("buffers", 1.0, "a padded copy of the LM head's weight during the loss"),
-        MemoryEffect("logits.padded", 0.0, "nothing is left to pad"),
+        api.MemoryEffect("buffers", 1.0, "a padded copy of the LM head's weight during the loss"),
+        api.MemoryEffect("logits.padded", 0.0, "nothing is left to pad"),
     ),
-    work=(WorkEffect("head.unaligned", 1.0),),
+    work=(api.WorkEffect("head.unaligned", 1.0),),
 )

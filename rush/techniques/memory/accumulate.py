@@ -8,33 +8,17 @@ what it buys is a batch that would not fit otherwise.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
+import rush.techniques.api.contract as api
 from rush.data import Batch
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Pass,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    knob_of,
-)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     factor = int(knobs["factor"])
 
-    def split(inner: Pass) -> Pass:
+    def split(inner: api.Pass) -> api.Pass:
         def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
             return torch.stack([inner(part, loss_scale) for part in batch.split(factor)]).sum()
 
@@ -43,39 +27,39 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.pass_wrappers.append(split)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """A step has `factor` times as many passes as micro batches from the loader."""
     given, made = seen.loader_micro_batches, seen.micro_batches
-    return Proof(
+    return api.Proof(
         made == int(knobs["factor"]) * given,
         f"{made} passes in a step for {given} micro batches; {seen.held_bytes / 2**20:.1f} MiB of saved "
         "activations",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="accumulate",
-    stage=Stage.STEP,
+    stage=api.Stage.STEP,
     apply=apply,
     after=("cuda_graph",),
     requires=(
-        Requirement(
+        api.Requirement(
             "it needs batch.micro to be a multiple of its factor",
-            lambda machine, recipe: recipe.micro % int(knob_of(recipe, "accumulate", "factor", 2)) == 0,
+            lambda machine, recipe: recipe.micro % int(api.knob_of(recipe, "accumulate", "factor", 2)) == 0,
         ),
     ),
-    knobs={"factor": KnobRange((2, 4, 8), "passes per micro batch")},
-    claim=Claim(
+    knobs={"factor": api.KnobRange((2, 4, 8), "passes per micro batch")},
+    claim=api.Claim(
         "activation bytes",
         -0.5,
         regime="a factor of 2",
         source="arithmetic",
         of_memory=True,
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect(
+        api.MemoryEffect(
             "passes", 2.0, "each with a part of the tokens", by_knob=lambda knobs: float(knobs["factor"])
         ),
     ),

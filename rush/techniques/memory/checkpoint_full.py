@@ -12,30 +12,14 @@ At very long sequences the saved inputs of the blocks fill the memory. They can 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import rush.techniques.api.contract as api
 from rush.hardware import Machine
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    Alternative,
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-    used,
-)
+from rush.recipe import Recipe
 from rush.techniques.api.seams import override_forward
 from rush.techniques.memory.on_host import OffloadedInputs, OffloadToHost
 
@@ -48,7 +32,7 @@ def _recomputed(self: nn.Module, x_btd: Tensor, **rest: Any) -> Tensor:
     return out
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     for block in build.model.blocks:
         override_forward(block, _recomputed)
     if knobs["inputs"] == "host":
@@ -62,7 +46,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         build.step_contexts.append(lambda: OffloadToHost(is_input, moved, pin=True))
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The blocks' matmuls were recomputed in the backward pass: more than three for each linear layer. With
     `inputs = "host"`, inputs were copied to the host as well."""
     # Recomputation stops at the last needed tensor, so a little less than 2.
@@ -73,49 +57,49 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     away = (seen.facts.noted(OffloadedInputs) or OffloadedInputs()).moved["bytes"]
     if knobs["inputs"] == "host":
         said += f"; {away / 2**20:.1f} MiB of inputs were offloaded since the build"
-    return Proof(seen.block_forwards > 1.4 and (away > 0) == (knobs["inputs"] == "host"), said)
+    return api.Proof(seen.block_forwards > 1.4 and (away > 0) == (knobs["inputs"] == "host"), said)
 
 
 def _can_offload(machine: Machine, recipe: Recipe) -> bool:
-    on_host = knob_of(recipe, "checkpoint_full", "inputs", "device") == "host"
-    return not on_host or (machine.device == "cuda" and not used(recipe, "cuda_graph", "fsdp"))
+    on_host = api.knob_of(recipe, "checkpoint_full", "inputs", "device") == "host"
+    return not on_host or (machine.device == "cuda" and not api.used(recipe, "cuda_graph", "fsdp"))
 
 
-technique = Technique(
+technique = api.Technique(
     name="checkpoint_full",
-    alternative=Alternative.CHECKPOINTING,
-    stage=Stage.MEMORY,
+    alternative=api.Alternative.CHECKPOINTING,
+    stage=api.Stage.MEMORY,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             'inputs = "host" needs a GPU, and works neither with cuda_graph nor with fsdp',
             _can_offload,
         ),
     ),
     conflicts=("checkpoint_selective", "offload_activations"),
     knobs={
-        "inputs": KnobRange(
+        "inputs": api.KnobRange(
             ("device", "host"),
             "where the input of each block is saved; host is for long sequences",
         )
     },
-    claim=Claim(
+    claim=api.Claim(
         "tokens_per_s",
         -0.40,
         regime="Llama-3.2-1B, sequence 2048, batch 8, one A100, at the top of the ladder",
         source="a widely read hand-made ladder; see docs/sources.md; Chen et al. 2016, arXiv:1604.06174",
     ),
-    parity=Parity.EXACT,
+    parity=api.Parity.EXACT,
     evidence=evidence,
     memory=(
-        MemoryEffect(
+        api.MemoryEffect(
             "activations",
             1.0,
             "the input of each block, and one block in full at a time",
             keeps=("block.input",),
         ),
-        MemoryEffect("casts", 0.0, "recomputed with the block"),
-        MemoryEffect(
+        api.MemoryEffect("casts", 0.0, "recomputed with the block"),
+        api.MemoryEffect(
             "block.input",
             1.0,
             "0 with inputs = host",
@@ -123,9 +107,9 @@ technique = Technique(
         ),
     ),
     work=(
-        WorkEffect("blocks.recomputed", 1.0),
-        WorkEffect("attention.recomputed", 1.0),
-        WorkEffect("elementwise.recomputed", 0.2),
-        WorkEffect("inputs.offloaded", 1.0, when=lambda knobs: knobs["inputs"] == "host"),
+        api.WorkEffect("blocks.recomputed", 1.0),
+        api.WorkEffect("attention.recomputed", 1.0),
+        api.WorkEffect("elementwise.recomputed", 0.2),
+        api.WorkEffect("inputs.offloaded", 1.0, when=lambda knobs: knobs["inputs"] == "host"),
     ),
 )

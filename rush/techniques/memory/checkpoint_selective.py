@@ -10,7 +10,6 @@ less to gain with `compile`.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
@@ -18,23 +17,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import rush.techniques.api.contract as api
 from rush.libraries import hush
 from rush.models.adapted_linears import OPERATORS as ADAPTED
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Alternative,
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-)
 from rush.techniques.api.seams import override_forward
 
 _MATMULS = (
@@ -90,7 +75,7 @@ def _contexts(keep: str, tally: Tally) -> Any:
     return create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     tally = build.facts.note(Tally())
     contexts = partial(_contexts, str(knobs["keep"]), tally)
     # A warning about in-place operations; blocks have none.
@@ -120,7 +105,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         override_forward(block, partly_recomputed)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The policy saved some outputs and dropped others, and blocks ran more often than they were called (compiled: the
     policy was called while tracing)."""
     tally = (seen.facts.noted(Tally) or Tally()).counts
@@ -133,7 +118,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         if compiled
         else f"{tally['runs']} runs of blocks for {tally['calls']} calls"
     )
-    return Proof(
+    return api.Proof(
         tally["kept"] > 0 and (recomputed or compiled) and matmuls_recomputed == (knobs["keep"] == "half"),
         f"the policy saved {tally['kept']} outputs and dropped {tally['dropped']}; {how}; "
         f"each block's matmuls ran {seen.block_forwards:.2f} times forward; "
@@ -141,43 +126,43 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="checkpoint_selective",
-    alternative=Alternative.CHECKPOINTING,
-    stage=Stage.MEMORY,
+    alternative=api.Alternative.CHECKPOINTING,
+    stage=api.Stage.MEMORY,
     apply=apply,
     conflicts=("checkpoint_full", "offload_activations"),
     knobs={
-        "keep": KnobRange(("all", "half"), "save the outputs of all matmuls, or of every second one"),
+        "keep": api.KnobRange(("all", "half"), "save the outputs of all matmuls, or of every second one"),
     },
-    claim=Claim(
+    claim=api.Claim(
         "time spent on recomputation",
         -0.90,
         regime="against checkpointing everything, models of 22B to 1T parameters",
         source="Korthikanti et al. 2022, arXiv:2205.05198",
     ),
-    parity=Parity.EXACT,
+    parity=api.Parity.EXACT,
     evidence=evidence,
     memory=(
-        MemoryEffect(
+        api.MemoryEffect(
             "activations",
             1.0,
             "outputs of matmuls and of the attention kernel, and one block in full at a time",
             by_knob=lambda knobs: 1.0 if knobs["keep"] == "all" else 0.6,
             keeps=KEPT,
         ),
-        MemoryEffect("attention.projected", 1.0, "a matmul output"),
-        MemoryEffect("casts", 0.0, "recomputed with the block"),
+        api.MemoryEffect("attention.projected", 1.0, "a matmul output"),
+        api.MemoryEffect("casts", 0.0, "recomputed with the block"),
     ),
-    settings=(Setting(), Setting({"keep": "half"})),
+    settings=(api.Setting(), api.Setting({"keep": "half"})),
     work=(
-        WorkEffect(
+        api.WorkEffect(
             "blocks.recomputed",
             0.0,
             "0.5 with keep = half",
             by_knob=lambda knobs: 0.5 * (knobs["keep"] == "half"),
         ),
-        WorkEffect("scores.recomputed", 1.0),
-        WorkEffect("elementwise.recomputed", 0.2),
+        api.WorkEffect("scores.recomputed", 1.0),
+        api.WorkEffect("elementwise.recomputed", 0.2),
     ),
 )

@@ -17,18 +17,7 @@ from typing import Any
 
 import torch
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-    needs_cuda,
-)
+import rush.techniques.api.contract as api
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Environment variables of allocator settings; the first that is set counts."""
@@ -77,32 +66,32 @@ def set_allocator(text: str) -> None:
     (known or torch.cuda.memory._set_allocator_settings)(text)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.step_contexts.append(build.facts.note(ExpandableSegments()).segments)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The allocator's snapshot: steps allocated in expandable segments."""
     noted = seen.facts.noted(ExpandableSegments)
     segments = noted.seen() if noted is not None else ()
     growing = [segment for segment in segments if segment.get("is_expandable")]
     size, used = (sum(segment[key] for segment in growing) for key in ("total_size", "allocated_size"))
     whole = sum(segment["total_size"] for segment in segments)
-    return Proof(
+    return api.Proof(
         size > 0,
         f"{size / 2**20:,.0f} of {whole / 2**20:,.0f} MiB reserved are expandable segments, {used / 2**20:,.0f} MiB of "
         "them allocated between steps",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="expandable_segments",
-    stage=Stage.ENV,
+    stage=api.Stage.ENV,
     apply=apply,
-    requires=(needs_cuda,),
+    requires=(api.needs_cuda,),
     conflicts=("cuda_graph",),
     reasons={"cuda_graph": "a captured graph has a static memory pool, in which nothing is freed or split"},
-    claim=Claim(
+    claim=api.Claim(
         "bytes reserved and not allocated",
         -0.9,
         regime="sizes that change from step to step, or tensors of gigabytes; nothing where all steps are alike and small",
@@ -110,9 +99,9 @@ technique = Technique(
         "when only partly used pages of 20 MiB are lost",
         of_memory=True,
     ),
-    parity=Parity.EXACT,
+    parity=api.Parity.EXACT,
     evidence=evidence,
-    memory=(MemoryEffect("fragmentation", 0.1, "free pages are released"),),
+    memory=(api.MemoryEffect("fragmentation", 0.1, "free pages are released"),),
     # A trial measures allocated bytes, which stay the same.
     settings=(),
 )

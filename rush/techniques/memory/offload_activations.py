@@ -8,26 +8,12 @@ long sequences, wide layers, pinned memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.parallel.sharded import local_tensor
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-    WorkEffect,
-    needs_cuda,
-)
 from rush.techniques.api.seams import override_forward
 from rush.techniques.memory.on_host import OffloadedActivations, OffloadToHost
 
@@ -41,7 +27,7 @@ def is_offloaded(tensor: Tensor, stay: frozenset[int]) -> bool:
     return size >= SMALLEST_BYTES and tensor.untyped_storage().data_ptr() not in stay
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     moved = build.facts.note(OffloadedActivations()).moved
     pin = bool(knobs["pin"])
 
@@ -56,40 +42,40 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         override_forward(block, offloaded)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Activations were copied to the host, and the profile shows the copies."""
     moved = (seen.facts.noted(OffloadedActivations) or OffloadedActivations()).moved["bytes"]
     copies = [name for name in seen.kernels if "Memcpy DtoH" in name]
-    return Proof(
+    return api.Proof(
         moved > 0 and bool(copies),
         f"{moved / 2**20:.1f} MiB of activations were offloaded since the build ({', '.join(copies) or 'no copies seen'}); "
         f"{seen.held_bytes / 2**20:.1f} MiB of saved activations stayed on the device",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="offload_activations",
-    stage=Stage.MEMORY,
+    stage=api.Stage.MEMORY,
     apply=apply,
-    requires=(needs_cuda,),
+    requires=(api.needs_cuda,),
     conflicts=("checkpoint_full", "checkpoint_selective", "compile", "cuda_graph"),
     knobs={
-        "pin": KnobRange(
+        "pin": api.KnobRange(
             (True, False), "pinned host memory: faster, asynchronous copies; memory that cannot be swapped"
         )
     },
-    claim=Claim(
+    claim=api.Claim(
         "activation bytes on the device",
         -0.9,
         regime="16 blocks: activations of one block on the device at a time",
         source="arithmetic; torch.autograd.graph.save_on_cpu in the PyTorch documentation",
         of_memory=True,
     ),
-    parity=Parity.EXACT,
+    parity=api.Parity.EXACT,
     evidence=evidence,
     memory=(
-        MemoryEffect("activations", 1.0, "one block at a time on the device", keeps=()),
-        MemoryEffect("casts", 0.0, "offloaded as well"),
+        api.MemoryEffect("activations", 1.0, "one block at a time on the device", keeps=()),
+        api.MemoryEffect("casts", 0.0, "offloaded as well"),
     ),
-    work=(WorkEffect("offloaded", 1.0),),
+    work=(api.WorkEffect("offloaded", 1.0),),
 )

@@ -14,7 +14,7 @@ out of memory now and then; a run that always needs the room pays for the transf
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
@@ -22,26 +22,11 @@ from typing import Any
 
 import torch
 
+import rush.techniques.api.contract as api
 from rush.libraries import load_library
 from rush.parallel.placement import table_like
 from rush.parallel.sharded import local_tensor
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-    used,
-)
+from rush.recipe import Recipe
 from rush.techniques.api.evidence import state_per_parameter
 from rush.techniques.api.seams import needs_triton
 
@@ -122,7 +107,7 @@ class QuantizedState:
     optimizer: torch.optim.Optimizer
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     makers = {"torchao": _torchao, "bitsandbytes": _bitsandbytes, "rush": _rush}
     build.make_optimizer = _paged if knobs["paged"] else makers[str(knobs["backend"])]
     build.optimizer_options.clear()
@@ -142,7 +127,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         build.facts.state_bytes_per_parameter = 5.5
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The optimizer state is partly uint8 and less than 6 bytes per parameter (plain: 8, all quantized: 2). Our own
     kernel ran if, and only if, backend is rush, stochastic rounding if it was asked for, and moments are in unified
     memory if, and only if, paged."""
@@ -150,7 +135,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     noted = seen.facts.noted(QuantizedState)
     paged = paged_bytes(noted.optimizer) if noted is not None else 0
     ours = any(KERNEL in name for name in seen.kernels) if seen.kernels else OP in seen.ops
-    return Proof(
+    return api.Proof(
         seen.state_bytes.get("uint8", 0) > 0
         and per_parameter < 6
         and ours == (knobs["backend"] == "rush")
@@ -164,102 +149,104 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
 
 
 def _backend(recipe: Recipe) -> str:
-    return str(knob_of(recipe, "adam8bit", "backend", BACKENDS[0]))
+    return str(api.knob_of(recipe, "adam8bit", "backend", BACKENDS[0]))
 
 
 def _installed(recipe: Recipe) -> bool:
     return _backend(recipe) == "rush" or find_spec(_backend(recipe)) is not None
 
 
-def _reaches(knobs: Mapping[str, Knob]) -> float:
+def _reaches(knobs: api.Knobs) -> float:
     """Share of the copy rate, from `rush bench kernels` on an H200."""
     if knobs["backend"] != "rush":
         return 0.2
     return 0.73 if knobs["stochastic_rounding"] else 0.85
 
 
-technique = Technique(
+technique = api.Technique(
     name="adam8bit",
-    stage=Stage.UPDATE,
+    stage=api.Stage.UPDATE,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             "stochastic rounding is for bf16 weights and backend rush; add pure_bf16 and set backend rush",
             lambda machine, recipe: (
-                not knob_of(recipe, "adam8bit", "stochastic_rounding", False)
-                or (_backend(recipe) == "rush" and used(recipe, "pure_bf16"))
+                not api.knob_of(recipe, "adam8bit", "stochastic_rounding", False)
+                or (_backend(recipe) == "rush" and api.used(recipe, "pure_bf16"))
             ),
         ),
-        Requirement(
+        api.Requirement(
             "it needs the library that its backend knob names (rush is our own kernel): "
             'pip install "optimization-rush[quant]"',
             lambda machine, recipe: _installed(recipe),
             library=True,
         ),
-        Requirement(
+        api.Requirement(
             "with backend bitsandbytes it needs a CUDA GPU; torchao runs everywhere",
             lambda machine, recipe: machine.device == "cuda" or _backend(recipe) != "bitsandbytes",
         ),
-        Requirement(
+        api.Requirement(
             "sharded parameters (layout.fsdp, layout.tp) need backend rush: the libraries' moments cannot be saved in a "
             "checkpoint; set backend rush",
             lambda machine, recipe: recipe.layout.fsdp * recipe.layout.tp == 1 or _backend(recipe) == "rush",
         ),
-        Requirement(
+        api.Requirement(
             "paged moments need backend bitsandbytes; set it, or set paged to false",
             lambda machine, recipe: (
-                not knob_of(recipe, "adam8bit", "paged", False) or _backend(recipe) == "bitsandbytes"
+                not api.knob_of(recipe, "adam8bit", "paged", False) or _backend(recipe) == "bitsandbytes"
             ),
         ),
-        Requirement(
+        api.Requirement(
             f"with backend rush {needs_triton.message}",
             lambda machine, recipe: _backend(recipe) != "rush" or needs_triton.met(machine, recipe),
         ),
     ),
     conflicts=("bf16_master", "fused_adamw", "fused_update"),
     knobs={
-        "backend": KnobRange(BACKENDS, "implementation of the update"),
-        "stochastic_rounding": KnobRange((False, True), "stochastic rounding of bf16 weights (backend rush)"),
-        "paged": KnobRange(
+        "backend": api.KnobRange(BACKENDS, "implementation of the update"),
+        "stochastic_rounding": api.KnobRange(
+            (False, True), "stochastic rounding of bf16 weights (backend rush)"
+        ),
+        "paged": api.KnobRange(
             (False, True),
             f"moments of tensors with at least {PAGED_FROM:,} elements in unified memory (backend bitsandbytes)",
         ),
     },
-    claim=Claim(
+    claim=api.Claim(
         "optimizer state bytes",
         -0.75,
         regime="block-wise quantized moments, the large tensors",
         source="Dettmers et al. 2021, arXiv:2110.02861",
         of_memory=True,
     ),
-    parity=Parity.STATISTICAL,
+    parity=api.Parity.STATISTICAL,
     evidence=evidence,
     compiles=lambda knobs: knobs["backend"] == "torchao",
     memory=(
-        MemoryEffect(
+        api.MemoryEffect(
             "optimizer",
             1.0,
             "1 byte per moment and a scale per block of 256; paged: in host memory where there is no room",
             size=2.03,
         ),
-        MemoryEffect("update", 0.0, "one kernel"),
+        api.MemoryEffect("update", 0.0, "one kernel"),
     ),
-    settings=(Setting({"backend": "rush"}), Setting({"backend": "bitsandbytes"}), Setting()),
+    settings=(api.Setting({"backend": "rush"}), api.Setting({"backend": "bitsandbytes"}), api.Setting()),
     work=(
-        WorkEffect(
+        api.WorkEffect(
             "update.bytes",
             6.0,
             "our kernel reads and writes the weight and reads its gradient",
             by_knob=lambda knobs: 4.0 if knobs["backend"] == "rush" else 6.0,
         ),
-        WorkEffect("update.extra_bytes", 4.0, "quantized moments and scales"),
-        WorkEffect(
+        api.WorkEffect("update.extra_bytes", 4.0, "quantized moments and scales"),
+        api.WorkEffect(
             "update.efficiency",
             0.2,
             "measured; our kernel 0.85, with stochastic rounding 0.73",
             by_knob=_reaches,
         ),
-        WorkEffect(
+        api.WorkEffect(
             "update.launches",
             39.0,
             "9 with other backends",

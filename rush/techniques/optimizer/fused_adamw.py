@@ -7,42 +7,31 @@ short (small batch, many tensors) and hardly shows when a long step or accumulat
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    MemoryEffect,
-    Parity,
-    Stage,
-    Technique,
-    WorkEffect,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import ran
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.optimizer_options.pop("foreach", None)
     build.optimizer_options["fused"] = True
 
 
-technique = Technique(
+technique = api.Technique(
     name="fused_adamw",
-    stage=Stage.UPDATE,
+    stage=api.Stage.UPDATE,
     apply=apply,
     conflicts=("adam8bit", "fused_update"),
-    claim=Claim(
+    claim=api.Claim(
         "tokens_per_s",
         0.10,
         regime="Llama-3.2-1B, sequence 2048, batch 1, one A100, after FlashAttention",
         source="a widely read hand-made ladder; see docs/sources.md",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=ran("fused_adam"),
-    memory=(MemoryEffect("update", 0.0, "one kernel"),),
+    memory=(api.MemoryEffect("update", 0.0, "one kernel"),),
     work=(
-        WorkEffect("update.bytes", 8.0),
-        WorkEffect("update.launches", 1.0),
+        api.WorkEffect("update.bytes", 8.0),
+        api.WorkEffect("update.launches", 1.0),
     ),
 )

@@ -11,28 +11,10 @@ round-to-nearest step by step, only in the loss curve, which is how `pure_bf16` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
+import rush.techniques.api.contract as api
 from rush.parallel.sharded import local_tensor
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-    used,
-)
 from rush.techniques.api.evidence import state_per_parameter
 from rush.techniques.api.seams import needs_triton
 
@@ -40,7 +22,7 @@ OPS, KERNELS = ("rush::adamw", "rush::grad_norm"), ("adamw_kernel", "sum_of_squa
 STOCHASTIC = "rush::stochastic_rounding"
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     from rush.kernels.adamw import RushAdamW
     from rush.kernels.adamw.table import Divisions
     from rush.kernels.grad_norm import grad_norm
@@ -58,14 +40,14 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts.state_bytes_per_parameter = 4 if knobs["state"] == "bfloat16" else 8
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Our kernels of update and gradient norm ran (on a CPU: their operators), moments have the dtype asked for, and
     the profile shows stochastic rounding if, and only if, it was asked for."""
     wanted, names = (KERNELS, seen.kernels) if seen.kernels else (OPS, seen.ops)
     missing = [part for part in wanted if not any(part in name for name in names)]
     stochastic = STOCHASTIC in seen.ops
     dtypes = ", ".join(sorted(seen.state_bytes)) or "none"
-    return Proof(
+    return api.Proof(
         not missing and dtypes == knobs["state"] and stochastic == knobs["stochastic_rounding"],
         f"{' and '.join(missing or wanted)} {'did not run' if missing else 'ran'}; moments are {dtypes}, "
         f"{state_per_parameter(seen):.1f} bytes per parameter; weights were rounded "
@@ -73,57 +55,57 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="fused_update",
-    stage=Stage.UPDATE,
+    stage=api.Stage.UPDATE,
     apply=apply,
     requires=(
         needs_triton,
-        Requirement(
+        api.Requirement(
             "stochastic rounding and bf16 moments are for bf16 weights; add pure_bf16, or leave both knobs "
             "at their defaults",
             lambda machine, recipe: (
-                used(recipe, "pure_bf16")
+                api.used(recipe, "pure_bf16")
                 or (
-                    not knob_of(recipe, "fused_update", "stochastic_rounding", False)
-                    and knob_of(recipe, "fused_update", "state", "float32") == "float32"
+                    not api.knob_of(recipe, "fused_update", "stochastic_rounding", False)
+                    and api.knob_of(recipe, "fused_update", "state", "float32") == "float32"
                 )
             ),
         ),
     ),
     conflicts=("adam8bit", "bf16_master", "fused_adamw"),
     knobs={
-        "stochastic_rounding": KnobRange(
+        "stochastic_rounding": api.KnobRange(
             (False, True), "stochastic rounding of bf16 weights and second moments"
         ),
-        "state": KnobRange(("float32", "bfloat16"), "the dtype of both moments"),
+        "state": api.KnobRange(("float32", "bfloat16"), "the dtype of both moments"),
     },
-    claim=Claim(
+    claim=api.Claim(
         "bytes moved by an update",
         -0.65,
         regime="28 bytes per parameter in fp32, against 80 unfused",
         source="arithmetic; stochastic rounding: Zamirai et al. 2020, arXiv:2010.06192",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect(
+        api.MemoryEffect(
             "optimizer",
             1.0,
             "4 bytes per moment whatever the weights' dtype, or 2 with state = bfloat16",
             by_knob=lambda knobs: 0.5 if knobs["state"] == "bfloat16" else 1.0,
             size=8,
         ),
-        MemoryEffect("update", 0.0, "one kernel"),
+        api.MemoryEffect("update", 0.0, "one kernel"),
     ),
     settings=(
-        Setting({"stochastic_rounding": True, "state": "bfloat16"}),
-        Setting({"stochastic_rounding": True}),
-        Setting(),
+        api.Setting({"stochastic_rounding": True, "state": "bfloat16"}),
+        api.Setting({"stochastic_rounding": True}),
+        api.Setting(),
     ),
     work=(
-        WorkEffect("update.bytes", 8.0),
-        WorkEffect("update.efficiency", 0.96, "measured with 8 billion weights"),
-        WorkEffect("update.launches", 1.0),
+        api.WorkEffect("update.bytes", 8.0),
+        api.WorkEffect("update.efficiency", 0.96, "measured with 8 billion weights"),
+        api.WorkEffect("update.launches", 1.0),
     ),
 )

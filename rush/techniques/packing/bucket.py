@@ -9,21 +9,8 @@ documents. Parity is judged on steps of the same documents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+import rush.techniques.api.contract as api
 from rush.data.packing import Bucket
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    Observation,
-    Parity,
-    Proof,
-    Setting,
-    Stage,
-    Technique,
-)
 from rush.techniques.packing.packings import (
     SHAPES,
     allow_shapes,
@@ -36,40 +23,40 @@ from rush.techniques.packing.packings import (
 )
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     shapes = int(knobs["shapes"])
     use_packing(build, build.facts.note(Bucket(shapes, int(knobs["window"]))))
     allow_shapes(build, shapes)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Less padding in the micro batches than without sorting."""
     found, packing = packing_stats(seen), seen.facts.noted(Bucket)
     if found is None or packing is None or not packing.unsorted["tokens"]:
-        return Proof(False, "no micro batch of documents sorted by length was seen")
+        return api.Proof(False, "no micro batch of documents sorted by length was seen")
     unsorted = packing.unsorted["padding"] / packing.unsorted["tokens"]
     held = found.documents <= found.rows and not found.isolated and found.padding_share < unsorted
-    return Proof(held, f"{found.say(seen.recompiles)}; unsorted it would be {unsorted:.1%}")
+    return api.Proof(held, f"{found.say(seen.recompiles)}; unsorted it would be {unsorted:.1%}")
 
 
-technique = Technique(
+technique = api.Technique(
     name="bucket",
-    stage=Stage.DATA,
+    stage=api.Stage.DATA,
     apply=apply,
     requires=(fine_tuning, more_than_one_row, few_shapes("bucket")),
     conflicts=others("bucket"),
     knobs={
         "shapes": SHAPES,
-        "window": KnobRange((100, 10, 1000), "micro batches whose documents are sorted together"),
+        "window": api.KnobRange((100, 10, 1000), "micro batches whose documents are sorted together"),
     },
-    claim=Claim(
+    claim=api.Claim(
         "training time",
         -0.78,
         regime="CamemBERT on X-NLI, rows of up to 493 tokens, one consumer GPU: 4 h 38 to 1 h 01 with rows padded to the "
         "longest, batches of uniform length and mixed precision together",
         source="M. Benesty, Divide Hugging Face Transformers training time by 2 or more, May 2020",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
-    settings=(Setting(), Setting({"shapes": 4})),
+    settings=(api.Setting(), api.Setting({"shapes": 4})),
 )

@@ -11,57 +11,43 @@ Parity is judged on steps of the same documents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+import rush.techniques.api.contract as api
 from rush.data.packing import Flatten
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    used,
-)
 from rush.techniques.packing.packings import WINDOW_MEANING, fine_tuning, others, packing_stats, use_packing
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     use_packing(build, Flatten(int(knobs["window"])))
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """All micro batches are one row of one length, with several isolated documents."""
     found = packing_stats(seen)
     if found is None:
-        return Proof(False, "no flattened micro batch was seen")
+        return api.Proof(False, "no flattened micro batch was seen")
     held = found.isolated == found.micro_batches == found.rows and len(found.shapes) == 1
-    return Proof(held and found.documents > found.rows, found.say(seen.recompiles))
+    return api.Proof(held and found.documents > found.rows, found.say(seen.recompiles))
 
 
-technique = Technique(
+technique = api.Technique(
     name="flatten",
-    stage=Stage.DATA,
+    stage=api.Stage.DATA,
     apply=apply,
     requires=(
         fine_tuning,
-        Requirement(
+        api.Requirement(
             "its micro batch is one row, which accumulate cannot split; lower batch.micro instead",
-            lambda machine, recipe: not used(recipe, "accumulate"),
+            lambda machine, recipe: not api.used(recipe, "accumulate"),
         ),
     ),
     conflicts=others("flatten"),
-    knobs={"window": KnobRange((1024, 128, 8192), WINDOW_MEANING)},
-    claim=Claim(
+    knobs={"window": api.KnobRange((1024, 128, 8192), WINDOW_MEANING)},
+    claim=api.Claim(
         "tokens_per_s",
         1.0,
         regime="up to, over padding, where lengths vary as in FLAN; less where they are alike",
         source="Hugging Face blog, Packing with Flash Attention 2, August 2024; Kundu et al. 2024, arXiv:2407.09105",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
 )

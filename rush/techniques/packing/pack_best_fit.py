@@ -11,40 +11,37 @@ steps of the same documents.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+import rush.techniques.api.contract as api
 from rush.data.packing import BestFit
-from rush.recipe import Knob
-from rush.techniques.api.contract import Build, Claim, KnobRange, Observation, Parity, Proof, Stage, Technique
 from rush.techniques.packing.packings import WINDOW_MEANING, fine_tuning, others, packing_stats, use_packing
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     use_packing(build, BestFit(int(knobs["window"])))
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """All micro batches have one shape and isolated documents, more than one per row on average."""
     found = packing_stats(seen)
     if found is None:
-        return Proof(False, "no row of several documents was seen")
+        return api.Proof(False, "no row of several documents was seen")
     held = found.isolated == found.micro_batches and len(found.shapes) == 1
-    return Proof(held and found.documents > found.rows, found.say(seen.recompiles))
+    return api.Proof(held and found.documents > found.rows, found.say(seen.recompiles))
 
 
-technique = Technique(
+technique = api.Technique(
     name="pack_best_fit",
-    stage=Stage.DATA,
+    stage=api.Stage.DATA,
     apply=apply,
     requires=(fine_tuning,),
     conflicts=others("pack_best_fit"),
-    knobs={"window": KnobRange((4096, 256, 1024, 16384), WINDOW_MEANING)},
-    claim=Claim(
+    knobs={"window": api.KnobRange((4096, 256, 1024, 16384), WINDOW_MEANING)},
+    claim=api.Claim(
         "tokens_per_s",
         1.0,
         regime="sequences a second, BERT pretraining at sequence 512, where half of the tokens were padding",
         source="Krell et al. 2021, arXiv:2107.02027; best fit: Ding et al. 2024, arXiv:2404.10830",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
 )

@@ -9,41 +9,38 @@ documents whole and isolated. What is left after the last full row of an epoch i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+import rush.techniques.api.contract as api
 from rush.data.packing import Concat
-from rush.recipe import Knob
-from rush.techniques.api.contract import Build, Claim, Observation, Parity, Proof, Stage, Technique
 from rush.techniques.packing.packings import fine_tuning, others, packing_stats, use_packing
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     use_packing(build, Concat())
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Rows of one length with more than one document on average, not isolated, and no padding but empty rows."""
     found = packing_stats(seen)
     if found is None:
-        return Proof(False, "no row of concatenated documents was seen")
+        return api.Proof(False, "no row of concatenated documents was seen")
     length = max(length for _, length in found.shapes)
     held = not found.isolated and len(found.shapes) == 1 and found.padding % length == 0
-    return Proof(held and found.documents > found.rows, found.say(seen.recompiles))
+    return api.Proof(held and found.documents > found.rows, found.say(seen.recompiles))
 
 
-technique = Technique(
+technique = api.Technique(
     name="pack_concat",
-    stage=Stage.DATA,
+    stage=api.Stage.DATA,
     apply=apply,
     requires=(fine_tuning,),
     conflicts=others("pack_concat"),
-    claim=Claim(
+    claim=api.Claim(
         "padding share",
         -1.0,
         regime="always; what it costs: best-fit packing in its place was better by 4.7 % in reading comprehension and "
         "16.8 % in following context",
         source="Ding et al. 2024, arXiv:2404.10830",
     ),
-    parity=Parity.CHANGES,
+    parity=api.Parity.CHANGES,
     evidence=evidence,
 )

@@ -11,23 +11,23 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+import rush.techniques.api.contract as api
 from rush.data import Batch
 from rush.data.packing import Packing
-from rush.techniques.api.contract import Build, KnobRange, Observation, Pass, Requirement, knob_of, used
 
 PACKINGS = ("bucket", "flatten", "pack_best_fit", "pack_concat", "pad")
-SHAPES = KnobRange(
+SHAPES = api.KnobRange(
     (0, 1, 2, 4, 8, 16, 32),
     "number of row lengths, each a fraction of batch.sequence (1: always batch.sequence); 0: exactly the longest row",
 )
 WINDOW_MEANING = "documents that are packed together"
 
-fine_tuning = Requirement(
+fine_tuning = api.Requirement(
     'it packs conversations: it needs objective.kind = "sft" (pretraining reads one token stream, '
     "preferences keep two answers together)",
     lambda machine, recipe: recipe.objective.kind == "sft",
 )
-more_than_one_row = Requirement(
+more_than_one_row = api.Requirement(
     "it sorts the rows of a micro batch by length, so it needs batch.micro of 2 or more",
     lambda machine, recipe: recipe.micro > 1,
 )
@@ -38,13 +38,13 @@ def others(name: str) -> tuple[str, ...]:
     return tuple(other for other in PACKINGS if other != name)
 
 
-def few_shapes(name: str) -> Requirement:
-    return Requirement(
+def few_shapes(name: str) -> api.Requirement:
+    return api.Requirement(
         "every new length would recompile or recapture with compile or cuda_graph; with them set shapes to 1 … 32",
         lambda machine, recipe: (
-            not used(recipe, name)
-            or knob_of(recipe, name, "shapes", SHAPES.default) != 0
-            or not used(recipe, "compile", "cuda_graph")
+            not api.used(recipe, name)
+            or api.knob_of(recipe, name, "shapes", SHAPES.default) != 0
+            or not api.used(recipe, "compile", "cuda_graph")
         ),
     )
 
@@ -86,12 +86,12 @@ class PackingStats:
         )
 
 
-def use_packing(build: Build, packing: Packing) -> PackingStats:
+def use_packing(build: api.Build, packing: Packing) -> PackingStats:
     """Set the loader's packing, and collect statistics of its micro batches."""
     seen = build.facts.note(PackingStats(build.recipe.batch.sequence))
     build.loader_options["packing"] = packing
 
-    def counted(inner: Pass) -> Pass:
+    def counted(inner: api.Pass) -> api.Pass:
         def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
             seen.note(batch)
             return inner(batch, loss_scale)
@@ -102,15 +102,15 @@ def use_packing(build: Build, packing: Packing) -> PackingStats:
     return seen
 
 
-def allow_shapes(build: Build, shapes: int) -> None:
+def allow_shapes(build: api.Build, shapes: int) -> None:
     """With compile, raise the recompile limit to the number of shapes, for training and validation."""
-    if used(build.recipe, "compile"):
+    if api.used(build.recipe, "compile"):
         import torch._dynamo
 
         limit = max(torch._dynamo.config.recompile_limit, 4 * shapes + 4)
         build.step_contexts.append(lambda: torch._dynamo.config.patch(recompile_limit=limit))
 
 
-def packing_stats(seen: Observation) -> PackingStats | None:
+def packing_stats(seen: api.Observation) -> PackingStats | None:
     found = seen.facts.noted(PackingStats)
     return found if found is not None and found.micro_batches else None

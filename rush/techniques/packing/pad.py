@@ -8,22 +8,8 @@ computes for a document does not change: causal attention never sees what comes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
+import rush.techniques.api.contract as api
 from rush.data.packing import Pad
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Setting,
-    Stage,
-    Technique,
-)
 from rush.techniques.packing.packings import (
     SHAPES,
     allow_shapes,
@@ -34,29 +20,29 @@ from rush.techniques.packing.packings import (
 )
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     shapes = int(knobs["shapes"])
     use_packing(build, Pad(shapes))
     allow_shapes(build, shapes)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Micro batches with one document per row and, unless one shape is asked for, rows shorter than batch.sequence."""
     found, shapes = packing_stats(seen), int(knobs["shapes"])
     if found is None:
-        return Proof(False, "no padded micro batch was seen")
+        return api.Proof(False, "no padded micro batch was seen")
     lengths = {length for _, length in found.shapes}
     fewer = min(lengths) < found.sequence if shapes != 1 else lengths == {found.sequence}
     held = found.documents <= found.rows and not found.isolated and (shapes == 0 or len(lengths) <= shapes)
-    return Proof(held and fewer, found.say(seen.recompiles))
+    return api.Proof(held and fewer, found.say(seen.recompiles))
 
 
-technique = Technique(
+technique = api.Technique(
     name="pad",
-    stage=Stage.DATA,
+    stage=api.Stage.DATA,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             "it pads conversations: it needs objective.kind = sft or dpo (pretraining reads one token "
             "stream)",
             lambda machine, recipe: recipe.objective.kind != "lm",
@@ -65,16 +51,16 @@ technique = Technique(
     ),
     conflicts=others("pad"),
     knobs={"shapes": SHAPES},
-    claim=Claim(
+    claim=api.Claim(
         "processed tokens",
         -0.89,
         regime="at most: the share of padding in GLUE-cola padded to 128 tokens; up to half in common datasets",
         source="Krell et al. 2021, arXiv:2107.02027",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("activations", 1.0, "unchanged where a conversation fills its row, less elsewhere"),
+        api.MemoryEffect("activations", 1.0, "unchanged where a conversation fills its row, less elsewhere"),
     ),
-    settings=(Setting(), Setting({"shapes": 4})),
+    settings=(api.Setting(), api.Setting({"shapes": 4})),
 )

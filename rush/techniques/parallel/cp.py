@@ -14,7 +14,7 @@ and patches a function of the whole process; so this uses torch's collectives an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from importlib import import_module
 
@@ -22,28 +22,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+import rush.techniques.api.contract as api
 from rush.data import Batch
 from rush.data.batch import IGNORED
 from rush.errors import RecipeError
 from rush.models.layers import DocumentIds
 from rush.parallel.context_parallel import AllGatherAttention, ChunkDocuments, SequenceSplit
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    NO_CUDA_GRAPH,
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    enabled_by_layout,
-    knob_of,
-    used,
-)
+from rush.recipe import Recipe
 from rush.techniques.api.seams import set_attention_core, to_autocast_dtype
 from rush.techniques.parallel import ddp
 
@@ -126,12 +111,12 @@ class BatchShard:
         )
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     mesh, model = build.ranks.mesh_with_cp("cp"), build.model
     group, balanced = mesh.get_group().group_name, bool(knobs["balance"])
     split = SequenceSplit(mesh.size(), mesh.get_local_rank(), balanced)
     if knobs["exchange"] == "ring":
-        kernel = next((KERNELS[name] for name in KERNELS if used(build.recipe, name)), "plain")
+        kernel = next((KERNELS[name] for name in KERNELS if api.used(build.recipe, name)), "plain")
         kernel = f"{kernel} {build.device.type}" if kernel == "flash on" else kernel
         if kernel == "triton":
             import_module("rush.kernels.flash_attention")  # registers its operators
@@ -148,13 +133,13 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         build.shard_hooks.append(lambda build: ddp.replicate(build, plain))
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """A layer's matmuls have a rank's shard of the positions as rows, and in every pass the profile shows the
     collectives asked for: all-gathers, or the ring's operator with its sends. Without another data axis, gradients were
     reduced as in `ddp`."""
     cut = seen.facts.noted(BatchShard)
     if cut is None or not cut.lengths:
-        return Proof(False, "no sequence was sharded")
+        return api.Proof(False, "no sequence was sharded")
     split, passes = cut.split, max(1, seen.ops.get(PASS, 0))
     rows = seen.pass_tokens
     gathers, sends, rings = (seen.ops.get(name, 0) / passes for name in (GATHER, SEND, RING))
@@ -165,12 +150,12 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     summed = (
         ddp.evidence(seen, {})
         if cut.reduces_gradients
-        else Proof(True, "gradients are reduced with the data ranks'")
+        else api.Proof(True, "gradients are reduced with the data ranks'")
     )
     longest = max(cut.lengths)
     held = [f"rank {rank} has {_listed(split.chunks_of(rank))}" for rank in range(split.ranks)]
     pairs = _listed(split.pairs(rank, longest) for rank in range(split.ranks))
-    return Proof(
+    return api.Proof(
         any(rows in shape for shape in seen.matmul_shapes) and exchanged and summed.took_effect,
         f"rows of {longest} positions in {split.num_chunks} chunks: {'; '.join(held)}; pairs attended to: {pairs}; layers with "
         f"{rows} tokens; {gathers:g} all-gathers and {sends:g} sends per pass; {cut.filled} positions of padding; {summed.what}",
@@ -181,7 +166,7 @@ def _listed(numbers: Iterable[int]) -> str:
     return ", ".join(f"{number:,}" for number in numbers)
 
 
-def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
     """Refuse a sequence that is not a whole number of chunks, and preferences."""
     if recipe.objective.kind == "dpo":
         raise RecipeError(
@@ -200,64 +185,66 @@ def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
 
 
 def _ring(recipe: Recipe) -> bool:
-    return knob_of(recipe, "cp", "exchange", "all_gather") == "ring"
+    return api.knob_of(recipe, "cp", "exchange", "all_gather") == "ring"
 
 
-technique = Technique(
+technique = api.Technique(
     name="cp",
-    stage=Stage.TENSOR,
+    stage=api.Stage.TENSOR,
     after=("tp",),
     apply=apply,
     requires=(
-        enabled_by_layout("cp"),
-        Requirement(
+        api.enabled_by_layout("cp"),
+        api.Requirement(
             "cudnn_attention and triton_attention need as many queries as keys, which gathered keys do not have; set "
             "exchange = ring, or use flash_attention",
-            lambda machine, recipe: _ring(recipe) or not used(recipe, "cudnn_attention", "triton_attention"),
+            lambda machine, recipe: (
+                _ring(recipe) or not api.used(recipe, "cudnn_attention", "triton_attention")
+            ),
         ),
-        Requirement(
+        api.Requirement(
             "on a GPU the kernels of ring attention do not support packed documents; set exchange = all_gather, with "
             "flash_attention or without it",
             lambda machine, recipe: (
                 not _ring(recipe)
-                or not used(recipe, "flatten", "pack_best_fit")
+                or not api.used(recipe, "flatten", "pack_best_fit")
                 or not (
-                    used(recipe, "triton_attention")
-                    or (machine.device == "cuda" and used(recipe, "flash_attention"))
+                    api.used(recipe, "triton_attention")
+                    or (machine.device == "cuda" and api.used(recipe, "flash_attention"))
                 )
             ),
         ),
     ),
     conflicts=("cpu_attention", "cuda_graph", "flex_attention"),
     reasons={
-        **NO_CUDA_GRAPH,
+        **api.NO_CUDA_GRAPH,
         "cpu_attention": "its queries start where the keys do, and a rank's queries are in the middle of them; use flash_attention",
         "flex_attention": "its mask is for queries that start where the keys do, and a rank's queries are in the middle of them; "
         "use flash_attention",
     },
     check_sizes=check_sizes,
     knobs={
-        "exchange": KnobRange(
+        "exchange": api.KnobRange(
             ("all_gather", "ring"),
             "all-gather keys and values on every rank, or ring attention",
         ),
-        "balance": KnobRange(
+        "balance": api.KnobRange(
             (True, False),
             "one chunk of the head and one of the tail on each rank, instead of contiguous positions",
         ),
     },
-    claim=Claim(
+    claim=api.Claim(
         "model FLOPs per second and device",
         -0.05,
         regime="Llama 3 405B on 16,384 H100: 131,072 positions on 16 ranks each, against 8,192 on one",
         source="Grattafiori et al. 2024, arXiv:2407.21783, table 4",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("activations", 0.5, "divided by layout.cp"),
-        MemoryEffect("scores", 0.5, "divided by layout.cp"),
-        MemoryEffect("logits", 0.5, "divided by layout.cp"),
+        api.MemoryEffect("activations", 0.5, "divided by layout.cp"),
+        api.MemoryEffect("scores", 0.5, "divided by layout.cp"),
+        api.MemoryEffect("logits", 0.5, "divided by layout.cp"),
     ),
     settings=(),
 )

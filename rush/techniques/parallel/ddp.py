@@ -12,31 +12,17 @@ then fsdp does the communication. With cp, the ranks that share a sample reduce 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.data import Batch
 from rush.errors import RecipeError
 from rush.models import Decoder
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    NO_CUDA_GRAPH,
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Pass,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    enabled_by_layout,
-)
+from rush.recipe import Recipe
 from rush.techniques.parallel import fsdp, pp
 
 FORWARD, ALL_REDUCE, PASS = "DistributedDataParallel.forward", "c10d::allreduce_", "rush::forward"
@@ -45,12 +31,12 @@ OF_A_STEP = 2
 """All-reduces of every step on several ranks: its counts and its loss."""
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     if build.ranks.size("fsdp") == 1:  # fsdp replicates a sharded model
         replicate(build, knobs)
 
 
-def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
+def replicate(build: api.Build, knobs: api.Knobs) -> None:
     """All-reduce the gradients of ranks with other labels and whole replicas of the parameters."""
     mesh = build.ranks.mesh_with_cp("ddp")
     if build.ranks.size("tp") > 1 or pp.splits_backward(build.recipe):
@@ -93,7 +79,7 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
             with made[0].no_sync():
                 yield
 
-    def around(inner: Pass) -> Pass:
+    def around(inner: api.Pass) -> api.Pass:
         def passes(batch: Batch, loss_scale: Tensor) -> Tensor:
             with quiet():
                 return inner(batch, loss_scale)
@@ -106,7 +92,7 @@ def replicate(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.pass_wrappers.append(around)
 
 
-def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
     """Refuse what pipeline schedules do not support."""
     if recipe.layout.pp > 1 and not knobs["send_once"]:
         raise RecipeError(
@@ -121,7 +107,7 @@ def _no_buffer_broadcast() -> dict[str, Any]:
     return {"forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers": False}
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """The profile shows more all-reduces per step than counts and loss need, and passes through
     `DistributedDataParallel` (none with a sharded model)."""
     steps = seen.ops.get(PASS, 0) / max(1, seen.micro_batches)
@@ -131,20 +117,20 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     # One more for the gradient norm of a sharded model; three in a pipeline: norm, loss and the stop flag.
     own = OF_A_STEP + sharded + 3 * (seen.facts.pp is not None)
     wrapped = seen.ops.get(FORWARD, 0)
-    return Proof(
+    return api.Proof(
         reduces > own and bool(wrapped) != sharded,
         f"{reduces:g} all-reduces per step, of which {own} are not for gradients; {wrapped} passes through "
         "DistributedDataParallel",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="ddp",
-    stage=Stage.SHARD,
+    stage=api.Stage.SHARD,
     apply=apply,
     requires=(
-        enabled_by_layout("ddp"),
-        Requirement(
+        api.enabled_by_layout("ddp"),
+        api.Requirement(
             "its knobs are for replicas of a whole model; with layout.fsdp, layout.tp or a zero bubble schedule remove it from "
             "techniques",
             lambda machine, recipe: (
@@ -154,27 +140,27 @@ technique = Technique(
         ),
     ),
     conflicts=("cuda_graph",),
-    reasons=NO_CUDA_GRAPH,
+    reasons=api.NO_CUDA_GRAPH,
     check_sizes=check_sizes,
     knobs={
-        "bucket_mb": KnobRange((25, 1, 5, 50, 100), "MiB of gradients per all-reduce"),
-        "bucket_view": KnobRange(
+        "bucket_mb": api.KnobRange((25, 1, 5, 50, 100), "MiB of gradients per all-reduce"),
+        "bucket_view": api.KnobRange(
             (True, False), "gradients are views of the buckets, instead of being copied in"
         ),
-        "send_once": KnobRange(
+        "send_once": api.KnobRange(
             (True, False), "during accumulation reduce with the last micro batch only, instead of with each"
         ),
     },
-    claim=Claim(
+    claim=api.Claim(
         "tokens_per_s",
         0.9,
         regime="from 1 to 2 GPUs: near-linear scaling, ResNet50 and BERT, up to 256 GPUs",
         source="Li et al. 2020, arXiv:2006.15704",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect(
+        api.MemoryEffect(
             "buckets",
             0.0,
             "without bucket_view a second copy of the gradients",

@@ -20,25 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+import rush.techniques.api.contract as api
 from rush.errors import RecipeError
 from rush.parallel import Ranks
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    NO_CUDA_GRAPH,
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    enabled_by_layout,
-    knob_of,
-    used,
-)
+from rush.recipe import Recipe
 from rush.techniques.api.evidence import describe_dtypes, matmuls_took
 from rush.techniques.api.facts import FsdpFacts
 from rush.techniques.parallel import pp
@@ -67,11 +52,11 @@ class IntegersWithoutGradient(TorchFunctionMode):
         return function(*arguments, **(options or {}))
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     shard(build, _mesh(build.ranks), knobs)
 
 
-def shard(build: Build, mesh: Any, knobs: Mapping[str, Knob]) -> None:
+def shard(build: api.Build, mesh: Any, knobs: api.Knobs) -> None:
     """Shard the model over the last axis of the mesh; replicate it over the first of two."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -154,11 +139,11 @@ def _sync_setter(model: nn.Module, stage: str) -> Callable[[bool], None]:
     return set_sync
 
 
-def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
     """Refuse what pipeline schedules do not support."""
     if recipe.layout.pp == 1:
         return
-    schedule, stage = str(knob_of(recipe, "pp", "schedule", "1f1b")), str(knobs["stage"])
+    schedule, stage = str(api.knob_of(recipe, "pp", "schedule", "1f1b")), str(knobs["stage"])
     allowed = ["optimizer"] if pp.splits_backward(recipe) else ["parameters", "optimizer"]
     if stage not in allowed:
         raise RecipeError(
@@ -174,12 +159,12 @@ def _units_trained(model: nn.Module, blocks: list[nn.Module]) -> int:
     return sum(any(p.requires_grad for p in unit) for unit in [*(b.parameters() for b in blocks), rest])
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """This rank holds its shard of the parameters, and per unit and step the profile shows as many all-gathers and
     reduce-scatters as the stage needs."""
     noted = seen.facts.fsdp
     if noted is None:
-        return Proof(False, "no parameter is sharded")
+        return api.Proof(False, "no parameter is sharded")
     from rush.parallel.sharded import local_tensor
 
     parameters = list(noted.model.parameters())
@@ -203,7 +188,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     as_asked = where == {"cpu"} or not knobs["offload"]
     if knobs["param_dtype"] != SAME:
         as_asked &= matmuls_took(seen, str(knobs["param_dtype"])) and "float32" in seen.weight_dtypes
-    return Proof(
+    return api.Proof(
         held < 1.5 / ranks and (gathers, scatters) == wanted[str(knobs["stage"])] and as_asked,
         f"this rank holds {held:.0%} of the parameters; {gathers:g} all-gathers and {scatters:g} reduce-scatters in a "
         f"step of {passes} micro batches with {blocks + 1} units; parameters are on {', '.join(sorted(where))}, "
@@ -211,88 +196,89 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="fsdp",
     summary=lambda knobs: (
         f"{knobs['stage']}, {ZERO[str(knobs['stage'])]}{', CPU offload' if knobs['offload'] else ''}"
     ),
-    stage=Stage.SHARD,
+    stage=api.Stage.SHARD,
     apply=apply,
     requires=(
-        enabled_by_layout("fsdp"),
-        Requirement(
+        api.enabled_by_layout("fsdp"),
+        api.Requirement(
             "param_dtype casts fp32 weights to bf16 when they are gathered; remove techniques that change their dtype (amp_fp16, "
             "bf16_master, int8_base, pure_bf16, qlora), or leave it at same",
             lambda machine, recipe: (
-                knob_of(recipe, "fsdp", "param_dtype", SAME) == SAME
-                or not used(recipe, "amp_fp16", "bf16_master", "int8_base", "pure_bf16", "qlora")
+                api.knob_of(recipe, "fsdp", "param_dtype", SAME) == SAME
+                or not api.used(recipe, "amp_fp16", "bf16_master", "int8_base", "pure_bf16", "qlora")
             ),
         ),
-        Requirement(
+        api.Requirement(
             "with offload the update runs on the host, where our kernels do not; remove adam8bit and fused_update "
             "(fused_adamw works), or set offload to false",
             lambda machine, recipe: (
-                not knob_of(recipe, "fsdp", "offload", False) or not used(recipe, "adam8bit", "fused_update")
+                not api.knob_of(recipe, "fsdp", "offload", False)
+                or not api.used(recipe, "adam8bit", "fused_update")
             ),
         ),
-        Requirement(
+        api.Requirement(
             "weights are gathered between blocks, which a graph of the whole model does not allow; use compile "
             "with scope block, and fsdp with unit block",
             lambda machine, recipe: (
-                not used(recipe, "compile")
+                not api.used(recipe, "compile")
                 or (
-                    knob_of(recipe, "compile", "scope", "model") == "block"
-                    and knob_of(recipe, "fsdp", "unit", "block") == "block"
+                    api.knob_of(recipe, "compile", "scope", "model") == "block"
+                    and api.knob_of(recipe, "fsdp", "unit", "block") == "block"
                 )
             ),
         ),
     ),
     conflicts=("cuda_graph", "fused_projections"),
     reasons={
-        **NO_CUDA_GRAPH,
+        **api.NO_CUDA_GRAPH,
         "fused_projections": "it needs its weights in one contiguous buffer, and each weight is gathered into its own; joining them would "
         "be the copy that it saves",
     },
     check_sizes=check_sizes,
     knobs={
-        "stage": KnobRange(
+        "stage": api.KnobRange(
             ("parameters", "gradients", "optimizer"),
             "what is sharded during a step: parameters too (ZeRO-3), gradients and optimizer state (ZeRO-2), or the latter "
             "only (ZeRO-1)",
         ),
-        "unit": KnobRange(("block", "model"), "what is gathered at once"),
-        "prefetch": KnobRange((1, 2, 4), "blocks that are prefetched"),
-        "param_dtype": KnobRange(
+        "unit": api.KnobRange(("block", "model"), "what is gathered at once"),
+        "prefetch": api.KnobRange((1, 2, 4), "blocks that are prefetched"),
+        "param_dtype": api.KnobRange(
             (SAME, "bfloat16"),
             "dtype in which fp32 weights are gathered and computed with; shards stay fp32",
         ),
-        "reduce_dtype": KnobRange((SAME, "float32", "bfloat16"), "dtype in which gradients are reduced"),
-        "offload": KnobRange(
+        "reduce_dtype": api.KnobRange((SAME, "float32", "bfloat16"), "dtype in which gradients are reduced"),
+        "offload": api.KnobRange(
             (False, True),
             "shards of weights, gradients and moments in host memory, where the update runs",
         ),
     },
-    claim=Claim(
+    claim=api.Claim(
         "model state bytes per rank",
         -0.98,
         regime="ZeRO-3 on 64 ranks: 16 bytes a parameter become 16/64",
         source="Rajbhandari et al. 2019, arXiv:1910.02054, figure 1",
         of_memory=True,
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("parameters", 0.5, "divided by layout.fsdp, and one or two blocks in full"),
-        MemoryEffect("gradients", 0.5, "divided by layout.fsdp; unsharded with stage = optimizer"),
-        MemoryEffect("optimizer", 0.5, "divided by layout.fsdp"),
-        MemoryEffect(
+        api.MemoryEffect("parameters", 0.5, "divided by layout.fsdp, and one or two blocks in full"),
+        api.MemoryEffect("gradients", 0.5, "divided by layout.fsdp; unsharded with stage = optimizer"),
+        api.MemoryEffect("optimizer", 0.5, "divided by layout.fsdp"),
+        api.MemoryEffect(
             "gathered",
             0.0,
             "with stages gradients and optimizer all weights stay gathered until the backward pass",
             by_knob=lambda knobs: float(knobs["stage"] != "parameters" or knobs["unit"] == "model"),
         ),
         *(
-            MemoryEffect(
+            api.MemoryEffect(
                 term,
                 1.0,
                 "2 bytes with param_dtype = bfloat16",
@@ -301,13 +287,13 @@ technique = Technique(
             )
             for term in ("gathered", "stream", "compute")
         ),
-        MemoryEffect(
+        api.MemoryEffect(
             "on_host",
             1.0,
             "with offload: weights, gradients and moments of this rank",
             when=lambda knobs: bool(knobs["offload"]),
         ),
-        MemoryEffect(
+        api.MemoryEffect(
             "unsharded_gradients",
             0.0,
             "with stage optimizer",

@@ -13,7 +13,7 @@ batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,27 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.profiler import record_function
 
+import rush.techniques.api.contract as api
 from rush.data import Batch
 from rush.errors import RecipeError
 from rush.models.pipeline_stages import keep, split
 from rush.parallel.pipeline import SCHEDULES, Pipeline, PipelineSchedule, add_peer_gradient
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    NO_CUDA_GRAPH,
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    enabled_by_layout,
-    knob_of,
-    used,
-)
+from rush.recipe import Recipe
 from rush.techniques.api.facts import PpFacts
 
 FORWARD = "rush::forward"
@@ -51,11 +36,11 @@ RECEIVES = ("c10d::recv_", "nccl:recv")
 TIED = "embedding.weight"
 
 
-def stages_per_rank(knobs: Mapping[str, Knob]) -> int:
+def stages_per_rank(knobs: api.Knobs) -> int:
     return int(knobs["stages"]) or SCHEDULES[str(knobs["schedule"])].min_stages
 
 
-def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
     """Refuse more stages than blocks, stages that the schedule does not support, and too few micro batches."""
     kind, ranks, each = SCHEDULES[str(knobs["schedule"])], recipe.layout.pp, stages_per_rank(knobs)
     if not kind.min_stages <= each <= kind.max_stages:
@@ -76,7 +61,7 @@ def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
             f"{recipe.model.name} has {layers}; "
             + (f"layout.pp can be 1 to {most[-1]}." if most else f"stages can be at most {layers}.")
         )
-    parts = int(knob_of(recipe, "accumulate", "factor", 2)) if used(recipe, "accumulate") else 1
+    parts = int(api.knob_of(recipe, "accumulate", "factor", 2)) if api.used(recipe, "accumulate") else 1
     found = recipe.accumulation * parts
     if not kind.takes(found, ranks):
         legal = [n for n in range(1, 4 * (found + ranks)) if n % parts == 0 and kind.takes(n, ranks)]
@@ -100,7 +85,7 @@ def _check_ends(recipe: Recipe, kind: PipelineSchedule) -> None:
         )
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     mesh, recipe = build.ranks.mesh, build.recipe
     assert mesh is not None
     kind, size, rank = (
@@ -124,7 +109,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     )
 
     # Hidden states are sent as they are between blocks: sequence parallelism may have sharded them.
-    pieces = build.ranks.size("tp") if knob_of(recipe, "tp", "sequence", True) else 1
+    pieces = build.ranks.size("tp") if api.knob_of(recipe, "tp", "sequence", True) else 1
 
     def made(run: Any, modules: Sequence[nn.Module]) -> Pipelined:
         return Pipelined(run, kind, parts, modules, num_stages, build.weight_dtype, pieces, peer)
@@ -208,18 +193,18 @@ class Pipelined:
             add_peer_gradient(self.run.model.get_parameter(TIED), self.tied_with, self.pipeline.group)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """This rank computes some of the blocks only, and the profile shows hidden states or gradients sent and received, at
     least one per micro batch."""
     noted = seen.facts.pp
     if noted is None or noted.pipeline is None:
-        return Proof(False, "the model is not split")
+        return api.Proof(False, "the model is not split")
     own, layers, pipeline = noted.blocks, noted.num_layers, noted.pipeline
     sent, received = (_times(seen, names) for names in (SENDS, RECEIVES))
     micro_batches = seen.micro_batches / len(pipeline.stages)
     steps = seen.ops.get(FORWARD, 0) / max(1, seen.micro_batches)
     enough = steps > 0 and min(sent, received) >= steps * micro_batches
-    return Proof(
+    return api.Proof(
         len(own) < layers and enough,
         f"this rank has blocks {', '.join(map(str, own))} of {layers}; {sent} sends and {received} receives for "
         f"{micro_batches:g} micro batches in {steps:g} step(s); the bubble of schedule {knobs['schedule']} is "
@@ -227,69 +212,75 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     )
 
 
-def _times(seen: Observation, names: Iterable[str]) -> int:
+def _times(seen: api.Observation, names: Iterable[str]) -> int:
     return max(sum(count for op, count in seen.ops.items() if op.startswith(name)) for name in names)
 
 
 def splits_backward(recipe: Recipe) -> bool:
     """Whether weight gradients are computed separately from the backward pass."""
-    return recipe.layout.pp > 1 and SCHEDULES[str(knob_of(recipe, "pp", "schedule", "1f1b"))].splits_backward
+    return (
+        recipe.layout.pp > 1 and SCHEDULES[str(api.knob_of(recipe, "pp", "schedule", "1f1b"))].splits_backward
+    )
 
 
-technique = Technique(
+technique = api.Technique(
     name="pp",
     summary=lambda knobs: f"{n} stages a rank" if (n := stages_per_rank(knobs)) > 1 else "",
-    stage=Stage.TENSOR,
+    stage=api.Stage.TENSOR,
     after=("cp", "tp"),
     apply=apply,
     check_sizes=check_sizes,
     requires=(
-        enabled_by_layout("pp"),
-        Requirement(
+        api.enabled_by_layout("pp"),
+        api.Requirement(
             "a graph of the whole model cannot be split into stages; use compile with scope block",
             lambda machine, recipe: (
-                not used(recipe, "compile") or knob_of(recipe, "compile", "scope", "model") == "block"
+                not api.used(recipe, "compile") or api.knob_of(recipe, "compile", "scope", "model") == "block"
             ),
         ),
-        Requirement(
+        api.Requirement(
             "a zero bubble schedule cannot split the backward pass of a compiled block; use 1f1b, gpipe or "
             "interleaved with compile",
-            lambda machine, recipe: not (used(recipe, "compile") and splits_backward(recipe)),
+            lambda machine, recipe: not (api.used(recipe, "compile") and splits_backward(recipe)),
         ),
-        Requirement(
+        api.Requirement(
             "a zero bubble schedule runs a block's backward pass twice, which torch's selective checkpointing does not "
             "support; use checkpoint_full, or 1f1b, gpipe or interleaved",
-            lambda machine, recipe: not (used(recipe, "checkpoint_selective") and splits_backward(recipe)),
+            lambda machine, recipe: (
+                not (api.used(recipe, "checkpoint_selective") and splits_backward(recipe))
+            ),
         ),
     ),
     conflicts=("cuda_graph",),
-    reasons=NO_CUDA_GRAPH,
+    reasons=api.NO_CUDA_GRAPH,
     knobs={
-        "schedule": KnobRange(
+        "schedule": api.KnobRange(
             tuple(SCHEDULES),
             "the schedule: 1f1b (one forward, one backward), gpipe (all forward first), interleaved "
             "(1f1b with several stages per rank), zero_bubble and zbv (weight gradients fill the bubble)",
         ),
-        "stages": KnobRange((0, 1, 2, 3, 4, 6, 8), "stages per rank; 0: as few as the schedule supports"),
-        "balance": KnobRange(
+        "stages": api.KnobRange((0, 1, 2, 3, 4, 6, 8), "stages per rank; 0: as few as the schedule supports"),
+        "balance": api.KnobRange(
             ("flops", "parameters"), "what is balanced among stages: FLOPs per token, or parameters"
         ),
     },
-    claim=Claim(
+    claim=api.Claim(
         "tokens_per_s",
         0.10,
         regime="interleaved against plain 1F1B, GPT models on up to 3,072 A100",
         source="Narayanan et al. 2021, arXiv:2104.04473, abstract",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect(
+        api.MemoryEffect(
             "parameters", 0.5, "divided by layout.pp; a tied embedding is on the first and the last rank"
         ),
-        MemoryEffect("gradients", 0.5, "divided by layout.pp"),
-        MemoryEffect("optimizer", 0.5, "divided by layout.pp"),
-        MemoryEffect("activations", 1.0, "1F1B: a layout.pp-th of the blocks, of layout.pp micro batches"),
+        api.MemoryEffect("gradients", 0.5, "divided by layout.pp"),
+        api.MemoryEffect("optimizer", 0.5, "divided by layout.pp"),
+        api.MemoryEffect(
+            "activations", 1.0, "1F1B: a layout.pp-th of the blocks, of layout.pp micro batches"
+        ),
     ),
     settings=(),
 )

@@ -13,30 +13,15 @@ fsdp each shard is sharded once more, and with ddp torch's fully_shard keeps the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from math import gcd, prod
 from typing import Any
 
 from torch import nn
 
+import rush.techniques.api.contract as api
 from rush.errors import RecipeError
 from rush.models.adapters import adapters
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    NO_CUDA_GRAPH,
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-    enabled_by_layout,
-    knob_of,
-    used,
-)
+from rush.recipe import Recipe
 from rush.techniques.api.facts import TpFacts
 
 READERS = ("q", "k", "v", "qkv", "mlp_gate", "mlp_up")
@@ -51,7 +36,7 @@ GATHER, SCATTER, SUM = (
 )
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, parallelize_module
 
@@ -90,7 +75,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts.tp = TpFacts(build.ranks.size("tp"), model, build.stages)
 
 
-def _shard_loss(build: Build, stream: Any) -> None:
+def _shard_loss(build: api.Build, stream: Any) -> None:
     """A vocab-parallel loss: by the head itself if it supports it (`over`), else by torch."""
     from torch.distributed.tensor.parallel import loss_parallel
 
@@ -111,7 +96,7 @@ def _shard_loss(build: Build, stream: Any) -> None:
         build.step_contexts.append(loss_parallel)
 
 
-def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
+def check_sizes(recipe: Recipe, knobs: api.Knobs) -> None:
     """Refuse sizes that cannot be sharded."""
     ranks, shape, cut = recipe.layout.tp, recipe.shape(), bool(knobs["sequence"])
     if ranks == 1:
@@ -143,8 +128,8 @@ def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
             f'layout.cp; the nearest allowed: {legal}. Or turn off sequence parallelism: {{name = "tp", sequence = false}}.'
         )
     for packing in ("bucket", "pad"):
-        shapes = int(knob_of(recipe, packing, "shapes", 0))
-        if cut and used(recipe, packing) and (shapes == 0 or recipe.batch.sequence % (shapes * pieces)):
+        shapes = int(api.knob_of(recipe, packing, "shapes", 0))
+        if cut and api.used(recipe, packing) and (shapes == 0 or recipe.batch.sequence % (shapes * pieces)):
             legal = ", ".join(
                 str(n) for n in (1, 2, 4, 8, 16, 32) if recipe.batch.sequence % (n * pieces) == 0
             )
@@ -152,20 +137,20 @@ def check_sizes(recipe: Recipe, knobs: Mapping[str, Knob]) -> None:
                 f"technique {packing}: shapes is {shapes}, with which {pieces} ranks cannot split all row lengths into equal "
                 f'shards; allowed here: {legal}. Or turn off sequence parallelism: {{name = "tp", sequence = false}}.'
             )
-    if used(recipe, "compile") and knob_of(recipe, "compile", "scope", "model") != "block":
+    if api.used(recipe, "compile") and api.knob_of(recipe, "compile", "scope", "model") != "block":
         raise RecipeError(
             "technique compile: scope is 'model', but with layout.tp embedding and loss are torch's distributed "
             "operators, which cannot be part of a graph; the only allowed value is 'block'."
         )
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """This rank holds its shard of the blocks' matrices; its matmuls are about 1/n of those of whole layers (a third
     more with recomputation); and the profile shows at least four collectives per block and pass: all-gathers and
     reduce-scatters with `sequence`, all-reduces without."""
     noted = seen.facts.tp
     if noted is None:
-        return Proof(False, "no layer is sharded")
+        return api.Proof(False, "no layer is sharded")
     from rush.parallel.sharded import local_tensor
 
     ranks, model, stages = noted.ranks, noted.model, noted.stages
@@ -194,7 +179,7 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     exchanged = (
         found[GATHER] >= 4 <= found[SCATTER] if knobs["sequence"] else found[SUM] >= 4 > found[SCATTER]
     )
-    return Proof(
+    return api.Proof(
         held < 1.01 / ranks and 0 < share < 1.4 / ranks and exchanged,
         f"this rank holds {held:.0%} of the blocks' matrices; its matmuls are {share:.0%} of those of whole layers; "
         f"{found[GATHER]:.1f} all-gathers, {found[SCATTER]:.1f} reduce-scatters and {found[SUM]:.1f} all-reduces per block and pass",
@@ -207,15 +192,15 @@ def _without(dims: tuple[int, ...], tokens: int) -> tuple[int, ...]:
     return tuple(sorted((*dims[:place], *dims[place + 1 :])))
 
 
-technique = Technique(
+technique = api.Technique(
     name="tp",
-    stage=Stage.TENSOR,
+    stage=api.Stage.TENSOR,
     apply=apply,
     check_sizes=check_sizes,
-    requires=(enabled_by_layout("tp"),),
+    requires=(api.enabled_by_layout("tp"),),
     conflicts=("cuda_graph", "fused_bias", "fused_projections", "int8_base", "liger", "qlora", "vocab_pad"),
     reasons={
-        **NO_CUDA_GRAPH,
+        **api.NO_CUDA_GRAPH,
         "fused_bias": "it needs the full outputs of layers, and each rank has a shard of them",
         "fused_projections": "it needs its weights in one contiguous buffer, and each shard has its own",
         "int8_base": QUANTIZED,
@@ -224,29 +209,29 @@ technique = Technique(
         "vocab_pad": "each rank has a vocab shard; fused_loss pads it",
     },
     knobs={
-        "sequence": KnobRange(
+        "sequence": api.KnobRange(
             (True, False), "sequence parallelism: residual stream and norms are sharded along the sequence"
         ),
     },
-    claim=Claim(
+    claim=api.Claim(
         "FLOP/s",
         5.2,
         regime="from 1 to 8 GPUs of one machine, models that grow with them up to 8.3B: 77 % of linear",
         source="Shoeybi et al. 2019, arXiv:1909.08053; sequence parallelism: Korthikanti et al. 2022, arXiv:2205.05198",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("parameters", 0.5, "divided by layout.tp"),
-        MemoryEffect("gradients", 0.5, "divided by layout.tp"),
-        MemoryEffect("optimizer", 0.5, "divided by layout.tp"),
-        MemoryEffect(
+        api.MemoryEffect("parameters", 0.5, "divided by layout.tp"),
+        api.MemoryEffect("gradients", 0.5, "divided by layout.tp"),
+        api.MemoryEffect("optimizer", 0.5, "divided by layout.tp"),
+        api.MemoryEffect(
             "activations",
             0.5,
             "divided by layout.tp; with sequence = false the residual stream and its norms are not",
         ),
-        MemoryEffect("scores", 0.5, "divided by layout.tp: each rank has its heads"),
-        MemoryEffect("logits", 0.5, "divided by layout.tp: vocab shards"),
+        api.MemoryEffect("scores", 0.5, "divided by layout.tp: each rank has its heads"),
+        api.MemoryEffect("logits", 0.5, "divided by layout.tp: vocab shards"),
     ),
     settings=(),
 )

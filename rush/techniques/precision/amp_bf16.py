@@ -8,37 +8,34 @@ which shows at small batches; `pure_bf16` has no such casts.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import Alternative, Build, Claim, MemoryEffect, Parity, Stage, Technique
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import matmuls_in
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.autocast_dtype = torch.bfloat16
 
 
-technique = Technique(
+technique = api.Technique(
     name="amp_bf16",
-    alternative=Alternative.PRECISION,
+    alternative=api.Alternative.PRECISION,
     relative_error=2**-8,
     half_dtype="bfloat16",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     conflicts=("amp_fp16", "bf16_master", "fp16_matmul", "pure_bf16"),
-    claim=Claim(
+    claim=api.Claim(
         "tokens_per_s",
         2.5,
         regime="Llama-3.2-1B, sequence 2048, batch 1, one A100, from plain fp32 (×3.5)",
         source="a widely read hand-made ladder; see docs/sources.md",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=matmuls_in("bfloat16", weights="float32"),
     memory=(
-        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
-        MemoryEffect("casts", 1.0, "2 bytes for each weight of a matmul", size=2),
+        api.MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
+        api.MemoryEffect("casts", 1.0, "2 bytes for each weight of a matmul", size=2),
     ),
 )

@@ -9,27 +9,12 @@ is as fast and needs no scaling.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+import rush.techniques.api.contract as api
 from rush.parallel import Ranks
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Alternative,
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-    WorkEffect,
-)
 from rush.techniques.api.evidence import matmuls_in
 
 SCALE, GOOD_STEPS = "loss_scale", "loss_scale_good_steps"
@@ -65,7 +50,7 @@ class LossScaler(torch.amp.GradScaler):
         self._known = self.group[SCALE], self.group[GOOD_STEPS] = state["scale"], state["_growth_tracker"]
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.autocast_dtype = torch.float16
     scaler = LossScaler(build.device.type, init_scale=float(knobs["initial_scale"]))
     scaler.ranks = build.ranks
@@ -77,35 +62,37 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
 _fp16_matmuls = matmuls_in("float16", weights="float32")
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Matmuls ran in fp16 from fp32 weights, and the gradients were checked and unscaled."""
     proof = _fp16_matmuls(seen, knobs)
     unscaled = any("_amp_foreach_non_finite_check_and_unscale_" in name for name in seen.ops)
     scaler = seen.facts.noted(LossScaler)
     scale = f"loss scale {scaler.get_scale():g}" if scaler is not None else "no loss scale"
-    return Proof(proof.took_effect and unscaled, f"{proof.what}; {scale}, {seen.skipped_steps} steps skipped")
+    return api.Proof(
+        proof.took_effect and unscaled, f"{proof.what}; {scale}, {seen.skipped_steps} steps skipped"
+    )
 
 
-technique = Technique(
+technique = api.Technique(
     name="amp_fp16",
-    alternative=Alternative.PRECISION,
+    alternative=api.Alternative.PRECISION,
     relative_error=2**-11,
     half_dtype="float16",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     conflicts=("amp_bf16", "bf16_master", "fp16_matmul", "pure_bf16"),
-    knobs={"initial_scale": KnobRange((65536, 4096, 256), "loss scale at the first step")},
-    claim=Claim(
+    knobs={"initial_scale": api.KnobRange((65536, 4096, 256), "loss scale at the first step")},
+    claim=api.Claim(
         "matmul rate",
         15.0,
         regime="fp16 tensor cores of an A100 against its fp32 units: 312 TFLOP/s dense against 19.5",
         source="NVIDIA A100 Tensor Core GPU datasheet; Micikevicius et al. 2017, arXiv:1710.03740",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(
-        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
-        MemoryEffect("casts", 1.0, "2 bytes for each weight of a matmul", size=2),
+        api.MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
+        api.MemoryEffect("casts", 1.0, "2 bytes for each weight of a matmul", size=2),
     ),
-    work=(WorkEffect("matmul.dtype", "float16"),),
+    work=(api.WorkEffect("matmul.dtype", "float16"),),
 )

@@ -10,26 +10,15 @@ stream need fp32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+import rush.techniques.api.contract as api
 from rush.parallel.sharded import local_tensor
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Alternative,
-    Build,
-    Claim,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Stage,
-    Technique,
-)
 from rush.techniques.api.evidence import describe_dtypes, matmuls_took, state_per_parameter
 
 
@@ -96,12 +85,12 @@ class MasterAdamW(torch.optim.Optimizer):
         local_tensor(parameter).copy_(master)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.weight_dtype, build.masters = torch.bfloat16, True
     build.make_optimizer = MasterAdamW
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Weights and matmul inputs are bf16, and the optimizer's state is fp32 with 12 bytes per parameter (plain: 8)."""
     per_parameter = state_per_parameter(seen)
     took_effect = (
@@ -111,35 +100,35 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         and per_parameter > 11.5
     )
     weights = ", ".join(sorted(seen.weight_dtypes))
-    return Proof(
+    return api.Proof(
         took_effect,
         f"weights are {weights}, {describe_dtypes(seen)}, optimizer state {per_parameter:.1f} bytes per parameter "
         "(12 with master weights in fp32)",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="bf16_master",
-    alternative=Alternative.PRECISION,
+    alternative=api.Alternative.PRECISION,
     relative_error=2**-8,
     half_dtype="bfloat16",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     conflicts=("adam8bit", "amp_bf16", "amp_fp16", "fp16_matmul", "fused_update", "pure_bf16"),
-    claim=Claim(
+    claim=api.Claim(
         "bytes of weights and gradients in the passes",
         -0.5,
         regime="4 bytes for each parameter instead of 8; 16 in total, as in plain fp32",
         source="arithmetic; Rajbhandari et al. 2019, arXiv:1910.02054, section 3.1",
         of_memory=True,
     ),
-    parity=Parity.STATISTICAL,
+    parity=api.Parity.STATISTICAL,
     evidence=evidence,
     memory=(
-        MemoryEffect("parameters", 1.0, "2 bytes each", size=2),
-        MemoryEffect("gradients", 1.0, "2 bytes each", size=2),
-        MemoryEffect("master", 1.0, "4 bytes per trained weight"),
-        MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
-        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
+        api.MemoryEffect("parameters", 1.0, "2 bytes each", size=2),
+        api.MemoryEffect("gradients", 1.0, "2 bytes each", size=2),
+        api.MemoryEffect("master", 1.0, "4 bytes per trained weight"),
+        api.MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
+        api.MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
     ),
 )

@@ -13,32 +13,16 @@ learning rate the loss of `tiny` was the same with and without it: docs/negative
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import rush.techniques.api.contract as api
 from rush.hardware import Machine
 from rush.kernels import fp16_linear as kernel
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-    used,
-)
+from rush.recipe import Recipe
 from rush.techniques.kernels.chunked_loss import Projection
 from rush.techniques.kernels.vocab_pad import ProjectedLossHead
 
@@ -89,7 +73,7 @@ class Fp16Layers:
     count: int
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     kernel.load()  # before a compiler traces it
     layers = 0
     for role, named in build.model.linears().items():
@@ -109,7 +93,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
     build.facts.note(Fp16Layers(layers))
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Our operators `rush::fp16_matmul…` ran three matmuls per layer and micro batch: forward and both gradients (at
     least the forward one where weights are frozen). Layers that another technique joins count once."""
     noted = seen.facts.noted(Fp16Layers) or Fp16Layers(0)
@@ -118,58 +102,58 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
     others = sum(seen.matmuls_by_op.values()) - made
     each = 3 if seen.facts.adapters is None else 1
     wanted = each * layers * max(1, seen.micro_batches)
-    return Proof(
+    return api.Proof(
         0 < wanted <= made,
         f"{made:.0f} matmuls per step by `rush::fp16_matmul…`, where {layers} layers need {wanted}; {others:.0f} other "
         "matmuls",
     )
 
 
-def _with_head(knobs: Mapping[str, Knob]) -> bool:
+def _with_head(knobs: api.Knobs) -> bool:
     return knobs["scope"] == "blocks_and_head"
 
 
 def _takes_head(recipe: Recipe) -> bool:
-    return knob_of(recipe, "fp16_matmul", "scope", SCOPES[0]) == "blocks_and_head"
+    return api.knob_of(recipe, "fp16_matmul", "scope", SCOPES[0]) == "blocks_and_head"
 
 
 def _has_units(machine: Machine, recipe: Recipe) -> bool:
     return machine.device == "cpu" and {"neon", "fp16"} <= set(machine.cpu.features)
 
 
-technique = Technique(
+technique = api.Technique(
     name="fp16_matmul",
     relative_error=2**-11,
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             "it needs an ARM CPU with fp16 arithmetic (asimdhp among the features of /proc/cpuinfo) to compute on; on a GPU use "
             "amp_bf16 or amp_fp16",
             _has_units,
         ),
-        Requirement(
+        api.Requirement(
             "it needs a C++ compiler to build its kernel with, or the built kernel in the cache",
             lambda machine, recipe: kernel.cannot_build() is None or kernel.is_built(),
         ),
-        Requirement(
+        api.Requirement(
             "layout.tp shards the layers' weights, which our kernel does not support; set layout.tp to 1",
             lambda machine, recipe: recipe.layout.tp == 1,
         ),
-        Requirement(
+        api.Requirement(
             f"with scope blocks_and_head it computes the logits itself: remove {' and '.join(OTHER_HEADS)}, or set scope to blocks",
-            lambda machine, recipe: not (_takes_head(recipe) and used(recipe, *OTHER_HEADS)),
+            lambda machine, recipe: not (_takes_head(recipe) and api.used(recipe, *OTHER_HEADS)),
         ),
     ),
     conflicts=("amp_bf16", "amp_fp16", "bf16_master", "fp8", "int8_base", "pure_bf16", "qlora"),
     after=("chunked_loss", "vocab_pad"),
     knobs={
-        "scope": KnobRange(
+        "scope": api.KnobRange(
             SCOPES,
             "the linear layers of the blocks, or the LM head as well",
         )
     },
-    claim=Claim(
+    claim=api.Claim(
         "matmul rate",
         1.0,
         regime="fused multiply-adds of 128-bit vectors: eight fp16 numbers where there are four of fp32, two instructions a cycle "
@@ -178,14 +162,14 @@ technique = Technique(
         "GFLOP/s per core at 2.5 GHz, operands in registers)",
     ),
     # Not CLOSE: in 20 steps of `tiny` the gradient norm of step 14 was 2 to 5 % off, where fp16 is allowed 1 %.
-    parity=Parity.STATISTICAL,
+    parity=api.Parity.STATISTICAL,
     evidence=evidence,
     matmul_ops=dict.fromkeys(OPERATORS, "float16"),
-    memory=(MemoryEffect("buffers", 1.0, "one operand at a time in fp16, during its matmul"),),
-    settings=(Setting(),),
+    memory=(api.MemoryEffect("buffers", 1.0, "one operand at a time in fp16, during its matmul"),),
+    settings=(api.Setting(),),
     work=(
-        WorkEffect("blocks.dtype", RATE),
-        WorkEffect("head.dtype", RATE, when=_with_head),
-        WorkEffect("bias_grad.fused", 1.0, "all bias gradients"),
+        api.WorkEffect("blocks.dtype", RATE),
+        api.WorkEffect("head.dtype", RATE, when=_with_head),
+        api.WorkEffect("bias_grad.fused", 1.0, "all bias gradients"),
     ),
 )

@@ -17,30 +17,13 @@ in advance.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
+import rush.techniques.api.contract as api
 from rush.hardware import Machine
 from rush.models.layers import GatedMLP
-from rush.recipe import Knob, Recipe
-from rush.techniques.api.contract import (
-    Alternative,
-    Build,
-    Claim,
-    KnobRange,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Setting,
-    Stage,
-    Technique,
-    WorkEffect,
-    knob_of,
-    used,
-)
+from rush.recipe import Recipe
 from rush.techniques.api.evidence import describe_dtypes
 from rush.techniques.api.seams import needs_triton, rush_kernels_ran
 from rush.techniques.kernels.fused_loss import FusedLossHead
@@ -55,7 +38,7 @@ SWIGLU = tuple(f"fp8_swiglu{step}" for step in ("_amax", "", "_bound", "_backwar
 """Kernels of the fused MLP; its operators have the same names."""
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     from rush.kernels.fp8_linear import fp8_linear
     from rush.kernels.fp8_mlp import fp8_mlp
 
@@ -85,7 +68,7 @@ def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
         build.model.loss_head = ProjectedLossHead(Fp8Projection(build.head_width, of_head))
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Matmuls took fp8 inputs (or fp8 kernels of a compiled graph ran); on a CPU the emulation
     `rush::fp8_emulated_matmul` ran, which proves the arithmetic and nothing about speed. With `mlp` kernel also our
     kernels `fp8_swiglu…`, forward and backward (on a CPU the operators `rush::fp8_swiglu…`), and with
@@ -99,15 +82,17 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
             tuple(f"{name}_kernel" for name in names), tuple(f"rush::{name}" for name in names)
         )
         proofs.append(kernels(seen, knobs))
-    return Proof(all(proof.took_effect for proof in proofs), "; ".join(proof.what for proof in proofs))
+    return api.Proof(all(proof.took_effect for proof in proofs), "; ".join(proof.what for proof in proofs))
 
 
-def _matmuls_ran(seen: Observation) -> Proof:
+def _matmuls_ran(seen: api.Observation) -> api.Proof:
     if emulated := seen.ops.get("rush::fp8_emulated_matmul", 0):
-        return Proof(not seen.kernels, f"emulated on a CPU: {emulated} matmuls of dequantized fp8 operands")
+        return api.Proof(
+            not seen.kernels, f"emulated on a CPU: {emulated} matmuls of dequantized fp8 operands"
+        )
     kernels = [name for name in seen.kernels if "e4m3" in name or "_scaled_mm" in name]
     eight_bits = any(dtype.startswith("float8") for dtype in seen.matmul_dtypes)
-    return Proof(
+    return api.Proof(
         eight_bits or bool(kernels),
         describe_dtypes(seen) + (f"; ran {', '.join(kernels)[:120]}" if kernels else ""),
     )
@@ -128,168 +113,172 @@ def _widths_fit(machine: Machine, recipe: Recipe) -> bool:
     return all(size % ALIGNMENT == 0 for size in sizes)
 
 
-def _with_one_mlp(knobs: Mapping[str, Knob]) -> bool:
+def _with_one_mlp(knobs: api.Knobs) -> bool:
     return knobs["mlp"] == "kernel"
 
 
 def _one_mlp(recipe: Recipe) -> bool:
-    return knob_of(recipe, "fp8", "mlp", MLPS[0]) == "kernel"
+    return api.knob_of(recipe, "fp8", "mlp", MLPS[0]) == "kernel"
 
 
-def _tensorwise(knobs: Mapping[str, Knob]) -> bool:
+def _tensorwise(knobs: api.Knobs) -> bool:
     return knobs["recipe"] == "tensorwise" and _takes_blocks(knobs)
 
 
-def _rowwise(knobs: Mapping[str, Knob]) -> bool:
+def _rowwise(knobs: api.Knobs) -> bool:
     return knobs["recipe"] == "rowwise" and _takes_blocks(knobs)
 
 
-def _takes_blocks(knobs: Mapping[str, Knob]) -> bool:
+def _takes_blocks(knobs: api.Knobs) -> bool:
     return knobs["scope"] != "head"
 
 
 def _takes_head(recipe: Recipe) -> bool:
-    return knob_of(recipe, "fp8", "scope", SCOPES[0]) != "blocks"
+    return api.knob_of(recipe, "fp8", "scope", SCOPES[0]) != "blocks"
 
 
-technique = Technique(
+technique = api.Technique(
     name="fp8",
-    alternative=Alternative.FP8,
+    alternative=api.Alternative.FP8,
     relative_error=2**-4,
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     requires=(
         needs_triton,
-        Requirement(
+        api.Requirement(
             "it needs an NVIDIA GPU with fp8 matmuls (compute capability 8.9 or above); on a CPU TRITON_INTERPRET=1 "
             "emulates them",
             _can_multiply,
         ),
-        Requirement(
+        api.Requirement(
             "on a GPU it needs activations in bf16; add amp_bf16, bf16_master or pure_bf16",
             lambda machine, recipe: (
-                machine.device != "cuda" or used(recipe, "amp_bf16", "bf16_master", "pure_bf16")
+                machine.device != "cuda" or api.used(recipe, "amp_bf16", "bf16_master", "pure_bf16")
             ),
         ),
-        Requirement(
+        api.Requirement(
             f"it needs every width of the linear layers and batch.sequence to be a multiple of {ALIGNMENT}, also after "
             "sharding (layout.tp shards widths, layout.cp the sequence)",
             _widths_fit,
         ),
-        Requirement(
+        api.Requirement(
             "with recipe rowwise its casts are the compiler's: set casts to compiler, or recipe to tensorwise",
             lambda machine, recipe: (
-                knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
-                or knob_of(recipe, "fp8", "casts", CASTS[0]) == "compiler"
+                api.knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
+                or api.knob_of(recipe, "fp8", "casts", CASTS[0]) == "compiler"
             ),
         ),
-        Requirement(
+        api.Requirement(
             "with mlp kernel it replaces Llama's whole MLP, with tensorwise scales: it needs a Llama and recipe "
             f"tensorwise, and no {' or '.join(OTHER_MLPS)}; or set mlp to compiler",
             lambda machine, recipe: (
                 not _one_mlp(recipe)
                 or (
                     recipe.shape().family == "llama"
-                    and knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
-                    and not used(recipe, *OTHER_MLPS)
+                    and api.knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
+                    and not api.used(recipe, *OTHER_MLPS)
                 )
             ),
         ),
-        Requirement(
+        api.Requirement(
             "with mlp kernel gate and up are one matmul; add fused_projections with groups all or mlp, or set mlp to compiler",
             lambda machine, recipe: (
                 not _one_mlp(recipe)
                 or (
-                    used(recipe, "fused_projections")
-                    and knob_of(recipe, "fused_projections", "groups", "all") in ("all", "mlp")
+                    api.used(recipe, "fused_projections")
+                    and api.knob_of(recipe, "fused_projections", "groups", "all") in ("all", "mlp")
                 )
             ),
         ),
-        Requirement(
+        api.Requirement(
             "in fused_loss the LM head is scaled tensorwise; set recipe to tensorwise, or scope to blocks",
             lambda machine, recipe: (
-                not (_takes_head(recipe) and used(recipe, "fused_loss"))
-                or knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
+                not (_takes_head(recipe) and api.used(recipe, "fused_loss"))
+                or api.knob_of(recipe, "fp8", "recipe", RECIPES[0]) == "tensorwise"
             ),
         ),
-        Requirement(
+        api.Requirement(
             "with mlp kernel scope must include the blocks; set mlp to compiler, or scope to blocks_and_head",
             lambda machine, recipe: (
-                not _one_mlp(recipe) or knob_of(recipe, "fp8", "scope", SCOPES[0]) != "head"
+                not _one_mlp(recipe) or api.knob_of(recipe, "fp8", "scope", SCOPES[0]) != "head"
             ),
         ),
-        Requirement(
+        api.Requirement(
             "with layout.tp the loss computes the logits of a vocab shard; set scope to blocks",
             lambda machine, recipe: recipe.layout.tp == 1 or not _takes_head(recipe),
         ),
-        Requirement(
+        api.Requirement(
             "if scope includes the head it computes the logits itself, or fused_loss does: remove "
             f"{', '.join(OTHER_HEADS)}, or set scope to blocks",
-            lambda machine, recipe: not (_takes_head(recipe) and used(recipe, *OTHER_HEADS)),
+            lambda machine, recipe: not (_takes_head(recipe) and api.used(recipe, *OTHER_HEADS)),
         ),
-        Requirement(
+        api.Requirement(
             f"if scope includes the head it needs a vocabulary that is a multiple of {ALIGNMENT}; add vocab_pad, or fused_loss",
             lambda machine, recipe: (
                 not _takes_head(recipe)
-                or used(recipe, "fused_loss")
+                or api.used(recipe, "fused_loss")
                 or recipe.shape().vocab_size % ALIGNMENT == 0
-                or used(recipe, "vocab_pad")
+                or api.used(recipe, "vocab_pad")
             ),
         ),
     ),
     conflicts=("fp16_matmul", "int8_base", "qlora"),
     after=("chunked_loss", "fused_loss", "vocab_pad"),
     knobs={
-        "recipe": KnobRange(RECIPES, "one scale per tensor (gradients in e5m2), or one per row (all e4m3)"),
-        "scope": KnobRange(
+        "recipe": api.KnobRange(
+            RECIPES, "one scale per tensor (gradients in e5m2), or one per row (all e4m3)"
+        ),
+        "scope": api.KnobRange(
             SCOPES, "the linear layers of the blocks, the LM head as well, or the LM head alone"
         ),
-        "fast": KnobRange(
+        "fast": api.KnobRange(
             ("forward", "all"),
             "matmuls with fast accumulation: faster, less precise; never for gradients of the LM head",
         ),
-        "casts": KnobRange(
+        "casts": api.KnobRange(
             ("compiler", "kernel"),
             "plain operators for compile to fuse, or one kernel that writes both layouts (tensorwise); an LM head in "
             "fused_loss always uses a kernel",
         ),
-        "mlp": KnobRange(
+        "mlp": api.KnobRange(
             MLPS,
             "Llama's MLP as layers and an activation for compile to fuse, or as one function whose kernels cast to fp8 "
             "inside SwiGLU and its gradient",
         ),
     },
-    claim=Claim(
+    claim=api.Claim(
         "tokens_per_s",
         0.25,
         regime="Llama 3 8B on 8 H100, one scale per tensor, after compile in bf16",
         source="torchao's documentation of fp8 training; 5,760 against 7,186 tokens/s in a torchtitan commit",
     ),
-    parity=Parity.STATISTICAL,
+    parity=api.Parity.STATISTICAL,
     evidence=evidence,
     memory=(
-        MemoryEffect("inputs.cast", 1.0, "in fp8", size=1.0, when=_tensorwise),
-        MemoryEffect("inputs.cast", 1.0, "other casts, from the 16-bit values", size=2.0, when=_rowwise),
-        MemoryEffect("inputs.opaque", 1.0, when=lambda knobs: knobs["casts"] == "kernel"),
-        MemoryEffect("casts", 0.0, "recomputed", when=_takes_blocks),
-        MemoryEffect(
+        api.MemoryEffect("inputs.cast", 1.0, "in fp8", size=1.0, when=_tensorwise),
+        api.MemoryEffect("inputs.cast", 1.0, "other casts, from the 16-bit values", size=2.0, when=_rowwise),
+        api.MemoryEffect("inputs.opaque", 1.0, when=lambda knobs: knobs["casts"] == "kernel"),
+        api.MemoryEffect("casts", 0.0, "recomputed", when=_takes_blocks),
+        api.MemoryEffect(
             "head.cast", 1.0, "in fp8, also transposed", when=lambda knobs: knobs["scope"] != "blocks"
         ),
-        MemoryEffect("mlp.whole", 1.0, when=_with_one_mlp),
-        MemoryEffect("mlp.activated", 0.0, "with mlp kernel only gate and up are saved", when=_with_one_mlp),
+        api.MemoryEffect("mlp.whole", 1.0, when=_with_one_mlp),
+        api.MemoryEffect(
+            "mlp.activated", 0.0, "with mlp kernel only gate and up are saved", when=_with_one_mlp
+        ),
     ),
     settings=(
-        Setting(),
-        Setting({"mlp": "kernel"}, {"fused_projections": {}}),
-        Setting({"mlp": "kernel", "fast": "all"}, {"fused_projections": {}}),
-        Setting({"casts": "kernel"}),
-        Setting({"scope": "blocks_and_head"}),
-        Setting({"scope": "head"}),
+        api.Setting(),
+        api.Setting({"mlp": "kernel"}, {"fused_projections": {}}),
+        api.Setting({"mlp": "kernel", "fast": "all"}, {"fused_projections": {}}),
+        api.Setting({"casts": "kernel"}),
+        api.Setting({"scope": "blocks_and_head"}),
+        api.Setting({"scope": "head"}),
     ),
     work=(
-        WorkEffect("blocks.dtype", "float8", when=_takes_blocks),
-        WorkEffect("head.dtype", "float8", when=lambda knobs: knobs["scope"] != "blocks"),
-        WorkEffect(
+        api.WorkEffect("blocks.dtype", "float8", when=_takes_blocks),
+        api.WorkEffect("head.dtype", "float8", when=lambda knobs: knobs["scope"] != "blocks"),
+        api.WorkEffect(
             "blocks.casts",
             8.5,
             "absolute maximum, cast and both layouts; twice when eager. With mlp kernel 22 instead of 32 bytes per value "
@@ -297,8 +286,8 @@ technique = Technique(
             by_knob=lambda knobs: 6.4 if _with_one_mlp(knobs) else 8.5,
             when=_takes_blocks,
         ),
-        WorkEffect("mlp.fused", 1.0, when=_with_one_mlp),
-        WorkEffect(
+        api.WorkEffect("mlp.fused", 1.0, when=_with_one_mlp),
+        api.WorkEffect(
             "launches.extra",
             54.0,
             "scales and casts of Llama's 7 weights, 4 inputs and 7 gradients: three launches each",

@@ -8,31 +8,17 @@ run; `rush train` reports before the first step how many weights can move. Stoch
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Alternative,
-    Build,
-    Claim,
-    MemoryEffect,
-    Observation,
-    Parity,
-    Proof,
-    Setting,
-    Stage,
-    Technique,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import describe_dtypes, matmuls_took, state_per_parameter
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.weight_dtype = torch.bfloat16
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Weights and matmul inputs are bf16, and the optimizer state is 4 bytes per parameter (plain: 8), or what the
     optimizer technique declares."""
     per_parameter = state_per_parameter(seen)
@@ -42,39 +28,39 @@ def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
         seen.weight_dtypes == {"bfloat16"} and matmuls_took(seen, "bfloat16") and per_parameter < most
     )
     weights = ", ".join(sorted(seen.weight_dtypes))
-    return Proof(
+    return api.Proof(
         took_effect,
         f"weights are {weights}, {describe_dtypes(seen)}, optimizer state {per_parameter:.1f} bytes per parameter",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="pure_bf16",
-    alternative=Alternative.PRECISION,
+    alternative=api.Alternative.PRECISION,
     relative_error=2**-8,
     half_dtype="bfloat16",
-    stage=Stage.MODEL,
+    stage=api.Stage.MODEL,
     apply=apply,
     conflicts=("amp_bf16", "amp_fp16", "bf16_master", "fp16_matmul"),
-    claim=Claim(
+    claim=api.Claim(
         "model state bytes",
         -0.5,
         regime="weights, gradients and both Adam moments at 2 bytes instead of 4",
         source="arithmetic: 8 bytes per parameter instead of 16",
         of_memory=True,
     ),
-    parity=Parity.STATISTICAL,
+    parity=api.Parity.STATISTICAL,
     evidence=evidence,
     memory=(
-        MemoryEffect("parameters", 1.0, "2 bytes each", size=2),
-        MemoryEffect("gradients", 1.0, "2 bytes each", size=2),
-        MemoryEffect("optimizer", 1.0, "2 bytes a moment", size=4),
-        MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
-        MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
+        api.MemoryEffect("parameters", 1.0, "2 bytes each", size=2),
+        api.MemoryEffect("gradients", 1.0, "2 bytes each", size=2),
+        api.MemoryEffect("optimizer", 1.0, "2 bytes a moment", size=4),
+        api.MemoryEffect("stream", 1.0, "2 bytes an element", size=2),
+        api.MemoryEffect("compute", 1.0, "2 bytes an element", size=2),
     ),
     settings=(
-        Setting(together_with={"fused_update": {"stochastic_rounding": True, "state": "bfloat16"}}),
-        Setting(together_with={"adam8bit": {"backend": "rush", "stochastic_rounding": True}}),
-        Setting(),
+        api.Setting(together_with={"fused_update": {"stochastic_rounding": True, "state": "bfloat16"}}),
+        api.Setting(together_with={"adam8bit": {"backend": "rush", "stochastic_rounding": True}}),
+        api.Setting(),
     ),
 )

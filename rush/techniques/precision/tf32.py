@@ -8,23 +8,12 @@ run in bf16.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
 
-from rush.recipe import Knob
-from rush.techniques.api.contract import (
-    Build,
-    Claim,
-    Observation,
-    Parity,
-    Proof,
-    Requirement,
-    Stage,
-    Technique,
-    WorkEffect,
-)
+import rush.techniques.api.contract as api
 from rush.techniques.api.evidence import describe_dtypes
 
 
@@ -38,39 +27,39 @@ def _allowed() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def apply(build: Build, knobs: Mapping[str, Knob]) -> None:
+def apply(build: api.Build, knobs: api.Knobs) -> None:
     build.step_contexts.append(_allowed)
 
 
-def evidence(seen: Observation, knobs: Mapping[str, Knob]) -> Proof:
+def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """An fp32 matmul inside the step has the rounding error of a 10-bit mantissa, and the run's matmuls are fp32."""
     # Kernel names differ between libraries; the rounding does not.
     error = seen.fp32_matmul_error
     took_effect = error > 2e-5 and "float32" in seen.matmul_dtypes
-    return Proof(
+    return api.Proof(
         took_effect,
         f"an fp32 matmul inside the step is off by {error:.0e} (plain fp32: about 1e-7); {describe_dtypes(seen)}",
     )
 
 
-technique = Technique(
+technique = api.Technique(
     name="tf32",
     relative_error=2**-11,
-    stage=Stage.ENV,
+    stage=api.Stage.ENV,
     apply=apply,
     requires=(
-        Requirement(
+        api.Requirement(
             "it needs a CUDA GPU of compute capability 8.0 (Ampere) or newer",
             lambda machine, recipe: machine.device == "cuda" and (machine.capability or (0, 0)) >= (8, 0),
         ),
     ),
-    claim=Claim(
+    claim=api.Claim(
         "matmul rate",
         7.0,
         regime="fp32 matmul on an A100: 156 TFLOP/s dense against 19.5",
         source="NVIDIA A100 Tensor Core GPU datasheet",
     ),
-    parity=Parity.CLOSE,
+    parity=api.Parity.CLOSE,
     evidence=evidence,
-    work=(WorkEffect("matmul.dtype", "tf32"),),
+    work=(api.WorkEffect("matmul.dtype", "tf32"),),
 )
