@@ -11,6 +11,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -228,27 +229,8 @@ class Recipe(Section):
 
     def shape(self) -> Shape:
         """The model's shape: the published one with this recipe's overrides."""
-        if self.model.name not in SIZES:
-            raise RecipeError(
-                f"model.name is {self.model.name!r}, which is not a known model; {nearest(self.model.name, SIZES)}"
-            )
-        base = SIZES[self.model.name]
-        fields = {field.name: field for field in dataclasses.fields(Shape)}
-        changes: dict[str, Any] = {}
-        for key, value in self.model.shape.items():
-            known = getattr(base, key) if key in fields else None
-            if not isinstance(known, (bool, int, float)):
-                allowed = [name for name in fields if isinstance(getattr(base, name), (bool, int, float))]
-                raise RecipeError(f"model.shape.{key} is not a field of a shape; {nearest(key, allowed)}")
-            if type(value) is not type(known) and not (isinstance(known, float) and type(value) is int):
-                raise RecipeError(
-                    f"model.shape.{key} is {value!r}; found {_kind(value)}, allowed: {_kind(known)} (as in {known!r})."
-                )
-            changes[key] = value
-        try:
-            return dataclasses.replace(base, **changes)
-        except RecipeError as error:
-            raise RecipeError(f"model.shape: {error}") from None
+        overrides = tuple((key, type(value), value) for key, value in self.model.shape.items())
+        return _shape_of(self.model.name, overrides)
 
     @property
     def data_ranks(self) -> int:
@@ -318,6 +300,28 @@ def _renamed(entries: list[str | dict[str, Knob]], names: Mapping[str, str]) -> 
         else {key: names.get(str(value), value) if key == "name" else value for key, value in entry.items()}
         for entry in entries
     ]
+
+
+@lru_cache(maxsize=1024)
+def _shape_of(name: str, overrides: tuple[tuple[str, type, Any], ...]) -> Shape:
+    """The published shape of a model with these fields changed, of (key, type, value): 1 and True are equal, but not alike."""
+    if name not in SIZES:
+        raise RecipeError(f"model.name is {name!r}, which is not a known model; {nearest(name, SIZES)}")
+    base = SIZES[name]
+    fields = {field.name: field for field in dataclasses.fields(Shape)}
+    for key, kind, value in overrides:
+        known = getattr(base, key) if key in fields else None
+        if not isinstance(known, (bool, int, float)):
+            allowed = [field for field in fields if isinstance(getattr(base, field), (bool, int, float))]
+            raise RecipeError(f"model.shape.{key} is not a field of a shape; {nearest(key, allowed)}")
+        if kind is not type(known) and not (isinstance(known, float) and kind is int):
+            raise RecipeError(
+                f"model.shape.{key} is {value!r}; found {_kind(value)}, allowed: {_kind(known)} (as in {known!r})."
+            )
+    try:
+        return dataclasses.replace(base, **{key: value for key, _, value in overrides})
+    except RecipeError as error:
+        raise RecipeError(f"model.shape: {error}") from None
 
 
 def _kind(value: object) -> str:

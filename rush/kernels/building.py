@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -145,6 +146,13 @@ def _cuda_libraries() -> list[Path]:
 
 def _identity(files: Sequence[Path], flags: Sequence[str] = FLAGS) -> str:
     """A digest of sources, flags, torch version, platform and GPU."""
+    found = (file.stat() for file in files)
+    return _digest(tuple(files), tuple((one.st_mtime_ns, one.st_size) for one in found), tuple(flags))
+
+
+@cache
+def _digest(files: tuple[Path, ...], as_found: tuple[tuple[int, int], ...], flags: tuple[str, ...]) -> str:
+    """Of files that are what they were when their times and sizes were these."""
     parts = [torch.__version__, torch.version.cuda, platform.machine(), *flags]
     digest = hashlib.sha256(" ".join(map(str, parts)).encode())
     if torch.cuda.is_available():

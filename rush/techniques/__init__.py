@@ -144,6 +144,9 @@ def in_order(uses: Iterable[Use]) -> list[Use]:
         graph = {
             name: [other for other in use.technique.after if other in stage] for name, use in stage.items()
         }
+        if not any(graph.values()):
+            found += stage.values()
+            continue
         try:
             found += [stage[name] for name in TopologicalSorter(graph).static_order()]
         except CycleError as error:
@@ -153,7 +156,7 @@ def in_order(uses: Iterable[Use]) -> list[Use]:
 
 def _used_axes(recipe: Recipe) -> dict[str, int]:
     """Axes of the layout above 1. Each is a technique of the same name."""
-    return {axis: size for axis, size in recipe.layout.model_dump().items() if size != 1}
+    return {axis: size for axis, size in recipe.layout if size != 1}
 
 
 def _check_layout(recipe: Recipe) -> None:

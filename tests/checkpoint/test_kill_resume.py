@@ -19,7 +19,8 @@ import pytest
 from tests.training.forked_runs import ForkedRush
 from tests.training.small_runs import checkpoint_files, rows, rush, small_recipe, start_rush, write_corpus
 
-STEPS = 80  # more than all kills of a chain leave behind
+STEPS = {6: 60, 14: 80}
+"""More than all kills of a chain leave behind."""
 
 
 def undisturbed(tmp_path: Path, recipe: Path, cache: Path) -> Path:
@@ -76,7 +77,7 @@ def assert_a_beginning(folder: Path, whole: Path, when: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("family", "kills"),
-    [("gpt2", 8), *(pytest.param(family, 14, marks=pytest.mark.slow) for family in ("gpt2", "llama"))],
+    [("gpt2", 6), *(pytest.param(family, 14, marks=pytest.mark.slow) for family in ("gpt2", "llama"))],
 )
 def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
     tmp_path: Path, family: str, kills: int
@@ -84,10 +85,10 @@ def test_killed_at_any_instant_the_resumed_run_is_the_same_to_the_last_bit(
     cache, folder = tmp_path / "cache", tmp_path / "killed"
     recipe = tmp_path / "recipe.toml"
     recipe.write_text(
-        small_recipe(write_corpus(tmp_path / "corpus"), family, schedule={"steps": STEPS, "warmup": 5})
+        small_recipe(write_corpus(tmp_path / "corpus"), family, schedule={"steps": STEPS[kills], "warmup": 5})
     )
     whole = undisturbed(tmp_path, recipe, cache)
-    assert len(rows(whole)) == STEPS
+    assert len(rows(whole)) == STEPS[kills]
     chance = random.Random(family)
     in_save = 0
     killed: list[str] = []

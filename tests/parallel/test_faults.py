@@ -62,7 +62,7 @@ def test_a_run_whose_ranks_are_killed_at_random_steps_ends_with_the_same_bits(
 ) -> None:
     seed = 20261115
     dice, out = random.Random(seed), tmp_path / "killed"
-    steps = [1, *sorted(dice.sample(range(2, STEPS), 2))]  # the first before anything was saved
+    steps = [1, dice.randrange(2, STEPS)]  # the first before anything was saved
     for step in steps:
         fault = Fault(dice.choice(["killed", "crashed"]), dice.randrange(2), step)
         print(f"seed {seed}: {fault}")  # noqa: T201
@@ -77,11 +77,11 @@ def test_a_run_whose_ranks_are_killed_at_random_steps_ends_with_the_same_bits(
 def test_a_rank_that_does_not_come_is_named_with_the_collective_and_the_step(
     recipe: Path, tmp_path: Path
 ) -> None:
-    ended = go(recipe, tmp_path / "asleep", "run.timeout_s=9", fault=Fault("asleep", 1, 5))
+    ended = go(recipe, tmp_path / "asleep", "run.timeout_s=6", fault=Fault("asleep", 1, 5))
     assert ended.codes == [LOST, LOST], ended.said
     assert ended.said.count("error") == 1, ended.said
     message = ended.said[ended.said.index("error") :]
-    assert "rank 0 has waited 9 s (run.timeout_s) at step 5 for all_reduce of 5 double" in message
+    assert "rank 0 has waited 6 s (run.timeout_s) at step 5 for all_reduce of 5 double" in message
     assert "in _sum_counts (rush/training/step.py" in message
     assert "rank 1 did not join it, it is at step 5 in _start (rush/training/session.py" in message
     assert not any(row["step"] > 4 for row in rows(tmp_path / "asleep"))

@@ -28,6 +28,7 @@ from rush.sampling import generate
 from rush.training.build import Run, build
 from rush.training.sample import plain_model
 from rush.training.step import train_step, validate
+from tests.in_turn import in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -40,6 +41,7 @@ def uses_cpp(monkeypatch: pytest.MonkeyPatch) -> None:
 
 SMALL = ["batch.micro=4", "batch.sequence=128", "model.shape.num_layers=2", "batch.total_tokens=512"]
 WIDE = "model.shape.vocab_size=16384"
+FAMILIES = ("tiny", "llama-tiny")
 CHUNKED = '{name = "chunked_loss", chunk_tokens = 64}'
 
 
@@ -78,23 +80,30 @@ def most_allocated(do: Callable[[], object]) -> int:
     return most
 
 
+STACKS = [
+    (),
+    ("flash_attention",),
+    (CHUNKED,),
+    ("fused_loss",),
+    ("pure_bf16",),
+    ("pure_bf16", CHUNKED),
+    ("flash_attention", "fused_loss"),
+]
+MORE_STACKS = [("pure_bf16", "flash_attention"), ("amp_bf16", "flash_attention")]
+VALIDATIONS = [
+    *in_turn(FAMILIES, [(stack, ()) for stack in STACKS]),
+    *in_turn(FAMILIES[::-1], [(stack, (WIDE,)) for stack in STACKS]),
+    *(
+        pytest.param(family, stack, more, marks=pytest.mark.slow)
+        for family in FAMILIES
+        for stack in MORE_STACKS
+        for more in ((), (WIDE,))
+    ),
+]
+
+
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("model", ["tiny", "llama-tiny"])
-@pytest.mark.parametrize("more", [(), (WIDE,)])
-@pytest.mark.parametrize(
-    "techniques",
-    [
-        (),
-        ("flash_attention",),
-        (CHUNKED,),
-        ("fused_loss",),
-        ("pure_bf16",),
-        ("pure_bf16", CHUNKED),
-        ("flash_attention", "fused_loss"),
-        pytest.param(("pure_bf16", "flash_attention"), marks=pytest.mark.slow),
-        pytest.param(("amp_bf16", "flash_attention"), marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("model", "techniques", "more"), VALIDATIONS)
 def test_what_a_validation_takes_is_predicted_within_2_per_cent(
     model: str, techniques: tuple[str, ...], more: tuple[str, ...]
 ) -> None:
@@ -107,8 +116,7 @@ def test_what_a_validation_takes_is_predicted_within_2_per_cent(
 
 
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("model", ["tiny", "llama-tiny"])
-@pytest.mark.parametrize("techniques", [(), ("pure_bf16",)])
+@pytest.mark.parametrize(("model", "techniques"), in_turn(FAMILIES, [((),), (("pure_bf16",),)]))
 def test_what_a_sample_takes_is_predicted_within_2_per_cent(model: str, techniques: tuple[str, ...]) -> None:
     prompt = "word " * 20
     recipe = recipe_of(model, *techniques, more=(f'run.sample_prompt="{prompt}"', "run.sample_tokens=60"))

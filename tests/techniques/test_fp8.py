@@ -12,6 +12,7 @@ from rush.hardware import probe
 from rush.techniques import check, registry
 from rush.techniques.api.evidence import prove
 from rush.techniques.precision.fp8 import Fp8Linear
+from tests.in_turn import in_turn
 from tests.techniques.tiny_runs import compare, make_run, recipe_of, trace
 
 pytestmark = [
@@ -40,7 +41,7 @@ FUSED_HEAD = ("{name='fp8', scope='head'}", "{name='fused_loss', chunk_tokens=51
 @pytest.mark.parametrize(
     ("name", "techniques"),
     [
-        *((name, techniques) for name in ("llama-tiny", "tiny") for techniques in BESIDE),
+        *in_turn(("llama-tiny", "tiny"), [(techniques,) for techniques in BESIDE]),
         ("llama-tiny", (ONE_MLP, JOINED)),
         pytest.param(
             "llama-tiny",

@@ -62,7 +62,12 @@ def test_it_takes_effect_and_learns_the_same_in_both_families(name: str, device:
 
 
 @pytest.mark.parametrize(
-    ("amp", "dtype"), [("amp_bf16", "bfloat16"), ("amp_fp16", "float16"), ("pure_bf16", "bfloat16")]
+    ("amp", "dtype"),
+    [
+        ("amp_bf16", "bfloat16"),
+        ("amp_fp16", "float16"),
+        pytest.param("pure_bf16", "bfloat16", marks=pytest.mark.slow),
+    ],
 )
 def test_it_takes_the_inputs_of_mixed_precision(amp: str, dtype: str, device: str) -> None:
     run, ours = tried("triton_attention", amp, device=device)
@@ -73,7 +78,13 @@ def test_it_takes_the_inputs_of_mixed_precision(amp: str, dtype: str, device: st
 
 
 @pytest.mark.parametrize(
-    "others", [(COMPILED,), ("checkpoint_full",), ("checkpoint_selective", COMPILED)], ids=str
+    "others",
+    [
+        pytest.param((COMPILED,), marks=pytest.mark.slow),
+        ("checkpoint_full",),
+        ("checkpoint_selective", COMPILED),
+    ],
+    ids=str,
 )
 def test_it_works_with_compile_and_checkpointing(others: tuple[str, ...], device: str) -> None:
     torch._dynamo.reset()

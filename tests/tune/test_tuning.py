@@ -70,6 +70,8 @@ def test_a_search_of_seconds_leaves_a_recipe_its_evidence_and_no_process(
     assert not [child for child in left if "python" in child.name()], "a trial is left"
 
 
+# The search itself is rehearsed (test_rehearsal.py), and that such a life is found out is seen in lab/test_usable.py.
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_recipe_that_cannot_validate_is_passed_over_for_what_can(
     small_recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -384,14 +384,13 @@ needs_cuda = Requirement("it needs a CUDA GPU", lambda machine, recipe: machine.
 
 def used(recipe: Recipe, *names: str) -> bool:
     """Whether the recipe uses one of these techniques."""
-    return any(name in names for name, _ in recipe.technique_uses())
+    return any((entry if isinstance(entry, str) else entry["name"]) in names for entry in recipe.techniques)
 
 
 def knob_of(recipe: Recipe, name: str, knob: str, default: Knob) -> Knob:
     """The recipe's value of a technique's knob."""
-    return next(
-        (knobs.get(knob, default) for used, knobs in recipe.technique_uses() if used == name), default
-    )
+    tables = (entry for entry in recipe.techniques if isinstance(entry, dict) and entry["name"] == name)
+    return next((table.get(knob, default) for table in tables), default)
 
 
 half_precision = Requirement(
