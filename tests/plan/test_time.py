@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,11 +16,11 @@ from rush.hardware.launch_rate import OperationCount
 from rush.plan.adapter_time import adapters_time, dequantize_time
 from rush.plan.attention_time import FORWARD, attention_time
 from rush.plan.calibration import _as_timed, _launching, calibrate, calibration_split
-from rush.plan.check import check, other_splits
+from rush.plan.check import ErrorRow, ErrorSummary, check, other_splits
 from rush.plan.communication import NETWORK, bandwidth, ring
 from rush.plan.effects import attention_kernels
 from rush.plan.efficiencies import DEFAULT
-from rush.plan.measured_cases import read_findings
+from rush.plan.measured_cases import MeasuredCase, read_findings
 from rush.plan.optimizer_time import launches
 from rush.plan.published_runs import read_published
 from rush.plan.spec import Spec, spec_of, weights_of
@@ -30,7 +31,36 @@ from rush.training.build import build
 from rush.training.step import train_step
 
 RESULTS = Path(__file__).parents[2] / "results"
+STUDIES = [
+    "gpt2-124m-h200", "gpt2-124m-h200-first-climb", "gpt2-124m-ladder-h200", "llama-3.2-1b-h200",
+    "llama-3.2-1b-h200-first-climb", "llama-3.2-1b-host-h200", "memory-limit-h200", "models-8b-h200",
+    "models-finetune-h200", "models-fp8-h200", "models-fp8-head-h200", "models-gpt2-fp8-h200",
+    "models-gpt2-head-h200", "models-h200", "models-lora-h200", "models-qlora-1-h200", "models-qlora-graph-h200",
+    "models-qlora-h200", "models-qlora-long-h200", "models-qlora-longest-h200", "sft-3b-h200",
+    "sft-3b-nearest-h200", "sft-8b-h200", "tune-dpo-tiny-n1", "tune-gpt2-124m-bf16-h200", "tune-gpt2-124m-h200",
+    "tune-llama-3.2-1b-h200", "tune-llama-3.2-1b-nearest-h200", "tune-sft-lora-tiny-n1", "tune-tiny-n1",
+]  # fmt: skip
+"""The records that the efficiencies in the code were fitted to: what is measured later changes nothing here."""
 FAST = 'techniques=["amp_bf16", "flash_attention", "fused_adamw", {name = "compile", scope = "block"}]'
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("results")
+    for study in STUDIES:
+        if (RESULTS / study).is_dir():
+            shutil.copytree(RESULTS / study, folder / study, ignore=shutil.ignore_patterns("*.html", "*.svg"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def cases(results: Path) -> list[MeasuredCase]:
+    return read_findings(results)
+
+
+@pytest.fixture(scope="module")
+def checked(results: Path) -> tuple[list[ErrorRow], list[ErrorSummary]]:
+    return check(results)[:2]
 
 
 def spec(*overrides: str) -> Spec:
@@ -94,8 +124,10 @@ def test_pipelines_wait_less_with_more_micro_batches_and_with_several_stages() -
     assert shares[0] == pytest.approx(7 / 15, rel=0.05)
 
 
-def test_errors_are_as_wanted_on_what_was_held_out() -> None:
-    rows, summaries, _ = check(RESULTS)
+def test_errors_are_as_wanted_on_what_was_held_out(
+    checked: tuple[list[ErrorRow], list[ErrorSummary]],
+) -> None:
+    rows, summaries = checked
     assert {one.kind for one in summaries} == {
         "memory", "time", "published", "published memory", "time on a CPU", "time, the host decides", "time, the device decides",
     }  # fmt: skip
@@ -117,17 +149,21 @@ def test_errors_are_as_wanted_on_what_was_held_out() -> None:
         assert by_measured == sorted(named, key=lambda row: row.planned), study
 
 
-def test_recipes_measured_beside_rivals_are_findings_and_another_librarys_model_is_not() -> None:
-    found = {case.name: case for case in read_findings(RESULTS) if case.study.startswith("models-")}
+def test_recipes_measured_beside_rivals_are_findings_and_another_librarys_model_is_not(
+    cases: list[MeasuredCase],
+) -> None:
+    found = {case.name: case for case in cases if case.study.startswith("models-")}
     assert {"llama-3.1-8b-fast", "llama-3.2-1b-fp8", "rival of gpt2-124m"} <= set(found)
     assert not any("llama" in name for name in found if name.startswith("rival"))
     assert found["llama-3.1-8b-fast"].spec.shape.num_layers == 32
     assert found["llama-3.1-8b-fast"].memory_bytes
 
 
-def test_a_step_of_rows_that_are_not_full_counts_by_the_tokens_it_processed() -> None:
+def test_a_step_of_rows_that_are_not_full_counts_by_the_tokens_it_processed(
+    cases: list[MeasuredCase],
+) -> None:
     """Sorted by length, rows are shorter than the plan's; what a token costs is the same."""
-    found = {case.name: case.step_s for case in read_findings(RESULTS) if case.study == "sft-3b-nearest-h200"}
+    found = {case.name: case.step_s for case in cases if case.study == "sft-3b-nearest-h200"}
     record = json.loads((RESULTS / "sft-3b-nearest-h200" / "ladder.json").read_text())
     steps = {rung["name"]: rung["step_ms"]["median"] / 1e3 for rung in record["rungs"]}
     assert steps["bucket"] < 0.75 * steps["flatten"]
@@ -135,21 +171,21 @@ def test_a_step_of_rows_that_are_not_full_counts_by_the_tokens_it_processed() ->
     assert found["flatten"] == pytest.approx(steps["flatten"], rel=1e-3)
 
 
-def test_the_efficiencies_in_the_code_are_those_of_all_findings() -> None:
-    found = calibrate(read_findings(RESULTS))
+def test_the_efficiencies_in_the_code_are_those_of_all_findings(cases: list[MeasuredCase]) -> None:
+    found = calibrate(cases)
     for name in ("eager", "fused", "loss", "update", "eager_update", "launch_s"):
         assert getattr(DEFAULT, name) == pytest.approx(getattr(found, name), rel=0.1), name
     assert DEFAULT.matmul == pytest.approx(found.matmul, rel=0.1)
     assert attention_kernels() == pytest.approx(found.attention, rel=0.1)
 
 
-def test_a_calibration_learns_what_the_cases_show() -> None:
+def test_a_calibration_learns_what_the_cases_show(cases: list[MeasuredCase]) -> None:
     """Measured steps that are made up from other efficiencies give those back."""
-    cases = [case for case in read_findings(RESULTS) if case.breakdown_s and case.spec.uses("compile")]
+    compiled = [case for case in cases if case.breakdown_s and case.spec.uses("compile")]
     truth = replace(DEFAULT, fused=0.5, attention=dict.fromkeys(attention_kernels(), 0.1))
     names = {"elementwise": "norm_elementwise"}
     made_up = []
-    for case in cases:
+    for case in compiled:
         time = time_of(case.spec, case.target, truth)
         parts = {names.get(part, part): seconds for part, seconds in time.parts.items()}
         made_up.append(replace(case, step_s=time.step, breakdown_s=parts))
@@ -158,8 +194,7 @@ def test_a_calibration_learns_what_the_cases_show() -> None:
     assert found.attention["flash_attention"] == pytest.approx(0.1, rel=0.02)
 
 
-def test_the_third_is_a_third_and_does_not_change() -> None:
-    cases = read_findings(RESULTS)
+def test_the_third_is_a_third_and_does_not_change(cases: list[MeasuredCase]) -> None:
     learned, judged = calibration_split(cases)
     profiled = [case for case in cases if case.breakdown_s]
     assert len(learned) == pytest.approx(len(profiled) / 3, abs=2)
@@ -173,8 +208,9 @@ def test_published_rows_name_their_sources() -> None:
     assert all(tokens_per_s(row.spec, time_of(row.spec, row.target)) > 0 for row in rows)
 
 
-def test_of_a_recipe_measured_twice_the_finished_record_counts_and_every_view_is_read() -> None:
-    cases = read_findings(RESULTS)
+def test_of_a_recipe_measured_twice_the_finished_record_counts_and_every_view_is_read(
+    cases: list[MeasuredCase],
+) -> None:
     assert any(case.study == "gpt2-124m-ladder-h200/alone" for case in cases)
     first = next(case for case in cases if case.name == "base" and case.spec.shape.family == "gpt2")
     assert first.study.startswith("gpt2-124m-ladder-h200")
@@ -229,12 +265,14 @@ def test_a_slower_host_makes_short_steps_longer_and_leaves_long_ones_alone() -> 
     assert time_of(on_cpu, slow).step - time_of(on_cpu, fast).step > 40e-6 * launches(on_cpu) * on_cpu.passes
 
 
-def test_launching_is_learned_from_steps_that_wait_for_it_with_a_probe_and_without() -> None:
-    cases = [case for case in read_findings(RESULTS) if case.breakdown_s]
+def test_launching_is_learned_from_steps_that_wait_for_it_with_a_probe_and_without(
+    cases: list[MeasuredCase],
+) -> None:
+    profiled = [case for case in cases if case.breakdown_s]
     for launch_s, factor in ((None, 1.5), (10e-6, 0.7)):
         truth = replace(DEFAULT, launch_s=factor * DEFAULT.launch_s, launching=factor * DEFAULT.launching)
         made_up = []
-        for case in cases:
+        for case in profiled[::3]:
             target = replace(case.target, launch_s=launch_s)
             made_up.append(replace(case, target=target, step_s=time_of(case.spec, target, truth).step))
         found = _launching(made_up, DEFAULT)
@@ -287,14 +325,17 @@ def test_steps_of_the_host_alone_come_out_as_they_were_measured(
     assert planned == pytest.approx(1.024 / thousand_tokens_per_s, rel=0.12)
 
 
-def test_errors_are_as_wanted_whichever_third_is_drawn() -> None:
-    drawn = other_splits(RESULTS)
-    assert sum(one.reached for one in drawn) >= 18, [(one.median, one.p95) for one in drawn]
+@pytest.mark.parametrize("draws", [5, pytest.param(20, marks=pytest.mark.slow)])
+def test_errors_are_as_wanted_whichever_third_is_drawn(draws: int, results: Path) -> None:
+    drawn = other_splits(results, draws)
+    assert sum(one.reached for one in drawn) >= 0.9 * draws, [(one.median, one.p95) for one in drawn]
 
 
-def test_fine_tuning_is_planned_within_the_error_that_is_told() -> None:
+def test_fine_tuning_is_planned_within_the_error_that_is_told(
+    checked: tuple[list[ErrorRow], list[ErrorSummary]],
+) -> None:
     """Errors as found on 16 November 2026 were up to 6 % of memory and 34 % of time (docs/plan.md)."""
-    rows, _, _ = check(RESULTS)
+    rows, _ = checked
     studies = {"models-finetune-h200", "models-lora-h200", "models-qlora-h200"}
     found = [row for row in rows if row.study in studies]
     assert {row.name for row in found} >= {"lora", "qlora", "qlora + cuda_graph", "sft"}
@@ -384,13 +425,15 @@ def test_plain_attention_is_bound_by_its_scores_and_a_kernel_by_its_arithmetic()
     assert 1.2 < once_more < 1 + FORWARD
 
 
-def test_a_profile_is_stretched_to_the_steps_that_were_timed_and_only_where_the_device_decides() -> None:
-    cases = {f"{case.study} {case.name}": case for case in read_findings(RESULTS) if case.breakdown_s}
-    sure = cases["models-lora-h200 lora"]
+def test_a_profile_is_stretched_to_the_steps_that_were_timed_and_only_where_the_device_decides(
+    cases: list[MeasuredCase],
+) -> None:
+    named = {f"{case.study} {case.name}": case for case in cases if case.breakdown_s}
+    sure = named["models-lora-h200 lora"]
     time = time_of(sure.spec, sure.target)
     stretched = _as_timed(sure, time).breakdown_s
     ran = sum(seconds for part, seconds in stretched.items() if part not in ("idle", "data"))
     assert ran + time.parts["other"] == pytest.approx(sure.step_s)
-    waiting = cases["llama-3.2-1b-h200 flash_attention"]
+    waiting = named["llama-3.2-1b-h200 flash_attention"]
     assert waiting.waits
     assert _as_timed(waiting, time_of(waiting.spec, waiting.target)) is waiting
