@@ -185,12 +185,7 @@ def render(template: str, styles: Sequence[str] = ("style.css",), **values: Any)
         lstrip_blocks=True,
     )
     environment.globals.update(
-        formatting=formatting,
-        headlines=headlines,
-        bars=bars,
-        curves=curves,
-        badge=badge,
-        many=MANY_PANELS,
+        formatting=formatting, headlines=headlines, bars=bars, curves=curves, badge=badge, many=MANY_PANELS
     )
     return environment.get_template(template).render(
         policy=policy, style=Markup(style), script=Markup(script), **values

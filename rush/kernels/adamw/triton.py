@@ -52,19 +52,7 @@ def round_stochastic(x, bits):
 
 @triton.jit
 def adamw_values(
-    p,
-    g,
-    m,
-    v,
-    lr,
-    beta1,
-    rest1,
-    beta2,
-    rest2,
-    eps,
-    weight_decay,
-    correction1,
-    root_correction2,
+    p, g, m, v, lr, beta1, rest1, beta2, rest2, eps, weight_decay, correction1, root_correction2
 ):
     """The new parameter and moments. `rest` is 1 − beta, computed in float64: fp32 would lose digits."""
     m = beta1 * m + rest1 * g
@@ -246,13 +234,4 @@ def hyperparameters(
 ) -> tuple[float, ...]:
     """The kernel's scalars, computed in float64."""
     beta1, beta2 = betas
-    return (
-        beta1,
-        1 - beta1,
-        beta2,
-        1 - beta2,
-        eps,
-        weight_decay,
-        1 - beta1**step,
-        (1 - beta2**step) ** 0.5,
-    )
+    return (beta1, 1 - beta1, beta2, 1 - beta2, eps, weight_decay, 1 - beta1**step, (1 - beta2**step) ** 0.5)

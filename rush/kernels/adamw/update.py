@@ -97,10 +97,7 @@ def _check(parameter: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Ten
         all(tensor.shape == parameter.shape for tensor in tensors),
         "adamw needs a gradient and moments of the parameter's shape.",
     )
-    require(
-        all(tensor.is_contiguous() for tensor in tensors),
-        "adamw needs contiguous tensors.",
-    )
+    require(all(tensor.is_contiguous() for tensor in tensors), "adamw needs contiguous tensors.")
 
 
 @op("adamw", mutates=("parameters", "exp_avgs", "exp_avg_sqs"))

@@ -115,12 +115,7 @@ def cross_entropy_forward(
 
 
 def cross_entropy_backward(
-    logits_nv: Tensor,
-    labels_n: Tensor,
-    lse_n: Tensor,
-    upstream_n: Tensor,
-    out_nv: Tensor,
-    ignore_index: int,
+    logits_nv: Tensor, labels_n: Tensor, lse_n: Tensor, upstream_n: Tensor, out_nv: Tensor, ignore_index: int
 ) -> None:
     wide_nv = out_nv if out_nv.dtype == torch.float32 else torch.empty_like(out_nv, dtype=torch.float32)
     _ops().cross_entropy_backward(

@@ -60,10 +60,7 @@ def _check(logits: Tensor, labels: Tensor, reduction: str) -> None:
         logits.dtype in FLOATS,
         "cross_entropy takes logits in fp32, bf16 and fp16; convert other dtypes first.",
     )
-    require(
-        labels.dtype in (torch.int64, torch.int32),
-        "cross_entropy takes integer labels, int64 or int32.",
-    )
+    require(labels.dtype in (torch.int64, torch.int32), "cross_entropy takes integer labels, int64 or int32.")
     require(
         logits.dim() > 1 and logits.shape[:-1] == labels.shape and logits.shape[-1] > 0,
         "cross_entropy needs logits [..., vocabulary] and a label for each row of them.",

@@ -147,15 +147,7 @@ def cross_entropy_backward_kernel(
 
 
 @triton.jit
-def scale_rows_kernel(
-    x_ptr,
-    scales_ptr,
-    row_stride,
-    scale_stride,
-    width,
-    factor,
-    BLOCK: tl.constexpr,
-):
+def scale_rows_kernel(x_ptr, scales_ptr, row_stride, scale_stride, width, factor, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     scale = tl.load(scales_ptr + row * scale_stride).to(tl.float32) * factor
     if scale != 1.0:
@@ -198,12 +190,7 @@ def forward(
 
 
 def backward(
-    logits_nv: Tensor,
-    labels_n: Tensor,
-    lse_n: Tensor,
-    upstream_n: Tensor,
-    out_nv: Tensor,
-    ignore_index: int,
+    logits_nv: Tensor, labels_n: Tensor, lse_n: Tensor, upstream_n: Tensor, out_nv: Tensor, ignore_index: int
 ) -> None:
     """See `passes.backward`; for at least one row."""
     num_rows, num_columns = logits_nv.shape

@@ -121,13 +121,7 @@ def _check_bounds(first_bt: Tensor, last_bt: Tensor, q_bhtd: Tensor) -> None:
 
 @op("flash_attention_forward")
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    first: Tensor | None,
-    last: Tensor | None,
-    causal: bool,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, first: Tensor | None, last: Tensor | None, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     if uses_cpp(q):
         return cpu.attention_forward(q, k, v, first, last, causal, scale)

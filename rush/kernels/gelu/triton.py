@@ -50,11 +50,7 @@ def gelu_derivative(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def gelu_backward_kernel(
-    dout_ptr: tl.tensor,
-    x_ptr: tl.tensor,
-    dx_ptr: tl.tensor,
-    size: tl.tensor,
-    BLOCK: tl.constexpr,
+    dout_ptr: tl.tensor, x_ptr: tl.tensor, dx_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = place < size

@@ -28,10 +28,7 @@ def grad_norm(tensors: Sequence[Tensor], divisions: Divisions | None = None) -> 
     kinds: dict[tuple[torch.dtype, bool], list[Tensor]] = {}
     for tensor in tensors:
         require(tensor.dtype in DTYPES, f"grad_norm takes fp32 and bf16; found {tensor.dtype}.")
-        require(
-            tensor.is_contiguous(),
-            "grad_norm needs contiguous tensors.",
-        )
+        require(tensor.is_contiguous(), "grad_norm needs contiguous tensors.")
         if tensor.numel():
             kind = tensor.dtype, aligned([tensor.data_ptr()], tensor.numel())
             kinds.setdefault(kind, []).append(tensor.detach())

@@ -11,11 +11,7 @@ from rush.kernels.cross_entropy.reference import cross_entropy
 
 
 def linear_cross_entropy(
-    hidden_nd: Tensor,
-    weight_vd: Tensor,
-    labels_n: Tensor,
-    *,
-    ignore_index: int = -100,
+    hidden_nd: Tensor, weight_vd: Tensor, labels_n: Tensor, *, ignore_index: int = -100
 ) -> Tensor:
     """The summed loss of logits = hidden · weightᵀ."""
     logits_nv = linear(hidden_nd, weight_vd)

@@ -43,12 +43,7 @@ def sharded_losses(
     lse_c = logits_cw.new_empty(len(labels_c), dtype=torch.float32)
     # Only the logsumexp is used: where a label is in another shard, the kernel's loss is NaN.
     passes.forward(
-        logits_cw,
-        own_c,
-        torch.empty_like(lse_c),
-        lse_c,
-        num_columns=logits_cw.shape[1],
-        ignore_index=IGNORED,
+        logits_cw, own_c, torch.empty_like(lse_c), lse_c, num_columns=logits_cw.shape[1], ignore_index=IGNORED
     )
     label_logits_c = logits_cw.gather(1, own_c.clamp_min(0)[:, None].long())[:, 0].float()
     own_2c = torch.stack((lse_c, torch.where(here_c, label_logits_c, 0.0)))

@@ -28,11 +28,7 @@ def sigmoid(x: tl.tensor) -> tl.tensor:
 
 @triton.jit
 def swiglu_forward_kernel(
-    gate_ptr: tl.tensor,
-    up_ptr: tl.tensor,
-    out_ptr: tl.tensor,
-    size: tl.tensor,
-    BLOCK: tl.constexpr,
+    gate_ptr: tl.tensor, up_ptr: tl.tensor, out_ptr: tl.tensor, size: tl.tensor, BLOCK: tl.constexpr
 ) -> None:
     # A 64-bit offset to the block, 32-bit offsets inside.
     start = tl.program_id(0).to(tl.int64) * BLOCK

@@ -68,11 +68,7 @@ class Starter:
     """Starts one trial after another; the forking process is made when the first is asked for."""
 
     def __init__(
-        self,
-        preloaded: Sequence[str] = (),
-        *,
-        fork: bool = sys.platform == "linux",
-        dismantle: bool = True,
+        self, preloaded: Sequence[str] = (), *, fork: bool = sys.platform == "linux", dismantle: bool = True
     ) -> None:
         self._preloaded = preloaded
         """Further modules that trials will need."""

@@ -34,12 +34,7 @@ class Outcome:
     wall_s: float = 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "status": self.status,
-            "reason": self.reason,
-            "found": self.found,
-            "wall_s": self.wall_s,
-        }
+        return {"status": self.status, "reason": self.reason, "found": self.found, "wall_s": self.wall_s}
 
     @staticmethod
     def from_dict(tree: Mapping[str, Any]) -> Outcome:

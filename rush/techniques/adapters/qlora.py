@@ -216,9 +216,7 @@ technique = api.Technique(
             by_knob=lambda knobs: 0.83 if _plans_ours(knobs) else 0.42,
         ),
         api.WorkEffect(
-            "dequantize.launches",
-            7.0,
-            "host time of bitsandbytes' two operators, in usual operator calls",
+            "dequantize.launches", 7.0, "host time of bitsandbytes' two operators, in usual operator calls"
         ),
     ),
 )

@@ -69,13 +69,7 @@ class FlexCore(nn.Module):
         self.kernel, self.mask = kernel, mask
 
     def forward(
-        self,
-        q_bhtd: Tensor,
-        k_bktd: Tensor,
-        v_bktd: Tensor,
-        *,
-        documents: Any = None,
-        query_offset: int = 0,
+        self, q_bhtd: Tensor, k_bktd: Tensor, v_bktd: Tensor, *, documents: Any = None, query_offset: int = 0
     ) -> Tensor:
         assert query_offset == 0, "decoding with a cache uses the plain core"
         q_bhtd, k_bktd, v_bktd = to_autocast_dtype(q_bhtd, k_bktd, v_bktd)

@@ -72,10 +72,7 @@ technique = api.Technique(
     name="triton_attention",
     stage=api.Stage.MODEL,
     apply=apply,
-    requires=(
-        needs_triton,
-        supported_head_dim,
-    ),
+    requires=(needs_triton, supported_head_dim),
     conflicts=("cpu_attention", "cudnn_attention", "flash_attention", "flex_attention"),
     claim=api.Claim(
         "attention rate",

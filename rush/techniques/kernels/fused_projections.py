@@ -230,7 +230,7 @@ technique = api.Technique(
     knobs={
         "groups": api.KnobRange(
             ("all", *LAYERS), "layers that are joined: queries, keys and values; gate and up; or both"
-        ),
+        )
     },
     claim=api.Claim(
         "matmuls of a block",

@@ -49,13 +49,7 @@ technique = api.Technique(
         ),
     ),
     knobs={"factor": api.KnobRange((2, 4, 8), "passes per micro batch")},
-    claim=api.Claim(
-        "activation bytes",
-        -0.5,
-        regime="a factor of 2",
-        source="arithmetic",
-        of_memory=True,
-    ),
+    claim=api.Claim("activation bytes", -0.5, regime="a factor of 2", source="arithmetic", of_memory=True),
     parity=api.Parity.CLOSE,
     evidence=evidence,
     memory=(

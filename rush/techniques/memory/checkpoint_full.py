@@ -72,15 +72,13 @@ technique = api.Technique(
     apply=apply,
     requires=(
         api.Requirement(
-            'inputs = "host" needs a GPU, and works neither with cuda_graph nor with fsdp',
-            _can_offload,
+            'inputs = "host" needs a GPU, and works neither with cuda_graph nor with fsdp', _can_offload
         ),
     ),
     conflicts=("checkpoint_selective", "offload_activations"),
     knobs={
         "inputs": api.KnobRange(
-            ("device", "host"),
-            "where the input of each block is saved; host is for long sequences",
+            ("device", "host"), "where the input of each block is saved; host is for long sequences"
         )
     },
     claim=api.Claim(

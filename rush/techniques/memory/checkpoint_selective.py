@@ -91,13 +91,7 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         if not torch.compiler.is_compiling():
             tally.counts["calls"] += 1
         out: Tensor = checkpoint(
-            body,
-            self,
-            x_btd,
-            use_reentrant=False,
-            preserve_rng_state=False,
-            context_fn=contexts,
-            **rest,
+            body, self, x_btd, use_reentrant=False, preserve_rng_state=False, context_fn=contexts, **rest
         )
         return out
 
@@ -132,9 +126,7 @@ technique = api.Technique(
     stage=api.Stage.MEMORY,
     apply=apply,
     conflicts=("checkpoint_full", "offload_activations"),
-    knobs={
-        "keep": api.KnobRange(("all", "half"), "save the outputs of all matmuls, or of every second one"),
-    },
+    knobs={"keep": api.KnobRange(("all", "half"), "save the outputs of all matmuls, or of every second one")},
     claim=api.Claim(
         "time spent on recomputation",
         -0.90,

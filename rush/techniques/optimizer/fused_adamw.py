@@ -30,8 +30,5 @@ technique = api.Technique(
     parity=api.Parity.CLOSE,
     evidence=ran("fused_adam"),
     memory=(api.MemoryEffect("update", 0.0, "one kernel"),),
-    work=(
-        api.WorkEffect("update.bytes", 8.0),
-        api.WorkEffect("update.launches", 1.0),
-    ),
+    work=(api.WorkEffect("update.bytes", 8.0), api.WorkEffect("update.launches", 1.0)),
 )

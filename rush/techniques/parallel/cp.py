@@ -225,8 +225,7 @@ technique = api.Technique(
     check_sizes=check_sizes,
     knobs={
         "exchange": api.KnobRange(
-            ("all_gather", "ring"),
-            "all-gather keys and values on every rank, or ring attention",
+            ("all_gather", "ring"), "all-gather keys and values on every rank, or ring attention"
         ),
         "balance": api.KnobRange(
             (True, False),

@@ -249,13 +249,11 @@ technique = api.Technique(
         "unit": api.KnobRange(("block", "model"), "what is gathered at once"),
         "prefetch": api.KnobRange((1, 2, 4), "blocks that are prefetched"),
         "param_dtype": api.KnobRange(
-            (SAME, "bfloat16"),
-            "dtype in which fp32 weights are gathered and computed with; shards stay fp32",
+            (SAME, "bfloat16"), "dtype in which fp32 weights are gathered and computed with; shards stay fp32"
         ),
         "reduce_dtype": api.KnobRange((SAME, "float32", "bfloat16"), "dtype in which gradients are reduced"),
         "offload": api.KnobRange(
-            (False, True),
-            "shards of weights, gradients and moments in host memory, where the update runs",
+            (False, True), "shards of weights, gradients and moments in host memory, where the update runs"
         ),
     },
     claim=api.Claim(

@@ -211,7 +211,7 @@ technique = api.Technique(
     knobs={
         "sequence": api.KnobRange(
             (True, False), "sequence parallelism: residual stream and norms are sharded along the sequence"
-        ),
+        )
     },
     claim=api.Claim(
         "FLOP/s",

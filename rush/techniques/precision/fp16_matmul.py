@@ -147,12 +147,7 @@ technique = api.Technique(
     ),
     conflicts=("amp_bf16", "amp_fp16", "bf16_master", "fp8", "int8_base", "pure_bf16", "qlora"),
     after=("chunked_loss", "vocab_pad"),
-    knobs={
-        "scope": api.KnobRange(
-            SCOPES,
-            "the linear layers of the blocks, or the LM head as well",
-        )
-    },
+    knobs={"scope": api.KnobRange(SCOPES, "the linear layers of the blocks, or the LM head as well")},
     claim=api.Claim(
         "matmul rate",
         1.0,
