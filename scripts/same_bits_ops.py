@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rush.bench import kernel_check as check
-from rush.bench.kernel_measure import sentence
+from rush.bench.kernel_measure import one_line
 from rush.kernels import study
 from rush.kernels.study import Call, Inputs
 from rush.techniques.attention.cudnn_attention import CudnnCore
@@ -73,12 +73,12 @@ def try_case(case: Case, times: int = TIMES) -> dict[str, Any]:
     try:
         inputs = make()
     except Exception as problem:
-        return dict.fromkeys(WAYS, sentence(problem))
+        return dict.fromkeys(WAYS, one_line(problem))
     for name in WAYS:
         try:
             differed, first = repeat(call, inputs, name, times if name != WAYS[2] else 2)
         except Exception as problem:
-            said[name] = sentence(problem)[:160]
+            said[name] = one_line(problem)[:160]
             continue
         many = {key: count for key, count in differed.items() if count}
         if name == WAYS[1]:
@@ -292,7 +292,7 @@ def try_all(device: torch.device, say: Callable[[str], None]) -> dict[str, Any]:
                     times = {key: round(backward_ms(core, inputs, key), 3) for key in WAYS[:2]}
                     errors = attention_errors(core, inputs)
                 except Exception as problem:
-                    times, errors = {"failed": sentence(problem)[:200]}, {}
+                    times, errors = {"failed": one_line(problem)[:200]}, {}
                 found["attention"][name] = {"backward_ms": times, "errors": errors}
                 say(
                     f"{name}: backward {times}, errors { ({key: f'{value:.2e}' for key, value in errors.items()}) }"

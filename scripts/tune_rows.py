@@ -38,7 +38,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rush.bench import kernel_check as check
 from rush.bench.kernel_clock import CaseFailed, Effort, TimedCase, take_turns
-from rush.bench.kernel_measure import sentence
+from rush.bench.kernel_measure import one_line
 from rush.kernels import partials, study
 from rush.kernels.bias_grad import triton as bias_grad
 from rush.kernels.gelu import triton as gelu
@@ -219,7 +219,9 @@ def inputs_of(group: Group, rows: int) -> Inputs:
     return study.load(group.op).make(size_of(group, rows), device, dtype)
 
 
-def results_of(variant: Variant, step: str, call: study.Call, inputs: Inputs, flowing: list[Tensor] | None):
+def results_of(
+    variant: Variant, step: str, call: study.Call, inputs: Inputs, grad_outputs: list[Tensor] | None
+):
     """Results and gradients, the pass that is under test made by this variant."""
     forward, backward = (variant, Variant(NOW)) if step == "forward" else (Variant(NOW), variant)
     with forward.applied():
@@ -227,7 +229,7 @@ def results_of(variant: Variant, step: str, call: study.Call, inputs: Inputs, fl
     names = ["the result"] if len(outputs) == 1 else [f"result {i + 1}" for i in range(len(outputs))]
     found = {name: output.detach() for name, output in zip(names, outputs, strict=True)}
     with backward.applied():
-        above = check.incoming(outputs) if flowing is None else check.copies(flowing)
+        above = check.random_grad_outputs(outputs) if grad_outputs is None else check.copies(grad_outputs)
         return found | check.backward_of(outputs, inputs, above)
 
 
@@ -269,24 +271,24 @@ def measure(group: Group, rows: int) -> dict[str, dict[str, Any]]:
     inputs, ours = inputs_of(group, rows), contender(of, "ours")
     dtype = next(iter(inputs.values())).dtype
     plain = contender(of, "plain").call
-    yardstick, flowing = check.measure_up(of.reference, plain, inputs, torch.float64, dtype)
+    expected, grad_outputs = check.exact_results(of.reference, plain, inputs, torch.float64, dtype)
     found: dict[str, dict[str, Any]] = {}
     for step, tried in variants(group).items():
         cases: dict[str, TimedCase] = {}
         failed: dict[str, str] = {}
         for variant in [Variant(NOW), *tried]:
             try:
-                results = results_of(variant, step, ours.call, inputs, flowing)
-                judged = check.judge(ours, results, yardstick)
+                results = results_of(variant, step, ours.call, inputs, grad_outputs)
+                judged = check.judge(ours, results, expected)
                 if judged["verdict"] == "equal":
-                    cases[variant.name] = case(step, variant, ours.call, inputs, flowing)
+                    cases[variant.name] = case(step, variant, ours.call, inputs, grad_outputs)
                 else:
                     failed[variant.name] = judged["why"]
             except Exception as error:
-                failed[variant.name] = sentence(error)
+                failed[variant.name] = one_line(error)
         rival = next((each for each in of.contenders if each.name == LIGER), None)
         if rival is not None and rival.absent(device) is None:
-            theirs = check.fresh(inputs), check.copies(flowing)  # it writes into both
+            theirs = check.fresh(inputs), check.copies(grad_outputs)  # it writes into both
             cases[LIGER] = case(step, Variant(LIGER), rival.call, *theirs)
         num_bytes = of.work(size_of(group, rows), dtype.itemsize, step).bytes  # type: ignore[arg-type]
         source = torch.zeros(int(num_bytes) // 2, dtype=torch.int8, device=device)
@@ -304,14 +306,16 @@ def _copied(target: Tensor, source: Tensor, _: object) -> Tensor:
     return target.copy_(source)
 
 
-def case(step: str, variant: Variant, call: study.Call, inputs: Inputs, flowing: list[Tensor]) -> TimedCase:
+def case(
+    step: str, variant: Variant, call: study.Call, inputs: Inputs, grad_outputs: list[Tensor]
+) -> TimedCase:
     def forward() -> tuple[Tensor, ...]:
         with variant.applied():
             return check.outputs_of(call, inputs)
 
     def backward(outputs: tuple[Tensor, ...]) -> object:
         with variant.applied():
-            return check.backward_of(outputs, inputs, flowing)
+            return check.backward_of(outputs, inputs, grad_outputs)
 
     if step == "forward":
         return TimedCase(lambda: None, lambda _: forward())
@@ -327,7 +331,7 @@ def race(cases: dict[str, TimedCase], effort: Effort, failed: dict[str, str]) ->
             times = take_turns(cases, device_here(), rounds)
             return {name: 1000 * statistics.median(samples) for name, samples in times.items()}
         except CaseFailed as error:
-            failed[error.name] = sentence(error.problem)
+            failed[error.name] = one_line(error.problem)
             del cases[error.name]
     return {}
 
@@ -399,7 +403,7 @@ def measure_and_tell(group: Group, rows: int, done: dict[str, dict[str, dict[str
     try:
         done[str(group)] = measure(group, rows)
     except Exception as error:
-        say(f"{group}: {sentence(error)}")
+        say(f"{group}: {one_line(error)}")
         return
     for step, told in done[str(group)].items():
         say(f"\n{group}, {step}: µs of all, and of those in the last race")

@@ -41,7 +41,7 @@ MARK = "@bench "
 """Begins the lines by which the measuring process speaks: compilers and libraries print, too."""
 PROCESS = "rush.bench.kernel_process"
 LIMIT_S = 240.0
-"""An op that says nothing for so long is ended; compiling one function takes seconds."""
+"""An op without output for so long is ended; compiling one function takes seconds."""
 
 FORMULAS = {
     "time_ms": "device time by events (on a CPU the clock), the cache overwritten and the host ahead before each call; "
@@ -193,7 +193,7 @@ class _Child:
     def _note_loss(self, name: str, code: int, late: bool) -> None:
         """Keep the sizes that were measured and say why there are no more."""
         path = self.folder / "ops" / f"{name}.json"
-        op = json.loads(path.read_text()) if path.exists() else nothing(name)
+        op = json.loads(path.read_text()) if path.exists() else empty_op(name)
         status = "timed_out" if late else "crashed" if code < 0 else "failed"
         op |= {"status": status, "reason": self._why(code, late), "complete": True}
         write_json_atomic(path, op)
@@ -216,7 +216,7 @@ def _read(stream: IO[bytes], lines: queue.Queue[dict[str, Any] | None]) -> None:
     lines.put(None)
 
 
-def nothing(name: str) -> dict[str, Any]:
+def empty_op(name: str) -> dict[str, Any]:
     """An op of which nothing is known yet."""
     empty: dict[str, Any] = {"op": name, "key": "", "about": "", "bound": "memory", "axis": "", "dtype": ""}
     return {**empty, "status": "ok", "reason": None, "seconds": 0.0, "rows": [], "targets": []}

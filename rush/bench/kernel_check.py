@@ -1,8 +1,8 @@
-"""Did a contender compute the right thing? Held against the exact result, at the size that is timed.
+"""Whether a contender is correct: compared with the exact result, at the size that is timed.
 
-The yardstick is what plain torch itself gets wrong in the same dtype: twice that is allowed for results,
+The measure is the error of plain torch in the same dtype: twice that is allowed for results,
 three times for gradients (which hold two roundings), and never less than a fraction of one rounding, where
-plain torch is exact by luck. Errors are root mean squares, relative to the exact result's.
+plain torch happens to be exact. Errors are root mean squares, relative to the exact result's.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rush.kernels.study import Call, Contender, Inputs
 
 FORWARD_FACTOR, BACKWARD_FACTOR = 2.0, 3.0
 PLAIN_MAY_BE_OFF = {torch.bfloat16: 3e-2, torch.float16: 5e-3, torch.float32: 1e-4, torch.float64: 1e-9}
-"""A few dozen roundings: beyond that plain torch did something else than the reference, and is no yardstick."""
+"""A few dozen roundings: beyond that plain torch did something else than the reference, and is no measure."""
 
 Results = dict[str, Tensor]
 
@@ -65,8 +65,8 @@ def wanted_gradients(inputs: Inputs) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in inputs.items() if tensor.requires_grad}
 
 
-def incoming(outputs: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients that flow into the op: ones for a loss, otherwise random, the same for every contender."""
+def random_grad_outputs(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients of the outputs: ones for a loss, otherwise random, the same for every contender."""
     found = []
     for place, output in enumerate(outputs):
         if output.dim() == 0:
@@ -78,14 +78,18 @@ def incoming(outputs: Sequence[Tensor]) -> list[Tensor]:
     return found
 
 
-def results_of(call: Call, inputs: Inputs, flowing: Sequence[Tensor] | None = None) -> Results:
+def results_of(call: Call, inputs: Inputs, grad_outputs: Sequence[Tensor] | None = None) -> Results:
     """Everything the op returns: its results, and the gradient of every input that requires one.
 
-    Some contenders write into what flows in, so `flowing` must be the caller's to lose.
+    Some contenders overwrite `grad_outputs`, so the caller passes a copy.
     """
     outputs = outputs_of(call, inputs)
     found = {_result_name(place, len(outputs)): output.detach() for place, output in enumerate(outputs)}
-    found |= backward_of(outputs, inputs, incoming(differentiable(outputs)) if flowing is None else flowing)
+    found |= backward_of(
+        outputs,
+        inputs,
+        random_grad_outputs(differentiable(outputs)) if grad_outputs is None else grad_outputs,
+    )
     return found
 
 
@@ -93,15 +97,13 @@ def differentiable(outputs: Sequence[Tensor]) -> list[Tensor]:
     return [output for output in outputs if output.requires_grad]
 
 
-def backward_of(outputs: Sequence[Tensor], inputs: Inputs, flowing: Sequence[Tensor]) -> Results:
-    """The gradients, given those that flow in from above."""
+def backward_of(outputs: Sequence[Tensor], inputs: Inputs, grad_outputs: Sequence[Tensor]) -> Results:
+    """The gradients, given those of the outputs."""
     wanted, roots = wanted_gradients(inputs), differentiable(outputs)
     if not wanted or not roots:
         return {}
-    above = [
-        gradient.to(root.dtype) for gradient, root in zip(flowing, roots, strict=True)
-    ]  # mostly as they are
-    found = torch.autograd.grad(roots, list(wanted.values()), above)
+    grads = [gradient.to(root.dtype) for gradient, root in zip(grad_outputs, roots, strict=True)]
+    found = torch.autograd.grad(roots, list(wanted.values()), grads)
     return {f"gradient of {name}": part for name, part in zip(wanted, found, strict=True)}
 
 
@@ -109,18 +111,18 @@ def _result_name(place: int, count: int) -> str:
     return "the result" if count == 1 else f"result {place + 1}"
 
 
-def measure_up(
+def exact_results(
     reference: Call, plain: Call, inputs: Inputs, exact: torch.dtype, dtype: torch.dtype
 ) -> tuple[ExactResults, list[Tensor]]:
-    """The yardstick of a size, and the gradients that flow into every contender."""
+    """The exact results of a size, and the output gradients of every contender."""
     mine = fresh(inputs)
     outputs = outputs_of(plain, mine)
-    flowing = incoming(differentiable(outputs))
+    grad_outputs = random_grad_outputs(differentiable(outputs))
     found = {_result_name(place, len(outputs)): output.detach() for place, output in enumerate(outputs)}
-    found |= backward_of(outputs, mine, copies(flowing))
+    found |= backward_of(outputs, mine, copies(grad_outputs))
     del outputs, mine
-    right = results_of(reference, widened(inputs, exact), copies(flowing))
-    return ExactResults(right, errors_of(found, right), dtype), flowing
+    right = results_of(reference, widened(inputs, exact), copies(grad_outputs))
+    return ExactResults(right, errors_of(found, right), dtype), grad_outputs
 
 
 def errors_of(found: Results, exact: Results) -> dict[str, float]:
@@ -139,13 +141,13 @@ def error(found: Tensor | None, right: Tensor) -> float:
     return off / size if size else off
 
 
-def judge(contender: Contender, found: Results, yardstick: ExactResults | None) -> dict[str, Any]:
+def judge(contender: Contender, found: Results, expected: ExactResults | None) -> dict[str, Any]:
     """The record's correctness part: verdict, the error nearest to (or farthest beyond) what is allowed."""
-    if yardstick is None:
+    if expected is None:
         return {"verdict": "not judged", "error": None, "allowed": None, "worst": None,
                 "why": "the exact result could not be computed here"}  # fmt: skip
-    errors = errors_of(found, yardstick.exact)
-    allowed = {name: _allowed(name, contender, yardstick) for name in errors}
+    errors = errors_of(found, expected.exact)
+    allowed = {name: _allowed(name, contender, expected) for name in errors}
     worst = max(errors, key=lambda name: errors[name] / allowed[name])
     equal = errors[worst] <= allowed[worst]
     finite = math.isfinite(errors[worst])
@@ -159,12 +161,12 @@ def judge(contender: Contender, found: Results, yardstick: ExactResults | None) 
     }
 
 
-def _allowed(name: str, contender: Contender, yardstick: ExactResults) -> float:
+def _allowed(name: str, contender: Contender, expected: ExactResults) -> float:
     if contender.tolerance is not None:
         return contender.tolerance
     if contender.kind == "plain":
-        return PLAIN_MAY_BE_OFF[yardstick.dtype]
+        return PLAIN_MAY_BE_OFF[expected.dtype]
     factor = BACKWARD_FACTOR if name.startswith("gradient") else FORWARD_FACTOR
     # A root mean square over many values is a fraction of one rounding; a single number may be off by a whole one.
-    least = torch.finfo(yardstick.dtype).eps / (4 if yardstick.exact[name].numel() > 16 else 1)
-    return max(factor * yardstick.plain_errors.get(name, 0.0), least)
+    least = torch.finfo(expected.dtype).eps / (4 if expected.exact[name].numel() > 16 else 1)
+    return max(factor * expected.plain_errors.get(name, 0.0), least)

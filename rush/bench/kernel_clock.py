@@ -3,9 +3,9 @@
 Three things distort such timings. The cache: what a call left in it makes the next one faster than it will be
 in a model, so a large buffer is overwritten between calls. The host: a kernel of 40 µs is over before Python
 has launched the next, and one would time Python; so the overwriting is repeated until the host is ahead, and
-the clock (events on the device) sees device work only. A call that the device began before all of it was launched is
-made again with more of it. Clock rates: they change while one measures, so
-contenders take turns, one call each per round, under the same conditions.
+the events on the device see device work only. A call that the device began before all of it was launched is
+repeated with more of it. Clock rates change during a measurement, so contenders take turns, one call each per
+round, under the same conditions.
 
 A contender that makes the host wait for the device pays for that here as it would in a model.
 """

@@ -1,9 +1,9 @@
-"""One op on this device: every contender checked, weighed and timed at every size.
+"""One op on this device: every contender checked and timed at every size, and its memory measured.
 
 For each size the exact result is computed once. Every contender is then called on a copy of the inputs of
-its own: the first call pays for compiling, the second is checked against the exact result and its memory is
-weighed, and those that are left take turns under the clock. What a contender cannot do (not installed,
-refused, out of memory, an exception) is a row with a reason; the others go on.
+its own: the first call compiles, the second is checked against the exact result and its peak memory is
+measured, and those that are left are timed in turns. What a contender cannot do (not installed,
+refused, out of memory, an exception) is a row with a reason; the others continue.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from rush.records.typed import Measured
 
 INTERPRETED = "interpreted: not a speed"
 Ceilings = dict[str, Any]
-Tell = Callable[[str], None]
+Report = Callable[[str], None]
 
 
 class DeviceLost(Exception):
-    """The device answers no more in this process (an illegal access, say): nothing after it can be trusted."""
+    """The device is unusable in this process (an illegal access, for example): no later result is valid."""
 
 
 @dataclass
@@ -75,34 +75,34 @@ class BenchDevice:
         return study.dtype if self.device.type == "cuda" else torch.float32
 
 
-def measure_size(study: Study, size: Size, place: BenchDevice, tell: Tell) -> list[KernelRow]:
+def measure_size(study: Study, size: Size, place: BenchDevice, report: Report) -> list[KernelRow]:
     """The rows of one size, all contenders and passes."""
     dtype = place.dtype(study)
     torch.compiler.reset()  # every size is compiled for itself, and none counts against the limit of recompiles
     inputs = study.make(size, place.device, dtype)
-    tell(f"{size.label}: the exact result")
-    yardstick, flowing = _yardstick(study, inputs, dtype)
+    report(f"{size.label}: the exact result")
+    expected, grad_outputs = _exact_results(study, inputs, dtype)
     entries = []
     for contender in study.contenders:
-        tell(f"{size.label}: {contender.name}")
-        entries.append(_try(contender, inputs, yardstick, flowing, place, place.interpreted(study)))
-    yardstick = None  # the exact results are the largest thing here
+        report(f"{size.label}: {contender.name}")
+        entries.append(_try(contender, inputs, expected, grad_outputs, place, place.interpreted(study)))
+    expected = None  # the exact results are the largest thing here
     for step in study.passes:
-        tell(f"{size.label}: timing {step}")
-        _time(step, entries, flowing, place)
+        report(f"{size.label}: timing {step}")
+        _time(step, entries, grad_outputs, place)
     rows = [_row(study, size, step, entry, place) for entry in entries for step in study.passes]
     entries.clear()
     _free(place.device)
     return rows
 
 
-def _yardstick(
+def _exact_results(
     study: Study, inputs: Inputs, dtype: torch.dtype
 ) -> tuple[check.ExactResults | None, list[Tensor] | None]:
     plain = next(contender for contender in study.contenders if contender.kind == "plain")
     try:
         exact = study.exact if dtype.itemsize < 4 else torch.float64
-        return check.measure_up(study.reference, plain.call, inputs, exact, dtype)
+        return check.exact_results(study.reference, plain.call, inputs, exact, dtype)
     except torch.OutOfMemoryError:
         return None, None
 
@@ -110,8 +110,8 @@ def _yardstick(
 def _try(
     contender: Contender,
     inputs: Inputs,
-    yardstick: check.ExactResults | None,
-    flowing: Sequence[Tensor] | None,
+    expected: check.ExactResults | None,
+    grad_outputs: Sequence[Tensor] | None,
     place: BenchDevice,
     interpreted: bool,
 ) -> ContenderEntry:
@@ -123,11 +123,11 @@ def _try(
     try:
         entry.inputs = check.fresh(inputs)
         entry.call = _compiled(contender.call) if contender.compile else contender.call
-        _check(entry, yardstick, flowing, place)
+        _check(entry, expected, grad_outputs, place)
         if contender.kind == "ours" and interpreted:
             entry.status, entry.reason = "untimed", INTERPRETED
     except Exception as problem:
-        _lost(entry, problem, place)
+        _note_failure(entry, problem, place)
     return entry
 
 
@@ -136,15 +136,15 @@ def _compiled(call: Call) -> Call:
     return compiled
 
 
-def _lost(entry: ContenderEntry, problem: Exception, place: BenchDevice) -> None:
+def _note_failure(entry: ContenderEntry, problem: Exception, place: BenchDevice) -> None:
     """Note what went wrong, unless it took the device with it."""
-    entry.status, entry.reason = _status_of(problem), sentence(problem)
+    entry.status, entry.reason = _status_of(problem), one_line(problem)
     entry.inputs, entry.call = {}, None
     problem.__traceback__ = None  # it holds the tensors
     try:
         _free(place.device)
     except RuntimeError as error:
-        raise DeviceLost(f"{entry.contender.name}: {sentence(problem)}") from error
+        raise DeviceLost(f"{entry.contender.name}: {one_line(problem)}") from error
 
 
 def _status_of(problem: Exception) -> str:
@@ -153,7 +153,7 @@ def _status_of(problem: Exception) -> str:
     return "refused" if isinstance(problem, RushError) else "failed"
 
 
-def sentence(problem: Exception) -> str:
+def one_line(problem: Exception) -> str:
     """What went wrong, in one line."""
     lines = [line.strip() for line in str(problem).splitlines() if line.strip()]
     return f"{type(problem).__name__}: {lines[0][:300]}" if lines else type(problem).__name__
@@ -161,35 +161,38 @@ def sentence(problem: Exception) -> str:
 
 def _check(
     entry: ContenderEntry,
-    yardstick: check.ExactResults | None,
-    flowing: Sequence[Tensor] | None,
+    expected: check.ExactResults | None,
+    grad_outputs: Sequence[Tensor] | None,
     place: BenchDevice,
 ) -> None:
     """The first call, which compiles; then the memory and the results of another one."""
     assert entry.call is not None
-    # Some contenders write into their inputs, or into the gradient that flows in: each call gets its own.
-    mine, above = check.fresh(entry.inputs), None if flowing is None else check.copies(flowing)
+    # Some contenders write into their inputs or into the output gradients: each call gets its own.
+    mine, own = check.fresh(entry.inputs), None if grad_outputs is None else check.copies(grad_outputs)
     began = time.perf_counter()
-    found = check.results_of(entry.call, mine, above)
+    found = check.results_of(entry.call, mine, own)
     _wait(place.device)
     entry.first_call_s = time.perf_counter() - began
     if place.device.type == "cuda":
-        # What is freed while it is weighed counts against it, and autograd's own thread may let go of the last call late:
-        # the heavier of two.
+        # Memory that is freed meanwhile would count, and autograd's own thread may release the last call late: the larger
+        # of two.
         for _ in range(2):
             del found
-            mine, above = check.fresh(entry.inputs), None if flowing is None else check.copies(flowing)
+            mine, own = (
+                check.fresh(entry.inputs),
+                None if grad_outputs is None else check.copies(grad_outputs),
+            )
             gc.collect()
             _wait(place.device)
             torch.cuda.reset_peak_memory_stats(place.device)
             before = torch.cuda.memory_allocated(place.device)
-            found = check.results_of(entry.call, mine, above)
+            found = check.results_of(entry.call, mine, own)
             _wait(place.device)
             peak = torch.cuda.max_memory_allocated(place.device) - before
             entry.peak_extra_bytes = max(peak, entry.peak_extra_bytes or 0)
-        new = _new_bytes(found.values(), [*mine.values(), *(above or [])])
+        new = _new_bytes(found.values(), [*mine.values(), *(own or [])])
         entry.beyond_results_bytes = max(0, (entry.peak_extra_bytes or 0) - new)
-    entry.correctness = check.judge(entry.contender, found, yardstick)
+    entry.correctness = check.judge(entry.contender, found, expected)
 
 
 def _new_bytes(found: Iterable[Tensor], given: Iterable[Tensor]) -> int:
@@ -200,34 +203,34 @@ def _new_bytes(found: Iterable[Tensor], given: Iterable[Tensor]) -> int:
 
 
 def _time(
-    step: Pass, entries: Sequence[ContenderEntry], flowing: Sequence[Tensor] | None, place: BenchDevice
+    step: Pass, entries: Sequence[ContenderEntry], grad_outputs: Sequence[Tensor] | None, place: BenchDevice
 ) -> None:
     """Let the contenders take turns; one that fails is taken out and the others begin again."""
     racing = {entry.contender.name: entry for entry in entries if entry.status == "ok"}
     while racing:
-        cases = {name: _case(step, entry, flowing) for name, entry in racing.items()}
+        cases = {name: _case(step, entry, grad_outputs) for name, entry in racing.items()}
         try:
             found = take_turns(cases, place.device, place.effort)
         except CaseFailed as failed:
             del cases
-            _lost(racing.pop(failed.name), failed.problem, place)
+            _note_failure(racing.pop(failed.name), failed.problem, place)
             continue
         for name, samples in found.items():
             racing[name].times[step] = samples
         return
 
 
-def _case(step: Pass, entry: ContenderEntry, flowing: Sequence[Tensor] | None) -> TimedCase:
+def _case(step: Pass, entry: ContenderEntry, grad_outputs: Sequence[Tensor] | None) -> TimedCase:
     assert entry.call is not None
     call, inputs = entry.call, entry.inputs
-    own = None if flowing is None else check.copies(flowing)
+    own = None if grad_outputs is None else check.copies(grad_outputs)
 
     def forward() -> tuple[Tensor, ...]:
         return check.outputs_of(call, inputs)
 
     def backward(outputs: tuple[Tensor, ...]) -> object:
-        above = check.incoming(check.differentiable(outputs)) if own is None else own
-        return check.backward_of(outputs, inputs, above)
+        grads = check.random_grad_outputs(check.differentiable(outputs)) if own is None else own
+        return check.backward_of(outputs, inputs, grads)
 
     if step == "forward":
         return TimedCase(lambda: None, lambda _: forward())

@@ -2,7 +2,7 @@
 
 Measures the ops that the spec names, one after another, and writes each op's rows to a file of its own
 after every size. A kernel that takes the device down takes this process with it; the parent sees which op
-it was, notes it, and starts another process for the rest. What is going on is said on standard output,
+it was, records it, and starts another process for the rest. Progress is reported on standard output,
 one JSON object a line.
 """
 
@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 import rush.kernels
-from rush.bench.kernel_bench import MARK, nothing
+from rush.bench.kernel_bench import MARK, empty_op
 from rush.bench.kernel_clock import QUICK, Effort
-from rush.bench.kernel_measure import BenchDevice, DeviceLost, measure_size, sentence
+from rush.bench.kernel_measure import BenchDevice, DeviceLost, measure_size, one_line
 from rush.bench.kernel_targets import targets_of
 from rush.files import json_safe, write_json_atomic
 from rush.hardware import ceilings, conditions, probe
@@ -38,16 +38,16 @@ def main(spec_path: str) -> None:
     die_with_parent(spec["parent"])
     folder = Path(spec["folder"])
     (folder / "ops").mkdir(exist_ok=True)
-    _say(doing="the machine and its ceilings")
+    _report(doing="the machine and its ceilings")
     place, machine = _prepare(spec, folder)
     for name in spec["ops"]:
         key = _key(name, machine.fingerprint(), spec["quick"])
         if _known(folder, name) == key:
-            _say(op=name, done=True, known=True)
+            _report(op=name, done=True, known=True)
             continue
-        _say(op=name, doing="starting")
+        _report(op=name, doing="starting")
         _measure_or_note(name, key, place, folder)
-        _say(op=name, done=True)
+        _report(op=name, done=True)
     write_json_atomic(folder / "environment.json", conditions(machine).to_dict())
 
 
@@ -85,7 +85,7 @@ def _packages() -> dict[str, str]:
 
 def _measure_or_note(name: str, key: str, place: BenchDevice, folder: Path) -> None:
     """Measure an op; an exception is noted, unless the device is lost with it."""
-    op = nothing(name) | {"key": key, "complete": False}
+    op = empty_op(name) | {"key": key, "complete": False}
     began = time.monotonic()
     try:
         _measure(name, op, place, folder)
@@ -93,7 +93,7 @@ def _measure_or_note(name: str, key: str, place: BenchDevice, folder: Path) -> N
         raise
     except Exception as problem:
         traceback.print_exc()
-        op |= {"status": "failed", "reason": sentence(problem)}
+        op |= {"status": "failed", "reason": one_line(problem)}
     op |= {"complete": True, "seconds": time.monotonic() - began}
     _write(folder, op)
 
@@ -108,7 +108,7 @@ def _measure(name: str, op: dict[str, Any], place: BenchDevice, folder: Path) ->
     op["dtype"] = str(place.dtype(study)).removeprefix("torch.")
     _write(folder, op)
     for size in sizes:
-        op["rows"] += measure_size(study, size, place, lambda text: _say(op=name, doing=text))
+        op["rows"] += measure_size(study, size, place, lambda text: _report(op=name, doing=text))
         _write(folder, op)
     op["targets"] = targets_of(study, sizes, op["rows"]) if place.device.type == "cuda" else []
 
@@ -141,7 +141,7 @@ def _key(name: str, fingerprint: str, quick: bool) -> str:
     return digest.hexdigest()[:16]
 
 
-def _say(**words: Any) -> None:
+def _report(**words: Any) -> None:
     sys.stdout.write(f"{MARK}{json.dumps(words)}\n")
     sys.stdout.flush()
 

@@ -34,7 +34,7 @@ def _judged(
     other = rows.get((size.label, target.against, step)) if target.against else None
     reached, interval, why = _reached(target, size, row, other)
     line = {
-        "what": say(target),
+        "what": describe(target),
         "metric": target.metric,
         "size": size.label,
         "step": step,
@@ -91,7 +91,7 @@ def _reached(
     return ratio.ratio, [ratio.low, ratio.high], None
 
 
-def say(target: Target) -> str:
+def describe(target: Target) -> str:
     """The target as a person reads it."""
     bound = (
         f"at least {_number(target, target.at_least)}"

@@ -17,7 +17,7 @@ from torch import Tensor
 from rush.bench import kernel_bench, kernel_check, kernel_measure, kernel_process
 from rush.bench.kernel_clock import Effort, TimedCase, take_turns
 from rush.bench.kernel_measure import INTERPRETED, BenchDevice, measure_size
-from rush.bench.kernel_targets import say, targets_of
+from rush.bench.kernel_targets import describe, targets_of
 from rush.errors import KernelRefusal, RecipeError
 from rush.hardware.measure import bandwidth
 from rush.kernels import cpu
@@ -219,12 +219,12 @@ def test_contenders_take_turns() -> None:
 
 def test_a_sixteen_bit_contender_may_be_off_by_what_plain_torch_is_and_no_more() -> None:
     inputs = {"x": studies.normal(CPU, 1, 64, 64).bfloat16().requires_grad_()}
-    yardstick, flowing = kernel_check.measure_up(square, square, inputs, torch.float64, torch.bfloat16)
-    assert 5e-4 < yardstick.plain_errors["the result"] < 3e-3  # one rounding
+    expected, grad_outputs = kernel_check.exact_results(square, square, inputs, torch.float64, torch.bfloat16)
+    assert 5e-4 < expected.plain_errors["the result"] < 3e-3  # one rounding
 
     def judged(call: Any) -> str:
-        found = kernel_check.results_of(call, kernel_check.fresh(inputs), kernel_check.copies(flowing))
-        return str(kernel_check.judge(baseline("r", call), found, yardstick)["verdict"])
+        found = kernel_check.results_of(call, kernel_check.fresh(inputs), kernel_check.copies(grad_outputs))
+        return str(kernel_check.judge(baseline("r", call), found, expected)["verdict"])
 
     assert judged(square) == "equal"
     assert judged(lambda x: (x.float() ** 2).bfloat16()) == "equal"
@@ -271,7 +271,7 @@ def test_a_speed_is_their_time_over_ours_and_a_time_ours_over_theirs() -> None:
     line = judged(longer, row("rush", 2.2), row("them", 2.0))
     assert line["reached"] == pytest.approx(1.1)
     assert line["verdict"] == "missed"
-    assert say(longer) == "time at most 1.05× of them"
+    assert describe(longer) == "time at most 1.05× of them"
 
 
 def test_a_fast_kernel_that_is_wrong_misses_its_target() -> None:
@@ -333,7 +333,7 @@ def test_every_contender_of_a_study_that_runs_here_computes_the_reference(name: 
     size = study.small[0]
     inputs = study.make(size, CPU, torch.float32)
     plain = next(contender for contender in study.contenders if contender.kind == "plain")
-    yardstick, flowing = kernel_check.measure_up(
+    expected, grad_outputs = kernel_check.exact_results(
         study.reference, plain.call, inputs, torch.float64, torch.float32
     )
     again = study.make(size, CPU, torch.float32)
@@ -344,8 +344,8 @@ def test_every_contender_of_a_study_that_runs_here_computes_the_reference(name: 
     for contender in study.contenders:
         if contender.absent(CPU) is None and not contender.compile and contender.kind != "compiled":
             mine = kernel_check.fresh(inputs)
-            found = kernel_check.results_of(contender.call, mine, kernel_check.copies(flowing))
-            told = kernel_check.judge(contender, found, yardstick)
+            found = kernel_check.results_of(contender.call, mine, kernel_check.copies(grad_outputs))
+            told = kernel_check.judge(contender, found, expected)
             assert told["verdict"] == "equal", (contender.name, told["why"])
             tried += 1
     assert tried >= 2

@@ -36,10 +36,10 @@ def results(sweep: ModuleType, group: Any, step: str, variant: Any) -> dict[str,
     of = study.load(group.op)
     inputs = of.make(sweep.size_of(group, 24), torch.device("cpu"), torch.float32)
     plain = sweep.contender(of, "plain").call
-    yardstick, flowing = check.measure_up(of.reference, plain, inputs, torch.float64, torch.float32)
+    expected, grad_outputs = check.exact_results(of.reference, plain, inputs, torch.float64, torch.float32)
     ours = sweep.contender(of, "ours")
-    found = sweep.results_of(variant, step, ours.call, inputs, flowing)
-    return check.judge(ours, found, yardstick)
+    found = sweep.results_of(variant, step, ours.call, inputs, grad_outputs)
+    return check.judge(ours, found, expected)
 
 
 @pytest.mark.parametrize("op", ["rope", "swiglu", "bias_grad", "layernorm"])
