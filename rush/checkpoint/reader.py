@@ -7,7 +7,6 @@ whatever layout the checkpoint was saved in.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from types import TracebackType
 
 import torch
 from torch import Tensor
@@ -160,9 +159,7 @@ class SavedTensors(Mapping[str, Tensor]):
     def __enter__(self) -> SavedTensors:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

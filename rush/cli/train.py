@@ -142,7 +142,7 @@ def _train_here(
     from rush.recipe_io import load_recipe
     from rush.records.run_folder import RunFolder
     from rush.training.failures import RunStatus, report_late
-    from rush.training.view import Silent, terminal_view
+    from rush.training.view import View, terminal_view
 
     folder = _folder(recipe, out)
     chosen = _recipe(recipe, changes, folder)
@@ -150,7 +150,7 @@ def _train_here(
         chosen = _shrunk(_decided(chosen, RunFolder(folder)) or load_recipe(str(folder / "recipe.toml")))
     if recipe is not None and chosen is not None and recipe.endswith(".toml"):
         _warn_of_another_machine(Path(recipe).expanduser(), chosen)
-    view = Silent() if json else terminal_view()
+    view = View() if json else terminal_view()
     stored = folder / "recipe.toml"
     status = RunStatus(RunFolder(folder), chosen or (load_recipe(str(stored)) if stored.is_file() else None))
     set_reporter(partial(report_late, status, status.uses()))

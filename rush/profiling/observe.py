@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,9 +28,10 @@ from rush.hardware import peak_memory_bytes, reset_peak_memory
 from rush.models.adapted_linears import NAMES as ADAPTED
 from rush.models.adapters import adapters
 from rush.profiling.breakdown import breakdown, callers, kernel_times, longest
-from rush.profiling.comm_overlap import CommTime, comm_time
+from rush.profiling.comm_overlap import comm_time
 from rush.techniques.api.contract import Observation
 from rush.techniques.api.evidence import compile_counts
+from rush.techniques.api.facts import CompileCounts
 from rush.training.build import FORWARD, Run
 from rush.training.step import launch_step
 
@@ -51,92 +52,34 @@ def observe(run: Run, batches: Callable[[], list[Batch]], steps: int = 2) -> Obs
 
     `batches` returns the micro batches of the next step; its time is the wait for data.
     """
-    live = _Live()
     before = run.facts.compiled_before or compile_counts()
-    with run.in_step():
-        gc_enabled, fp32_matmul_error = gc.isenabled(), _fp32_matmul_error(run.device)
-    seen = _profiled(run, batches, steps, live)
-    eager_step = not seen.matmuls
-    if eager_step:
+    seen = _profiled(run, batches, steps)
+    if not seen.matmul_shapes:
         with torch.compiler.set_stance("force_eager"), _unwrapped(run):
-            eager = _profiled(run, batches, 1, _Live())
-        seen.matmuls, seen.matmuls_by_op, seen.dtypes = eager.matmuls, eager.matmuls_by_op, eager.dtypes
-        seen.largest, seen.held, seen.block_forwards = eager.largest, eager.held, eager.block_forwards
-    compiled = compile_counts() - before
-    return Observation(
-        kernels=seen.kernels,
-        ops=seen.ops,
-        matmul_dtypes=frozenset(seen.dtypes),
-        matmul_shapes=seen.matmuls,
-        weight_dtypes=frozenset(_name(p.dtype) for p in run.model.parameters()),
-        state_bytes=state_bytes(run.optimizer),
-        num_parameters=sum(p.numel() for p in run.model.parameters() if p.requires_grad),
-        block_forwards=seen.block_forwards,
-        largest_tensor=seen.largest,
-        held_bytes=seen.held,
-        graphs=compiled.graphs,
-        graph_breaks=compiled.graph_breaks,
-        recompiles=compiled.recompiles,
-        micro_batches=seen.passes or live.micro_batches,
-        step_ms=seen.step_ms,
-        data_wait_ms=seen.data_wait_ms,
-        peak_memory_bytes=seen.peak_memory_bytes,
-        breakdown_ms=seen.breakdown_ms,
-        matmuls_by_op=seen.matmuls_by_op,
-        eager_step=eager_step,
-        fp32_matmul_error=fp32_matmul_error,
-        gc_enabled=gc_enabled,
-        pinned=live.pinned,
-        loader_threads=_loader_threads(),
-        loader_micro_batches=live.micro_batches,
-        micro_tokens=live.micro_tokens,
-        skipped_steps=live.skipped,
-        comm_ms=seen.comm_time.total_ms,
-        exposed_comm_ms=seen.comm_time.exposed_ms,
-        shape=run.model.shape,
-        holds_head=run.model.holds("head.weight"),
-        facts=run.facts,
-        longest=seen.longest,
-    )
+            eager = _profiled(run, batches, 1)
+        seen = replace(
+            seen,
+            eager_step=True,
+            matmul_shapes=eager.matmul_shapes,
+            matmuls_by_op=eager.matmuls_by_op,
+            matmul_dtypes=eager.matmul_dtypes,
+            largest_tensor=eager.largest_tensor,
+            held_bytes=eager.held_bytes,
+            block_forwards=eager.block_forwards,
+        )
+    return replace(seen, compiled=compile_counts() - before)
 
 
-@dataclass
-class _Live:
-    """What the steps themselves report."""
-
-    micro_batches: int = 0
-    micro_tokens: int = 0
-    pinned: bool = False
-    skipped: int = 0
-
-
-@dataclass
-class _Profiled:
-    kernels: dict[str, float]
-    ops: dict[str, int]
-    matmuls: dict[tuple[int, int, int], float]
-    matmuls_by_op: dict[str, float]
-    dtypes: set[str]
-    largest: int
-    held: int
-    passes: int
-    block_forwards: float
-    step_ms: float
-    data_wait_ms: float
-    peak_memory_bytes: int
-    breakdown_ms: dict[str, float]
-    longest: list[dict[str, Any]]
-    comm_time: CommTime
-
-
-def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _Live) -> _Profiled:
+def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int) -> Observation:
     on_gpu = run.device.type == "cuda"
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
     waited = 0.0
+    with run.in_step():
+        gc_enabled, fp32_matmul_error = gc.isenabled(), _fp32_matmul_error(run.device)
     gc.collect()  # garbage collected in a pass would count against its saved activations
     reset_peak_memory(run.device.type)
+    launched, given = [], list[Batch]()
     # Without acc_events the profiler warns on its first use in a process.
-    launched = []
     with profile(activities=activities, record_shapes=True, profile_memory=True, acc_events=True) as prof:
         began = time.perf_counter()
         for step in range(1, steps + 1):
@@ -144,14 +87,11 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
             with record_function(DATA):
                 given = batches()
             waited += time.perf_counter() - asked
-            live.micro_batches = len(given)
-            live.pinned = all(batch.tokens_bt.is_pinned() for batch in given) if on_gpu else False
             launched.append(launch_step(run, step, run.recipe.optimizer.lr, given))
-            live.micro_tokens = launched[-1].batches[0].tokens_bt.numel()
         if on_gpu:
             torch.cuda.synchronize()
         seconds = time.perf_counter() - began
-    live.skipped += sum(step.result().skipped for step in launched)
+    skipped = sum(step.result().skipped for step in launched)
     peak = peak_memory_bytes(run.device.type)
     assert prof.profiler is not None
     assert prof.profiler.kineto_results is not None
@@ -172,22 +112,39 @@ def _profiled(run: Run, batches: Callable[[], list[Batch]], steps: int, live: _L
     forwards = [event for event in host if event.name == FORWARD]
     held = [event.device_memory_usage if on_gpu else event.cpu_memory_usage for event in forwards]
     times = kernel_times(events, on_gpu=on_gpu)
-    return _Profiled(
+    comm = comm_time(events, steps=steps, on_gpu=on_gpu)
+    return Observation(
         kernels=dict(kernels),
         ops=dict(Counter(event.name for event in host)),
-        matmuls={shape: count / steps for shape, count in counts.shapes.items()},
-        matmuls_by_op={name: count / steps for name, count in counts.by.items()},
-        dtypes=counts.dtypes,
-        largest=counts.largest,
-        held=max(held, default=0),
-        passes=len(forwards) // steps,
+        matmul_dtypes=frozenset(counts.dtypes),
+        matmul_shapes={shape: count / steps for shape, count in counts.shapes.items()},
+        weight_dtypes=frozenset(_name(p.dtype) for p in run.model.parameters()),
+        state_bytes=state_bytes(run.optimizer),
+        num_parameters=sum(p.numel() for p in run.model.parameters() if p.requires_grad),
         block_forwards=_block_forwards(run, counts.shapes, len(forwards)),
+        largest_tensor=counts.largest,
+        held_bytes=max(held, default=0),
+        compiled=CompileCounts(),
+        micro_batches=len(forwards) // steps or len(given),
         step_ms=1000 * seconds / steps,
         data_wait_ms=1000 * waited / steps,
         peak_memory_bytes=peak,
         breakdown_ms=breakdown(times, wall_ms=1000 * seconds, data_ms=1000 * waited, steps=steps),
+        matmuls_by_op={name: count / steps for name, count in counts.by.items()},
+        eager_step=False,
+        fp32_matmul_error=fp32_matmul_error,
+        gc_enabled=gc_enabled,
+        pinned=on_gpu and all(batch.tokens_bt.is_pinned() for batch in given),
+        loader_threads=_loader_threads(),
+        loader_micro_batches=len(given),
+        micro_tokens=launched[-1].batches[0].tokens_bt.numel(),
+        skipped_steps=skipped,
+        comm_ms=comm.total_ms,
+        exposed_comm_ms=comm.exposed_ms,
+        shape=run.model.shape,
+        holds_head=run.model.holds("head.weight"),
+        facts=run.facts,
         longest=longest(times, steps=steps),
-        comm_time=comm_time(events, steps=steps, on_gpu=on_gpu),
     )
 
 

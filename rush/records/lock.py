@@ -18,7 +18,6 @@ import socket
 import time
 import weakref
 from pathlib import Path
-from types import TracebackType
 
 from rush.errors import MachineError
 from rush.files import writing
@@ -68,9 +67,7 @@ class FolderLock:
     def __enter__(self) -> FolderLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.release()
 
 

@@ -14,7 +14,6 @@ import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Generic, TypeVar, cast
 
 from pydantic import SkipValidation, TypeAdapter, ValidationError
@@ -136,9 +135,7 @@ class RowWriter(Generic[T]):
     def __enter__(self) -> RowWriter[T]:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 

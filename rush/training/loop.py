@@ -41,7 +41,7 @@ from rush.training.lost_updates import lost_updates_warning
 from rush.training.metric_sinks import open_sinks
 from rush.training.objectives import objective_of
 from rush.training.session import Session, Summary
-from rush.training.view import Silent, View
+from rush.training.view import View
 from rush.version import __version__
 
 __all__ = ["Summary", "train_recipe"]
@@ -53,7 +53,7 @@ def train_recipe(
     """Train the recipe in the folder `out`; `resume` continues the run that is there."""
     status = RunStatus(RunFolder(Path(out)))
     with reporting_failures(status):
-        return _train_recipe(recipe, RunFolder(Path(out)), status, resume=resume, view=view or Silent())
+        return _train_recipe(recipe, RunFolder(Path(out)), status, resume=resume, view=view or View())
 
 
 def _train_recipe(
@@ -67,7 +67,7 @@ def _train_recipe(
         recipe = _resumed_recipe(load_recipe(str(folder.recipe)), recipe)
     assert recipe is not None, "a new run needs a recipe"
     status.recipe = recipe
-    check_remembered(folder, recipe, view.note if started_rank() == 0 else Silent().note)
+    check_remembered(folder, recipe, view.note if started_rank() == 0 else View().note)
     status.machine = machine = probe(recipe.run.device)
     candidates(recipe, lambda one: check(one, machine)) if recipe.auto else check(recipe, machine)
     objective_of(recipe)  # refuses settings of another loss before any data is prepared
@@ -82,7 +82,7 @@ def _train_recipe(
         status.folder = folder = RunFolder(Path(ranks.on_rank0(lambda: str(folder.path))))
         opened = resumed_run(folder.path) if resume else new_run(folder.path)
         ranks.on_rank0(lambda: _open(stack, opened))
-        return _train(recipe, machine, folder, status, view if ranks.main else Silent(), ranks)
+        return _train(recipe, machine, folder, status, view if ranks.main else View(), ranks)
 
 
 def _open(stack: ExitStack, opened: AbstractContextManager[RunFolder]) -> None:

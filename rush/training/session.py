@@ -188,22 +188,23 @@ class Session:
         self.status.enter(Phase.STEP, started.launched.step)
         with self._with_advice():
             result = started.launched.result()
-        if result.stopping:
+        counts = result.counts
+        if counts.stopping:
             self.last_step = min(self.last_step, started.launched.step + 1)
         seconds = started.seconds()
-        speed = result.num_tokens / seconds
+        speed = counts.tokens / seconds
         row: MetricsRow = {
             "step": started.launched.step,
             "loss": result.loss,
             "grad_norm": result.grad_norm,
             "lr": started.lr,
-            "tokens": tokens + result.num_tokens,
-            "labels": result.num_labels,
+            "tokens": tokens + counts.tokens,
+            "labels": counts.labels,
         }
-        if result.num_real < result.num_tokens:
-            row["padding"] = 1 - result.num_real / result.num_tokens
-        if result.num_labels < result.num_tokens:
-            row["trained_per_s"] = result.num_labels / seconds
+        if counts.real < counts.tokens:
+            row["padding"] = 1 - counts.real / counts.tokens
+        if counts.labels < counts.tokens:
+            row["trained_per_s"] = counts.labels / seconds
         row["tokens_per_s"], row["step_s"], row["data_s"] = speed, seconds, started.data_s
         row["memory_bytes"] = memory_in_use(self.run.device.type)
         if utilization.rate:

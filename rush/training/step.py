@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import torch
 from torch import Tensor
@@ -30,22 +30,6 @@ from rush.training.optimizer import set_learning_rate, supports_found_inf
 
 
 @dataclass(frozen=True)
-class StepResult:
-    loss: float
-    grad_norm: float
-    num_tokens: int
-    num_labels: int
-    num_real: int
-    """Tokens without padding."""
-    figures: Mapping[str, float]
-    """Further metrics of the objective."""
-    skipped: bool = False
-    """The scaled gradients overflowed: no update, the norm reads 0, and the scaler lowers its scale."""
-    stopping: bool = False
-    """A rank had been asked to stop when it launched this step."""
-
-
-@dataclass(frozen=True)
 class StepCounts:
     """Counts over the micro batches of a step (and over all ranks, once all-reduced)."""
 
@@ -53,7 +37,20 @@ class StepCounts:
     labels: int
     tokens: int
     real: int
+    """Tokens without padding."""
     stopping: int
+    """Ranks that had been asked to stop when they launched the step."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    loss: float
+    grad_norm: float
+    counts: StepCounts
+    figures: Mapping[str, float]
+    """Further metrics of the objective."""
+    skipped: bool = False
+    """The scaled gradients overflowed: no update, the norm reads 0, and the scaler lowers its scale."""
 
 
 @dataclass(frozen=True)
@@ -71,18 +68,6 @@ class LaunchedStep:
     skipped: bool
 
     @property
-    def num_tokens(self) -> int:
-        return self.counts.tokens
-
-    @property
-    def num_labels(self) -> int:
-        return self.counts.labels
-
-    @property
-    def num_real(self) -> int:
-        return self.counts.real
-
-    @property
     def ready(self) -> bool:
         """Whether `result` returns without waiting."""
         return self.arrived is None or bool(self.arrived.query())  # type: ignore[no-untyped-call]
@@ -97,16 +82,7 @@ class LaunchedStep:
         loss = summed_loss / counts.units
         if not (math.isfinite(loss) and (math.isfinite(norm) or self.skipped)):
             raise Diverged(_divergence_message(self.step, loss, norm, self.batches))
-        return StepResult(
-            loss,
-            0.0 if self.skipped else norm,
-            num_tokens=counts.tokens,
-            num_labels=counts.labels,
-            num_real=counts.real,
-            figures=self.figures,
-            skipped=self.skipped,
-            stopping=counts.stopping > 0,
-        )
+        return StepResult(loss, 0.0 if self.skipped else norm, counts, self.figures, self.skipped)
 
 
 def train_step(run: Run, step: int, lr: float, batches: Iterable[Batch]) -> StepResult:
@@ -167,7 +143,7 @@ def _sum_counts(run: Run, step: int, counts: StepCounts) -> Tensor | None:
         _check_labels(step, counts)
         return None
     numbers = torch.tensor(
-        [counts.units, counts.labels, counts.tokens, counts.real, counts.stopping],
+        astuple(counts),
         dtype=torch.float64,  # exact up to 2⁵³
         pin_memory=run.device.type == "cuda",
     )

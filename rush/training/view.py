@@ -1,14 +1,14 @@
 """The console output of a run.
 
 On a terminal: a live panel with progress, a loss curve and the main metrics. Elsewhere (a log file, a batch job): one line
-every few seconds. `Silent` prints nothing.
+every few seconds. A plain `View` prints nothing.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -29,15 +29,7 @@ from rush.records.metrics import MetricsRow
 BARS = "▁▂▃▄▅▆▇█"
 
 
-class View(Protocol):
-    def start(self, title: str, total: int, done: int) -> None: ...
-    def row(self, row: MetricsRow) -> None: ...
-    def note(self, text: str) -> None: ...
-    def sample(self, step: int, text: str) -> None: ...
-    def close(self) -> None: ...
-
-
-class Silent:
+class View:
     """Prints nothing."""
 
     def start(self, title: str, total: int, done: int) -> None: ...
@@ -47,7 +39,7 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Lines:
+class Lines(View):
     """One line every few seconds, for logs."""
 
     def __init__(self, console: Console, every_s: float = 5.0) -> None:
@@ -74,10 +66,8 @@ class Lines:
     def sample(self, step: int, text: str) -> None:
         self._console.print(f"--- sample at step {step} ---\n{text}\n---", highlight=False, markup=False)
 
-    def close(self) -> None: ...
 
-
-class Panels:
+class Panels(View):
     """The live view of a terminal."""
 
     def __init__(self, console: Console) -> None:

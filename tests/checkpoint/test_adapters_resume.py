@@ -22,7 +22,7 @@ from rush.models.adapters import Adapter, adapters, dense_weight, is_adapted, se
 from rush.recipe import Recipe
 from rush.recipe_io import changed, load_recipe
 from rush.training.loop import Summary, train_recipe
-from rush.training.view import Silent
+from rush.training.view import View
 from tests.fresh_cache import fresh_cache
 from tests.training.small_runs import checkpoint_files, rows, small_recipe, write_corpus
 
@@ -56,7 +56,7 @@ def with_techniques(recipe: Recipe, *techniques: str | dict[str, Any], **changes
 def part_of(recipe: Recipe, out: Path, steps: int) -> Summary:
     """The first steps of a run, as an interruption leaves it."""
 
-    class Stopper(Silent):
+    class Stopper(View):
         def row(self, row: Mapping[str, Any]) -> None:
             if row["step"] == steps:
                 os.kill(os.getpid(), signal.SIGTERM)

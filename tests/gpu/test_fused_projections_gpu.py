@@ -69,7 +69,7 @@ def joined_weights(run: Run) -> list[list[torch.nn.Parameter]]:
 )
 def test_stacks(techniques: tuple[str, ...], dtype: str) -> None:
     run, seen = takes_effect_and_learns_the_same(*techniques, dtype=dtype)
-    assert seen.graph_breaks == 0
+    assert seen.compiled.graph_breaks == 0
     (batch,) = one_batch(run)
     with run.in_step():
         run.forward_backward(batch.to(run.device), torch.ones((), device=run.device))

@@ -190,11 +190,11 @@ def learn(
         with loader(run) as given:
             for step in range(1, steps + 1):
                 launched = launch_step(run, step, chosen.optimizer.lr, list(given.next_step()))
-                own_labels.append(launched.num_labels)
+                own_labels.append(launched.counts.labels)
                 result = launched.result()
                 losses.append(result.loss)
                 norms.append(result.grad_norm)
-                labels.append(result.num_labels)
+                labels.append(result.counts.labels)
             held_out = validate(run, given.next_step())
             result = launch_step(run, steps + 1, chosen.optimizer.lr, list(given.next_step())).result()
             losses.append(result.loss)
@@ -380,7 +380,7 @@ def meet_trouble(layout: Mapping[str, int], techniques: Iterable[str]) -> Result
                 run.micro_pass = (lambda b, s: plain(b, s * torch.nan) * torch.nan) if spoiled else plain
                 try:
                     result = launch_step(run, step, 1e-3, batches).result()
-                    said.append(f"loss {result.loss:.5f} over {result.num_labels} labels")
+                    said.append(f"loss {result.loss:.5f} over {result.counts.labels} labels")
                 except RushError as error:
                     said.append(f"{type(error).__name__}: {str(error).split(',')[0]}")
                 weights.append(full_tensor(run.model.embedding.weight).detach().numpy().tobytes())

@@ -38,7 +38,7 @@ from rush.profiling.observe import observe
 from rush.recipe import Recipe
 from rush.recipe_io import parse
 from rush.techniques import check
-from rush.techniques.api.evidence import prove
+from rush.techniques.api.evidence import evidence_rows
 from rush.techniques.api.own_files import add_technique
 from rush.training.build import Run, build
 from rush.training.corpus import Corpus, open_corpus
@@ -245,10 +245,7 @@ def _watch(run: Run, stepper: Stepper, result: TrialResult) -> None:
     """A profile of a step, by every rank at the same time."""
     seen = observe(run, stepper.batches, steps=1)
     result.add(
-        evidence=[
-            {"technique": name, "took_effect": proof.took_effect, "what": proof.what}
-            for name, proof in prove(run.uses, seen).items()
-        ],
+        evidence=evidence_rows(run.uses, seen),
         breakdown_ms=dict(seen.breakdown_ms),
         exchange_ms=seen.comm_ms,
         exposed_ms=seen.exposed_comm_ms,

@@ -32,7 +32,7 @@ from rush.profiling.observe import observe
 from rush.recipe import Recipe
 from rush.recipe_io import parse
 from rush.techniques import registry
-from rush.techniques.api.evidence import prove
+from rush.techniques.api.evidence import evidence_rows
 from rush.techniques.api.own_files import add_technique
 from rush.techniques.api.rates import rates_to_measure
 from rush.training.build import Run, build
@@ -117,13 +117,8 @@ def _time(
 
 def _watch(run: Run, stepper: Stepper, result: TrialResult) -> None:
     seen = observe(run, stepper.batches)
-    proofs = prove(run.uses, seen)
-    evidence = [
-        {"technique": name, "took_effect": proof.took_effect, "what": proof.what}
-        for name, proof in proofs.items()
-    ]
     result.add(
-        evidence=evidence,
+        evidence=evidence_rows(run.uses, seen),
         breakdown_ms=dict(seen.breakdown_ms),
         longest=list(seen.longest),
         block_forwards=seen.block_forwards,

@@ -88,10 +88,8 @@ class Stepper:
 
     def _look_at(self, launched: LaunchedStep | None) -> None:
         if launched is not None:
-            found = launched.result()  # raises if it diverged
-            self.counts.append(
-                {"processed": found.num_tokens, "real": found.num_real, "trained": found.num_labels}
-            )
+            counts = launched.result().counts  # raises if it diverged
+            self.counts.append({"processed": counts.tokens, "real": counts.real, "trained": counts.labels})
 
 
 def time_steps(

@@ -23,7 +23,7 @@ from rush.models import Decoder, Shape
 from rush.parallel import Ranks
 from rush.parallel.sharded import NormFn, local_norm
 from rush.recipe import Knob, Recipe
-from rush.techniques.api.facts import Facts
+from rush.techniques.api.facts import CompileCounts, Facts
 
 Knobs = Mapping[str, Knob]
 """The values of a technique's knobs, by name."""
@@ -165,9 +165,8 @@ class Observation:
     """Elements of the largest operator input that is not the size of a parameter."""
     held_bytes: int
     """Bytes of saved activations of one micro batch."""
-    graphs: int
-    graph_breaks: int
-    recompiles: int
+    compiled: CompileCounts
+    """What was compiled since the build, or since the profile began."""
     micro_batches: int
     """Forward and backward passes in a step."""
     step_ms: float

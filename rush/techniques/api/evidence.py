@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from rush.recipe import Knob
 from rush.techniques.api.contract import Evidence, Observation, Proof, Use
@@ -104,6 +105,14 @@ def prove(uses: Iterable[Use], seen: Observation) -> dict[str, Proof]:
         for use in uses
         if seen.holds_head or not use.technique.head_only
     }
+
+
+def evidence_rows(uses: Iterable[Use], seen: Observation) -> list[dict[str, Any]]:
+    """The proofs as they are recorded."""
+    return [
+        {"technique": name, "took_effect": proof.took_effect, "what": proof.what}
+        for name, proof in prove(uses, seen).items()
+    ]
 
 
 def compile_counts() -> CompileCounts:

@@ -57,12 +57,12 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     """Compiled graphs were called in the profiled steps, backward included."""
     # A compiled training graph shows its backward pass; replayed in a CUDA graph, only its kernels.
-    replayed = seen.graphs > 0 and any(name.startswith("triton_") for name in seen.kernels)
+    replayed = seen.compiled.graphs > 0 and any(name.startswith("triton_") for name in seen.kernels)
     calls = seen.ops.get("CompiledFunctionBackward", 0)
     return api.Proof(
         calls > 0 or replayed,
-        f"{calls} calls of compiled graphs in the profiled steps; since the build {seen.graphs} graphs, "
-        f"{seen.graph_breaks} breaks, {seen.recompiles} recompiles",
+        f"{calls} calls of compiled graphs in the profiled steps; since the build {seen.compiled.graphs} graphs, "
+        f"{seen.compiled.graph_breaks} breaks, {seen.compiled.recompiles} recompiles",
     )
 
 

@@ -36,7 +36,7 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
         return api.Proof(False, "no micro batch of documents sorted by length was seen")
     unsorted = packing.unsorted["padding"] / packing.unsorted["tokens"]
     held = found.documents <= found.rows and not found.isolated and found.padding_share < unsorted
-    return api.Proof(held, f"{found.say(seen.recompiles)}; unsorted it would be {unsorted:.1%}")
+    return api.Proof(held, f"{found.say(seen.compiled.recompiles)}; unsorted it would be {unsorted:.1%}")
 
 
 technique = api.Technique(

@@ -26,7 +26,7 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     if found is None:
         return api.Proof(False, "no flattened micro batch was seen")
     held = found.isolated == found.micro_batches == found.rows and len(found.shapes) == 1
-    return api.Proof(held and found.documents > found.rows, found.say(seen.recompiles))
+    return api.Proof(held and found.documents > found.rows, found.say(seen.compiled.recompiles))
 
 
 technique = api.Technique(

@@ -25,7 +25,7 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
         return api.Proof(False, "no row of concatenated documents was seen")
     length = max(length for _, length in found.shapes)
     held = not found.isolated and len(found.shapes) == 1 and found.padding % length == 0
-    return api.Proof(held and found.documents > found.rows, found.say(seen.recompiles))
+    return api.Proof(held and found.documents > found.rows, found.say(seen.compiled.recompiles))
 
 
 technique = api.Technique(

@@ -34,7 +34,7 @@ def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:
     lengths = {length for _, length in found.shapes}
     fewer = min(lengths) < found.sequence if shapes != 1 else lengths == {found.sequence}
     held = found.documents <= found.rows and not found.isolated and (shapes == 0 or len(lengths) <= shapes)
-    return api.Proof(held and fewer, found.say(seen.recompiles))
+    return api.Proof(held and fewer, found.say(seen.compiled.recompiles))
 
 
 technique = api.Technique(
