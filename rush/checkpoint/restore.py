@@ -63,7 +63,6 @@ def save(
     extra: Mapping[str, Any],
     metrics: Mapping[str, float | None] | None = None,
     *,
-    meta: Mapping[str, Any] | None = None,
     ranks: Ranks | None = None,
 ) -> Path:
     """Write and commit the checkpoint of `step`, synchronously; on failure nothing of it stays and older ones are intact.
@@ -71,7 +70,7 @@ def save(
     All ranks call this. A run saves with a `Saver`, in the background.
     """
     saver = Saver(store, ranks or Ranks(), background=False)
-    saver.save(step, model, optimizer, extra, metrics, meta)
+    saver.save(step, model, optimizer, extra, metrics)
     return store.path(step)
 
 

@@ -101,7 +101,6 @@ class Saver:
         optimizer: Optimizer,
         extra: Mapping[str, Any],
         metrics: Mapping[str, float | None] | None = None,
-        meta: Mapping[str, Any] | None = None,
         *,
         last: bool = False,
     ) -> None:
@@ -110,12 +109,20 @@ class Saver:
         The `last` one of a run is written in place, without a copy.
 
         `extra` (loader state, schedule, counters) must be JSON without NaN or infinity; `load` returns it.
-        `metrics` and `meta` go into the manifest; the store ranks checkpoints by `val_loss` in `metrics`.
+        `metrics` go into the manifest; the store ranks checkpoints by their `val_loss`.
         """
         asked = time.perf_counter()
         self.wait()
-        job = self._job = self._pack(step, model, optimizer, extra, metrics, meta)
-        job.waited_s = job.began - asked
+        began = time.perf_counter()
+        shards, tied, table = self._shards(model, optimizer)
+        random_tensors, random_state = pack_random()
+        state: StateRecord = {"step": step, "extra": dict(extra), "optimizer": table, "random": random_state}
+        if is_adapted(model):
+            state["base"] = describe_base(model, self.ranks)  # a collective where the base is sharded
+        content = CheckpointContent(
+            step, self.ranks.next_id(), shards, tied, table, state, random_tensors, dict(metrics or {})
+        )
+        job = self._job = _SaveJob(content, began, waited_s=began - asked)
         self._join_preparing()
         copy = None if last else self._start_copy(job, model)
         if copy is None:
@@ -204,27 +211,6 @@ class Saver:
         self._abandoned.set()
         with contextlib.suppress(BaseException):
             self.wait()
-
-    def _pack(
-        self,
-        step: int,
-        model: nn.Module,
-        optimizer: Optimizer,
-        extra: Mapping[str, Any],
-        metrics: Mapping[str, float | None] | None,
-        meta: Mapping[str, Any] | None,
-    ) -> _SaveJob:
-        began = time.perf_counter()
-        shards, tied, table = self._shards(model, optimizer)
-        random_tensors, random_state = pack_random()
-        state: StateRecord = {"step": step, "extra": dict(extra), "optimizer": table, "random": random_state}
-        if is_adapted(model):
-            state["base"] = describe_base(model, self.ranks)  # a collective where the base is sharded
-        manifest = {"metrics": dict(metrics or {}), **(meta or {})}
-        number = self.ranks.next_id()
-        return _SaveJob(
-            CheckpointContent(step, number, shards, tied, table, state, random_tensors, manifest), began
-        )
 
     def _shards(
         self, model: nn.Module, optimizer: Optimizer

@@ -11,7 +11,6 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter
 from torch import Tensor
@@ -59,7 +58,7 @@ class CheckpointContent:
     optimizer: OptimizerTable
     state: StateRecord
     random: dict[str, Tensor]
-    meta: dict[str, Any]
+    metrics: dict[str, float | None]
 
     @property
     def num_bytes(self) -> int:
@@ -117,7 +116,7 @@ class Writer:
         known[RANDOM] = save_tensors(folder / RANDOM, content.random, {})
         write_json_atomic(folder / STATE, state)
         self.check_abandoned()
-        return self.checkpoints.commit(content.step, content.meta, known)
+        return self.checkpoints.commit(content.step, {"metrics": content.metrics}, known)
 
     # --- several ranks -------------------------------------------------------------------------------
 

@@ -19,53 +19,33 @@ from rush.records.lock import FolderLock
 
 
 @dataclass(frozen=True)
+class _Entry:
+    """A file or folder of the run, by its name."""
+
+    name: str
+
+    def __get__(self, folder: RunFolder, kind: object = None) -> Path:
+        return folder.path / self.name
+
+
+@dataclass(frozen=True)
 class RunFolder:
     """The names inside a run folder. Making one touches nothing on the disk."""
 
     path: Path
-
-    @property
-    def recipe(self) -> Path:
-        return self.path / "recipe.toml"
-
-    @property
-    def machine(self) -> Path:
-        return self.path / "machine.json"
-
-    @property
-    def techniques(self) -> Path:
-        """Which files the run's own techniques came from, where it has any."""
-        return self.path / "techniques.json"
-
-    @property
-    def failures(self) -> Path:
-        """Tracebacks, one section for each failure."""
-        return self.path / "failure.log"
-
-    @property
-    def last_failure(self) -> Path:
-        """Phase, step and techniques to blame of the last failure."""
-        return self.path / "failure.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def samples(self) -> Path:
-        return self.path / "samples.jsonl"
-
-    @property
-    def saves(self) -> Path:
-        return self.path / "saves.jsonl"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
+    recipe = _Entry("recipe.toml")
+    machine = _Entry("machine.json")
+    techniques = _Entry("techniques.json")
+    """Which files the run's own techniques came from, where it has any."""
+    failures = _Entry("failure.log")
+    """Tracebacks, one section for each failure."""
+    last_failure = _Entry("failure.json")
+    """Phase, step and techniques to blame of the last failure."""
+    metrics = _Entry("metrics.jsonl")
+    samples = _Entry("samples.jsonl")
+    saves = _Entry("saves.jsonl")
+    tokenizer = _Entry("tokenizer")
+    report = _Entry("report.html")
 
     @property
     def checkpoints(self) -> CheckpointStore:

@@ -355,14 +355,14 @@ def test_a_save_that_fails_leaves_nothing_and_the_older_one_whole(store: Checkpo
     verify(store.path(1))
 
 
-def test_metrics_and_meta_are_in_the_manifest_and_rank_the_checkpoints(store: CheckpointStore) -> None:
+def test_metrics_are_in_the_manifest_and_rank_the_checkpoints(store: CheckpointStore) -> None:
     run = build()
     for step, loss in ((1, 2.0), (2, 1.0), (3, float("nan"))):
-        restore.save(store, step, *run, {}, {"val_loss": loss}, meta={"recipe_hash": "abc"})
+        restore.save(store, step, *run, {}, {"val_loss": loss})
     best = store.best_good(lambda path, problem: pytest.fail(problem))
     assert best is not None
     assert best.step == 2
-    assert best.meta == {"metrics": {"val_loss": 1.0}, "recipe_hash": "abc"}
+    assert best.meta == {"metrics": {"val_loss": 1.0}}
 
 
 def test_saving_and_loading_hold_no_second_copy_of_the_tensors(store: CheckpointStore) -> None:

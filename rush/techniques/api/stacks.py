@@ -177,7 +177,12 @@ def _root_of(name: str) -> Path | None:
     if parts[0] == "rush":
         # A kernel is a folder; a helper is a file in a group of techniques.
         depth = {"kernels": 3, "techniques": 4}.get(parts[1], 0)
-        if not depth or len(parts) < depth or parts[2:4] == ["api", "contract"] or parts[2] == "support":
+        if (
+            not depth
+            or len(parts) < depth
+            or parts[2:4] in (["api", "contract"], ["api", "facts"])
+            or parts[2] == "support"
+        ):
             return None
         home = ROOT.joinpath(*parts[1:depth])
         return (
