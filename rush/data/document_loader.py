@@ -114,10 +114,6 @@ class DocumentLoader(Ahead[Place]):
             )
         self._place = (state["epoch"], state["position"])
 
-    def epoch_plan(self, epoch: int) -> PackingPlan:
-        """How an epoch is laid out."""
-        return self._plan(epoch)[0]
-
     def _plan(self, epoch: int) -> tuple[PackingPlan, Ints]:
         """An epoch's plan, and the first micro batch of each of its steps where those are fixed by documents."""
         if epoch not in self._plans:

@@ -1,12 +1,10 @@
-"""Preparation for corpora that outgrow one machine, on datatrove's executors.
+"""Preparation of large corpora on datatrove's executors.
 
-The same units, the same blocks of code and the same files as `prepare`; only who runs a unit differs:
-processes here (`local`), an array of Slurm jobs (`slurm`), or workers of a Ray cluster (`ray`). All
-of them must see the same file system. Units do not depend on who runs them, so the
-folder is the same byte for byte, and one executor may finish what another began.
+Units, code and files are those of `prepare`; a unit runs in a local process (`local`), a Slurm array job (`slurm`) or a Ray
+worker (`ray`), on a shared file system. The result is byte-identical, and one executor can resume what another began.
 
-With Slurm, datatrove passes its jobs as a pickled file in the preparation's own `pipeline` folder;
-nothing that users share is pickled. For a corpus of a few gigabytes, `prepare` is simpler and no slower.
+With Slurm, datatrove passes its jobs as a pickle in the preparation's `pipeline` folder; nothing that users share is pickled.
+For a few gigabytes `prepare` is simpler and no slower.
 """
 
 from __future__ import annotations
@@ -20,10 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from rush.data.executor_options import executor_options
-from rush.data.prepare import Preparation, Workspace, clear, fingerprint, finish, folder_of, open_workspace
+from rush.data.prepare import Preparation, Workspace, fingerprint, finish, open_workspace
 from rush.data.readers import import_extra
 from rush.data.shards import verify_shards
-from rush.data.storage import folder_lock, writable
+from rush.data.storage import prepared_folder, preparing
 from rush.errors import DataError, MachineError, RecipeError, nearest
 
 EXECUTORS = ("local", "slurm", "ray")
@@ -42,31 +40,25 @@ def prepare_pipeline(
 ) -> Path:
     """Prepare with datatrove and return the folder.
 
-    `tasks` is how many parts the work is dealt into, `workers` how many run at once, `options` go to
-    datatrove's executor (for Slurm at least `partition` and `time`). With Slurm the jobs are only
-    submitted: the folder is ready when the last of them has written the manifest.
+    `tasks` is the number of tasks, `workers` of concurrent ones; `options` go to datatrove's executor (for Slurm at least
+    `partition` and `time`). With Slurm the jobs are only submitted: the folder is ready when the last one has written the
+    manifest.
     """
     check_executor(executor, options or {})
     key, tokenizer = fingerprint(preparation)
-    folder = folder_of(preparation, cache, key)
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(folder, wait=wait):
-            if force:
-                clear(folder)
-            if (folder / "manifest.json").is_file():
-                verify_shards(folder)
-                return folder
-            workspace = open_workspace(preparation, folder, key, tokenizer)
-            runner, merger = build_executors(
-                workspace, executor, tasks=tasks, workers=workers, options=options
-            )
-            if merger is None:
-                with engine_running(executor):
-                    runner.run()
-                _finish(workspace)
+    folder = prepared_folder(preparation.source, cache, key)
+    with preparing(folder, force=force, wait=wait) as missing:
+        if not missing:
+            verify_shards(folder)
+            return folder
+        workspace = open_workspace(preparation, folder, key, tokenizer)
+        runner, merger = build_executors(workspace, executor, tasks=tasks, workers=workers, options=options)
+        if merger is None:
+            with engine_running(executor):
+                runner.run()
+            _finish(workspace)
     if merger is not None:
-        merger.run()  # submits the array, and itself to start after it; the merge takes the lock then
+        merger.run()  # submits the array and, depending on it, the merge, which takes the lock
     else:
         verify_shards(folder)
     return folder
@@ -90,7 +82,7 @@ def build_executors(
     workers: int | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> tuple[Any, Any]:
-    """datatrove's executors for the units and, on Slurm, for the merge that follows them (else None)."""
+    """datatrove's executors of the units and, on Slurm, of the merge after them (else None)."""
     blocks = import_extra("rush.data.datatrove_blocks", "corpus", "Preparing with datatrove")
     num_tasks = min(tasks or 4 * (os.cpu_count() or 1), len(workspace.jobs))
     steps = [
@@ -135,9 +127,9 @@ def make_executor(
     skip_completed: bool = False,
     purpose: str = "Preparing with datatrove",
 ) -> Any:
-    """One of datatrove's executors. `job_name` and `depends` (what has to end before it) are Slurm's.
+    """A datatrove executor. `job_name` and `depends` (the executor to wait for) are Slurm's.
 
-    `skip_completed` goes by datatrove's own marks of finished tasks; without it the blocks know what is done.
+    `skip_completed` skips tasks that datatrove marked as finished; without it the blocks skip finished units.
     """
     typed = _check_options(executor, options or {}, purpose)
     kind = _executor_kind(executor, purpose)
@@ -158,19 +150,8 @@ def _executor_kind(executor: str, purpose: str) -> Any:
     return getattr(module, f"{executor.capitalize()}PipelineExecutor")
 
 
-def slurm_script(executor: Any) -> str:
-    """The batch script a Slurm executor would submit, to be read before it is trusted."""
-    executor_file = executor.logging_dir.resolve_paths("executor.pik")
-    array = min(executor.tasks, executor.max_array_size)
-    return str(
-        executor.get_launch_file_contents(
-            executor.get_sbatch_args(array), f"srun -l -n 1 launch_pickled_pipeline {executor_file}"
-        )
-    )
-
-
 def check_executor(executor: str, options: Mapping[str, Any]) -> None:
-    """Refuse an unknown engine, missing or unknown options, or Slurm where there is none."""
+    """Refuse an unknown executor, missing or unknown options, or Slurm without sbatch."""
     _check_options(executor, options)
     if executor == "slurm" and shutil.which("sbatch") is None:
         raise MachineError("There is no sbatch here: submit from a node of a Slurm cluster.")
@@ -179,7 +160,7 @@ def check_executor(executor: str, options: Mapping[str, Any]) -> None:
 def _check_options(
     executor: str, options: Mapping[str, Any], purpose: str = "Running datatrove"
 ) -> dict[str, Any]:
-    """The options, each as the type that the engine wants."""
+    """The options, each with its type."""
     if executor not in EXECUTORS:
         raise RecipeError(f"Unknown executor {executor!r}: {nearest(executor, EXECUTORS)}")
     missing = [name for name in ("partition", "time") if executor == "slurm" and name not in options]
@@ -188,34 +169,32 @@ def _check_options(
     return executor_options(_executor_kind(executor, purpose), executor, options) if options else {}
 
 
-def leave_with_parent() -> None:
-    """End this process when the one that started it dies: it would hold its lock, or write into the next run's files.
-
-    The engine's workers, and the manager it keeps beside them, otherwise outlive a killed run.
-    """
+def exit_with_parent() -> None:
+    """End this process when its parent dies. datatrove's workers and their manager would outlive a killed run, hold its lock and
+    write into the next run's files."""
     connection = import_extra("multiprocess.connection", "corpus", "Running datatrove")
     parent = import_extra("multiprocess", "corpus", "Running datatrove").parent_process()
-    if parent is None or any(thread.name == "leave-with-parent" for thread in threading.enumerate()):
+    if parent is None or any(thread.name == "exit-with-parent" for thread in threading.enumerate()):
         return
 
     def wait() -> None:
         connection.wait([parent.sentinel])
         os._exit(1)
 
-    threading.Thread(target=wait, name="leave-with-parent", daemon=True).start()
+    threading.Thread(target=wait, name="exit-with-parent", daemon=True).start()
 
 
 @contextlib.contextmanager
 def engine_running(executor: str) -> Iterator[None]:
-    """What an engine needs while it runs: that its processes go with this one; Ray, if it does not run yet."""
-    hook = threading.Event()  # something that lives as long as this frame; the forks are told through it
+    """While an executor runs: its processes end with this one, and Ray is started if it is not running."""
+    hook = threading.Event()  # lives as long as this frame; the hook is registered on it
     util = import_extra("multiprocess.util", "corpus", "Running datatrove")
-    util.register_after_fork(hook, lambda _: leave_with_parent())
+    util.register_after_fork(hook, lambda _: exit_with_parent())
     ray = import_extra("ray", "ray", "Running on Ray") if executor == "ray" else None
     if ray is None or ray.is_initialized():
         yield
         return
-    # Workers start in folders of their own and must still find this package when it is not installed.
+    # Workers start in other folders and must find this package where it is not installed.
     paths = [str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])]
     ray.init(runtime_env={"env_vars": {"PYTHONPATH": os.pathsep.join(paths)}}, log_to_driver=False)
     try:

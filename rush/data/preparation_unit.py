@@ -1,8 +1,7 @@
-"""One unit of preparation: read, split, tokenize, write its shards, then a record that it is done.
+"""One unit of preparation: read, split, tokenize, write its shards, then its record.
 
-Which split a document belongs to depends on its text and the seed, on nothing else: not on its place,
-nor on the number of workers. Duplicates of a document are in the same split, so validation never holds a
-text that was trained on.
+The split of a document depends on its text and the seed alone, not on its position or the number of workers. Duplicates are
+in the same split, so no validation text is trained on.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ BATCH_DOCUMENTS = 64
 
 @dataclass(frozen=True)
 class UnitJob:
-    """One unit of work, with all that a worker process or another machine needs to know."""
+    """One unit of work, with all that a worker process or another machine needs."""
 
     folder: Path
     unit: Unit
@@ -45,19 +44,19 @@ class UnitJob:
 
 
 def split_of(text: str, seed: int, validation: float) -> str:
-    """The side of the split a document belongs to."""
+    """The split of a document."""
     digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
     return "validation" if int.from_bytes(digest, "little") < validation * 2.0**64 else "train"
 
 
 def run_unit(job: UnitJob) -> tuple[Shard, ...]:
-    tokenizer = _load_once(job.folder / "tokenizer")
+    tokenizer = cached_tokenizer(job.folder / "tokenizer")
     documents = read_unit(job.unit, job.text_field)
     return write_unit(job, tokenizer.eos_id, encoded_documents(documents, tokenizer))
 
 
-@functools.lru_cache(maxsize=1)
-def _load_once(folder: Path) -> Tokenizer:
+@functools.lru_cache(maxsize=4)
+def cached_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer.load(folder)
 
 

@@ -1,10 +1,9 @@
-"""From a source to token shards, in parallel, and safe to interrupt.
+"""Tokenize a source into shards, in parallel; an interrupted preparation resumes.
 
-Everything that determines the result is in `Preparation`; its fingerprint names the folder, so a
-changed source, tokenizer or split is prepared anew and an unchanged one is found again. The work is
-divided as the source divides itself (`sources.plan_units`), and a unit that is done leaves a record. A
-killed preparation continues with the units that have none, and the manifest is written from the
-records at the very end: until then the folder holds parts, never a corpus that looks whole.
+`Preparation` determines the result, and its fingerprint names the folder: a changed source, tokenizer or split is prepared
+again, an unchanged one is found. The source is divided into units (`sources.plan_units`), and each finished unit leaves a
+record. A killed preparation resumes with the others. The manifest is written last, from the records: without it the folder
+does not count as prepared.
 """
 
 from __future__ import annotations
@@ -13,25 +12,25 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rush.data.preparation_unit import UnitJob, read_record, split_of
+from rush.data.preparation_unit import UnitJob, read_record, run_unit, split_of
 from rush.data.published_tokenizers import find_tokenizer
 from rush.data.shards import SPLITS, Manifest, Shard, token_dtype, verify_shards, write_manifest
 from rush.data.sources import Unit, describe_source, plan_units, read_unit
-from rush.data.storage import folder_lock, writable
+from rush.data.storage import prepared_folder, preparing
 from rush.data.tokenizer import Tokenizer, train_bpe
-from rush.data.worker_pool import run_jobs
+from rush.data.worker_pool import check_workers, run_each
 from rush.errors import DataError, RecipeError
 from rush.files import remove_temporaries
 
 
 @dataclass(frozen=True)
 class Preparation:
-    """What to prepare. `vocab_size` is the size to train, or the model's limit for a ready tokenizer."""
+    """What to prepare. `vocab_size` is that of the tokenizer to train, or the model's limit for an existing one."""
 
     source: str = "python-stdlib"
     files: tuple[str, ...] = ()
@@ -69,7 +68,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Workspace:
-    """A preparation under way: its folder, its tokenizer (saved there) and the units it consists of."""
+    """A preparation in progress: its folder, its tokenizer (saved there) and its units."""
 
     folder: Path
     key: str
@@ -91,30 +90,24 @@ def prepare(
     force: bool = False,
     wait: bool = True,
 ) -> Path:
-    """Prepare, or find prepared, and return the folder. The same bytes for any number of workers.
+    """The folder of the prepared data, prepared now if necessary. The same bytes for any number of workers.
 
-    `wait` stands in line while another process prepares the same folder, and then finds it done;
-    without it that is refused. `force` throws away what is there.
+    `wait` for another process that prepares the same folder, or refuse. `force` prepares it again.
     """
-    if workers is not None and workers < 1:
-        raise RecipeError(f"The number of workers is {workers}; it must be at least 1.")
+    check_workers(workers)
     key, tokenizer = fingerprint(preparation)
-    folder = folder_of(preparation, cache, key)
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(folder, wait=wait):
-            if force:
-                clear(folder)
-            if not (folder / "manifest.json").is_file():
-                workspace = open_workspace(preparation, folder, key, tokenizer)
-                _run(workspace, workers or os.cpu_count() or 1, progress)
-                finish(workspace)
+    folder = prepared_folder(preparation.source, cache, key)
+    with preparing(folder, force=force, wait=wait) as missing:
+        if missing:
+            workspace = open_workspace(preparation, folder, key, tokenizer)
+            _run(workspace, workers or os.cpu_count() or 1, progress)
+            finish(workspace)
     verify_shards(folder)
     return folder
 
 
 def fingerprint(preparation: Preparation) -> tuple[str, Tokenizer | None]:
-    """The key of all that determines the content, and the tokenizer unless it has to be trained."""
+    """The key of all that determines the content, and the tokenizer unless it is to be trained."""
     described: dict[str, Any] = preparation.describe()
     limit = preparation.vocab_size
     if preparation.tokenizer == "train":
@@ -131,24 +124,15 @@ def fingerprint(preparation: Preparation) -> tuple[str, Tokenizer | None]:
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).hexdigest(), tokenizer
 
 
-def folder_of(preparation: Preparation, cache: str | Path, key: str) -> Path:
-    label = preparation.source.removeprefix("hub:").strip("/").replace("/", "-").replace(":", "-")
-    return Path(cache).absolute() / f"{label}-{key[:16]}"
-
-
 def open_workspace(
     preparation: Preparation, folder: Path, key: str, tokenizer: Tokenizer | None
 ) -> Workspace:
-    """Sweep leftovers, settle the tokenizer, plan the units. Call it while holding the folder's lock."""
+    """Remove temporary files, find or train the tokenizer, plan the units. The caller holds the folder's lock."""
     remove_temporaries(folder, deep=True)
     units = preparation.units()
-    saved = folder / "tokenizer"
-    if tokenizer is None and (saved / "tokenizer_config.json").is_file():
-        tokenizer = Tokenizer.load(saved)
-    elif tokenizer is None:
-        assert preparation.vocab_size is not None
-        tokenizer = train_bpe(_training_texts(preparation, units), preparation.vocab_size)
-    tokenizer.save(saved)
+    if tokenizer is None:
+        tokenizer = saved_or_trained(folder, _training_texts(preparation, units), preparation.vocab_size)
+    tokenizer.save(folder / "tokenizer")
     (folder / "units").mkdir(exist_ok=True)
     vocab_size = preparation.vocab_size or tokenizer.vocab_size
     jobs = tuple(
@@ -158,8 +142,19 @@ def open_workspace(
     return Workspace(folder, key, preparation.describe(), tokenizer, vocab_size, jobs)
 
 
+def saved_or_trained(
+    folder: Path, texts: Iterable[str], vocab_size: int | None, max_bytes: int | None = None
+) -> Tokenizer:
+    """The tokenizer that an interrupted preparation trained, or one trained now."""
+    saved = folder / "tokenizer"
+    if (saved / "tokenizer_config.json").is_file():
+        return Tokenizer.load(saved)
+    assert vocab_size is not None
+    return train_bpe(texts, vocab_size, max_bytes)
+
+
 def _training_texts(preparation: Preparation, units: list[Unit]) -> Iterator[str]:
-    """Training documents, an equal share of bytes from every unit: the head of a corpus is not the corpus."""
+    """Training documents, the same number of bytes from every unit: the first files are not representative."""
     share = preparation.tokenizer_bytes // len(units)
     for unit in units:
         used = 0
@@ -176,7 +171,7 @@ def _run(workspace: Workspace, workers: int, progress: Callable[[Progress], None
     written = [shard for job in workspace.jobs if job not in missing for shard in read_record(job)]
     done = len(workspace.jobs) - len(missing)
     _report(progress, done, len(workspace.jobs), written)
-    for shards in run_jobs(missing, workers):
+    for shards in run_each(run_unit, missing, workers):
         done += 1
         written.extend(shards)
         _report(progress, done, len(workspace.jobs), written)
@@ -189,7 +184,7 @@ def _report(progress: Callable[[Progress], None] | None, done: int, total: int, 
 
 
 def finish(workspace: Workspace) -> Manifest:
-    """Gather the records into the manifest; from here on the folder counts as prepared."""
+    """Write the manifest from the records; the folder then counts as prepared."""
     missing = workspace.missing()
     if missing:
         raise DataError(
@@ -212,10 +207,3 @@ def finish(workspace: Workspace) -> Manifest:
     write_manifest(workspace.folder, manifest)
     shutil.rmtree(workspace.folder / "units")
     return manifest
-
-
-def clear(folder: Path) -> None:
-    """Forget a prepared folder. The manifest goes first: what is left is at worst unfinished."""
-    (folder / "manifest.json").unlink(missing_ok=True)
-    for name in ("units", "tokenizer", "pipeline", *SPLITS):
-        shutil.rmtree(folder / name, ignore_errors=True)

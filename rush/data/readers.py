@@ -1,11 +1,9 @@
-"""Documents out of files: text, JSONL, CSV and Parquet, in slices that can be read independently.
+"""Read documents from text, JSONL, CSV and Parquet files, in slices that can be read independently.
 
-A corpus is cut into slices before anything is read in earnest, so that many processes (or many
-machines) can each take some, and so that the cut depends on the files alone. JSONL is cut after a line
-end, Parquet between row groups. A text file is one document; a large one is cut at blank lines into
-documents of about 64 KiB, or else one big file could be neither shared out nor split into training
-and validation. Neither compressed JSONL nor CSV (a quoted cell may hold line ends) can be entered in the middle: such
-a file is one slice. A byte-order mark, as editors on Windows write it, is no part of the text.
+Files are divided into slices by their sizes alone, so that many processes or machines can each read some. JSONL is split at
+line ends, Parquet between row groups. A text file is one document; a large one is split at blank lines into documents of about
+64 KiB, which can be divided among workers and between training and validation. Compressed JSONL and CSV (a quoted cell may
+have line ends) cannot be read from the middle: such a file is one slice. A byte-order mark is not part of the text.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ TEXT_WHOLE_BYTES = 4 * TEXT_DOCUMENT_BYTES
 BYTE_ORDER_MARK = codecs.BOM_UTF8
 ROW_ENDINGS = ".jsonl, .csv, .tsv (each also with .gz or .zst), .parquet"
 """Files that hold rows."""
-_PACKINGS = ("", ".gz", ".zst")
+_COMPRESSIONS = ("", ".gz", ".zst")
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Slice:
 
 
 def import_extra(module: str, extra: str, purpose: str) -> Any:
-    """Import an optional dependency, or say which extra brings it."""
+    """Import an optional dependency; MachineError names the extra that installs it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -71,7 +69,7 @@ def file_kind(path: Path) -> str:
         return "jsonl"
     if name.endswith((".jsonl.gz", ".ndjson.gz", ".jsonl.zst", ".ndjson.zst")):
         return "packed"
-    if name.endswith(tuple(table + packing for table in (".csv", ".tsv") for packing in _PACKINGS)):
+    if name.endswith(tuple(table + end for table in (".csv", ".tsv") for end in _COMPRESSIONS)):
         return "csv"
     if name.endswith(".parquet"):
         return "parquet"
@@ -94,23 +92,23 @@ def opened(path: str) -> Iterator[IO[bytes]]:
         ) from error
 
 
-def cut_file(path: Path, slice_bytes: int) -> list[Slice]:
-    """Slices of about `slice_bytes` that together are the file."""
+def slice_file(path: Path, slice_bytes: int) -> list[Slice]:
+    """The slices of a file, of about `slice_bytes` each."""
     kind = file_kind(path)
     with opened(str(path)) as file:
         size = file.seek(0, 2)
         if size == 0:
             return []
         if kind == "jsonl":
-            return list(_cut_jsonl(file, str(path), size, slice_bytes))
+            return list(_slice_jsonl(file, str(path), size, slice_bytes))
         if kind == "text":
-            return list(_cut_text(file, str(path), size, slice_bytes))
+            return list(_slice_text(file, str(path), size, slice_bytes))
     if kind == "parquet":
-        return list(_cut_parquet(str(path), slice_bytes))
+        return list(_slice_parquet(str(path), slice_bytes))
     return [Slice(kind, str(path), 0, size, first=1)]
 
 
-def _cut_jsonl(file: IO[bytes], path: str, size: int, slice_bytes: int) -> Iterator[Slice]:
+def _slice_jsonl(file: IO[bytes], path: str, size: int, slice_bytes: int) -> Iterator[Slice]:
     start, line = 0, 1
     file.seek(0)
     while start < size:
@@ -122,7 +120,7 @@ def _cut_jsonl(file: IO[bytes], path: str, size: int, slice_bytes: int) -> Itera
         start = stop
 
 
-def _cut_text(file: IO[bytes], path: str, size: int, slice_bytes: int) -> Iterator[Slice]:
+def _slice_text(file: IO[bytes], path: str, size: int, slice_bytes: int) -> Iterator[Slice]:
     start, part = 0, 0
     for number, stop in enumerate(_text_ends(file, 0, size, size), start=1):
         if stop - start >= slice_bytes or stop == size:
@@ -131,7 +129,7 @@ def _cut_text(file: IO[bytes], path: str, size: int, slice_bytes: int) -> Iterat
 
 
 def _text_ends(file: IO[bytes], start: int, stop: int, size: int) -> Iterator[int]:
-    """Where documents from `start` to `stop` end: the same places, whichever document one starts at."""
+    """The ends of the documents from `start` to `stop`: the same for any document that `start` is at."""
     while start < stop:
         end = size if size <= TEXT_WHOLE_BYTES else min(start + TEXT_DOCUMENT_BYTES, size)
         if end < size:
@@ -142,7 +140,7 @@ def _text_ends(file: IO[bytes], start: int, stop: int, size: int) -> Iterator[in
 
 
 def _break_after(window: bytes) -> int:
-    """How far into `window` to cut: after a blank line, else a line end, else before its last character."""
+    """Where to split `window`: after a blank line, else a line end, else before its last character."""
     for mark in (b"\n\n", b"\n"):
         found = window.find(mark)
         if found >= 0:
@@ -153,7 +151,7 @@ def _break_after(window: bytes) -> int:
     return cut or len(window)
 
 
-def _cut_parquet(path: str, slice_bytes: int) -> Iterator[Slice]:
+def _slice_parquet(path: str, slice_bytes: int) -> Iterator[Slice]:
     metadata = open_parquet(path).metadata
     start, row, first, held = 0, 0, 0, 0
     for group in range(metadata.num_row_groups):
@@ -165,7 +163,7 @@ def _cut_parquet(path: str, slice_bytes: int) -> Iterator[Slice]:
 
 
 def read_slice(piece: Slice, text_field: str) -> Iterator[Document]:
-    """The documents of a slice, in order; documents without any text are passed over."""
+    """The documents of a slice, in order, without empty ones."""
     readers = {
         "text": _read_text,
         "python": _read_python,
@@ -202,12 +200,16 @@ def _read_python(piece: Slice, _: str) -> Iterator[Document]:
 
 
 def read_rows(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a slice of JSONL, CSV or Parquet with their names; of Parquet, only `columns` where given."""
+    """The rows of a slice of JSONL, CSV or Parquet with their names; of Parquet only these `columns`, if given."""
     if piece.kind == "parquet":
-        return _parquet_rows(piece, columns)
-    if piece.kind == "csv":
-        return _csv_rows(piece)
-    return _jsonl_rows(piece) if piece.kind == "jsonl" else _packed_rows(piece)
+        for number, batch in read_batches(piece, columns):
+            for offset, row in enumerate(batch.to_pylist()):
+                yield f"{piece.path}:row {number + offset}", row
+    elif piece.kind == "csv":
+        yield from _csv_rows(piece)
+    else:
+        for number, line in read_lines(piece):
+            yield from _parse_line(line, piece.path, number)
 
 
 def _read_rows(piece: Slice, text_field: str) -> Iterator[Document]:
@@ -221,29 +223,33 @@ def _read_rows(piece: Slice, text_field: str) -> Iterator[Document]:
         yield from as_document(row[text_field], name)
 
 
-def _jsonl_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
-    with opened(piece.path) as file:
-        file.seek(piece.start)
+def read_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
+    """The lines of a slice of JSONL, compressed or not, with their numbers; without blank lines and byte-order marks."""
+    with opened(piece.path) if piece.kind == "jsonl" else decompressed(piece.path) as file:
         at = piece.start
-        line_number = piece.first
-        while at < piece.stop:
-            line = file.readline()
-            if not line:
+        if at:
+            file.seek(at)
+        for number, line in enumerate(file, start=piece.first):
+            if piece.kind == "jsonl" and at >= piece.stop:
                 return
-            yield from _parse_line(line, piece.path, line_number)
             at += len(line)
-            line_number += 1
+            content = line.removeprefix(BYTE_ORDER_MARK).rstrip(b"\r\n")
+            if content.strip():
+                yield number, content
 
 
-def _packed_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
-    with unpacked(piece.path) as stream:
-        for line_number, line in enumerate(stream, start=1):
-            yield from _parse_line(line, piece.path, line_number)
+def read_batches(piece: Slice, columns: list[str] | None = None) -> Iterator[tuple[int, Any]]:
+    """The Arrow batches of a slice of Parquet, each with the number of its first row."""
+    number, groups = piece.first, list(range(piece.start, piece.stop))
+    with open_parquet(piece.path) as file:
+        for batch in file.iter_batches(batch_size=256, row_groups=groups, columns=columns):
+            yield number, batch
+            number += batch.num_rows
 
 
 @contextlib.contextmanager
-def unpacked(path: str) -> Iterator[io.BufferedReader]:
-    """The bytes of a file that may be compressed, by its name."""
+def decompressed(path: str) -> Iterator[io.BufferedReader]:
+    """The bytes of a file, decompressed by its extension."""
     name = path.lower()
     try:
         if name.endswith(".zst"):
@@ -263,21 +269,21 @@ def _csv_rows(piece: Slice) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, header, cells in csv_records(piece.path):
         name = f"{piece.path}:{number}"
         if len(cells) != len(header):
-            raise DataError(f"{name}: {ragged(header, cells)}. Mend or remove the row.")
+            raise DataError(f"{name}: {ragged(header, cells)}. Fix or remove the row.")
         yield name, dict(zip(header, cells, strict=True))
 
 
 def csv_records(path: str) -> Iterator[tuple[int, list[str], list[str]]]:
-    """The line each record of a CSV or TSV file begins at, the columns (named by the first record), and its cells."""
+    """For each record of a CSV or TSV file: its first line, the columns (named by the first record), and its cells."""
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
     name = path.lower().removesuffix(".gz").removesuffix(".zst")
     delimiter = "\t" if name.endswith(".tsv") else ","
-    with unpacked(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
+    with decompressed(path) as stream, io.TextIOWrapper(stream, encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, delimiter=delimiter, strict=True)
         try:
             header = next(reader, [])
             if len(set(header)) != len(header):
-                raise DataError(f"{path}:1: a column's name stands twice; each needs its own.")
+                raise DataError(f"{path}:1: a column name occurs twice; each must be unique.")
             at = reader.line_num + 1
             for cells in reader:
                 if cells:
@@ -296,38 +302,26 @@ def ragged(header: list[str], cells: list[str]) -> str:
 
 
 def _parse_line(line: bytes, path: str, number: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    line = line.removeprefix(BYTE_ORDER_MARK)
-    if not line.strip():
-        return
     name = f"{path}:{number}"
     text = _decode(line, name)
     try:
         row = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(
-            f"{name}: {why_no_json(error)}. Each line must be one JSON object; fix or remove the line."
+            f"{name}: {json_problem(error)}. Each line must be one JSON object; fix or remove the line."
         ) from error
     if not isinstance(row, dict):
         raise DataError(f"{name}: expected a JSON object, found {type(row).__name__}.")
     yield name, row
 
 
-def why_no_json(error: Exception) -> str:
-    """In words, why Python cannot read a line as JSON."""
+def json_problem(error: Exception) -> str:
+    """Why a line is not valid JSON."""
     if isinstance(error, json.JSONDecodeError):
         return f"not valid JSON ({error.msg} at column {error.colno})"
     if isinstance(error, RecursionError):
         return "not readable as JSON (lists or objects are nested too deeply)"
     return f"not readable as JSON (a number of more than {sys.get_int_max_str_digits():,} digits)"
-
-
-def _parquet_rows(piece: Slice, columns: list[str] | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    groups = list(range(piece.start, piece.stop))
-    number = piece.first
-    for batch in open_parquet(piece.path).iter_batches(batch_size=256, row_groups=groups, columns=columns):
-        for row in batch.to_pylist():
-            yield f"{piece.path}:row {number}", row
-            number += 1
 
 
 def open_parquet(path: str) -> Any:
@@ -347,7 +341,7 @@ def missing_field(name: str, text_field: str, found: list[str]) -> str:
 
 
 def as_document(text: object, name: str) -> Iterator[Document]:
-    """A checked document, or nothing where the text is empty."""
+    """The document, validated; nothing where the text is empty."""
     if not isinstance(text, str):
         raise DataError(f"{name}: the text is {type(text).__name__}, expected a string.")
     if not text:
@@ -357,7 +351,7 @@ def as_document(text: object, name: str) -> Iterator[Document]:
     except UnicodeEncodeError as error:
         raise DataError(
             f"{name}: the text holds half of a surrogate pair at character {error.start}, "
-            "which no encoding can write. Mend or remove the document."
+            "which no encoding can write. Fix or remove the document."
         ) from error
     yield Document(text, name)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.data.hub_datasets import HubDataset, hub_slices, read_hub_slice
-from rush.data.readers import Document, Slice, cut_file, file_kind, read_slice
+from rush.data.readers import Document, Slice, file_kind, read_slice, slice_file
 from rush.errors import DataError, MachineError, RecipeError, nearest
 
 MIN_UNIT_BYTES = 1 << 20
@@ -98,7 +98,7 @@ def plan_units(
     if source == "python-stdlib":
         slices = [Slice("python", str(path), 0, _stat(path).st_size) for path in paths]
     else:
-        slices = [piece for path in paths for piece in cut_file(path, unit_bytes)]
+        slices = [piece for path in paths for piece in slice_file(path, unit_bytes)]
     if limit is not None:
         slices = list(_limited(slices, text_field, limit))
     if not slices:

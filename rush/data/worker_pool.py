@@ -1,4 +1,4 @@
-"""Worker processes for preparation: started fresh (spawn), gone when their parent is gone."""
+"""Worker processes for data preparation: spawned, and ended with their parent."""
 
 from __future__ import annotations
 
@@ -11,21 +11,19 @@ from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import wait
 from typing import TypeVar
 
-from rush.data.preparation_unit import UnitJob, run_unit
-from rush.data.shards import Shard
-from rush.errors import MachineError
+from rush.errors import MachineError, RecipeError
 
 Job = TypeVar("Job")
 Result = TypeVar("Result")
 
 
-def run_jobs(jobs: list[UnitJob], workers: int) -> Iterator[tuple[Shard, ...]]:
-    """The shards of each job as it ends."""
-    return run_each(run_unit, jobs, workers)
+def check_workers(workers: int | None) -> None:
+    if workers is not None and workers < 1:
+        raise RecipeError(f"The number of workers is {workers}; it must be at least 1.")
 
 
 def run_each(run: Callable[[Job], Result], jobs: Sequence[Job], workers: int) -> Iterator[Result]:
-    """What each job gives, as it ends: in this process where one worker is enough, in a pool otherwise."""
+    """The result of each job as it ends, from this process with one worker, else from a pool."""
     workers = min(workers, len(jobs))
     if workers <= 1:
         yield from map(run, jobs)
@@ -45,13 +43,13 @@ def run_each(run: Callable[[Job], Result], jobs: Sequence[Job], workers: int) ->
 
 
 def _start_worker() -> None:
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process per core already; threads would only collide
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one process per core already
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=_leave_with, args=(parent.sentinel,), daemon=True).start()
 
 
 def _leave_with(sentinel: int) -> None:
-    """A killed parent cannot stop its pool, whose members would wait for work for ever."""
+    """Exit with the parent: a killed parent cannot stop its pool, which would wait for work forever."""
     wait([sentinel])
     os._exit(1)

@@ -74,8 +74,8 @@ def lost_to(plans: list[Plan], best: Plan) -> Iterator[str]:
     chosen = _choices(best.spec)
     seen: dict[tuple[str, str], Plan] = {}
     for one in plans:
-        for choice in _choices(one.spec).items():
-            seen.setdefault(choice, one)
+        for item in _choices(one.spec).items():
+            seen.setdefault(item, one)
     for (choice, value), other in sorted(seen.items(), key=lambda item: -item[1].tokens_per_s):
         if chosen[choice] == value:
             continue

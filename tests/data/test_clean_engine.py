@@ -189,7 +189,7 @@ def test_a_worker_that_is_killed_is_told_and_not_waited_for(background: bool, tm
         said = _last_words_when_workers_are_killed(tmp_path)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert "MachineError: A worker process died while reading for" in said
+    assert "MachineError: A worker process died while collecting for" in said
     assert not (tmp_path / "out.jsonl").exists()
 
 

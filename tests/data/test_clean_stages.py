@@ -187,11 +187,13 @@ def test_a_long_document_signed_in_pieces_has_the_signature_of_the_whole(
     import numpy as np
     from datatrove.pipeline.dedup.minhash import MinhashDedupSignature
 
-    from rush.data.clean.duplicates import NearSignatures, Spaces, near_config
+    from rush.data.clean.duplicates import NearSignatures, WhitespaceTokenizer, near_config
 
     pipeline = parse_pipeline({"stage": [{"kind": "near_duplicates"}]})
     ours = NearSignatures(str(tmp_path / "a"), str(tmp_path / "b"), pipeline.stage[0])  # type: ignore[arg-type]
-    plain = MinhashDedupSignature(str(tmp_path / "c"), near_config(pipeline.stage[0]), language=Spaces())  # type: ignore[arg-type]
+    plain = MinhashDedupSignature(
+        str(tmp_path / "c"), near_config(pipeline.stage[0]), language=WhitespaceTokenizer()
+    )  # type: ignore[arg-type]
     monkeypatch.setattr("rush.data.clean.duplicates.SHINGLES_AT_ONCE", 7)
     for count in (1, 7, 8, 50):
         shingles = np.random.default_rng(0).integers(0, 2**63, size=(count, 1)).astype(np.uint64)

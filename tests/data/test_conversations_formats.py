@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rush.data.conversations.formats import detect, read_fields, read_sample
+from rush.data.conversations.formats import detect, read_fields
 from rush.data.conversations.turns import BadRow, Conversation, Pair, Text, Turn
 
 Q, A = Turn("user", "What jumps?"), Turn("assistant", "The fox.")
@@ -15,7 +15,7 @@ SYSTEM = {"role": "system", "content": "Be brief."}
 
 
 def read(row: dict[str, Any], format: str = "auto", paired: bool = False) -> Any:
-    return read_sample(row, format, paired=paired)
+    return read_fields(row, format, paired=paired)[0]
 
 
 @pytest.mark.parametrize(

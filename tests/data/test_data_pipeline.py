@@ -7,11 +7,12 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from rush.data import Preparation, verify_shards
-from rush.data.pipeline import build_executors, prepare_pipeline, slurm_script
+from rush.data.pipeline import build_executors, prepare_pipeline
 from rush.data.preparation_unit import run_unit
 from rush.data.prepare import fingerprint, open_workspace
 from rush.errors import DataError, MachineError, RecipeError
@@ -103,7 +104,18 @@ def test_units_of_which_a_filter_left_nothing_are_still_recorded(
     assert shards == ["00002.bin", "00003.bin"]
 
 
-def test_the_slurm_scripts_can_be_read_without_slurm(preparation: Preparation, tmp_path: Path) -> None:
+def slurm_script(executor: Any) -> str:
+    """The batch script that a Slurm executor would submit."""
+    pickled = executor.logging_dir.resolve_paths("executor.pik")
+    arguments = executor.get_sbatch_args(min(executor.tasks, executor.max_array_size))
+    return str(
+        executor.get_launch_file_contents(arguments, f"srun -l -n 1 launch_pickled_pipeline {pickled}")
+    )
+
+
+def test_slurm_scripts_have_the_options_and_an_array_of_tasks(
+    preparation: Preparation, tmp_path: Path
+) -> None:
     key, tokenizer = fingerprint(preparation)
     workspace = open_workspace(preparation, tmp_path, key, tokenizer)
     runner, merger = build_executors(workspace, "slurm", workers=8, options=SLURM)

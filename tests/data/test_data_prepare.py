@@ -139,7 +139,7 @@ def test_a_trained_tokenizer_sees_only_training_documents_from_all_over_the_corp
     path = write_jsonl(tmp_path / "a.jsonl", texts)
     seen: list[str] = []
 
-    def spy(stream: Iterable[str], vocab_size: int) -> Tokenizer:
+    def spy(stream: Iterable[str], vocab_size: int, max_bytes: int | None) -> Tokenizer:
         seen.extend(stream)
         return train_bpe(seen, vocab_size)
 

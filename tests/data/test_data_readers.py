@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rush.data import readers
-from rush.data.readers import cut_file, read_slice
+from rush.data.readers import read_slice, slice_file
 from rush.errors import DataError
 
 
 def read_all(path: Path, slice_bytes: int, text_field: str = "text") -> list[readers.Document]:
-    return [d for piece in cut_file(path, slice_bytes) for d in read_slice(piece, text_field)]
+    return [d for piece in slice_file(path, slice_bytes) for d in read_slice(piece, text_field)]
 
 
 @pytest.mark.parametrize("slice_bytes", [1, 7, 100, 1_000, 10**9])
@@ -88,7 +88,7 @@ def test_parquet_gives_the_same_rows_however_it_is_cut(tmp_path: Path, slice_byt
     found = read_all(path, slice_bytes)
     assert [d.text for d in found] == texts
     assert [d.id for d in found] == [f"{path}:row {n}" for n in range(50)]
-    assert len(cut_file(path, 1)) == 8
+    assert len(slice_file(path, 1)) == 8
     with pytest.raises(DataError, match=r"no field 'body'. Fields found: id, text"):
         read_all(path, slice_bytes, "body")
 
@@ -169,13 +169,13 @@ def test_documents_without_text_are_passed_over(tmp_path: Path) -> None:
 def test_formats_that_are_not_read_are_named_with_those_that_are(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("{}")
     with pytest.raises(DataError, match=r"Allowed: \.jsonl"):
-        cut_file(tmp_path / name, 100)
+        slice_file(tmp_path / name, 100)
 
 
 def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     (tmp_path / "dangling.txt").symlink_to(tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"Cannot read .*dangling\.txt: No such file"):
-        cut_file(tmp_path / "dangling.txt", 100)
+        slice_file(tmp_path / "dangling.txt", 100)
 
 
 def test_a_missing_extra_is_named() -> None:
@@ -247,7 +247,7 @@ def test_csv_is_read_as_rows(tmp_path: Path, name: str) -> None:
     ("raw", "said"),
     [
         (b"text,id\nx\n", ":2: 1 cells under 2 columns"),
-        (b"text,text\nx,y\n", ":1: a column's name stands twice"),
+        (b"text,text\nx,y\n", ":1: a column name occurs twice"),
         (b'text\n"x', "not valid CSV"),
         (b"text\n\xff\n", "not UTF-8 text"),
         (b"body\nx\n", ":2: no field 'text'. Fields found: body"),

@@ -1,10 +1,9 @@
-"""Cleaning data: a pipeline of filters and duplicate removal over rows of JSONL, CSV or Parquet.
+"""Data cleaning: a pipeline of filters and deduplication over rows of JSONL, CSV or Parquet.
 
     pipeline = load_pipeline("cooking")
     report = clean(pipeline, ["recipes.jsonl"], "cleaned.jsonl")
 
-The engine is datatrove (extra `corpus`); what needs it is imported on first use, so that a pipeline can be read and
-its mistakes told without it.
+It runs on datatrove (extra `corpus`), imported on first use: a pipeline can be loaded and validated without it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Duplicates, exact and near, by datatrove's own blocks.
+"""Exact and near deduplication with datatrove's blocks.
 
-Both work in the same moves: every unit writes signatures of its documents, sorted; the signatures of all
-units are merged and those that meet are noted; on the next reading the noted documents go. What stays is the
-first document, in the order of the input. Memory holds one unit's signatures, or a few of every unit while they are
-merged; for near duplicates also some 0.5 kB for each document that has one, while they are clustered.
+Every unit writes sorted signatures of its documents. The signatures of all units are merged to find duplicates, which the next
+pass removes; the first document in the order of the input is kept. Memory holds one unit's signatures, or a few of every unit
+during the merge; for near duplicates also some 0.5 kB per duplicate while they are clustered.
 
-Exact means equal 64-bit hashes. Near means equal MinHash values in at least one bucket: two documents that
-share a fraction s of their word n-grams meet with probability 1 − (1 − s^hashes)^buckets, and are not compared again.
+Exact duplicates have equal 64-bit hashes. Near duplicates have equal MinHash values in at least one bucket: two documents that
+share a fraction s of their word n-grams match with probability 1 − (1 − s^hashes)^buckets. Matches are not compared again.
 """
 
 from __future__ import annotations
@@ -40,48 +39,47 @@ from datatrove.utils.word_tokenizers import WordTokenizer
 
 from rush.data.clean.fields import value_at
 from rush.data.clean.filters import StageFilter
-from rush.data.clean.removal import Example, Removals
+from rush.data.clean.removal import Example, Removals, save_array
 from rush.data.clean.row_files import FileRow, load_inputs, place_name
 from rush.data.clean.stages import ExactDuplicates, NearDuplicates
-from rush.data.pipeline import leave_with_parent
-from rush.files import replacing
+from rush.data.pipeline import exit_with_parent
 
 SHINGLES_AT_ONCE = 4096
 LAST_PRIORITY = 65535
 
 
 class PickKey(StageFilter):
-    """Puts what is compared exactly into the document; drops only where a field is missing."""
+    """Sets the text to compare; removes a row only where a field is missing."""
 
     stage: ExactDuplicates
 
-    def judge(self, row: FileRow, document: Document) -> str | None:
+    def removal_reason(self, row: FileRow, document: Document) -> str | None:
         fields = self.stage.fields or [self.pipeline_text]
         values = [row.values if field == "*" else value_at(row.values, field) for field in fields]
-        compared = _alike(values, self.stage.ignore_case, self.stage.ignore_space)
+        compared = _normalized(values, self.stage.ignore_case, self.stage.ignore_space)
         document.text = json.dumps(compared, ensure_ascii=False, sort_keys=True, default=str)
         return None
 
 
-def _alike(value: Any, case: bool, space: bool) -> Any:
-    """`value` without what two equal documents may differ in."""
+def _normalized(value: Any, case: bool, space: bool) -> Any:
+    """`value` without differences in case or white space, as configured."""
     if isinstance(value, str):
         value = value.casefold() if case else value
         return " ".join(value.split()) if space else value
     if isinstance(value, list):
-        return [_alike(inner, case, space) for inner in value]
+        return [_normalized(inner, case, space) for inner in value]
     if isinstance(value, dict):
-        return {key: _alike(inner, case, space) for key, inner in value.items()}
+        return {key: _normalized(inner, case, space) for key, inner in value.items()}
     return value
 
 
 def key_of(document: Document) -> bytes:
-    """As bytes, because the hash takes nothing else."""
+    """As bytes, for the hash."""
     return str(document.text).encode()
 
 
 def earlier_first(document: Document) -> int:
-    """datatrove keeps the highest priority, and within a unit the first; so earlier units go before later ones."""
+    """datatrove keeps the document with the highest priority, and within a unit the first: earlier units have priority."""
     return max(LAST_PRIORITY - int(document.metadata["unit"]), 1)
 
 
@@ -105,7 +103,7 @@ def _of_unit(data: Iterable[Document], unit: int) -> Iterator[Document]:
 
 class FindExact(ExactFindDedups):  # type: ignore[misc]
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        leave_with_parent()
+        exit_with_parent()
         open_many_files()
         super().run(data, rank, world_size)
         yield from ()
@@ -122,15 +120,15 @@ def exact_filter(found: str, removals: Removals) -> ExactDedupFilter:
 
 
 class PickText(StageFilter):
-    """Puts the text to compare into the document; drops only where the field is missing."""
+    """Sets the text to compare; removes a row only where the field is missing."""
 
-    def judge(self, row: FileRow, document: Document) -> str | None:
+    def removal_reason(self, row: FileRow, document: Document) -> str | None:
         document.text = self.text(row)
         return None
 
 
-class Spaces(WordTokenizer):  # type: ignore[misc]
-    """Words are what stands between spaces: no model to load, the same on every machine."""
+class WhitespaceTokenizer(WordTokenizer):  # type: ignore[misc]
+    """Words separated by white space: no model to load, the same on every machine."""
 
     def word_tokenize(self, text: str) -> list[str]:
         return text.split()
@@ -148,20 +146,20 @@ def near_config(stage: NearDuplicates) -> MinhashConfig:
         num_buckets=stage.buckets,
         hashes_per_bucket=stage.hashes_per_bucket,
         seed=stage.seed,
-        # datatrove reads every number as 0; "3 + 4" and "5 + 6" are then the same question.
+        # datatrove's default maps every number to 0, so that "3 + 4" and "5 + 6" are equal.
         norm_config=TextNormConfig(norm_numbers=stage.ignore_numbers),
     )
 
 
 class NearSignatures(MinhashDedupSignature):  # type: ignore[misc]
-    """datatrove's signatures, with long documents taken in pieces, and a note of where each document stood."""
+    """datatrove's MinHash signatures, computed in chunks, and the position of each document."""
 
     def __init__(self, signatures: str, places: str, stage: NearDuplicates) -> None:
-        super().__init__(signatures, near_config(stage), language=Spaces())
+        super().__init__(signatures, near_config(stage), language=WhitespaceTokenizer())
         self.places = places
 
     def get_signature(self, shingles: npt.NDArray[np.uint64]) -> list[list[int]]:
-        """The minimum over all shingles; piece by piece, or a book would take a kilobyte for every word of it."""
+        """The minimum over all shingles, in chunks: a long document would take a kilobyte per word."""
         starts = range(0, len(shingles), SHINGLES_AT_ONCE)
         pieces: list[list[list[int]]] = [
             super(NearSignatures, self).get_signature(shingles[at : at + SHINGLES_AT_ONCE]) for at in starts
@@ -171,7 +169,7 @@ class NearSignatures(MinhashDedupSignature):  # type: ignore[misc]
         return [np.min(bucket, axis=0).tolist() for bucket in zip(*pieces, strict=True)]
 
     def get_shingles(self, text: str) -> npt.NDArray[np.uint64]:
-        # Taking accents off goes letter by letter; where there are none to take off, it is a quarter of the work.
+        # Removing diacritics goes letter by letter, a quarter of the time; ASCII has none.
         norm = self.config.norm_config
         norm = replace(norm, norm_unicode_diacritics=False) if text.isascii() else norm
         words = self.word_tokenizer.word_tokenize(simplify_text(text, norm))
@@ -182,12 +180,12 @@ class NearSignatures(MinhashDedupSignature):  # type: ignore[misc]
         self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
         places: list[tuple[int, int]] = []
-        super().run(_noting(data or (), places), rank, world_size)
-        _save(Path(self.places) / f"{rank:05d}.npy", np.array(places, dtype=np.int64).reshape(-1, 2))
+        super().run(_record_places(data or (), places), rank, world_size)
+        save_array(Path(self.places) / f"{rank:05d}.npy", np.array(places, dtype=np.int64).reshape(-1, 2))
         yield from ()
 
 
-def _noting(data: Iterable[Document], places: list[tuple[int, int]]) -> Iterator[Document]:
+def _record_places(data: Iterable[Document], places: list[tuple[int, int]]) -> Iterator[Document]:
     for document in data:
         places.append(document.metadata["row"].place)
         yield document
@@ -195,7 +193,7 @@ def _noting(data: Iterable[Document], places: list[tuple[int, int]]) -> Iterator
 
 class NearBuckets(MinhashDedupBuckets):  # type: ignore[misc]
     def run(self, data: Any = None, rank: int = 0, world_size: int = 1) -> Iterator[Document]:
-        leave_with_parent()
+        exit_with_parent()
         open_many_files()
         super().run(data, rank, world_size)
         yield from ()
@@ -206,7 +204,7 @@ def cluster(pairs: str, clusters: str, stage: NearDuplicates) -> MinhashDedupClu
 
 
 class KeepFirst(PipelineStep):  # type: ignore[misc]
-    """From clusters to what goes: all but the first of each. datatrove itself keeps whichever grew fastest."""
+    """Keeps the first document of each cluster and removes the others; datatrove itself would keep an arbitrary one."""
 
     name = "first of each cluster"
     type = "rush dedup"
@@ -227,20 +225,20 @@ class KeepFirst(PipelineStep):  # type: ignore[misc]
             path = Path(self.clusters) / f"{unit:06d}.clusters"
             if not path.is_file():
                 continue
-            gone = []
+            duplicates = []
             for document, number in np.fromfile(path, dtype="<u4").reshape(-1, 2).tolist():
                 kept = first.setdefault(number, (unit, document))
                 if kept != (unit, document):
-                    gone.append((document, *kept))
-            table = np.array(gone, dtype=np.int64).reshape(-1, 3)
-            _save(folder / f"{unit:06d}.npy", table)
+                    duplicates.append((document, *kept))
+            table = np.array(duplicates, dtype=np.int64).reshape(-1, 3)
+            save_array(folder / f"{unit:06d}.npy", table)
             table[:, 0].astype("<u4").tofile(folder / f"{unit:06d}.remove")
-            self.stat_update("removed", value=len(gone))
+            self.stat_update("removed", value=len(duplicates))
         yield from ()
 
 
 class NearRemovals(Removals):
-    """Names the document that stays for each example of one that goes."""
+    """Adds the document that was kept to the reason of each example."""
 
     def __init__(self, folder: str, examples: int, remove: str, places: str, inputs_file: str) -> None:
         super().__init__(folder, examples)
@@ -266,13 +264,7 @@ def near_filter(remove: str, removals: Removals) -> MinhashDedupFilter:
 
 
 def open_many_files() -> None:
-    """Merging reads the signatures of all units at once; the usual limit of open files is for interactive work."""
+    """Raise the limit of open files: the merge reads the signatures of all units at once."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _save(path: Path, content: npt.NDArray[Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as temporary, open(temporary, "wb") as file:
-        np.save(file, content)

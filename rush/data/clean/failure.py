@@ -1,7 +1,7 @@
-"""An error in a worker, kept where the one who started it will find it.
+"""Errors of workers, written to files.
 
-The engines hand errors back each in their own wrapping, or not at all: a Slurm job only ends. So the sentence
-for the user is also written down, and read when a step turns out incomplete.
+datatrove's executors wrap errors differently, and a Slurm job returns none. So the message for the user is written to a file
+and read when a step is incomplete.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ KINDS: dict[str, type[RushError]] = {kind.__name__: kind for kind in (DataError,
 
 
 @contextlib.contextmanager
-def noting_errors(folder: str, rank: int) -> Iterator[None]:
-    """Write an error for the user to a file, and let it pass."""
+def recording_errors(folder: str, rank: int) -> Iterator[None]:
+    """Write an error for the user to a file and re-raise it."""
     try:
         yield
     except RushError as error:
@@ -34,18 +34,18 @@ def noting_errors(folder: str, rank: int) -> Iterator[None]:
 
 
 def first_error(folder: str) -> RushError | None:
-    """The error of the first unit that had one."""
+    """The error of the first unit with one."""
     for path in sorted(Path(folder).glob("*.json")):
         content = json.loads(path.read_bytes())
         return KINDS[content["kind"]](content["message"])
     return None
 
 
-class Guard(PipelineStep):  # type: ignore[misc]
-    """Stands before the last block of a pass, so that all errors of the blocks before it come by."""
+class RecordErrors(PipelineStep):  # type: ignore[misc]
+    """Records the errors of all blocks before it; the second to last block of a pass."""
 
     name = "errors"
-    type = "rush guard"
+    type = "rush errors"
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -54,5 +54,5 @@ class Guard(PipelineStep):  # type: ignore[misc]
     def run(
         self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
-        with noting_errors(self.folder, rank):
+        with recording_errors(self.folder, rank):
             yield from data or ()

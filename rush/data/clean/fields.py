@@ -1,8 +1,8 @@
-"""Finding a field in a row, and reading it as text or as a list of items.
+"""Fields of a row, as text or as a list of items.
 
-A path has dots between its parts: `recipe.ingredients`. Where a part is a list, the rest of the path is
-looked up in each of its members, so `ingredients.name` are the names of all ingredients and
-`messages.content` is the text of a conversation. A null counts as missing, as Parquet writes it.
+A path has dots: `recipe.ingredients`. Where a part is a list, the rest of the path is looked up in each element, so
+`ingredients.name` are the names of all ingredients and `messages.content` is the text of a conversation. A null counts as
+missing.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Missing(Exception):
 
 
 def value_at(row: dict[str, Any], path: str) -> Any:
-    """What stands at `path`; a list where the path leads through one."""
+    """The value at `path`; a list where the path goes through one."""
     found = _walk(row, path)
     if found is None:
         raise Missing(path, row)
@@ -53,7 +53,7 @@ def _walk(value: Any, path: str) -> Any:
 
 
 def text_at(row: dict[str, Any], path: str, name: str) -> str:
-    """The text at `path`; the members of a list of texts on lines of their own."""
+    """The text at `path`; the elements of a list of texts joined by line ends."""
     value = value_at(row, path)
     if isinstance(value, str):
         return value
@@ -68,7 +68,7 @@ def text_at(row: dict[str, Any], path: str, name: str) -> str:
 
 
 def items_at(row: dict[str, Any], path: str, name: str, separator: str | None) -> list[Any]:
-    """The members of a list; of a text, what `separator` divides, or the list it spells in JSON (as in CSV)."""
+    """The elements of a list; of a text, split by `separator` or parsed as a JSON list (as in CSV)."""
     value = value_at(row, path)
     if isinstance(value, list):
         return value
@@ -82,14 +82,14 @@ def items_at(row: dict[str, Any], path: str, name: str, separator: str | None) -
         if isinstance(parsed, list):
             return parsed
         raise DataError(
-            f"{name}: {path!r} is text, expected a list (or a list in JSON); where the items stand in one text, "
-            'say what divides them, as in separator = ",".'
+            f"{name}: {path!r} is text, expected a list (or a JSON list); for items in one text "
+            'set the separator, as in separator = ",".'
         )
     raise DataError(f"{name}: {path!r} is {kind_of(value)}, expected a list; name another field.")
 
 
 def plain_items(items: list[Any], path: str, name: str, ignore_case: bool) -> list[str]:
-    """Items as texts that can be counted: inner lists opened, spaces around them gone."""
+    """Items as texts to count: nested lists flattened, white space stripped."""
     texts = []
     for item in flat(items):
         if isinstance(item, dict):
@@ -104,7 +104,7 @@ def plain_items(items: list[Any], path: str, name: str, ignore_case: bool) -> li
 
 
 def flat(values: list[Any]) -> list[Any]:
-    """The members of a list and of the lists in it."""
+    """A list with nested lists flattened."""
     return [inner for value in values for inner in (flat(value) if isinstance(value, list) else [value])]
 
 

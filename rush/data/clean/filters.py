@@ -1,14 +1,12 @@
-"""Stages that judge each document by itself, as datatrove filters, and the reading of rows before them.
+"""Stages that decide on each document by itself, as datatrove filters, and the row reader.
 
-A filter here answers with a sentence why a document goes, or with nothing. The sentence travels beside
-datatrove's own bookkeeping, because that counts every reason apart and reasons name words and numbers.
-This module imports datatrove at the top, because filters must be its subclasses; import it only where the
-`corpus` extra is wanted.
+A filter returns the reason for removing a document, or None. Reasons are kept apart from datatrove's statistics, which count
+every distinct reason, and these have words and numbers in them. This module imports datatrove, whose classes it subclasses:
+import it only with the `corpus` extra.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator
@@ -21,27 +19,27 @@ from datatrove.pipeline.filters.base_filter import BaseFilter
 
 from rush.data.clean.fields import Missing, items_at, text_at
 from rush.data.clean.language import identify
-from rush.data.clean.removal import Removals, dead_rows
+from rush.data.clean.removal import Removals, removed_rows
 from rush.data.clean.row_files import FileRow, load_inputs, read_rows
 from rush.data.clean.stages import CleaningPipeline, Items, Language, Regex, StagePart, Tokens, Words
-from rush.data.pipeline import leave_with_parent
-from rush.data.tokenizer import Tokenizer
+from rush.data.pipeline import exit_with_parent
+from rush.data.preparation_unit import cached_tokenizer
 from rush.errors import DataError
 from rush.files import write_json_atomic
 
 
 class ReadRows(PipelineStep):  # type: ignore[misc]
-    """Rows of a unit that earlier passes left. The first pass judges what cannot be read, and counts."""
+    """Reads the rows of a unit that earlier passes kept. The first pass counts them and handles unreadable ones."""
 
     name = "rows"
     type = "rush reader"
 
     def __init__(
-        self, inputs_file: str, dead: tuple[str, ...], skip: bool, first: Removals | None, counts: str
+        self, inputs_file: str, removed: tuple[str, ...], skip: bool, first: Removals | None, counts: str
     ) -> None:
         super().__init__()
         self.inputs_file = inputs_file
-        self.dead = dead
+        self.removed = removed
         self.skip = skip
         self.first = first
         self.counts = counts
@@ -49,12 +47,12 @@ class ReadRows(PipelineStep):  # type: ignore[misc]
     def run(
         self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
-        leave_with_parent()
+        exit_with_parent()
         inputs = load_inputs(self.inputs_file)
-        rows = read_rows(inputs.units[rank], inputs.labels, dead_rows(self.dead, rank))
+        rows = read_rows(inputs.units[rank], inputs.labels, removed_rows(self.removed, rank))
         if self.first is None:
             for row in rows:
-                assert isinstance(row, FileRow)  # what cannot be read is among the dead
+                assert isinstance(row, FileRow)  # unreadable rows were removed
                 yield Document("", row.name, metadata={"row": row})
             return
         count = 0
@@ -67,15 +65,15 @@ class ReadRows(PipelineStep):  # type: ignore[misc]
                     continue
                 if not self.skip:
                     raise DataError(
-                        f'{row.name}: {row.reason}. Mend or remove it, or set on_unreadable = "skip" in the '
-                        "pipeline (or --skip-unreadable) to have such rows counted and left out."
+                        f'{row.name}: {row.reason}. Fix or remove it, or set on_unreadable = "skip" in the '
+                        "pipeline (or --skip-unreadable) to count and skip such rows."
                     )
                 removals.add(rank, row.index, row.name, row.text, row.reason)
         write_json_atomic(Path(self.counts) / f"{rank:05d}.json", {"rows": count})
 
 
 class StageFilter(BaseFilter):  # type: ignore[misc]
-    """One stage: drops what `judge` gives a reason for, and treats missing fields as the pipeline says."""
+    """One stage: removes documents that `removal_reason` gives a reason for, and handles missing fields by `on_missing`."""
 
     type = "rush stage"
 
@@ -87,19 +85,19 @@ class StageFilter(BaseFilter):  # type: ignore[misc]
         self.name = stage.label
 
     @abstractmethod
-    def judge(self, row: FileRow, document: Document) -> str | None:
-        """Why the document goes, or None."""
+    def removal_reason(self, row: FileRow, document: Document) -> str | None:
+        """Why the document is removed, or None."""
 
     def filter(self, doc: Document) -> bool:
         row: FileRow = doc.metadata["row"]
         try:
-            reason = self.judge(row, doc)
+            reason = self.removal_reason(row, doc)
         except Missing as missing:
             if not self.drop_missing:
                 raise DataError(
-                    f"{row.name}: no field {missing.field!r}, which the stage {self.name} looks at. Fields found: "
+                    f"{row.name}: no field {missing.field!r}, which the stage {self.name} needs. Fields found: "
                     f"{', '.join(missing.found) or 'none'}. Name the right one in the pipeline, or set "
-                    'on_missing = "drop" to have such documents counted and removed.'
+                    'on_missing = "drop" to count and remove such documents.'
                 ) from None
             reason, doc.metadata["missing"] = str(missing), True
         doc.metadata["reason"] = reason
@@ -113,8 +111,8 @@ class StageFilter(BaseFilter):  # type: ignore[misc]
         return text_at(row.values, self.field, row.name)
 
 
-def outside(count: int, noun: str, low: int | None, high: int | None) -> str | None:
-    """Why a count is refused, as a sentence's half: `3 words, fewer than 10`."""
+def out_of_range(count: int, noun: str, low: int | None, high: int | None) -> str | None:
+    """Why a count is out of range, as in `3 words, fewer than 10`."""
     noun = noun if count != 1 else noun.removesuffix("s")
     if low is not None and count < low:
         return f"{count:,} {noun}, fewer than {low:,}"
@@ -126,8 +124,8 @@ def outside(count: int, noun: str, low: int | None, high: int | None) -> str | N
 class WordsFilter(StageFilter):
     stage: Words
 
-    def judge(self, row: FileRow, document: Document) -> str | None:
-        return outside(len(self.text(row).split()), "words", self.stage.min, self.stage.max)
+    def removal_reason(self, row: FileRow, document: Document) -> str | None:
+        return out_of_range(len(self.text(row).split()), "words", self.stage.min, self.stage.max)
 
 
 class TokensFilter(StageFilter):
@@ -139,40 +137,35 @@ class TokensFilter(StageFilter):
         super().__init__(stage, pipeline, removals)
         self.tokenizer_folder = tokenizer_folder
 
-    def judge(self, row: FileRow, document: Document) -> str | None:
-        ids = load_once(self.tokenizer_folder).encode(self.text(row), specials=False)
-        return outside(len(ids), "tokens", self.stage.min, self.stage.max)
-
-
-@functools.lru_cache(maxsize=4)
-def load_once(folder: str) -> Tokenizer:
-    return Tokenizer.load(folder)
+    def removal_reason(self, row: FileRow, document: Document) -> str | None:
+        ids = cached_tokenizer(self.tokenizer_folder).encode(self.text(row), specials=False)
+        return out_of_range(len(ids), "tokens", self.stage.min, self.stage.max)
 
 
 class ItemsFilter(StageFilter):
     stage: Items
 
-    def judge(self, row: FileRow, document: Document) -> str | None:
+    def removal_reason(self, row: FileRow, document: Document) -> str | None:
         items = items_at(row.values, self.field, row.name, self.stage.separator)
-        return outside(len(items), "items", self.stage.min, self.stage.max)
+        return out_of_range(len(items), "items", self.stage.min, self.stage.max)
 
 
 class LanguageFilter(StageFilter):
     stage: Language
 
-    def judge(self, row: FileRow, document: Document) -> str | None:
+    def removal_reason(self, row: FileRow, document: Document) -> str | None:
         language, confidence = identify(self.text(row))
         if language not in self.stage.languages:
             return f"language {language} ({confidence:.0%}), not {' or '.join(self.stage.languages)}"
         if confidence < self.stage.min_confidence:
-            return f"language {language}, but only {confidence:.0%} sure"
+            return f"language {language}, but a confidence of only {confidence:.0%}"
         return None
 
 
 class RegexFilter(StageFilter):
     stage: Regex
 
-    def judge(self, row: FileRow, document: Document) -> str | None:
+    def removal_reason(self, row: FileRow, document: Document) -> str | None:
         text = self.text(row)
         if self.stage.must_match and not re.search(self.stage.must_match, text):
             return f"nothing matches {self.stage.must_match!r}"

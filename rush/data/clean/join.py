@@ -1,4 +1,4 @@
-"""The last step: parts into the output, samples and report beside it, everything in place by renames."""
+"""The last step: join the parts into the output, write samples and report, and rename all into place."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from rush.data.clean.failure import noting_errors
+from rush.data.clean.failure import recording_errors
 from rush.data.clean.output import input_schema, join_parts, parts_schema
 from rush.data.clean.plan import CleaningLayout
 from rush.data.clean.report import write_report
@@ -28,7 +28,7 @@ ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
 
 @dataclass(frozen=True)
 class JoinTarget:
-    """Where the output goes: a file by its ending, or a folder with a file for each unit."""
+    """The output: a file, by its extension, or a folder with a file per unit."""
 
     path: Path
     format: str
@@ -39,12 +39,14 @@ class JoinTarget:
         ending = next((ending for ending in ENDINGS if path.name.lower().endswith(ending)), None)
         if ending is None and path.suffix:
             raise RecipeError(
-                f"--output is {path.name}; allowed: a name that ends in {', '.join(ENDINGS)} for one file, or one "
-                "without an ending for a folder of files."
+                f"--output is {path.name}; allowed: a name with the extension {', '.join(ENDINGS)} for one file, or one "
+                "without an extension for a folder of files."
             )
         implied = None if ending is None else "parquet" if ending == ".parquet" else "jsonl"
         if format is not None and implied is not None and format != implied:
-            raise RecipeError(f"--format is {format}, but --output {path.name} is named as {implied}.")
+            raise RecipeError(
+                f"--format is {format}, but the extension of --output {path.name} is of {implied}."
+            )
         return cls(path, implied or format or ("parquet" if inputs_are_parquet else "jsonl"))
 
     @property
@@ -53,7 +55,7 @@ class JoinTarget:
 
     @property
     def removed(self) -> Path:
-        """The folder of samples and, for one file, of the report."""
+        """The folder of the removed samples and, for one file, of the report."""
         if not self.one_file:
             return self.path / "removed"
         ending = next(ending for ending in ENDINGS if self.path.name.lower().endswith(ending))
@@ -82,7 +84,7 @@ class Join(PipelineStep):  # type: ignore[misc]
         self, data: Iterable[Document] | None = None, rank: int = 0, world_size: int = 1
     ) -> Iterator[Document]:
         layout = CleaningLayout(self.target.working)
-        with noting_errors(layout.errors, rank):
+        with recording_errors(layout.errors, rank):
             result = self.target.working / "result"
             shutil.rmtree(result, ignore_errors=True)
             result.mkdir()
@@ -94,7 +96,7 @@ class Join(PipelineStep):  # type: ignore[misc]
             for file in files:
                 fsync_file(file)
             self._publish(result, removed)
-        # From here on a run with the same output is another run.
+        # Another run with the same output starts anew.
         (self.target.working / "key.json").unlink()
         for name in ("stages", "parts", "counts", "unreadable", "result", "old"):
             shutil.rmtree(self.target.working / name, ignore_errors=True)
@@ -120,7 +122,7 @@ class Join(PipelineStep):  # type: ignore[misc]
         return parts_schema(parts_folder) or arrow.schema([])
 
     def _publish(self, result: Path, removed: Path) -> None:
-        """Renames only, the output itself last: while it is not there, nothing claims to be finished."""
+        """Rename into place, the output itself last."""
         target, old = self.target, self.target.working / "old"
         shutil.rmtree(old, ignore_errors=True)
         old.mkdir()

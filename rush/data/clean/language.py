@@ -1,8 +1,7 @@
-"""Which language a text is in, without network: py3langid, whose model travels in its wheel.
+"""Language identification offline, by py3langid, whose model is in its wheel.
 
-It is a naive Bayes classifier over runs of bytes, for 139 languages. On a sentence or more it is right nearly
-always; on a few words it guesses, and tells close languages (Norwegian and Danish, Croatian and Serbian)
-badly. Only the beginning of a text is looked at: the rest would cost time and rarely change the answer.
+It is a naive Bayes classifier over byte n-grams, for 139 languages. It is nearly always right on a sentence or more, unreliable
+on a few words, and confuses close languages (Norwegian and Danish, Croatian and Serbian). Only the beginning of a text is used.
 """
 
 from __future__ import annotations
@@ -19,18 +18,18 @@ BEGINNING = 2000  # characters
 
 @functools.lru_cache(maxsize=1)
 def _identifier() -> Any:
-    module = import_extra("py3langid.langid", "language", "Telling languages apart")
+    module = import_extra("py3langid.langid", "language", "Language identification")
     return module.LanguageIdentifier.from_model_file(module.MODEL_FILE, norm_probs=True)
 
 
 def identify(text: str) -> tuple[str, float]:
-    """The likeliest language (ISO 639-1, as in `en`) and how likely it is among all that are known."""
+    """The most likely language (ISO 639-1, as in `en`) and its probability."""
     language, confidence = _identifier().classify(text[:BEGINNING])
     return str(language), float(confidence)
 
 
 def check_languages(languages: Sequence[str]) -> None:
-    """Refuse codes the identifier does not know, and say which extra is missing, before anything runs."""
+    """Refuse unknown language codes; MachineError if the extra is not installed."""
     known = _identifier().labels
     for language in languages:
         if language not in known:

@@ -1,7 +1,6 @@
-"""What is kept, as it went in: lines of JSONL unchanged, rows of Parquet in the schema of their file.
+"""Write the kept rows unchanged: lines of JSONL, or rows of Parquet with their schema.
 
-Every unit writes its own part; the last step joins the parts in order, or names them, and moves the result to
-its place in one rename. Until then nothing stands where the output will be.
+Every unit writes a part; the last step joins or names the parts in order and renames the result into place.
 """
 
 from __future__ import annotations
@@ -11,25 +10,26 @@ import decimal
 import gzip
 import json
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 from datatrove.data import Document
 from datatrove.pipeline.base import PipelineStep
 
-from rush.data.clean.failure import noting_errors
+from rush.data.clean.failure import recording_errors
 from rush.data.clean.row_files import FileRow, Inputs
 from rush.data.readers import import_extra, open_parquet
 from rush.errors import DataError
 from rush.files import json_safe, replacing
 
+T = TypeVar("T")
 CHUNK_ROWS = 4096
 CHUNK_BYTES = 32 << 20
 
 
 def input_schema(inputs: Inputs) -> Any:
-    """The one schema of all Parquet inputs, for files that are to have it too."""
+    """The common schema of all Parquet inputs."""
     first = open_parquet(inputs.paths[0]).schema_arrow
     for path in inputs.paths[1:]:
         other = open_parquet(path).schema_arrow
@@ -42,7 +42,7 @@ def input_schema(inputs: Inputs) -> Any:
 
 
 class WriteKept(PipelineStep):  # type: ignore[misc]
-    """The part of the output that a unit becomes."""
+    """Writes the kept rows of a unit as one part of the output."""
 
     name = "kept rows"
     type = "rush writer"
@@ -60,7 +60,7 @@ class WriteKept(PipelineStep):  # type: ignore[misc]
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         rows = (document.metadata["row"] for document in data or ())
-        with noting_errors(self.errors, rank):
+        with recording_errors(self.errors, rank):
             if self.arrow:
                 with replacing(folder / f"{rank:05d}.parquet") as temporary:
                     kept = _write_batches(temporary, rows)
@@ -74,7 +74,7 @@ class WriteKept(PipelineStep):  # type: ignore[misc]
     def _write_lines(self, file: IO[bytes], rows: Iterable[FileRow], schema_path: Path) -> int:
         kept = 0
         schema: Any = None
-        for chunk in _chunks(rows):
+        for chunk in _chunked(rows, _row_bytes()):
             for row in chunk:
                 file.write((row.line if row.line is not None else as_line(row)) + b"\n")
             kept += len(chunk)
@@ -88,16 +88,13 @@ class WriteKept(PipelineStep):  # type: ignore[misc]
         return kept
 
 
-def _chunks(rows: Iterable[FileRow]) -> Iterator[list[FileRow]]:
-    chunk: list[FileRow] = []
+def _chunked(items: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Lists of at most `CHUNK_ROWS` items, or about `CHUNK_BYTES`."""
+    chunk: list[T] = []
     held = 0
-    batch = None
-    for row in rows:
-        chunk.append(row)
-        held += len(row.line or b"")
-        if row.batch is not batch:
-            batch = row.batch
-            held += batch.nbytes
+    for item in items:
+        chunk.append(item)
+        held += size_of(item)
         if len(chunk) >= CHUNK_ROWS or held >= CHUNK_BYTES:
             yield chunk
             chunk, held = [], 0
@@ -105,8 +102,20 @@ def _chunks(rows: Iterable[FileRow]) -> Iterator[list[FileRow]]:
         yield chunk
 
 
+def _row_bytes() -> Callable[[FileRow], int]:
+    """Bytes that a row holds in memory; an Arrow batch counts with its first row."""
+    batch = None
+
+    def size_of(row: FileRow) -> int:
+        nonlocal batch
+        new, batch = row.batch is not batch, row.batch
+        return len(row.line or b"") + (batch.nbytes if new and batch is not None else 0)
+
+    return size_of
+
+
 def as_line(row: FileRow) -> bytes:
-    """A row of CSV or Parquet as a line of JSON. Dates as ISO text, decimals as text, no NaN: JSON has none."""
+    """A row of CSV or Parquet as a line of JSON, with dates in ISO format, decimals as text, and no NaN."""
 
     def plain(value: object) -> str:
         if isinstance(value, datetime.date | datetime.time):
@@ -122,12 +131,12 @@ def as_line(row: FileRow) -> bytes:
 
 
 def _write_batches(path: Path, rows: Iterable[FileRow]) -> int:
-    """Rows of Parquet, taken out of the batches they came in, so that types and order stay."""
+    """Rows of Parquet, taken from their Arrow batches, with types and order unchanged."""
     arrow = import_extra("pyarrow", "parquet", "Writing Parquet files")
     parquet = import_extra("pyarrow.parquet", "parquet", "Writing Parquet files")
     kept, writer = 0, None
     try:
-        for chunk in _chunks(rows):
+        for chunk in _chunked(rows, _row_bytes()):
             tables = [batch.take(arrow.array(offsets)) for batch, offsets in _by_batch(chunk)]
             table = arrow.Table.from_batches(tables)
             writer = writer or parquet.ParquetWriter(path, table.schema)
@@ -152,7 +161,7 @@ def _by_batch(rows: list[FileRow]) -> Iterator[tuple[Any, list[int]]]:
 
 
 def schema_of(rows: list[dict[str, Any]], name: str) -> Any:
-    """The Arrow schema of some rows: every key of any of them, in the order they appear."""
+    """The Arrow schema of some rows: all keys, in order of appearance."""
     arrow = import_extra("pyarrow", "parquet", "Writing Parquet files")
     keys = dict.fromkeys(key for row in rows for key in row)
     fields = []
@@ -177,18 +186,18 @@ def unified(first: Any, second: Any, name: str) -> Any:
 def _mixed(key: str | None, name: str, error: Exception) -> DataError:
     what = f"the field {key!r}" if key else "a field"
     return DataError(
-        f"Around {name}, {what} does not keep to one type ({str(error).splitlines()[0]}), which Parquet cannot hold; "
+        f"Near {name}, {what} has more than one type ({str(error).splitlines()[0]}), which Parquet cannot hold; "
         "write a .jsonl file instead."
     )
 
 
 def join_parts(parts: list[Path], target: Path, schema: Any) -> None:
-    """One file out of the parts, in order: JSONL, compressed or not, or Parquet with `schema`."""
+    """Join the parts in order into one file: JSONL, compressed or not, or Parquet with `schema`."""
     if target.suffix == ".parquet":
         _join_parquet(parts, target, schema)
         return
     with open(target, "wb") as file:
-        # No name and no time in the header: the same rows are the same bytes.
+        # Without name and time in the header, equal rows give equal bytes.
         packed = target.suffix == ".gz"
         stream: Any = gzip.GzipFile("", "wb", 6, file, mtime=0) if packed else file
         for part in parts:
@@ -210,26 +219,14 @@ def _join_parquet(parts: list[Path], target: Path, schema: Any) -> None:
                     for group in range(file.num_row_groups):
                         writer.write_table(file.read_row_group(group))
                 continue
-            for rows in _parsed(part):
-                writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
-
-
-def _parsed(part: Path) -> Iterator[list[dict[str, Any]]]:
-    rows: list[dict[str, Any]] = []
-    held = 0
-    with open(part, "rb") as file:
-        for line in file:
-            rows.append(json.loads(line))
-            held += len(line)
-            if len(rows) >= CHUNK_ROWS or held >= CHUNK_BYTES:
-                yield rows
-                rows, held = [], 0
-    if rows:
-        yield rows
+            with open(part, "rb") as lines:
+                for chunk in _chunked(lines, len):
+                    rows = [json.loads(line) for line in chunk]
+                    writer.write_table(arrow.Table.from_pylist(rows, schema=schema))
 
 
 def parts_schema(folder: Path) -> Any:
-    """The schema that all parts of inferred type fit in; None where nothing was kept."""
+    """The unified schema of all parts; None where nothing was kept."""
     arrow = import_extra("pyarrow", "parquet", "Writing Parquet files")
     schema = None
     for path in sorted(folder.glob("*.schema")):

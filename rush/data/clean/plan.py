@@ -1,10 +1,9 @@
-"""From a pipeline to steps for the engine.
+"""The steps of a cleaning pipeline for datatrove.
 
-Stages that judge a document by itself are chained and need one reading of the data. A stage that compares
-documents with each other (rare items, duplicates) needs its figures from all of them first: the pass before it
-ends by gathering them, steps in between merge them, and the next pass begins by acting on them. So a pipeline with n such
-stages reads its input n + 1 times and never writes a copy of it; between passes only the numbers of removed rows
-are kept. A task is a unit of the input and always the same one, whoever runs it, so the result is the same too.
+Stages that decide on single documents are chained in one pass over the data. A stage that compares documents (rare items,
+duplicates) needs statistics of all of them: the pass before it ends by collecting them, merge steps combine them, and the next
+pass starts by applying them. So a pipeline with n such stages reads its input n + 1 times and writes no copy of it; between
+passes only the indices of removed rows are kept. A task is always the same unit of the input, so the result is the same too.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rush.data.clean import counting, duplicates, filters
-from rush.data.clean.failure import Guard
+from rush.data.clean.failure import RecordErrors
 from rush.data.clean.output import WriteKept
 from rush.data.clean.removal import Removals
 from rush.data.clean.row_files import Inputs
@@ -33,7 +32,7 @@ from rush.data.clean.stages import (
 
 @dataclass(frozen=True)
 class Step:
-    """One executor's work: blocks, run once for every task."""
+    """The blocks of one executor, run once per task."""
 
     name: str
     blocks: list[Any]
@@ -42,7 +41,7 @@ class Step:
 
 @dataclass(frozen=True)
 class CleaningLayout:
-    """Where things lie in the working folder."""
+    """Paths in the working folder."""
 
     folder: Path
 
@@ -50,7 +49,7 @@ class CleaningLayout:
         return str(self.folder / "stages" / f"{number:02d}" / what)
 
     def removed(self, number: int, late: bool = False) -> str:
-        """Rows a stage removed; `late` for those it could only judge after seeing all others."""
+        """Rows that a stage removed; `late`: in the pass after its statistics were merged."""
         return self.of_stage(number, "removed" if late else "unfit")
 
     @property
@@ -73,7 +72,7 @@ class CleaningLayout:
         return str(self.folder / "tokenizers" / f"{number:02d}")
 
 
-ALONE: dict[type[Any], type[filters.StageFilter]] = {
+PER_DOCUMENT: dict[type[Any], type[filters.StageFilter]] = {
     Words: filters.WordsFilter,
     Items: filters.ItemsFilter,
     Language: filters.LanguageFilter,
@@ -84,36 +83,36 @@ ALONE: dict[type[Any], type[filters.StageFilter]] = {
 def plan(
     pipeline: CleaningPipeline, inputs: Inputs, layout: CleaningLayout, *, parquet: bool, examples: int
 ) -> list[Step]:
-    """The passes over the data and the merges between them, in order. What comes after them is the joining."""
+    """The passes over the data and the merges between them, in order; the join comes after them."""
     inputs_file = inputs.save(layout.folder)
     units = len(inputs.units)
     steps: list[Step] = []
-    dead: list[str] = [layout.unreadable]
+    removed: list[str] = [layout.unreadable]
     first = Removals(layout.unreadable, examples)
     blocks = [_reader(pipeline, inputs_file, layout, (), first)]
     names = pipeline.names()
     for number, stage in enumerate(pipeline.stage):
         removals = Removals(layout.removed(number), examples)
-        dead.append(layout.removed(number))
+        removed.append(layout.removed(number))
         if isinstance(stage, Tokens):
             blocks.append(filters.TokensFilter(stage, pipeline, removals, layout.tokenizer(number)))
             continue
-        if type(stage) in ALONE:
-            blocks.append(ALONE[type(stage)](stage, pipeline, removals))
+        if type(stage) in PER_DOCUMENT:
+            blocks.append(PER_DOCUMENT[type(stage)](stage, pipeline, removals))
             continue
-        gather, merges, act = _together(
+        collect, merges, apply = _corpus_stage(
             stage, number, pipeline, inputs_file, units, layout, removals, examples
         )
-        *picks, last = gather
-        name = f"reading for {names[number]}"
-        steps.append(Step(name, [*blocks, *picks, Guard(layout.errors), last], units))
+        *picks, last = collect
+        name = f"collecting for {names[number]}"
+        steps.append(Step(name, [*blocks, *picks, RecordErrors(layout.errors), last], units))
         steps += merges
-        blocks = [_reader(pipeline, inputs_file, layout, tuple(dead), None), act]
-        dead.append(layout.removed(number, late=True))
+        blocks = [_reader(pipeline, inputs_file, layout, tuple(removed), None), apply]
+        removed.append(layout.removed(number, late=True))
     writer = WriteKept(
         layout.parts, parquet and inputs.parquet, parquet and not inputs.parquet, layout.errors
     )
-    steps.append(Step("writing what is kept", [*blocks, Guard(layout.errors), writer], units))
+    steps.append(Step("writing kept rows", [*blocks, RecordErrors(layout.errors), writer], units))
     return steps
 
 
@@ -121,13 +120,13 @@ def _reader(
     pipeline: CleaningPipeline,
     inputs_file: str,
     layout: CleaningLayout,
-    dead: tuple[str, ...],
+    removed: tuple[str, ...],
     first: Removals | None,
 ) -> filters.ReadRows:
-    return filters.ReadRows(inputs_file, dead, pipeline.on_unreadable == "skip", first, layout.counts)
+    return filters.ReadRows(inputs_file, removed, pipeline.on_unreadable == "skip", first, layout.counts)
 
 
-def _together(
+def _corpus_stage(
     stage: Any,
     number: int,
     pipeline: CleaningPipeline,
@@ -137,29 +136,29 @@ def _together(
     removals: Removals,
     examples: int,
 ) -> tuple[list[Any], list[Step], Any]:
-    """What gathers a stage's figures, what merges them, and what acts on them in the next pass."""
+    """Blocks that collect a stage's statistics, steps that merge them, and the block that applies them in the next pass."""
     late = layout.removed(number, late=True)
 
     def at(what: str) -> str:
         return layout.of_stage(number, what)
 
     if isinstance(stage, RareItems):
-        gather = [counting.PickItems(stage, pipeline, removals), counting.CountItems(stage, at("counts"))]
+        collect = [counting.PickItems(stage, pipeline, removals), counting.CountItems(stage, at("counts"))]
         merge = counting.MergeCounts(stage, at("counts"), at("rare"))
         parts = counting.num_parts(units)
-        act = counting.RareItemsFilter(stage, pipeline, Removals(late, examples), at("rare"), parts)
-        return gather, [Step("adding up items", [merge], parts)], act
+        apply = counting.RareItemsFilter(stage, pipeline, Removals(late, examples), at("rare"), parts)
+        return collect, [Step("merging item counts", [merge], parts)], apply
     if isinstance(stage, ExactDuplicates):
         config = duplicates.exact_config()
-        gather = [
+        collect = [
             duplicates.PickKey(stage, pipeline, removals),
             duplicates.ExactSignatures(at("signatures"), config),
         ]
         find = duplicates.FindExact(at("signatures"), at("found"), config)
-        act = duplicates.exact_filter(at("found"), duplicates.ExactRemovals(late, examples))
-        return gather, [Step("comparing hashes", [find], 1)], act
+        apply = duplicates.exact_filter(at("found"), duplicates.ExactRemovals(late, examples))
+        return collect, [Step("comparing hashes", [find], 1)], apply
     assert isinstance(stage, NearDuplicates)
-    gather = [
+    collect = [
         duplicates.PickText(stage, pipeline, removals),
         duplicates.NearSignatures(at("signatures"), at("places"), stage),
     ]
@@ -171,4 +170,4 @@ def _together(
         Step("clustering", [clusters, keep], 1),
     ]
     near = duplicates.NearRemovals(late, examples, at("remove"), at("places"), inputs_file)
-    return gather, merges, duplicates.near_filter(at("remove"), near)
+    return collect, merges, duplicates.near_filter(at("remove"), near)

@@ -1,8 +1,7 @@
-"""What a stage removed: the rows' numbers, and a few of them to look at.
+"""Rows that a stage removed: their indices, and a sample of them.
 
-datatrove's filters hand what they drop to an "exclusion writer". This one keeps four bytes for every row
-and the text of a few. The few are those whose place hashes lowest: chosen alike however the work is divided,
-and spread over the data, where the first ones would often resemble each other.
+datatrove's filters pass removed documents to an "exclusion writer". This one keeps four bytes per row and a few rows in full:
+those with the lowest hash of their position, which does not depend on how the work is divided and spreads them over the data.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ MEMBERS = 200
 
 @dataclass(frozen=True)
 class Example:
-    """A removed document: where it stood, why it went, and what it was (long texts clipped)."""
+    """A removed document: its position, the reason, and its row (long texts clipped)."""
 
     place: str
     document: str
@@ -40,7 +39,7 @@ def place_hash(unit: int, index: int) -> str:
 
 
 class Removals:
-    """Collects what one stage removes from one unit; written when the stage is done with it."""
+    """Collects the rows that one stage removes from one unit; written at the end of the unit."""
 
     def __init__(self, folder: str, examples: int) -> None:
         self.folder = folder
@@ -75,41 +74,45 @@ class Removals:
         if kind is not None or self.unit is None:
             return
         folder = Path(self.folder)
-        folder.mkdir(parents=True, exist_ok=True)
-        with replacing(folder / f"{self.unit:05d}.npy") as temporary, open(temporary, "wb") as file:
-            np.save(file, np.asarray(self.rows, dtype=np.uint32))
+        save_array(folder / f"{self.unit:05d}.npy", np.asarray(self.rows, dtype=np.uint32))
         examples = [asdict(self.explained(example, number)) for example, number in self.kept]
         content = {"removed": len(self.rows), "missing": self.missing, "examples": examples}
         write_atomic(folder / f"{self.unit:05d}.json", json.dumps(content, ensure_ascii=False, default=str))
 
     def explained(self, example: Example, number: int) -> Example:
-        """The example with its reason, where the filter did not give it; `number` counts the unit's removals."""
+        """The example with its reason, where the filter gave none; `number` is its index among the unit's removals."""
         return example
+
+
+def save_array(path: Path, content: npt.NDArray[Any]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as temporary, open(temporary, "wb") as file:
+        np.save(file, content)
 
 
 @dataclass(frozen=True)
 class Removed:
-    """What a stage removed from all units."""
+    """The rows that a stage removed from all units."""
 
     removed: int
     missing: int
     examples: tuple[Example, ...]
 
 
-def dead_rows(folders: Iterable[str], unit: int) -> npt.NDArray[np.bool_] | None:
-    """Marks of the rows of a unit that earlier passes removed."""
+def removed_rows(folders: Iterable[str], unit: int) -> npt.NDArray[np.bool_] | None:
+    """A mask of the rows of a unit that earlier passes removed."""
     paths = [Path(folder) / f"{unit:05d}.npy" for folder in folders]
     rows = [np.load(path, allow_pickle=False) for path in paths if path.is_file()]
     if not rows:
         return None
-    together = np.concatenate(rows)
-    dead = np.zeros(int(together.max()) + 1, dtype=np.bool_)
-    dead[together] = True
-    return dead
+    indices = np.concatenate(rows)
+    removed = np.zeros(int(indices.max()) + 1, dtype=np.bool_)
+    removed[indices] = True
+    return removed
 
 
 def gather(folders: Iterable[str], examples: int) -> Removed:
-    """The counts of all units together, and the few examples that hash lowest."""
+    """Counts over all units, and the examples with the lowest hashes."""
     removed = missing = 0
     kept: list[Example] = []
     for content in _contents(folders):
@@ -127,7 +130,7 @@ def _contents(folders: Iterable[str]) -> Iterator[dict[str, Any]]:
 
 
 def clipped(value: Any, limit: int) -> Any:
-    """`value` with every long text cut short, and saying so."""
+    """`value` with long texts and lists clipped."""
     if isinstance(value, str):
         return value if len(value) <= limit else f"{value[:limit]} … ({len(value):,} characters)"
     if isinstance(value, dict):

@@ -1,6 +1,6 @@
-"""The report of a cleaning: how many documents each stage removed, and examples of them.
+"""The report of a cleaning run: how many documents each stage removed, with examples.
 
-It holds no times and no absolute paths, so that the same cleaning gives the same bytes.
+It has no times and no absolute paths, so that equal runs give equal bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Rows out of files: JSONL, CSV (both also .gz, .zst) and Parquet, whole, so that they can be written again.
+"""Read rows of JSONL, CSV (both also .gz, .zst) and Parquet so that they can be written back unchanged.
 
-Files are cut into units with the same code as for corpus preparation, from their sizes alone; a unit is what
-one worker takes at a time. A row keeps its origin: the line as it stood, or its place in an Arrow batch.
-What is kept comes out as it went in, and a row that an earlier pass removed is not even parsed.
+Files are divided into units as for corpus preparation, by their sizes alone; a unit is one worker's task. A row keeps its
+original line, or its position in an Arrow batch. Rows that an earlier pass removed are not parsed.
 """
 
 from __future__ import annotations
@@ -21,29 +20,26 @@ import numpy as np
 import numpy.typing as npt
 
 from rush.data.readers import (
-    BYTE_ORDER_MARK,
     ROW_ENDINGS,
     Slice,
     csv_records,
-    cut_file,
     file_kind,
-    open_parquet,
-    opened,
+    json_problem,
     ragged,
-    unpacked,
-    why_no_json,
+    read_batches,
+    read_lines,
+    slice_file,
 )
 from rush.data.sources import MAX_UNIT_BYTES, UNITS_WANTED, grouped
 from rush.errors import DataError
 from rush.files import write_atomic
 
-BATCH_ROWS = 256
-MIN_UNIT_BYTES = 8 << 20  # the engine takes some 30 ms to begin a task, in each of several passes
+MIN_UNIT_BYTES = 8 << 20  # datatrove takes some 30 ms to start a task, in each of several passes
 
 
 @dataclass(slots=True)
 class FileRow:
-    """A row of a unit. `place` is the slice of the unit it is in, and the line (or row) there."""
+    """A row of a unit. `place` is its slice in the unit, and its line (or row) there."""
 
     index: int
     place: tuple[int, int]
@@ -64,14 +60,14 @@ class Unreadable:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The files to clean, cut into units."""
+    """The files to clean, divided into units."""
 
     paths: tuple[str, ...]
     units: tuple[tuple[Slice, ...], ...]
 
     @property
     def labels(self) -> dict[str, str]:
-        """Short names for messages: what is left of a path without the folder all files share."""
+        """Short names for messages: paths relative to the common folder."""
         shared = os.path.commonpath([os.path.dirname(path) for path in self.paths])
         return {path: os.path.relpath(path, shared) for path in self.paths}
 
@@ -88,7 +84,7 @@ class Inputs:
         return all(path.lower().endswith(".parquet") for path in self.paths)
 
     def save(self, folder: Path) -> str:
-        """As a file whose name tells its content: thousands of tasks then carry the name, not the thousands of units."""
+        """Save as a file named by its hash: tasks refer to it instead of each holding all units."""
         content = json.dumps(
             {"paths": self.paths, "units": [[asdict(piece) for piece in unit] for unit in self.units]}
         )
@@ -105,7 +101,7 @@ def load_inputs(path: str) -> Inputs:
 
 
 def find_inputs(patterns: Sequence[str]) -> Inputs:
-    """The files that paths and globs name, cut into units; refuses what cannot be read as rows."""
+    """The files that paths and globs name, divided into units; DataError for files that have no rows."""
     found: dict[str, None] = {}
     for pattern in patterns:
         if os.path.isdir(pattern):
@@ -121,27 +117,27 @@ def find_inputs(patterns: Sequence[str]) -> Inputs:
             raise DataError(f"{path} may not be read by this user; change its permissions.")
     total = sum(os.path.getsize(path) for path in paths)
     unit_bytes = min(max(total // UNITS_WANTED, MIN_UNIT_BYTES), MAX_UNIT_BYTES)
-    slices = [piece for path in paths for piece in _cut(path, unit_bytes)]
+    slices = [piece for path in paths for piece in _slices(path, unit_bytes)]
     if not slices:
         raise DataError(f"There is nothing to clean: {len(paths)} file(s) with {total} bytes hold no row.")
     return Inputs(paths, tuple(tuple(group) for group in grouped(slices, unit_bytes)))
 
 
-def _cut(path: str, unit_bytes: int) -> list[Slice]:
+def _slices(path: str, unit_bytes: int) -> list[Slice]:
     if file_kind(Path(path)) == "text":
         raise DataError(f"{path}: rows are read from {ROW_ENDINGS}; found another ending.")
-    return cut_file(Path(path), unit_bytes)
+    return slice_file(Path(path), unit_bytes)
 
 
 def read_rows(
-    unit: Sequence[Slice], labels: dict[str, str], dead: npt.NDArray[np.bool_] | None = None
+    unit: Sequence[Slice], labels: dict[str, str], removed: npt.NDArray[np.bool_] | None = None
 ) -> Iterator[FileRow | Unreadable]:
-    """The rows of a unit in order, without those marked in `dead` (by index; missing marks mean alive)."""
+    """The rows of a unit in order, without those marked in `removed` (by index)."""
     index = 0
-    marks = dead if dead is not None else np.empty(0, dtype=np.bool_)
+    marks = removed if removed is not None else np.empty(0, dtype=np.bool_)
     readers: dict[str, Callable[[Slice], Iterator[tuple[int, Any]]]] = {
-        "jsonl": _lines_of,
-        "packed": _packed_lines,
+        "jsonl": read_lines,
+        "packed": read_lines,
         "csv": _cells,
         "parquet": _arrow_rows,
     }
@@ -171,7 +167,7 @@ def _row(kind: str, raw: Any, index: int, place: tuple[int, int], name: str) -> 
     except UnicodeDecodeError as error:
         return _unreadable(index, name, f"not UTF-8 text (byte 0x{raw[error.start]:02x})", raw)
     except (ValueError, RecursionError) as error:
-        return _unreadable(index, name, why_no_json(error), raw)
+        return _unreadable(index, name, json_problem(error), raw)
     if not isinstance(values, dict):
         return _unreadable(index, name, f"expected a JSON object, found {type(values).__name__}", raw)
     if b"\\ud" in raw or b"\\uD" in raw:
@@ -186,41 +182,11 @@ def _unreadable(index: int, name: str, reason: str, raw: bytes) -> Unreadable:
     return Unreadable(index, name, reason, raw[:2000].decode("utf-8", errors="replace"))
 
 
-def _lines_of(piece: Slice) -> Iterator[tuple[int, bytes]]:
-    with opened(piece.path) as file:
-        file.seek(piece.start)
-        at, number = piece.start, piece.first
-        while at < piece.stop:
-            line = file.readline()
-            if not line:
-                return
-            yield from _content(number, line)
-            at += len(line)
-            number += 1
-
-
-def _packed_lines(piece: Slice) -> Iterator[tuple[int, bytes]]:
-    with unpacked(piece.path) as stream:
-        for number, line in enumerate(stream, start=1):
-            yield from _content(number, line)
-
-
-def _content(number: int, line: bytes) -> Iterator[tuple[int, bytes]]:
-    """What a line says: nothing, where it is blank."""
-    line = line.removeprefix(BYTE_ORDER_MARK).rstrip(b"\r\n")
-    if line.strip():
-        yield number, line
-
-
 def _cells(piece: Slice) -> Iterator[tuple[int, tuple[list[str], list[str]]]]:
     return ((at, (header, cells)) for at, header, cells in csv_records(piece.path))
 
 
 def _arrow_rows(piece: Slice) -> Iterator[tuple[int, tuple[Any, int, dict[str, Any]]]]:
-    number = piece.first
-    groups = list(range(piece.start, piece.stop))
-    with open_parquet(piece.path) as file:
-        for batch in file.iter_batches(batch_size=BATCH_ROWS, row_groups=groups):
-            for offset, values in enumerate(batch.to_pylist()):
-                yield number, (batch, offset, values)
-                number += 1
+    for first, batch in read_batches(piece):
+        for offset, values in enumerate(batch.to_pylist()):
+            yield first + offset, (batch, offset, values)

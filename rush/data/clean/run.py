@@ -1,8 +1,7 @@
-"""Cleaning from start to end: check, plan, run every step on the engine, leave a report.
+"""Run a cleaning pipeline: check, plan, run every step with datatrove, write the report.
 
-All state is in a hidden folder beside the output, named after it: what each unit has done is marked there, and
-an interrupted run continues from the marks, as long as the pipeline, the inputs and the output are the
-same. If they are not, it starts anew. The folder goes when the output is in place.
+All state is in a hidden folder next to the output. Finished tasks are marked there, and an interrupted run resumes from the
+marks if pipeline, inputs and output are unchanged; otherwise it starts anew. The folder is removed at the end.
 """
 
 from __future__ import annotations
@@ -30,10 +29,11 @@ from rush.data.clean.plan import CleaningLayout, Step, plan
 from rush.data.clean.report import REPORT
 from rush.data.clean.row_files import Inputs, find_inputs
 from rush.data.clean.stages import CleaningPipeline, Language, Tokens
-from rush.data.clean.workers import minding_workers
+from rush.data.clean.workers import detecting_dead_workers
 from rush.data.pipeline import check_executor, engine_running, make_executor
 from rush.data.published_tokenizers import find_tokenizer
 from rush.data.storage import folder_lock
+from rush.data.worker_pool import check_workers
 from rush.errors import MachineError, RecipeError
 from rush.files import remove_temporaries, write_json_atomic, writing
 
@@ -45,7 +45,7 @@ PATIENCE_S = 2.0
 
 @dataclass(frozen=True)
 class CleanProgress:
-    """How far a cleaning is: tasks of all steps together, and what it does just now."""
+    """Progress over the tasks of all steps, and the current step."""
 
     step: str
     done: int
@@ -65,13 +65,12 @@ def clean(
     examples: int = EXAMPLES,
     progress: Callable[[CleanProgress], None] | None = None,
 ) -> dict[str, Any] | None:
-    """Clean `files` into `output` and return the report; None where Slurm will do it later.
+    """Clean `files` into `output` and return the report; None where a Slurm job was submitted.
 
-    The same bytes for any number of `workers` and on any engine. `options` go to datatrove's executor.
+    The same bytes for any number of `workers` and any executor. `options` go to datatrove's executor.
     """
     check_executor(executor, options or {})
-    if workers is not None and workers < 1:
-        raise RecipeError(f"The number of workers is {workers}; it must be at least 1.")
+    check_workers(workers)
     inputs = find_inputs(files)
     target = JoinTarget.of(output, format, inputs.parquet)
     _check_target(target, inputs, force)
@@ -79,20 +78,20 @@ def clean(
     if target.format == "parquet" and inputs.parquet:
         input_schema(inputs)
     if workers is None and executor == "local" and inputs.num_bytes < SMALL_BYTES:
-        workers = 1  # starting processes for every step would take longer than the work
+        workers = 1  # starting processes for every step would take longer
     layout = CleaningLayout(target.working)
     with writing(target.path, "the cleaned data to "):
         target.path.parent.mkdir(parents=True, exist_ok=True)
         layout.folder.mkdir(exist_ok=True)
         with _locked(layout.folder):
             _open(layout, _key(pipeline, inputs, target, examples))
-            _settle_tokenizers(pipeline, layout)
+            _save_tokenizers(pipeline, layout)
             steps = plan(pipeline, inputs, layout, parquet=target.format == "parquet", examples=examples)
             steps.append(Step("joining", [Join(pipeline, inputs, target, examples, force)], 1))
             runners = _executors(steps, layout, executor, workers, options or {})
             if executor == "slurm":
                 with quiet(layout.folder / "log.txt"):
-                    runners[-1].run()  # submits itself and, before it, all it depends on
+                    runners[-1].run()  # submits itself and all it depends on
                 return None
             _run(steps, runners, executor, layout, progress)
             report = _read_report(target)
@@ -102,7 +101,7 @@ def clean(
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """The folder's lock, with a little patience: what is left of a killed run takes a moment to go."""
+    """The folder's lock, with a short wait: the processes of a killed run take a moment to end."""
     patience = time.monotonic() + PATIENCE_S
     with contextlib.ExitStack() as stack:
         while True:
@@ -122,7 +121,7 @@ def _check_target(target: JoinTarget, inputs: Inputs, force: bool) -> None:
     if target.path.exists() and target.path.is_dir() == target.one_file:
         kind = "a folder" if target.path.is_dir() else "a file"
         raise RecipeError(
-            f"{target.path} is {kind} and will not be replaced by another kind; choose another --output."
+            f"{target.path} is {kind} and is not replaced by another kind; choose another --output."
         )
     for path in inputs.paths:
         if Path(path) == target.path or target.path in Path(path).parents:
@@ -134,11 +133,9 @@ def _check_target(target: JoinTarget, inputs: Inputs, force: bool) -> None:
         return
     if not (beside / REPORT).is_file():
         raise RecipeError(
-            f"{beside} was not written by a cleaning and will not be replaced; move it, or choose another --output."
+            f"{beside} was not written by a cleaning run and is not replaced; move it, or choose another --output."
         )
-    if (
-        not force and not target.working.is_dir()
-    ):  # a run that was killed between its last two renames leaves both
+    if not force and not target.working.is_dir():  # a run killed between its last two renames leaves both
         raise RecipeError(exists(beside))
 
 
@@ -160,7 +157,7 @@ def _key(pipeline: CleaningPipeline, inputs: Inputs, target: JoinTarget, example
 
 
 def _open(layout: CleaningLayout, key: str) -> None:
-    """Keep what an interrupted run of the same cleaning did; sweep away everything else."""
+    """Keep the state of an interrupted run with the same key; remove everything else."""
     path = layout.folder / "key.json"
     known = json.loads(path.read_bytes())["key"] if path.is_file() else None
     if known != key:
@@ -176,8 +173,8 @@ def _open(layout: CleaningLayout, key: str) -> None:
         Path(folder).mkdir(exist_ok=True)
 
 
-def _settle_tokenizers(pipeline: CleaningPipeline, layout: CleaningLayout) -> None:
-    """Copies for the workers, who may have no network."""
+def _save_tokenizers(pipeline: CleaningPipeline, layout: CleaningLayout) -> None:
+    """Save tokenizers for the workers, which may have no network."""
     for number, stage in enumerate(pipeline.stage):
         if isinstance(stage, Tokens):
             found = find_tokenizer(stage.tokenizer, "the tokenizer of the tokens stage", trainable=False)
@@ -221,27 +218,27 @@ def _run(
     layout: CleaningLayout,
     progress: Callable[[CleanProgress], None] | None,
 ) -> None:
-    with _watching(steps, layout, progress), quiet(layout.folder / "log.txt"), engine_running(executor):
+    with _reporting(steps, layout, progress), quiet(layout.folder / "log.txt"), engine_running(executor):
         for step, runner in zip(steps, runners, strict=True):
             several = executor == "local" and runner.workers > 1
             try:
-                with minding_workers(step.name) if several else contextlib.nullcontext():
+                with detecting_dead_workers(step.name) if several else contextlib.nullcontext():
                     runner.run()
             except Exception as error:
                 raise (first_error(layout.errors) or error) from error
             unfinished = runner.get_incomplete_ranks(skip_completed=True)
             if unfinished:
                 raise first_error(layout.errors) or MachineError(
-                    f"{len(unfinished)} of {step.tasks} tasks did not finish while {step.name}; the reasons are in "
-                    f"{runner.logging_dir.path}/logs. Run the same command again: what is done is kept."
+                    f"{len(unfinished)} of {step.tasks} tasks did not finish while {step.name}; the logs are in "
+                    f"{runner.logging_dir.path}/logs. Run the same command again: finished tasks are kept."
                 )
 
 
 @contextlib.contextmanager
-def _watching(
+def _reporting(
     steps: Sequence[Step], layout: CleaningLayout, progress: Callable[[CleanProgress], None] | None
 ) -> Iterator[None]:
-    """Report from the marks of finished tasks, which all engines leave alike."""
+    """Report progress from the marks of finished tasks, which all executors write."""
     if progress is None:
         yield
         return
@@ -275,12 +272,12 @@ def _watching(
 
 @contextlib.contextmanager
 def quiet(log: Path) -> Iterator[None]:
-    """Redirect the logs of the engine and its workers to a file."""
+    """Redirect the logs of datatrove and its workers to a file."""
     sys.stderr.flush()
     saved = os.dup(2)
     with log.open("a") as file, contextlib.redirect_stderr(file):
         os.dup2(file.fileno(), 2)
-        setup_default_logger()  # the engine's log holds on to the stream it began with
+        setup_default_logger()  # datatrove's logger keeps the stream it started with
         try:
             yield
         finally:

@@ -1,4 +1,4 @@
-"""A cleaning pipeline out of its TOML file, with a sentence for a person where something is wrong."""
+"""Load a cleaning pipeline from TOML, with one message for a mistake."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from rush.ready import PIPELINES
 
 
 def load_pipeline(name_or_path: str) -> CleaningPipeline:
-    """A pipeline by the name of a ready one, or by path."""
+    """A ready pipeline by name, or one by path."""
     return parse_pipeline(PIPELINES.read(PIPELINES.find(name_or_path)))
 
 
 def parse_pipeline(tree: Mapping[str, Any]) -> CleaningPipeline:
-    """A checked pipeline from a tree of plain values."""
+    """The pipeline of a parsed TOML table, validated."""
     if not tree.get("stage") and not set(tree) - set(CleaningPipeline.model_fields):
         raise RecipeError(
-            "the pipeline is empty: it has no [[stage]], so nothing would be removed; add one, such as "
+            "the pipeline has no [[stage]], so nothing would be removed; add one, such as "
             'kind = "words" with min = 5.'
         )
     try:

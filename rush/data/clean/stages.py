@@ -1,8 +1,7 @@
-"""The stages a cleaning pipeline may have, one table of TOML each.
+"""The stages of a cleaning pipeline, one TOML table each.
 
-Strict as a recipe is: an unknown key is refused, and so is a table that could not remove anything. What a
-stage does is in `filters` (judged document by document), `counting` and `duplicates` (judged against all
-the others, for which the data is read once more).
+Unknown keys are refused, and so is a stage that cannot remove anything. Stages are implemented in `filters` (by document),
+`counting` and `duplicates` (by comparison of all documents, which takes one more pass over the data).
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ class Part(BaseModel):
 
 class StagePart(Part):
     name: Annotated[str, Field(min_length=1, max_length=60)] | None = None
-    """What the table of removals calls it; the kind without one."""
+    """Name in the report; default: the kind."""
 
     @property
     def label(self) -> str:
@@ -43,7 +42,7 @@ class Range(StagePart):
 
 
 class Words(Range):
-    """Length in words: what stands between spaces."""
+    """Length in words, separated by white space."""
 
     kind: Literal["words"]
     field: str | None = None
@@ -66,7 +65,7 @@ class Items(Range):
 
 
 class RareItems(StagePart):
-    """Documents that contain an item seen fewer than `min_count` times in all that reached this stage."""
+    """Documents with an item that occurs fewer than `min_count` times in all documents that reach this stage."""
 
     kind: Literal["rare_items"]
     field: str
@@ -77,7 +76,7 @@ class RareItems(StagePart):
 
 
 class Language(StagePart):
-    """Language of a text, told by py3langid."""
+    """Language of a text, identified by py3langid."""
 
     kind: Literal["language"]
     field: str | None = None
@@ -110,7 +109,7 @@ class Regex(StagePart):
 
 
 class ExactDuplicates(StagePart):
-    """All but the first of the documents that are the same in `fields` (["*"] for the whole row)."""
+    """Documents equal to an earlier one in `fields` (["*"]: the whole row)."""
 
     kind: Literal["exact_duplicates"]
     fields: Annotated[list[str], Field(min_length=1)] | None = None
@@ -119,7 +118,7 @@ class ExactDuplicates(StagePart):
 
 
 class NearDuplicates(StagePart):
-    """All but the first of the documents that share most of their runs of words (MinHash)."""
+    """Documents that share most of their word n-grams with an earlier one (MinHash)."""
 
     kind: Literal["near_duplicates"]
     field: str | None = None
@@ -128,11 +127,6 @@ class NearDuplicates(StagePart):
     hashes_per_bucket: Annotated[int, Field(ge=1, le=100)] = 8
     ignore_numbers: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 1
-
-    @property
-    def threshold(self) -> float:
-        """About the similarity at which half of the pairs are found."""
-        return float((1 / self.buckets) ** (1 / self.hashes_per_bucket))
 
 
 Stage = Annotated[
@@ -152,16 +146,16 @@ KINDS: dict[str, type[StagePart]] = {
 
 
 class CleaningPipeline(Part):
-    """A cleaning pipeline: stages in the order they act, and what to do with what cannot be judged."""
+    """A cleaning pipeline: stages in order, and what to do with missing fields and unreadable rows."""
 
     text: Annotated[str, Field(min_length=1)] = "text"
-    """The field that stages about text look at, unless they name their own."""
+    """The text field of stages that do not name their own."""
     on_missing: Literal["error", "drop"] = "error"
     on_unreadable: Literal["error", "skip"] = "error"
     stage: Annotated[list[Stage], Field(min_length=1)]
 
     def names(self) -> list[str]:
-        """The stages' names: the given ones, else the kind, numbered where it stands more than once."""
+        """The names of the stages: as given, else the kind, numbered if it occurs more than once."""
         kinds = [stage.kind for stage in self.stage if stage.name is None]
         taken: list[str] = []
         for stage in self.stage:

@@ -1,7 +1,7 @@
-"""A worker that dies is told, not waited for.
+"""Detect dead worker processes.
 
-The engine's pool replaces a process that was killed (most often for lack of memory) but not the task it had, and then waits
-for ever. So while a step runs on several processes here, a thread looks whether one of them has vanished.
+datatrove's pool replaces a killed process (most often out of memory) but not its task, and waits forever. So while a step runs
+on several local processes, a thread checks that they are alive.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import psutil  # type: ignore[import-untyped]
 
 from rush.errors import MachineError
 
-LOOK_S = 0.2  # one that dies within this time of its birth is not missed: it was never seen
-GRACE_S = 5.0  # at the end of a step its workers go as well, and the step ends soon after
+POLL_S = 0.2  # a process that dies within this time of its start is not noticed
+GRACE_S = 5.0  # at the end of a step its workers exit too, and the step ends soon after
 
 
 class _Lost(BaseException):
-    """Raised in the main thread, wherever it waits. Nobody else may take it for an error of theirs."""
+    """Raised in the main thread, wherever it waits. A BaseException, so that no other handler catches it."""
 
 
-def _leave(number: int, frame: FrameType | None) -> None:
+def _interrupt(number: int, frame: FrameType | None) -> None:
     raise _Lost
 
 
 @contextlib.contextmanager
-def minding_workers(step: str) -> Iterator[None]:
-    """Raise where one of this process's workers dies within the block. Only in the main thread: it is interrupted.
+def detecting_dead_workers(step: str) -> Iterator[None]:
+    """Raise MachineError when a worker of this process dies within the block. Only in the main thread, which is interrupted.
 
-    By a signal of its own: the one of Ctrl-C is ignored by what a script started in the background.
+    By SIGUSR1: background processes of a script ignore SIGINT.
     """
     main = threading.main_thread()
     if threading.current_thread() is not main:
@@ -41,23 +41,23 @@ def minding_workers(step: str) -> Iterator[None]:
         return
     stop = threading.Event()
 
-    def look() -> None:
+    def poll() -> None:
         known: set[int] = set()
         lost_at: float | None = None
-        while not stop.wait(LOOK_S):
+        while not stop.wait(POLL_S):
             alive = {process.pid for process in psutil.Process().children(recursive=True) if _runs(process)}
             if known - alive and lost_at is None:
                 lost_at = time.monotonic()
             known |= alive
             if lost_at is not None and time.monotonic() - lost_at > GRACE_S and main.ident is not None:
-                # Once to leave the wait; again where a worker died with the lock that ending the pool asks for.
+                # Once to leave the wait; again where a dead worker held the lock that closing the pool needs.
                 signal.pthread_kill(main.ident, signal.SIGUSR1)
                 while not stop.wait(GRACE_S):
                     signal.pthread_kill(main.ident, signal.SIGUSR1)
                 return
 
-    thread = threading.Thread(target=look, daemon=True)
-    before = signal.signal(signal.SIGUSR1, _leave)
+    thread = threading.Thread(target=poll, daemon=True)
+    before = signal.signal(signal.SIGUSR1, _interrupt)
     thread.start()
     try:
         yield

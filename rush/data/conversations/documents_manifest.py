@@ -42,10 +42,6 @@ class Counts:
     unused: dict[str, int] = field(default_factory=dict)
     """Columns that hold something and say nothing to the model, with the rows that have them."""
 
-    @property
-    def num_dropped(self) -> int:
-        return sum(self.dropped.values())
-
     def drop(self, reason: str, name: str) -> None:
         self.dropped[reason] = self.dropped.get(reason, 0) + 1
         self._note(reason, name)

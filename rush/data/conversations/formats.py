@@ -88,11 +88,6 @@ class _Fields:
         return sorted({str(name) for name in self.values if name not in self.used} | self.deeper)
 
 
-def read_sample(row: Values, format: str, *, paired: bool, text_field: str = "text") -> Sample:
-    """The sample in a row, checked; BadRow where it holds none."""
-    return read_fields(row, format, paired=paired, text_field=text_field)[0]
-
-
 def read_fields(
     row: Values, format: str, *, paired: bool, text_field: str = "text"
 ) -> tuple[Sample, list[str]]:

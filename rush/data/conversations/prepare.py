@@ -1,17 +1,15 @@
-"""From rows to documents on disk: prepared once, found again, the same bytes for any number of workers.
+"""Encode rows of fine-tuning data into documents on disk: the same bytes for any number of workers.
 
-Everything that determines the result is in `DocumentPreparation`; its fingerprint names the folder. A unit of
-rows that is done leaves a record, so a killed preparation continues, and the manifest is written at the end.
+`DocumentPreparation` determines the result, and its fingerprint names the folder. Each finished unit of rows leaves a record,
+so a killed preparation resumes; the manifest is written last.
 
-What cannot be trained on is never passed over in silence. A row that is not what it should be is refused with
-its file and line, or, with `bad_rows="drop"`, left out and counted by reason. So is a conversation longer than
-the sequence, by a policy of its own. A file that cannot be read, or a template that does not work, always
-stops the preparation: that is no matter of single rows.
+No row is dropped silently. A bad row is refused with its file and line, or, with `bad_rows="drop"`, dropped and counted by
+reason; `too_long` is the policy for rows longer than the sequence. An unreadable file or a broken template always stops the
+preparation.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -35,20 +33,21 @@ from rush.data.conversations.rows import plan_rows, read_unit_rows
 from rush.data.conversations.store import DocumentWriter
 from rush.data.conversations.templates import Template, find_template
 from rush.data.conversations.turns import BadRow, Conversation, Text
-from rush.data.prepare import Progress
+from rush.data.preparation_unit import cached_tokenizer
+from rush.data.prepare import Progress, saved_or_trained
 from rush.data.published_tokenizers import find_tokenizer
 from rush.data.shards import SPLITS, token_dtype
 from rush.data.sources import Unit
-from rush.data.storage import folder_lock, writable
-from rush.data.tokenizer import Tokenizer, train_bpe
-from rush.data.worker_pool import run_each
-from rush.errors import DataError, RecipeError
+from rush.data.storage import prepared_folder, preparing
+from rush.data.tokenizer import Tokenizer
+from rush.data.worker_pool import check_workers, run_each
+from rush.errors import DataError
 from rush.files import remove_temporaries, write_atomic
 
 
 @dataclass(frozen=True)
 class _Job:
-    """One unit of work, with all that a worker process needs to know."""
+    """One unit of work, with all that a worker process needs."""
 
     folder: Path
     unit: Unit
@@ -67,8 +66,8 @@ class _Job:
 
 
 @dataclass(frozen=True)
-class _Done:
-    """What a unit left: its shards, and the counts of each split."""
+class _UnitResult:
+    """The shards of a unit, and the counts of each split."""
 
     shards: tuple[DocumentShard, ...]
     counts: dict[str, Counts]
@@ -77,7 +76,7 @@ class _Done:
         return json.dumps(asdict(self)).encode()
 
     @classmethod
-    def of_json(cls, text: bytes) -> _Done:
+    def of_json(cls, text: bytes) -> _UnitResult:
         body = json.loads(text)
         shards = tuple(DocumentShard(**shard) for shard in body["shards"])
         return cls(shards, {split: Counts(**counts) for split, counts in body["counts"].items()})
@@ -91,27 +90,21 @@ def prepare_documents(
     workers: int | None = None,
     force: bool = False,
 ) -> Path:
-    """Prepare, or find prepared, and return the folder. `force` throws away what is there."""
-    if workers is not None and workers < 1:
-        raise RecipeError(f"The number of workers is {workers}; it must be at least 1.")
+    """The folder of the prepared documents, prepared now if necessary. `force` prepares them again."""
+    check_workers(workers)
     key, tokenizer, template = _fingerprint(preparation)
-    label = preparation.source.removeprefix("hub:").strip("/").replace("/", "-").replace(":", "-")
-    folder = Path(cache).absolute() / f"{label}-{key[:16]}"
-    with writable(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        with folder_lock(folder, wait=True):
-            if force:
-                _clear(folder)
-            if not (folder / "manifest.json").is_file():
-                jobs, tokenizer = _open(preparation, folder, tokenizer, template)
-                _run(jobs, workers or os.cpu_count() or 1, progress)
-                _finish(folder, key, preparation, jobs, tokenizer)
+    folder = prepared_folder(preparation.source, cache, key)
+    with preparing(folder, force=force) as missing:
+        if missing:
+            jobs, tokenizer = _open(preparation, folder, tokenizer, template)
+            _run(jobs, workers or os.cpu_count() or 1, progress)
+            _finish(folder, key, preparation, jobs, tokenizer)
     verify_documents(folder)
     return folder
 
 
 def _fingerprint(preparation: DocumentPreparation) -> tuple[str, Tokenizer | None, Template | None]:
-    """The key of all that determines the content; tokenizer and template unless they have to be made first."""
+    """The key of all that determines the content; tokenizer and template unless the tokenizer is to be trained."""
     described: dict[str, Any] = preparation.describe() | {"version": VERSION}
     limit = preparation.vocab_size
     if preparation.tokenizer == "train":
@@ -133,35 +126,30 @@ def _fingerprint(preparation: DocumentPreparation) -> tuple[str, Tokenizer | Non
 def _open(
     preparation: DocumentPreparation, folder: Path, tokenizer: Tokenizer | None, template: Template | None
 ) -> tuple[list[_Job], Tokenizer]:
-    """Sweep leftovers, settle the tokenizer, plan the units. Call it while holding the folder's lock."""
+    """Remove temporary files, find or train the tokenizer, plan the units. The caller holds the folder's lock."""
     remove_temporaries(folder, deep=True)
     units = plan_rows(preparation.source, preparation.files, preparation.limit)
-    saved = folder / "tokenizer"
     if tokenizer is None:
-        if (saved / "tokenizer_config.json").is_file():
-            tokenizer = Tokenizer.load(saved)
-        else:
-            assert preparation.vocab_size is not None
-            texts = _training_texts(preparation, units)
-            tokenizer = train_bpe(texts, preparation.vocab_size, preparation.tokenizer_bytes)
+        texts = _training_texts(preparation, units)
+        tokenizer = saved_or_trained(folder, texts, preparation.vocab_size, preparation.tokenizer_bytes)
         template = find_template(preparation.template, tokenizer)
     assert template is not None
-    # Kept with the template that was used, so that whoever talks to the model writes as it was taught.
+    # Saved with the chat template of the training data, for inference.
     tokenizer = replace(tokenizer, chat_template=template.source)
-    tokenizer.save(saved)
+    tokenizer.save(folder / "tokenizer")
     (folder / "units").mkdir(exist_ok=True)
     vocab_size = preparation.vocab_size or tokenizer.vocab_size
     return [_Job(folder, unit, take, preparation, template, vocab_size) for unit, take in units], tokenizer
 
 
 def _training_texts(preparation: DocumentPreparation, units: list[tuple[Unit, int | None]]) -> Iterator[str]:
-    """What the turns of the training rows say."""
+    """The texts of the training rows."""
     for unit, take in units:
         for row in read_unit_rows(preparation.source, unit, take):
             try:
                 _, sample, _ = read_row(row, preparation)
             except BadRow:
-                continue  # it is judged when it is encoded
+                continue  # reported when it is encoded
             if split_of_row(row, sample, preparation) != "train":
                 continue
             if isinstance(sample, Text):
@@ -183,28 +171,23 @@ def _run(jobs: list[_Job], workers: int, progress: Callable[[Progress], None] | 
             progress(Progress(done, len(jobs), documents, tokens))
 
 
-def run_documents(job: _Job) -> _Done:
+def run_documents(job: _Job) -> _UnitResult:
     """Encode the rows of one unit, write its shards, then its record."""
-    tokenizer = _load_once(job.folder / "tokenizer")
+    tokenizer = cached_tokenizer(job.folder / "tokenizer")
     writers = {split: DocumentWriter(job.folder, split, job.name, job.vocab_size) for split in SPLITS}
     for row in read_unit_rows(job.preparation.source, job.unit, job.take):
         write_row(row, job.preparation, tokenizer, job.template, writers)
     shards = tuple(shard for split in SPLITS if (shard := writers[split].finish()) is not None)
-    finished = _Done(shards, {split: writer.counts for split, writer in writers.items()})
+    finished = _UnitResult(shards, {split: writer.counts for split, writer in writers.items()})
     write_atomic(job.record, finished.to_json())
     return finished
-
-
-@functools.lru_cache(maxsize=1)
-def _load_once(folder: Path) -> Tokenizer:
-    return Tokenizer.load(folder)
 
 
 def _finish(
     folder: Path, key: str, preparation: DocumentPreparation, jobs: list[_Job], tokenizer: Tokenizer
 ) -> None:
-    """Gather the records into the manifest; from here on the folder counts as prepared."""
-    units = [_Done.of_json(job.record.read_bytes()) for job in jobs]
+    """Write the manifest from the records; the folder then counts as prepared."""
+    units = [_UnitResult.of_json(job.record.read_bytes()) for job in jobs]
     counts = {split: Counts() for split in SPLITS}
     for unit in units:
         counts = {split: counts[split].plus(unit.counts[split]) for split in SPLITS}
@@ -231,10 +214,3 @@ def _finish(
         )
     write_document_manifest(folder, manifest)
     shutil.rmtree(folder / "units")
-
-
-def _clear(folder: Path) -> None:
-    """Forget a prepared folder. The manifest goes first: what is left is at worst unfinished."""
-    (folder / "manifest.json").unlink(missing_ok=True)
-    for name in ("units", "tokenizer", *SPLITS):
-        shutil.rmtree(folder / name, ignore_errors=True)
