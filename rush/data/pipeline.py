@@ -25,6 +25,7 @@ from rush.data.storage import prepared_folder, preparing
 from rush.errors import DataError, MachineError, RecipeError, nearest
 
 EXECUTORS = ("local", "slurm", "ray")
+PRELOADED = ("datatrove.executor.local", "rush.data.datatrove_blocks", "rush.data.clean.run")
 
 
 def prepare_pipeline(
@@ -190,6 +191,10 @@ def engine_running(executor: str) -> Iterator[None]:
     hook = threading.Event()  # lives as long as this frame; the hook is registered on it
     util = import_extra("multiprocess.util", "corpus", "Running datatrove")
     util.register_after_fork(hook, lambda _: exit_with_parent())
+    if executor == "local":
+        # The executor starts new workers for every step: forks of a process that has imported what they need.
+        multiprocess = import_extra("multiprocess", "corpus", "Running datatrove")
+        multiprocess.get_context("forkserver").set_forkserver_preload(["__main__", *PRELOADED])
     ray = import_extra("ray", "ray", "Running on Ray") if executor == "ray" else None
     if ray is None or ray.is_initialized():
         yield

@@ -19,6 +19,7 @@ import pytest
 pytest.importorskip("datatrove")
 
 from rush.data.clean import CleanProgress, clean, parse_pipeline, row_files
+from rush.data.clean.workers import GRACE_S
 from rush.errors import DataError, MachineError, RecipeError
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +32,9 @@ STAGES = [
 PIPELINE = parse_pipeline({"stage": STAGES})
 SCRIPT = """
 import json, sys
-from rush.data.clean import clean, parse_pipeline, row_files
+from rush.data.clean import clean, parse_pipeline, row_files, workers
 row_files.MIN_UNIT_BYTES = 40_000
+workers.GRACE_S = float(sys.argv[6])
 if __name__ == "__main__":
     pipeline = parse_pipeline({"stage": json.loads(sys.argv[1])})
     clean(pipeline, [sys.argv[2]], sys.argv[3], executor=sys.argv[4], workers=int(sys.argv[5]))
@@ -81,7 +83,12 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def start(
-    script: Path, source: Path, output: Path, executor: str = "local", workers: int = 1
+    script: Path,
+    source: Path,
+    output: Path,
+    executor: str = "local",
+    workers: int = 1,
+    grace_s: float = GRACE_S,
 ) -> subprocess.Popen[str]:
     """In a process of its own: the engines keep managers, loggers and daemons."""
     script.write_text(SCRIPT)
@@ -93,6 +100,7 @@ def start(
         str(output),
         executor,
         str(workers),
+        str(grace_s),
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "RAY_USAGE_STATS_ENABLED": "0"}
     return subprocess.Popen(
@@ -199,7 +207,7 @@ def _last_words_when_workers_are_killed(tmp_path: Path) -> str:
     source.write_text(
         "".join(json.dumps({"text": f"{number} {slow}", "tags": []}) + "\n" for number in range(1200))
     )
-    process = start(tmp_path / "script.py", source, tmp_path / "out.jsonl", workers=2)
+    process = start(tmp_path / "script.py", source, tmp_path / "out.jsonl", workers=2, grace_s=1.5)
     logs = tmp_path / ".out.jsonl.cleaning" / "pipeline" / "00" / "logs"
     deadline = time.monotonic() + 60
     while not list(logs.glob("*")) and time.monotonic() < deadline:
