@@ -77,6 +77,8 @@ Machine: {_machine_name(machine)}. The scripts are in [examples/from-nothing](..
 | stage | command | seconds |
 | --- | --- | --- |
 {_stage_rows(records)}
+
+{records.remarks()}
 """
 
 
@@ -176,7 +178,7 @@ The ready recipe `{recipe["model"]["name"]}-fp8` with its own techniques, at {re
 short a run needs more steps rather than larger ones. {rows[-1]["step"]:,} steps, a learning rate of {recipe["optimizer"]["lr"]:g} with
 {recipe["schedule"]["warmup"]} steps of warm-up and a cosine down to a tenth. {rows[-1]["tokens"]:,} tokens are {epochs:.1f} times the text. Up
 to four repetitions are nearly as good as new text, and beyond that the gain shrinks (Muennighoff et al. 2023, arXiv:2305.16264).
-Half of all steps ran at {steady:,.0f} tokens/s or more. The held-out loss went from {held[0]:.3f} at the first validation to {held[-1]:.3f}.
+Half of all steps ran at {steady:,.0f} tokens/s or more. The held-out loss went from {held[0]:.3f} at the first validation to {held[-1]:.3f}.{_overfit_words(rows)}
 
 ![Loss of pretraining](pictures/from-nothing-pretrain.svg)
 
@@ -190,6 +192,18 @@ And at the end, by `rush generate`:
 
 {_written(records)}
 """
+
+
+def _overfit_words(rows: Sequence[dict[str, Any]]) -> str:
+    """A sentence if the held-out loss had been lower before the end."""
+    validated = [row for row in rows if row.get("val_loss") is not None]
+    lowest = min(validated, key=lambda row: row["val_loss"])
+    if lowest is validated[-1]:
+        return ""
+    return (
+        f" It was lowest at step {lowest['step']:,}, with {lowest['val_loss']:.3f}: from there on the model memorized the text. "
+        "The GPU had time for more text than there was."
+    )
 
 
 def _kill_words(records: Records, rows: Sequence[dict[str, Any]]) -> str:

@@ -29,3 +29,7 @@ class Records:
 
     def kills(self) -> list[list[dict[str, Any]]]:
         return [self.rows(f"kills/{number}.jsonl") for number in (1, 2)]
+
+    def remarks(self) -> str:
+        """What whoever ran it has to say about the circumstances, if anything."""
+        return self.text("remarks.txt") if (self.folder / "remarks.txt").is_file() else ""

@@ -62,7 +62,7 @@ pack() {
     prefix="$($PYTHON -c 'import sys; print(sys.prefix)')"
     tar c --exclude=checkpoints --exclude='*.safetensors' --exclude=tensorboard --exclude=reference --exclude=tokenizer \
         --exclude=exported --exclude=done --exclude=.lock --exclude=records.tar.gz -C "$RUNS" . | tar x -C "$copy"
-    find "$copy" -type f -exec sed -i "s#$PWD/##g; s#${sources:-$PWD/}#site-packages/torch#g; s#$prefix/#python/#g" {} +
+    find "$copy" -type f -exec sed -i "s#$PWD/##g; s#$WORK#build/from-nothing#g; s#${WORK#/}#build/from-nothing#g; s#${sources:-$PWD/}#site-packages/torch#g; s#$prefix/#python/#g" {} +
     tar czf "$OUT/records.tar.gz" -C "$copy" .
     rm -rf "$copy"
 }
