@@ -43,6 +43,6 @@ def _lives() -> list[object]:
 
 
 @pytest.mark.parametrize(("setting", "techniques"), _lives())
-def test_every_allowed_pair_lives_on_a_gpu(living: Living, setting: str, techniques: Items) -> None:
+def test_every_allowed_pair_lives_on_a_gpu(compiled_living: Living, setting: str, techniques: Items) -> None:
     checked = settings()[setting].checked
-    living.must_live(checked.setting, techniques, checked.allowed, limit_s=SHRINK_S)
+    compiled_living.must_live(checked.setting, techniques, checked.allowed, limit_s=SHRINK_S)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import math
 
 import pytest
@@ -16,6 +15,7 @@ from rush.recipe_io import load_recipe
 from rush.training.build import Run, build
 from rush.training.optimizer import parameter_groups
 from rush.training.step import gradient_norm, launch_step, train_step, update_is_async, validate
+from tests.new_process import in_new_process
 
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed:UserWarning")  # bf16 on older CPUs
 SMALL = ["model.shape.num_layers=2", "model.shape.hidden=32", "model.shape.vocab_size=64", "model.shape.head_dim=8",
@@ -184,9 +184,11 @@ def test_a_memory_limit_is_not_ignored_where_it_cannot_be_kept(monkeypatch: pyte
 
 @pytest.mark.gpu
 def test_a_memory_limit_holds_on_a_larger_card() -> None:
+    in_new_process(check_memory_limit)
+
+
+def check_memory_limit() -> None:
     recipe = load_recipe("tiny", [*SMALL, "run.memory_limit_gb=1", "run.device='cuda'"])
-    gc.collect()
-    torch.cuda.empty_cache()  # what other tests left behind would count
     build(recipe, probe("cuda"))
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(2 * 10**9, dtype=torch.uint8, device="cuda")
