@@ -59,6 +59,17 @@ def rush_kernels_ran(kernels: tuple[str, ...], ops: tuple[str, ...]) -> Evidence
     return evidence
 
 
+class FunctionModule(nn.Module):
+    """A function, such as a kernel, in the place of a module without weights."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *tensors: Tensor) -> Any:
+        return self.function(*tensors)
+
+
 def override_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
     """Give this instance its own `forward(self, ...)`; `type(self).forward` is the original.
 

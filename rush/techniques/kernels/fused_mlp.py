@@ -10,45 +10,20 @@ torch's gradient of GELU calls tanh for each number; ours uses a short polynomia
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-
 import rush.techniques.api.contract as api
 from rush.models.layers import GeluTanh, SwiGLU
-from rush.techniques.api.seams import needs_kernels, rush_kernels_ran
-
-
-class FusedSwiGLU(nn.Module):
-    """silu(gate) · up by our kernel."""
-
-    def __init__(self) -> None:
-        from rush.kernels.swiglu import swiglu
-
-        super().__init__()
-        self.swiglu = swiglu
-
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        return self.swiglu(gate, up)
-
-
-class FusedGelu(nn.Module):
-    """GELU in its tanh form by our kernel."""
-
-    def __init__(self) -> None:
-        from rush.kernels.gelu import gelu
-
-        super().__init__()
-        self.gelu = gelu
-
-    def forward(self, up: Tensor) -> Tensor:
-        return self.gelu(up)
+from rush.techniques.api.seams import FunctionModule, needs_kernels, rush_kernels_ran
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
+    from rush.kernels.gelu import gelu
+    from rush.kernels.swiglu import swiglu
+
     for block in build.model.blocks:
         mlp = block.get_submodule("mlp")
         plain = mlp.get_submodule("activation")
         assert isinstance(plain, (SwiGLU, GeluTanh)), type(plain)
-        mlp.activation = FusedSwiGLU() if isinstance(plain, SwiGLU) else FusedGelu()
+        mlp.activation = FunctionModule(swiglu if isinstance(plain, SwiGLU) else gelu)
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:

@@ -10,6 +10,7 @@ fusions.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -27,41 +28,31 @@ def _matmul_dtype(x: Tensor) -> torch.dtype | None:
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
 
-class FusedRMSNorm(nn.Module):
-    """RMSNorm by our kernel, over the plain norm's weight."""
+class FusedNorm(nn.Module):
+    """A norm by our kernel, over the plain norm's weights."""
 
-    def __init__(self, plain: RMSNorm) -> None:
+    def __init__(self, plain: nn.Module) -> None:
+        from rush.kernels.layernorm import add_layernorm, layernorm
         from rush.kernels.rmsnorm import add_rmsnorm, rmsnorm
 
         super().__init__()
+        assert isinstance(plain, RMSNorm | LayerNorm), type(plain)
         self.eps, self.weight = plain.eps, plain.weight
-        self.norm, self.add_norm = rmsnorm, add_rmsnorm
+        self.bias = plain.bias if isinstance(plain, LayerNorm) else None
+        self.norm: Callable[..., Tensor] = rmsnorm if self.bias is None else layernorm
+        self.add_norm: Callable[..., tuple[Tensor, Tensor]] = (
+            add_rmsnorm if self.bias is None else add_layernorm
+        )
+
+    def _weights(self) -> tuple[Tensor, ...]:
+        return (self.weight,) if self.bias is None else (self.weight, self.bias)
 
     def forward(self, x_btd: Tensor) -> Tensor:
-        return self.norm(x_btd, self.weight, self.eps, dtype=_matmul_dtype(x_btd))
+        return self.norm(x_btd, *self._weights(), self.eps, dtype=_matmul_dtype(x_btd))
 
     def after_add(self, x_btd: Tensor, residual_btd: Tensor) -> tuple[Tensor, Tensor]:
         """The norm of the sum of both, and the sum."""
-        return self.add_norm(x_btd, residual_btd, self.weight, self.eps, dtype=_matmul_dtype(x_btd))
-
-
-class FusedLayerNorm(nn.Module):
-    """LayerNorm by our kernel, over the plain norm's weight and bias."""
-
-    def __init__(self, plain: LayerNorm) -> None:
-        from rush.kernels.layernorm import add_layernorm, layernorm
-
-        super().__init__()
-        self.eps, self.weight, self.bias = plain.eps, plain.weight, plain.bias
-        self.norm, self.add_norm = layernorm, add_layernorm
-
-    def forward(self, x_btd: Tensor) -> Tensor:
-        return self.norm(x_btd, self.weight, self.bias, self.eps, dtype=_matmul_dtype(x_btd))
-
-    def after_add(self, x_btd: Tensor, residual_btd: Tensor) -> tuple[Tensor, Tensor]:
-        """The norm of the sum of both, and the sum."""
-        dtype = _matmul_dtype(x_btd)
-        return self.add_norm(x_btd, residual_btd, self.weight, self.bias, self.eps, dtype=dtype)
+        return self.add_norm(x_btd, residual_btd, *self._weights(), self.eps, dtype=_matmul_dtype(x_btd))
 
 
 class FusedNormBlock(Block):
@@ -74,21 +65,14 @@ class FusedNormBlock(Block):
         return out
 
 
-def _fused(norm: nn.Module) -> nn.Module:
-    if isinstance(norm, RMSNorm):
-        return FusedRMSNorm(norm)
-    assert isinstance(norm, LayerNorm), type(norm)
-    return FusedLayerNorm(norm)
-
-
 def apply(build: api.Build, knobs: api.Knobs) -> None:
     model = build.model
     for layer, block in enumerate(model.blocks):
         assert type(block) is Block, "another technique has replaced the block"
         model.blocks[layer] = FusedNormBlock(
-            _fused(block.attention_norm), block.attention, _fused(block.mlp_norm), block.mlp
+            FusedNorm(block.attention_norm), block.attention, FusedNorm(block.mlp_norm), block.mlp
         )
-    model.final_norm = _fused(model.final_norm)
+    model.final_norm = FusedNorm(model.final_norm)
 
 
 def evidence(seen: api.Observation, knobs: api.Knobs) -> api.Proof:

@@ -9,32 +9,15 @@ expect little.
 
 from __future__ import annotations
 
-from torch import Tensor, nn
-
 import rush.techniques.api.contract as api
-from rush.techniques.api.seams import needs_triton, rush_kernels_ran
-
-# Shapes: b batch, h query heads, k key/value heads, t positions, d head dim.
-
-
-class FusedRotate(nn.Module):
-    """RoPE by our kernel."""
-
-    def __init__(self) -> None:
-        from rush.kernels.rope import rope
-
-        super().__init__()
-        self.rope = rope
-
-    def forward(
-        self, q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        return self.rope(q_bhtd, k_bktd, cos_btd, sin_btd)
+from rush.techniques.api.seams import FunctionModule, needs_triton, rush_kernels_ran
 
 
 def apply(build: api.Build, knobs: api.Knobs) -> None:
+    from rush.kernels.rope import rope
+
     for block in build.model.blocks:
-        block.get_submodule("attention").rotate = FusedRotate()
+        block.get_submodule("attention").rotate = FunctionModule(rope)
 
 
 technique = api.Technique(

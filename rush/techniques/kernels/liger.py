@@ -23,6 +23,7 @@ import rush.techniques.api.contract as api
 from rush.libraries import load_library
 from rush.models.layers import IGNORED_LABEL, LayerNorm, RMSNorm, SwiGLU
 from rush.recipe import Recipe
+from rush.techniques.api.seams import FunctionModule
 
 # Shapes: b batch, t positions, h query heads, k key/value heads, d width, v vocabulary.
 
@@ -56,28 +57,6 @@ class LigerNorm(nn.Module):
     def forward(self, x_btd: Tensor) -> Tensor:
         given = [self.weight] if self.bias is None else [self.weight, self.bias]
         out: Tensor = self.call(x_btd, *given, self.eps)
-        return out
-
-
-class LigerRotate(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.call = functions().liger_rope
-
-    def forward(
-        self, q_bhtd: Tensor, k_bktd: Tensor, cos_btd: Tensor, sin_btd: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        rotated: tuple[Tensor, Tensor] = self.call(q_bhtd, k_bktd, cos_btd, sin_btd)
-        return rotated
-
-
-class LigerSwiGLU(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.call = functions().liger_swiglu
-
-    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
-        out: Tensor = self.call(gate, up)
         return out
 
 
@@ -117,10 +96,10 @@ def apply(build: api.Build, knobs: api.Knobs) -> None:
         if "norm" in chosen:
             block.attention_norm, block.mlp_norm = _norm(block.attention_norm), _norm(block.mlp_norm)
         if "rope" in chosen and hasattr(block.attention, "rotate"):
-            block.attention.rotate = LigerRotate()
+            block.attention.rotate = FunctionModule(functions().liger_rope)
             expected.append("rope")
         if "mlp" in chosen and isinstance(block.mlp.activation, SwiGLU):
-            block.mlp.activation = LigerSwiGLU()
+            block.mlp.activation = FunctionModule(functions().liger_swiglu)
             expected.append("mlp")
     if "norm" in chosen:
         expected.append("rms" if isinstance(model.final_norm, RMSNorm) else "layer")
