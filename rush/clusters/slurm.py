@@ -10,9 +10,15 @@ https://github.com/NVIDIA/pyxis.
 
 from __future__ import annotations
 
+import re
 import shlex
 
 from rush.clusters.job import Job
+from rush.errors import RecipeError
+
+VALUE = re.compile(r"[\w.,:@%+=/\[\]-]+")
+"""What a directive may hold: sbatch reads the rest of a line, so a blank or a line break would add to it."""
+VARIABLE = re.compile(r"(\$[A-Za-z_][A-Za-z0-9_]*)")
 
 
 def script(job: Job) -> str:
@@ -30,7 +36,7 @@ def script(job: Job) -> str:
             'MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
             "MASTER_PORT=$((20000 + SLURM_JOB_ID % 40000))",
             "export MASTER_ADDR MASTER_PORT",
-            f"mkdir -p {_quoted(job.run_folder)}",
+            f"mkdir -p -- {_quoted(job.run_folder)}",
             "",
             "# Before the time limit: let the ranks end after their step, with a checkpoint, and queue the job again.",
             "stopping=0",
@@ -69,6 +75,11 @@ def options(job: Job) -> list[str]:
         "output": f"{job.label}-%j.log",
         "open-mode": "append",
     }
+    for name, value in given.items():
+        if value is not None and not VALUE.fullmatch(str(value)):
+            raise RecipeError(
+                f"--{name} of the job would be {str(value)!r}; allowed are letters, digits and . , : @ % + = / [ ] - _."
+            )
     flags = ["requeue", *([] if job.cpus_per_node else ["exclusive"])]
     return [f"--{name}={value}" for name, value in given.items() if value is not None] + [
         f"--{f}" for f in flags
@@ -97,7 +108,7 @@ def _step(job: Job) -> str:
         "--kill-on-bad-exit=1",
     ]
     if job.container is not None:
-        folder = shlex.quote(f"{job.run_folder}:{job.run_folder}")
+        folder = _quoted(f"{job.run_folder}:{job.run_folder}")
         words += [
             f"--container-image={shlex.quote(job.container)}",
             f'--container-mounts={folder},"$PWD:$PWD"',
@@ -116,5 +127,8 @@ def _step(job: Job) -> str:
 
 
 def _quoted(path: str) -> str:
-    """A path for the shell; a variable in it ($HOME, $SCRATCH) stays one."""
-    return '"' + path.replace("\\", "\\\\").replace('"', '\\"').replace("`", "\\`") + '"'
+    """A path for the shell. A plain variable in it ($HOME, $SCRATCH) stays one; everything else is literal."""
+    parts = VARIABLE.split(path)  # every second one is a variable
+    return "".join(
+        f'"{part}"' if place % 2 else shlex.quote(part) for place, part in enumerate(parts) if part
+    )

@@ -325,3 +325,48 @@ def test_a_script_trains_stops_before_its_time_limit_and_goes_on_when_it_is_queu
     assert f"Resuming from step-{done:06d}" in said
     assert [row["step"] for row in rows(out)] == list(range(1, 401))
     assert asked.read_text().count("requeue") == 1, "a run that is done is not queued again"
+
+
+HOSTILE = (
+    "$(touch pwned)",
+    "`touch pwned`",
+    '";touch pwned;"',
+    "';touch pwned;'",
+    "a\ntouch pwned\n",
+    "${HOME:-x}",
+    "$((1+1))",
+)
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize("field", ["run_folder", "venv", "container", "words"])
+def test_nothing_in_a_path_or_a_word_is_run_by_the_shell(field: str, text: str, tmp_path: Path) -> None:
+    """Only a plain $NAME is expanded; every other character is part of the name."""
+    said = tmp_path / "said"
+    given, expected = (
+        (f"$PLACE/{text}", f"/place/{text}") if field in ("run_folder", "venv") else (text, text)
+    )
+    value: Any = ("tiny", given) if field == "words" else given
+    lines = script(job(**{field: value})).splitlines()
+    start, end = (
+        next(i for i, line in enumerate(lines) if line.startswith("set -euo")),
+        lines.index("step=$!"),
+    )
+    commands = "\n".join(lines[start:end]).removesuffix("&")
+    stubs = "\n".join(
+        f'{name}() {{ printf "%s\\0" "$@" >> {said}; }}' for name in ("srun", "source", "mkdir", "scontrol")
+    )
+    surroundings = {"PATH": os.environ["PATH"], "PLACE": "/place", "SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n", "SLURM_CPUS_ON_NODE": "8"}  # fmt: skip
+    done = subprocess.run(
+        ["bash", "-c", f"{stubs}\n{commands}"], cwd=tmp_path, env=surroundings, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["said"]
+    assert any(expected in word for word in said.read_text().split("\0"))
+
+
+@pytest.mark.parametrize("field", ["partition", "account", "memory_per_node", "time_limit"])
+@pytest.mark.parametrize("value", ["gpu\n#SBATCH --wrap=id", "gpu --wrap=id", "", "$(id)"])
+def test_a_directive_that_would_add_to_the_script_is_refused(field: str, value: str) -> None:
+    with pytest.raises(RecipeError, match="of the job would be .* allowed are letters, digits"):
+        script(job(**{field: value}))
